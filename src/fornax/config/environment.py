@@ -1,0 +1,94 @@
+"""The one file that reads (and, before jax starts, writes) the process environment.
+
+Every variable Fornax honours has one function here; `documented()` lists them for the
+reference page.
+"""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+__all__ = [
+    "cache_dir",
+    "compilation_cache_enabled",
+    "coordinator",
+    "cxx",
+    "documented",
+    "full_traceback",
+    "prepare_virtual_devices",
+    "set_default_platform_quiet",
+]
+
+_DOCUMENTED = {
+    "FORNAX_CACHE_DIR": "Where compiled programs, native kernels and autotuned choices are kept "
+    "(default: fornax/ under XDG_CACHE_HOME or ~/.cache).",
+    "FORNAX_COMPILATION_CACHE": "0 turns the persistent compilation cache off (default: 1).",
+    "FORNAX_TRACEBACK": "1 shows the whole traceback of an error (default: 0).",
+    "FORNAX_COORDINATOR": "host:port of process 0 in a run of several processes.",
+    "FORNAX_NUM_PROCESSES": "How many processes the run has.",
+    "FORNAX_PROCESS_ID": "This process's number, from 0.",
+    "CXX": "The C++ compiler for native CPU kernels (default: c++, g++ or clang++, first found).",
+}
+
+
+def documented() -> dict[str, str]:
+    """Name and meaning of every environment variable Fornax reads."""
+    return dict(_DOCUMENTED)
+
+
+def cache_dir() -> Path:
+    """The folder for what can be made again: created by its users, safe to delete."""
+    explicit = os.environ.get("FORNAX_CACHE_DIR")
+    if explicit:
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "fornax"
+    try:
+        return Path.home() / ".cache" / "fornax"
+    except RuntimeError:  # no home directory: a container with an unknown user id
+        return Path(tempfile.gettempdir()) / "fornax-cache"
+
+
+def compilation_cache_enabled() -> bool:
+    """Whether compiled programs are kept between processes."""
+    return os.environ.get("FORNAX_COMPILATION_CACHE", "1") != "0"
+
+
+def full_traceback() -> bool:
+    """Whether errors show their traceback."""
+    return os.environ.get("FORNAX_TRACEBACK", "0") not in ("", "0")
+
+
+def cxx() -> str | None:
+    """The compiler named by CXX, or None to look for one."""
+    return os.environ.get("CXX") or None
+
+
+def coordinator() -> dict[str, str | None]:
+    """Address, process count and process number as the launcher set them (None: not set)."""
+    return {
+        "address": os.environ.get("FORNAX_COORDINATOR"),
+        "num_processes": os.environ.get("FORNAX_NUM_PROCESSES"),
+        "process_id": os.environ.get("FORNAX_PROCESS_ID"),
+    }
+
+
+def prepare_virtual_devices() -> None:
+    """Give XLA's CPU client enough threads when it plays more devices than there are cores.
+
+    With fewer threads than virtual devices, steps dispatched without blocking wait for each other
+    for ever. Call before jax starts its backend; a value set by the user stays.
+    """
+    match = re.search(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    if match and int(match.group(1)) > (os.cpu_count() or 1):
+        os.environ.setdefault("NPROC", str(max(16, 2 * int(match.group(1)))))
+
+
+def set_default_platform_quiet() -> None:
+    """Keep TPU and C++ start-up chatter off the terminal unless the user asked for it."""
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -1,0 +1,41 @@
+"""Devices, named meshes, sharding rules, dtypes and process start-up."""
+
+from fornax.mesh.dtypes import DtypePolicy, parse_dtype
+from fornax.mesh.mesh import MeshConfig, make_mesh
+from fornax.mesh.rules import (
+    DEFAULT_RULES,
+    MESH_AXES,
+    Rules,
+    batch_sharding,
+    constrain,
+    current_mesh,
+    current_rules,
+    merge_rules,
+    named_sharding,
+    partition_spec,
+    use_mesh,
+)
+from fornax.mesh.startup import ProcessConfig, initialize
+from fornax.mesh.tree import path_name, tree_shardings
+
+__all__ = [
+    "DEFAULT_RULES",
+    "MESH_AXES",
+    "DtypePolicy",
+    "MeshConfig",
+    "ProcessConfig",
+    "Rules",
+    "batch_sharding",
+    "constrain",
+    "current_mesh",
+    "current_rules",
+    "initialize",
+    "make_mesh",
+    "merge_rules",
+    "named_sharding",
+    "parse_dtype",
+    "partition_spec",
+    "path_name",
+    "tree_shardings",
+    "use_mesh",
+]

@@ -1,0 +1,186 @@
+"""The rule table: logical axes of arrays to the mesh axes that divide them."""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fornax.config.errors import ShardingError
+
+__all__ = [
+    "DEFAULT_RULES",
+    "MESH_AXES",
+    "Rules",
+    "batch_sharding",
+    "constrain",
+    "current_mesh",
+    "current_rules",
+    "merge_rules",
+    "named_sharding",
+    "partition_spec",
+    "use_mesh",
+]
+
+MESH_AXES = ("slice", "data", "stage", "fsdp", "expert", "context", "tensor")
+"""Mesh axes from the slowest link to the fastest."""
+
+Rules = Mapping[str, tuple[str, ...]]
+"""Logical axis to the mesh axes that divide it; an empty tuple replicates."""
+
+DEFAULT_RULES: Rules = {
+    "batch": ("slice", "data", "fsdp", "expert"),
+    "length": ("context",),
+    "activation_embed": (),
+    "activation_heads": ("tensor",),
+    "activation_kv_heads": ("tensor",),
+    "activation_mlp": ("tensor",),
+    "activation_vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "expert": ("expert",),
+    "layers": ("stage",),
+    "norm": (),
+}
+
+
+def _unknown(kind: str, name: str, allowed: Sequence[str]) -> ShardingError:
+    near = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ShardingError(f"{kind} {name!r} is not known; use one of {', '.join(allowed)}{hint}")
+
+
+def merge_rules(rules: Rules, overrides: Rules) -> Rules:
+    """`rules` with `overrides` laid over them.
+
+    Raises:
+      ShardingError: for a logical or mesh axis that does not exist, or one named twice.
+    """
+    for logical, axes in overrides.items():
+        if logical not in rules:
+            raise _unknown("logical axis", logical, list(rules))
+        for axis in axes:
+            if axis not in MESH_AXES:
+                raise _unknown(f"mesh axis (for logical axis {logical!r})", axis, MESH_AXES)
+        if len(set(axes)) != len(axes):
+            raise ShardingError(f"rule for {logical!r} names a mesh axis twice: {axes}")
+    return {**rules, **{k: tuple(v) for k, v in overrides.items()}}
+
+
+def partition_spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
+    """The partition of an array whose dimensions carry logical `axes` (None: replicated).
+
+    A mesh axis divides an array once: where two dimensions ask for it, the first has it.
+
+    Raises:
+      ShardingError: for a logical axis without a rule.
+    """
+    return PartitionSpec(*(entry or None for entry in _divide(axes, rules)))
+
+
+def _divide(axes: Sequence[str | None], rules: Rules) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension, each mesh axis given to the first that asks."""
+    used: set[str] = set()
+    entries: list[tuple[str, ...]] = []
+    for logical in axes:
+        if logical is not None and logical not in rules:
+            raise _unknown("logical axis", logical, list(rules))
+        free = tuple(a for a in (rules[logical] if logical else ()) if a not in used)
+        used.update(free)
+        entries.append(free)
+    return entries
+
+
+def named_sharding(
+    mesh: Mesh,
+    axes: Sequence[str | None],
+    rules: Rules,
+    *,
+    shape: Sequence[int] | None = None,
+    name: str = "array",
+) -> NamedSharding:
+    """Where an array with logical `axes` lies on `mesh`.
+
+    Args:
+      mesh: a mesh from `make_mesh`.
+      axes: one logical axis (or None) a dimension.
+      rules: the rule table.
+      shape: when given, each dimension is checked to divide.
+      name: what the array is called in an error.
+
+    Raises:
+      ShardingError: for an unknown axis, a wrong number of them, or a dimension that does not
+        divide over its mesh axes.
+    """
+    if shape is not None and len(shape) != len(axes):
+        raise ShardingError(
+            f"{name} has {len(shape)} dimensions {tuple(shape)} and {len(axes)} logical axes "
+            f"{tuple(axes)}; name one axis, or None, for each dimension"
+        )
+    entries = _divide(axes, rules)
+    if shape is not None:
+        for dim, (size, logical, entry) in enumerate(zip(shape, axes, entries, strict=True)):
+            _check_divides(name, dim, size, logical, entry, mesh)
+    return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
+
+
+def _check_divides(
+    name: str, dim: int, size: int, logical: str | None, entry: tuple[str, ...], mesh: Mesh
+) -> None:
+    if size % math.prod(mesh.shape[axis] for axis in entry):
+        over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in entry if mesh.shape[axis] > 1)
+        raise ShardingError(
+            f"{name}: dimension {dim} ({logical}) of size {size} does not divide over {over}; "
+            f"choose sizes in `mesh` that divide {size}, or set `mesh.rules.{logical}` to []"
+        )
+
+
+def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
+    """The sharding of a `[B, T]` batch array."""
+    return NamedSharding(mesh, partition_spec(("batch", "length"), rules))
+
+
+_current: ContextVar[tuple[Mesh, Rules] | None] = ContextVar("fornax_mesh", default=None)
+
+
+@contextmanager
+def use_mesh(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Iterator[None]:
+    """Within the block (tracing included), `constrain` lays activations on `mesh` by `rules`."""
+    token = _current.set((mesh, rules))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the enclosing `use_mesh`, or None."""
+    found = _current.get()
+    return found[0] if found else None
+
+
+def current_rules() -> Rules:
+    """The rules of the enclosing `use_mesh`, or the default ones."""
+    found = _current.get()
+    return found[1] if found else DEFAULT_RULES
+
+
+def constrain(x: Any, axes: Sequence[str | None]) -> Any:
+    """`x` with its layout on the enclosing mesh fixed by logical `axes`; as it is outside one.
+
+    Axes of a size that does not divide are an error, named, rather than silently padded.
+    """
+    found = _current.get()
+    if found is None or found[0].size == 1:
+        return x
+    mesh, rules = found
+    sharding = named_sharding(mesh, axes, rules, shape=x.shape, name="an activation")
+    return jax.lax.with_sharding_constraint(x, sharding)

@@ -1,0 +1,70 @@
+"""Shardings of a whole model: logical axes from variable metadata to a tree of NamedShardings."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fornax.config.errors import ShardingError
+from fornax.mesh.rules import Rules, named_sharding
+
+__all__ = ["path_name", "tree_shardings"]
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A tree path as `layers/attention/q/kernel`, without the wrappers of variables."""
+    parts = []
+    for key in path:
+        part = getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))
+        if part not in ("value", "raw_value"):
+            parts.append(str(part))
+    return "/".join(parts)
+
+
+def _is_variable(node: Any) -> bool:
+    return hasattr(node, "get_metadata") and hasattr(node, "get_value")
+
+
+def _axes_of(variable: Any) -> tuple[str | None, ...] | None:
+    return variable.get_metadata().get("axes")
+
+
+def tree_shardings(state: Any, mesh: Mesh, rules: Rules) -> Any:
+    """A tree like `state` with a NamedSharding in place of each array.
+
+    Args:
+      state: an `nnx.State` (or any tree of NNX variables) of arrays or ShapeDtypeStructs. A
+        variable's logical axes are its metadata `axes`, one per dimension.
+      mesh: where the arrays will lie.
+      rules: the rule table.
+
+    Raises:
+      ShardingError: for a variable of one or more dimensions without `axes`, an axis without a
+        rule, or a dimension that does not divide; the message names the parameter.
+    """
+
+    def one(path: tuple[Any, ...], variable: Any) -> Any:
+        name = path_name(path)
+        if not _is_variable(variable):
+            if getattr(variable, "ndim", 0) == 0:
+                return NamedSharding(mesh, PartitionSpec())
+            raise ShardingError(
+                f"{name} is a plain array without logical axes; make it a variable with "
+                '`nnx.Param(value, axes=("embed", "mlp"))`'
+            )
+        value = variable.get_value()
+        axes = _axes_of(variable)
+        if axes is None:
+            if not getattr(value, "shape", ()):
+                axes = ()
+            elif jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+                axes = (None,) * len(value.shape)
+            else:
+                raise ShardingError(
+                    f"{name} has shape {tuple(value.shape)} and no logical axes; make it with "
+                    '`nnx.Param(value, axes=("embed", "mlp"))`, one name or None a dimension'
+                )
+        sharding = named_sharding(mesh, axes, rules, shape=value.shape, name=name)
+        return variable.replace(sharding)
+
+    return jax.tree_util.tree_map_with_path(one, state, is_leaf=_is_variable)
