@@ -1,12 +1,12 @@
 """Process start-up: joins the processes of a run, checks that all came, sets up the caches."""
 
-import datetime
 from dataclasses import dataclass
 
 import jax
 
 from fornax.config import environment
 from fornax.config.errors import ClusterError, ConfigError
+from fornax.mesh.rendezvous import meet
 
 __all__ = ["ProcessConfig", "initialize"]
 
@@ -75,21 +75,14 @@ def _join(config: ProcessConfig) -> None:
             f"process_id={config.process_id} is not below num_processes={count}; number the "
             f"processes 0 to {count - 1}"
         )
-    try:
-        jax.distributed.initialize(
-            coordinator_address=config.coordinator,
-            num_processes=count,
-            process_id=config.process_id,
-            initialization_timeout=config.join_timeout,
-            heartbeat_timeout_seconds=config.heartbeat_timeout,
-        )
-    except (RuntimeError, ValueError) as error:
-        wait = datetime.timedelta(seconds=config.join_timeout)
-        raise ClusterError(
-            f"process {config.process_id} of {count} could not join the run at "
-            f"{config.coordinator} within {wait}: {str(error).splitlines()[0]}; start all {count} "
-            "processes, and check that the address is process 0's and reachable"
-        ) from error
+    meet(config.coordinator, count, config.process_id, config.join_timeout)
+    jax.distributed.initialize(
+        coordinator_address=config.coordinator,
+        num_processes=count,
+        process_id=config.process_id,
+        initialization_timeout=config.join_timeout,
+        heartbeat_timeout_seconds=config.heartbeat_timeout,
+    )
     if jax.process_count() != count:
         raise ClusterError(
             f"{count} processes were asked for and jax sees {jax.process_count()}; each would "
@@ -111,7 +104,8 @@ def initialize(config: ProcessConfig | None = None) -> None:
     resolved = _resolve(config or ProcessConfig())
     if jax.distributed.is_initialized():
         return
-    if environment.compilation_cache_enabled() and not jax.config.read("jax_compilation_cache_dir"):
+    already = jax.config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
+    if environment.compilation_cache_enabled() and already is None:
         jax.config.update("jax_compilation_cache_dir", str(environment.cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if (resolved.num_processes or 1) > 1 or resolved.coordinator is not None:
