@@ -1,0 +1,80 @@
+# Fornax: `make quickstart` runs the main job, `make test` the tests. Both set up .venv first.
+# Variables: PYTHON (3.11 or newer), ARGS (passed to the quickstart), PYTEST_ARGS.
+
+PYTHON ?= python3
+VENV := .venv
+PARITY := .venv-parity
+BIN := $(VENV)/bin
+PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+ARGS ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-all lint format parity bench docs docs-serve examples clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(VENV)/.base ## Set up .venv with Fornax in it
+
+quickstart: $(VENV)/.base ## Set up, then take raw text to a portable model (ARGS="--size tiny")
+	$(BIN)/fornax quickstart $(ARGS)
+
+test: $(VENV)/.dev ## Set up, then run the tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not slow" --ignore=tests/parity $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev ## The tests, the slow ones included
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device" --ignore=tests/parity $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## Style, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## Rewrite files in the project's style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+parity: $(PARITY)/.ready ## Compare with torch and transformers, in an environment of their own
+	$(PARITY)/bin/python -m pytest tests/parity $(PYTEST_ARGS)
+
+bench: $(PARITY)/.ready ## All benchmarks beside their peers; results in benchmarks/results
+	$(PARITY)/bin/python benchmarks/train_step.py
+	$(PARITY)/bin/python benchmarks/data_pipeline.py
+	$(PARITY)/bin/python benchmarks/checkpoint.py
+	$(PARITY)/bin/python benchmarks/trainer_overhead.py
+
+docs: $(VENV)/.docs ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.docs ## Serve the documentation on 127.0.0.1:8001
+	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
+
+examples: $(VENV)/.base ## Run every example
+	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example; done
+
+clean: ## Remove the environments and what tools left behind
+	rm -rf $(VENV) $(PARITY) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Fornax needs Python 3.11 or newer and '$(PYTHON)' is older or missing; run: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python $(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/python $(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(BIN)/python $(PIP) -e '.[docs]'
+	@touch $@
+
+$(PARITY)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PARITY)
+	$(PARITY)/bin/python $(PIP) -e '.[dev,parity]'
+	@touch $@
