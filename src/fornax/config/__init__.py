@@ -1,0 +1,39 @@
+"""Config: frozen dataclasses from YAML and the command line and back, and the exception tree.
+
+Strict: an unknown key, a wrong type or a wrong combination is one paragraph that names the key's
+full path, what is allowed, the nearest match, and the line or flag it came from.
+"""
+
+from fornax.config.describe import Field, describe
+from fornax.config.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    EngineError,
+    FornaxError,
+    KernelError,
+    ShardingError,
+)
+from fornax.config.load import from_mapping, from_yaml, load
+from fornax.config.write import Change, diff, dump_yaml, to_mapping
+
+__all__ = [
+    "Change",
+    "CheckpointError",
+    "ClusterError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "Field",
+    "FornaxError",
+    "KernelError",
+    "ShardingError",
+    "describe",
+    "diff",
+    "dump_yaml",
+    "from_mapping",
+    "from_yaml",
+    "load",
+    "to_mapping",
+]

@@ -1,0 +1,73 @@
+"""Where a value stands: its key path, and the file line or flag that it came from."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from yaml import YAMLError
+
+from fornax.config.errors import ConfigError
+from fornax.config.text import KeyPath, write_flow
+
+COMMAND_LINE = "on the command line"
+
+
+class Words(tuple[str, ...]):
+    """What the command line gave for one key, still without a type."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return " ".join(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A key path and the origins of all paths; makes the errors that name them."""
+
+    path: KeyPath
+    origins: Mapping[KeyPath, str]
+    prefix: str = ""
+
+    def child(self, name: str) -> "Place":
+        return dataclasses.replace(self, path=(*self.path, name))
+
+    def name(self, *more: str) -> str:
+        """The key path as a user writes it; empty at the root."""
+        return ".".join(part for part in (self.prefix, *self.path, *more) if part)
+
+    @property
+    def origin(self) -> str:
+        """The file line or flag of this path, or of the nearest one around it."""
+        for length in range(len(self.path), 0, -1):
+            if found := self.origins.get(self.path[:length]):
+                return found
+        return self.origins.get((), "")
+
+    @property
+    def source(self) -> str:
+        """The origin in brackets with a leading blank, or nothing where it is unknown."""
+        return f" ({self.origin})" if self.origin else ""
+
+    def error(self, problem: str, value: Any = dataclasses.MISSING) -> ConfigError:
+        """An error about this place: `path=value (source) problem`."""
+        name = self.name() or "the config"
+        shown = "" if value is dataclasses.MISSING else f"={shorten(value)}"
+        return ConfigError(f"{name}{shown}{self.source} {problem}")
+
+
+def shorten(value: Any, limit: int = 60) -> str:
+    """Show a plain value as YAML, cut to a readable length."""
+    try:
+        text = str(value) if isinstance(value, Words) else write_flow(value)
+    except YAMLError:  # a value that YAML cannot hold is shown as Python sees it
+        text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str | None:
+    """The allowed word closest to a misspelt one, or None where nothing is close."""
+    by_lower = {choice.lower(): choice for choice in allowed}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
