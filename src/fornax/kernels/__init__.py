@@ -1,0 +1,18 @@
+"""Operations worth several implementations: one signature, the fastest one that can run the call."""
+
+from fornax.config.errors import KernelError
+from fornax.kernels._attention import attention, attention_operation
+from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
+from fornax.kernels.registry import Implementation, Operation, target_platform
+
+__all__ = [
+    "Implementation",
+    "KernelError",
+    "LossSums",
+    "Operation",
+    "attention",
+    "attention_operation",
+    "cross_entropy_operation",
+    "linear_cross_entropy",
+    "target_platform",
+]

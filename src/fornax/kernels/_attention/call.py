@@ -1,0 +1,170 @@
+"""What one attention call looks like: its shapes and options, checked once for every implementation.
+
+Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head width.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from fornax.config.errors import KernelError
+from fornax.kernels.registry import current_platform
+
+__all__ = ["AttentionCall", "AttentionInputs", "describe", "fill"]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Shapes, dtypes and options of one call: what implementations look at when they decline."""
+
+    platform: str
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    positions: bool
+    """Whether positions were given; without them a token's index is its position."""
+    segments: bool
+    devices: int
+    """Devices the arrays may be spread over: those of the mesh in use, else 1."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The arrays and options of one call; positions and segments are None where not given."""
+
+    q_BTNH: jax.Array
+    k_BSKH: jax.Array
+    v_BSKH: jax.Array
+    positions_q_BT: jax.Array | None
+    positions_k_BS: jax.Array | None
+    segment_ids_q_BT: jax.Array | None
+    segment_ids_k_BS: jax.Array | None
+    sinks_N: jax.Array | None
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float | None
+
+
+def fill(inputs: AttentionInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return positions of queries and keys and segment ids of both, with the defaults filled in.
+
+    A position left out is the index; a segment id left out is 1 (one document, no padding).
+    """
+    B, T = inputs.q_BTNH.shape[:2]
+    S = inputs.k_BSKH.shape[1]
+
+    def positions(given: jax.Array | None, length: int) -> jax.Array:
+        if given is not None:
+            return given
+        return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (B, length))
+
+    def segments(given: jax.Array | None, length: int) -> jax.Array:
+        return given if given is not None else jnp.ones((B, length), jnp.int32)
+
+    return (
+        positions(inputs.positions_q_BT, T),
+        positions(inputs.positions_k_BS, S),
+        segments(inputs.segment_ids_q_BT, T),
+        segments(inputs.segment_ids_k_BS, S),
+    )
+
+
+def describe(inputs: AttentionInputs, devices: int) -> AttentionCall:
+    """Check the inputs of a call against each other and describe it.
+
+    Raises:
+        KernelError: shapes or options that do not fit together.
+    """
+    _check(inputs)
+    B, T, N, H = inputs.q_BTNH.shape
+    return AttentionCall(
+        platform=current_platform(),
+        batch=B,
+        queries=T,
+        keys=inputs.k_BSKH.shape[1],
+        heads=N,
+        kv_heads=inputs.k_BSKH.shape[2],
+        head_dim=H,
+        value_dim=inputs.v_BSKH.shape[3],
+        dtype=jnp.dtype(inputs.q_BTNH.dtype).name,
+        causal=inputs.causal,
+        window=inputs.window,
+        softcap=inputs.softcap,
+        sinks=inputs.sinks_N is not None,
+        positions=inputs.positions_q_BT is not None,
+        segments=inputs.segment_ids_q_BT is not None,
+        devices=devices,
+    )
+
+
+def _check(inputs: AttentionInputs) -> None:
+    q, k, v = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise KernelError(
+            f"attention: q{q.shape}, k{k.shape}, v{v.shape} need four dimensions each: "
+            "[B, T, N, H], [B, S, K, H], [B, S, K, H]"
+        )
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    if k.shape[0] != B or k.shape[3] != H or v.shape[:3] != k.shape[:3]:
+        raise KernelError(
+            f"attention: q{q.shape}, k{k.shape}, v{v.shape} do not fit together; "
+            "batch, key length, key heads and head width must agree"
+        )
+    if K == 0 or N % K:
+        raise KernelError(
+            f"attention: {N} query heads do not divide over {K} key heads; use a multiple of {K}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise KernelError(
+            f"attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}; use one floating dtype for all"
+        )
+    _check_pair("positions", inputs.positions_q_BT, inputs.positions_k_BS, (B, T), (B, S))
+    _check_pair("segment_ids", inputs.segment_ids_q_BT, inputs.segment_ids_k_BS, (B, T), (B, S))
+    if inputs.positions_q_BT is None and T != S and (inputs.causal or inputs.window is not None):
+        raise KernelError(
+            f"attention: {T} queries and {S} keys without positions leave open which key comes "
+            "before which query; pass positions_q_BT and positions_k_BS"
+        )
+    if inputs.window is not None and inputs.window < 1:
+        raise KernelError(f"attention: window={inputs.window} sees nothing; use 1 or more, or None")
+    if inputs.softcap is not None and not inputs.softcap > 0:
+        raise KernelError(f"attention: softcap={inputs.softcap} must be above 0; use None for none")
+    if inputs.sinks_N is not None and inputs.sinks_N.shape != (N,):
+        raise KernelError(
+            f"attention: sinks{inputs.sinks_N.shape} must have one value per query head: ({N},)"
+        )
+
+
+def _check_pair(
+    name: str,
+    for_q: jax.Array | None,
+    for_k: jax.Array | None,
+    shape_q: tuple[int, int],
+    shape_k: tuple[int, int],
+) -> None:
+    if (for_q is None) != (for_k is None):
+        raise KernelError(
+            f"attention: {name} was given for the {'keys' if for_q is None else 'queries'} only; "
+            "pass it for both or for neither"
+        )
+    if for_q is None or for_k is None:
+        return
+    if for_q.shape != shape_q or for_k.shape != shape_k:
+        raise KernelError(
+            f"attention: {name} of shapes {for_q.shape} and {for_k.shape} must be "
+            f"{shape_q} for the queries and {shape_k} for the keys"
+        )
+    if not (jnp.issubdtype(for_q.dtype, jnp.integer) and jnp.issubdtype(for_k.dtype, jnp.integer)):
+        raise KernelError(f"attention: {name} must be integers, not {for_q.dtype}, {for_k.dtype}")

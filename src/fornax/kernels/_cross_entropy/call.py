@@ -1,0 +1,114 @@
+"""What one linear cross-entropy call looks like, and the sums that it returns.
+
+Legend: T tokens (all rows of a batch, flattened), D model width, V vocabulary, C tokens of a chunk.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fornax.config.errors import KernelError
+from fornax.kernels.registry import current_platform
+from fornax.mesh import current_mesh, current_rules
+
+__all__ = ["CrossEntropyCall", "CrossEntropyInputs", "LossSums", "batch_shards", "describe"]
+
+
+class LossSums(NamedTuple):
+    """Weighted sums over tokens, float32 scalars (float64 for float64 inputs).
+
+    Only `loss_sum` and `weight_sum` carry gradients; the two others are for reports.
+    """
+
+    loss_sum: jax.Array
+    """Sum of weight x (cross entropy + z-loss), in nats: what is differentiated."""
+    weight_sum: jax.Array
+    """Sum of the weights."""
+    z_loss_sum: jax.Array
+    """The part of `loss_sum` that is z-loss."""
+    correct_sum: jax.Array
+    """Sum of the weights of the tokens whose target has the highest logit."""
+
+
+@dataclass(frozen=True)
+class CrossEntropyCall:
+    """Shapes, dtypes and options of one call: what implementations look at when they decline."""
+
+    platform: str
+    tokens: int
+    width: int
+    vocabulary: int
+    dtype: str
+    z_loss: bool
+    softcap: float | None
+    chunk: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class CrossEntropyInputs:
+    """The arrays and options of one call; `chunk` is the whole mesh's tokens per chunk."""
+
+    x_TD: jax.Array
+    w_DV: jax.Array
+    targets_T: jax.Array
+    weights_T: jax.Array
+    z_loss: float
+    softcap: float | None
+    chunk: int
+
+
+def batch_shards() -> int:
+    """Return over how many devices the mesh in use divides the tokens of a batch."""
+    mesh = current_mesh()
+    if mesh is None:
+        return 1
+    rules = current_rules()
+    return math.prod(mesh.shape[axis] for axis in (*rules["batch"], *rules["length"]))
+
+
+def describe(inputs: CrossEntropyInputs) -> CrossEntropyCall:
+    """Check the inputs of a call against each other and describe it.
+
+    Raises:
+        KernelError: shapes, dtypes or options that do not fit together.
+    """
+    x, w, targets, weights = inputs.x_TD, inputs.w_DV, inputs.targets_T, inputs.weights_T
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+        raise KernelError(
+            f"linear_cross_entropy: x{x.shape} and w{w.shape} must be [T, D] and [D, V]; "
+            "flatten batch and length, and transpose tied embeddings"
+        )
+    if targets.shape != x.shape[:1] or weights.shape != x.shape[:1]:
+        raise KernelError(
+            f"linear_cross_entropy: targets{targets.shape} and weights{weights.shape} need one "
+            f"value per token: {x.shape[:1]}"
+        )
+    if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise KernelError(
+            f"linear_cross_entropy: x is {x.dtype} and w {w.dtype}; cast both to one float dtype"
+        )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise KernelError(f"linear_cross_entropy: targets must be integers, not {targets.dtype}")
+    if inputs.chunk < 1:
+        raise KernelError(f"linear_cross_entropy: chunk={inputs.chunk} must be 1 or more")
+    if inputs.z_loss < 0:
+        raise KernelError(f"linear_cross_entropy: z_loss={inputs.z_loss} must be 0 or more")
+    if inputs.softcap is not None and not inputs.softcap > 0:
+        raise KernelError(
+            f"linear_cross_entropy: softcap={inputs.softcap} must be above 0; use None for none"
+        )
+    return CrossEntropyCall(
+        platform=current_platform(),
+        tokens=x.shape[0],
+        width=x.shape[1],
+        vocabulary=w.shape[1],
+        dtype=jnp.dtype(x.dtype).name,
+        z_loss=inputs.z_loss > 0,
+        softcap=inputs.softcap,
+        chunk=inputs.chunk,
+        shards=batch_shards(),
+    )
