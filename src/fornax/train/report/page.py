@@ -1,0 +1,90 @@
+"""The frame of a report: sections of trusted HTML, laid into one self-contained page."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup, escape
+
+from fornax.config.errors import ConfigError
+
+__all__ = ["Section", "render", "table"]
+
+_NUMBER = re.compile(r"[-+<]?\d|—$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of the page."""
+
+    title: str
+    """The heading; plain text."""
+    lead: str = ""
+    """One or two sentences under the heading; plain text."""
+    body: Markup = dataclasses.field(default_factory=Markup)
+    """HTML that is already safe: made by `table`, `lines`, `bars`, or escaped by the caller."""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
+    """An HTML table; every cell is escaped, and columns that hold numbers align right."""
+    body = [[str(cell) for cell in row] for row in rows]
+    numeric = [
+        bool(body) and all(_NUMBER.match(row[column]) for row in body)
+        for column in range(len(head))
+    ]
+    align = [' class="n"' if is_number else "" for is_number in numeric]
+    out = ["<table><thead><tr>"]
+    out += [f"<th{a}>{escape(cell)}</th>" for a, cell in zip(align, head, strict=True)]
+    out.append("</tr></thead><tbody>")
+    for row in body:
+        out.append("<tr>")
+        out += [f"<td{a}>{escape(cell)}</td>" for a, cell in zip(align, row, strict=True)]
+        out.append("</tr>")
+    out.append("</tbody></table>")
+    return Markup("".join(out))
+
+
+def render(
+    path: Path,
+    *,
+    title: str,
+    subtitle: str,
+    figures: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+) -> Path:
+    """Write the page to `path` in one atomic replacement.
+
+    Args:
+      path: the HTML file.
+      title: the heading of the page.
+      subtitle: one line under it.
+      figures: the run at a glance: (label, value) pairs.
+      sections: what follows.
+
+    Raises:
+      ConfigError: when the file cannot be written.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fornax.train.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template("page.html.j2").render(
+        title=title, subtitle=subtitle, figures=figures, sections=sections
+    )
+    temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the report {path}: {error.strerror or error}; make room or make it "
+            "writable, then run the same command again"
+        ) from error
+    return path

@@ -1,0 +1,123 @@
+"""Pictures of a report as inline SVG: curves over steps, and bars with their values written on."""
+
+import io
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+__all__ = ["bars", "lines"]
+
+_INK, _SOFT, _GRID = "#1c2330", "#5b6678", "#e3e7ee"
+_COLOURS = ("#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#b45309")
+
+
+def _figure(width: float, height: float):
+    import matplotlib as mpl
+
+    mpl.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_GRID)
+    axes.tick_params(colors=_SOFT, labelsize=9, length=0)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _svg(figure, label: str) -> Markup:
+    import matplotlib as mpl
+
+    out = io.StringIO()
+    options = {"svg.fonttype": "none", "svg.hashsalt": label, "font.family": "sans-serif"}
+    with mpl.rc_context(options):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    text = out.getvalue()
+    svg = text[text.index("<svg") :]
+    named = svg.replace("<svg", f'<svg role="img" aria-label="{Markup.escape(label)}"', 1)
+    return Markup(named)
+
+
+def lines(
+    title: str,
+    series: Sequence[tuple[str, Sequence[float], Sequence[float]]],
+    *,
+    unit: str = "",
+    log: bool = False,
+) -> Markup:
+    """Curves over steps; each series is (label, steps, values), the last value written at its end.
+
+    Args:
+      title: what is drawn; also the picture's accessible name.
+      series: curves; those without points are left out.
+      unit: written on the y axis.
+      log: logarithmic y axis.
+    """
+    figure, axes = _figure(5.4, 2.7)
+    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    shown = [s for s in series if len(s[1])]
+    for (label, steps, values), colour in zip(shown, _COLOURS, strict=False):
+        marker = "o" if len(steps) < 25 and len(shown) > 1 else None
+        axes.plot(
+            steps, values, color=colour, linewidth=1.5, label=label, marker=marker, markersize=3.5
+        )
+        axes.annotate(
+            f"{values[-1]:.4g}",
+            (steps[-1], values[-1]),
+            xytext=(5, 0),
+            textcoords="offset points",
+            fontsize=9,
+            color=colour,
+            va="center",
+        )
+    if log and shown:
+        axes.set_yscale("log")
+    axes.set_xlabel("step", fontsize=9, color=_SOFT)
+    axes.set_ylabel(unit, fontsize=9, color=_SOFT)
+    if len(shown) > 1:
+        axes.legend(frameon=False, fontsize=9, labelcolor=_SOFT)
+    return _svg(figure, title)
+
+
+def bars(
+    title: str,
+    items: Sequence[tuple[str, float]],
+    *,
+    unit: str = "",
+    highlight: str | None = None,
+    fmt: str = "{:.3g}",
+) -> Markup:
+    """Horizontal bars with their values at the end, in the order given.
+
+    Args:
+      title: what is drawn; also the picture's accessible name.
+      items: (label, value).
+      unit: written on the x axis.
+      highlight: the label of the bar that is ours.
+      fmt: how a value is written.
+    """
+    figure, axes = _figure(7.2, 0.75 + 0.36 * len(items))
+    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    labels = [label for label, _ in items]
+    values = [value for _, value in items]
+    colours = [_COLOURS[0] if label == highlight else "#94a3b8" for label in labels]
+    axes.barh(labels, values, color=colours, height=0.62)
+    for row, value in enumerate(values):
+        axes.annotate(
+            fmt.format(value),
+            (value, row),
+            xytext=(5, 0),
+            textcoords="offset points",
+            fontsize=9,
+            color=_INK,
+            va="center",
+        )
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    axes.margins(x=0.12)
+    axes.set_xlabel(unit, fontsize=9, color=_SOFT)
+    return _svg(figure, title)

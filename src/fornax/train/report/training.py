@@ -1,0 +1,163 @@
+"""The part of a report that every training run has, made from its config, metrics and ledger."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from markupsafe import Markup, escape
+
+from fornax.config.errors import ConfigError
+from fornax.train.goodput import Goodput, summarise
+from fornax.train.metrics import read_metrics
+from fornax.train.report.page import Section, render, table
+from fornax.train.report.plots import bars, lines
+from fornax.train.run_dir import RunDirectory
+
+__all__ = ["duration", "training_sections", "write"]
+
+_NAMES = {
+    "initialise": "start up",
+    "compile": "compile",
+    "wait_for_data": "wait for data",
+    "step": "train steps",
+    "checkpoint": "blocked on checkpoints",
+    "restore": "restore",
+    "evaluate": "evaluate",
+    "lost": "lost to kills",
+}
+_BUCKETS = 400
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person writes them: 0.4 s, 12 s, 3 min 5 s, 2 h 10 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _thin(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
+    """Means over equal runs of points, so that a million steps draw as a few hundred points."""
+    width = max(1, len(steps) // _BUCKETS)
+    groups = [slice(i, i + width) for i in range(0, len(steps), width)]
+    return (
+        [sum(steps[g]) / len(steps[g]) for g in groups],
+        [sum(values[g]) / len(values[g]) for g in groups],
+    )
+
+
+def _curves(records: Sequence[Mapping[str, Any]]) -> Markup:
+    rates = sorted({k for r in records for k in r if k.endswith("_per_second")})
+    loss = [("train", *_thin(*_series(records, "loss")))]
+    evaluated = _series(records, "eval/loss")
+    if evaluated[0]:
+        loss.append(("held out", *evaluated))
+    pictures = [
+        lines("Loss", loss, unit="nats a token"),
+        lines("Learning rate", [("", *_thin(*_series(records, "learning_rate")))]),
+        lines("Gradient norm", [("", *_thin(*_series(records, "grad_norm")))], log=True),
+    ]
+    pictures += [
+        lines("Throughput", [("", *_thin(*_series(records, rate)))], unit=rate.split("_")[0] + "/s")
+        for rate in rates[:1]
+    ]
+    return Markup('<div class="plots">') + Markup("").join(pictures) + Markup("</div>")
+
+
+def _time_section(goodput: Goodput) -> Section:
+    spent = [(c, s) for c, s in goodput.seconds.items() if s >= 0.005]
+    spent.sort(key=lambda item: -item[1])
+    picture = bars(
+        "Seconds of the training process",
+        [(_NAMES.get(c, c), s) for c, s in spent],
+        unit="seconds",
+        highlight=_NAMES["step"],
+    )
+    wall = goodput.wall_seconds or 1.0
+    rows = [(_NAMES.get(c, c), f"{s:.1f}", f"{100 * s / wall:.1f} %") for c, s in spent]
+    starts = "start" if goodput.attempts == 1 else "starts"
+    return Section(
+        title="Where the time went",
+        lead=f"{100 * goodput.goodput:.0f} % of {duration(goodput.wall_seconds)} went into steps "
+        f"that were kept; {goodput.attempts} {starts} of the process.",
+        body=picture + table(("stage", "seconds", "share"), rows),
+    )
+
+
+def _skipped(records: Sequence[Mapping[str, Any]]) -> str:
+    count = sum(1 for r in records if r.get("skipped"))
+    return f" {count} steps were skipped for their gradients." if count else ""
+
+
+def training_sections(run: RunDirectory) -> list[Section]:
+    """Curves, time and config of a run.
+
+    Raises:
+      ConfigError: when the directory holds no metrics.
+    """
+    records = read_metrics(run.metrics)
+    if not records:
+        raise ConfigError(
+            f"{run.metrics} holds no steps; point at the directory of a run that has trained"
+        )
+    config = run.config.read_text(encoding="utf-8") if run.config.exists() else ""
+    return [
+        Section(
+            title="Training",
+            lead=f"{records[-1]['step']} steps; the number at the end of a curve is its last "
+            f"value.{_skipped(records)}",
+            body=_curves(records),
+        ),
+        _time_section(summarise(run.goodput)),
+        Section(
+            title="Config",
+            lead="The resolved config; it loads back as it stands.",
+            body=Markup("<details><summary>config.yaml</summary><pre>")
+            + escape(config)
+            + Markup("</pre></details>"),
+        ),
+    ]
+
+
+def _figures(run: RunDirectory) -> list[tuple[str, str]]:
+    records = read_metrics(run.metrics)
+    last = records[-1]
+    figures = [("steps", f"{last['step']:,}"), ("last loss", f"{last['loss']:.3f}")]
+    evaluated = _series(records, "eval/loss")[1]
+    if evaluated:
+        figures.append(("held-out loss", f"{evaluated[-1]:.3f}"))
+    goodput = summarise(run.goodput)
+    figures.append(("wall time", duration(goodput.wall_seconds)))
+    figures.append(("goodput", f"{100 * goodput.goodput:.0f} %"))
+    return figures
+
+
+def write(run_dir: str | Path) -> Path:
+    """Write `report.html` of a training run and return its path.
+
+    Raises:
+      ConfigError: when the directory holds no metrics, or the page cannot be written.
+    """
+    run = RunDirectory(run_dir)
+    sections = training_sections(run)
+    task = ""
+    if run.config.exists():
+        resolved = yaml.safe_load(run.config.read_text(encoding="utf-8")) or {}
+        task = f"{(resolved.get('task') or {}).get('type', 'training')} run"
+    return render(
+        run.report,
+        title=run.path.resolve().name,
+        subtitle=task or "training run",
+        figures=_figures(run),
+        sections=sections,
+    )
