@@ -1,0 +1,36 @@
+"""The model zoo: one decoder whose config says what it is, and Hugging Face weights in and out."""
+
+from fornax.models.cache import Cache, init_cache
+from fornax.models.config import (
+    DecoderConfig,
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
+from fornax.models.cost import flops_per_token, num_parameters
+from fornax.models.create import abstract_decoder, create_decoder
+from fornax.models.decoder import Decoder
+from fornax.models.scan import REMAT_POLICIES, RematPolicy, stack_layers
+
+__all__ = [
+    "REMAT_POLICIES",
+    "Cache",
+    "Decoder",
+    "DecoderConfig",
+    "DynamicNTKScaling",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "RematPolicy",
+    "RopeConfig",
+    "YarnScaling",
+    "abstract_decoder",
+    "create_decoder",
+    "flops_per_token",
+    "init_cache",
+    "num_parameters",
+    "stack_layers",
+]

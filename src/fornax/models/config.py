@@ -1,0 +1,342 @@
+"""What a decoder is: every choice of architecture as a field of `DecoderConfig`, none as a name."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fornax.config.errors import ConfigError
+
+__all__ = [
+    "DecoderConfig",
+    "DynamicNTKScaling",
+    "LayerKind",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "RopeConfig",
+    "RopeScaling",
+    "YarnScaling",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023): every frequency divided by a factor."""
+
+    type: Literal["linear"] = "linear"
+    factor: float
+    """How many times longer the context becomes."""
+
+    def __post_init__(self) -> None:
+        _positive("factor", self.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicNTKScaling:
+    """NTK-aware scaling of the base, growing with the longest position of the batch.
+
+    Up to `max_position_embeddings` it changes nothing.
+    """
+
+    type: Literal["dynamic"] = "dynamic"
+    factor: float
+    """How fast the base grows beyond `max_position_embeddings`."""
+
+    def __post_init__(self) -> None:
+        _positive("factor", self.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): high frequencies kept, low ones divided, a ramp between."""
+
+    type: Literal["yarn"] = "yarn"
+    factor: float
+    """How many times longer the context becomes."""
+    original_max_position_embeddings: int
+    """Context length before the extension."""
+    beta_fast: float = 32.0
+    """Rotations over the original context above which a frequency is kept."""
+    beta_slow: float = 1.0
+    """Rotations over the original context below which a frequency is divided by `factor`."""
+    attention_factor: float | None = None
+    """Factor on cosines and sines; None computes it from `factor` and the two scales below."""
+    mscale: float | None = None
+    """Numerator scale of the attention factor; used only when `mscale_all_dim` is set too."""
+    mscale_all_dim: float | None = None
+    """Denominator scale of the attention factor; used only when `mscale` is set too."""
+    truncate: bool = True
+    """Whether the ends of the ramp are rounded to whole dimensions."""
+
+    def __post_init__(self) -> None:
+        _positive("factor", self.factor)
+        _positive("original_max_position_embeddings", self.original_max_position_embeddings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024): one factor a frequency, another set beyond the original length."""
+
+    type: Literal["longrope"] = "longrope"
+    short_factor: tuple[float, ...]
+    """Divisor of each frequency while the batch stays within the original length."""
+    long_factor: tuple[float, ...]
+    """Divisor of each frequency when the batch's longest position goes beyond it."""
+    original_max_position_embeddings: int
+    """Context length before the extension."""
+    factor: float | None = None
+    """Extension behind the attention factor; None takes max / original position embeddings."""
+    attention_factor: float | None = None
+    """Factor on cosines and sines; None is sqrt(1 + ln(factor) / ln(original length))."""
+
+    def __post_init__(self) -> None:
+        _positive("original_max_position_embeddings", self.original_max_position_embeddings)
+        if len(self.short_factor) != len(self.long_factor):
+            raise ConfigError(
+                f"short_factor has {len(self.short_factor)} values and long_factor "
+                f"{len(self.long_factor)}; both need one value per rotated frequency"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling: low frequencies divided, high ones kept, a smooth step between."""
+
+    type: Literal["llama3"] = "llama3"
+    factor: float
+    """Divisor of the low frequencies."""
+    low_freq_factor: float
+    """Wavelengths above original length / this are divided."""
+    high_freq_factor: float
+    """Wavelengths below original length / this are kept."""
+    original_max_position_embeddings: int
+    """Context length before the extension."""
+
+    def __post_init__(self) -> None:
+        _positive("factor", self.factor)
+        _positive("original_max_position_embeddings", self.original_max_position_embeddings)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"high_freq_factor={self.high_freq_factor} must be above "
+                f"low_freq_factor={self.low_freq_factor}"
+            )
+
+
+RopeScaling = LinearScaling | DynamicNTKScaling | YarnScaling | LongRopeScaling | Llama3Scaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embeddings (Su et al. 2021)."""
+
+    theta: float = 10_000.0
+    """Base of the wavelengths."""
+    fraction: float = 1.0
+    """Share of each head's width that is rotated; the rest passes unrotated."""
+    scaling: RopeScaling | None = None
+    """How the frequencies are changed for longer contexts; None leaves them."""
+
+    def __post_init__(self) -> None:
+        _positive("theta", self.theta)
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction={self.fraction} must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What may differ from layer to layer, all of it static: the parts a kernel specialises on."""
+
+    window: int | None
+    """Keys visible to a query, itself included; None for all before it."""
+    rope: Literal["global", "local", "none"]
+    """Which rotary embedding the layer's queries and keys get."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder-only transformer; the fields say what it is."""
+
+    vocab_size: int = 32_000
+    """Number of token ids."""
+    hidden_size: int = 512
+    """Width of the residual stream."""
+    intermediate_size: int = 1_408
+    """Width inside the gated MLP."""
+    num_layers: int = 8
+    """Number of layers."""
+    num_heads: int = 8
+    """Number of query heads."""
+    num_kv_heads: int | None = None
+    """Number of key/value heads, a divisor of `num_heads`; None means as many as query heads."""
+    head_dim: int | None = None
+    """Width of a head; None means `hidden_size // num_heads`."""
+    max_position_embeddings: int = 2_048
+    """Longest sequence the model is made for; some rope scalings refer to it."""
+
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    """Rotary embedding of the layers that see everything (and of all, unless `local_rope`)."""
+    local_rope: RopeConfig | None = None
+    """Rotary embedding of sliding-window layers, when it is another one."""
+    rope_pattern: tuple[bool, ...] = (True,)
+    """Whether a layer rotates at all (False: NoPE), repeated over the layers."""
+    sliding_window: int | None = None
+    """Keys visible in a sliding-window layer, the query's own included."""
+    attention_pattern: tuple[Literal["full", "sliding"], ...] = ("full",)
+    """Kind of each layer's attention, repeated over the layers."""
+
+    qkv_bias: bool = False
+    """Whether query, key and value projections have a bias."""
+    attention_output_bias: bool = False
+    """Whether the attention's output projection has a bias."""
+    mlp_bias: bool = False
+    """Whether the MLP's projections have a bias."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm of queries and keys: over each head, or over all heads' width together."""
+    query_pre_attn_scalar: float | None = None
+    """Scores are multiplied by this to the power -1/2; None takes the head width."""
+    attention_logit_softcap: float | None = None
+    """c in c tanh(score / c); None for no cap."""
+    final_logit_softcap: float | None = None
+    """c in c tanh(logit / c) for the output logits; None for no cap."""
+
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Activation of the MLP's gate."""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """RMSNorm before attention and MLP, after them (before the residual sum), or both."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in every RMSNorm."""
+    norm_unit_offset: bool = False
+    """Whether norms multiply by (1 + weight) instead of weight."""
+    scale_embeddings: bool = False
+    """Whether embeddings are multiplied by sqrt(hidden_size)."""
+    tie_embeddings: bool = False
+    """Whether the output projection is the embedding table."""
+
+    initializer_range: float = 0.02
+    """Standard deviation of initial weights (a normal cut at three deviations)."""
+    scale_residual_init: bool = True
+    """Whether projections into the residual stream start smaller by sqrt(2 num_layers)."""
+
+    bos_token_id: int | None = None
+    """Token that begins a text."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens at which generation stops."""
+    pad_token_id: int | None = None
+    """Token that fills batches; it is masked by segment ids, never by its number."""
+    family: str | None = None
+    """Hugging Face family to save as; None takes the first that can express these fields."""
+
+    def __post_init__(self) -> None:
+        """Check sizes and combinations."""
+        for name in (
+            "vocab_size hidden_size intermediate_size num_layers num_heads max_position_embeddings"
+        ).split():
+            _positive(name, getattr(self, name))
+        for name in (
+            "num_kv_heads head_dim sliding_window query_pre_attn_scalar attention_logit_softcap "
+            "final_logit_softcap"
+        ).split():
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        self._check_heads()
+        self._check_pattern()
+        self._check_tokens()
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"hidden_size={self.hidden_size} does not divide into num_heads={self.num_heads}; "
+                "use a multiple, or set head_dim"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}; "
+                "each key/value head serves the same number of query heads"
+            )
+        for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
+            if rope is not None:
+                self._check_rope(name, rope)
+
+    def _check_rope(self, name: str, rope: RopeConfig) -> None:
+        width = int(self.head_width * rope.fraction)
+        if width % 2 or width == 0:
+            raise ConfigError(
+                f"{name}.fraction={rope.fraction} of head_dim={self.head_width} rotates {width} "
+                "dimensions; rotation needs an even number above 0"
+            )
+        scaling = rope.scaling
+        if isinstance(scaling, LongRopeScaling) and len(scaling.short_factor) != width // 2:
+            raise ConfigError(
+                f"{name}.scaling.short_factor has {len(scaling.short_factor)} values; "
+                f"{width} rotated dimensions need {width // 2}"
+            )
+        if isinstance(scaling, DynamicNTKScaling) and width == 2:
+            raise ConfigError(
+                f"{name}.scaling.type=dynamic needs more than 2 rotated dimensions; "
+                "use a wider head or another scaling"
+            )
+
+    def _check_pattern(self) -> None:
+        if not self.attention_pattern or not self.rope_pattern:
+            raise ConfigError("attention_pattern and rope_pattern need at least one value each")
+        if "sliding" in self.attention_pattern and self.sliding_window is None:
+            raise ConfigError(
+                "attention_pattern has sliding layers and sliding_window is None; set the window"
+            )
+        if self.sliding_window is not None and "sliding" not in self.attention_pattern:
+            raise ConfigError(
+                f"sliding_window={self.sliding_window} is used by no layer; put 'sliding' in "
+                "attention_pattern, or leave the window out"
+            )
+        if self.local_rope is not None and "sliding" not in self.attention_pattern:
+            raise ConfigError("local_rope is used by no layer: attention_pattern has no 'sliding'")
+
+    def _check_tokens(self) -> None:
+        for name, ids in (
+            ("bos_token_id", (self.bos_token_id,)),
+            ("eos_token_ids", self.eos_token_ids),
+            ("pad_token_id", (self.pad_token_id,)),
+        ):
+            for token in ids:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ConfigError(
+                        f"{name} has {token}, outside the vocabulary of {self.vocab_size} tokens"
+                    )
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads, resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, resolved."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the attention scores."""
+        scalar = self.query_pre_attn_scalar
+        return (self.head_width if scalar is None else scalar) ** -0.5
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on the embeddings."""
+        return math.sqrt(self.hidden_size) if self.scale_embeddings else 1.0
+
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, first to last."""
+        return tuple(self._kind(index) for index in range(self.num_layers))
+
+    def _kind(self, index: int) -> LayerKind:
+        sliding = self.attention_pattern[index % len(self.attention_pattern)] == "sliding"
+        rotates = self.rope_pattern[index % len(self.rope_pattern)]
+        where = "local" if sliding and self.local_rope is not None else "global"
+        return LayerKind(
+            window=self.sliding_window if sliding else None, rope=where if rotates else "none"
+        )
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{name}={value} must be above 0")

@@ -1,0 +1,63 @@
+"""Making a decoder's parameters: abstractly, or directly where they will live."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from fornax.mesh import DEFAULT_RULES, Rules, tree_shardings
+from fornax.models.config import DecoderConfig
+from fornax.models.decoder import Decoder
+
+__all__ = ["abstract_decoder", "create_decoder"]
+
+
+def abstract_decoder(config: DecoderConfig, *, dtype=jnp.float32, compute_dtype=None) -> Decoder:
+    """A decoder whose variables hold `jax.ShapeDtypeStruct`s: nothing is allocated.
+
+    Args:
+      config: what the model is.
+      dtype: parameter dtype.
+      compute_dtype: see `Decoder`.
+    """
+    return nnx.eval_shape(
+        lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, compute_dtype=compute_dtype)
+    )
+
+
+def create_decoder(
+    config: DecoderConfig,
+    *,
+    seed: int | jax.Array = 0,
+    dtype=jnp.float32,
+    compute_dtype=None,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> Decoder:
+    """A decoder with freshly drawn parameters, made in one compiled call.
+
+    With a mesh each device makes only its own part; the values do not depend on the mesh.
+
+    Args:
+      config: what the model is.
+      seed: an integer or a PRNG key.
+      dtype: parameter dtype.
+      compute_dtype: see `Decoder`.
+      mesh: where the parameters will live; None for the default device.
+      rules: logical axes to mesh axes.
+
+    Raises:
+      ShardingError: when a parameter does not divide over the mesh.
+    """
+    abstract = abstract_decoder(config, dtype=dtype, compute_dtype=compute_dtype)
+    graphdef, state = nnx.split(abstract)
+    key = jax.random.key(seed) if isinstance(seed, int) else seed
+
+    def draw(key: jax.Array) -> Any:
+        rngs = nnx.Rngs(params=key)
+        return nnx.state(Decoder(config, rngs=rngs, dtype=dtype, compute_dtype=compute_dtype))
+
+    shardings = None if mesh is None else tree_shardings(state, mesh, rules)
+    return nnx.merge(graphdef, jax.jit(draw, out_shardings=shardings)(key))

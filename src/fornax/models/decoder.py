@@ -1,0 +1,191 @@
+"""The decoder: embeddings, a scanned stack of layers, a final norm and the output projection.
+
+Legend: B batch, T query tokens, S cache tokens, D model width, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fornax.config.errors import ConfigError
+from fornax.mesh import constrain
+from fornax.models.cache import Cache
+from fornax.models.config import DecoderConfig
+from fornax.models.layers import AttentionContext, DecoderLayer, Embed, Projection, RMSNorm
+from fornax.models.rope import rotations
+from fornax.models.scan import run_layers, run_layers_cached, stack_layers
+
+__all__ = ["Decoder", "document_positions"]
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model that is what its config says.
+
+    Attributes:
+      embed: token embeddings.
+      layers: all layers as one module; every parameter has a leading "layers" axis.
+      final_norm: the norm before the output projection.
+      lm_head: the output projection, or None when it is the embedding table.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype=jnp.float32,
+        compute_dtype=None,
+    ):
+        """Make all parameters.
+
+        Args:
+          config: what the model is.
+          rngs: source of randomness.
+          dtype: parameter dtype.
+          compute_dtype: dtype of activations and matrix products; None for the parameters' own.
+        """
+        compute_dtype = jnp.dtype(dtype if compute_dtype is None else compute_dtype)
+        make = {"dtype": jnp.dtype(dtype), "compute_dtype": compute_dtype}
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.embed = Embed(config, rngs=rngs, **make)
+        self.layers = stack_layers(
+            lambda layer_rngs: DecoderLayer(config, rngs=layer_rngs, **make),
+            config.num_layers,
+            rngs,
+        )
+        self.final_norm = RMSNorm((config.hidden_size,), config, dtype=dtype)
+        self.lm_head = None if config.tie_embeddings else _lm_head(config, rngs=rngs, **make)
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> jax.Array | tuple[jax.Array, Cache]:
+        """Logits of the next token after each token.
+
+        Args:
+          tokens_BT: int32 token ids.
+          positions_BT: int32 position of each token in its document. None counts from 0 in each
+            document, after what the cache already holds of it.
+          segment_ids_BT: int32 document of each token; tokens see only their own document, and
+            0 is padding, whose logits mean nothing. None: one document, no padding.
+          cache: from `init_cache`; the tokens are appended to it. Its room is not checked here,
+            where sizes used are traced: writing past the end is the caller's error.
+
+        Returns:
+          float32 logits [B, T, V]; with a cache, (logits, the cache with the tokens in it).
+        """
+        if cache is None:
+            return self.logits(self.hidden(tokens_BT, positions_BT, segment_ids_BT))
+        x_BTD, cache = self._cached(tokens_BT, positions_BT, segment_ids_BT, cache)
+        return self.logits(x_BTD), cache
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        *,
+        remat: str = "none",
+        unroll: int | bool = 1,
+        implementation: str | None = None,
+    ) -> jax.Array:
+        """The final norm's output x [B, T, D], for a loss that makes logits piece by piece.
+
+        Args:
+          tokens_BT: int32 token ids.
+          positions_BT: see `__call__`.
+          segment_ids_BT: see `__call__`.
+          remat: what the backward pass recomputes, one of `REMAT_POLICIES`.
+          unroll: how much of the layer loop is unrolled; True for all of it.
+          implementation: attention implementation to force.
+        """
+        if positions_BT is None:
+            positions_BT = document_positions(tokens_BT.shape, segment_ids_BT)
+        context = AttentionContext(
+            positions_BT=positions_BT,
+            segment_ids_BT=segment_ids_BT,
+            rotations=dict(rotations(self.config, positions_BT)),
+            implementation=implementation,
+        )
+        x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))
+        x_BTD = run_layers(
+            self.layers, self.config.layer_kinds(), x_BTD, context, remat=remat, unroll=unroll
+        )
+        return self.final_norm(x_BTD)
+
+    def output_weights(self) -> jax.Array:
+        """The output projection w [D, V], in the parameters' dtype."""
+        if self.lm_head is None:
+            return self.embed.embedding[...].T
+        return self.lm_head.kernel[...]
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Logits [B, T, V], float32, of the final norm's output."""
+        w_DV = self.output_weights().astype(self.compute_dtype)
+        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, w_DV, preferred_element_type=jnp.float32)
+        logits_BTV = constrain(logits_BTV, ("batch", "length", "activation_vocab"))
+        cap = self.config.final_logit_softcap
+        return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
+
+    def _cached(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None,
+        segment_ids_BT: jax.Array | None,
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]:
+        if tokens_BT.shape[1] > cache.num_slots:
+            raise ConfigError(
+                f"{tokens_BT.shape[1]} tokens do not fit in a cache of {cache.num_slots} slots; "
+                "make a longer one with init_cache"
+            )
+        if segment_ids_BT is None:
+            segment_ids_BT = jnp.ones(tokens_BT.shape, jnp.int32)
+        if positions_BT is None:
+            positions_BT = _continued_positions(segment_ids_BT, cache)
+        slot = cache.used
+        cache = cache.append(positions_BT, segment_ids_BT)
+        context = AttentionContext(
+            positions_BT=positions_BT,
+            segment_ids_BT=segment_ids_BT,
+            rotations=dict(rotations(self.config, positions_BT)),
+            positions_BS=cache.positions_BS,
+            segment_ids_BS=cache.segment_ids_BS,
+        )
+        x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))
+        kinds = self.config.layer_kinds()
+        x_BTD, cache = run_layers_cached(self.layers, kinds, x_BTD, context, cache, slot)
+        return self.final_norm(x_BTD), cache
+
+
+def _lm_head(config: DecoderConfig, **make) -> Projection:
+    return Projection(
+        {"embed": config.hidden_size},
+        {"vocab": config.vocab_size},
+        bias=False,
+        std=config.initializer_range,
+        **make,
+    )
+
+
+def document_positions(shape: tuple[int, ...], segment_ids_BT: jax.Array | None) -> jax.Array:
+    """int32 positions [B, T] that count from 0 in each document."""
+    index_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    if segment_ids_BT is None:
+        return index_BT
+    first = jnp.ones((shape[0], 1), bool)
+    starts_BT = jnp.concatenate([first, segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]], axis=1)
+    return index_BT - jax.lax.cummax(jnp.where(starts_BT, index_BT, 0), axis=1)
+
+
+def _continued_positions(segment_ids_BT: jax.Array, cache: Cache) -> jax.Array:
+    """Positions that go on from the cache: tokens of the same document before each token."""
+    from_cache_BT = jnp.sum(
+        segment_ids_BT[:, :, None] == cache.segment_ids_BS[:, None, :], axis=2, dtype=jnp.int32
+    )
+    positions_BT = document_positions(segment_ids_BT.shape, segment_ids_BT) + from_cache_BT
+    return jnp.where(segment_ids_BT == 0, 0, positions_BT)

@@ -1,0 +1,287 @@
+"""The modules of one decoder layer; `stack.py` stacks them and `scan.py` runs the stack.
+
+Legend: B batch, T query tokens, S key/cache tokens, D model width, N query heads, K key/value heads,
+H head width, F hidden width.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from fornax import kernels
+from fornax.mesh import constrain
+from fornax.models.cache import CacheLayer
+from fornax.models.config import DecoderConfig, LayerKind
+from fornax.models.rope import Rotation, apply_rope
+
+__all__ = ["MLP", "Attention", "AttentionContext", "DecoderLayer", "Embed", "Projection", "RMSNorm"]
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What all layers of one forward pass share."""
+
+    positions_BT: jax.Array
+    """int32 position of each query within its document."""
+    segment_ids_BT: jax.Array | None
+    """int32 document of each query, 0 for padding; None when all is one document."""
+    rotations: dict[str, Rotation]
+    """Cosines and sines by `LayerKind.rope`."""
+    positions_BS: jax.Array | None = None
+    """int32 positions of the cache's slots, this pass's tokens included; None without a cache."""
+    segment_ids_BS: jax.Array | None = None
+    """int32 documents of the cache's slots, 0 for empty ones; None without a cache."""
+    implementation: str | None = None
+    """Attention implementation to force; None lets `kernels.attention` choose."""
+
+
+def _truncated_normal(key: jax.Array, shape: tuple[int, ...], dtype, std: float) -> jax.Array:
+    return (std * jax.random.truncated_normal(key, -3.0, 3.0, shape)).astype(dtype)
+
+
+class Projection(nnx.Module):
+    """A linear map between groups of axes: x[..., *inputs] -> y[..., *outputs].
+
+    Attributes:
+      kernel: [*inputs, *outputs].
+      bias: [*outputs], or None.
+    """
+
+    def __init__(
+        self,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        bias: bool,
+        std: float,
+        rngs: nnx.Rngs,
+        dtype,
+        compute_dtype,
+    ):
+        """Make the parameters.
+
+        Args:
+          inputs: logical axis to size of the axes summed over.
+          outputs: logical axis to size of the axes produced.
+          bias: whether a bias is added.
+          std: standard deviation of the initial kernel.
+          rngs: source of randomness.
+          dtype: parameter dtype.
+          compute_dtype: dtype of the product.
+        """
+        shape = (*inputs.values(), *outputs.values())
+        axes = (*inputs, *outputs)
+        self.num_inputs = len(inputs)
+        self.compute_dtype = compute_dtype
+        self.kernel = nnx.Param(_truncated_normal(rngs.params(), shape, dtype, std), axes=axes)
+        zeros = jnp.zeros(tuple(outputs.values()), dtype)
+        self.bias = nnx.Param(zeros, axes=tuple(outputs)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply to the last axes of `x`; the result is in the compute dtype."""
+        kernel = self.kernel[...].astype(self.compute_dtype)
+        summed = tuple(range(self.num_inputs))
+        lead = x.ndim - self.num_inputs
+        contract = (tuple(lead + axis for axis in summed), summed)
+        y = jax.lax.dot_general(x.astype(self.compute_dtype), kernel, (contract, ((), ())))
+        if self.bias is not None:
+            y = y + self.bias[...].astype(self.compute_dtype)
+        return y
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale, in float32 (Zhang and Sennrich 2019).
+
+    Attributes:
+      scale: the weight, of the normalised axes' shape.
+    """
+
+    def __init__(self, shape: tuple[int, ...], config: DecoderConfig, *, dtype):
+        """Make the scale: ones, or zeros where the norm multiplies by (1 + scale)."""
+        initial = jnp.zeros if config.norm_unit_offset else jnp.ones
+        self.eps = config.norm_eps
+        self.unit_offset = config.norm_unit_offset
+        self.scale = nnx.Param(initial(shape, dtype), axes=("norm",) * len(shape))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last axes of `x`; the result has the dtype of `x`."""
+        scale = self.scale[...].astype(jnp.float32)
+        if self.unit_offset:
+            scale = scale + 1.0
+        axes = tuple(range(x.ndim - scale.ndim, x.ndim))
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
+        return (wide * jax.lax.rsqrt(mean_square + self.eps) * scale).astype(x.dtype)
+
+
+class Embed(nnx.Module):
+    """The table of token embeddings.
+
+    Attributes:
+      embedding: [V, D].
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, compute_dtype):
+        """Make the table."""
+        shape = (config.vocab_size, config.hidden_size)
+        table = _truncated_normal(rngs.params(), shape, dtype, config.initializer_range)
+        self.embedding = nnx.Param(table, axes=("vocab", "embed"))
+        self.scale = config.embedding_scale
+        self.compute_dtype = compute_dtype
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Look up tokens -> x [B, T, D] in the compute dtype."""
+        x_BTD = jnp.take(self.embedding[...], tokens_BT, axis=0).astype(self.compute_dtype)
+        if self.scale != 1.0:
+            x_BTD = x_BTD * jnp.asarray(self.scale, self.compute_dtype)
+        return x_BTD
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with the options of `DecoderConfig`."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, compute_dtype):
+        """Make the projections and the norms of queries and keys."""
+        N, K, H = config.num_heads, config.kv_heads, config.head_width
+        make = functools.partial(Projection, rngs=rngs, dtype=dtype, compute_dtype=compute_dtype)
+        embed = {"embed": config.hidden_size}
+        into = functools.partial(make, embed, bias=config.qkv_bias, std=config.initializer_range)
+        self.q = into({"heads": N, "head_dim": H})
+        self.k = into({"kv_heads": K, "head_dim": H})
+        self.v = into({"kv_heads": K, "head_dim": H})
+        self.o = make(
+            {"heads": N, "head_dim": H},
+            embed,
+            bias=config.attention_output_bias,
+            std=residual_std(config),
+        )
+        self.q_norm = _qk_norm(config, N, dtype)
+        self.k_norm = _qk_norm(config, K, dtype)
+        self.scale = config.attention_scale
+        self.softcap = config.attention_logit_softcap
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        kind: LayerKind,
+        context: AttentionContext,
+        cache: CacheLayer | None = None,
+    ) -> tuple[jax.Array, CacheLayer | None]:
+        """Attend; returns y [B, T, D] and the cache layer with this pass's keys and values."""
+        q_BTNH, k_BTKH, v_BTKH = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        if kind.rope != "none":
+            rotation = context.rotations[kind.rope]
+            q_BTNH, k_BTKH = apply_rope(q_BTNH, rotation), apply_rope(k_BTKH, rotation)
+        q_BTNH = constrain(q_BTNH, ("batch", "length", "activation_heads", None))
+        positions_BS, segment_ids_BS = context.positions_BT, context.segment_ids_BT
+        k_BSKH, v_BSKH = k_BTKH, v_BTKH
+        if cache is not None:
+            cache = cache.write(k_BTKH, v_BTKH)
+            k_BSKH, v_BSKH = cache.k_BSKH.astype(q_BTNH.dtype), cache.v_BSKH.astype(q_BTNH.dtype)
+            positions_BS, segment_ids_BS = context.positions_BS, context.segment_ids_BS
+        q_BTNH = checkpoint_name(q_BTNH, "attention")
+        k_BSKH = checkpoint_name(k_BSKH, "attention")
+        v_BSKH = checkpoint_name(v_BSKH, "attention")
+        o_BTNH = kernels.attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            scale=self.scale,
+            causal=True,
+            positions_q_BT=context.positions_BT,
+            positions_k_BS=positions_BS,
+            segment_ids_q_BT=context.segment_ids_BT,
+            segment_ids_k_BS=segment_ids_BS,
+            window=kind.window,
+            softcap=self.softcap,
+            implementation=context.implementation,
+        )
+        return self.o(checkpoint_name(o_BTNH, "attention")), cache
+
+
+def _qk_norm(config: DecoderConfig, heads: int, dtype) -> RMSNorm | None:
+    if config.qk_norm == "none":
+        return None
+    over = (config.head_width,) if config.qk_norm == "head" else (heads, config.head_width)
+    return RMSNorm(over, config, dtype=dtype)
+
+
+class MLP(nnx.Module):
+    """The gated MLP: down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, compute_dtype):
+        """Make the three projections."""
+        make = functools.partial(
+            Projection,
+            bias=config.mlp_bias,
+            rngs=rngs,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+        )
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
+        self.gate = make(embed, mlp, std=config.initializer_range)
+        self.up = make(embed, mlp, std=config.initializer_range)
+        self.down = make(mlp, embed, std=residual_std(config))
+        self.activation = config.activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Apply -> y [B, T, D]."""
+        h_BTF = _ACTIVATIONS[self.activation](self.gate(x_BTD)) * self.up(x_BTD)
+        return self.down(constrain(h_BTF, ("batch", "length", "activation_mlp")))
+
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each inside a residual branch with its norms."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, compute_dtype):
+        """Make the branches; norms that the placement does not use are None."""
+        make = {"rngs": rngs, "dtype": dtype, "compute_dtype": compute_dtype}
+        before = config.norm_placement in ("pre", "sandwich")
+        after = config.norm_placement in ("post", "sandwich")
+
+        def norm(wanted: bool) -> RMSNorm | None:
+            return RMSNorm((config.hidden_size,), config, dtype=dtype) if wanted else None
+
+        self.attention_norm = norm(before)
+        self.attention = Attention(config, **make)
+        self.post_attention_norm = norm(after)
+        self.mlp_norm = norm(before)
+        self.mlp = MLP(config, **make)
+        self.post_mlp_norm = norm(after)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        kind: LayerKind,
+        context: AttentionContext,
+        cache: CacheLayer | None = None,
+    ) -> tuple[jax.Array, CacheLayer | None]:
+        """Run the layer; returns x [B, T, D] and the updated cache layer."""
+        branch, cache = self.attention(_maybe(self.attention_norm, x_BTD), kind, context, cache)
+        x_BTD = x_BTD + _maybe(self.post_attention_norm, branch)
+        branch = self.mlp(_maybe(self.mlp_norm, x_BTD))
+        x_BTD = x_BTD + _maybe(self.post_mlp_norm, branch)
+        return constrain(x_BTD, ("batch", "length", "activation_embed")), cache
+
+
+def _maybe(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
+
+
+def residual_std(config: DecoderConfig) -> float:
+    """Initial deviation of projections into the residual stream (GPT-2, section 2.3)."""
+    shrink = math.sqrt(2 * config.num_layers) if config.scale_residual_init else 1.0
+    return config.initializer_range / shrink

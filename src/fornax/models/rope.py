@@ -1,0 +1,158 @@
+"""Rotary position embeddings and every scaling of their frequencies.
+
+Legend: B batch, T tokens, N heads, H head width, R rotated width (R <= H).
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fornax.models.config import (
+    DecoderConfig,
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
+
+__all__ = ["Rotation", "apply_rope", "attention_factor", "inverse_frequencies", "rotations"]
+
+Rotation = tuple[jax.Array, jax.Array]
+"""Cosines and sines, float32 [B, T, R / 2] each."""
+
+
+def rotations(config: DecoderConfig, positions_BT: jax.Array) -> Mapping[str, Rotation]:
+    """Cosines and sines for each rotary embedding of the model, by `LayerKind.rope`.
+
+    Computed once a forward pass, outside the layers.
+    """
+    used = {kind.rope for kind in config.layer_kinds()}
+    ropes = {"global": config.rope, "local": config.local_rope}
+    found: dict[str, Rotation] = {}
+    for name, rope in ropes.items():
+        if rope is not None and name in used:
+            found[name] = _rotation(rope, config, positions_BT)
+    return found
+
+
+def _rotation(rope: RopeConfig, config: DecoderConfig, positions_BT: jax.Array) -> Rotation:
+    width = int(config.head_width * rope.fraction)
+    limit = config.max_position_embeddings
+    longest = jnp.max(positions_BT) + 1
+    inverse = inverse_frequencies(rope, width, limit, longest)
+    angles = positions_BT[..., None].astype(jnp.float32) * inverse
+    factor = attention_factor(rope, limit)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def inverse_frequencies(
+    rope: RopeConfig, width: int, max_positions: int, longest: jax.Array
+) -> jax.Array | np.ndarray:
+    """Radians per position of each rotated pair of dimensions.
+
+    Args:
+      rope: base and scaling.
+      width: R, rotated dimensions of a head.
+      max_positions: the model's `max_position_embeddings`.
+      longest: int32 scalar, the batch's longest position + 1; two scalings depend on it, so a row's
+        result there depends on the other rows, as in the models that were trained this way.
+
+    Returns:
+      float32 [R / 2].
+    """
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    base = np.float32(1.0) / np.float32(rope.theta) ** exponents
+    match rope.scaling:
+        case None:
+            return base
+        case LinearScaling(factor=factor):
+            return base / np.float32(factor)
+        case DynamicNTKScaling(factor=factor):
+            return _dynamic(rope.theta, factor, width, max_positions, longest, exponents)
+        case YarnScaling() as yarn:
+            return _yarn(base, rope.theta, width, yarn)
+        case LongRopeScaling() as scaling:
+            short = base / np.asarray(scaling.short_factor, np.float32)
+            long = base / np.asarray(scaling.long_factor, np.float32)
+            return jnp.where(longest > scaling.original_max_position_embeddings, long, short)
+        case Llama3Scaling() as scaling:
+            return _llama3(base, scaling)
+
+
+def _dynamic(
+    theta: float,
+    factor: float,
+    width: int,
+    max_positions: int,
+    longest: jax.Array,
+    exponents: np.ndarray,
+) -> jax.Array:
+    length = jnp.maximum(longest, max_positions).astype(jnp.float32)
+    growth = factor * length / max_positions - (factor - 1)
+    return 1.0 / (theta * growth ** (width / (width - 2))) ** exponents
+
+
+def _yarn(base: np.ndarray, theta: float, width: int, yarn: YarnScaling) -> np.ndarray:
+    def dimension(turns: float) -> float:
+        """The dimension that turns `turns` times over the original context."""
+        context = yarn.original_max_position_embeddings
+        return width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(width // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    divided = base / np.float32(yarn.factor)
+    return (divided * ramp + base * (1 - ramp)).astype(np.float32)
+
+
+def _llama3(base: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    original = scaling.original_max_position_embeddings
+    wavelength = 2 * math.pi / base
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    smooth = np.clip((original / wavelength - scaling.low_freq_factor) / span, 0, 1)
+    return ((1 - smooth) * base / scaling.factor + smooth * base).astype(np.float32)
+
+
+def attention_factor(rope: RopeConfig, max_positions: int) -> float:
+    """Factor on cosines and sines (YaRN eq. 22; LongRoPE section 3); 1 for other scalings."""
+    match rope.scaling:
+        case YarnScaling() as yarn:
+            if yarn.attention_factor is not None:
+                return yarn.attention_factor
+            if yarn.mscale and yarn.mscale_all_dim:
+                return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
+            return _mscale(yarn.factor, 1.0)
+        case LongRopeScaling() as scaling:
+            if scaling.attention_factor is not None:
+                return scaling.attention_factor
+            original = scaling.original_max_position_embeddings
+            factor = max_positions / original if scaling.factor is None else scaling.factor
+            return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        case _:
+            return 1.0
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def apply_rope(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotate the first R dimensions of each head, halves paired as in GPT-NeoX and Llama.
+
+    Computed in float32; returned in the dtype of `x_BTNH`.
+    """
+    cos, sin = (part[:, :, None, :] for part in rotation)
+    half = cos.shape[-1]
+    x = x_BTNH.astype(jnp.float32)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)

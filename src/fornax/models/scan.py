@@ -1,0 +1,201 @@
+"""Stacking layers along a leading axis and running the stack with as few compiled bodies as the
+pattern of layer kinds allows.
+
+Parameters live in one stack with a leading "layers" axis. A scan's body holds one period of the
+pattern, so each layer in it knows its window and rotary embedding at compile time, which kernels
+need. A pattern that does not repeat evenly becomes several scans over parts of the stack.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fornax.config.errors import ConfigError
+from fornax.models.cache import Cache, CacheLayer
+from fornax.models.config import LayerKind
+from fornax.models.layers import AttentionContext
+
+__all__ = [
+    "REMAT_POLICIES",
+    "RematPolicy",
+    "Segment",
+    "plan_segments",
+    "run_layers",
+    "run_layers_cached",
+    "stack_layers",
+]
+
+RematPolicy = Literal["none", "full", "dots", "dots_no_batch", "save_attention"]
+"""What the backward pass finds saved: everything; only each layer's input; the results of matrix
+products; those without a batch dimension; the inputs and outputs of attention."""
+
+REMAT_POLICIES: tuple[str, ...] = get_args(RematPolicy)
+
+
+def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+    """`count` modules of one kind as one module whose parameters have a leading "layers" axis.
+
+    Args:
+      make: builds one module from its own source of randomness; every variable that it makes must
+        carry `axes`.
+      count: how many.
+      rngs: split into one source for each.
+    """
+    keys = jax.random.split(rngs.params(), count)
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+
+    def name_axis(variable: nnx.Variable) -> nnx.Variable:
+        axes = variable.get_metadata().get("axes")
+        if axes is None:
+            raise ConfigError(
+                "a stacked layer has a variable without logical axes; make it with nnx.Param(value, "
+                'axes=("embed", "mlp"))'
+            )
+        return variable.replace(axes=("layers", *axes))
+
+    stacked = jax.tree.map(name_axis, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return nnx.merge(graphdef, stacked)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of layers whose kinds repeat with a period."""
+
+    start: int
+    kinds: tuple[LayerKind, ...]
+    repeats: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last layer."""
+        return self.start + len(self.kinds) * self.repeats
+
+
+@functools.cache
+def plan_segments(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
+    """Cut the layers into segments so that the bodies to compile hold the fewest layers in all.
+
+    Among equal plans the one with fewer segments wins.
+    """
+    best: list[tuple[int, int, tuple[Segment, ...]]] = [(0, 0, ())]
+    for stop in range(1, len(kinds) + 1):
+        options = []
+        for start in range(stop):
+            period = _period(kinds[start:stop])
+            bodies, count, before = best[start]
+            segment = Segment(start, kinds[start : start + period], (stop - start) // period)
+            options.append((bodies + period, count + 1, (*before, segment)))
+        best.append(min(options, key=lambda option: option[:2]))
+    return best[-1][2]
+
+
+def _period(kinds: tuple[LayerKind, ...]) -> int:
+    """The shortest whole period of a run."""
+    for period in range(1, len(kinds) // 2 + 1):
+        if len(kinds) % period == 0 and kinds[:period] * (len(kinds) // period) == kinds:
+            return period
+    return len(kinds)
+
+
+def run_layers(
+    layers: nnx.Module,
+    kinds: tuple[LayerKind, ...],
+    x_BTD: jax.Array,
+    context: AttentionContext,
+    *,
+    remat: str = "none",
+    unroll: int | bool = 1,
+) -> jax.Array:
+    """Run a stack of layers without a cache.
+
+    Args:
+      layers: the stacked module.
+      kinds: each layer's kind.
+      x_BTD: the residual stream.
+      context: what the layers share.
+      remat: a `RematPolicy`.
+      unroll: periods that one step of the scan runs; True runs all without a loop.
+
+    Raises:
+      ConfigError: for an unknown remat policy.
+    """
+    graphdef, stack = nnx.split(layers)
+
+    def body(segment: Segment, x_BTD: jax.Array, period: Any) -> tuple[jax.Array, None]:
+        for index, kind in enumerate(segment.kinds):
+            one = jax.tree.map(lambda leaf, i=index: leaf[i], period)
+            x_BTD, _ = nnx.merge(graphdef, one)(x_BTD, kind, context)
+        return x_BTD, None
+
+    for segment in plan_segments(kinds):
+        step = _rematerialise(functools.partial(body, segment), remat)
+        shape = (segment.repeats, len(segment.kinds))
+        part = jax.tree.map(functools.partial(_part, segment=segment, shape=shape), stack)
+        x_BTD, _ = jax.lax.scan(step, x_BTD, part, unroll=unroll)
+    return x_BTD
+
+
+def _part(leaf: jax.Array, segment: Segment, shape: tuple[int, int]) -> jax.Array:
+    if segment.stop - segment.start != leaf.shape[0]:
+        leaf = leaf[segment.start : segment.stop]
+    return leaf.reshape(shape + leaf.shape[1:])
+
+
+def _rematerialise(step: Callable, remat: str) -> Callable:
+    policies = jax.checkpoint_policies
+    match remat:
+        case "none":
+            return step
+        case "full":
+            policy = policies.nothing_saveable
+        case "dots":
+            policy = policies.dots_saveable
+        case "dots_no_batch":
+            policy = policies.dots_with_no_batch_dims_saveable
+        case "save_attention":
+            policy = policies.save_only_these_names("attention")
+        case _:
+            raise ConfigError(
+                f"remat={remat!r} is not known; use one of {', '.join(REMAT_POLICIES)}"
+            )
+    return jax.checkpoint(step, policy=policy, prevent_cse=False)
+
+
+def run_layers_cached(
+    layers: nnx.Module,
+    kinds: tuple[LayerKind, ...],
+    x_BTD: jax.Array,
+    context: AttentionContext,
+    cache: Cache,
+    slot: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Run a stack of layers, reading and writing the cache from `slot` on.
+
+    The stack is indexed and the cache carried, so that neither is copied: for inference only.
+    """
+    graphdef, stack = nnx.split(layers)
+
+    def body(segment: Segment, carry: Any, repeat: jax.Array) -> tuple[Any, None]:
+        x_BTD, k_LBSKH, v_LBSKH = carry
+        for index, kind in enumerate(segment.kinds):
+            layer = segment.start + repeat * len(segment.kinds) + index
+            one = jax.tree.map(
+                lambda leaf, i=layer: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), stack
+            )
+            view = CacheLayer(k_LBSKH, v_LBSKH, layer, slot)
+            x_BTD, view = nnx.merge(graphdef, one)(x_BTD, kind, context, view)
+            k_LBSKH, v_LBSKH = view.k_LBSKH, view.v_LBSKH
+        return (x_BTD, k_LBSKH, v_LBSKH), None
+
+    carry = (x_BTD, cache.k_LBSKH, cache.v_LBSKH)
+    for segment in plan_segments(kinds):
+        repeats = jnp.arange(segment.repeats, dtype=jnp.int32)
+        carry, _ = jax.lax.scan(functools.partial(body, segment), carry, repeats)
+    x_BTD, k_LBSKH, v_LBSKH = carry
+    return x_BTD, replace(cache, k_LBSKH=k_LBSKH, v_LBSKH=v_LBSKH)
