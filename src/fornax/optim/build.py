@@ -1,0 +1,211 @@
+"""From an `OptimConfig` to the chain that trains: `build`, and the small interface of `Built`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+from fornax.config.errors import ConfigError
+from fornax.optim.config import OptimConfig, Optimizer
+from fornax.optim.optimizers import Parameters, make_clip, make_optimizer, split_off_fallback
+from fornax.optim.rules import Treatment, assign, decayed
+from fornax.optim.schedules import ScheduleFn, build_schedule
+from fornax.optim.shardings import state_shardings
+from fornax.optim.transforms import EmaState, SlowState, average_parameters, follow_slowly
+from fornax.optim.tree import at_paths, flatten, nest, rebuild
+from fornax.optim.views import View, make_views
+
+__all__ = ["Built", "build"]
+
+_FROZEN = Treatment(None)
+
+
+@dataclass(frozen=True)
+class Built:
+    """An optimization chain, ready for one tree of parameters.
+
+    All functions are pure and trace under `jax.jit`. Parameters go in and out as the tree they
+    are; the state keeps nested dicts keyed by their paths.
+    """
+
+    transform: optax.GradientTransformationExtraArgs
+    """The whole chain as Optax has it: gradients to updates."""
+    schedule: ScheduleFn
+    """Call number (from 0) to learning rate; under accumulation several calls share one."""
+    treatments: Mapping[str, Treatment]
+    """What treats each parameter, by path."""
+    views: Mapping[str, View]
+    """How each parameter is seen, by path."""
+    abstract_params: Any
+    """The parameters' shapes and dtypes."""
+
+    def init(self, params: Any) -> Any:
+        """The state before the first update. It shares no buffer with `params`."""
+        return self.transform.init(params)
+
+    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """New parameters (same tree and dtypes) and new state."""
+        updates, state = self.transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def eval_params(self, params: Any, state: Any) -> Any:
+        """The parameters to evaluate: EMA's average, Lookahead's slow ones, else `params`."""
+        average = _averaged(state)
+        if average is None:
+            return params
+        cast = {
+            path: value.astype(param.dtype)
+            for (path, value), param in zip(
+                flatten(average).items(), flatten(params).values(), strict=True
+            )
+        }
+        return rebuild(params, cast)
+
+    def state_shardings(self, param_shardings: Any) -> Any:
+        """Shardings of the state, like `init`'s result, from those of the parameters.
+
+        Args:
+          param_shardings: a tree like the parameters of NamedShardings on one mesh.
+        """
+        state = jax.eval_shape(self.init, self.abstract_params)
+        return state_shardings(state, self.views, flatten(param_shardings))
+
+
+def build(config: OptimConfig, *, total_steps: int, params: Any, axes: Any = None) -> Built:
+    """Build the chain that `config` declares.
+
+    The chain: frozen gradients become zero, the clippings act in order, each parameter goes to its
+    optimizer, Lookahead or EMA follow, and accumulation wraps it all.
+
+    Args:
+      config: what to build.
+      total_steps: calls of `Built.update` in the whole run; schedules end there.
+      params: tree of arrays, ShapeDtypeStructs or NNX variables, whose paths name the parameters.
+      axes: tree like `params` of tuples of logical axis names; None reads them from variables.
+
+    Raises:
+      ConfigError: for a rule that matches nothing, a parameter no rule covers, a schedule longer
+        than the run, a combination that cannot work.
+    """
+    views = make_views(params, axes)
+    treatments = assign(config, tuple(views))
+    known = Parameters(views, decayed(config, views))
+    if total_steps < 1 or total_steps % config.accumulate:
+        raise ConfigError(
+            f"total_steps={total_steps} is no positive multiple of accumulate={config.accumulate}"
+            ", so the last gradients would never be applied; use a multiple"
+        )
+    schedule = build_schedule(
+        config.schedule,
+        peak=config.learning_rate,
+        total_steps=total_steps // config.accumulate,
+    )
+    chain = _with_averages(config, _core(config, schedule, known, treatments))
+    if config.accumulate > 1:
+        chain = optax.MultiSteps(chain, config.accumulate).gradient_transformation()
+    return Built(
+        transform=_on_any_tree(chain),
+        schedule=_per_call(schedule, config.accumulate),
+        treatments=treatments,
+        views=views,
+        abstract_params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
+    )
+
+
+def _core(
+    config: OptimConfig,
+    schedule: ScheduleFn,
+    params: Parameters,
+    treatments: Mapping[str, Treatment],
+) -> optax.GradientTransformation:
+    clips = [make_clip(clip, params) for clip in config.clip]
+    frozen = {path: treatment == _FROZEN for path, treatment in treatments.items()}
+    if any(frozen.values()):
+        clips.insert(0, optax.masked(optax.set_to_zero(), at_paths(frozen)))
+    optimize = _by_treatment(schedule, params, treatments)
+    return optax.chain(*clips, optimize) if clips else optimize
+
+
+def _by_treatment(
+    schedule: ScheduleFn, params: Parameters, treatments: Mapping[str, Treatment]
+) -> optax.GradientTransformation:
+    """One optimizer where one serves all, else `optax.partition` with a label a treatment."""
+    actual = {path: _actual(t, params.views[path]) for path, t in treatments.items()}
+    distinct = list(dict.fromkeys(actual.values()))
+    labels = {path: _label(distinct.index(t), t.optimizer) for path, t in actual.items()}
+    transforms = {}
+    for position, treatment in enumerate(distinct):
+        paths = tuple(path for path, t in actual.items() if t == treatment)
+        transforms[_label(position, treatment.optimizer)] = _optimize(
+            treatment, schedule, params, paths
+        )
+    if len(distinct) == 1:
+        return next(iter(transforms.values()))
+    return optax.partition(transforms, at_paths(labels))
+
+
+def _actual(treatment: Treatment, view: View) -> Treatment:
+    if treatment.optimizer is None:
+        return treatment
+    optimizer, factor = split_off_fallback(treatment.optimizer, view)
+    return replace(
+        treatment,
+        optimizer=optimizer,
+        learning_rate_factor=treatment.learning_rate_factor * factor,
+    )
+
+
+def _label(position: int, optimizer: Optimizer | None) -> str:
+    return f"{position}-{optimizer.type if optimizer else 'frozen'}"
+
+
+def _optimize(
+    treatment: Treatment, schedule: ScheduleFn, params: Parameters, paths: tuple[str, ...]
+) -> optax.GradientTransformation:
+    if treatment.optimizer is None:
+        return optax.set_to_zero()
+    factor = treatment.learning_rate_factor
+    own = schedule if factor == 1.0 else (lambda count: factor * schedule(count))
+    return make_optimizer(treatment.optimizer, own, params, paths)
+
+
+def _with_averages(
+    config: OptimConfig, chain: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    if config.lookahead is not None:
+        look = config.lookahead
+        return follow_slowly(chain, look.sync_period, look.slow_step_size, look.reset_state)
+    if config.ema is not None:
+        return optax.chain(chain, average_parameters(config.ema.decay, config.ema.debias))
+    return chain
+
+
+def _on_any_tree(chain: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The chain between trees of the caller's kind, its insides on nested dicts."""
+
+    def init(params: Any) -> Any:
+        return chain.init(nest(flatten(params)))
+
+    def update(grads: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
+        updates, state = chain.update(nest(flatten(grads)), state, nest(flatten(params)))
+        return rebuild(grads, flatten(updates)), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _per_call(schedule: ScheduleFn, calls: int) -> ScheduleFn:
+    return schedule if calls == 1 else (lambda call: schedule(call // calls))
+
+
+def _averaged(state: Any) -> Any:
+    """The averaged or slow parameters inside a state, if it has them."""
+    kinds = EmaState | SlowState
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
+    for node in nodes:
+        if isinstance(node, SlowState):
+            return node.slow
+        if isinstance(node, EmaState):
+            return node.average
+    return None

@@ -1,0 +1,213 @@
+"""SOAP: Adam run in the eigenbasis of Shampoo's preconditioner, slowly refreshed.
+
+Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321),
+algorithms 3 and 4. Shapes: g_MN one matrix of M rows and N columns; leading dimensions (stacked
+layers, experts) are separate matrices.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fornax.optim.tree import at_paths, flatten, nest
+from fornax.optim.views import View
+
+__all__ = ["SoapState", "scale_by_soap"]
+
+
+class SoapState(NamedTuple):
+    """State of `scale_by_soap`; the dicts are keyed as the parameters are.
+
+    `mu` and `nu` have the parameters' shapes (`nu` lives in the eigenbasis). `left` [..., M, M]
+    and `right` [..., N, N] hold running sums of g g^T and g^T g, `left_basis` and `right_basis`
+    their eigenvectors in columns; a side longer than the limit has none of them.
+    """
+
+    count: jax.Array
+    mu: Any
+    nu: Any
+    left: Any
+    right: Any
+    left_basis: Any
+    right_basis: Any
+
+
+def scale_by_soap(
+    views: Mapping[str, View],
+    *,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    shampoo_beta: float | None = None,
+    eps: float = 1e-8,
+    precondition_frequency: int = 10,
+    max_precondition_dim: int = 8192,
+) -> optax.GradientTransformation:
+    """Precondition gradients by SOAP; all parameters must be matrices in their view.
+
+    The first update is zero: its gradient only starts the preconditioner, so no gradient is
+    projected onto a basis made from itself (as the authors' own code does). Each later update
+    projects with the basis left by earlier gradients, then adds its own gradient to the
+    preconditioner, and every `precondition_frequency` updates refines the basis with one step of
+    power iteration and a QR factorisation (algorithm 4). The preconditioner and the bases are
+    float32 whatever the parameters are.
+
+    Args:
+      views: how to see each parameter, by path.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment in the eigenbasis.
+      shampoo_beta: decay rate of the preconditioner; None takes `b2`.
+      eps: added to the root of the second moment.
+      precondition_frequency: updates between two refinements of the basis.
+      max_precondition_dim: a longer side keeps the identity as its basis.
+    """
+    beta = b2 if shampoo_beta is None else shampoo_beta
+
+    def sides(path: str) -> tuple[int | None, int | None]:
+        rows, cols = views[path].core_shape
+        return tuple(size if size <= max_precondition_dim else None for size in (rows, cols))
+
+    def squares(params: Mapping[str, Any], side: int) -> dict[str, Any]:
+        sizes = {path: sides(path)[side] for path in params}
+        return nest(
+            {
+                path: jnp.zeros((*views[path].batch_shape, size, size), jnp.float32)
+                for path, size in sizes.items()
+                if size is not None
+            }
+        )
+
+    def init(params: Any) -> SoapState:
+        by_path = flatten(params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return SoapState(
+            count=jnp.zeros([], jnp.int32),
+            mu=zeros,
+            nu=jax.tree.map(jnp.copy, zeros),
+            left=squares(by_path, 0),
+            right=squares(by_path, 1),
+            left_basis=squares(by_path, 0),
+            right_basis=squares(by_path, 1),
+        )
+
+    def start(grads: Any, state: SoapState) -> tuple[Any, SoapState]:
+        left, right = _outer_products(grads, state, views)
+        left = jax.tree.map(lambda x: (1 - beta) * x, left)
+        right = jax.tree.map(lambda x: (1 - beta) * x, right)
+        new = state._replace(
+            left=left,
+            right=right,
+            left_basis=jax.tree.map(_eigenvectors, left),
+            right_basis=jax.tree.map(_eigenvectors, right),
+        )
+        return jax.tree.map(jnp.zeros_like, grads), new
+
+    def step(grads: Any, state: SoapState) -> tuple[Any, SoapState]:
+        moments = _Moments(b1, b2, eps, state.count)
+        updates, mu, nu = {}, {}, {}
+        bases = (flatten(state.left_basis), flatten(state.right_basis))
+        old_mu, old_nu = flatten(state.mu), flatten(state.nu)
+        for path, grad in flatten(grads).items():
+            pair = (bases[0].get(path), bases[1].get(path))
+            updates[path], mu[path], nu[path] = moments.update(
+                views[path], pair, grad, old_mu[path], old_nu[path]
+            )
+        left, right = _outer_products(grads, state, views)
+        new = state._replace(
+            mu=at_paths(mu)(state.mu),
+            nu=at_paths(nu)(state.nu),
+            left=_mix(state.left, left, beta),
+            right=_mix(state.right, right, beta),
+        )
+        refine = state.count % precondition_frequency == 0
+        new = jax.lax.cond(refine, _refine, lambda s: s, new)
+        return at_paths(updates)(grads), new
+
+    def update(updates: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
+        del params
+        new_updates, new_state = jax.lax.cond(state.count == 0, start, step, updates, state)
+        return new_updates, new_state._replace(count=optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(init, update)
+
+
+class _Moments(NamedTuple):
+    """Adam's constants, and the number of Adam updates made before this one plus one."""
+
+    b1: float
+    b2: float
+    eps: float
+    count: jax.Array
+
+    def update(
+        self,
+        view: View,
+        bases: tuple[jax.Array | None, jax.Array | None],
+        grad: jax.Array,
+        mu: jax.Array,
+        nu: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """One parameter: its update, first moment and second moment, in its own shape."""
+        grad32 = grad.astype(jnp.float32)
+        g_MN = _project(view.to_core(grad32), bases)
+        mu = self.b1 * mu + (1 - self.b1) * grad32
+        m_MN = _project(view.to_core(mu), bases)
+        v_MN = self.b2 * view.to_core(nu) + (1 - self.b2) * g_MN * g_MN
+        count = self.count.astype(jnp.float32)
+        m_hat = m_MN / (1 - self.b1**count)
+        v_hat = v_MN / (1 - self.b2**count)
+        u_MN = _project_back(m_hat / (jnp.sqrt(v_hat) + self.eps), bases)
+        return view.from_core(u_MN).astype(grad.dtype), mu, view.from_core(v_MN)
+
+
+def _project(x_MN: jax.Array, bases: tuple[jax.Array | None, jax.Array | None]) -> jax.Array:
+    left, right = bases
+    if left is not None:
+        x_MN = _product(left.mT, x_MN)
+    return x_MN if right is None else _product(x_MN, right)
+
+
+def _project_back(x_MN: jax.Array, bases: tuple[jax.Array | None, jax.Array | None]) -> jax.Array:
+    left, right = bases
+    if left is not None:
+        x_MN = _product(left, x_MN)
+    return x_MN if right is None else _product(x_MN, right.mT)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _outer_products(grads: Any, state: SoapState, views: Mapping[str, View]) -> tuple[Any, Any]:
+    """g g^T for the sides that `state.left` has, g^T g for those that `state.right` has."""
+    by_path = flatten(grads)
+
+    def core(path: str) -> jax.Array:
+        return views[path].to_core(by_path[path].astype(jnp.float32))
+
+    left = {path: _product(core(path), core(path).mT) for path in flatten(state.left)}
+    right = {path: _product(core(path).mT, core(path)) for path in flatten(state.right)}
+    return nest(left), nest(right)
+
+
+def _mix(old: Any, new: Any, beta: float) -> Any:
+    return jax.tree.map(lambda a, b: beta * a + (1 - beta) * b, old, new)
+
+
+def _eigenvectors(p_MM: jax.Array) -> jax.Array:
+    """Eigenvectors in columns, largest eigenvalue first."""
+    return jnp.linalg.eigh(p_MM)[1][..., ::-1]
+
+
+def _refine(state: SoapState) -> SoapState:
+    """One step of power iteration for each basis; nothing is reordered, so `nu` keeps meaning."""
+
+    def one(p_MM: jax.Array, basis_MM: jax.Array) -> jax.Array:
+        return jnp.linalg.qr(_product(p_MM, basis_MM))[0]
+
+    return state._replace(
+        left_basis=jax.tree.map(one, state.left, state.left_basis),
+        right_basis=jax.tree.map(one, state.right, state.right_basis),
+    )

@@ -1,0 +1,135 @@
+"""Optax transformations that the chain needs and Optax does not have in this form.
+
+All work on nested dicts of arrays (see `tree.nest`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fornax.optim.tree import at_paths, flatten, nest
+from fornax.optim.views import View
+
+__all__ = ["EmaState", "SlowState", "average_parameters", "follow_slowly", "per_matrix"]
+
+
+def per_matrix(
+    make: Callable[[str], optax.GradientTransformation], views: Mapping[str, View]
+) -> optax.GradientTransformation:
+    """Apply a transformation to each matrix or vector on its own.
+
+    A parameter of stacked layers is mapped over its layers, and dimensions that are one feature
+    dimension (heads and their width) are merged, so a statistic of a whole array, such as
+    Adafactor's row means, is that of one weight matrix, as if layers were never stacked.
+
+    Args:
+      make: path to the transformation of that parameter's (R, C) or (C,) arrays.
+      views: how to see each parameter.
+
+    Returns:
+      A transformation whose state holds, at each parameter's path, that parameter's own state with
+      the batch dimensions in front.
+    """
+
+    def over_batch(function: Callable[..., Any], view: View) -> Callable[..., Any]:
+        for _ in view.batch:
+            function = jax.vmap(function)
+        return function
+
+    def init(params: Any) -> Any:
+        states = {
+            path: over_batch(make(path).init, views[path])(views[path].to_core(param))
+            for path, param in flatten(params).items()
+        }
+        return nest(states)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        params_by_path = flatten(params)
+        new_updates, new_states = {}, {}
+        for path, update in flatten(updates).items():
+            view = views[path]
+            own_state = _lookup(state, path)
+            step = over_batch(make(path).update, view)
+            core, new_states[path] = step(
+                view.to_core(update), own_state, view.to_core(params_by_path[path])
+            )
+            new_updates[path] = view.from_core(core)
+        return at_paths(new_updates)(updates), nest(new_states)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _lookup(tree: Any, path: str) -> Any:
+    for part in path.split("/"):
+        tree = tree[part]
+    return tree
+
+
+class SlowState(NamedTuple):
+    """State of `follow_slowly`: Optax's own, and the slow parameters."""
+
+    inner: Any
+    slow: Any
+
+
+def follow_slowly(
+    fast: optax.GradientTransformation,
+    sync_period: int,
+    slow_step_size: float,
+    reset_state: bool,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.lookahead` with the slow parameters in its state instead of in a pair.
+
+    Its updates are those of the fast parameters, so it takes and gives plain parameter trees.
+    """
+    lookahead = optax.lookahead(fast, sync_period, slow_step_size, reset_state)
+
+    def init(params: Any) -> SlowState:
+        pair = optax.LookaheadParams.init_synced(params)
+        return SlowState(lookahead.init(pair), _copy(params))
+
+    def update(updates: Any, state: SlowState, params: Any = None, **_: Any) -> tuple[Any, Any]:
+        pair = optax.LookaheadParams(fast=params, slow=state.slow)
+        both, inner = lookahead.update(updates, state.inner, pair)
+        return both.fast, SlowState(inner, optax.apply_updates(state.slow, both.slow))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class EmaState(NamedTuple):
+    """State of `average_parameters`: updates averaged so far, and the float32 average."""
+
+    count: jax.Array
+    average: Any
+
+
+def average_parameters(decay: float, debias: bool) -> optax.GradientTransformationExtraArgs:
+    """Keep a running average of the parameters as they are after the update.
+
+    average <- decay * average + (1 - decay) * (params + updates), in float32. It changes no update
+    and must be the last of a chain.
+    """
+
+    def init(params: Any) -> EmaState:
+        start = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, jnp.float32) if debias else jnp.array(p, jnp.float32),
+            params,
+        )
+        return EmaState(jnp.zeros([], jnp.int32), start)
+
+    def update(updates: Any, state: EmaState, params: Any = None, **_: Any) -> tuple[Any, Any]:
+        after = optax.apply_updates(params, updates)
+        average = jax.tree.map(
+            lambda a, p: decay * a + (1 - decay) * p.astype(jnp.float32), state.average, after
+        )
+        return updates, EmaState(optax.safe_increment(state.count), average)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _copy(tree: Any) -> Any:
+    """Buffers of its own: a state that shares the parameters' cannot be donated with them."""
+    return jax.tree.map(jnp.copy, tree)

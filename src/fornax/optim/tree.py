@@ -1,0 +1,67 @@
+"""Any tree of parameters as nested dicts of plain arrays, and paths that name each of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from fornax.config.errors import ConfigError
+
+__all__ = ["at_paths", "flatten", "leaf_path", "nest", "rebuild"]
+
+_WRAPPERS = ("value", "raw_value")
+
+
+def leaf_path(path: tuple[Any, ...]) -> str:
+    """A JAX key path as `layers/attention/q/kernel`; a variable's own wrapper is left out."""
+    last = path[-1] if path else None
+    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in _WRAPPERS:
+        path = path[:-1]
+    return "/".join(str(_part(key)) for key in path)
+
+
+def _part(key: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Leaves by path, in tree order.
+
+    Raises:
+      ConfigError: when two leaves have the same path.
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+        name = leaf_path(path)
+        if name in leaves:
+            raise ConfigError(f"two parameters have the path {name!r}; rename one of them")
+        leaves[name] = leaf
+    return leaves
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by path as nested dicts, one level for each part of a path."""
+    root: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split("/")
+        node = root
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return root
+
+
+def rebuild(like: Any, leaves: Mapping[str, Any]) -> Any:
+    """A tree shaped as `like` that holds `leaves`."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[leaf_path(path)], like)
+
+
+def at_paths(table: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """A function from a tree, whole or masked, to the tree of `table`'s values at its paths.
+
+    Optax hands masked trees to callables it is given; a table of values by path fits them all.
+    """
+    return lambda tree: rebuild(tree, table)
