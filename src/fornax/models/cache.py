@@ -57,14 +57,12 @@ class CacheLayer:
     slot: jax.Array
     """int32 scalar: first slot to write."""
 
-    @property
-    def k_BSKH(self) -> jax.Array:
-        """This layer's keys."""
+    def keys(self) -> jax.Array:
+        """This layer's keys [B, S, K, H]."""
         return jax.lax.dynamic_index_in_dim(self.k_LBSKH, self.layer, keepdims=False)
 
-    @property
-    def v_BSKH(self) -> jax.Array:
-        """This layer's values."""
+    def values(self) -> jax.Array:
+        """This layer's values [B, S, K, H]."""
         return jax.lax.dynamic_index_in_dim(self.v_LBSKH, self.layer, keepdims=False)
 
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> "CacheLayer":

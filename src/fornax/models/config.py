@@ -75,7 +75,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024): one factor a frequency, another set beyond the original length."""
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, others beyond the old length."""
 
     type: Literal["longrope"] = "longrope"
     short_factor: tuple[float, ...]
@@ -228,16 +228,10 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Check sizes and combinations."""
-        for name in (
-            "vocab_size hidden_size intermediate_size num_layers num_heads max_position_embeddings"
-        ).split():
-            _positive(name, getattr(self, name))
-        for name in (
-            "num_kv_heads head_dim sliding_window query_pre_attn_scalar attention_logit_softcap "
-            "final_logit_softcap"
-        ).split():
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is not None:
+                _positive(name, value)
         self._check_heads()
         self._check_pattern()
         self._check_tokens()
@@ -335,6 +329,22 @@ class DecoderConfig:
         return LayerKind(
             window=self.sliding_window if sliding else None, rope=where if rotates else "none"
         )
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "query_pre_attn_scalar",
+    "attention_logit_softcap",
+    "final_logit_softcap",
+)
 
 
 def _positive(name: str, value: float) -> None:

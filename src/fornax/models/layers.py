@@ -1,7 +1,7 @@
 """The modules of one decoder layer; `stack.py` stacks them and `scan.py` runs the stack.
 
-Legend: B batch, T query tokens, S key/cache tokens, D model width, N query heads, K key/value heads,
-H head width, F hidden width.
+Legend: B batch, T query tokens, S key/cache tokens, D model width, N query heads,
+K key/value heads, H head width, F hidden width.
 """
 
 import functools
@@ -184,7 +184,7 @@ class Attention(nnx.Module):
         k_BSKH, v_BSKH = k_BTKH, v_BTKH
         if cache is not None:
             cache = cache.write(k_BTKH, v_BTKH)
-            k_BSKH, v_BSKH = cache.k_BSKH.astype(q_BTNH.dtype), cache.v_BSKH.astype(q_BTNH.dtype)
+            k_BSKH, v_BSKH = cache.keys().astype(q_BTNH.dtype), cache.values().astype(q_BTNH.dtype)
             positions_BS, segment_ids_BS = context.positions_BS, context.segment_ids_BS
         q_BTNH = checkpoint_name(q_BTNH, "attention")
         k_BSKH = checkpoint_name(k_BSKH, "attention")

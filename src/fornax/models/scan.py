@@ -54,8 +54,8 @@ def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.R
         axes = variable.get_metadata().get("axes")
         if axes is None:
             raise ConfigError(
-                "a stacked layer has a variable without logical axes; make it with nnx.Param(value, "
-                'axes=("embed", "mlp"))'
+                "a stacked layer has a variable without logical axes; make it with "
+                'nnx.Param(value, axes=("embed", "mlp"))'
             )
         return variable.replace(axes=("layers", *axes))
 
