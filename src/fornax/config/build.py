@@ -1,7 +1,6 @@
 """Plain values into typed ones: every key, type and combination is checked, and named in errors."""
 
 import math
-import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, NoReturn
 from fornax.config import schema
 from fornax.config.errors import ConfigError, FornaxError
 from fornax.config.overrides import Patch, index_of
-from fornax.config.place import COMMAND_LINE, Place, Words, nearest
+from fornax.config.place import COMMAND_LINE, Place, Words, kind_of, nearest
 from fornax.config.text import read_yaml, write_flow
 
 ABSENT = schema.REQUIRED
@@ -53,7 +52,10 @@ def _scalar(kind: type, value: Any) -> Any:
     if kind is type(None):
         return None if value is None else ABSENT
     if kind is float and type(value) in (int, float):
-        return float(value) if math.isinf(value) or abs(value) <= sys.float_info.max else ABSENT
+        try:
+            return ABSENT if value != value else float(value)
+        except OverflowError:
+            return ABSENT
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
     return value if kind in (bool, int, str) and type(value) is kind else ABSENT
@@ -235,7 +237,7 @@ def _rejection(annotation: Any, value: Any, place: Place) -> ConfigError:
         [_EXPECTED.get(part) or _expected_structure(part) for part in others]
         + ([f"one of {', '.join(map(str, choices))}"] if choices else [])
     )
-    kind = "does not fit: " if isinstance(value, Words) else f"is {_kind(value)}, but "
+    kind = "does not fit: " if isinstance(value, Words) else f"is {kind_of(value)}, but "
     return place.error(f"{kind}this key takes {wanted}{_hint(parts, value)}", shown)
 
 
@@ -260,20 +262,6 @@ def _expected_structure(part: Any) -> str:
     if schema.is_config(part):
         return f"a mapping with the keys of {part.__name__}"
     return f"a {'mapping' if schema.is_dict(part) else 'list'} ({schema.type_text(part)})"
-
-
-def _kind(value: Any) -> str:
-    for kind, name in (
-        (bool, "a truth value"),
-        (int, "an integer"),
-        (float, "a number with a fraction or exponent"),
-        (str, "text"),
-        (list | tuple, "a list"),
-        (Mapping, "a mapping"),
-    ):
-        if isinstance(value, kind):
-            return name
-    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _hint(parts: tuple[Any, ...], value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from fornax.config.build import build
 from fornax.config.errors import ConfigError
 from fornax.config.overrides import Flags, Patch, overlay, parse_flags, patch_from_mapping
-from fornax.config.place import Place
+from fornax.config.place import Place, kind_of
 from fornax.config.text import KeyPath, origins, read_yaml
 
 T = TypeVar("T")
@@ -22,9 +22,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
     """
     place = Place((), {}, path)
     if not isinstance(mapping, Mapping):
-        raise place.error(
-            f"is not a mapping; {cls.__name__} is read from key: value pairs", mapping
-        )
+        raise place.error(f"is not a mapping; {cls.__name__} is read from keys", mapping)
     return build(cls, mapping, place)
 
 
@@ -78,7 +76,7 @@ def _load(cls: type[T], text: str, source: str, flags: Flags) -> T:
     }
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"{source} holds a {type(value).__name__}, not a mapping; write key: value lines for "
+            f"{source} holds {kind_of(value)}, not a mapping; write key: value lines for "
             f"{cls.__name__}"
         )
     place = Place((), known)

@@ -66,6 +66,21 @@ def shorten(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def kind_of(value: Any) -> str:
+    """Name the kind of a plain value for a reader."""
+    for kind, name in (
+        (bool, "a truth value"),
+        (int, "an integer"),
+        (float, "a number with a fraction or exponent"),
+        (str, "text"),
+        (list | tuple, "a list"),
+        (Mapping, "a mapping"),
+    ):
+        if isinstance(value, kind):
+            return name
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
 def nearest(word: str, allowed: Iterable[str]) -> str | None:
     """The allowed word closest to a misspelt one, or None where nothing is close."""
     by_lower = {choice.lower(): choice for choice in allowed}

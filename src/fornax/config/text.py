@@ -14,6 +14,8 @@ from fornax.config.errors import ConfigError
 
 KeyPath = tuple[str, ...]
 
+_MAX_DEPTH = 64
+
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"^(?:[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+)$")
@@ -92,18 +94,15 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
     lines: dict[KeyPath, int] = {}
     try:
         loader = _Loader(text)
-        _refuse_anchors(text, source)
+        _check_events(text, source)
         node = loader.get_single_node()
-        if node is None:
-            return {}, lines
-        return _value(node, (), lines, source), lines
+        value = None if node is None else _value(node, (), lines, source)
+        return ({} if value is None else value), lines
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax(error, source)) from error
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{source} is not YAML text: {reason}; save it as UTF-8") from error
-    except RecursionError as error:
-        raise ConfigError(f"{source} nests too deeply; a config has a few levels") from error
 
 
 def _syntax(error: yaml.MarkedYAMLError, source: str) -> str:
@@ -116,9 +115,20 @@ def _syntax(error: yaml.MarkedYAMLError, source: str) -> str:
     )
 
 
-def _refuse_anchors(text: str, source: str) -> None:
+def _check_events(text: str, source: str) -> None:
+    """Refuse what a config has no use for, before any value is made of it."""
+    depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _MAX_DEPTH:
+            raise ConfigError(
+                f"{source}, line {line}: more than {_MAX_DEPTH} levels of lists and mappings; "
+                "check the brackets"
+            )
         if getattr(event, "anchor", None):
             raise ConfigError(
                 f"{source}, line {line}: anchors and aliases (&{event.anchor}) are not used in a "
