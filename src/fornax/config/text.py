@@ -60,6 +60,13 @@ def _represent_list(dumper: yaml.SafeDumper, value: list) -> yaml.SequenceNode:
     )
 
 
+def _represent_str(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    """Escape the characters that PyYAML writes bare and reads back as a line break or nothing."""
+    style = '"' if set(value) & {"\x85", "\u2028", "\u2029", "\ufeff"} else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _represent_str)
 _Dumper.add_representer(float, _represent_float)
 _Dumper.add_representer(list, _represent_list)
 

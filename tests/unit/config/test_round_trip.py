@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fornax.config import diff, dump_yaml, from_mapping, from_yaml, load, to_mapping
@@ -73,6 +73,7 @@ configs = st.builds(
 
 
 @settings(deadline=None)
+@example(Everything(name="\x85", maybe="a\u2028", rules={"\ufeff\u2029": ()}))
 @given(configs)
 def test_yaml_loads_back_equal(config):
     written = dump_yaml(config)
