@@ -66,8 +66,10 @@ def scale_by_soap(
     beta = b2 if shampoo_beta is None else shampoo_beta
 
     def sides(path: str) -> tuple[int | None, int | None]:
-        rows, cols = views[path].core_shape
-        return tuple(size if size <= max_precondition_dim else None for size in (rows, cols))
+        rows, cols = (
+            size if size <= max_precondition_dim else None for size in views[path].core_shape
+        )
+        return rows, cols
 
     def squares(params: Mapping[str, Any], side: int) -> dict[str, Any]:
         sizes = {path: sides(path)[side] for path in params}
