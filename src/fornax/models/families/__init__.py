@@ -1,0 +1,14 @@
+"""Hugging Face families: for each, its config.json and its tensor names, nothing else."""
+
+from fornax.models.families.convert import config_from_hf, config_to_hf
+from fornax.models.families.family import Family
+from fornax.models.families.table import FAMILIES, family_by_architecture, family_by_name
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "config_from_hf",
+    "config_to_hf",
+    "family_by_architecture",
+    "family_by_name",
+]

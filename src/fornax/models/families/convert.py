@@ -1,0 +1,98 @@
+"""`DecoderConfig` from a Hugging Face config.json and back, with nothing lost unnoticed."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from fornax.config.errors import ConfigError
+from fornax.models.config import DecoderConfig
+from fornax.models.families.family import Family
+from fornax.models.families.reader import ConfigReader
+from fornax.models.families.table import FAMILIES, family_by_architecture, family_by_name
+
+__all__ = ["config_from_hf", "config_to_hf", "family_for"]
+
+
+def config_from_hf(values: Mapping[str, Any]) -> DecoderConfig:
+    """The config that a config.json describes.
+
+    Args:
+      values: the parsed file.
+
+    Raises:
+      ConfigError: for an architecture, a key or a value that is not supported, by name.
+    """
+    family = family_by_architecture(values.get("architectures"))
+    return replace(_read(family, values), family=family.name)
+
+
+def _read(family: Family, values: Mapping[str, Any]) -> DecoderConfig:
+    reader = ConfigReader(values)
+    config = family.read(reader)
+    reader.finish()
+    return config
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a config, without the dtype.
+
+    Raises:
+      ConfigError: when no family (or not the one that `config.family` asks for) can express it,
+        naming the fields.
+    """
+    return _written(family_for(config), config)
+
+
+def family_for(config: DecoderConfig) -> Family:
+    """The family to save a config as: the one it asks for, else the first that can express it.
+
+    Raises:
+      ConfigError: when there is none, naming the fields in the way.
+    """
+    wanted = FAMILIES if config.family is None else (family_by_name(config.family),)
+    lost = {family.name: _lost(family, config) for family in wanted}
+    for family in wanted:
+        if not lost[family.name]:
+            return family
+    name = min(lost, key=lambda family: len(lost[family]))
+    raise ConfigError(
+        f"no Hugging Face family can express this model; the nearest, {name}, cannot express "
+        f"{', '.join(lost[name])}"
+        + ("" if config.family is None else "; leave `family` out to try the others")
+    )
+
+
+def _written(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    keys = {"architectures": [family.architecture], "model_type": family.name}
+    return {**keys, **family.write(config)}
+
+
+def _lost(family: Family, config: DecoderConfig) -> list[str]:
+    """Fields that do not survive being written and read back, with their values."""
+    try:
+        back = _resolved(_read(family, _written(family, config)))
+    except ConfigError as error:
+        return [str(error)]
+    given = _resolved(config)
+    names = [field.name for field in fields(DecoderConfig)]
+    differing = [name for name in names if getattr(given, name) != getattr(back, name)]
+    return [f"{name}={getattr(given, name)!r}" for name in differing]
+
+
+def _resolved(config: DecoderConfig) -> DecoderConfig:
+    """The config with defaults filled in, and without what does not change the model."""
+    layers = config.num_layers
+    attention = [config.attention_pattern[i % len(config.attention_pattern)] for i in range(layers)]
+    rotates = [config.rope_pattern[i % len(config.rope_pattern)] for i in range(layers)]
+    scalar = config.query_pre_attn_scalar
+    return replace(
+        config,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_width,
+        query_pre_attn_scalar=config.head_width if scalar is None else scalar,
+        local_rope=config.local_rope or (config.rope if "sliding" in attention else None),
+        attention_pattern=tuple(attention),
+        rope_pattern=tuple(rotates),
+        scale_residual_init=True,
+        family=None,
+    )

@@ -1,0 +1,54 @@
+"""What a family is: how to read and write its config.json, and what its tensors are called."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fornax.models.config import DecoderConfig
+from fornax.models.families.reader import ConfigReader
+
+__all__ = ["BASE_NAMES", "PRE_NORM_NAMES", "Family"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face architecture."""
+
+    name: str
+    """`model_type` in config.json."""
+    architecture: str
+    """The class in `architectures`."""
+    read: Callable[[ConfigReader], DecoderConfig]
+    """Builds the config, taking every key it understands from the reader."""
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    """The keys of config.json; the caller checks that reading them back loses nothing."""
+    names: Mapping[str, str]
+    """Our parameter path to the tensor's name, `{layer}` standing for the layer's number. Several
+    paths with one name are that tensor's row blocks, in this order."""
+
+
+BASE_NAMES = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "lm_head/kernel": "lm_head.weight",
+    **{
+        f"layers/attention/{ours}/{kind}": f"model.layers.{{layer}}.self_attn.{theirs}"
+        for ours in "qkvo"
+        for kind, theirs in (("kernel", f"{ours}_proj.weight"), ("bias", f"{ours}_proj.bias"))
+    },
+    **{
+        f"layers/attention/{norm}/scale": f"model.layers.{{layer}}.self_attn.{norm}.weight"
+        for norm in ("q_norm", "k_norm")
+    },
+    **{
+        f"layers/mlp/{ours}/{kind}": f"model.layers.{{layer}}.mlp.{theirs}"
+        for ours in ("gate", "up", "down")
+        for kind, theirs in (("kernel", f"{ours}_proj.weight"), ("bias", f"{ours}_proj.bias"))
+    },
+}
+"""Names that most families share; paths that a model does not have are not looked up."""
+
+PRE_NORM_NAMES = {
+    "layers/attention_norm/scale": "model.layers.{layer}.input_layernorm.weight",
+    "layers/mlp_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
+}

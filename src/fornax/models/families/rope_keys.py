@@ -1,0 +1,138 @@
+"""Rotary embeddings in config.json: `rope_theta` with `rope_scaling`, or `rope_parameters`."""
+
+from dataclasses import asdict
+from typing import Any
+
+from fornax.config.errors import ConfigError
+from fornax.models.config import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    RopeScaling,
+    YarnScaling,
+)
+from fornax.models.families.reader import ConfigReader
+
+__all__ = ["read_rope", "read_rope_mapping", "write_rope"]
+
+_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+def read_rope(
+    reader: ConfigReader,
+    max_positions: int,
+    *,
+    theta: float = 10_000.0,
+    partial: bool = False,
+    aliases: dict[str, str] | None = None,
+    original: int | None = None,
+) -> RopeConfig:
+    """The model's rotary embedding, from either style of keys.
+
+    Args:
+      reader: the file.
+      max_positions: its `max_position_embeddings`.
+      theta: the family's default base.
+      partial: whether the family can rotate a part of each head.
+      aliases: other names of scaling types in this family.
+      original: the original context length where the family keeps it beside `rope_scaling`.
+
+    Raises:
+      ConfigError: for a scaling, or a key of one, that is not supported.
+    """
+    found = reader.take("rope_parameters", None) or {}
+    found = dict(reader.nested("rope_parameters", found)._values)
+    scaling = reader.take("rope_scaling", None)
+    if scaling is not None:
+        found = {**found, **reader.nested("rope_scaling", scaling)._values}
+    found.setdefault("rope_theta", reader.take("rope_theta", theta))
+    fraction = reader.take("partial_rotary_factor", None)
+    if fraction is not None:
+        found.setdefault("partial_rotary_factor", fraction)
+    kind = found.get("rope_type", found.get("type"))
+    if aliases and kind in aliases:
+        found["rope_type"] = aliases[kind]
+    if original is not None and found.get("rope_type", found.get("type", "default")) != "default":
+        found["original_max_position_embeddings"] = original
+    rope = read_rope_mapping(reader.nested("rope_scaling", found), max_positions)
+    if rope.fraction != 1.0 and not partial:
+        raise ConfigError(
+            f"{reader.source}: partial_rotary_factor={rope.fraction} is not supported for this "
+            "architecture, which rotates whole heads"
+        )
+    return rope
+
+
+def read_rope_mapping(reader: ConfigReader, max_positions: int) -> RopeConfig:
+    """A rotary embedding from one flat mapping (the newer `rope_parameters`).
+
+    Raises:
+      ConfigError: for a scaling, or a key of one, that is not supported.
+    """
+    theta = reader.take("rope_theta")
+    fraction = reader.take("partial_rotary_factor", 1.0)
+    old_name = reader.take("type", "default")
+    kind = reader.take("rope_type", old_name)
+    if kind not in _TYPES:
+        raise ConfigError(
+            f"{reader.source}: rope_type={kind!r} is not supported; use one of {', '.join(_TYPES)}"
+        )
+    if kind == "default":
+        reader.expect("factor", None, 1, 1.0)
+        reader.take("original_max_position_embeddings", None)
+    scaling = None if kind == "default" else _read_scaling(reader, kind, max_positions)
+    reader.finish()
+    return RopeConfig(theta=theta, fraction=fraction, scaling=scaling)
+
+
+def _read_scaling(reader: ConfigReader, kind: str, max_positions: int) -> RopeScaling:
+    if kind == "linear":
+        return LinearScaling(factor=reader.take("factor"))
+    if kind == "dynamic":
+        return DynamicNTKScaling(factor=reader.take("factor"))
+    original = reader.take("original_max_position_embeddings", max_positions)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=reader.take("factor"),
+            low_freq_factor=reader.take("low_freq_factor"),
+            high_freq_factor=reader.take("high_freq_factor"),
+            original_max_position_embeddings=original,
+        )
+    factor, attention = reader.take("factor", None), reader.take("attention_factor", None)
+    if kind == "longrope":
+        return LongRopeScaling(
+            short_factor=tuple(reader.take("short_factor")),
+            long_factor=tuple(reader.take("long_factor")),
+            original_max_position_embeddings=original,
+            factor=factor,
+            attention_factor=attention,
+        )
+    return YarnScaling(
+        factor=max_positions / original if factor is None else factor,
+        original_max_position_embeddings=original,
+        beta_fast=reader.take("beta_fast", None) or 32.0,
+        beta_slow=reader.take("beta_slow", None) or 1.0,
+        attention_factor=attention,
+        mscale=reader.take("mscale", None),
+        mscale_all_dim=reader.take("mscale_all_dim", None),
+        truncate=reader.take("truncate", True),
+    )
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """`rope_theta`, `rope_scaling` and, when partial, `partial_rotary_factor`."""
+    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _write_scaling(rope.scaling)}
+    if rope.fraction != 1.0:
+        keys["partial_rotary_factor"] = rope.fraction
+    return keys
+
+
+def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    fields = {key: value for key, value in asdict(scaling).items() if value is not None}
+    kind = fields.pop("type")
+    lists = {key: list(v) if isinstance(v, tuple) else v for key, v in fields.items()}
+    return {"rope_type": kind, **lists}

@@ -1,0 +1,54 @@
+"""The families Fornax knows, in the order in which saving tries them."""
+
+from typing import Any
+
+from fornax.config.errors import ConfigError
+from fornax.models.families.family import Family
+from fornax.models.families.gemma import GEMMA2, GEMMA3
+from fornax.models.families.llama import LLAMA
+from fornax.models.families.mistral import MISTRAL
+from fornax.models.families.olmo import OLMO2
+from fornax.models.families.phi import PHI3
+from fornax.models.families.qwen import QWEN2, QWEN3
+from fornax.models.families.smollm import SMOLLM3
+
+__all__ = ["FAMILIES", "family_by_architecture", "family_by_name"]
+
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    OLMO2,
+    PHI3,
+    SMOLLM3,
+    GEMMA2,
+    GEMMA3,
+)
+
+
+def family_by_architecture(architectures: Any) -> Family:
+    """The family that config.json's `architectures` names.
+
+    Raises:
+      ConfigError: listing the supported ones.
+    """
+    names = architectures if isinstance(architectures, list) else []
+    for family in FAMILIES:
+        if family.architecture in names:
+            return family
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise ConfigError(f"architectures={architectures!r} is not supported; Fornax loads {supported}")
+
+
+def family_by_name(name: str) -> Family:
+    """The family called `name` (its `model_type`).
+
+    Raises:
+      ConfigError: listing the supported ones.
+    """
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    known = ", ".join(family.name for family in FAMILIES)
+    raise ConfigError(f"family={name!r} is not known; use one of {known}")
