@@ -1,6 +1,6 @@
 """From an `OptimConfig` to the chain that trains: `build`, and the small interface of `Built`."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,7 +135,7 @@ def _by_treatment(
     actual = {path: _actual(t, params.views[path]) for path, t in treatments.items()}
     distinct = list(dict.fromkeys(actual.values()))
     labels = {path: _label(distinct.index(t), t.optimizer) for path, t in actual.items()}
-    transforms = {}
+    transforms: dict[Hashable, optax.GradientTransformation] = {}
     for position, treatment in enumerate(distinct):
         paths = tuple(path for path, t in actual.items() if t == treatment)
         transforms[_label(position, treatment.optimizer)] = _optimize(
@@ -188,9 +188,9 @@ def _on_any_tree(chain: optax.GradientTransformation) -> optax.GradientTransform
     def init(params: Any) -> Any:
         return chain.init(nest(flatten(params)))
 
-    def update(grads: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
-        updates, state = chain.update(nest(flatten(grads)), state, nest(flatten(params)))
-        return rebuild(grads, flatten(updates)), state
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
+        nested, state = chain.update(nest(flatten(updates)), state, nest(flatten(params)))
+        return rebuild(updates, flatten(nested)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -127,7 +127,7 @@ def scale_by_soap(
         new = jax.lax.cond(refine, _refine, lambda s: s, new)
         return at_paths(updates)(grads), new
 
-    def update(updates: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         new_updates, new_state = jax.lax.cond(state.count == 0, start, step, updates, state)
         return new_updates, new_state._replace(count=optax.safe_increment(state.count))

@@ -85,13 +85,13 @@ def follow_slowly(
 
     Its updates are those of the fast parameters, so it takes and gives plain parameter trees.
     """
-    lookahead = optax.lookahead(fast, sync_period, slow_step_size, reset_state)
+    lookahead: Any = optax.lookahead(fast, sync_period, slow_step_size, reset_state)
 
     def init(params: Any) -> SlowState:
         pair = optax.LookaheadParams.init_synced(params)
         return SlowState(lookahead.init(pair), _copy(params))
 
-    def update(updates: Any, state: SlowState, params: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
         pair = optax.LookaheadParams(fast=params, slow=state.slow)
         both, inner = lookahead.update(updates, state.inner, pair)
         return both.fast, SlowState(inner, optax.apply_updates(state.slow, both.slow))
@@ -102,7 +102,7 @@ def follow_slowly(
 class EmaState(NamedTuple):
     """State of `average_parameters`: updates averaged so far, and the float32 average."""
 
-    count: jax.Array
+    count: Any
     average: Any
 
 
@@ -120,7 +120,7 @@ def average_parameters(decay: float, debias: bool) -> optax.GradientTransformati
         )
         return EmaState(jnp.zeros([], jnp.int32), start)
 
-    def update(updates: Any, state: EmaState, params: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
         after = optax.apply_updates(params, updates)
         average = jax.tree.map(
             lambda a, p: decay * a + (1 - decay) * p.astype(jnp.float32), state.average, after
