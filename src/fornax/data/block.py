@@ -1,0 +1,115 @@
+"""A block of virtual shards as a Grain dataset: the unit that one thread or process prefetches."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grain
+
+from fornax.data.packing import Packer, Position, Row
+from fornax.data.pipeline import Pipeline
+from fornax.data.rows import Batch, fill
+from fornax.data.stream import StageTimes
+
+
+class Cursor(NamedTuple):
+    """A virtual shard's position: batches given so far, and where its packer stands."""
+
+    batch: int = 0
+    position: Position = Position()
+
+
+@dataclass(frozen=True)
+class Element:
+    """A block's rows of one batch, its cursors after it, and whether any row holds a token."""
+
+    batch: Batch
+    cursors: dict[int, Cursor]
+    alive: bool
+
+
+class BlockDataset(grain.IterDataset):
+    """Batches of some virtual shards, endless: exhausted shards give padding.
+
+    The iterator's state is the shards' cursors, so Grain's prefetching saves and restores it
+    exactly.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, cursors: dict[int, Cursor], times: StageTimes | None = None
+    ):
+        super().__init__()
+        self._pipeline = pipeline
+        self._cursors = dict(cursors)
+        self._times = times
+
+    def __iter__(self) -> "BlockIterator":
+        return BlockIterator(self._pipeline, self._cursors, self._times)
+
+
+class BlockIterator(grain.DatasetIterator):
+    """See `BlockDataset`."""
+
+    def __init__(
+        self, pipeline: Pipeline, cursors: dict[int, Cursor], times: StageTimes | None = None
+    ):
+        super().__init__()
+        self._pipeline = pipeline
+        self._times = times
+        self._start(cursors)
+
+    def _start(self, cursors: dict[int, Cursor]) -> None:
+        self._batch = {shard: cursor.batch for shard, cursor in cursors.items()}
+        self._packers: dict[int, Packer] = {
+            shard: self._pipeline.packer(shard, cursor.position, self._times)
+            for shard, cursor in sorted(cursors.items())
+        }
+
+    def __next__(self) -> Element:
+        rows = self._rows()
+        while self._is_skipped():
+            self._advance()
+            rows = self._rows()
+        self._advance()
+        return Element(fill(rows, self._pipeline.seq_len), self._cursors(), any(rows))
+
+    def _rows(self) -> list[Row]:
+        count = self._pipeline.rows_per_shard
+        return [next(packer, []) for packer in self._packers.values() for _ in range(count)]
+
+    def _is_skipped(self) -> bool:
+        batch = next(iter(self._batch.values()))
+        return any(start <= batch < stop for start, stop in self._pipeline.skip_steps)
+
+    def _advance(self) -> None:
+        self._batch = {shard: batch + 1 for shard, batch in self._batch.items()}
+
+    def _cursors(self) -> dict[int, Cursor]:
+        return {
+            shard: Cursor(self._batch[shard], packer.position())
+            for shard, packer in self._packers.items()
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """The shards' cursors as plain data."""
+        return {
+            str(shard): [cursor.batch, list(vars(cursor.position).values())]
+            for shard, cursor in self._cursors().items()
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a state of `get_state`."""
+        self._start(
+            {
+                int(shard): Cursor(batch, Position(*position))
+                for shard, (batch, position) in state.items()
+            }
+        )
+
+
+def split_block(shards: Sequence[int], workers: int) -> list[list[int]]:
+    """Contiguous groups of shards, one for each worker, as even as can be."""
+    count = max(1, min(workers, len(shards)))
+    edges = [round(i * len(shards) / count) for i in range(count + 1)]
+    return [list(shards[a:b]) for a, b in itertools.pairwise(edges)]

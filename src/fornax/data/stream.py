@@ -1,0 +1,159 @@
+"""One virtual shard as a stream of tokenized documents, readable from any position."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fornax.config.errors import DataError, FornaxError
+from fornax.data.order import Order, Places
+from fornax.data.packing import Document
+from fornax.data.records import Record, Source
+from fornax.data.transforms import Chain
+
+# The first read is small so that the first batch comes soon; each next one is twice as large.
+_FIRST_READ = 16
+
+
+@dataclass
+class StageTimes:
+    """Seconds spent and records in and out, by stage: what `fornax data visualize` draws."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    records_in: dict[str, int] = field(default_factory=dict)
+    records_out: dict[str, int] = field(default_factory=dict)
+
+    def add(self, stage: str, seconds: float, records_in: int, records_out: int) -> None:
+        """Count one batch of records through a stage."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self.records_in[stage] = self.records_in.get(stage, 0) + records_in
+        self.records_out[stage] = self.records_out.get(stage, 0) + records_out
+
+
+@dataclass(frozen=True)
+class PartReader:
+    """One opened part of a mixture: which of its source's records are used, and its transforms."""
+
+    name: str
+    source: Source
+    selected: np.ndarray | None
+    """Source indices in use, int64 `[records]`; None: all."""
+    chain: Chain
+    skipped: tuple[tuple[int, int], ...] = ()
+    """Ranges of source indices that are left out."""
+
+    def __len__(self) -> int:
+        return len(self.source) if self.selected is None else len(self.selected)
+
+    def source_index(self, index: int) -> int:
+        """The source's index of the part's record `index`."""
+        return index if self.selected is None else int(self.selected[index])
+
+    def is_skipped(self, source_index: int) -> bool:
+        """Whether a record lies in a range to leave out."""
+        return any(start <= source_index < stop for start, stop in self.skipped)
+
+
+@dataclass
+class ShardStream:
+    """The documents of one virtual shard.
+
+    Positions count every draw of the order, whether its record is dropped or not; so a position
+    means the same record whatever the transforms do.
+    """
+
+    shard: int
+    order: Order
+    parts: Sequence[PartReader]
+    read_batch: int
+    check: bool = False
+    times: StageTimes | None = None
+
+    def read_from(self, position: int) -> Iterator[Document]:
+        """Documents at `position` and after."""
+        length = self.order.length(self.shard)
+        size = min(_FIRST_READ, self.read_batch)
+        while length is None or position < length:
+            count = size if length is None else min(size, length - position)
+            yield from self._read(position, count)
+            position += count
+            size = min(2 * size, self.read_batch)
+
+    def _read(self, start: int, count: int) -> list[Document]:
+        places = self.order.places(self.shard, start, count)
+        tokens: list[np.ndarray | None] = [None] * count
+        for number, part in enumerate(self.parts):
+            slots = np.flatnonzero(places.part == number).tolist()
+            if slots:
+                for slot, value in zip(slots, self._part(part, number, places, slots), strict=True):
+                    tokens[slot] = value
+        return [Document(start + i, value) for i, value in enumerate(tokens) if value is not None]
+
+    def _part(
+        self, part: PartReader, number: int, places: Places, slots: list[int]
+    ) -> list[np.ndarray | None]:
+        indices = [part.source_index(int(places.index[slot])) for slot in slots]
+        seeds = [
+            (self.order.seed, number, int(places.epoch[slot]), index)
+            for slot, index in zip(slots, indices, strict=True)
+        ]
+
+        def where(slot: int) -> str:
+            return f"{part.name}: {part.source.locate(indices[slot])} (index {indices[slot]})"
+
+        began = time.perf_counter()
+        wanted = [i for i, index in enumerate(indices) if not part.is_skipped(index)]
+        found = self._fetch(part, [indices[i] for i in wanted])
+        records: list[Record | None] = [None] * len(slots)
+        for i, record in zip(wanted, found, strict=True):
+            records[i] = record
+        self._note(f"{part.name}: read", began, len(slots), len(wanted))
+        for stage in range(len(part.chain)):
+            began = time.perf_counter()
+            before = sum(record is not None for record in records)
+            records = part.chain.stage(stage, records, seeds, where)
+            after = sum(record is not None for record in records)
+            self._note(f"{part.name}: {part.chain.names[stage]}", began, before, after)
+        return [self._tokens(record, where, i) for i, record in enumerate(records)]
+
+    def _fetch(self, part: PartReader, indices: list[int]) -> list[Record]:
+        if not indices:
+            return []
+        try:
+            return part.source.__getitems__(indices)
+        except FornaxError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{part.name}: reading {part.source.locate(indices[0])} and "
+                f"{len(indices) - 1} more failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _note(self, stage: str, began: float, records_in: int, records_out: int) -> None:
+        if self.times is not None:
+            self.times.add(stage, time.perf_counter() - began, records_in, records_out)
+
+    def _tokens(
+        self, record: Record | None, where: Callable[[int], str], slot: int
+    ) -> np.ndarray | None:
+        if record is None:
+            return None
+        tokens = record.get("tokens")
+        if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu":
+            if self.check and len(tokens) and int(tokens.min()) < 0:
+                raise DataError(f"{where(slot)} has the negative token {int(tokens.min())}")
+            return tokens
+        raise DataError(_no_tokens(record, tokens, where(slot)))
+
+
+def _no_tokens(record: Record, tokens: Any, where: str) -> str:
+    if tokens is None:
+        fields = ", ".join(sorted(record))
+        return (
+            f"{where} has no tokens, only {fields}: add the transform "
+            "{type: tokenize, tokenizer: …}, or build a dataset with fornax data build"
+        )
+    described = getattr(tokens, "dtype", type(tokens).__name__)
+    return f"{where} has tokens of {described}, they must be a one-dimensional array of integers"

@@ -1,0 +1,322 @@
+"""A position is exact under any interruption, packer, mixture and number of processes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fornax.config.errors import DataError
+from fornax.data import (
+    ArrayRecord,
+    BestFit,
+    ConcatThenSplit,
+    DataConfig,
+    FirstFit,
+    Mixture,
+    NoPacking,
+    Part,
+    Prefetch,
+    RecordRange,
+    StepRange,
+    open_batches,
+)
+
+PACKINGS = [
+    ConcatThenSplit(),
+    FirstFit(bins=3),
+    FirstFit(bins=2, long_documents="truncate"),
+    BestFit(bins=4),
+    BestFit(bins=2, long_documents="drop"),
+    NoPacking(),
+]
+LENGTHS = [3, 17, 1, 9, 40, 5, 2, 11, 8, 8, 30, 6, 4, 13, 7, 21, 1, 1, 19, 10]
+
+
+@pytest.fixture(scope="module")
+def sources(token_files) -> dict[str, ArrayRecord]:
+    make = {"a": (LENGTHS, 1), "b": ([4, 4, 9, 2, 33, 6, 7], 1001), "c": ([12, 1, 5], 2001)}
+    return {
+        name: ArrayRecord(path=str(token_files(name, lengths, first)), content="uint16")
+        for name, (lengths, first) in make.items()
+    }
+
+
+def mixture(sources, weights: dict[str, float]) -> Mixture:
+    parts = [Part(name=n, source=sources[n], weight=w) for n, w in weights.items()]
+    return Mixture(parts=tuple(parts))
+
+
+def config_of(sources, weights=None, **fields) -> DataConfig:
+    source = mixture(sources, weights) if weights else sources["a"]
+    fields.setdefault("prefetch", Prefetch(buffer=0))
+    return DataConfig(source=source, virtual_shards=fields.pop("virtual_shards", 4), **fields)
+
+
+def take(batches, count: int) -> list[dict[str, np.ndarray]]:
+    return [next(batches) for _ in range(count)]
+
+
+def global_batches(config, hosts: int, count: int, state=None, batch_size=8, seq_len=16):
+    """`count` global batches read by `hosts` iterators, and the states of all shards after them."""
+    made = []
+    states: dict[int, dict] = {}
+    for host in range(hosts):
+        batches = open_batches(
+            config, batch_size=batch_size, seq_len=seq_len, process_index=host, process_count=hosts
+        )
+        if state is not None:
+            batches.restore(state)
+        made.append(take(batches, count))
+        states.update(batches.state())
+        batches.close()
+    joined = [
+        {name: np.concatenate([host[i][name] for host in made]) for name in made[0][i]}
+        for i in range(count)
+    ]
+    # A state must survive being written as JSON.
+    return joined, {int(k): v for k, v in json.loads(json.dumps(states)).items()}
+
+
+def assert_same(a, b) -> None:
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        for name in ("tokens", "targets", "loss_weights", "segment_ids", "positions"):
+            np.testing.assert_array_equal(x[name], y[name], err_msg=name)
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    packing=st.sampled_from(PACKINGS),
+    weights=st.sampled_from([None, {"a": 1.0, "b": 1.0}, {"a": 5.0, "b": 1.5, "c": 0.2}]),
+    cuts=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4])), min_size=1, max_size=4),
+    seed=st.integers(0, 5),
+    read_batch=st.sampled_from([1, 3, 64]),
+)
+def test_interruptions_and_other_host_counts_change_nothing(
+    sources, packing, weights, cuts, seed, read_batch
+):
+    config = config_of(sources, weights, packing=packing, seed=seed, read_batch=read_batch)
+    expected, _ = global_batches(config, 1, sum(count for count, _ in cuts))
+    found = []
+    state = None
+    for count, hosts in cuts:
+        made, state = global_batches(config, hosts, count, state)
+        found += made
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("prefetch", [Prefetch(buffer=3), Prefetch(buffer=2, workers=2)])
+def test_prefetch_changes_neither_batches_nor_position(sources, prefetch):
+    plain = config_of(sources, {"a": 2.0, "b": 1.0}, packing=FirstFit(bins=3))
+    ahead = config_of(sources, {"a": 2.0, "b": 1.0}, packing=FirstFit(bins=3), prefetch=prefetch)
+    expected, _ = global_batches(plain, 1, 9)
+    first, state = global_batches(ahead, 1, 4)
+    rest, _ = global_batches(ahead, 1, 5, state)
+    assert_same(first + rest, expected)
+
+
+def documents_in(batches) -> Counter:
+    """Tokens of every document (a token's value names it)."""
+    seen: Counter = Counter()
+    for batch in batches:
+        seen.update(batch["tokens"][batch["segment_ids"] > 0].tolist())
+    return seen
+
+
+@pytest.mark.parametrize(
+    "packing", [ConcatThenSplit(), FirstFit(bins=3), BestFit(bins=3), NoPacking()]
+)
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_every_token_comes_once_per_epoch(sources, packing, epochs):
+    config = config_of(sources, {"a": 3.0, "b": 1.0}, packing=packing, epochs=epochs)
+    seen = documents_in(open_batches(config, batch_size=4, seq_len=16))
+    expected = {1 + i: epochs * n for i, n in enumerate(LENGTHS)}
+    expected |= {1001 + i: epochs * n for i, n in enumerate([4, 4, 9, 2, 33, 6, 7])}
+    assert seen == expected
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_a_finite_split_ends_at_the_same_batch_on_every_host(sources, hosts):
+    config = config_of(sources, packing=FirstFit(bins=2), epochs=1)
+    alone = list(open_batches(config, batch_size=4, seq_len=16))
+    counts = {
+        len(
+            list(
+                open_batches(config, batch_size=4, seq_len=16, process_index=h, process_count=hosts)
+            )
+        )
+        for h in range(hosts)
+    }
+    assert counts == {len(alone)}
+
+
+def test_each_epoch_has_its_own_order(token_files):
+    source = ArrayRecord(path=str(token_files("one", [1] * 40)), content="uint16")
+    config = DataConfig(source=source, virtual_shards=1, prefetch=Prefetch(buffer=0))
+    first, second = (
+        b["tokens"][0] for b in take(open_batches(config, batch_size=1, seq_len=40), 2)
+    )
+    assert sorted(first) == sorted(second) == list(range(1, 41))
+    assert list(first) != list(second)
+    assert list(first) != sorted(first)
+
+
+def test_without_shuffle_records_come_in_order(token_files):
+    source = ArrayRecord(path=str(token_files("ordered", [1] * 40)), content="uint16")
+    config = DataConfig(source=source, virtual_shards=1, shuffle=False, prefetch=Prefetch(buffer=0))
+    batch = next(open_batches(config, batch_size=1, seq_len=40))
+    assert batch["tokens"][0].tolist() == list(range(1, 41))
+
+
+def test_mixture_draws_records_by_weight(token_files):
+    parts = tuple(
+        Part(
+            name=name,
+            source=ArrayRecord(path=str(token_files(name, [1] * 50, first)), content="uint16"),
+            weight=weight,
+        )
+        for name, first, weight in (("x", 1, 3.0), ("y", 1001, 1.0))
+    )
+    config = DataConfig(source=Mixture(parts=parts), virtual_shards=4, prefetch=Prefetch(buffer=0))
+    batches = take(open_batches(config, batch_size=4, seq_len=100), 10)
+    tokens = np.concatenate([b["tokens"] for b in batches])
+    assert np.mean(tokens < 1000) == pytest.approx(0.75, abs=0.005)
+    # Every row is mixed, not only the whole batch.
+    assert ((tokens < 1000).mean(axis=1) > 0.6).all()
+
+
+def test_targets_are_the_next_token_of_the_same_document(tmp_path):
+    from fornax.data.sources.array_record import open_writer
+
+    path = tmp_path / "counting.array_record"
+    writer = open_writer(path, compression=False)
+    for start, length in ((100, 5), (200, 7), (300, 30)):
+        writer.write(np.arange(start, start + length, dtype="<u2").tobytes())
+    writer.close()
+    config = DataConfig(
+        source=ArrayRecord(path=str(path), content="uint16"),
+        virtual_shards=1,
+        shuffle=False,
+        epochs=1,
+        prefetch=Prefetch(buffer=0),
+    )
+    rows = list(open_batches(config, batch_size=1, seq_len=16))
+    first = {name: array[0] for name, array in rows[0].items()}
+    assert first["tokens"].tolist() == [*range(100, 105), *range(200, 207), *range(300, 304)]
+    assert first["segment_ids"].tolist() == [1] * 5 + [2] * 7 + [3] * 4
+    assert first["positions"].tolist() == [*range(5), *range(7), *range(4)]
+    # The documents' last tokens have no target; the cut document's next token is in the next row.
+    assert first["loss_weights"].tolist() == [1] * 4 + [0] + [1] * 6 + [0] + [1] * 4
+    expected = [101, 102, 103, 104, 0, *range(201, 207), 0, 301, 302, 303, 304]
+    assert first["targets"].tolist() == expected
+    last = {name: array[0] for name, array in rows[-1].items()}
+    assert last["segment_ids"].tolist() == [1] * 10 + [0] * 6
+    assert last["loss_weights"].tolist() == [1] * 9 + [0] * 7
+    assert last["positions"].tolist() == [*range(10)] + [0] * 6
+    assert last["targets"][9:].tolist() == [0] * 7
+
+
+def test_skipped_steps_leave_out_exactly_those_batches(sources):
+    plain = config_of(sources)
+    skipping = config_of(
+        sources, skip_steps=(StepRange(start=3, stop=6), StepRange(start=8, stop=9))
+    )
+    expected, _ = global_batches(plain, 1, 12)
+    found, _ = global_batches(skipping, 2, 8)
+    assert_same(found, [expected[i] for i in (0, 1, 2, 6, 7, 9, 10, 11)])
+
+
+def test_a_saved_position_can_skip_the_batches_that_follow(sources):
+    expected, _ = global_batches(config_of(sources), 1, 8)
+    _, state = global_batches(config_of(sources), 1, 3)
+    skipping = config_of(sources, skip_steps=(StepRange(start=4, stop=6),))
+    found, _ = global_batches(skipping, 1, 3, state)
+    assert_same(found, [expected[i] for i in (3, 6, 7)])
+
+
+def test_skipped_records_never_come(sources):
+    config = config_of(
+        sources,
+        {"a": 1.0, "b": 1.0},
+        epochs=1,
+        skip_records=(RecordRange(part="b", start=2, stop=5),),
+    )
+    seen = documents_in(open_batches(config, batch_size=4, seq_len=16))
+    assert {1003, 1004, 1005}.isdisjoint(seen)
+    assert {1001, 1002, 1006, 1007} <= set(seen)
+
+
+def test_holdout_splits_before_shuffling(token_files):
+    source = ArrayRecord(path=str(token_files("split", [1] * 60)), content="uint16")
+    config = DataConfig(
+        source=source, virtual_shards=1, holdout=0.3, epochs=3, prefetch=Prefetch(buffer=0)
+    )
+    train = documents_in(open_batches(config, batch_size=1, seq_len=7))
+    held_out = documents_in(open_batches(config, batch_size=1, seq_len=7, split="eval"))
+    assert set(train).isdisjoint(held_out)
+    assert set(train) | set(held_out) == set(range(1, 61))
+    assert set(train.values()) == {3}
+    assert set(held_out.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "message"),
+    [
+        ({}, {"batch_size": 6}, "batch_size=6 does not divide into 4 virtual shards"),
+        ({}, {"process_count": 3}, "virtual_shards=4 do not divide over 3 processes"),
+        ({}, {"process_index": 2, "process_count": 2}, r"process_index=2 is outside \[0, 2\)"),
+        ({}, {"split": "eval"}, "there is no eval split: set holdout"),
+    ],
+)
+def test_what_does_not_divide_or_exist_is_named(sources, fields, arguments, message):
+    arguments = {"batch_size": 8, "seq_len": 16, **arguments}
+    with pytest.raises(DataError, match=message):
+        open_batches(config_of(sources, **fields), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "seq_len", "message"),
+    [
+        ({"virtual_shards": 2}, 16, "virtual_shards=2 but the saved position has 4"),
+        ({}, 32, "seq_len was 16 and is 32"),
+        ({"seed": 9}, 16, "seed was 0 and is 9"),
+        ({"packing": FirstFit()}, 16, "packing was"),
+        ({"weights": {"a": 1.0, "b": 1.0}}, 16, "records was"),
+    ],
+)
+def test_a_position_of_another_pipeline_is_refused(sources, fields, seq_len, message):
+    _, state = global_batches(config_of(sources), 1, 2)
+    batches = open_batches(config_of(sources, **fields), batch_size=8, seq_len=seq_len)
+    with pytest.raises(DataError, match=message):
+        batches.restore(state)
+
+
+def test_a_change_can_be_accepted_but_for_the_shards(sources):
+    _, state = global_batches(config_of(sources), 1, 2)
+    changed = open_batches(config_of(sources), batch_size=8, seq_len=32)
+    changed.restore(state, allow_changes=True)
+    assert changed.state()[0]["record"] == state[0]["record"]
+    assert next(changed)["tokens"].shape == (8, 32)
+    with pytest.raises(DataError, match="fixed for the life of a run"):
+        open_batches(config_of(sources, virtual_shards=2), batch_size=8, seq_len=16).restore(
+            state, allow_changes=True
+        )
+
+
+def test_a_missing_shard_is_named(sources):
+    _, state = global_batches(config_of(sources), 1, 2)
+    del state[2]
+    with pytest.raises(DataError, match=r"lacks the virtual shards \[2\]"):
+        open_batches(config_of(sources), batch_size=8, seq_len=16).restore(state)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    config = DataConfig(source=ArrayRecord(path=str(tmp_path / "none.array_record")))
+    with pytest.raises(DataError, match="matches no file"):
+        open_batches(config, batch_size=8, seq_len=16)
