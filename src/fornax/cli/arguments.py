@@ -1,0 +1,87 @@
+"""The words after a command, read into its `Arguments`; and its help, laid out by tyro."""
+
+import inspect
+import shutil
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import tyro
+
+from fornax.config import ConfigError, from_arguments, is_flag_of, nearest
+from fornax.config.schema import keys_of
+
+T = TypeVar("T")
+
+NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
+"""Marks an argument whose help says by itself what happens without it."""
+
+
+def parse(cls: type[T], words: Sequence[str], program: str) -> T:
+    """Read the words of a command into its arguments; ConfigError for whatever does not fit."""
+    return from_arguments(cls, words, positional=_positional(cls), program=program)
+
+
+def _positional(cls: type) -> tuple[str, ...]:
+    """The arguments written without a flag (`tyro.conf.Positional`), in order."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple(
+        name
+        for name in keys_of(cls)
+        if tyro.conf.Positional in getattr(hints[name], "__metadata__", ())
+    )
+
+
+def split(cls: type, config: type, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part the words into those of the command itself and those that change its config.
+
+    Raises ConfigError for a flag of neither that looks like one of the command's own.
+    """
+    own: list[str] = []
+    rest: list[str] = []
+    target = own
+    for word in words:
+        if word.startswith("--") and word != "--":
+            target = own if is_flag_of(cls, word) else rest
+            if target is rest:
+                _refuse_misspelt(cls, config, word)
+        target.append(word)
+    return own, rest
+
+
+def _refuse_misspelt(cls: type, config: type, word: str) -> None:
+    flag = word[2:].partition("=")[0]
+    guess = nearest(flag, [name.replace("_", "-") for name in keys_of(cls)])
+    top = flag.partition(".")[0].removeprefix("no-").replace("-", "_")
+    if guess and top not in keys_of(config):
+        raise ConfigError(f"{word} is neither a flag nor a key; did you mean --{guess}?")
+
+
+def print_help(cls: type, program: str) -> None:
+    """Print the help of a command: the docstring of its arguments, then each argument."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    print("\n".join(_wrap(inspect.cleandoc(cls.__doc__ or ""), width)), end="\n\n")  # noqa: T201
+    try:
+        tyro.cli(
+            cls,
+            prog=program,
+            description="",
+            args=["--help"],
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+        )
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+
+
+def _wrap(text: str, width: int) -> Iterator[str]:
+    """Fill paragraphs; indented lines, such as examples, stay as they are."""
+    for number, paragraph in enumerate(text.split("\n\n")):
+        if number:
+            yield ""
+        lines = paragraph.splitlines()
+        if any(line.startswith(" ") for line in lines):
+            yield from lines
+        else:
+            yield from textwrap.wrap(" ".join(lines), width, break_on_hyphens=False)

@@ -1,0 +1,60 @@
+"""`fornax train`: a run from a config, or on from its checkpoints."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import arg
+
+from fornax.cli.configured import ConfigArguments, read_config
+
+if TYPE_CHECKING:
+    from fornax.train import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(ConfigArguments):
+    """Train a model, or go on with a run that was stopped.
+
+    Every key of the config is a flag too. A run directory that has checkpoints is resumed; without
+    --config it goes on with its own.
+
+    examples:
+      fornax train --config run.yaml --model.num-layers 4 --run-dir runs/four
+      fornax train --run-dir runs/four --steps 2000 --accept-changes steps
+      fornax train --help-config optim
+    """
+
+    run_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """Where everything is written (default: runs/ and the name of the config file)."""
+    accept_changes: Annotated[tuple[str, ...], arg(metavar="KEY ...", help_behavior_hint="")] = ()
+    """Keys, or patterns of them, that may differ from those the checkpoints were made with."""
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    """What is shown; auto is a bar on a terminal and lines elsewhere."""
+
+
+def config_class() -> "type[TrainConfig]":
+    """The config whose keys are flags of this command."""
+    from fornax.train import TrainConfig
+
+    return TrainConfig
+
+
+def run(arguments: Arguments, overrides: Sequence[str]) -> int:
+    """Train; 0 when the run is done, 128 + signal when it was asked to stop."""
+    run_dir = arguments.run_dir or Path("runs") / (
+        arguments.config.stem if arguments.config else "train"
+    )
+    saved = run_dir / "config.yaml"
+    config = read_config(
+        config_class(), arguments, overrides, file=saved if saved.is_file() else None
+    )
+    if config is None:
+        return 0
+    from fornax.train import train
+
+    result = train(
+        config, run_dir, accept_changes=arguments.accept_changes, progress=arguments.progress
+    )
+    return result.exit_code

@@ -1,0 +1,77 @@
+"""What commands that read a config share: the file, the keys as flags, the list of all keys."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from tyro.conf import Positional, arg
+
+from fornax.cli.arguments import NO_DEFAULT
+from fornax.config import ConfigError, Field, describe, dump_yaml, load, nearest
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigArguments:
+    """The flags with which a command reads its config."""
+
+    prefix: Annotated[Positional[str], arg(metavar="[PREFIX]", help_behavior_hint="")] = ""
+    """With --help-config: list only the keys below this one."""
+    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """YAML file with the keys that differ from their defaults."""
+    print_config: Annotated[bool, NO_DEFAULT] = False
+    """Print the whole resolved config and stop."""
+    help_config: Annotated[bool, NO_DEFAULT] = False
+    """List every key with type, default and meaning, and stop."""
+
+
+def read_config(
+    cls: type[T], arguments: ConfigArguments, overrides: Sequence[str], file: Path | None = None
+) -> T | None:
+    """Read the config, or print what was asked for and return None.
+
+    `file` is read where the arguments name none.
+    """
+    if arguments.help_config:
+        print_keys(cls, arguments.prefix)
+        return None
+    if arguments.prefix:
+        raise ConfigError(
+            f"{arguments.prefix!r} is a loose word on the command line; a config file is given "
+            "with --config FILE, a key with --key=value"
+        )
+    config = load(cls, file=arguments.config or file, overrides=overrides)
+    if arguments.print_config:
+        print(dump_yaml(config), end="")  # noqa: T201
+        return None
+    return config
+
+
+def print_keys(cls: type, prefix: str = "") -> None:
+    """Print every key of a config, or those below a prefix."""
+    fields = describe(cls)
+    wanted = prefix.replace("-", "_")
+    shown = [field for field in fields if _below(field.path, wanted)]
+    if not shown:
+        tops = {".".join(f.path.split(".")[:n]): None for f in fields for n in (1, 2, 3)}
+        guess = nearest(prefix, tops)
+        hint = f"did you mean {guess}? " if guess else ""
+        parts = ", ".join(dict.fromkeys(field.path.split(".")[0] for field in fields))
+        raise ConfigError(f"{prefix} is not a key of {cls.__name__}; {hint}It has {parts}")
+    for field in shown:
+        print("\n".join(_lines(field)))  # noqa: T201
+
+
+def _below(path: str, prefix: str) -> bool:
+    return not prefix or path == prefix or path.startswith(f"{prefix}.")
+
+
+def _lines(field: Field) -> Iterator[str]:
+    variant = f"  (of {field.variant})" if field.variant else ""
+    head = f"--{field.path}  {field.type}{variant}"
+    default = "required" if field.default == "required" else f"default {field.default}"
+    yield f"{head}  [{default}]"
+    yield from textwrap.wrap(field.doc, 94, initial_indent="      ", subsequent_indent="      ")

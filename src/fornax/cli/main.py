@@ -1,0 +1,83 @@
+"""The entry point `fornax`: finds the command, calls it, turns what it raises into an exit code."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fornax import __version__
+from fornax.cli import registry
+from fornax.cli.failures import report
+from fornax.cli.registry import Command, Group
+from fornax.config import ConfigError, nearest
+
+_HELP = ("-h", "--help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code: 0, 1 for a bug, 2 for a mistake of the user."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(registry.ROOT, words)
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error, _run_dir(words))
+    return code
+
+
+def _dispatch(group: Group, words: list[str]) -> int:
+    program = f"fornax {group.name}".strip()
+    if not words or words[0] in _HELP:
+        print(_list(group, program))  # noqa: T201
+        return 0
+    if words[0] == "--version" and group is registry.ROOT:
+        print(f"fornax {__version__}")  # noqa: T201
+        return 0
+    name, *rest = words
+    if name not in group.commands:
+        guess = nearest(name, group.commands)
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(
+            f"{name} is not a command of {program}; {hint}It has {', '.join(group.commands)}"
+        )
+    found = group.commands[name]
+    return _dispatch(found, rest) if isinstance(found, Group) else _call(found, rest)
+
+
+def _call(command: Command, words: list[str]) -> int:
+    from fornax.cli import arguments
+
+    module = command.load()
+    program = f"fornax {command.name}"
+    if any(word in _HELP for word in words):
+        arguments.print_help(module.Arguments, program)
+        return 0
+    if not hasattr(module, "config_class"):
+        return module.run(arguments.parse(module.Arguments, words, program))
+    own, overrides = arguments.split(module.Arguments, module.config_class(), words)
+    return module.run(arguments.parse(module.Arguments, own, program), overrides)
+
+
+def _list(group: Group, program: str) -> str:
+    width = max(map(len, group.commands))
+    lines = [f"  {name:<{width}}  {entry.summary}" for name, entry in group.commands.items()]
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [OPTIONS]",
+            "",
+            group.summary,
+            "",
+            *lines,
+            "",
+            f"{program} COMMAND --help says what a command takes. For example:",
+            f"  {group.example}",
+        ]
+    )
+
+
+def _run_dir(words: Sequence[str]) -> Path | None:
+    """The run directory named on the command line: there the traceback of a bug is written."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, inline, value = word.partition("=")
+        if flag.replace("_", "-") == "--run-dir":
+            return Path(value if inline else following)
+    return None

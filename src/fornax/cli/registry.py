@@ -1,0 +1,96 @@
+"""The table of commands, each with one line of help and the module that has the rest."""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command: its words after `fornax`, its line in the list, its module."""
+
+    name: str
+    summary: str
+    module: str
+
+    def load(self) -> ModuleType:
+        """Import the module of the command.
+
+        It has `Arguments`, a dataclass whose docstring is the help, and `run(arguments)`. One that
+        reads a config also has `config_class()`; its `run` takes the flags that change the config
+        as a second argument.
+        """
+        return importlib.import_module(f"fornax.cli.commands.{self.module}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """A command with commands of its own."""
+
+    name: str
+    summary: str
+    commands: Mapping[str, "Command | Group"]
+    example: str
+
+
+def _table(*entries: "Command | Group") -> dict[str, "Command | Group"]:
+    return {entry.name.rpartition(" ")[2]: entry for entry in entries}
+
+
+DATA = Group(
+    name="data",
+    summary="Build, inspect and picture training data",
+    example="fornax data build --source.type stdlib --output data/stdlib",
+    commands=_table(
+        Command(
+            name="data build",
+            summary="Text to a tokenizer and shards of tokens",
+            module="data_build",
+        ),
+        Command(
+            name="data inspect",
+            summary="Records, token counts, how full the rows are",
+            module="data_inspect",
+        ),
+        Command(
+            name="data visualize",
+            summary="A picture of the pipeline with the measured time of each stage",
+            module="data_visualize",
+        ),
+    ),
+)
+
+ROOT = Group(
+    name="",
+    summary="The whole life of a model on JAX, in one stack.",
+    example="fornax quickstart --size tiny",
+    commands=_table(
+        Command(
+            name="quickstart",
+            summary="From text on this machine to a trained, portable model",
+            module="quickstart",
+        ),
+        Command(
+            name="train",
+            summary="Train a model from a config, or resume a run",
+            module="train",
+        ),
+        DATA,
+        Command(
+            name="convert",
+            summary="Between Hugging Face directories and Fornax checkpoints",
+            module="convert",
+        ),
+        Command(
+            name="generate",
+            summary="Complete a prompt with a model",
+            module="generate",
+        ),
+        Command(
+            name="doctor",
+            summary="Versions, devices, memory and disk, and what to mend",
+            module="doctor",
+        ),
+    ),
+)
