@@ -2,6 +2,6 @@
 
 from fornax.train.report.page import Section, render, table
 from fornax.train.report.plots import bars, lines
-from fornax.train.report.training import training_sections, write
+from fornax.train.report.training import duration, training_sections, write
 
-__all__ = ["Section", "bars", "lines", "render", "table", "training_sections", "write"]
+__all__ = ["Section", "bars", "duration", "lines", "render", "table", "training_sections", "write"]

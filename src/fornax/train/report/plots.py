@@ -47,34 +47,41 @@ def lines(
     *,
     unit: str = "",
     log: bool = False,
+    from_zero: bool = False,
 ) -> Markup:
-    """Curves over steps; each series is (label, steps, values), the last value written at its end.
+    """Curves over steps; each series is (label, steps, values), its last value written beside it.
 
     Args:
       title: what is drawn; also the picture's accessible name.
       series: curves; those without points are left out.
       unit: written on the y axis.
       log: logarithmic y axis.
+      from_zero: start the y axis at 0.
     """
     figure, axes = _figure(5.4, 2.7)
     axes.set_title(title, loc="left", fontsize=11, color=_INK)
     shown = [s for s in series if len(s[1])]
     for (label, steps, values), colour in zip(shown, _COLOURS, strict=False):
         marker = "o" if len(steps) < 25 and len(shown) > 1 else None
+        last = f"{values[-1]:.4g}"
+        named = f"{label} {last}" if len(shown) > 1 else label
         axes.plot(
-            steps, values, color=colour, linewidth=1.5, label=label, marker=marker, markersize=3.5
+            steps, values, color=colour, linewidth=1.5, label=named, marker=marker, markersize=3.5
         )
-        axes.annotate(
-            f"{values[-1]:.4g}",
-            (steps[-1], values[-1]),
-            xytext=(5, 0),
-            textcoords="offset points",
-            fontsize=9,
-            color=colour,
-            va="center",
-        )
+        if len(shown) == 1:
+            axes.annotate(
+                last,
+                (steps[-1], values[-1]),
+                xytext=(5, 0),
+                textcoords="offset points",
+                fontsize=9,
+                color=colour,
+                va="center",
+            )
     if log and shown:
         axes.set_yscale("log")
+    if from_zero and shown:
+        axes.set_ylim(bottom=0)
     axes.set_xlabel("step", fontsize=9, color=_SOFT)
     axes.set_ylabel(unit, fontsize=9, color=_SOFT)
     if len(shown) > 1:

@@ -64,11 +64,16 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> Markup:
         loss.append(("held out", *evaluated))
     pictures = [
         lines("Loss", loss, unit="nats a token"),
-        lines("Learning rate", [("", *_thin(*_series(records, "learning_rate")))]),
+        lines("Learning rate", [("", *_thin(*_series(records, "learning_rate")))], from_zero=True),
         lines("Gradient norm", [("", *_thin(*_series(records, "grad_norm")))], log=True),
     ]
     pictures += [
-        lines("Throughput", [("", *_thin(*_series(records, rate)))], unit=rate.split("_")[0] + "/s")
+        lines(
+            "Throughput",
+            [("", *_thin(*_series(records, rate)))],
+            unit=rate.split("_")[0] + "/s",
+            from_zero=True,
+        )
         for rate in rates[:1]
     ]
     return Markup('<div class="plots">') + Markup("").join(pictures) + Markup("</div>")
@@ -114,8 +119,8 @@ def training_sections(run: RunDirectory) -> list[Section]:
     return [
         Section(
             title="Training",
-            lead=f"{records[-1]['step']} steps; the number at the end of a curve is its last "
-            f"value.{_skipped(records)}",
+            lead=f"{records[-1]['step']} steps; the number beside a curve is its last value."
+            f"{_skipped(records)}",
             body=_curves(records),
         ),
         _time_section(summarise(run.goodput)),

@@ -1,0 +1,110 @@
+"""The report is one self-contained page, made from the run's files, that shows what they hold."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from fornax.config.errors import ConfigError
+from fornax.train.report import bars, duration, lines, table, write
+
+
+class _Checker(HTMLParser):
+    """Collects tags that are left open, and addresses that the page would fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "link", "br", "img", "path", "use", "rect"):
+            self.open.append(tag)
+        self.fetched += [v for k, v in attrs if k in ("src", "srcset") and v]
+        self.fetched += [v for k, v in attrs if k.endswith("href") and v and not v.startswith("#")]
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag
+        else:
+            assert tag in ("path", "use", "rect")
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def _check(html: str) -> str:
+    checker = _Checker()
+    checker.feed(html)
+    assert checker.open == []
+    assert checker.fetched == []
+    return "".join(checker.text)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    run = tmp_path / "my <run>"
+    run.mkdir()
+    records = [
+        {"step": s, "time": float(s), "loss": 5 - s / 100, "grad_norm": 1.0, "learning_rate": 1e-3,
+         "tokens_per_second": 4321.0, **({"eval/loss": 4.5} if s % 50 == 0 else {})}
+        for s in range(1, 101)
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    ledger = [
+        {"attempt": 1, "start_step": 0, "time": 0},
+        {"attempt": 1, "step": 100, "time": 0, "seconds": {"step": 75.0, "compile": 25.0}},
+    ]
+    (run / "goodput.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ledger))
+    (run / "config.yaml").write_text("steps: 100 # <script>\n")
+    return run
+
+
+def test_the_page_holds_curves_time_and_config_and_fetches_nothing(run_dir):
+    page = write(run_dir).read_text()
+    text = _check(page)
+    assert {"Loss", "Learning rate", "Gradient norm", "Throughput"} <= set(
+        re.findall(r'aria-label="([^"]+)"', page)
+    )
+    assert "held out" in text
+    assert "75 % of 1 min 40 s" in text
+    assert "<script>" not in page
+    assert "my &lt;run&gt;" in page
+
+
+def test_the_page_is_the_same_for_the_same_run(run_dir):
+    assert write(run_dir).read_bytes() == write(run_dir).read_bytes()
+
+
+def test_a_directory_without_steps_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="holds no steps"):
+        write(tmp_path)
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(run_dir):
+    old = write(run_dir).read_text()
+    (run_dir / "report.html").unlink()
+    (run_dir / "report.html").mkdir()
+    with pytest.raises(ConfigError, match="cannot write the report"):
+        write(run_dir)
+    (run_dir / "report.html").rmdir()
+    assert write(run_dir).read_text() == old
+
+
+def test_cells_and_labels_are_escaped_and_numbers_align():
+    html = str(table(("name", "value"), [("<b>", "1.5"), ("&", "—")]))
+    assert "&lt;b&gt;" in html
+    assert html.count('class="n"') == 3
+    _check(html)
+    _check(str(bars("a < b", [("x & y", 2.0)], highlight="x & y")))
+    _check(str(lines("empty", [("none", [], [])], log=True)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (185, "3 min 5 s"), (7800, "2 h 10 min")],
+)
+def test_durations_read_as_a_person_writes_them(seconds, text):
+    assert duration(seconds) == text
