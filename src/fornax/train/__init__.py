@@ -1,1 +1,41 @@
-"""The trainer: drives a task to a trained model, and resumes it exactly after any stop."""
+"""The trainer: drives a task to a trained model, and resumes it exactly after any stop.
+
+`train(config, run_dir)` does everything; a task says what is trained. One process or many, one
+device or a mesh, first start or resume: the same call.
+"""
+
+from fornax.train.config import EvalConfig, LogConfig, TrainConfig, TrainerConfig, WandbConfig
+from fornax.train.goodput import Goodput, Ledger, summarise
+from fornax.train.guard import SkipConfig
+from fornax.train.metrics import read_metrics
+from fornax.train.run import TrainResult, train
+from fornax.train.run_dir import RunDirectory
+from fornax.train.task import Batch, Batches, Hosts, Loss, Task
+from fornax.train.tasks import next_token_loss, pretrain_task
+from fornax.train.weights import Loaded, load_decoder, load_run
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "EvalConfig",
+    "Goodput",
+    "Hosts",
+    "Ledger",
+    "Loaded",
+    "LogConfig",
+    "Loss",
+    "RunDirectory",
+    "SkipConfig",
+    "Task",
+    "TrainConfig",
+    "TrainResult",
+    "TrainerConfig",
+    "WandbConfig",
+    "load_decoder",
+    "load_run",
+    "next_token_loss",
+    "pretrain_task",
+    "read_metrics",
+    "summarise",
+    "train",
+]

@@ -10,7 +10,6 @@ from. What an earlier attempt computed beyond that step was computed again: `sum
 time as lost.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -58,9 +58,7 @@ class GuardState:
 
 def start_guard(config: SkipConfig) -> GuardState:
     """A guard that has seen nothing."""
-    return GuardState(
-        norms=jnp.zeros((config.window,), jnp.float32), seen=jnp.zeros((), jnp.int32)
-    )
+    return GuardState(norms=jnp.zeros((config.window,), jnp.float32), seen=jnp.zeros((), jnp.int32))
 
 
 def judge(

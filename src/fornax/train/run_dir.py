@@ -1,12 +1,12 @@
 """The run directory: the one place that names its files, and the lock on it.
 
-    runs/<name>/config.yaml     the resolved config of the latest attempt
-                metrics.jsonl   one line a logged step
-                goodput.jsonl   where the time went
-                checkpoints/    weights, optimizer, RNG, data position, config
-                tensorboard/    event files
-                profile/        captured profiles
-                report.html     the report
+runs/<name>/config.yaml     the resolved config of the latest attempt
+            metrics.jsonl   one line a logged step
+            goodput.jsonl   where the time went
+            checkpoints/    weights, optimizer, RNG, data position, config
+            tensorboard/    event files
+            profile/        captured profiles
+            report.html     the report
 """
 
 import fcntl

@@ -1,0 +1,153 @@
+"""What a user may say about a run: what every task needs, and what pretraining adds."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fornax.checkpoint import CheckpointConfig
+from fornax.config.errors import ConfigError
+from fornax.data import DataConfig
+from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
+from fornax.models import DecoderConfig, RematPolicy
+from fornax.optim import OptimConfig
+from fornax.train.guard import SkipConfig
+
+__all__ = ["EvalConfig", "LogConfig", "TrainConfig", "TrainerConfig", "WandbConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When and on how much the run is evaluated."""
+
+    every: int | None = None
+    """Steps between two evaluations, with one at the end; null never evaluates."""
+    batches: int | None = None
+    """Batches of one evaluation; null reads the evaluation split once, to its end."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("every", "batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be 1 or more, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """A Weights & Biases run (needs the extra `wandb`)."""
+
+    project: str = "fornax"
+    """Project of the run."""
+    entity: str | None = None
+    """User or team that owns the project; null takes your default."""
+    name: str | None = None
+    """Name and id of the run; null takes the run directory's name."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` keeps the run on disk for `wandb sync`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is recorded, and how often."""
+
+    every: int = 1
+    """Steps between two lines of `metrics.jsonl`; evaluated steps always have one."""
+    tensorboard: bool = True
+    """Whether to write TensorBoard event files."""
+    wandb: WandbConfig | None = None
+    """A Weights & Biases run, or null."""
+    peak_tflops: float | None = None
+    """Peak of one device in TFLOP/s, for utilisation; null takes the known peak of the device,
+    and reports none for a device without one."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.every < 1:
+            raise ConfigError(f"every={self.every} must be 1 or more")
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            raise ConfigError(f"peak_tflops={self.peak_tflops} must be above 0, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """What the trainer needs whatever the task is; a task's own config adds to it."""
+
+    steps: int = 1000
+    """Steps of the whole run."""
+    batch_size: int = 8
+    """Rows of one step, over all devices and micro-batches."""
+    accumulate: int = 1
+    """Micro-batches a step is computed in: less memory, the same gradients."""
+    seed: int = 0
+    """Seed of initial weights and of everything random in a step."""
+    dtypes: DtypePolicy = field(default_factory=DtypePolicy)
+    """Dtypes of parameters and of computation."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer, schedule, clipping."""
+    skip: SkipConfig = field(default_factory=SkipConfig)
+    """Which updates to leave out."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How devices share the work."""
+    processes: ProcessConfig = field(default_factory=ProcessConfig)
+    """The processes of the run."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation."""
+    save_every: int | None = 500
+    """Steps between two checkpoints; null saves only at the end and when asked to stop."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Which checkpoints to keep, and how they are verified."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Metrics."""
+    profile_steps: tuple[int, ...] = ()
+    """First and last step of a profile to capture into `profile/`; empty captures none."""
+
+    def __post_init__(self) -> None:
+        """Check numbers and combinations."""
+        for name in ("steps", "batch_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+        if self.save_every is not None and self.save_every < 1:
+            raise ConfigError(f"save_every={self.save_every} must be 1 or more, or null")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed} must lie in [0, 2**32)")
+        if self.batch_size % self.accumulate:
+            raise ConfigError(
+                f"batch_size={self.batch_size} does not divide into accumulate={self.accumulate} "
+                f"micro-batches; use a multiple of {self.accumulate}"
+            )
+        if self.profile_steps and (
+            len(self.profile_steps) != 2 or not 1 <= self.profile_steps[0] <= self.profile_steps[1]
+        ):
+            raise ConfigError(
+                f"profile_steps={list(self.profile_steps)} must be the first and the last step to "
+                "capture, such as [10, 12]"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TrainerConfig):
+    """A pretraining run."""
+
+    model: DecoderConfig | None = field(default_factory=DecoderConfig)
+    """The decoder; null takes the one of `init_from`."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What it reads."""
+    seq_len: int = 256
+    """Tokens a row."""
+    remat: RematPolicy = "none"
+    """What the backward pass computes again instead of keeping."""
+    z_loss: float = 0.0
+    """Weight of the squared log-normaliser of the logits (PaLM uses 1e-4)."""
+    init_from: str | None = None
+    """Weights to start from: a Hugging Face directory or a Fornax run directory."""
+
+    def __post_init__(self) -> None:
+        """Check numbers and combinations."""
+        super().__post_init__()
+        if self.seq_len < 1:
+            raise ConfigError(f"seq_len={self.seq_len} must be 1 or more")
+        if self.z_loss < 0:
+            raise ConfigError(f"z_loss={self.z_loss} must be 0 or more")
+        if self.model is None and self.init_from is None:
+            raise ConfigError(
+                "model and init_from are both null; describe a model, or name weights"
+            )

@@ -1,0 +1,116 @@
+"""Where metrics go: `metrics.jsonl` always, TensorBoard and Weights & Biases when asked for.
+
+A record is a flat dict of one step: `step`, `time` (Unix seconds) and numbers. In `metrics.jsonl`
+every logged step stands exactly once, over all kills and resumes: a resumed run first drops the
+lines of steps after its checkpoint, then writes them again.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensorboardX import SummaryWriter
+
+from fornax.config.errors import ConfigError
+from fornax.train.config import WandbConfig
+from fornax.train.jsonl import JsonLines, keep_json_lines, read_json_lines
+
+__all__ = ["MetricsFile", "Sink", "TensorBoard", "Wandb", "read_metrics"]
+
+Record = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Something that takes records."""
+
+    def write(self, record: Record) -> None:
+        """Take the record of one step."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        ...
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one line a logged step, flushed, each step once."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        """Open for appending after dropping the lines of steps after `start_step`."""
+        keep_json_lines(path, lambda record: record["step"] <= start_step)
+        self._lines = JsonLines(path)
+
+    def write(self, record: Record) -> None:
+        """Append the record."""
+        self._lines.write(record)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl` in order of steps."""
+    return read_json_lines(path)
+
+
+class TensorBoard:
+    """Event files; steps after `start_step` of an earlier attempt are hidden by the new ones."""
+
+    def __init__(self, directory: Path, start_step: int) -> None:
+        """Open a new event file in `directory`."""
+        self._writer = SummaryWriter(str(directory), purge_step=start_step + 1)
+
+    def write(self, record: Record) -> None:
+        """Write each number under its name."""
+        for name, value in _numbers(record):
+            self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class Wandb:
+    """A Weights & Biases run, named by the run directory so that a resume continues it."""
+
+    def __init__(self, config: WandbConfig, run_dir: Path, resolved: Mapping[str, Any]) -> None:
+        """Start or continue the run.
+
+        Raises:
+          ConfigError: when the `wandb` package is not installed.
+        """
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(
+                "log.wandb is set and the package `wandb` is not installed; install "
+                "`fornax-ai[wandb]`, or remove log.wandb"
+            ) from error
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.name or run_dir.name,
+            id=config.name or run_dir.name,
+            resume="allow",
+            mode=config.mode,
+            dir=str(run_dir),
+            config=dict(resolved),
+        )
+
+    def write(self, record: Record) -> None:
+        """Log the numbers at their step."""
+        self._run.log(dict(_numbers(record)), step=record["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def _numbers(record: Record) -> Sequence[tuple[str, float]]:
+    return [
+        (name, float(value))
+        for name, value in record.items()
+        if name not in ("step", "time") and isinstance(value, int | float)
+    ]

@@ -1,0 +1,82 @@
+"""What may change when a run goes on: every other difference is named and refused."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fornax.config import Change, ConfigError, FornaxError, diff, from_yaml, to_mapping
+
+__all__ = ["HARMLESS", "check_changes"]
+
+HARMLESS: dict[str, str] = {
+    "log.*": "what is recorded does not change what is learned",
+    "eval.*": "evaluation reads the state and leaves it",
+    "checkpoint.*": "where and how often the state is kept does not change it",
+    "profile_steps": "a profile only watches",
+    "processes.*": "the same global batches reach any number of processes",
+    "mesh.*": "the same numbers up to rounding on any devices",
+    "init_from": "a run that goes on has its own weights",
+    "data.prefetch.*": "batches made ahead are the same batches",
+    "data.read_batch": "so are batches read in other portions",
+    "data.cache_dir": "where remote files are kept does not change them",
+    "data.storage_options.*": "how remote files are reached does not change them",
+    "data.debug": "it checks the same records",
+}
+"""Patterns of keys that may change without being accepted, and why."""
+
+
+def check_changes(saved: str, config: Any, accept: Sequence[str] = ()) -> list[Change]:
+    """Compare the config saved with a checkpoint with the one to go on with.
+
+    Args:
+      saved: YAML of the config that the run was started with.
+      config: the config dataclass of now.
+      accept: patterns (`optim.schedule.*`) of keys that may differ.
+
+    Returns:
+      The changes that were accepted or are harmless.
+
+    Raises:
+      ConfigError: listing every change that is neither, or a pattern that is no pattern of a key.
+    """
+    try:
+        before = from_yaml(type(config), saved, source="the checkpoint's config")
+    except FornaxError as error:
+        raise ConfigError(
+            "the checkpoint's config does not load with this version of Fornax, so nothing says "
+            f"whether the run may go on: {error}. Start a new run directory, with init_from set to "
+            "this one to keep its weights"
+        ) from error
+    _check_patterns(accept, [*_keys(to_mapping(before)), *_keys(to_mapping(config))])
+    changes = diff(before, config)
+    refused = [c for c in changes if not _matches(c.path, [*HARMLESS, *accept])]
+    if refused:
+        listed = ", ".join(str(change) for change in refused)
+        flags = " ".join(change.path for change in refused)
+        raise ConfigError(
+            f"this run directory has checkpoints of another config: {listed}. Use the old values, "
+            f"another run directory, or accept the change with --accept-changes {flags}"
+        )
+    return changes
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern finds the key, or a section above it."""
+    parts = path.split(".")
+    above = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return any(fnmatch.fnmatchcase(name, p) for p in patterns for name in above)
+
+
+def _check_patterns(patterns: Sequence[str], keys: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(_matches(key, [pattern]) for key in keys):
+            near = difflib.get_close_matches(pattern, keys, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--accept-changes {pattern} is no key of the config{hint}")
+
+
+def _keys(value: Any, path: str = "") -> list[str]:
+    if not isinstance(value, dict) or not value:
+        return [path]
+    return [k for name, v in value.items() for k in _keys(v, f"{path}.{name}" if path else name)]

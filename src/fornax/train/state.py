@@ -1,0 +1,127 @@
+"""The train state: everything a step reads and writes, as one pytree of arrays.
+
+The model is split: its structure (graphdef) is static, its arrays live here as plain nested dicts,
+so that `jax.jit` sees only arrays, can be given a sharding for each, and takes all of them over
+(donation).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fornax.mesh import Rules, tree_shardings, use_mesh
+from fornax.optim import Built
+from fornax.train.guard import GuardState, SkipConfig, start_guard
+
+__all__ = ["ModelParts", "TrainState", "abstract_state", "as_tree", "fresh_state", "split_model"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All arrays of a run."""
+
+    step: jax.Array
+    """int32 scalar: steps taken, skipped ones included."""
+    updates: jax.Array
+    """int32 scalar: updates made; where the learning-rate schedule stands."""
+    params: Any
+    """The trained arrays, nested dicts by module path."""
+    other: Any
+    """Arrays of the model that are not trained (running statistics), nested dicts."""
+    optimizer: Any
+    """The optimizer's state."""
+    guard: GuardState
+    """What the skip rule remembers."""
+    rng: jax.Array
+    """uint32 [2]: the run's random key; a step folds its number into it."""
+
+
+def as_tree(state: TrainState) -> dict[str, Any]:
+    """The state as a dict of its fields: what a checkpoint holds."""
+    return {field.name: getattr(state, field.name) for field in fields(state)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParts:
+    """A model taken apart: its structure, and what its arrays look like."""
+
+    graphdef: Any
+    params: nnx.State
+    other: nnx.State
+    rngs: nnx.State
+
+    def merge(self, params: Any, other: Any, key: jax.Array) -> Any:
+        """The model with these arrays, its random streams started from `key`."""
+        return nnx.merge(self.graphdef, params, other, self._streams(key))
+
+    @staticmethod
+    def other_of(model: Any) -> Any:
+        """The untrained arrays of a merged model, as nested dicts."""
+        return nnx.to_pure_dict(split_model(model).other)
+
+    def _streams(self, key: jax.Array) -> Any:
+        leaves, tree = jax.tree.flatten(nnx.to_pure_dict(self.rngs))
+        fresh = []
+        for number, leaf in enumerate(leaves):
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                mine = jax.random.fold_in(key, number)
+                fresh.append(jax.random.split(mine, leaf.shape) if leaf.shape else mine)
+            else:
+                fresh.append(jnp.zeros(leaf.shape, leaf.dtype))
+        return jax.tree.unflatten(tree, fresh)
+
+
+def split_model(model: nnx.Module) -> ModelParts:
+    """Take a model (of arrays, or of shapes from `nnx.eval_shape`) apart."""
+    graphdef, params, rngs, other = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    return ModelParts(graphdef=graphdef, params=params, other=other, rngs=rngs)
+
+
+def fresh_state(params: Any, other: Any, optim: Built, skip: SkipConfig, seed: int) -> TrainState:
+    """The state before the first step, from a model's arrays."""
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        updates=jnp.zeros((), jnp.int32),
+        params=params,
+        other=other,
+        optimizer=optim.init(params),
+        guard=start_guard(skip),
+        rng=jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1)),
+    )
+
+
+def abstract_state(
+    build: Callable[[], TrainState], parts: ModelParts, optim: Built, mesh: Mesh, rules: Rules
+) -> TrainState:
+    """What `build` returns, as ShapeDtypeStructs that carry their shardings.
+
+    Parameters lie where their logical axes say, the optimizer's arrays beside the parameters they
+    belong to; all else is replicated.
+
+    Raises:
+      ShardingError: for a parameter without logical axes, or one that does not divide.
+    """
+    replicated: Any = NamedSharding(mesh, PartitionSpec())
+    of_params = nnx.to_pure_dict(tree_shardings(parts.params, mesh, rules))
+    with use_mesh(mesh, rules):
+        shapes = jax.eval_shape(build)
+    shardings = TrainState(
+        step=replicated,
+        updates=replicated,
+        params=of_params,
+        other=nnx.to_pure_dict(tree_shardings(parts.other, mesh, rules)),
+        optimizer=optim.state_shardings(of_params),
+        guard=jax.tree.map(lambda _: replicated, shapes.guard),
+        rng=replicated,
+    )
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        shardings,
+    )

@@ -1,0 +1,181 @@
+"""One training step as a pure function: gradients of weighted sums, the skip rule, the update.
+
+Legend: A micro-batches, B rows of a batch, b = B / A rows of a micro-batch.
+
+With accumulation the objective stays the mean over the whole batch: the gradients of the sums of
+all micro-batches are added, and so are their weights, and one division follows. However unequal
+the micro-batches' weights are, the result is that of one large batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from fornax.mesh import Rules, constrain, named_sharding, use_mesh
+from fornax.optim import Built
+from fornax.train.guard import SkipConfig, judge
+from fornax.train.state import ModelParts, TrainState
+from fornax.train.task import Batch, Loss, Task
+
+__all__ = ["StepParts", "batch_shardings", "make_eval_step", "make_train_step", "sum_gradients"]
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """What a step is made of."""
+
+    task: Task
+    model: ModelParts
+    optim: Built
+    skip: SkipConfig
+    accumulate: int
+    """Micro-batches a step."""
+    mesh: Mesh
+    rules: Rules
+    param_shardings: Any
+    """Like the parameters: where each, and so its gradient, lies."""
+
+
+def batch_shardings(batch: Batch, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
+    """Where the arrays of a batch lie: rows over `batch`, and `[B, T]` arrays over `length` too."""
+
+    def axes(ndim: int) -> tuple[str | None, ...]:
+        return ("batch", "length") if ndim == 2 else ("batch", *(None,) * (ndim - 1))
+
+    return {
+        name: named_sharding(mesh, axes(x.ndim), rules, shape=x.shape, name=f"batch[{name!r}]")
+        for name, x in batch.items()
+    }
+
+
+def make_train_step(parts: StepParts) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The function (state, batch) -> (state, metrics); pure, to be jitted.
+
+    Metrics are float32 scalars: `loss`, `grad_norm` (before clipping), `weight`, `learning_rate`,
+    `skipped` (0 or 1) and the means of the task's own metrics.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        with use_mesh(parts.mesh, parts.rules):
+            loss, other, grads = sum_gradients(parts, state.params, state.other, batch, key)
+        scale = jnp.where(loss.weight > 0, 1 / jnp.where(loss.weight > 0, loss.weight, 1), 0)
+        grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
+        mean = loss.total * scale
+        norm = optax.global_norm(grads).astype(jnp.float32)
+        accept, guard = judge(parts.skip, state.guard, loss=mean, norm=norm, weight=loss.weight)
+        params, optimizer = _update(parts, state, grads, accept)
+        new = TrainState(
+            step=state.step + 1,
+            updates=state.updates + accept.astype(jnp.int32),
+            params=params,
+            other=_choose(accept, other, state.other),
+            optimizer=optimizer,
+            guard=guard,
+            rng=state.rng,
+        )
+        metrics = {name: total / weight for name, (total, weight) in loss.metrics.items()}
+        metrics |= {
+            "loss": mean,
+            "grad_norm": norm,
+            "weight": loss.weight,
+            "learning_rate": jnp.asarray(parts.optim.schedule(state.updates), jnp.float32),
+            "skipped": 1 - accept.astype(jnp.float32),
+        }
+        return new, metrics
+
+    return step
+
+
+def _update(parts: StepParts, state: TrainState, grads: Any, accept: jax.Array) -> tuple[Any, Any]:
+    params, optimizer = parts.optim.update(grads, state.optimizer, state.params)
+    return _choose(accept, params, state.params), _choose(accept, optimizer, state.optimizer)
+
+
+def _choose(accept: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
+
+
+def sum_gradients(
+    parts: StepParts, params: Any, other: Any, batch: Batch, key: jax.Array
+) -> tuple[Loss, Any, Any]:
+    """The loss sums of a whole batch, the model's untrained arrays after it, and the gradients of
+    the sum (float32, not divided by the weight)."""
+
+    def of_micro_batch(
+        params: Any, other: Any, batch: Batch, key: jax.Array
+    ) -> tuple[jax.Array, tuple[Loss, Any]]:
+        model_key, loss_key = jax.random.split(key)
+        model = parts.model.merge(params, other, model_key)
+        loss = parts.task.loss(model, batch, loss_key)
+        return loss.total, (loss, parts.model.other_of(model))
+
+    def gradients(other: Any, batch: Batch, key: jax.Array) -> tuple[Loss, Any, Any]:
+        grad = jax.grad(of_micro_batch, has_aux=True)
+        grads, (loss, other) = grad(params, other, batch, key)
+        return loss, other, _lay_out(parts, grads)
+
+    if parts.accumulate == 1:
+        return gradients(other, batch, jax.random.fold_in(key, 0))
+
+    def add(carry: tuple[Loss, Any, Any], item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        number, micro = item
+        loss, other, grads = carry
+        more_loss, other, more = gradients(other, micro, jax.random.fold_in(key, number))
+        sums = jax.tree.map(jnp.add, (loss, grads), (more_loss, more))
+        return (sums[0], other, sums[1]), None
+
+    micro_batches = _split_rows(batch, parts.accumulate)
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    shapes = jax.eval_shape(gradients, other, first, key)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    start = (zeros[0], other, zeros[2])
+    numbered = (jnp.arange(parts.accumulate), micro_batches)
+    return jax.lax.scan(add, start, numbered)[0]
+
+
+def _lay_out(parts: StepParts, grads: Any) -> Any:
+    """Gradients in float32, each laid out as its parameter, so that they are reduced once."""
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    if parts.mesh.size == 1:
+        return grads
+    return jax.lax.with_sharding_constraint(grads, parts.param_shardings)
+
+
+def _split_rows(batch: Batch, count: int) -> Batch:
+    """[B, ...] to [A, b, ...]: micro-batch i takes rows i, i + A, …
+
+    Every device then gives each micro-batch a share of its own rows, and none moves.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(rows, (None, "batch", *(None,) * (x.ndim - 1)))
+
+    return {name: split(x) for name, x in batch.items()}
+
+
+def make_eval_step(parts: StepParts) -> Callable[[TrainState, Batch], Loss]:
+    """The function (state, batch) -> sums over one evaluation batch; pure, to be jitted.
+
+    It evaluates the optimizer's averaged parameters where it keeps an average.
+    """
+
+    def evaluate(state: TrainState, batch: Batch) -> Loss:
+        key = jax.random.key(0)
+        with use_mesh(parts.mesh, parts.rules):
+            params = parts.optim.eval_params(state.params, state.optimizer)
+            model = parts.model.merge(params, state.other, key)
+            model.eval()
+            if parts.task.evaluate is not None:
+                return parts.task.evaluate(model, batch)
+            return parts.task.loss(model, batch, key)
+
+    return evaluate

@@ -1,0 +1,89 @@
+"""What the trainer asks of a task: a model, a loss of weighted sums, batches. It owns no loop."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+
+__all__ = ["Batch", "Batches", "Hosts", "Loss", "Task"]
+
+Batch = Mapping[str, Any]
+"""Arrays whose first dimension is rows; a second one, where there are exactly two, is length."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Sums over a batch, not means: sums of several batches add up, whatever their sizes.
+
+    The objective is `total / weight`. With gradient accumulation the trainer adds the gradients of
+    `total` and the weights over all micro-batches, then divides once.
+    """
+
+    total: jax.Array
+    """float32 scalar: the sum of weighted losses; what is differentiated."""
+    weight: jax.Array
+    """float32 scalar: the sum of weights (in pretraining: how many tokens are predicted)."""
+    metrics: dict[str, tuple[jax.Array, jax.Array]]
+    """Further means to report: name to (float32 sum, float32 weight)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """Which part of each batch this process reads: rows `index` of `count` equal blocks."""
+
+    index: int = 0
+    count: int = 1
+
+
+class Batches(Protocol):
+    """A stream of this host's rows, whose position can be saved and set."""
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        """The stream itself."""
+        ...
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """The next rows: arrays of `[batch_size / hosts.count, ...]`."""
+        ...
+
+    def state(self) -> dict[int, dict]:
+        """The position, JSON-able, a part per virtual shard this host reads."""
+        ...
+
+    def restore(self, state: dict[int, dict], *, allow_changes: bool = False) -> None:
+        """Go to a position, given the parts of all hosts; `allow_changes` takes up a position of
+        another configuration as well as it can."""
+        ...
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A training task, as a record of functions; `dataclasses.replace` changes one of them."""
+
+    build: Callable[[nnx.Rngs], nnx.Module]
+    """A model with fresh weights. Every parameter names its logical axes: `nnx.Param(value,
+    axes=("embed", "mlp"))`."""
+    loss: Callable[[Any, Batch, jax.Array], Loss]
+    """(model, batch, random key) to the loss of the batch. Traced by `jax.jit`, over the global
+    batch or a micro-batch of it."""
+    batches: Callable[[str, Hosts], Batches]
+    """(split, hosts) to a stream; splits are `train` and `eval`."""
+    evaluate: Callable[[Any, Batch], Loss] | None = None
+    """(model, batch) to sums that add up over the evaluation; None: `loss` without randomness."""
+    summarise: Callable[[dict[str, float]], dict[str, float]] = dict
+    """Evaluation means (`loss` and the metrics) to what is reported, e.g. with perplexity."""
+    pretrained: Callable[[jax.sharding.Mesh, Any], nnx.Module] | None = None
+    """(mesh, rules) to a model with weights to start from, instead of `build`'s."""
+    unit: str = "tokens"
+    """What `Loss.weight` counts: the name of the throughput."""
+    flops_per_unit: float | None = None
+    """Floating-point operations of a training step for each unit; None: utilisation is not
+    reported."""

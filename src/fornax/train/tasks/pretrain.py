@@ -1,0 +1,101 @@
+"""Pretraining: predict the next token of packed documents.
+
+Legend: B batch, T tokens of a row, D model width, V vocabulary.
+"""
+
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from fornax.data import open_batches
+from fornax.kernels import linear_cross_entropy
+from fornax.mesh import Rules
+from fornax.models import Decoder, flops_per_token
+from fornax.train.config import TrainConfig
+from fornax.train.task import Batch, Batches, Hosts, Loss, Task
+from fornax.train.weights import load_decoder
+
+__all__ = ["next_token_loss", "pretrain_task"]
+
+
+def pretrain_task(config: TrainConfig) -> Task:
+    """The task of `fornax train`."""
+    model = config.model
+    if model is None:
+        raise ValueError("resolve config.model from init_from before making the task")
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        return Decoder(
+            model,
+            rngs=rngs,
+            dtype=config.dtypes.param_dtype,
+            compute_dtype=config.dtypes.compute_dtype,
+        )
+
+    def loss(decoder: Any, batch: Batch, key: jax.Array) -> Loss:
+        del key
+        return next_token_loss(decoder, batch, remat=config.remat, z_loss=config.z_loss)
+
+    def batches(split: str, hosts: Hosts) -> Batches:
+        return open_batches(
+            config.data,
+            batch_size=config.batch_size,
+            seq_len=config.seq_len,
+            split=split,
+            process_index=hosts.index,
+            process_count=hosts.count,
+        )
+
+    def pretrained(mesh: Mesh, rules: Rules) -> nnx.Module:
+        return load_decoder(
+            str(config.init_from),
+            dtype=config.dtypes.param_dtype,
+            compute_dtype=config.dtypes.compute_dtype,
+            mesh=mesh,
+            rules=rules,
+        )
+
+    return Task(
+        build=build,
+        loss=loss,
+        evaluate=lambda decoder, batch: next_token_loss(decoder, batch),
+        batches=batches,
+        summarise=lambda means: {**means, "perplexity": math.exp(min(means["loss"], 700.0))},
+        pretrained=None if config.init_from is None else pretrained,
+        unit="tokens",
+        flops_per_unit=flops_per_token(model, config.seq_len),
+    )
+
+
+def next_token_loss(
+    decoder: Decoder, batch: Batch, *, remat: str = "none", z_loss: float = 0.0
+) -> Loss:
+    """Weighted cross entropy of the next token, in nats; logits [B, T, V] never exist whole.
+
+    Args:
+      decoder: the model.
+      batch: tokens, targets, segment_ids, positions int32 [B, T]; loss_weights float32 [B, T].
+      remat: what the backward pass computes again.
+      z_loss: weight of the squared log-normaliser, part of `total` and of the metric `z_loss`.
+
+    Returns:
+      Sums over tokens; the metrics `cross_entropy` and `accuracy`, and `z_loss` when it counts.
+    """
+    x_BTD = decoder.hidden(batch["tokens"], batch["positions"], batch["segment_ids"], remat=remat)
+    sums = linear_cross_entropy(
+        x_BTD.reshape(-1, x_BTD.shape[-1]),
+        decoder.output_weights().astype(x_BTD.dtype),
+        batch["targets"].reshape(-1),
+        batch["loss_weights"].reshape(-1),
+        z_loss=z_loss,
+        softcap=decoder.config.final_logit_softcap,
+    )
+    weight = sums.weight_sum
+    metrics = {"accuracy": (sums.correct_sum, weight)}
+    if z_loss:
+        metrics["z_loss"] = (sums.z_loss_sum, weight)
+        metrics["cross_entropy"] = (jax.lax.stop_gradient(sums.loss_sum) - sums.z_loss_sum, weight)
+    return Loss(total=sums.loss_sum, weight=weight, metrics=metrics)
