@@ -22,7 +22,8 @@ class Stages:
         self._unit = unit
         self._interval = interval
         self._started: dict[str, float] = {}
-        self._shown = 0.0
+        self._latest = time.monotonic()
+        self._shown = self._latest
         self._bar = _bar() if sys.stderr.isatty() else None
         self._tasks = {}
 
@@ -44,15 +45,17 @@ class Stages:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show how far a stage is."""
-        started = self._started.setdefault(stage, time.monotonic())
-        rate = done / max(time.monotonic() - started, 1e-9)
+        # A stage begins where the one before it ended: its first call comes after some work.
+        started = self._started.setdefault(stage, self._latest)
+        self._latest = time.monotonic()
+        rate = done / max(self._latest - started, 1e-9)
         rate_text = f"{rate:,.0f} {self._unit}/s"
         if self._bar:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bar.add_task(stage, total=total, rate="")
             self._bar.update(self._tasks[stage], completed=done, total=total, rate=rate_text)
-        elif done >= total or time.monotonic() - self._shown >= self._interval:
-            self._shown = time.monotonic()
+        elif done >= total or self._latest - self._shown >= self._interval:
+            self._shown = self._latest
             left = (total - done) / rate if rate else 0.0
             line = f"{stage}: {done:,} of {total:,} {self._unit}, {rate_text}, {left:.0f} s left"
             print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -15,7 +15,8 @@ from fornax.config.errors import (
     KernelError,
     ShardingError,
 )
-from fornax.config.load import from_mapping, from_yaml, load
+from fornax.config.load import from_arguments, from_mapping, from_yaml, is_flag_of, load
+from fornax.config.place import nearest
 from fornax.config.write import Change, diff, dump_yaml, to_mapping
 
 __all__ = [
@@ -32,8 +33,11 @@ __all__ = [
     "describe",
     "diff",
     "dump_yaml",
+    "from_arguments",
     "from_mapping",
     "from_yaml",
+    "is_flag_of",
     "load",
+    "nearest",
     "to_mapping",
 ]

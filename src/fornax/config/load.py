@@ -7,8 +7,16 @@ from typing import Any, TypeVar
 
 from fornax.config.build import build
 from fornax.config.errors import ConfigError
-from fornax.config.overrides import Flags, Patch, overlay, parse_flags, patch_from_mapping
-from fornax.config.place import Place, kind_of
+from fornax.config.overrides import (
+    Flags,
+    Patch,
+    names_key,
+    overlay,
+    parse_flags,
+    patch_from_mapping,
+)
+from fornax.config.place import COMMAND_LINE, Place, Words, kind_of, nearest
+from fornax.config.schema import is_tuple, keys_of, members
 from fornax.config.text import KeyPath, origins, read_yaml
 
 T = TypeVar("T")
@@ -62,9 +70,67 @@ def load(
     return _load(cls, _read(Path(file)), str(file), flags)
 
 
-def build_flags(cls: type[T], flags: Flags) -> T:
-    """Build a config dataclass from flags that are already parsed."""
-    return _load(cls, "", "", flags)
+def from_arguments(
+    cls: type[T], words: Sequence[str], *, positional: Sequence[str] = (), program: str
+) -> T:
+    """Build the arguments of a program from the words after its name.
+
+    Args:
+        cls: A config dataclass whose keys are the flags.
+        words: The command line without the program.
+        positional: The keys that loose words fill, in order; a tuple takes all that are left.
+        program: The name of the program, for errors.
+
+    Raises ConfigError for an unknown flag, a wrong or missing value, a word too many.
+    """
+    flags = parse_flags(cls, words)
+    _refuse_unknown(cls, flags, program)
+    loose = list(flags.positional)
+    patch, known = Patch(flags.patch), dict(flags.origins)
+    for name in positional:
+        if not loose:
+            break
+        if name in patch:
+            raise ConfigError(f"{name.upper()} is given twice, as {patch[name]} and {loose[0]}")
+        many = any(is_tuple(part) for part in members(keys_of(cls)[name].annotation))
+        taken, loose = (loose, []) if many else (loose[:1], loose[1:])
+        patch[name] = Words(taken)
+        known[(name,)] = COMMAND_LINE
+    if loose:
+        takes = " ".join(name.upper() for name in positional) or "flags only"
+        raise ConfigError(
+            f"{loose[0]!r} is a word too many for {program}, which takes {takes}; a flag and its "
+            "value are written --flag=VALUE"
+        )
+    _require(cls, patch, positional, program)
+    return _load(cls, "", "", Flags(patch=patch, origins=known, positional=()))
+
+
+def is_flag_of(cls: type, word: str) -> bool:
+    """Whether a word of the command line is a flag that sets a key of a config dataclass."""
+    return word.startswith("--") and names_key(cls, word[2:].partition("=")[0])
+
+
+def _refuse_unknown(cls: type, flags: Flags, program: str) -> None:
+    allowed = [name.replace("_", "-") for name in keys_of(cls)]
+    for path, origin in flags.origins.items():
+        if path[0] not in keys_of(cls):
+            guess = nearest(path[0].replace("_", "-"), allowed)
+            hint = f"did you mean --{guess}? " if guess else ""
+            raise ConfigError(
+                f"{origin.split()[0]} is not a flag of {program}; {hint}It takes "
+                f"{', '.join(f'--{name}' for name in allowed)}"
+            )
+
+
+def _require(cls: type, patch: Patch, positional: Sequence[str], program: str) -> None:
+    missing = [
+        name.upper() if name in positional else f"--{name.replace('_', '-')}"
+        for name, key in keys_of(cls).items()
+        if key.required and name not in patch
+    ]
+    if missing:
+        raise ConfigError(f"{program} needs {' and '.join(missing)}; see {program} --help")
 
 
 def _load(cls: type[T], text: str, source: str, flags: Flags) -> T:

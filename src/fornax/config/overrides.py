@@ -87,6 +87,11 @@ def parse_flags(cls: type, arguments: Sequence[str]) -> Flags:
     return Flags(patch=patch, origins=origins, positional=tuple(positional))
 
 
+def names_key(cls: type, flag: str) -> bool:
+    """Whether a flag, without its dashes and value, names a key."""
+    return bool(_name(cls, flag)[1])
+
+
 def _name(cls: type, flag: str) -> tuple[KeyPath, tuple[Any, ...], bool]:
     path, annotations = resolve(cls, flag)
     if annotations:

@@ -39,11 +39,12 @@ class Place:
 
     @property
     def origin(self) -> str:
-        """The file line or flag of this path, or of the nearest one around it."""
-        for length in range(len(self.path), 0, -1):
-            if found := self.origins.get(self.path[:length]):
-                return found
-        return self.origins.get((), "")
+        """The file line or flag of this path, else of the first key in it, else around it."""
+        size = len(self.path)
+        inside = (where for path, where in self.origins.items() if path[:size] == self.path)
+        around = (self.origins.get(self.path[:n], "") for n in range(size, -1, -1))
+        exact = self.origins.get(self.path)
+        return exact or (size and next(inside, "")) or next(filter(None, around), "")
 
     @property
     def source(self) -> str:

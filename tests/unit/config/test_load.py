@@ -367,6 +367,18 @@ class TestUnions:
         ),
         (
             "",
+            ["--model.width=7"],
+            "model (--model.width on the command line): width=7 does not divide into heads=2; use "
+            "a multiple of 2",
+        ),
+        (
+            "",
+            ["--mode.width=7"],
+            "mode (--mode.width on the command line) is not a key of Root; did you mean model? "
+            "Root takes model, optim, rules, paths, name, size, threads, sources, teacher",
+        ),
+        (
+            "",
             ["--model.num-layers", "4.5"],
             "model.num_layers=4.5 (--model.num-layers on the command line) does not fit: this key "
             "takes an integer",
@@ -410,7 +422,8 @@ class TestUnions:
         (
             "",
             ["--sources.1.b1", "0.5"],
-            "sources (run.yaml) has the indexes 0 to 0, not 1; to replace the list give it whole",
+            "sources (--sources.1.b1 on the command line) has the indexes 0 to 0, not 1; to replace "
+            "the list give it whole",
         ),
         (
             "sources: []",

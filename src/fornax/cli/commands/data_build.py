@@ -21,7 +21,7 @@ class Arguments(ConfigArguments):
 
     examples:
       fornax data build --output data/stdlib
-      fornax data build --source.type jsonl --source.paths a.jsonl b.jsonl --output data/mine
+      fornax data build --source.type jsonl --source.path a.jsonl b.jsonl --output data/mine
     """
 
     overwrite: Annotated[bool, NO_DEFAULT] = False
