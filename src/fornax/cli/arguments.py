@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import tyro
 
-from fornax.config import ConfigError, from_arguments, is_flag_of, nearest
+from fornax.config import ConfigError, from_arguments, nearest, split_arguments
 from fornax.config.schema import keys_of
 
 T = TypeVar("T")
@@ -38,24 +38,15 @@ def split(cls: type, config: type, words: Sequence[str]) -> tuple[list[str], lis
 
     Raises ConfigError for a flag of neither that looks like one of the command's own.
     """
-    own: list[str] = []
-    rest: list[str] = []
-    target = own
-    for word in words:
-        if word.startswith("--") and word != "--":
-            target = own if is_flag_of(cls, word) else rest
-            if target is rest:
-                _refuse_misspelt(cls, config, word)
-        target.append(word)
+    own, rest = split_arguments(cls, config, words)
+    names = [name.replace("_", "-") for name in keys_of(cls)]
+    for word in rest:
+        flag = word[2:].partition("=")[0] if word.startswith("--") else ""
+        top = flag.partition(".")[0].removeprefix("no-").replace("-", "_")
+        guess = nearest(flag, names)
+        if guess and top not in keys_of(config):
+            raise ConfigError(f"{word} is neither a flag nor a key; did you mean --{guess}?")
     return own, rest
-
-
-def _refuse_misspelt(cls: type, config: type, word: str) -> None:
-    flag = word[2:].partition("=")[0]
-    guess = nearest(flag, [name.replace("_", "-") for name in keys_of(cls)])
-    top = flag.partition(".")[0].removeprefix("no-").replace("-", "_")
-    if guess and top not in keys_of(config):
-        raise ConfigError(f"{word} is neither a flag nor a key; did you mean --{guess}?")
 
 
 def print_help(cls: type, program: str) -> None:

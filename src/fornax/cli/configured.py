@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
 from fornax.cli.arguments import NO_DEFAULT
 from fornax.config import ConfigError, Field, describe, dump_yaml, load, nearest
@@ -18,14 +18,12 @@ T = TypeVar("T")
 class ConfigArguments:
     """The flags with which a command reads its config."""
 
-    prefix: Annotated[Positional[str], arg(metavar="[PREFIX]", help_behavior_hint="")] = ""
-    """With --help-config: list only the keys below this one."""
     config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """YAML file with the keys that differ from their defaults."""
     print_config: Annotated[bool, NO_DEFAULT] = False
     """Print the whole resolved config and stop."""
-    help_config: Annotated[bool, NO_DEFAULT] = False
-    """List every key with type, default and meaning, and stop."""
+    help_config: Annotated[bool | str, arg(metavar="[KEY]", help_behavior_hint="")] = False
+    """List every key (or those below KEY) with type, default and meaning, and stop."""
 
 
 def read_config(
@@ -35,14 +33,9 @@ def read_config(
 
     `file` is read where the arguments name none.
     """
-    if arguments.help_config:
-        print_keys(cls, arguments.prefix)
+    if arguments.help_config is not False:
+        print_keys(cls, "" if arguments.help_config is True else arguments.help_config)
         return None
-    if arguments.prefix:
-        raise ConfigError(
-            f"{arguments.prefix!r} is a loose word on the command line; a config file is given "
-            "with --config FILE, a key with --key=value"
-        )
     config = load(cls, file=arguments.config or file, overrides=overrides)
     if arguments.print_config:
         print(dump_yaml(config), end="")  # noqa: T201

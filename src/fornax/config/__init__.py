@@ -15,7 +15,8 @@ from fornax.config.errors import (
     KernelError,
     ShardingError,
 )
-from fornax.config.load import from_arguments, from_mapping, from_yaml, is_flag_of, load
+from fornax.config.load import from_arguments, from_mapping, from_yaml, load
+from fornax.config.overrides import split_arguments
 from fornax.config.place import nearest
 from fornax.config.write import Change, diff, dump_yaml, to_mapping
 
@@ -36,8 +37,8 @@ __all__ = [
     "from_arguments",
     "from_mapping",
     "from_yaml",
-    "is_flag_of",
     "load",
     "nearest",
+    "split_arguments",
     "to_mapping",
 ]

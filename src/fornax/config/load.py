@@ -10,7 +10,6 @@ from fornax.config.errors import ConfigError
 from fornax.config.overrides import (
     Flags,
     Patch,
-    names_key,
     overlay,
     parse_flags,
     patch_from_mapping,
@@ -104,11 +103,6 @@ def from_arguments(
         )
     _require(cls, patch, positional, program)
     return _load(cls, "", "", Flags(patch=patch, origins=known, positional=()))
-
-
-def is_flag_of(cls: type, word: str) -> bool:
-    """Whether a word of the command line is a flag that sets a key of a config dataclass."""
-    return word.startswith("--") and names_key(cls, word[2:].partition("=")[0])
 
 
 def _refuse_unknown(cls: type, flags: Flags, program: str) -> None:

@@ -111,6 +111,12 @@ def _takes_bool(annotations: tuple[Any, ...]) -> bool:
     return any(bool in schema.members(annotation) for annotation in annotations)
 
 
+def _fits_switch(word: str, annotations: tuple[Any, ...]) -> bool:
+    """Whether the word after a switch is its value: one that also takes text takes any."""
+    text = any(str in schema.members(annotation) for annotation in annotations)
+    return text or word.lower() in ("true", "false")
+
+
 def _takes_many(annotations: tuple[Any, ...]) -> bool:
     return any(
         schema.is_tuple(member)
@@ -124,7 +130,7 @@ def _take(flag: str, annotations: tuple[Any, ...], words: list[str]) -> Words:
     following = 0
     while following < len(words) and not words[following].startswith("--"):
         following += 1
-    if _takes_bool(annotations) and not (following and words[0].lower() in ("true", "false")):
+    if _takes_bool(annotations) and not (following and _fits_switch(words[0], annotations)):
         return Words(("true",))
     if not following:
         if not annotations:
@@ -134,6 +140,29 @@ def _take(flag: str, annotations: tuple[Any, ...], words: list[str]) -> Words:
     count = following if _takes_many(annotations) else 1
     taken, words[:count] = words[:count], []
     return Words(taken)
+
+
+def split_arguments(
+    own: type, other: type, arguments: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Part a command line into the words of a program itself and the flags of its config.
+
+    A flag goes with its value; loose words, and flags that both have, are the program's own.
+    """
+    parts: dict[type, list[str]] = {own: [], other: []}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word == "--":
+            parts[own].append(word)
+            continue
+        flag, has_value, _ = word[2:].partition("=")
+        target = own if names_key(own, flag) else other
+        before = list(words)
+        if not has_value:
+            _take(flag, _name(target, flag)[1], words)
+        parts[target] += [word, *before[: len(before) - len(words)]]
+    return parts[own], parts[other]
 
 
 def patch_from_mapping(cls: type, overrides: Mapping[str, Any]) -> Flags:

@@ -64,6 +64,7 @@ class Root:
     name: str | None = None
     size: int | Literal["auto"] = "auto"
     threads: int | float = 1
+    show: bool | str = False
     sources: tuple[AdamW | Lion, ...] = (AdamW(),)
     teacher: Model | None = None
 
@@ -182,6 +183,12 @@ class TestFlags:
         assert run("", "--model.no-bias").model.no_bias is True
         assert run("", "--no-model.no-bias").model.no_bias is False
 
+    def test_a_switch_that_also_takes_text(self, run):
+        assert run("", "--show").show is True
+        assert run("", "--show", "--name", "x").show is True
+        assert run("", "--show", "part").show == "part"
+        assert run("", "--show", "false").show is False
+
     def test_negative_numbers_are_values(self, run):
         assert run("", "--optim.lr", "-1e-3").optim.lr == -1e-3
 
@@ -286,7 +293,7 @@ class TestUnions:
             "",
             ["--betas", "3"],
             "betas (--betas on the command line) is not a key of Root; did you mean optim.betas? "
-            "Root takes model, optim, rules, paths, name, size, threads, sources, teacher",
+            "Root takes model, optim, rules, paths, name, size, threads, show, sources, teacher",
         ),
         (
             "model: {num_layers: many}",
@@ -375,7 +382,7 @@ class TestUnions:
             "",
             ["--mode.width=7"],
             "mode (--mode.width on the command line) is not a key of Root; did you mean model? "
-            "Root takes model, optim, rules, paths, name, size, threads, sources, teacher",
+            "Root takes model, optim, rules, paths, name, size, threads, show, sources, teacher",
         ),
         (
             "",
@@ -422,8 +429,8 @@ class TestUnions:
         (
             "",
             ["--sources.1.b1", "0.5"],
-            "sources (--sources.1.b1 on the command line) has the indexes 0 to 0, not 1; to replace "
-            "the list give it whole",
+            "sources (--sources.1.b1 on the command line) has the indexes 0 to 0, not 1; to "
+            "replace the list give it whole",
         ),
         (
             "sources: []",
