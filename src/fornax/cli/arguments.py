@@ -1,5 +1,6 @@
 """The words after a command, read into its `Arguments`; and its help, laid out by tyro."""
 
+import dataclasses
 import inspect
 import shutil
 import textwrap
@@ -10,7 +11,6 @@ from typing import TypeVar
 import tyro
 
 from fornax.config import ConfigError, from_arguments, nearest, split_arguments
-from fornax.config.schema import keys_of
 
 T = TypeVar("T")
 
@@ -28,9 +28,13 @@ def _positional(cls: type) -> tuple[str, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(
         name
-        for name in keys_of(cls)
+        for name in _names(cls)
         if tyro.conf.Positional in getattr(hints[name], "__metadata__", ())
     )
+
+
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
 
 
 def split(cls: type, config: type, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -39,12 +43,12 @@ def split(cls: type, config: type, words: Sequence[str]) -> tuple[list[str], lis
     Raises ConfigError for a flag of neither that looks like one of the command's own.
     """
     own, rest = split_arguments(cls, config, words)
-    names = [name.replace("_", "-") for name in keys_of(cls)]
+    names = [name.replace("_", "-") for name in _names(cls)]
     for word in rest:
         flag = word[2:].partition("=")[0] if word.startswith("--") else ""
         top = flag.partition(".")[0].removeprefix("no-").replace("-", "_")
         guess = nearest(flag, names)
-        if guess and top not in keys_of(config):
+        if guess and top not in _names(config):
             raise ConfigError(f"{word} is neither a flag nor a key; did you mean --{guess}?")
     return own, rest
 

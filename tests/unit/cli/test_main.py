@@ -57,7 +57,7 @@ def fake(monkeypatch):
             def run(self, arguments: Arguments) -> int:
                 return action(arguments)
 
-        root = dataclasses.replace(registry.ROOT, commands={"fake": Fake()})
+        root = dataclasses.replace(registry.ROOT, commands={"fake": Fake()})  # pyrefly: ignore[bad-assignment]
         monkeypatch.setattr(registry, "ROOT", root)
 
     return install

@@ -1,0 +1,132 @@
+"""Reference pages as Markdown from the code: `python -m fornax.cli.reference DIRECTORY`.
+
+Commands come from their `Arguments`, configs from their dataclasses, environment variables from
+the one file that reads them; so the pages cannot say anything else than the code does.
+"""
+
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fornax.cli import registry
+from fornax.cli.registry import Command, Group
+from fornax.config import ConfigError, Field, describe
+from fornax.config.environment import documented
+
+
+def write_reference(directory: Path) -> list[Path]:
+    """Write `commands.md`, `configs.md` and `environment.md`; return their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    pages = {
+        "commands.md": commands_page(),
+        "configs.md": configs_page(),
+        "environment.md": environment_page(),
+    }
+    for name, text in pages.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return [directory / name for name in pages]
+
+
+def commands_page() -> str:
+    """Every command: its help, its arguments, and the config whose keys it takes."""
+    parts = ["# Commands", "", "Every command answers `--help`; none of them asks a question.", ""]
+    for command in _commands(registry.ROOT):
+        parts += _command(command)
+    return "\n".join(parts)
+
+
+def configs_page() -> str:
+    """Every key of every config that a command reads."""
+    parts = [
+        "# Configs",
+        "",
+        "A file holds only the keys that differ from the defaults below. Every key is also a flag:",
+        "`--model.num-layers 4`. A union is chosen by its `type`; keys of one variant stand under",
+        "its name. `N` is the index of a list element, `KEY` a name of yours.",
+        "",
+    ]
+    for command in _commands(registry.ROOT):
+        module = command.load()
+        if hasattr(module, "config_class"):
+            parts += _config(module.config_class(), f"fornax {command.name}")
+    return "\n".join(parts)
+
+
+def environment_page() -> str:
+    """Every environment variable that Fornax reads."""
+    rows = [(f"`{name}`", meaning) for name, meaning in documented().items()]
+    parts = ["# Environment variables", "", *_table(("Variable", "Meaning"), rows), ""]
+    return "\n".join(parts)
+
+
+def _commands(group: Group) -> Iterator[Command]:
+    for entry in group.commands.values():
+        if isinstance(entry, Group):
+            yield from _commands(entry)
+        else:
+            yield entry
+
+
+def _command(command: Command) -> list[str]:
+    module = command.load()
+    text, _, examples = inspect.cleandoc(module.Arguments.__doc__ or "").partition("\n\nexample")
+    parts = [f"## fornax {command.name}", "", text, ""]
+    shown = [line.strip() for line in examples.splitlines()[1:]]
+    parts += ["```sh", *shown, "```", ""]
+    fields = describe(module.Arguments)
+    rows = [(f"`{_flag(field)}`", *_cells(field)) for field in fields]
+    parts += [*_table(("Argument", "Type", "Default", "Meaning"), rows), ""] if rows else []
+    if hasattr(module, "config_class"):
+        name = module.config_class().__name__
+        parts += [
+            f"It also takes every key of [`{name}`](configs.md#{name.lower()}) as a flag.",
+            "",
+        ]
+    return parts
+
+
+def _flag(field: Field) -> str:
+    return f"--{field.path.replace('_', '-')}"
+
+
+def _config(cls: type, program: str) -> list[str]:
+    parts = [f"## {cls.__name__}", "", f"{inspect.getdoc(cls)} Read by `{program}`.", ""]
+    fields = describe(cls)
+    own = [field for field in fields if "." not in field.path]
+    parts += _keys(own)
+    nested = [field for field in fields if "." in field.path]
+    for section, group in itertools.groupby(nested, key=lambda field: field.path.split(".")[0]):
+        parts += [f"### {cls.__name__}: {section}", ""]
+        for variant, members in itertools.groupby(group, key=lambda field: field.variant):
+            parts += [f"With `type: {variant}`:", ""] if variant else []
+            parts += _keys(list(members))
+    return parts
+
+
+def _keys(fields: Sequence[Field]) -> list[str]:
+    rows = [(f"`{field.path}`", *_cells(field)) for field in fields]
+    return [*_table(("Key", "Type", "Default", "Meaning"), rows), ""] if rows else []
+
+
+def _cells(field: Field) -> tuple[str, str, str]:
+    return f"`{field.type}`", f"`{field.default}`", field.doc
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pages into the folder named."""
+    if len(arguments) != 1:
+        raise ConfigError("usage: python -m fornax.cli.reference DIRECTORY")
+    for path in write_reference(Path(arguments[0])):
+        print(path)  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

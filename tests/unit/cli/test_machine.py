@@ -1,0 +1,135 @@
+"""`fornax doctor`: what is off is named with its fix, and only what stops Fornax is an error."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fornax.cli import machine
+from fornax.cli.commands import doctor
+from fornax.cli.machine import Finding
+from fornax.cli.main import main
+
+
+def only(findings) -> Finding:
+    [finding] = findings
+    return finding
+
+
+def test_a_sound_machine_reports_everything_and_returns_0(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    names = ["fornax", "python", "jax", "flax", "devices", "compiler", "cores", "memory"]
+    for name in [*names, "disk here", "cache", "extras"]:
+        assert any(line.startswith(f"{name} ") for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("findings", "code", "last"),
+    [
+        ([Finding(name="a", value="1")], 0, "Nothing is off."),
+        (
+            [Finding(name="a", value="1", problem="it is odd", fix="turn it")],
+            0,
+            "note: a: it is odd; turn it",
+        ),
+        (
+            [Finding(name="a", value="1", problem="it is gone", fix="get it", fatal=True)],
+            2,
+            "error: a: it is gone; get it",
+        ),
+    ],
+)
+def test_the_exit_code_follows_the_findings(capsys, monkeypatch, findings, code, last):
+    monkeypatch.setattr(machine, "examine", lambda: findings)
+    assert doctor.run(doctor.Arguments()) == code
+    assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("installed", "problem"),
+    [("0.9.2", "0.9.2 is outside <0.13,>=0.10"), (None, "it is not installed")],
+)
+def test_a_package_out_of_bounds_or_missing_is_an_error(monkeypatch, installed, problem):
+    real = machine._installed
+    monkeypatch.setattr(machine, "_installed", lambda p: installed if p == "jax" else real(p))
+    off = only(finding for finding in machine._versions() if finding.fix)
+    assert off.name == "jax"
+    assert off.problem == problem
+    assert off.fix == "pip install 'jax<0.13,>=0.10'"
+    assert off.fatal
+
+
+def test_a_backend_that_does_not_start_is_an_error(monkeypatch):
+    import jax
+
+    def broken() -> Any:
+        raise RuntimeError("no\ndriver")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    off = only(machine._devices())
+    assert off.problem == "jax does not start (RuntimeError: no driver)"
+    assert off.fatal
+
+
+@pytest.mark.parametrize(("hardware", "extra"), [("NVIDIA GPU", "cuda"), ("TPU", "tpu")])
+def test_an_accelerator_that_jax_does_not_use_is_noted(monkeypatch, hardware, extra):
+    monkeypatch.setattr(machine, "_accelerator", lambda: hardware)
+    off = only(machine._devices())
+    assert off.problem == f"there is a {hardware} here, and jax uses the CPU"
+    assert off.fix == f"pip install 'fornax-ai[{extra}]'"
+    assert not off.fatal
+
+
+def test_a_missing_compiler_is_noted(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert only(machine._compiler()).problem == "there is no C++ compiler"
+    monkeypatch.setenv("CXX", "nonesuch")
+    assert only(machine._compiler()).problem == "CXX=nonesuch is not a program"
+
+
+def test_the_compiler_of_the_environment_comes_first(monkeypatch, tmp_path):
+    compiler = tmp_path / "mycc"
+    compiler.write_text(f"#!{sys.executable}\nprint('mycc 7')\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert only(machine._compiler()).value == f"{compiler} (mycc 7)"
+
+
+def test_little_memory_is_noted(monkeypatch):
+    monkeypatch.setattr(machine, "_available_memory", lambda: 2**30)
+    assert only(machine._memory()).problem == "the quickstart needs 2 GiB"
+
+
+def test_a_cache_that_cannot_be_written_names_its_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("FORNAX_CACHE_DIR", str(tmp_path / "deep" / "cache"))
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    off = only(finding for finding in machine._disks() if finding.fix)
+    assert off.problem == f"{tmp_path} is not writable"
+    assert off.fix == "set FORNAX_CACHE_DIR to a folder that is"
+
+
+def test_a_full_disk_is_noted(monkeypatch):
+    class Usage:
+        free = 2**20
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+    assert [finding.problem for finding in machine._disks()] == ["less than 1 GiB is free"] * 2
+
+
+def test_an_extra_is_there_only_when_all_that_it_names_is(monkeypatch):
+    there = {"a", "b"}
+    wanted = {
+        ("top", "x"): ["a", "b[deep]"],
+        ("b", "deep"): ["c"],
+    }
+    monkeypatch.setattr(machine, "_installed", lambda package: "1" if package in there else None)
+    monkeypatch.setattr(
+        machine,
+        "_requirements",
+        lambda package, extra: [machine.Requirement(t) for t in wanted.get((package, extra), [])],
+    )
+    assert not machine._complete("top", "x")
+    there.add("c")
+    assert machine._complete("top", "x")
