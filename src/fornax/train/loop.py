@@ -75,7 +75,6 @@ class Loop:
         self._save()
         with self.ledger.phase("checkpoint"):
             self.checkpointer.wait()
-        self.batches.close()
         return reason
 
     def _take(self, rows: dict[str, Any]) -> None:

@@ -117,7 +117,10 @@ def train(
         try:
             reason = loop.run()
         finally:
+            begun.batches.close()
             ledger.close(loop.step)
+        if reason == "data":
+            shown.say(f"the data ended after step {loop.step} of {config.steps}")
     if first:
         report.write(directory.path)
     return TrainResult(

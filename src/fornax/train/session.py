@@ -1,6 +1,6 @@
 """Everything a run needs before its first step: mesh, model, optimizer, state, data, programs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from fornax.train.state import TrainState, abstract_state, as_tree, fresh_state,
 from fornax.train.step import StepParts, make_eval_step, make_train_step
 from fornax.train.task import Batches, Hosts, Task
 
-__all__ = ["Programs", "Start", "prepare", "start"]
+__all__ = ["Programs", "Start", "first_state", "prepare", "start"]
 
 Rows = dict[str, np.ndarray]
 
@@ -73,14 +73,19 @@ class Start:
     batches: Batches
 
 
-def prepare(config: TrainerConfig, task: Task, ledger: Ledger) -> Programs:
-    """Lay out the model and the optimizer over the devices; computes nothing yet.
+def prepare(
+    config: TrainerConfig,
+    task: Task,
+    ledger: Ledger,
+    devices: Sequence[jax.Device] | None = None,
+) -> Programs:
+    """Lay out the model and the optimizer over the devices (all, if None); computes nothing yet.
 
     Raises:
       ShardingError: when model or batch do not divide over the mesh.
       ConfigError: when the optimizer's rules do not fit the model.
     """
-    mesh, rules = make_mesh(config.mesh), config.mesh.resolved_rules()
+    mesh, rules = make_mesh(config.mesh, devices), config.mesh.resolved_rules()
     check_rows(config.batch_size, config.accumulate, mesh, rules)
     model = split_model(nnx.eval_shape(lambda: task.build(nnx.Rngs(config.seed))))
     chain = optim.build(config.optim, total_steps=config.steps, params=model.params)
@@ -129,7 +134,7 @@ def start(
     batches = parts.task.batches("train", programs.hosts)
     if checkpointer.latest_step() is None:
         with programs.ledger.phase("initialise"):
-            return Start(state=_first_state(config, programs), step=0, total=0.0, batches=batches)
+            return Start(state=first_state(config, programs), step=0, total=0.0, batches=batches)
     with programs.ledger.phase("restore"):
         restored = checkpointer.restore(as_tree(programs.abstract))
         batches.restore(restored.data, allow_changes=allow_data_changes)
@@ -141,7 +146,8 @@ def start(
     )
 
 
-def _first_state(config: TrainerConfig, programs: Programs) -> TrainState:
+def first_state(config: TrainerConfig, programs: Programs) -> TrainState:
+    """The state of a run that has no checkpoint, each array made where it will lie."""
     parts = programs.parts
     shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.abstract)
     build = _builder(config, parts.task, parts.optim)

@@ -69,7 +69,7 @@ def make_train_step(parts: StepParts) -> Callable[[TrainState, Batch], tuple[Tra
         scale = jnp.where(loss.weight > 0, 1 / jnp.where(loss.weight > 0, loss.weight, 1), 0)
         grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
         mean = loss.total * scale
-        norm = optax.global_norm(grads).astype(jnp.float32)
+        norm = optax.tree.norm(grads).astype(jnp.float32)
         accept, guard = judge(parts.skip, state.guard, loss=mean, norm=norm, weight=loss.weight)
         params, optimizer = _update(parts, state, grads, accept)
         new = TrainState(

@@ -13,9 +13,9 @@ from fornax.train.guard import SkipConfig, judge, start_guard
 
 
 def decide(config: SkipConfig, norms: list[float], losses: list[float] | None = None) -> list[bool]:
-    run = jax.jit(lambda guard, loss, norm, weight: judge(
-        config, guard, loss=loss, norm=norm, weight=weight
-    ))
+    run = jax.jit(
+        lambda guard, loss, norm, weight: judge(config, guard, loss=loss, norm=norm, weight=weight)
+    )
     guard, out = start_guard(config), []
     for i, norm in enumerate(norms):
         loss = losses[i] if losses else 1.0
@@ -40,7 +40,11 @@ def expected(config: SkipConfig, norms: list[float]) -> list[bool]:
 
 def test_only_non_finite_is_skipped_by_default():
     assert decide(SkipConfig(), [1.0, math.nan, math.inf, 1e30, 1.0]) == [
-        True, False, False, True, True,
+        True,
+        False,
+        False,
+        True,
+        True,
     ]
 
 

@@ -52,7 +52,7 @@ def test_the_lock_of_a_killed_process_is_no_lock(tmp_path: Path):
 
 def test_a_forked_worker_does_not_keep_the_lock_of_its_killed_parent(tmp_path: Path):
     script = HOLD.replace(
-        'print("locked"', 'child = os.fork() or time.sleep(60)\n    print(child'
+        'print("locked"', "child = os.fork() or time.sleep(60)\n    print(child"
     ).replace("import sys", "import os, sys")
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
@@ -80,7 +80,9 @@ def test_unlock_lets_the_next_one_in(tmp_path: Path):
 
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path):
     (tmp_path / "run").write_text("x")
-    with pytest.raises(ConfigError, match=r"cannot write the run directory .*run: .*exists; choose"):
+    with pytest.raises(
+        ConfigError, match=r"cannot write the run directory .*run: .*exists; choose"
+    ):
         RunDirectory(tmp_path / "run").create()
 
 

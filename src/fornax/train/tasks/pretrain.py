@@ -10,7 +10,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fornax.data import open_batches
+from fornax.data import DataConfig, Dataset, open_batches, read_manifest
+from fornax.data.files import Storage
 from fornax.kernels import linear_cross_entropy
 from fornax.mesh import Rules
 from fornax.models import Decoder, flops_per_token
@@ -26,6 +27,8 @@ def pretrain_task(config: TrainConfig) -> Task:
     model = config.model
     if model is None:
         raise ValueError("resolve config.model from init_from before making the task")
+
+    per_byte = tokens_per_byte(config.data)
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         return Decoder(
@@ -63,11 +66,34 @@ def pretrain_task(config: TrainConfig) -> Task:
         loss=loss,
         evaluate=lambda decoder, batch: next_token_loss(decoder, batch),
         batches=batches,
-        summarise=lambda means: {**means, "perplexity": math.exp(min(means["loss"], 700.0))},
+        summarise=lambda means: _summarise(means, per_byte),
         pretrained=None if config.init_from is None else pretrained,
         unit="tokens",
         flops_per_unit=flops_per_token(model, config.seq_len),
     )
+
+
+def tokens_per_byte(data: DataConfig) -> float | None:
+    """Tokens for each byte of text in the evaluation split, where `dataset.json` says so."""
+    source = data.source if data.eval_source is None else data.eval_source
+    if not isinstance(source, Dataset) or not source.path:
+        return None
+    split = read_manifest(source.path, Storage(data.cache_dir, data.storage_options)).splits
+    held_out = split.get("eval")
+    if held_out is None or not held_out.text_bytes or not held_out.tokens:
+        return None
+    return held_out.tokens / held_out.text_bytes
+
+
+def _summarise(means: dict[str, float], per_byte: float | None) -> dict[str, float]:
+    """Adds perplexity, and bits per byte: nats per token / ln 2 * tokens per byte of the split.
+
+    A document's first token is predicted from nothing and not scored; it counts at the mean.
+    """
+    found = {**means, "perplexity": math.exp(min(means["loss"], 700.0))}
+    if per_byte is not None:
+        found["bits_per_byte"] = means["loss"] / math.log(2) * per_byte
+    return found
 
 
 def next_token_loss(

@@ -1,0 +1,73 @@
+"""`kill -9` at random moments, then the same command: the run goes as if nothing had happened."""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fornax.checkpoint import Checkpointer
+from fornax.train import summarise
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow]
+
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "accuracy", "skipped", "eval/loss")
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def exact(found: list[dict[str, Any]]) -> list[tuple]:
+    return [tuple(record.get(name) for name in EXACT) for record in found]
+
+
+def kill_after(process: Any, run_dir: Path, steps: int, delay: float) -> bool:
+    """Kill once that many steps are recorded and a moment passed; False when it ended before."""
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 90
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= steps:
+            time.sleep(delay)
+            break
+        time.sleep(0.002)
+    ended = process.poll() is not None
+    process.kill()
+    process.communicate()
+    return not ended
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_change_no_number_of_any_step(
+    start: Any, finish: Any, uninterrupted: list[dict[str, Any]], tmp_path: Path, seed: int
+):
+    rng = random.Random(seed)
+    run_dir = tmp_path / "run"
+    killed = 0
+    for steps in (rng.randint(0, 6), rng.randint(6, 12), rng.randint(12, 19)):
+        killed += kill_after(start(run_dir), run_dir, steps, rng.uniform(0, 0.05))
+    code, output = finish(run_dir)
+    assert code == 0, output
+    assert killed >= 1
+    assert exact(records(run_dir)) == exact(uninterrupted)
+    assert Checkpointer(run_dir / "checkpoints").latest_step() == 20
+    goodput = summarise(run_dir / "goodput.jsonl")
+    assert sum(goodput.seconds.values()) == pytest.approx(goodput.wall_seconds)
+
+
+def test_every_record_is_read_once_an_epoch_over_a_kill(
+    start: Any, finish: Any, tmp_path: Path, settings: dict[str, Any]
+):
+    """One epoch, whatever was killed, holds as many tokens to learn from as one epoch has."""
+    data = {**settings["data"], "epochs": 1}
+    changes = {"data": data, "steps": 10_000, "save_every": 7, "eval": {}}
+    code, output = finish(tmp_path / "whole", **changes)
+    assert code == 0, output
+    whole = records(tmp_path / "whole")
+    run_dir = tmp_path / "killed"
+    assert kill_after(start(run_dir, **changes), run_dir, len(whole) // 2, 0.0)
+    code, output = finish(run_dir, **changes)
+    assert code == 0, output
+    assert "the data ended" in output
+    assert exact(records(run_dir)) == exact(whole)
