@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fornax.config.errors import ConfigError
-from fornax.optim.config import OptimConfig, Optimizer
+from fornax.optim.config import EMA, OptimConfig, Optimizer
 from fornax.optim.optimizers import Parameters, make_clip, make_optimizer, split_off_fallback
 from fornax.optim.rules import Treatment, assign, decayed
 from fornax.optim.schedules import ScheduleFn, build_schedule
@@ -30,6 +31,8 @@ class Built:
     are; the state keeps nested dicts keyed by their paths.
     """
 
+    config: OptimConfig
+    """What it was built from."""
     transform: optax.GradientTransformationExtraArgs
     """The whole chain as Optax has it: gradients to updates."""
     schedule: ScheduleFn
@@ -52,15 +55,11 @@ class Built:
 
     def eval_params(self, params: Any, state: Any) -> Any:
         """The parameters to evaluate: EMA's average, Lookahead's slow ones, else `params`."""
-        average = _averaged(state)
+        average = _averaged(state, self.config.ema)
         if average is None:
             return params
-        cast = {
-            path: value.astype(param.dtype)
-            for (path, value), param in zip(
-                flatten(average).items(), flatten(params).values(), strict=True
-            )
-        }
+        wanted = flatten(params)
+        cast = {path: x.astype(wanted[path].dtype) for path, x in flatten(average).items()}
         return rebuild(params, cast)
 
     def state_shardings(self, param_shardings: Any) -> Any:
@@ -106,6 +105,7 @@ def build(config: OptimConfig, *, total_steps: int, params: Any, axes: Any = Non
     if config.accumulate > 1:
         chain = optax.MultiSteps(chain, config.accumulate).gradient_transformation()
     return Built(
+        config=config,
         transform=_on_any_tree(chain),
         schedule=_per_call(schedule, config.accumulate),
         treatments=treatments,
@@ -199,13 +199,18 @@ def _per_call(schedule: ScheduleFn, calls: int) -> ScheduleFn:
     return schedule if calls == 1 else (lambda call: schedule(call // calls))
 
 
-def _averaged(state: Any) -> Any:
+def _averaged(state: Any, ema: EMA | None) -> Any:
     """The averaged or slow parameters inside a state, if it has them."""
     kinds = EmaState | SlowState
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    for node in nodes:
+    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)):
         if isinstance(node, SlowState):
             return node.slow
         if isinstance(node, EmaState):
-            return node.average
+            return _debiased(node, ema.decay) if ema and ema.debias else node.average
     return None
+
+
+def _debiased(state: EmaState, decay: float) -> Any:
+    """An average that started at zero, divided by the weight it has gathered."""
+    weight = 1 - decay ** jnp.maximum(state.count, 1)
+    return jax.tree.map(lambda average: average / weight, state.average)

@@ -23,7 +23,8 @@ class SoapState(NamedTuple):
 
     `mu` and `nu` have the parameters' shapes (`nu` lives in the eigenbasis). `left` [..., M, M]
     and `right` [..., N, N] hold running sums of g g^T and g^T g, `left_basis` and `right_basis`
-    their eigenvectors in columns; a side longer than the limit has none of them.
+    their eigenvectors in columns; a side longer than the limit has none of them. All are float32,
+    or float64 for float64 parameters.
     """
 
     count: jax.Array
@@ -51,8 +52,7 @@ def scale_by_soap(
     projected onto a basis made from itself (as the authors' own code does). Each later update
     projects with the basis left by earlier gradients, then adds its own gradient to the
     preconditioner, and every `precondition_frequency` updates refines the basis with one step of
-    power iteration and a QR factorisation (algorithm 4). The preconditioner and the bases are
-    float32 whatever the parameters are.
+    power iteration and a QR factorisation (algorithm 4). Moments are bias-corrected as Adam's.
 
     Args:
       views: how to see each parameter, by path.
@@ -75,7 +75,7 @@ def scale_by_soap(
         sizes = {path: sides(path)[side] for path in params}
         return nest(
             {
-                path: jnp.zeros((*views[path].batch_shape, size, size), jnp.float32)
+                path: jnp.zeros((*views[path].batch_shape, size, size), _wide(params[path]))
                 for path, size in sizes.items()
                 if size is not None
             }
@@ -83,7 +83,7 @@ def scale_by_soap(
 
     def init(params: Any) -> SoapState:
         by_path = flatten(params)
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p)), params)
         return SoapState(
             count=jnp.zeros([], jnp.int32),
             mu=zeros,
@@ -152,12 +152,11 @@ class _Moments(NamedTuple):
         nu: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """One parameter: its update, first moment and second moment, in its own shape."""
-        grad32 = grad.astype(jnp.float32)
-        g_MN = _project(view.to_core(grad32), bases)
-        mu = self.b1 * mu + (1 - self.b1) * grad32
+        g_MN = _project(view.to_core(grad.astype(mu.dtype)), bases)
+        mu = self.b1 * mu + (1 - self.b1) * grad.astype(mu.dtype)
         m_MN = _project(view.to_core(mu), bases)
         v_MN = self.b2 * view.to_core(nu) + (1 - self.b2) * g_MN * g_MN
-        count = self.count.astype(jnp.float32)
+        count = self.count.astype(mu.dtype)
         m_hat = m_MN / (1 - self.b1**count)
         v_hat = v_MN / (1 - self.b2**count)
         u_MN = _project_back(m_hat / (jnp.sqrt(v_hat) + self.eps), bases)
@@ -187,11 +186,16 @@ def _outer_products(grads: Any, state: SoapState, views: Mapping[str, View]) -> 
     by_path = flatten(grads)
 
     def core(path: str) -> jax.Array:
-        return views[path].to_core(by_path[path].astype(jnp.float32))
+        return views[path].to_core(by_path[path].astype(_wide(by_path[path])))
 
     left = {path: _product(core(path), core(path).mT) for path in flatten(state.left)}
     right = {path: _product(core(path).mT, core(path)) for path in flatten(state.right)}
     return nest(left), nest(right)
+
+
+def _wide(x: Any) -> Any:
+    """The dtype of the state for a parameter or gradient: at least float32."""
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _mix(old: Any, new: Any, beta: float) -> Any:
