@@ -45,7 +45,7 @@ def _fields(
                 path=path,
                 type=schema.type_text(key.annotation),
                 default=_default(value),
-                doc=docs.get(name, ""),
+                doc=docs.get(name, "") or _constant(cls, name),
                 variant=variant,
             )
         for where, configs in groups:
@@ -62,6 +62,11 @@ def _type_key(path: str, configs: tuple[type, ...], value: Any, doc: str, varian
     chosen = _label(type(value)) if type(value) in configs else "required"
     names = " | ".join(_label(each) for each in configs)
     return Field(path=f"{path}.type", type=names, default=chosen, doc=doc, variant=variant)
+
+
+def _constant(cls: type, name: str) -> str:
+    """What to say of the `type` of a dataclass that stands where no other may."""
+    return "The only choice here." if name == "type" and len(schema.type_names(cls)) == 1 else ""
 
 
 def _label(variant: type) -> str:

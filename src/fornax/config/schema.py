@@ -115,7 +115,7 @@ def type_text(annotation: Any) -> str:
     if len(parts) > 1:
         return " | ".join(type_text(part) for part in parts)
     if annotation is type(None):
-        return "none"
+        return "null"
     if is_literal(annotation):
         return " | ".join(str(choice) for choice in typing.get_args(annotation))
     if is_tuple(annotation):

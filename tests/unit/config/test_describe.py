@@ -70,7 +70,7 @@ def test_every_key_has_path_type_default_and_documentation():
         Field(path="tree.named", type="dict[str, Base]", default="{}", doc=""),
         Field(path="tree.named.KEY.seed", type="int", default="0", doc="Where randomness starts, "
               "on every host."),
-        Field(path="tree.undocumented", type="int | none", default="null", doc=""),
+        Field(path="tree.undocumented", type="int | null", default="null", doc=""),
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import arg
 
 from fornax.cli.configured import ConfigArguments, read_config
+from fornax.config import ConfigError
 
 if TYPE_CHECKING:
     from fornax.train import TrainConfig
@@ -46,13 +47,18 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     run_dir = arguments.run_dir or Path("runs") / (
         arguments.config.stem if arguments.config else "train"
     )
-    saved = run_dir / "config.yaml"
-    config = read_config(
-        config_class(), arguments, overrides, file=saved if saved.is_file() else None
-    )
+    from fornax.train import RunDirectory, train
+
+    saved = RunDirectory(run_dir).config
+    known = saved if saved.is_file() else None
+    if not (arguments.config or known or overrides or arguments.help_config):
+        raise ConfigError(
+            f"{run_dir} has no run to go on with; name a config with --config FILE, or the "
+            "directory of a run with --run-dir DIR"
+        )
+    config = read_config(config_class(), arguments, overrides, file=known)
     if config is None:
         return 0
-    from fornax.train import train
 
     result = train(
         config, run_dir, accept_changes=arguments.accept_changes, progress=arguments.progress
