@@ -152,13 +152,18 @@ class Checkpointer:
             self.wait()
         return True
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save is running in the background."""
+        return self._pending is not None and not self._pending.done()
+
     def check(self) -> None:
         """Raise the failure of a background save that has ended; cheap, for every step.
 
         Raises:
           CheckpointError: once per failure, naming the step, the directory and what to do.
         """
-        if self._pending is not None and self._pending.done():
+        if not self.saving:
             self.wait()
 
     def wait(self) -> None:
