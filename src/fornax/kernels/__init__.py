@@ -3,6 +3,7 @@
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
+from fornax.kernels._linear import linear
 from fornax.kernels.registry import Implementation, Operation, target_platform
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "attention",
     "attention_operation",
     "cross_entropy_operation",
+    "linear",
     "linear_cross_entropy",
     "target_platform",
 ]
