@@ -284,10 +284,12 @@ class Checkpointer:
     def _prune(self) -> None:
         kept = []
         for step in self.all_steps():
-            record = read_record(step_path(self.directory, step), 0)
-            kept.append(
-                Kept(step, datetime.fromtimestamp(record.saved_at, UTC), dict(record.metrics))
-            )
+            try:
+                record = read_record(step_path(self.directory, step), 0)
+            except CheckpointError:
+                continue  # Damaged: for a person to look at, not for us to count or delete.
+            saved_at = datetime.fromtimestamp(record.saved_at, UTC)
+            kept.append(Kept(step, saved_at, dict(record.metrics)))
         for step in expired(self._config, kept):
             delete_step(self.directory, step)
 

@@ -1,6 +1,7 @@
 """What is saved comes back whole, on any mesh and dtype, and what is not whole is never listed."""
 
 import shutil
+import time
 from typing import NamedTuple
 
 import jax
@@ -234,7 +235,7 @@ def test_a_failure_in_the_background_surfaces_once_and_leaves_the_rest(checkpoin
     monkeypatch.setattr("fornax.checkpoint.checkpointer.checksums", broken)
     checkpointer.save(2, state={"w": jnp.ones(3)})
     while checkpointer.saving:
-        checkpointer.check()
+        time.sleep(0.01)
     with pytest.raises(CheckpointError) as caught:
         checkpointer.check()
     assert "saving step 2" in str(caught.value)
