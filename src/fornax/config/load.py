@@ -14,7 +14,7 @@ from fornax.config.overrides import (
     parse_flags,
     patch_from_mapping,
 )
-from fornax.config.place import COMMAND_LINE, Place, Words, kind_of, nearest
+from fornax.config.place import COMMAND_LINE, Place, Words, kind_of, nearest, shorten
 from fornax.config.schema import is_tuple, keys_of, members
 from fornax.config.text import KeyPath, origins, read_yaml
 
@@ -90,7 +90,9 @@ def from_arguments(
         if not loose:
             break
         if name in patch:
-            raise ConfigError(f"{name.upper()} is given twice, as {patch[name]} and {loose[0]}")
+            raise ConfigError(
+                f"{name.upper()} is given twice, as {shorten(patch[name])} and {shorten(loose[0])}"
+            )
         many = any(is_tuple(part) for part in members(keys_of(cls)[name].annotation))
         taken, loose = (loose, []) if many else (loose[:1], loose[1:])
         patch[name] = Words(taken)

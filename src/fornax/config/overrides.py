@@ -12,8 +12,8 @@ from typing import Any
 
 from fornax.config import schema
 from fornax.config.errors import ConfigError
-from fornax.config.place import COMMAND_LINE, Place, Words
-from fornax.config.text import KeyPath
+from fornax.config.place import COMMAND_LINE, Place, Words, shorten
+from fornax.config.text import KeyPath, printable
 
 
 class Patch(dict[str, Any]):
@@ -74,14 +74,16 @@ def parse_flags(cls: type, arguments: Sequence[str]) -> Flags:
             continue
         flag, has_value, inline = word[2:].partition("=")
         path, annotations, negated = _name(cls, flag)
-        origin = f"--{flag} {COMMAND_LINE}"
+        origin = f"--{printable(flag)} {COMMAND_LINE}"
         if has_value:
             value = Words((inline,))
         else:
             value = _take(flag, annotations, words)
         if negated:
             if value != ("true",):
-                raise ConfigError(f"--{flag}={value} is not a switch; write --{flag} alone")
+                raise ConfigError(
+                    f"--{flag}={shorten(value)} is not a switch; write --{flag} alone"
+                )
             value = Words(("false",))
         _insert(patch, path, value, origins, origin)
     return Flags(patch=patch, origins=origins, positional=tuple(positional))
@@ -177,19 +179,21 @@ def patch_from_mapping(cls: type, overrides: Mapping[str, Any]) -> Flags:
 def _insert(
     patch: Patch, path: KeyPath, value: Any, origins: dict[KeyPath, str], origin: str
 ) -> None:
-    name = ".".join(path)
+    name = printable(".".join(path))
     node = patch
     for depth, segment in enumerate(path[:-1], 1):
         node = node.setdefault(segment, Patch())
         if not isinstance(node, Patch):
-            whole = ".".join(path[:depth])
+            whole = printable(".".join(path[:depth]))
             raise ConfigError(f"{whole} and {name} are both given; put {name} inside {whole}")
     if path[-1] in node:
         before = node[path[-1]]
         if isinstance(before, Patch):
-            inner = f"{name}.{next(iter(before))}"
+            inner = printable(f"{name}.{next(iter(before))}")
             raise ConfigError(f"{name} and {inner} are both given; put {inner} inside {name}")
-        raise ConfigError(f"{name} is given twice, as {before} and {value}; give it once")
+        raise ConfigError(
+            f"{name} is given twice, as {shorten(before)} and {shorten(value)}; give it once"
+        )
     node[path[-1]] = value
     origins[path] = origin
 

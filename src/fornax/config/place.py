@@ -8,7 +8,7 @@ from typing import Any
 from yaml import YAMLError
 
 from fornax.config.errors import ConfigError
-from fornax.config.text import KeyPath, write_flow
+from fornax.config.text import KeyPath, printable, write_flow
 
 COMMAND_LINE = "on the command line"
 
@@ -35,7 +35,7 @@ class Place:
 
     def name(self, *more: str) -> str:
         """The key path as a user writes it; empty at the root."""
-        return ".".join(part for part in (self.prefix, *self.path, *more) if part)
+        return printable(".".join(part for part in (self.prefix, *self.path, *more) if part))
 
     @property
     def origin(self) -> str:
@@ -59,11 +59,17 @@ class Place:
 
 
 def shorten(value: Any, limit: int = 60) -> str:
-    """Show a plain value as YAML, cut to a readable length."""
-    try:
-        text = str(value) if isinstance(value, Words) else write_flow(value)
-    except YAMLError:  # a value that YAML cannot hold is shown as Python sees it
+    """Show a plain value as YAML on one line, cut to a readable length."""
+    if isinstance(value, Words):
+        text = str(value)
+    elif isinstance(value, str) and not value.isprintable():
         text = repr(value)
+    else:
+        try:
+            text = write_flow(value)
+        except YAMLError:  # a value that YAML cannot hold is shown as Python sees it
+            text = repr(value)
+    text = printable(text)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 

@@ -83,6 +83,11 @@ def write_yaml(value: Any) -> str:
     )
 
 
+def printable(text: str) -> str:
+    """Escape what would break a line or stay unseen in a message."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def write_flow(value: Any) -> str:
     """Write one plain value on one line, as it would be typed after a flag."""
     text = yaml.dump(
@@ -170,15 +175,16 @@ def _mapping(
         line = key_node.start_mark.line + 1
         key = _scalar(key_node, source) if isinstance(key_node, yaml.ScalarNode) else None
         if not isinstance(key, str):
-            shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+            scalar = isinstance(key_node, yaml.ScalarNode)
+            shown = printable(key_node.value) if scalar else "a list or mapping"
             raise ConfigError(
                 f"{source}, line {line}: the key {shown} is not text; put it in quotes"
             )
         here = (*path, key)
         if key in mapping:
             raise ConfigError(
-                f"{source}: the key {'.'.join(here)} stands twice, on lines {lines[here]} and "
-                f"{line}; keep one"
+                f"{source}: the key {printable('.'.join(here))} stands twice, on lines "
+                f"{lines[here]} and {line}; keep one"
             )
         lines[here] = line
         mapping[key] = _value(value_node, here, lines, source)

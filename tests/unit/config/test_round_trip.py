@@ -1,5 +1,6 @@
 """Whatever a config holds, its YAML and its flags load back equal; a diff says what differs."""
 
+import dataclasses
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fornax.config import diff, dump_yaml, from_mapping, from_yaml, load, to_mapping
+from fornax.config import FornaxError, diff, dump_yaml, from_mapping, from_yaml, load, to_mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,3 +150,54 @@ def test_a_value_no_key_can_hold_is_named():
         to_mapping(odd)
     with pytest.raises(TypeError, match="takes a dataclass instance"):
         to_mapping(Everything)
+
+
+fields = [field.name for field in dataclasses.fields(Everything)]
+names = st.sampled_from(["flag", "schedule", "type", "rules", "pair", "by_name", "0", "nope"])
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(names | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def refuses_or_loads(call) -> None:
+    """Whatever is given ends in a config or in one paragraph, never in another exception."""
+    try:
+        message = f"loaded {call()}"
+    except FornaxError as error:
+        message = str(error)
+    assert len(message) > 10
+    assert message.isprintable()
+
+
+@settings(deadline=None)
+@given(st.dictionaries(names | st.sampled_from(fields), junk, max_size=4))
+def test_any_mapping_loads_or_is_refused(mapping):
+    refuses_or_loads(lambda: from_mapping(Everything, mapping))
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="flagtype01 :-[]{}'\"&*!#\n\t,.%@`|>", max_size=40) | st.text(max_size=20))
+def test_any_text_loads_or_is_refused(text):
+    refuses_or_loads(lambda: from_yaml(Everything, text))
+
+
+words = (
+    st.tuples(
+        st.lists(names | st.sampled_from(fields), min_size=1, max_size=3), st.text(max_size=5)
+    ).map(lambda pair: f"--{'.'.join(pair[0])}={pair[1]}")
+    | st.sampled_from(
+        ["--flag", "--no-flag", "--no-", "--", "--=", "--.", "--flag.", "[", "{a", "-"]
+    )
+    | st.lists(names | st.sampled_from(fields), max_size=3).map(lambda path: f"--{'.'.join(path)}")
+    | st.text(max_size=4)
+)
+
+
+@settings(deadline=None)
+@given(st.lists(words, max_size=4))
+def test_any_command_line_loads_or_is_refused(arguments):
+    refuses_or_loads(lambda: load(Everything, overrides=arguments))
