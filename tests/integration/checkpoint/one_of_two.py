@@ -1,0 +1,69 @@
+"""One of two processes that save and restore together, for `test_two_processes.py`; not a test."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fornax.checkpoint import Checkpointer
+from fornax.config.errors import CheckpointError
+
+
+def main() -> None:
+    root, process, port, task = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    divided = NamedSharding(mesh, PartitionSpec("data"))
+    same = NamedSharding(mesh, PartitionSpec())
+    wanted = {
+        "w": jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=divided),
+        "count": jax.ShapeDtypeStruct((), jnp.int32, sharding=same),
+    }
+    with Checkpointer(root) as checkpointer:
+        if task == "save":
+            save(checkpointer, wanted, process)
+        elif task == "restore":
+            restored = checkpointer.restore(wanted)
+            assert len(restored.data) == 4
+            for shard in restored.state["w"].addressable_shards:
+                np.testing.assert_array_equal(shard.data, rows(restored.step)[shard.index])
+            say(f"restored {restored.step} {sorted(restored.data)}")
+        else:
+            try:
+                checkpointer.restore(wanted)
+            except CheckpointError as error:
+                say(f"refused {error}")
+
+
+def rows(step: int) -> np.ndarray:
+    return np.arange(8 * 64, dtype=np.float32).reshape(8, 64) + step
+
+
+def save(checkpointer: Checkpointer, wanted: dict, process: int) -> None:
+    for step in (1, 2, 3, 4, 5):
+        state = {
+            "w": jax.make_array_from_callback(
+                (8, 64), wanted["w"].sharding, lambda index, step=step: rows(step)[index]
+            ),
+            "count": jax.make_array_from_callback(
+                (), wanted["count"].sharding, lambda _, step=step: np.int32(step)
+            ),
+        }
+        data = {shard: {"at": [step, shard]} for shard in (2 * process, 2 * process + 1)}
+        checkpointer.save(step, state=state, data=data, config_yaml="hosts: 2\n")
+        checkpointer.check()
+    checkpointer.wait()
+    say(f"saved {checkpointer.latest_step()}")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Kills, full disks and refused writes: the latest checkpoint always loads."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fornax.checkpoint import Checkpointer
+
+HERE = Path(__file__).parent
+KILLS = 20
+
+
+def environment():
+    return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+def test_the_latest_checkpoint_loads_after_twenty_kills(tmp_path):
+    root = tmp_path / "checkpoints"
+    delays = random.Random(0)
+    resumed, leftovers = [], 0
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "kill_server.py"), str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as server:
+        try:
+            for _ in range(KILLS + 1):
+                server.stdin.write(f"{delays.uniform(0.0, 0.6)}\n")
+                server.stdin.flush()
+                resumed.append(server.stdout.readline().strip())
+                assert resumed[-1].lstrip("-").isdecimal(), resumed
+                complete = {str(step) for step in Checkpointer(root).all_steps()}
+                names = {path.name for path in root.iterdir() if path.is_dir()}
+                leftovers += bool(names - complete)
+        finally:
+            server.kill()
+    steps = [int(step) for step in resumed]
+    assert steps == sorted(steps), "a kill lost a checkpoint that was complete"
+    assert steps[0] == -1
+    assert steps[-1] >= KILLS // 2, f"too few saves to prove anything: {steps}"
+    assert leftovers >= 3, f"only {leftovers} kills hit a save"
+
+
+WRITER = """
+import resource, sys
+import jax, jax.numpy as jnp
+from fornax.checkpoint import Checkpointer
+from fornax.config.errors import CheckpointError
+
+root, limit = sys.argv[1], int(sys.argv[2])
+small, large = {"w": jnp.ones((100, 100))}, {"w": jnp.ones((1000, 1000))}
+it = Checkpointer(root)
+it.save(1, state=small, force=True)
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+it.save(2, state=large)
+while it.saving:
+    pass
+try:
+    it.check()
+except CheckpointError as error:
+    print("refused:", error)
+wanted = {"w": jax.ShapeDtypeStruct((100, 100), jnp.float32)}
+print("steps", it.all_steps(), "sum", float(it.restore(wanted).state["w"].sum()))
+it.save(3, state=small, force=True)
+print("steps", it.all_steps())
+it.close()
+"""
+
+
+def write(root, limit=0):
+    return subprocess.run(
+        [sys.executable, "-c", WRITER, str(root), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+    )
+
+
+def test_a_file_that_cannot_grow_fails_at_the_next_check_and_harms_nothing(tmp_path):
+    done = write(tmp_path / "run", limit=1_000_000)
+    assert "refused: saving step 2" in done.stdout, done.stdout + done.stderr
+    assert "file-size limit" in done.stdout
+    assert "Step 1 is intact" in done.stdout
+    assert "steps [1] sum 10000.0" in done.stdout
+    assert "steps [1, 3]" in done.stdout
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB; needs the right to mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small disk is not permitted here; the file-size test stands in")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.fault
+def test_a_full_disk_fails_at_the_next_check_and_harms_nothing(small_disk):
+    done = write(small_disk / "run")
+    assert "refused: saving step 2" in done.stdout, done.stdout + done.stderr
+    assert "no space left on the disk" in done.stdout
+    assert "Step 1 is intact" in done.stdout
+    assert "steps [1] sum 10000.0" in done.stdout
+    assert "steps [1, 3]" in done.stdout
+
+
+@pytest.mark.fault
+def test_a_read_only_disk_is_refused_and_still_restores(small_disk):
+    import jax
+    import jax.numpy as jnp
+
+    from fornax.config.errors import CheckpointError
+
+    root = small_disk / "run"
+    with Checkpointer(root) as it:
+        it.save(1, state={"w": jnp.ones(3)}, force=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with Checkpointer(root) as it:
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            it.save(2, state={"w": jnp.ones(3)})
+        wanted = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
+        assert it.restore(wanted).step == 1
