@@ -1,4 +1,4 @@
-"""Operations worth several implementations: one signature, the fastest one that can run the call."""
+"""Operations worth several implementations: one signature, the fastest that can run the call."""
 
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import attention, attention_operation

@@ -1,7 +1,7 @@
 """The linear map of every projection, with a gradient that XLA can compile well on any device.
 
-JAX's own rule for the gradient of the weights contracts the cotangent with the input in an order that
-makes XLA's CPU backend rewrite the larger of both, and all that was fused into it, transposed,
+JAX's own rule for the gradient of the weights contracts the cotangent with the input in an order
+that makes XLA's CPU backend rewrite the larger of both, and all that was fused into it, transposed,
 element by element. The rule here contracts so that the smaller one is transposed: a whole training
 step of 36M parameters takes a quarter less processor time (docs/guides/kernels.md).
 """

@@ -1,7 +1,8 @@
 """Measured choices on disk: which implementation was fastest for one call on one machine.
 
 One small JSON file per (operation, call, device, versions), replaced atomically, so that processes
-that tune at the same time never spoil each other's work. A file that cannot be read is measured anew.
+that tune at the same time never spoil each other's work. A file that cannot be read counts as
+none.
 """
 
 import dataclasses

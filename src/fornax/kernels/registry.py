@@ -1,4 +1,4 @@
-"""One operation, several implementations: who can run a call, who is chosen, and why not the others.
+"""One operation, several implementations: who can run a call, who is chosen, why not the others.
 
 An operation describes each call as a small hashable dataclass (shapes, dtypes, options, platform).
 Implementations stand in order of preference; each answers a call with None ("I can run it") or with

@@ -1,4 +1,5 @@
-"""What one attention call looks like: its shapes and options, checked once for every implementation.
+# ruff: noqa: N815 - fields carry shape suffixes
+"""What one attention call looks like: shapes and options, checked once for all implementations.
 
 Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head width.
 """
@@ -34,8 +35,8 @@ class AttentionCall:
     positions: bool
     """Whether positions were given; without them a token's index is its position."""
     segments: bool
-    devices: int
-    """Devices the arrays may be spread over: those of the mesh in use, else 1."""
+    length_shards: int
+    """Devices over which the mesh in use divides the length."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def fill(inputs: AttentionInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.
     )
 
 
-def describe(inputs: AttentionInputs, devices: int) -> AttentionCall:
+def describe(inputs: AttentionInputs, length_shards: int) -> AttentionCall:
     """Check the inputs of a call against each other and describe it.
 
     Raises:
@@ -104,7 +105,7 @@ def describe(inputs: AttentionInputs, devices: int) -> AttentionCall:
         sinks=inputs.sinks_N is not None,
         positions=inputs.positions_q_BT is not None,
         segments=inputs.segment_ids_q_BT is not None,
-        devices=devices,
+        length_shards=length_shards,
     )
 
 

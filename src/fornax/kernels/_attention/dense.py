@@ -23,8 +23,8 @@ def visible(
 ) -> jax.Array:
     """Return the bool mask [B, T, S] of which key each query sees.
 
-    A query sees the keys of its own segment (0 is padding, which sees and shows nothing); causal: those
-    at or before its own position; window: those less than `window` positions away.
+    A query sees the keys of its own segment (0 is padding, which sees and shows nothing); causal:
+    those at or before its own position; window: those less than `window` positions away.
     """
     same = segment_ids_q_BT[:, :, None] == segment_ids_k_BS[:, None, :]
     mask = same & (segment_ids_q_BT != 0)[:, :, None]
@@ -86,13 +86,14 @@ def dense(inputs: AttentionInputs) -> jax.Array:
     mask = mask_BTS[:, None, None]
     scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
     maximum = jnp.max(scores, axis=-1, keepdims=True)
+    sinks = None
     if inputs.sinks_N is not None:
         sinks = inputs.sinks_N.astype(dtype).reshape(K, N // K, 1, 1)
         maximum = jnp.maximum(maximum, sinks)
     maximum = jax.lax.stop_gradient(maximum)
     weights = jnp.where(mask, jnp.exp(scores - maximum), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    if inputs.sinks_N is not None:
+    if sinks is not None:
         total = total + jnp.exp(sinks - maximum)
     weights = (weights / jnp.where(total == 0, 1, total)).astype(q_BTNH.dtype)
     o_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)

@@ -5,8 +5,10 @@ Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads,
 
 import jax
 
+from fornax.kernels._attention import native
 from fornax.kernels._attention.call import AttentionCall, AttentionInputs, describe
 from fornax.kernels._attention.dense import dense, reference
+from fornax.kernels._attention.sharded import length_shards
 from fornax.kernels.registry import Implementation, Operation
 
 __all__ = ["attention", "attention_operation"]
@@ -15,6 +17,7 @@ __all__ = ["attention", "attention_operation"]
 attention_operation: Operation[AttentionCall] = Operation(
     "attention",
     (
+        Implementation("native", native.native, native.declines),
         Implementation("xla", dense, lambda call: None),
         Implementation("reference", reference, lambda call: None),
     ),
@@ -47,14 +50,14 @@ def attention(
         v_BSKH: values; their width may differ from the keys'.
         scale: factor on the scores, usually H ** -0.5.
         causal: a query sees only keys at its own position or before.
-        positions_q_BT: int32 position of each query (default: its index). Given for both or neither;
-            needed when T differs from S and the mask depends on order.
+        positions_q_BT: int32 position of each query (default: its index). Given for both or
+            neither; needed when T differs from S and the mask depends on order.
         positions_k_BS: int32 position of each key. A cache's empty slots carry segment id 0.
         segment_ids_q_BT: int32 document of each query. Queries see keys of their own document only;
             0 is padding: it attends to nothing and its output is zeros.
         segment_ids_k_BS: int32 document of each key.
-        window: number of keys visible including the query's own (causal), or keys less than `window`
-            away on both sides (not causal).
+        window: number of keys visible including the query's own (causal), or keys less than
+            `window` away on both sides (not causal).
         softcap: c in s = c tanh(s / c), applied to the scaled scores.
         sinks_N: float logit per query head that takes part in the softmax without a value.
         implementation: name of one implementation to run, no other.
@@ -79,5 +82,5 @@ def attention(
         window=window,
         softcap=softcap,
     )
-    call = describe(inputs, devices=1)
+    call = describe(inputs, length_shards())
     return attention_operation.choose(call, implementation).run(inputs)

@@ -1,8 +1,9 @@
+# ruff: noqa: N815 - fields carry shape suffixes
 """Linear cross-entropy a chunk of tokens at a time, for any device and any sharding.
 
-The logits of a chunk are turned into their gradient, and that into its share of the gradients of `x`
-and `w`, while they are at hand: the backward pass only scales, so no logits are computed twice
-and [T, V] never exists. (The idea of Liger Kernel's fused linear cross entropy, Hsu et al. 2024.)
+The logits of a chunk are turned into their gradient, and that into its share of the gradients of
+`x` and `w`, while they are at hand: the backward pass only scales, so no logits are computed
+twice and [T, V] never exists. (The idea of Liger Kernel's fused linear cross entropy, Hsu et al. 2024.)
 
 A chunk takes every n-th token: whatever devices share the tokens in contiguous blocks, each holds
 its part of every chunk, and chunking moves nothing between them.
@@ -138,7 +139,7 @@ def _score(
 def _dlogits(
     scored: _Scored, weights_C: jax.Array, z_loss: float, softcap: float | None
 ) -> jax.Array:
-    """Return the gradient of sum(weight * loss) with respect to the products x w, before softcap."""
+    """Return the gradient of sum(weight * loss) with respect to x w, before the softcap."""
     softmax_CV = jnp.exp(scored.logits_CV - scored.lse_C[:, None])
     pull_C = weights_C * (1 + 2 * z_loss * scored.lse_C)
     dlogits_CV = softmax_CV * pull_C[:, None] - jnp.where(scored.hit_CV, weights_C[:, None], 0)
@@ -160,8 +161,8 @@ def _add(sums: _Sums, scored: _Scored, weights_C: jax.Array) -> _Sums:
     )
 
 
-def _split(chunk: int, *arrays: jax.Array):  # noqa: ANN202 - a tuple of arrays and its inverse
-    """Cut arrays of T rows into n chunks of every n-th row; also return the inverse for one array."""
+def _split(chunk: int, *arrays: jax.Array):
+    """Cut arrays of T rows into n chunks of every n-th row; also return the inverse of it."""
     T = arrays[0].shape[0]
     n = max(1, -(-T // chunk))
     padding = -T % n

@@ -40,8 +40,8 @@ def linear_cross_entropy(
 ) -> LossSums:
     """Project to the vocabulary and sum the weighted cross entropy, never with all logits at once.
 
-    logits = softcap(x w); loss_t = lse_t - logit_t[target_t] + z_loss * lse_t ** 2, where lse_t is the
-    log of the sum of exp(logits_t). The z-loss is PaLM's (Chowdhery et al. 2022, section 5).
+    logits = softcap(x w); loss_t = lse_t - logit_t[target_t] + z_loss * lse_t ** 2, where lse_t is
+    the log of the sum of exp(logits_t). The z-loss is PaLM's (Chowdhery et al. 2022, section 5).
 
     Args:
         x_TD: final hidden states, one floating dtype for x and w.

@@ -1,0 +1,69 @@
+"""Running a kernel that XLA cannot partition: on each device, for the rows and heads it holds.
+
+Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head width.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import PartitionSpec
+
+from fornax.mesh import current_mesh, current_rules
+
+__all__ = ["length_shards", "over_mesh"]
+
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array],
+    jax.Array,
+]
+
+
+def length_shards() -> int:
+    """Return over how many devices the mesh in use divides the length of a batch."""
+    mesh = current_mesh()
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[axis] for axis in current_rules()["length"])
+
+
+def over_mesh(
+    attend: Attend,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    tokens: tuple[jax.Array, ...],
+    sinks_N: jax.Array,
+) -> jax.Array:
+    """Run `attend` under the mesh in use, batch and heads divided where they divide evenly.
+
+    Args:
+        attend: the kernel on one device.
+        q_BTNH: queries.
+        k_BSKH: keys.
+        v_BSKH: values.
+        tokens: int32 positions and segment ids, each [B, T] or [B, S].
+        sinks_N: one value per query head, or empty.
+    """
+    mesh = current_mesh()
+    if mesh is None or mesh.size == 1:
+        return attend(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
+    rules = current_rules()
+
+    def divided(axes: tuple[str, ...], *sizes: int) -> tuple[str, ...] | None:
+        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        return axes if axes and all(size % shards == 0 for size in sizes) else None
+
+    rows = divided(rules["batch"], q_BTNH.shape[0])
+    heads = divided(rules["activation_heads"], q_BTNH.shape[2], k_BSKH.shape[2])
+    by_head = PartitionSpec(rows, None, heads, None)
+    by_row = PartitionSpec(rows, None)
+    sinks = PartitionSpec(heads) if sinks_N.size else PartitionSpec()
+    return jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(by_head, by_head, by_head, (by_row,) * len(tokens), sinks),
+        out_specs=by_head,
+        check_vma=False,
+    )(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)

@@ -1,0 +1,5 @@
+"""Native CPU kernels: C++ compiled on first use, called through XLA's foreign function interface."""
+
+from fornax.kernels._native.build import compiler, library_path, unavailable
+
+__all__ = ["compiler", "library_path", "unavailable"]

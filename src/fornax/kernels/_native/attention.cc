@@ -1,0 +1,495 @@
+// Attention on CPU, forward and backward, a block of queries against a block of keys at a time.
+//
+// The algorithm is flash attention's (Dao 2023): a running maximum and sum per query forward; the
+// log-sum-exp saved; scores computed again backward. Blocks in which no query sees a key are skipped.
+//
+// Letters: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H key width,
+// W value width. q [B, T, N, H], k [B, S, K, H], v [B, S, K, W], o [B, T, N, W], lse [B, N, T].
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "simd.h"
+
+namespace fornax {
+namespace {
+
+constexpr int64_t kBlock = 64;  // queries and keys of a block
+constexpr float kLowest = -1e30f;
+constexpr int32_t kNoKey = std::numeric_limits<int32_t>::min();
+constexpr int32_t kNoQuery = kNoKey + 1;
+
+struct Shape {
+  int64_t B, T, S, N, K, H, W;
+  int64_t group() const { return N / K; }
+  int64_t queries() const { return round_up(T, kBlock); }
+  int64_t keys() const { return round_up(S, kBlock); }
+  int64_t key_width() const { return round_up(H, kLanes); }
+  int64_t value_width() const { return round_up(W, kLanes); }
+};
+
+struct Options {
+  float scale;
+  float softcap;   // 0: none
+  int64_t window;  // 0: none
+  bool causal;
+};
+
+struct Span {
+  int32_t low, high;
+  void include(int32_t x) {
+    low = std::min(low, x);
+    high = std::max(high, x);
+  }
+};
+
+const Span kEmpty = {std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min()};
+
+// Positions and documents of one row of queries or keys, padded to whole blocks.
+struct Tokens {
+  const int32_t* position;
+  const int32_t* segment;  // padding carries `nobody`, which equals nothing on the other side
+};
+
+// What a block of tokens covers; `whole` if it holds no padding.
+struct Block {
+  Span position = kEmpty;
+  Span segment = kEmpty;
+  bool whole = true;
+  Block(const Tokens& tokens, int64_t start, int32_t nobody) {
+    for (int64_t i = start; i < start + kBlock; ++i) {
+      if (tokens.segment[i] == nobody) {
+        whole = false;
+        continue;
+      }
+      position.include(tokens.position[i]);
+      segment.include(tokens.segment[i]);
+    }
+  }
+  bool empty() const { return segment.low > segment.high; }
+};
+
+enum class Sight { kNone, kSome, kAll };
+
+Sight sight(const Block& q, const Block& k, const Options& options) {
+  if (q.empty() || k.empty()) return Sight::kNone;
+  if (q.segment.high < k.segment.low || k.segment.high < q.segment.low) return Sight::kNone;
+  const int64_t nearest = static_cast<int64_t>(q.position.low) - k.position.high;
+  const int64_t farthest = static_cast<int64_t>(q.position.high) - k.position.low;
+  if (options.causal && farthest < 0) return Sight::kNone;
+  if (options.window && (nearest >= options.window || -farthest >= options.window)) {
+    return Sight::kNone;
+  }
+  const bool one = q.whole && k.whole && q.segment.low == q.segment.high &&
+                   k.segment.low == k.segment.high && q.segment.low == k.segment.low;
+  const bool ordered = !options.causal || nearest >= 0;
+  const bool near = !options.window || (farthest < options.window && -nearest < options.window);
+  return one && ordered && near ? Sight::kAll : Sight::kSome;
+}
+
+// All ones in the lanes of the keys that a query sees.
+inline IntVec seen(int32_t position, int32_t segment, const Tokens& keys, int64_t at,
+                   const Options& options) {
+  IntVec mask = load(keys.segment + at) == splat(segment);
+  const IntVec distance = splat(position) - load(keys.position + at);
+  if (options.causal) mask &= distance >= 0;
+  if (options.window) {
+    const int32_t window = static_cast<int32_t>(std::min<int64_t>(options.window, INT32_MAX));
+    mask &= distance < window;
+    mask &= distance > -window;
+  }
+  return mask;
+}
+
+// Copies a [rows, width] slice whose rows are `stride` apart into padded rows of floats.
+template <typename T>
+void gather(const T* from, int64_t rows, int64_t width, int64_t stride, float factor, float* to,
+            int64_t padded_rows, int64_t padded_width) {
+  for (int64_t i = 0; i < rows; ++i) {
+    float* line = to + i * padded_width;
+    for (int64_t j = 0; j < width; ++j) line[j] = widen(from[i * stride + j]) * factor;
+    for (int64_t j = width; j < padded_width; ++j) line[j] = 0;
+  }
+  std::fill(to + rows * padded_width, to + padded_rows * padded_width, 0.0f);
+}
+
+template <typename T>
+void scatter(const float* from, int64_t rows, int64_t width, int64_t padded_width, float factor,
+             T* to, int64_t stride) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < width; ++j) {
+      narrow(from[i * padded_width + j] * factor, to + i * stride + j);
+    }
+  }
+}
+
+// to[width, rows] = from[rows, width] transposed, in squares that stay in the first cache.
+void transpose(const float* from, int64_t rows, int64_t width, float* to) {
+  constexpr int64_t kSide = 16;
+  for (int64_t i = 0; i < rows; i += kSide) {
+    for (int64_t j = 0; j < width; j += kSide) {
+      const int64_t right = std::min(j + kSide, width);
+      for (int64_t jj = j; jj < right; ++jj) {
+        for (int64_t ii = i; ii < i + kSide; ++ii) to[jj * rows + ii] = from[ii * width + jj];
+      }
+    }
+  }
+}
+
+void gather_tokens(const int32_t* position, const int32_t* segment, int64_t count, int64_t padded,
+                   int32_t nobody, int32_t* positions, int32_t* segments) {
+  for (int64_t i = 0; i < count; ++i) {
+    positions[i] = position[i];
+    segments[i] = segment[i] == 0 ? nobody : segment[i];
+  }
+  for (int64_t i = count; i < padded; ++i) {
+    positions[i] = 0;
+    segments[i] = nobody;
+  }
+}
+
+// Everything about one row of the batch and one key/value head, in working memory.
+struct Head {
+  float *k, *kt, *v, *vt;
+  Tokens queries, keys;
+  std::vector<Block> query_blocks, key_blocks;
+
+  static int64_t floats(const Shape& s) {
+    return 2 * s.keys() * (s.key_width() + s.value_width()) + 2 * (s.queries() + s.keys());
+  }
+
+  template <typename T>
+  Head(Arena& arena, const Shape& s, const T* k_all, const T* v_all, const int32_t* position_q,
+       const int32_t* position_k, const int32_t* segment_q, const int32_t* segment_k, int64_t b,
+       int64_t head, bool backward) {
+    const int64_t S = s.keys(), H = s.key_width(), W = s.value_width();
+    k = arena.take(S * H);
+    kt = arena.take(S * H);
+    v = arena.take(S * W);
+    vt = arena.take(S * W);
+    auto* ints = reinterpret_cast<int32_t*>(arena.take(2 * (s.queries() + S)));
+    gather(k_all + (b * s.S * s.K + head) * s.H, s.S, s.H, s.K * s.H, 1.0f, k, S, H);
+    gather(v_all + (b * s.S * s.K + head) * s.W, s.S, s.W, s.K * s.W, 1.0f, v, S, W);
+    transpose(k, S, H, kt);
+    if (backward) transpose(v, S, W, vt);
+    int32_t *pq = ints, *sq = pq + s.queries(), *pk = sq + s.queries(), *sk = pk + S;
+    gather_tokens(position_q + b * s.T, segment_q + b * s.T, s.T, s.queries(), kNoQuery, pq, sq);
+    gather_tokens(position_k + b * s.S, segment_k + b * s.S, s.S, S, kNoKey, pk, sk);
+    queries = {pq, sq};
+    keys = {pk, sk};
+    for (int64_t i = 0; i < s.queries(); i += kBlock) query_blocks.emplace_back(queries, i, kNoQuery);
+    for (int64_t i = 0; i < S; i += kBlock) key_blocks.emplace_back(keys, i, kNoKey);
+  }
+};
+
+// One block's scores after softcap, keys that are not seen at kLowest.
+void score(const Head& head, const Shape& s, const Options& options, const float* q, int64_t query,
+           int64_t key, int64_t rows, Sight how, float* scores) {
+  const int64_t H = s.key_width();
+  product(rows, kBlock, H, {q, H, 1}, head.kt + key, s.keys(), scores, kBlock, false);
+  if (options.softcap == 0 && how == Sight::kAll) return;
+  const float cap = options.softcap;
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < kBlock; j += kLanes) {
+      float* at = scores + i * kBlock + j;
+      Vec x = load(at);
+      if (cap != 0) x = cap * hyperbolic_tangent(x / cap);
+      if (how == Sight::kSome) {
+        x = where(seen(head.queries.position[query + i], head.queries.segment[query + i], head.keys,
+                       key + j, options),
+                  x, splat(kLowest));
+      }
+      store(at, x);
+    }
+  }
+}
+
+// e^(score - maximum), 0 for keys that are not seen.
+inline Vec weight(Vec x, Vec top) { return where(x > kLowest, exponential(x - top)); }
+
+template <typename T>
+struct Forward {
+  Shape s;
+  Options options;
+  const T *q, *k, *v;
+  const int32_t *position_q, *position_k, *segment_q, *segment_k;
+  const float* sinks;  // null: none
+  T* o;
+  float* lse;
+
+  void block(const Head& head, Arena& arena, int64_t b, int64_t n, int64_t index, float* q_block,
+             float* scores, float* out) const {
+    const int64_t H = s.key_width(), W = s.value_width(), query = index * kBlock;
+    const int64_t rows = std::min(kBlock, s.T - query);
+    gather(q + ((b * s.T + query) * s.N + n) * s.H, rows, s.H, s.N * s.H, options.scale, q_block,
+           rows, H);
+    float top[kBlock], total[kBlock];
+    std::fill(top, top + kBlock, sinks ? sinks[n] : kLowest);
+    std::fill(total, total + kBlock, sinks ? 1.0f : 0.0f);
+    std::fill(out, out + kBlock * W, 0.0f);
+    for (size_t other = 0; other < head.key_blocks.size(); ++other) {
+      const Sight how = sight(head.query_blocks[index], head.key_blocks[other], options);
+      if (how == Sight::kNone) continue;
+      const int64_t key = other * kBlock;
+      score(head, s, options, q_block, query, key, rows, how, scores);
+      for (int64_t i = 0; i < rows; ++i) soften(scores + i * kBlock, out + i * W, top + i, total + i);
+      product(rows, W, kBlock, {scores, kBlock, 1}, head.v + key * W, W, out, W, true);
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      const float inverse = total[i] == 0 ? 0 : 1 / total[i];
+      T* to = o + ((b * s.T + query + i) * s.N + n) * s.W;
+      for (int64_t j = 0; j < s.W; ++j) narrow(out[i * W + j] * inverse, to + j);
+      lse[(b * s.N + n) * s.T + query + i] = total[i] == 0 ? 0 : top[i] + std::log(total[i]);
+    }
+  }
+
+  // Scores of one query become weights; what it gathered so far is rescaled to the new maximum.
+  void soften(float* scores, float* out, float* top, float* total) const {
+    Vec most = splat(kLowest);
+    for (int64_t j = 0; j < kBlock; j += kLanes) most = maximum(most, load(scores + j));
+    const float now = std::max(*top, highest(most));
+    const Vec now_v = splat(now);
+    Vec added = splat(0.0f);
+    for (int64_t j = 0; j < kBlock; j += kLanes) {
+      const Vec w = weight(load(scores + j), now_v);
+      store(scores + j, w);
+      added += w;
+    }
+    if (now != *top) {
+      const float shrink = std::exp(*top - now);
+      const int64_t W = s.value_width();
+      for (int64_t j = 0; j < W; j += kLanes) store(out + j, load(out + j) * shrink);
+      *total *= shrink;
+      *top = now;
+    }
+    *total += sum(added);
+  }
+
+  void run(ffi::ThreadPool& pool) const {
+    const int64_t blocks = s.queries() / kBlock;
+    const int64_t heads = s.B * s.K;
+    const int64_t wanted = (2 * pool.num_threads() + heads - 1) / std::max<int64_t>(heads, 1);
+    const int64_t parts = std::max<int64_t>(1, std::min(blocks, wanted));
+    parallel_for(pool, heads * parts, [&](int64_t task) {
+      const int64_t b = task / parts / s.K, kv = task / parts % s.K, part = task % parts;
+      Arena& arena = Arena::of_this_thread();
+      arena.start(Head::floats(s) + kBlock * (s.key_width() + kBlock + s.value_width()));
+      const Head head(arena, s, k, v, position_q, position_k, segment_q, segment_k, b, kv, false);
+      float* q_block = arena.take(kBlock * s.key_width());
+      float* scores = arena.take(kBlock * kBlock);
+      float* out = arena.take(kBlock * s.value_width());
+      for (int64_t n = kv * s.group(); n < (kv + 1) * s.group(); ++n) {
+        for (int64_t i = part; i < blocks; i += parts) {
+          block(head, arena, b, n, i, q_block, scores, out);
+        }
+      }
+    });
+  }
+};
+
+template <typename T>
+struct Backward {
+  Shape s;
+  Options options;
+  const T *q, *k, *v;
+  const int32_t *position_q, *position_k, *segment_q, *segment_k;
+  const float* lse;
+  const T *o, *d_o;
+  T *dq, *dk, *dv;
+
+  struct Scratch {
+    float *q, *d_o, *dq, *scores, *slopes, *dk, *dv;
+  };
+
+  static int64_t floats(const Shape& s) {
+    return kBlock * (2 * s.key_width() + s.value_width() + 2 * kBlock) +
+           s.keys() * (s.key_width() + s.value_width());
+  }
+
+  void block(const Head& head, int64_t b, int64_t n, int64_t index, const Scratch& w) const {
+    const int64_t H = s.key_width(), W = s.value_width(), query = index * kBlock;
+    const int64_t rows = std::min(kBlock, s.T - query);
+    const int64_t first = (b * s.T + query) * s.N + n;
+    gather(q + first * s.H, rows, s.H, s.N * s.H, options.scale, w.q, rows, H);
+    gather(d_o + first * s.W, rows, s.W, s.N * s.W, 1.0f, w.d_o, rows, W);
+    std::fill(w.dq, w.dq + kBlock * H, 0.0f);
+    float delta[kBlock];  // the part of every score's slope that the softmax's sum gives back
+    for (int64_t i = 0; i < rows; ++i) {
+      const T* out = o + (first + i * s.N) * s.W;
+      float dot = 0;
+      for (int64_t j = 0; j < s.W; ++j) dot += widen(out[j]) * w.d_o[i * W + j];
+      delta[i] = dot;
+    }
+    const float* lse_block = lse + (b * s.N + n) * s.T + query;
+    for (size_t other = 0; other < head.key_blocks.size(); ++other) {
+      const Sight how = sight(head.query_blocks[index], head.key_blocks[other], options);
+      if (how == Sight::kNone) continue;
+      const int64_t key = other * kBlock;
+      score(head, s, options, w.q, query, key, rows, how, w.scores);
+      product(rows, kBlock, W, {w.d_o, W, 1}, head.vt + key, s.keys(), w.slopes, kBlock, false);
+      for (int64_t i = 0; i < rows; ++i) {
+        differentiate(w.scores + i * kBlock, w.slopes + i * kBlock, lse_block[i], delta[i]);
+      }
+      product(kBlock, W, rows, {w.scores, 1, kBlock}, w.d_o, W, w.dv + key * W, W, true);
+      product(kBlock, H, rows, {w.slopes, 1, kBlock}, w.q, H, w.dk + key * H, H, true);
+      product(rows, H, kBlock, {w.slopes, kBlock, 1}, head.k + key * H, H, w.dq, H, true);
+    }
+    scatter(w.dq, rows, s.H, H, options.scale, dq + first * s.H, s.N * s.H);
+  }
+
+  // Scores of one query become weights, and slopes of its weights become slopes of its scores.
+  void differentiate(float* scores, float* slopes, float lse_, float delta) const {
+    const float cap = options.softcap;
+    for (int64_t j = 0; j < kBlock; j += kLanes) {
+      const Vec x = load(scores + j);
+      const Vec p = weight(x, splat(lse_));
+      Vec slope = p * (load(slopes + j) - delta);
+      if (cap != 0) slope = where(x > kLowest, slope * (1.0f - (x / cap) * (x / cap)));
+      store(scores + j, p);
+      store(slopes + j, slope);
+    }
+  }
+
+  void run(ffi::ThreadPool& pool) const {
+    parallel_for(pool, s.B * s.K, [&](int64_t task) {
+      const int64_t b = task / s.K, kv = task % s.K;
+      const int64_t S = s.keys(), H = s.key_width(), W = s.value_width();
+      Arena& arena = Arena::of_this_thread();
+      arena.start(Head::floats(s) + floats(s));
+      const Head head(arena, s, k, v, position_q, position_k, segment_q, segment_k, b, kv, true);
+      Scratch w;
+      w.q = arena.take(kBlock * H);
+      w.d_o = arena.take(kBlock * W);
+      w.dq = arena.take(kBlock * H);
+      w.scores = arena.take(kBlock * kBlock);
+      w.slopes = arena.take(kBlock * kBlock);
+      w.dk = arena.take(S * H);
+      w.dv = arena.take(S * W);
+      std::fill(w.dk, w.dk + S * H, 0.0f);
+      std::fill(w.dv, w.dv + S * W, 0.0f);
+      for (int64_t n = kv * s.group(); n < (kv + 1) * s.group(); ++n) {
+        for (int64_t i = 0; i < s.queries() / kBlock; ++i) block(head, b, n, i, w);
+      }
+      scatter(w.dk, s.S, s.H, H, 1.0f, dk + (b * s.S * s.K + kv) * s.H, s.K * s.H);
+      scatter(w.dv, s.S, s.W, W, 1.0f, dv + (b * s.S * s.K + kv) * s.W, s.K * s.W);
+    });
+  }
+};
+
+Shape shape_of(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v) {
+  const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
+  return {qd[0], qd[1], kd[1], qd[2], kd[2], qd[3], vd[3]};
+}
+
+using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
+
+template <typename T>
+void forward(ffi::ThreadPool& pool, const Options& options, const ffi::AnyBuffer& q,
+             const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, const Ints& position_q,
+             const Ints& position_k, const Ints& segment_q, const Ints& segment_k,
+             const Floats& sinks, ffi::AnyBuffer& o, Floats& lse) {
+  Forward<T>{shape_of(q, k, v),
+             options,
+             static_cast<const T*>(q.untyped_data()),
+             static_cast<const T*>(k.untyped_data()),
+             static_cast<const T*>(v.untyped_data()),
+             position_q.typed_data(),
+             position_k.typed_data(),
+             segment_q.typed_data(),
+             segment_k.typed_data(),
+             sinks.element_count() ? sinks.typed_data() : nullptr,
+             static_cast<T*>(o.untyped_data()),
+             lse.typed_data()}
+      .run(pool);
+}
+
+ffi::Error forward_call(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                        Ints position_q, Ints position_k, Ints segment_q, Ints segment_k,
+                        Floats sinks, ffi::Result<ffi::AnyBuffer> o, ffi::Result<Floats> lse,
+                        float scale, float softcap, int64_t window, bool causal) {
+  const Options options{scale, softcap, window, causal};
+  const auto run = q.element_type() == ffi::F32 ? forward<float> : forward<Half>;
+  run(pool, options, q, k, v, position_q, position_k, segment_q, segment_k, sinks, *o, *lse);
+  return ffi::Error::Success();
+}
+
+template <typename T>
+void backward(ffi::ThreadPool& pool, const Options& options, const ffi::AnyBuffer& q,
+              const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, const Ints& position_q,
+              const Ints& position_k, const Ints& segment_q, const Ints& segment_k,
+              const Floats& lse, const ffi::AnyBuffer& o, const ffi::AnyBuffer& d_o,
+              ffi::AnyBuffer& dq, ffi::AnyBuffer& dk, ffi::AnyBuffer& dv) {
+  Backward<T>{shape_of(q, k, v),
+              options,
+              static_cast<const T*>(q.untyped_data()),
+              static_cast<const T*>(k.untyped_data()),
+              static_cast<const T*>(v.untyped_data()),
+              position_q.typed_data(),
+              position_k.typed_data(),
+              segment_q.typed_data(),
+              segment_k.typed_data(),
+              lse.typed_data(),
+              static_cast<const T*>(o.untyped_data()),
+              static_cast<const T*>(d_o.untyped_data()),
+              static_cast<T*>(dq.untyped_data()),
+              static_cast<T*>(dk.untyped_data()),
+              static_cast<T*>(dv.untyped_data())}
+      .run(pool);
+}
+
+ffi::Error backward_call(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                         Ints position_q, Ints position_k, Ints segment_q, Ints segment_k,
+                         Floats lse, ffi::AnyBuffer o, ffi::AnyBuffer d_o,
+                         ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                         ffi::Result<ffi::AnyBuffer> dv, float scale, float softcap, int64_t window,
+                         bool causal) {
+  const Options options{scale, softcap, window, causal};
+  const auto run = q.element_type() == ffi::F32 ? backward<float> : backward<Half>;
+  run(pool, options, q, k, v, position_q, position_k, segment_q, segment_k, lse, o, d_o, *dq, *dk,
+      *dv);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace fornax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_attention_forward, fornax::forward_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Floats>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<fornax::Floats>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<bool>("causal"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_attention_backward, fornax::backward_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Floats>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<bool>("causal"));

@@ -1,0 +1,145 @@
+"""Compile the native CPU kernels on first use and keep the library for later processes.
+
+The library's folder is named after everything that shapes it: sources, compiler, flags, the
+processor's features, jaxlib. It is written beside its place and renamed into it, so concurrent
+processes only ever see whole files. Without a compiler the kernels decline, and one notice says so.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+import jaxlib
+
+from fornax.config import environment
+
+__all__ = ["compiler", "library_path", "unavailable"]
+
+_SOURCES = ("simd.h", "attention.cc")
+_TARGETS = ("fornax_attention_forward", "fornax_attention_backward")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-w",  # jaxlib's headers warn; ours are compiled with warnings in the tests
+)
+_TIMEOUT_S = 300
+
+_log = logging.getLogger("fornax.kernels")
+
+
+class _BuildError(Exception):
+    """Why there is no library, as half a sentence."""
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Build, load and register the native kernels; return None, or why they cannot be used.
+
+    The reason is logged once.
+    """
+    try:
+        library = _load(library_path())
+    except _BuildError as error:
+        _log.warning("native CPU kernels are off, XLA's are used instead: %s", error)
+        return str(error)
+    for target in _TARGETS:
+        jax.ffi.register_ffi_target(
+            target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
+        )
+    return None
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler's path: CXX if set, else the first of c++, g++, clang++."""
+    named = environment.cxx()
+    if named is not None:
+        return shutil.which(named)
+    return next((found for c in ("c++", "g++", "clang++") if (found := shutil.which(c))), None)
+
+
+def library_path() -> Path:
+    """Return the compiled library, compiling it if this machine has not done so before."""
+    cxx = compiler()
+    if cxx is None:
+        raise _BuildError("no C++ compiler was found; install g++ or clang++, or set CXX")
+    folder = environment.cache_dir() / "native" / _fingerprint(cxx)
+    path = folder / "kernels.so"
+    if not path.exists():
+        _compile(cxx, path)
+    return path
+
+
+def _fingerprint(cxx: str) -> str:
+    """Name everything that the compiled library depends on."""
+    digest = hashlib.sha256()
+    for part in (_version(cxx), *_FLAGS, _processor(), jaxlib.__version__):
+        digest.update(part.encode() + b"\0")
+    for name in _SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _version(cxx: str) -> str:
+    try:
+        done = subprocess.run(
+            [cxx, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _BuildError(f"{cxx} --version failed: {error}") from error
+    return done.stdout
+
+
+def _processor() -> str:
+    """Name the processor's features, which `-march=native` compiles for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _compile(cxx: str, path: Path) -> None:
+    source = Path(__file__).parent / "attention.cc"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so.tmp")
+    except OSError as error:
+        raise _BuildError(
+            f"{path.parent} cannot be written ({error.strerror}); set FORNAX_CACHE_DIR"
+        ) from error
+    os.close(handle)
+    command = [cxx, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(source), "-o", temporary]
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        os.replace(temporary, path)
+    except subprocess.CalledProcessError as error:
+        first = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr)
+        raise _BuildError(f"{cxx} failed to compile {source.name}: {first.strip()}") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _BuildError(f"{cxx} failed to compile {source.name}: {error}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise _BuildError(
+            f"{path} could not be loaded and was removed ({error}); start again to compile it anew"
+        ) from error

@@ -1,0 +1,232 @@
+// Vectors, small matrix products and a parallel loop: what the native CPU kernels share.
+//
+// Vectors are the compiler's own extension, so one source serves AVX-512, AVX2 and NEON.
+
+#ifndef FORNAX_KERNELS_SIMD_H_
+#define FORNAX_KERNELS_SIMD_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace fornax {
+
+namespace ffi = xla::ffi;
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+
+inline Vec load(const float* from) {
+  Vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline IntVec load(const int32_t* from) {
+  IntVec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+
+inline Vec splat(float x) { return Vec{} + x; }
+inline IntVec splat(int32_t x) { return IntVec{} + x; }
+
+inline IntVec bits(Vec v) { return (IntVec)v; }
+inline Vec from_bits(IntVec v) { return (Vec)v; }
+
+// Lanes of `yes` where the mask is all ones, 0 elsewhere.
+inline Vec where(IntVec mask, Vec yes) { return from_bits(bits(yes) & mask); }
+inline Vec where(IntVec mask, Vec yes, Vec no) {
+  return from_bits((bits(yes) & mask) | (bits(no) & ~mask));
+}
+
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
+
+inline float sum(Vec v) {
+  float total = 0;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+}
+
+inline float highest(Vec v) {
+  float top = v[0];
+  for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
+  return top;
+}
+
+// e^x to about 1 ulp for -87 < x < 88; clamped outside. x = n ln 2 + r, |r| <= ln 2 / 2, and a Taylor
+// polynomial of degree 7 in r.
+inline Vec exponential(Vec x) {
+  x = minimum(maximum(x, splat(-87.0f)), splat(88.0f));
+  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec shifted = x * 1.44269504088896341f + shift;
+  const Vec n = shifted - shift;
+  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = splat(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const IntVec power = (bits(shifted) - bits(shift) + 127) << 23;
+  return p * from_bits(power);
+}
+
+inline Vec hyperbolic_tangent(Vec x) {
+  return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
+}
+
+// A matrix seen through two strides; element (i, j) is at[i * row + j * column].
+struct View {
+  const float* at;
+  int64_t row;
+  int64_t column;
+};
+
+template <int kRows, int kVecs>
+inline void tile(int64_t depth, View a, const float* b, int64_t b_row, float* c, int64_t c_row,
+                 bool add) {
+  Vec acc[kRows][kVecs] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec line[kVecs];
+    for (int j = 0; j < kVecs; ++j) line[j] = load(b + k * b_row + j * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      const Vec x = splat(a.at[i * a.row + k * a.column]);
+      for (int j = 0; j < kVecs; ++j) acc[i][j] += x * line[j];
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVecs; ++j) {
+      float* to = c + i * c_row + j * kLanes;
+      store(to, add ? load(to) + acc[i][j] : acc[i][j]);
+    }
+  }
+}
+
+template <int kVecs>
+inline void panel(int64_t rows, int64_t depth, View a, const float* b, int64_t b_row, float* c,
+                  int64_t c_row, bool add) {
+  constexpr int kRows = 4;
+  int64_t i = 0;
+  for (; i + kRows <= rows; i += kRows) {
+    tile<kRows, kVecs>(depth, {a.at + i * a.row, a.row, a.column}, b, b_row, c + i * c_row, c_row,
+                       add);
+  }
+  for (; i < rows; ++i) {
+    tile<1, kVecs>(depth, {a.at + i * a.row, a.row, a.column}, b, b_row, c + i * c_row, c_row, add);
+  }
+}
+
+// c[rows, columns] = (add ? c : 0) + a[rows, depth] b[depth, columns]; columns is a multiple of
+// kLanes, and the rows of b and c are contiguous.
+inline void product(int64_t rows, int64_t columns, int64_t depth, View a, const float* b,
+                    int64_t b_row, float* c, int64_t c_row, bool add) {
+  constexpr int kWide = kLanes >= 16 ? 4 : 2;
+  int64_t j = 0;
+  for (; j + kWide * kLanes <= columns; j += kWide * kLanes) {
+    panel<kWide>(rows, depth, a, b + j, b_row, c + j, c_row, add);
+  }
+  for (; j < columns; j += kLanes) panel<1>(rows, depth, a, b + j, b_row, c + j, c_row, add);
+}
+
+inline int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// bfloat16 as it lies in memory.
+struct Half {
+  uint16_t raw;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(Half x) {
+  const uint32_t wide = static_cast<uint32_t>(x.raw) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, Half* to) {
+  uint32_t wide;
+  std::memcpy(&wide, &x, sizeof wide);
+  const bool nan = (wide & 0x7fffffff) > 0x7f800000;
+  to->raw = nan ? 0x7fc0 : static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+
+// Working memory of one thread that outlives the call: no page is faulted in twice.
+class Arena {
+ public:
+  static Arena& of_this_thread() {
+    static thread_local Arena arena;
+    return arena;
+  }
+  // Forgets what was taken and makes room for `floats` more.
+  void start(int64_t floats) {
+    used_ = 0;
+    if (static_cast<int64_t>(room_.size()) < floats + 16) room_.resize(floats + 16);
+    const auto address = reinterpret_cast<uintptr_t>(room_.data());
+    base_ = room_.data() + ((64 - address % 64) % 64) / 4;
+  }
+  float* take(int64_t floats) {
+    float* taken = base_ + used_;
+    used_ += floats;
+    return taken;
+  }
+
+ private:
+  std::vector<float> room_;
+  float* base_ = nullptr;
+  int64_t used_ = 0;
+};
+
+// Runs work(0) .. work(count - 1) on the pool and the calling thread; returns when all are done. The
+// caller never waits for a task that has not begun, so a busy pool cannot deadlock it.
+template <typename Work>
+void parallel_for(ffi::ThreadPool& pool, int64_t count, const Work& work) {
+  struct State {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> done{0};
+    std::mutex mutex;
+    std::condition_variable finished;
+  };
+  auto state = std::make_shared<State>();
+  const Work* body = &work;  // touched only while an index is left, so while the caller waits
+  auto loop = [state, count, body] {
+    for (int64_t i = state->next++; i < count; i = state->next++) {
+      (*body)(i);
+      if (++state->done == count) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        state->finished.notify_all();
+      }
+    }
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop(); });
+  loop();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->finished.wait(lock, [&] { return state->done == count; });
+}
+
+}  // namespace fornax
+
+#endif  // FORNAX_KERNELS_SIMD_H_
