@@ -1,0 +1,218 @@
+"""What benchmarks share: contestants in processes of their own, interleaved rounds, a results file.
+
+A machine is never quiet, so contestants take turns: each round gives every contestant one turn, in
+an order that rotates, and ratios are taken within a round. A contestant lives in its own process (its
+own threads, allocator and environment) and waits, without using the processor, for its turn.
+
+A benchmark calls `contest` in the parent process and `serve` in a worker:
+
+    if args.worker:
+        _harness.serve(make_turn(args.worker))
+    else:
+        times = _harness.contest({name: [sys.executable, __file__, "--worker", name] ...}, rounds=10)
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of one contestant."""
+
+    wall_s: float
+    cpu_s: float
+    """Processor time, user and system, of the contestant's process during the turn."""
+    faults: int
+    """Pages that the kernel had to map during the turn."""
+
+
+@dataclass
+class Result:
+    """All turns of one contestant, or the reason why it took none."""
+
+    turns: list[Turn] = field(default_factory=list)
+    absent: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    """What the contestant said of itself when it was ready."""
+
+    def median_s(self) -> float:
+        return statistics.median(t.wall_s for t in self.turns)
+
+    def best_s(self) -> float:
+        return min(t.wall_s for t in self.turns)
+
+    def cpu_s(self) -> float:
+        return min(t.cpu_s for t in self.turns)
+
+
+def timed(turn: Callable[[], Any]) -> Turn:
+    """Run `turn` once on the clock; it must not return before its work is done."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    start = time.perf_counter()
+    turn()
+    wall = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Turn(wall, cpu, after.ru_minflt - before.ru_minflt)
+
+
+def serve(make: Callable[[], tuple[Callable[[], Any], dict[str, Any]]]) -> None:
+    """Be a contestant: make ready, say so, then take a turn for each line on standard input.
+
+    Args:
+        make: returns the turn, warmed up, and details to report. ImportError: the contestant is
+            absent.
+    """
+    with _answers_only() as answers:
+        try:
+            turn, details = make()
+        except ImportError as error:
+            _say(answers, {"absent": str(error)})
+            return
+        _say(answers, {"ready": details})
+        for _ in sys.stdin:
+            taken = timed(turn)
+            _say(answers, {"wall": taken.wall_s, "cpu": taken.cpu_s, "faults": taken.faults})
+
+
+@contextlib.contextmanager
+def _answers_only():
+    """Keep standard output for answers: whatever libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        yield answers
+    finally:
+        answers.close()
+
+
+def _say(answers: TextIO, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def contest(
+    commands: Mapping[str, Sequence[str]],
+    *,
+    rounds: int,
+    warmups: int = 1,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, Result]:
+    """Start every contestant, then let them take turns.
+
+    Args:
+        commands: contestant to the command of its worker process.
+        rounds: turns for each, after the warm-ups.
+        warmups: rounds thrown away.
+        env: additions to the workers' environment.
+
+    Returns:
+        Contestant to its turns, in the order of `commands`.
+    """
+    results: dict[str, Result] = {}
+    workers: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for name, command in commands.items():
+            print(f"preparing {name}", file=sys.stderr, flush=True)
+            workers[name] = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, **(env or {})},
+            )
+            said = _hear(workers[name], name)
+            results[name] = Result(absent=said.get("absent"), details=said.get("ready") or {})
+        _take_turns(workers, results, rounds, warmups)
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.wait()
+    return results
+
+
+def _take_turns(
+    workers: Mapping[str, subprocess.Popen[str]],
+    results: Mapping[str, Result],
+    rounds: int,
+    warmups: int,
+) -> None:
+    names = [name for name, result in results.items() if result.absent is None]
+    for number in range(warmups + rounds):
+        print(f"round {number + 1} of {warmups + rounds}", file=sys.stderr, flush=True)
+        first = number % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            stdin = workers[name].stdin
+            assert stdin is not None
+            stdin.write("turn\n")
+            stdin.flush()
+            said = _hear(workers[name], name)
+            if number >= warmups:
+                results[name].turns.append(Turn(said["wall"], said["cpu"], said["faults"]))
+
+
+def _hear(worker: subprocess.Popen[str], name: str) -> dict[str, Any]:
+    assert worker.stdout is not None
+    line = worker.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the worker of {name} ended with code {worker.wait()}")
+    return json.loads(line)
+
+
+def ratio(results: Mapping[str, Result], name: str, to: str) -> float:
+    """Return the median over rounds of `name`'s time over that of `to` in the same round."""
+    pairs = zip(results[name].turns, results[to].turns, strict=True)
+    return statistics.median(mine.wall_s / theirs.wall_s for mine, theirs in pairs)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def machine() -> str:
+    """Describe the machine in one line: processor, cores, memory."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{name}, {os.cpu_count()} cores, {pages / 2**30:.0f} GiB, {platform.system()}"
+
+
+def versions(*packages: str) -> str:
+    """Return `name version` of each installed package."""
+    found = []
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(["Python " + platform.python_version(), *found])
+
+
+def write_results(name: str, text: str, *, device: str = "cpu") -> Path:
+    """Write `text` to results/<date>-<device>-<name>.md and return its path."""
+    RESULTS.mkdir(exist_ok=True)
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    path = RESULTS / f"{date}-{device}-{name}.md"
+    path.write_text(text.rstrip() + "\n")
+    return path
