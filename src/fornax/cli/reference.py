@@ -12,52 +12,46 @@ from pathlib import Path
 
 from fornax.cli import registry
 from fornax.cli.registry import Command, Group
-from fornax.config import ConfigError, Field, describe
+from fornax.config import Field, describe
 from fornax.config.environment import documented
 
 
 def write_reference(directory: Path) -> list[Path]:
-    """Write `commands.md`, `configs.md` and `environment.md`; return their paths."""
+    """Write `cli.md` and `config.md`; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    pages = {
-        "commands.md": commands_page(),
-        "configs.md": configs_page(),
-        "environment.md": environment_page(),
-    }
+    pages = {"cli.md": commands_page(), "config.md": config_page()}
     for name, text in pages.items():
         (directory / name).write_text(text, encoding="utf-8")
     return [directory / name for name in pages]
 
 
 def commands_page() -> str:
-    """Every command: its help, its arguments, and the config whose keys it takes."""
-    parts = ["# Commands", "", "Every command answers `--help`; none of them asks a question.", ""]
+    """Every command with its arguments and the config whose keys it takes; the environment."""
+    parts = ["# Command line", "", "Every command answers `--help`; none asks questions.", ""]
     for command in _commands(registry.ROOT):
         parts += _command(command)
+    variables = [(f"`{name}`", meaning) for name, meaning in documented().items()]
+    parts += ["## Environment variables", "", *_table(("Variable", "Meaning"), variables), ""]
     return "\n".join(parts)
 
 
-def configs_page() -> str:
+def config_page() -> str:
     """Every key of every config that a command reads."""
     parts = [
-        "# Configs",
+        "# Configuration keys",
         "",
         "A file holds only the keys that differ from the defaults below. Every key is also a flag:",
         "`--model.num-layers 4`. A union is chosen by its `type`; keys of one variant stand under",
         "its name. `N` is the index of a list element, `KEY` a name of yours.",
         "",
     ]
+    readers: dict[type, list[str]] = {}
     for command in _commands(registry.ROOT):
         module = command.load()
         if hasattr(module, "config_class"):
-            parts += _config(module.config_class(), f"fornax {command.name}")
-    return "\n".join(parts)
-
-
-def environment_page() -> str:
-    """Every environment variable that Fornax reads."""
-    rows = [(f"`{name}`", meaning) for name, meaning in documented().items()]
-    parts = ["# Environment variables", "", *_table(("Variable", "Meaning"), rows), ""]
+            readers.setdefault(module.config_class(), []).append(f"`fornax {command.name}`")
+    for cls, programs in readers.items():
+        parts += _config(cls, ", ".join(programs))
     return "\n".join(parts)
 
 
@@ -81,7 +75,7 @@ def _command(command: Command) -> list[str]:
     if hasattr(module, "config_class"):
         name = module.config_class().__name__
         parts += [
-            f"It also takes every key of [`{name}`](configs.md#{name.lower()}) as a flag.",
+            f"It also takes every key of [`{name}`](config.md#{name.lower()}) as a flag.",
             "",
         ]
     return parts
@@ -91,8 +85,8 @@ def _flag(field: Field) -> str:
     return f"--{field.path.replace('_', '-')}"
 
 
-def _config(cls: type, program: str) -> list[str]:
-    parts = [f"## {cls.__name__}", "", f"{inspect.getdoc(cls)} Read by `{program}`.", ""]
+def _config(cls: type, programs: str) -> list[str]:
+    parts = [f"## {cls.__name__}", "", f"{inspect.getdoc(cls)} Read by {programs}.", ""]
     fields = describe(cls)
     own = [field for field in fields if "." not in field.path]
     parts += _keys(own)
@@ -122,7 +116,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def main(arguments: Sequence[str]) -> int:
     """Write the pages into the folder named."""
     if len(arguments) != 1:
-        raise ConfigError("usage: python -m fornax.cli.reference DIRECTORY")
+        print("usage: python -m fornax.cli.reference DIRECTORY", file=sys.stderr)  # noqa: T201
+        return 2
     for path in write_reference(Path(arguments[0])):
         print(path)  # noqa: T201
     return 0
