@@ -3,6 +3,7 @@
 from fornax.data.batches import Batches, ShardState, open_batches
 from fornax.data.build import BuildConfig, BuildResult, TokenizerFile, TrainBpe, build
 from fornax.data.config import DataConfig, Prefetch, RecordRange, StepRange
+from fornax.data.inspection import Inspection, inspect
 from fornax.data.manifest import Manifest, read_manifest
 from fornax.data.packing import BestFit, ConcatThenSplit, FirstFit, NoPacking, Packing
 from fornax.data.records import Record
@@ -24,6 +25,7 @@ from fornax.data.sources import (
 from fornax.data.texts import dataset_tokenizer, read_texts
 from fornax.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from fornax.data.transforms import FilterLength, FilterRegex, Python, Tokenize, Transform
+from fornax.data.visualize import Profile, visualize
 
 __all__ = [
     "ArrayRecord",
@@ -39,6 +41,7 @@ __all__ = [
     "FilterRegex",
     "FirstFit",
     "HuggingFace",
+    "Inspection",
     "Jsonl",
     "Manifest",
     "Mixture",
@@ -47,6 +50,7 @@ __all__ = [
     "Parquet",
     "Part",
     "Prefetch",
+    "Profile",
     "Python",
     "PythonSource",
     "Record",
@@ -64,9 +68,11 @@ __all__ = [
     "Transform",
     "build",
     "dataset_tokenizer",
+    "inspect",
     "load_tokenizer",
     "open_batches",
     "read_manifest",
     "read_texts",
     "train_bpe",
+    "visualize",
 ]

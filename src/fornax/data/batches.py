@@ -182,7 +182,7 @@ def count_batches(pipeline: Pipeline) -> int:
     rows = 0
     for shard in range(pipeline.config.virtual_shards):
         packer = pipeline.packer(shard, Position())
-        rows = max(rows, sum(1 for _ in iter(lambda p=packer: next(p, None), None)))
+        rows = max(rows, sum(1 for _ in packer))
     return -(-rows // pipeline.rows_per_shard)
 
 

@@ -1,6 +1,7 @@
 """A block of virtual shards as a Grain dataset: the unit that one thread or process prefetches."""
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -67,12 +68,19 @@ class BlockIterator(grain.DatasetIterator):
         }
 
     def __next__(self) -> Element:
+        began = time.perf_counter()
         rows = self._rows()
         while self._is_skipped():
             self._advance()
             rows = self._rows()
         self._advance()
-        return Element(fill(rows, self._pipeline.seq_len), self._cursors(), any(rows))
+        planned = time.perf_counter()
+        batch = fill(rows, self._pipeline.seq_len)
+        if self._times is not None:
+            segments = sum(len(row) for row in rows)
+            self._times.add("", "pack", planned - began, segments, len(rows))
+            self._times.add("", "fill", time.perf_counter() - planned, len(rows), 1)
+        return Element(batch, self._cursors(), any(rows))
 
     def _rows(self) -> list[Row]:
         count = self._pipeline.rows_per_shard

@@ -50,12 +50,12 @@ class Documents(Protocol):
         ...
 
 
-class Packer(Protocol):
+class Packer(Iterator[Row], Protocol):
     """An iterator of rows with an exact position."""
 
-    def __next__(self) -> Row: ...
-
-    def position(self) -> Position: ...
+    def position(self) -> Position:
+        """Where the packer stands after the rows it gave."""
+        ...
 
 
 LongDocuments = Literal["split", "truncate", "drop"]
@@ -135,7 +135,7 @@ def _check_bins(name: str, bins: int) -> None:
         raise ConfigError(f"{name}: bins={bins} must be at least 1")
 
 
-class _ConcatThenSplitPacker:
+class _ConcatThenSplitPacker(Iterator[Row]):
     def __init__(self, documents: Documents, seq_len: int, position: Position):
         self._stream = documents.read_from(position.record)
         self._seq_len = seq_len
@@ -193,7 +193,7 @@ def _pieces(
             offset += length
 
 
-class _OnePerRowPacker:
+class _OnePerRowPacker(Iterator[Row]):
     def __init__(self, documents: Documents, seq_len: int, position: Position, long: str):
         self._pieces = _pieces(documents, position, seq_len, long)
         self._position = position
@@ -211,7 +211,7 @@ class _OnePerRowPacker:
         return [segment]
 
 
-class _BinPacker:
+class _BinPacker(Iterator[Row]):
     """First-fit or best-fit over groups of `bins` rows.
 
     A group closes at the first piece that fits in none of its rows; its rows leave in an order

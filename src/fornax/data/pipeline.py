@@ -34,13 +34,15 @@ class Pipeline:
         """Rows that each virtual shard gives to a batch."""
         return self.batch_size // self.config.virtual_shards
 
+    def stream(self, shard: int, times: StageTimes | None = None) -> ShardStream:
+        """The documents of one virtual shard."""
+        read_batch, check = self.config.read_batch, self.config.debug
+        return ShardStream(shard, self.order, self.parts, read_batch, check, times)
+
     def packer(self, shard: int, position: Position, times: StageTimes | None = None) -> Packer:
         """The packer of one virtual shard, from a position on."""
-        stream = ShardStream(
-            shard, self.order, self.parts, self.config.read_batch, self.config.debug, times
-        )
         seed = int(np.random.SeedSequence((self.config.seed, shard)).generate_state(1)[0])
-        return self.config.packing.packer(stream, self.seq_len, position, seed)
+        return self.config.packing.packer(self.stream(shard, times), self.seq_len, position, seed)
 
     def identity(self) -> dict[str, Any]:
         """What a position depends on; a position of another identity cannot be taken up."""

@@ -18,18 +18,26 @@ _FIRST_READ = 16
 
 
 @dataclass
+class Measure:
+    """Seconds spent in a stage, and what went in and came out."""
+
+    seconds: float = 0.0
+    entered: int = 0
+    left: int = 0
+
+
+@dataclass
 class StageTimes:
-    """Seconds spent and records in and out, by stage: what `fornax data visualize` draws."""
+    """Measures by part and stage, in the order they ran; the part `""` is what all parts share."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    records_in: dict[str, int] = field(default_factory=dict)
-    records_out: dict[str, int] = field(default_factory=dict)
+    stages: dict[tuple[str, str], Measure] = field(default_factory=dict)
 
-    def add(self, stage: str, seconds: float, records_in: int, records_out: int) -> None:
-        """Count one batch of records through a stage."""
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-        self.records_in[stage] = self.records_in.get(stage, 0) + records_in
-        self.records_out[stage] = self.records_out.get(stage, 0) + records_out
+    def add(self, part: str, stage: str, seconds: float, entered: int, left: int) -> None:
+        """Count one call of a stage."""
+        measure = self.stages.setdefault((part, stage), Measure())
+        measure.seconds += seconds
+        measure.entered += entered
+        measure.left += left
 
 
 @dataclass(frozen=True)
@@ -109,13 +117,13 @@ class ShardStream:
         records: list[Record | None] = [None] * len(slots)
         for i, record in zip(wanted, found, strict=True):
             records[i] = record
-        self._note(f"{part.name}: read", began, len(slots), len(wanted))
+        self._note(part.name, "read", began, len(slots), len(wanted))
         for stage in range(len(part.chain)):
             began = time.perf_counter()
             before = sum(record is not None for record in records)
             records = part.chain.stage(stage, records, seeds, where)
             after = sum(record is not None for record in records)
-            self._note(f"{part.name}: {part.chain.names[stage]}", began, before, after)
+            self._note(part.name, part.chain.names[stage], began, before, after)
         return [self._tokens(record, where, i) for i, record in enumerate(records)]
 
     def _fetch(self, part: PartReader, indices: list[int]) -> list[Record]:
@@ -131,9 +139,9 @@ class ShardStream:
                 f"{len(indices) - 1} more failed: {type(error).__name__}: {error}"
             ) from error
 
-    def _note(self, stage: str, began: float, records_in: int, records_out: int) -> None:
+    def _note(self, part: str, stage: str, began: float, entered: int, left: int) -> None:
         if self.times is not None:
-            self.times.add(stage, time.perf_counter() - began, records_in, records_out)
+            self.times.add(part, stage, time.perf_counter() - began, entered, left)
 
     def _tokens(
         self, record: Record | None, where: Callable[[int], str], slot: int

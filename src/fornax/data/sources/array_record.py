@@ -69,6 +69,9 @@ class ArrayRecordFiles:
             reader = array_record_module.ArrayRecordReader(
                 str(path), options=_READER_OPTIONS, file_reader_buffer_size=_READER_BUFFER
             )
+            if not reader.ok():
+                # The reader of a damaged file opens; its first read says what is wrong.
+                reader.read([0])
             found = reader.num_records()
         except (RuntimeError, ValueError, OSError, IndexError) as error:
             raise _damaged(self._paths[file], error) from error
