@@ -248,11 +248,20 @@ class Checkpointer:
         """Before the first save: make sure the directory is ours, and clear what kills left."""
         if self._claimed:
             return
+        refusal = None
         if jax.process_index() == 0:
-            claim(self.directory)
-            remove_leftovers(self.directory)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"checkpoint-claim-{self.directory}")
+            try:
+                claim(self.directory)
+                remove_leftovers(self.directory)
+            except CheckpointError as error:
+                refusal = error
+            except OSError as error:
+                refusal = CheckpointError(
+                    f"cannot clear {error.filename} ({error.strerror}), which an interrupted save "
+                    "left; delete it"
+                )
+        if _anywhere(refusal is not None):
+            raise refusal or CheckpointError(f"process 0 cannot use {self.directory}; see its log")
         self._claimed = True
 
     def _finish(self, path: Path, response: Any, record: Record) -> None:
@@ -262,14 +271,14 @@ class Checkpointer:
             files = checksums(path, record.process, record.processes)
             write_record(path, replace(record, files=files))
             self._wait_for_others(path, record.processes)
-            if record.process == 0:
-                self._prune()
         except Exception as error:
             if record.processes == 1:
                 # Give back what the failed save took; the failure itself is reported below.
                 with suppress(OSError):
                     remove_leftovers(self.directory)
             raise self._save_error(record.step, error) from error
+        if record.process == 0:
+            self._prune(record.step)
 
     def _wait_for_others(self, path: Path, processes: int) -> None:
         deadline = time.monotonic() + self._config.timeout_seconds
@@ -281,7 +290,8 @@ class Checkpointer:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _prune(self) -> None:
+    def _prune(self, saved: int) -> None:
+        """Delete the steps that no rule keeps."""
         kept = []
         for step in self.all_steps():
             try:
@@ -291,7 +301,13 @@ class Checkpointer:
             saved_at = datetime.fromtimestamp(record.saved_at, UTC)
             kept.append(Kept(step, saved_at, dict(record.metrics)))
         for step in expired(self._config, kept):
-            delete_step(self.directory, step)
+            try:
+                delete_step(self.directory, step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"step {saved} is saved, but step {step} in {self.directory}, which no rule "
+                    f"keeps, cannot be deleted ({error.strerror}); delete it"
+                ) from error
 
     def _existing(self, step: int | None) -> Path:
         steps = self.all_steps()

@@ -115,6 +115,8 @@ def _view(path: str, shape: tuple[int, ...], axes: tuple[str | None, ...] | None
         )
     batch = [dim for dim, name in enumerate(axes) if name in _BATCH_AXES]
     groups = _groups(axes, batch)
+    if "norm" in axes:  # A scale for each feature, however its features are arranged.
+        groups = [tuple(dim for group in groups for dim in group)]
     while len(groups) > 2:
         unnamed = [group for group in groups if all(axes[dim] is None for dim in group)]
         if not unnamed:

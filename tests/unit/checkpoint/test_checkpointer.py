@@ -271,3 +271,30 @@ def test_verify_size_misses_what_checksum_finds(tmp_path):
         it.restore(wanted)
     with Checkpointer(tmp_path) as it, pytest.raises(CheckpointError, match="CRC-32 differs"):
         it.restore(wanted)
+
+
+def test_a_step_that_cannot_be_deleted_is_named(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError(13, "Permission denied", str(path))
+
+    it = Checkpointer(tmp_path, CheckpointConfig(keep_last=1))
+    it.save(1, state={"w": jnp.zeros(3)}, force=True)
+    monkeypatch.setattr("fornax.checkpoint.files.shutil.rmtree", refuse)
+    with pytest.raises(CheckpointError, match=r"step 2 is saved, but step 1 .* cannot be deleted"):
+        it.save(2, state={"w": jnp.zeros(3)}, force=True)
+    monkeypatch.undo()
+    it.close()
+    assert it.all_steps() == [2]
+
+
+def test_leftovers_that_cannot_be_cleared_are_named(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as it:
+        it.save(1, state={"w": jnp.zeros(3)}, force=True)
+    (tmp_path / "2").mkdir()
+
+    def refuse(path):
+        raise OSError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("fornax.checkpoint.files.shutil.rmtree", refuse)
+    with Checkpointer(tmp_path) as it, pytest.raises(CheckpointError, match=r"cannot clear .*2 "):
+        it.save(3, state={"w": jnp.zeros(3)})

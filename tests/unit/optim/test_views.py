@@ -22,6 +22,7 @@ def view(shape, axes):
         ((3, 5, 16, 24), ("layers", "expert", "embed", "mlp"), (3, 5), (16, 24)),
         ((3, 4, 8), ("layers", "heads", "head_dim"), (3,), (32,)),
         ((3, 16), ("layers", "norm"), (3,), (16,)),
+        ((3, 4, 8), ("layers", "norm", "norm"), (3,), (32,)),
         ((3, 16, 2, 24), ("layers", "embed", None, "mlp"), (3, 2), (16, 24)),
         ((32, 16), ("vocab", "embed"), (), (32, 16)),
         ((3,), ("layers",), (3,), (1,)),
