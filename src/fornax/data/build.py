@@ -141,12 +141,14 @@ def _identity(source: OpenSource) -> str:
 
 def _existing(output: Path, described: dict[str, Any], *, overwrite: bool) -> Manifest | None:
     """The dataset already there if it is the one described; `DataError` if another thing is."""
-    if not output.exists() or overwrite:
+    if not output.exists():
         return None
     if not (output / FILE).is_file():
         if output.is_dir() and not any(output.iterdir()):
             return None
         raise DataError(f"{output} exists and is no dataset: choose another output folder")
+    if overwrite:
+        return None
     manifest = read_manifest(output)
     changed = sorted(
         key

@@ -29,7 +29,9 @@ def _example_class() -> Any:
     def message(name: str, *fields: tuple[str, int, int, int, str]) -> Any:
         made = file.message_type.add(name=name)
         for field_name, number, label, kind, of in fields:
-            made.field.add(name=field_name, number=number, label=label, type=kind, type_name=of)
+            made.field.add(
+                name=field_name, number=number, label=label, type=kind, type_name=of or None
+            )
         return made
 
     one, many = field.LABEL_OPTIONAL, field.LABEL_REPEATED
