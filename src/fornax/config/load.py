@@ -131,11 +131,11 @@ def _require(cls: type, patch: Patch, positional: Sequence[str], program: str) -
 
 def _load(cls: type[T], text: str, source: str, flags: Flags) -> T:
     value, lines = read_yaml(text, source)
-    known: dict[KeyPath, str] = {
-        **({(): source} if source else {}),
-        **origins(lines, source),
-        **flags.origins,
-    }
+    known: dict[KeyPath, str] = {(): source} if source else {}
+    for path, origin in origins(lines, source).items():
+        if not any(path[:length] in flags.origins for length in range(1, len(path) + 1)):
+            known[path] = origin
+    known |= flags.origins
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"{source} holds {kind_of(value)}, not a mapping; write key: value lines for "

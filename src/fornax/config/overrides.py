@@ -114,9 +114,9 @@ def _takes_bool(annotations: tuple[Any, ...]) -> bool:
 
 
 def _fits_switch(word: str, annotations: tuple[Any, ...]) -> bool:
-    """Whether the word after a switch is its value: one that also takes text takes any."""
-    text = any(str in schema.members(annotation) for annotation in annotations)
-    return text or word.lower() in ("true", "false")
+    """Whether the word after a switch is its value: one that takes other things too takes any."""
+    kinds = {member for annotation in annotations for member in schema.members(annotation)}
+    return bool(kinds - {bool, type(None)}) or word.lower() in ("true", "false", "none", "null")
 
 
 def _takes_many(annotations: tuple[Any, ...]) -> bool:
@@ -172,7 +172,7 @@ def patch_from_mapping(cls: type, overrides: Mapping[str, Any]) -> Flags:
     patch, origins = Patch(), {}
     for dotted, value in overrides.items():
         path, _ = resolve(cls, dotted)
-        _insert(patch, path, value, origins, f"override {dotted}")
+        _insert(patch, path, value, origins, f"override {printable(dotted)}")
     return Flags(patch=patch, origins=origins, positional=())
 
 

@@ -23,12 +23,14 @@ class AdamW:
     type: Literal["adamw"] = "adamw"
     b1: float = 0.9
     eps: float = 1e-8
+    fused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lion:
     type: Literal["lion"] = "lion"
     b1: float = 0.95
+    fused: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +191,12 @@ class TestFlags:
         assert run("", "--show", "part").show == "part"
         assert run("", "--show", "false").show is False
 
+    def test_a_switch_in_one_variant_that_is_a_number_in_another(self, run):
+        assert run("", "--sources.0.fused").sources == (AdamW(fused=True),)
+        words = ["--sources", "[{type: lion}]", "--optim.optimizer.type", "lion"]
+        config = run("", *words, "--optim.optimizer.fused", "3")
+        assert config.optim.optimizer == Lion(fused=3)
+
     def test_negative_numbers_are_values(self, run):
         assert run("", "--optim.lr", "-1e-3").optim.lr == -1e-3
 
@@ -252,8 +260,8 @@ class TestUnions:
         )
         assert message == (
             "optim.optimizer.type (--optim.optimizer.type on the command line) chose lion, which "
-            "has no eps (run.yaml, line 4); it takes type, b1. Remove what it lacks from the file, "
-            "or replace the whole: --optim.optimizer '{type: lion}'"
+            "has no eps (run.yaml, line 4); it takes type, b1, fused. Remove what it lacks from "
+            "the file, or replace the whole: --optim.optimizer '{type: lion}'"
         )
 
     def test_a_whole_variant_on_the_command_line_drops_that_of_the_file(self, run):
@@ -420,6 +428,12 @@ class TestUnions:
             "",
             ["--name", "a", "b"],
             "'b' is a loose word on the command line; a key is changed with --key=value",
+        ),
+        (
+            "optim:\n  optimizer:\n    eps: 1",
+            ["--optim.optimizer", "{type: lion, eps: 2}"],
+            "optim.optimizer.eps (--optim.optimizer on the command line) is not a key of Lion; "
+            "optim.optimizer takes type, b1, fused",
         ),
         (
             "model: 3",
