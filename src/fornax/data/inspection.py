@@ -165,6 +165,10 @@ class _Lengths:
         self._documents = [Document(i, zeros[:n]) for i, n in enumerate(lengths.tolist())]
         self._numbers = {id(document.tokens): document.position for document in self._documents}
 
+    @property
+    def full_pass(self) -> int:
+        return len(self._documents)
+
     def read_from(self, position: int) -> Iterator[Document]:
         return iter(self._documents[position:])
 

@@ -96,6 +96,11 @@ class Order:
             return None
         return max((self._end(part, shard) for part in range(len(self.sizes))), default=0)
 
+    def full_pass(self) -> int:
+        """Positions of a shard within which every part has been gone through once."""
+        cycles = -(-self.sizes // (self._counts * self.shards)) + 1
+        return int(cycles.max()) * len(self._schedule)
+
     def _end(self, part: int, shard: int) -> int:
         """One past the position of the part's last draw in `shard`."""
         total = int(self.sizes[part]) * (self.epochs or 0)

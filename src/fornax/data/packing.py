@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from fornax.config.errors import ConfigError
+from fornax.config.errors import ConfigError, DataError
 
 
 class Document(NamedTuple):
@@ -47,6 +47,11 @@ class Documents(Protocol):
 
     def read_from(self, position: int) -> Iterator[Document]:
         """Documents at `position` and after; dropped records are left out."""
+        ...
+
+    @property
+    def full_pass(self) -> int:
+        """Positions within which every record has come once."""
         ...
 
 
@@ -178,14 +183,21 @@ def _pieces(
     documents: Documents, start: Position, seq_len: int, long_documents: str
 ) -> Iterator[tuple[int, int, Segment]]:
     """Segments no longer than a row, each with the record and offset that follow it."""
+    last_kept = start.record
     for document in documents.read_from(start.record):
         position, tokens = document
         end = len(tokens)
         if end > seq_len:
             if long_documents == "drop":
+                if position - last_kept > documents.full_pass:
+                    raise DataError(
+                        f"every document is longer than seq_len={seq_len} and was dropped: "
+                        "raise it, or set long_documents to split"
+                    )
                 continue
             if long_documents == "truncate":
                 end = seq_len
+        last_kept = position
         offset = start.offset if position == start.record else 0
         while offset < end:
             length = min(seq_len, end - offset)

@@ -79,13 +79,24 @@ class ShardStream:
     check: bool = False
     times: StageTimes | None = None
 
+    @property
+    def full_pass(self) -> int:
+        """Positions within which every record has come once."""
+        return self.order.full_pass()
+
     def read_from(self, position: int) -> Iterator[Document]:
         """Documents at `position` and after."""
         length = self.order.length(self.shard)
+        barren = 0
         size = min(_FIRST_READ, self.read_batch)
         while length is None or position < length:
             count = size if length is None else min(size, length - position)
-            yield from self._read(position, count)
+            documents = self._read(position, count)
+            yield from documents
+            barren = 0 if documents else barren + count
+            if length is None and barren > self.full_pass:
+                names = ", ".join(part.name for part in self.parts)
+                raise DataError(f"every record of {names} was dropped: loosen the filters")
             position += count
             size = min(2 * size, self.read_batch)
 

@@ -309,6 +309,19 @@ def test_a_change_can_be_accepted_but_for_the_shards(sources):
         )
 
 
+def test_an_endless_run_of_documents_too_long_is_named(sources):
+    packing = FirstFit(bins=2, long_documents="drop")
+    config = DataConfig(
+        source=sources["c"],
+        packing=packing,
+        virtual_shards=1,
+        debug=True,
+        skip_records=(RecordRange(start=1, stop=3),),
+    )
+    with pytest.raises(DataError, match="every document is longer than seq_len=8"):
+        next(open_batches(config, batch_size=1, seq_len=8))
+
+
 def test_a_missing_shard_is_named(sources):
     _, state = global_batches(config_of(sources), 1, 2)
     del state[2]

@@ -225,6 +225,10 @@ def test_every_record_dropped_is_an_empty_pipeline(tmp_path: Path):
     config = jsonl(tmp_path, ['{"text": "a"}'])
     config = dataclasses.replace(config, transforms=(FilterLength(minimum=9),), epochs=1)
     assert list(open_batches(config, batch_size=1, seq_len=4)) == []
+    endless = open_batches(dataclasses.replace(config, epochs=None), batch_size=1, seq_len=4)
+    with pytest.raises(DataError, match="every record of main was dropped"):
+        next(endless)
+    endless.close()
 
 
 def test_unset_and_text_sources_say_what_they_need(tmp_path: Path):
