@@ -202,7 +202,11 @@ class Checkpointer:
         Raises:
           CheckpointError: when there is no such step, or its record is damaged.
         """
-        return read_record(self._existing(step), 0).config_yaml
+        path = self._existing(step)
+        try:
+            return read_record(path, 0).config_yaml
+        except CheckpointError as error:
+            raise self._damaged(path, str(error)) from error
 
     def restore(
         self, abstract_state: Any, step: int | None = None, *, partial: bool = False
@@ -333,7 +337,7 @@ class Checkpointer:
         damage = damage or self._damage(path, records)
         if _anywhere(damage is not None):
             what = damage or f"another process found a damaged file in {path}"
-            raise CheckpointError(f"step {path.name}: {what}. {self._advice(int(path.name))}")
+            raise self._damaged(path, what)
         return records
 
     def _damage(self, path: Path, records: list[Record]) -> str | None:
@@ -345,6 +349,9 @@ class Checkpointer:
             {name: files[name] for name in share},
             contents=self._config.verify == "checksum",
         )
+
+    def _damaged(self, path: Path, what: str) -> CheckpointError:
+        return CheckpointError(f"step {path.name}: {what}. {self._advice(int(path.name))}")
 
     def _advice(self, bad: int) -> str:
         """What to do about a bad step: the newest older one that is whole."""

@@ -105,18 +105,15 @@ def read_record(directory: Path, process: int) -> Record:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing, so {directory} is not complete") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {_ADVICE}") from error
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
     if not intact:
-        raise CheckpointError(f"{path} does not match its own checksum; {_ADVICE}")
+        raise CheckpointError(f"{path} does not match its own checksum")
     if fields.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {fields.get('format')!r}, this version of Fornax reads {FORMAT}; "
             "use the version that wrote it"
         )
     return _from_fields(fields)
-
-
-_ADVICE = "restore another step, or delete this one"
 
 
 def _from_fields(fields: dict[str, Any]) -> Record:

@@ -28,7 +28,7 @@ def expired(config: CheckpointConfig, checkpoints: Sequence[Kept]) -> list[int]:
     if config.keep_every_steps is not None:
         chosen.append(policies.EveryNSteps(config.keep_every_steps))
     if config.keep_every_minutes is not None:
-        chosen.append(policies.EveryNSeconds(int(config.keep_every_minutes * 60)))
+        chosen.append(policies.EveryNSeconds(max(1, round(config.keep_every_minutes * 60))))
     verdicts = policies.AnyPreservationPolicy(chosen).should_preserve(
         checkpoints, context=policies.PreservationContext()
     )

@@ -38,7 +38,7 @@ class Built:
     schedule: ScheduleFn
     """Call number (from 0) to learning rate; under accumulation several calls share one."""
     treatments: Mapping[str, Treatment]
-    """What treats each parameter, by path."""
+    """What really updates each parameter, fallbacks included, by path."""
     views: Mapping[str, View]
     """How each parameter is seen, by path."""
     abstract_params: Any
@@ -49,7 +49,12 @@ class Built:
         return self.transform.init(params)
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """New parameters (same tree and dtypes) and new state."""
+        """New parameters (same tree and dtypes) and new state.
+
+        Where both are donated, jit a function that takes them in the order it returns them: XLA
+        pairs donated buffers with results of their shape in order, and pairs that do not match
+        cost a copy of every array.
+        """
         updates, state = self.transform.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -89,7 +94,8 @@ def build(config: OptimConfig, *, total_steps: int, params: Any, axes: Any = Non
         than the run, a combination that cannot work.
     """
     views = make_views(params, axes)
-    treatments = assign(config, tuple(views))
+    assigned = assign(config, tuple(views))
+    treatments = {path: _actual(t, views[path]) for path, t in assigned.items()}
     known = Parameters(views, decayed(config, views))
     if total_steps < 1 or total_steps % config.accumulate:
         raise ConfigError(
@@ -132,12 +138,11 @@ def _by_treatment(
     schedule: ScheduleFn, params: Parameters, treatments: Mapping[str, Treatment]
 ) -> optax.GradientTransformation:
     """One optimizer where one serves all, else `optax.partition` with a label a treatment."""
-    actual = {path: _actual(t, params.views[path]) for path, t in treatments.items()}
-    distinct = list(dict.fromkeys(actual.values()))
-    labels = {path: _label(distinct.index(t), t.optimizer) for path, t in actual.items()}
+    distinct = list(dict.fromkeys(treatments.values()))
+    labels = {path: _label(distinct.index(t), t.optimizer) for path, t in treatments.items()}
     transforms: dict[Hashable, optax.GradientTransformation] = {}
     for position, treatment in enumerate(distinct):
-        paths = tuple(path for path, t in actual.items() if t == treatment)
+        paths = tuple(path for path, t in treatments.items() if t == treatment)
         transforms[_label(position, treatment.optimizer)] = _optimize(
             treatment, schedule, params, paths
         )
@@ -147,6 +152,7 @@ def _by_treatment(
 
 
 def _actual(treatment: Treatment, view: View) -> Treatment:
+    """The treatment with a fallback in place of an optimizer that passes the parameter on."""
     if treatment.optimizer is None:
         return treatment
     optimizer, factor = split_off_fallback(treatment.optimizer, view)

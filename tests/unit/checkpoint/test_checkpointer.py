@@ -298,3 +298,13 @@ def test_leftovers_that_cannot_be_cleared_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("fornax.checkpoint.files.shutil.rmtree", refuse)
     with Checkpointer(tmp_path) as it, pytest.raises(CheckpointError, match=r"cannot clear .*2 "):
         it.save(3, state={"w": jnp.zeros(3)})
+
+
+def test_orbax_alone_loads_the_arrays(checkpointer):
+    from orbax.checkpoint import v1 as ocp
+
+    checkpointer.save(7, state={"w": jnp.arange(4.0)}, force=True)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {"state": {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)}}
+    got = ocp.load_checkpointables(str(checkpointer.directory / "7"), wanted)
+    np.testing.assert_array_equal(got["state"]["w"], np.arange(4.0))

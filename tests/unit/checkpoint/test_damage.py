@@ -92,6 +92,14 @@ def test_a_damaged_step_is_not_cleaned_up_by_the_next_save(copy):
         assert it.latest_step() == 4
 
 
+def test_a_damaged_record_has_no_config(copy):
+    flip(copy / "3" / "fornax.0.json")
+    with Checkpointer(copy) as it:
+        with pytest.raises(CheckpointError, match=r"own checksum\. Step 2 is intact"):
+            it.read_config()
+        assert it.read_config(2) == "model: tiny\n"
+
+
 def test_a_record_of_another_format_is_refused(copy):
     record = copy / "3" / "fornax.0.json"
     record.write_text('{"crc32": 558161692, "body": "{}"}')

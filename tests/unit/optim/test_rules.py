@@ -69,6 +69,24 @@ def test_the_first_matching_group_wins():
     assert treatments["layers/attention/q/kernel"].learning_rate_factor == 1.0
 
 
+@pytest.mark.parametrize("optimizer", [Muon(), SOAP()])
+def test_what_is_no_hidden_matrix_goes_to_the_fallback(optimizer):
+    treatments = built(optimizer=optimizer).treatments
+    assert {path: t.optimizer.type for path, t in treatments.items()} == {
+        "embed": "adamw",
+        "layers/attention/q/kernel": optimizer.type,
+        "layers/norm/scale": "adamw",
+    }
+
+
+def test_the_fallback_has_its_own_rate():
+    groups = (Group(pattern="embed", learning_rate_factor=3.0),)
+    treatments = built(optimizer=Muon(fallback_learning_rate_factor=0.5), groups=groups).treatments
+    assert treatments["embed"].learning_rate_factor == 1.5
+    assert treatments["layers/norm/scale"].learning_rate_factor == 0.5
+    assert treatments["layers/attention/q/kernel"].learning_rate_factor == 1.0
+
+
 def test_a_parameter_no_rule_covers_is_named():
     groups = (Group(pattern="layers", optimizer=SGD()),)
     with pytest.raises(ConfigError, match="no group covers parameter embed"):
