@@ -1,0 +1,231 @@
+"""Small configurations of every family and of every option that its released configs use."""
+
+from typing import Any
+
+import transformers as hf
+
+__all__ = ["CASES", "GENERATION_CASES", "build"]
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_CLASSES: dict[str, Any] = {
+    "llama": hf.LlamaConfig,
+    "mistral": hf.MistralConfig,
+    "qwen2": hf.Qwen2Config,
+    "qwen3": hf.Qwen3Config,
+    "gemma2": hf.Gemma2Config,
+    "gemma3": hf.Gemma3TextConfig,
+    "olmo2": hf.Olmo2Config,
+    "phi3": hf.Phi3Config,
+    "smollm3": hf.SmolLM3Config,
+}
+
+
+def _rope(kind: str, **keys: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **keys}}
+
+
+_LLAMA3 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LONG = {
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.5],
+}
+_GEMMA3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 5,
+    "num_hidden_layers": 8,
+}
+
+# name: (family, keys of the config, the sequence length to compare at)
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4}, 24),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}, 24),
+    "llama-wide-heads": ("llama", {"head_dim": 20, "num_key_value_heads": 1}, 24),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}, 24),
+    "llama-eps": ("llama", {"rms_norm_eps": 1e-2}, 24),
+    "llama-linear": ("llama", _rope("linear", factor=4.0), 24),
+    "llama-dynamic-short": ("llama", _rope("dynamic", factor=2.0), 24),
+    "llama-dynamic-long": ("llama", _rope("dynamic", factor=2.0), 90),
+    "llama-yarn": (
+        "llama",
+        _rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0),
+        40,
+    ),
+    "llama-yarn-options": (
+        "llama",
+        _rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=0.7,
+            truncate=False,
+            beta_fast=8.0,
+            beta_slow=0.5,
+        ),
+        40,
+    ),
+    "llama-yarn-attention-factor": (
+        "llama",
+        _rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.3),
+        40,
+    ),
+    "llama-llama3": ("llama", _rope("llama3", **_LLAMA3), 40),
+    "llama-longrope": (
+        "llama",
+        _rope("longrope", factor=4.0, original_max_position_embeddings=16, **_LONG),
+        40,
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 6}, 24),
+    "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 24}, 24),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, 24),
+    "qwen2-window": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+            "num_hidden_layers": 5,
+        },
+        24,
+    ),
+    "qwen2-yarn": (
+        "qwen2",
+        _rope("yarn", factor=4.0, original_max_position_embeddings=16),
+        40,
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}, 24),
+    "qwen3-tied-bias": (
+        "qwen3",
+        {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
+        24,
+    ),
+    "qwen3-window": (
+        "qwen3",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        24,
+    ),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "num_hidden_layers": 4},
+        24,
+    ),
+    "gemma2-tight-caps": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+        },
+        24,
+    ),
+    "gemma2-no-caps": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 7,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+        },
+        24,
+    ),
+    "gemma3": ("gemma3", _GEMMA3, 24),
+    "gemma3-linear": (
+        "gemma3",
+        {
+            **_GEMMA3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "final_logit_softcapping": 3.0,
+        },
+        24,
+    ),
+    "gemma3-untied": ("gemma3", {**_GEMMA3, "tie_word_embeddings": False}, 24),
+    "olmo2": ("olmo2", {}, 24),
+    "olmo2-mha-bias": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}, 24),
+    "phi3": ("phi3", {}, 24),
+    "phi3-window": ("phi3", {"sliding_window": 6}, 24),
+    "phi3-partial": ("phi3", _rope("default", partial_rotary_factor=0.75) | {"head_dim": 16}, 24),
+    "phi3-longrope-short": (
+        "phi3",
+        _rope("longrope", **_LONG) | {"original_max_position_embeddings": 16},
+        14,
+    ),
+    "phi3-longrope-long": (
+        "phi3",
+        _rope("longrope", **_LONG) | {"original_max_position_embeddings": 16},
+        40,
+    ),
+    "phi4-mini": (
+        "phi3",
+        _rope(
+            "longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.1, 1.2],
+            long_factor=[1.0, 2.0, 3.0],
+        )
+        | {"original_max_position_embeddings": 16, "tie_word_embeddings": True},
+        40,
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}, 24),
+    "smollm3-options": (
+        "smollm3",
+        {
+            "no_rope_layers": [1, 0, 0, 1],
+            "num_hidden_layers": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+        24,
+    ),
+    "smollm3-window": (
+        "smollm3",
+        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 6},
+        24,
+    ),
+    "smollm3-yarn": (
+        "smollm3",
+        _rope("yarn", factor=2.0, original_max_position_embeddings=32),
+        40,
+    ),
+}
+
+GENERATION_CASES = (
+    "llama2",
+    "llama-llama3",
+    "mistral-window",
+    "qwen2-window",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi4-mini",
+    "smollm3",
+)
+"""One case for each way of attending."""
+
+
+def build(name: str) -> tuple[Any, int]:
+    """The transformers config of a case, and the sequence length to compare at."""
+    family, keys, length = CASES[name]
+    return _CLASSES[family](**{**_BASE, **keys}), length

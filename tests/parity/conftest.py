@@ -1,0 +1,52 @@
+"""Oracles: small random transformers models, and their logits. Needs torch and transformers."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = ""  # one device: these tests compare numbers, not shardings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+torch.manual_seed(0)
+
+HfModel = Any
+
+
+def make_oracle(config: transformers.PreTrainedConfig) -> HfModel:
+    """A float32 model with weights large enough that logits are of order one."""
+    torch.manual_seed(1)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                scale = 1.0 if "embed" in name else parameter.shape[-1] ** -0.5
+                parameter.copy_(scale * torch.randn_like(parameter))
+    return model.eval()
+
+
+def oracle_logits(model: HfModel, tokens: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
+    """The oracle's logits."""
+    with torch.no_grad():
+        given = {key: torch.from_numpy(np.asarray(value)) for key, value in inputs.items()}
+        found = model(input_ids=torch.from_numpy(tokens).long(), use_cache=False, **given)
+    return found.logits.float().numpy()
+
+
+@pytest.fixture
+def save_oracle(tmp_path: Path) -> Callable[[HfModel], Path]:
+    """Saves an oracle and returns the directory."""
+
+    def save(model: HfModel) -> Path:
+        model.save_pretrained(tmp_path / "oracle")
+        return tmp_path / "oracle"
+
+    return save
