@@ -1,15 +1,16 @@
 """What benchmarks share: contestants in processes of their own, interleaved rounds, a results file.
 
 A machine is never quiet, so contestants take turns: each round gives every contestant one turn, in
-an order that rotates, and ratios are taken within a round. A contestant lives in its own process (its
-own threads, allocator and environment) and waits, without using the processor, for its turn.
+an order that rotates, and ratios are taken within a round. A contestant lives in its own process
+(its own threads, allocator and environment) and waits, without using the processor, for its turn.
 
 A benchmark calls `contest` in the parent process and `serve` in a worker:
 
     if args.worker:
         _harness.serve(make_turn(args.worker))
     else:
-        times = _harness.contest({name: [sys.executable, __file__, "--worker", name] ...}, rounds=10)
+        commands = {name: [sys.executable, __file__, "--worker", name] for name in CONTESTANTS}
+        times = _harness.contest(commands, rounds=10)
 """
 
 import contextlib

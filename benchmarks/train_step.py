@@ -3,8 +3,8 @@
     python benchmarks/train_step.py                 # both shapes, all contestants installed
     python benchmarks/train_step.py --shape small --rounds 5 --only fornax,jax-scan
 
-The step is the whole of it: forward, backward, clipping of the global gradient norm to 1, AdamW with
-weight decay. All contestants compute the same Llama decoder (RMS norm, rotary embedding,
+The step is the whole of it: forward, backward, clipping of the global gradient norm to 1, AdamW
+with weight decay. All contestants compute the same Llama decoder (RMS norm, rotary embedding,
 SwiGLU, untied output) on the same tokens; fp32 unless named otherwise.
 
 Install the extra `parity` for the PyTorch contestants; `torch.compile` needs a C++ compiler.
@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import _harness
 import numpy as np
+
+import _harness
 
 LEARNING_RATE, BETA1, BETA2, EPS, DECAY, CLIP = 3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
 
@@ -92,7 +93,7 @@ def fornax(shape: Shape) -> Ready:
     )
     task = Task(
         build=lambda rngs: Decoder(model, rngs=rngs),
-        loss=lambda decoder, batch, key: next_token_loss(decoder, batch),
+        loss=lambda decoder, batch, key: next_token_loss(decoder, batch, remat=TrainConfig.remat),
         batches=_no_batches,
     )
     config = TrainConfig(
@@ -403,8 +404,10 @@ def main() -> None:
             "named otherwise. Contestants take turns; ratios are medians within rounds. "
             "Processor time is the least of all turns, and what other work on the machine disturbs "
             "least.",
-            _harness.machine() + ". "
-            + _harness.versions("jax", "jaxlib", "flax", "optax", "torch", "transformers") + ".",
+            _harness.machine()
+            + ". "
+            + _harness.versions("jax", "jaxlib", "flax", "optax", "torch", "transformers")
+            + ".",
         ]
         print(_harness.write_results("train-step", "\n\n".join([*head, *parts])))
 

@@ -1,18 +1,25 @@
-"""The linear map of every projection, with a gradient that XLA can compile well on any device.
+"""The linear map of every projection, with a gradient that XLA's CPU backend compiles well.
 
 JAX's own rule for the gradient of the weights contracts the cotangent with the input in an order
-that makes XLA's CPU backend rewrite the larger of both, and all that was fused into it, transposed,
+that makes that backend rewrite the larger of both, and all that was fused into it, transposed,
 element by element. The rule here contracts so that the smaller one is transposed: a whole training
 step of 36M parameters takes a quarter less processor time (docs/guides/kernels.md).
+
+The forward product stays an ordinary `dot_general`, which remat policies and quantization know;
+only the tangent with respect to the weights is a primitive of its own, for its transpose's sake.
 """
 
 import functools
 import math
+from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from fornax.config.errors import KernelError
+from fornax.kernels.registry import current_platform
 
 __all__ = ["linear"]
 
@@ -38,38 +45,57 @@ def linear(x: jax.Array, w: jax.Array, *, inputs: int = 1) -> jax.Array:
         )
     if x.dtype != w.dtype:
         raise KernelError(f"linear: x is {x.dtype} and w {w.dtype}; cast both to one dtype")
-    return _linear(inputs, x, w)
+    if current_platform() == "cpu":
+        return _linear(inputs, x, w)
+    return _product(x, w, inputs=inputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(x: jax.Array, w: jax.Array, *, inputs: int) -> jax.Array:
+    axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
+    return lax.dot_general(x, w, (axes, ((), ())))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _linear(inputs: int, x: jax.Array, w: jax.Array) -> jax.Array:
-    lead = x.ndim - inputs
-    return _contract(x, w, tuple(range(lead, x.ndim)), tuple(range(inputs)))
+    return _product(x, w, inputs=inputs)
 
 
-def _forward(
-    inputs: int, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _linear(inputs, x, w), (x, w)
+@_linear.defjvp
+def _linear_jvp(inputs: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, w = primals
+    dx, dw = tangents
+    dy = _product(dx, w, inputs=inputs) + _tangent.bind(x, dw, inputs=inputs)
+    return _product(x, w, inputs=inputs), dy
 
 
-def _backward(
-    inputs: int, saved: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, w = saved
-    lead = tuple(range(x.ndim - inputs))
-    dx = _contract(dy, w, tuple(range(len(lead), dy.ndim)), tuple(range(inputs, w.ndim)))
-    if math.prod(w.shape[:inputs]) <= math.prod(w.shape[inputs:]):
-        return dx, _contract(x, dy, lead, lead)
+def _x_cotangent(dy: jax.Array, x: Any, w: jax.Array, *, inputs: int) -> jax.Array:
     outputs = w.ndim - inputs
-    axes = (*range(outputs, w.ndim), *range(outputs))
-    return dx, lax.transpose(_contract(dy, x, lead, lead), axes)
+    axes = (tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, w.ndim)))
+    return lax.dot_general(dy, w, (axes, ((), ())))
 
 
-_linear.defvjp(_forward, _backward)
+def _w_cotangent(dy: jax.Array, x: jax.Array, w: Any, *, inputs: int) -> jax.Array:
+    shape = w.aval.shape
+    lead = tuple(range(x.ndim - inputs))
+    if math.prod(shape[:inputs]) <= math.prod(shape[inputs:]):
+        return lax.dot_general(x, dy, ((lead, lead), ((), ())))
+    dw = lax.dot_general(dy, x, ((lead, lead), ((), ())))
+    outputs = len(shape) - inputs
+    return lax.transpose(dw, (*range(outputs, len(shape)), *range(outputs)))
 
 
-def _contract(
-    a: jax.Array, b: jax.Array, axes_a: tuple[int, ...], axes_b: tuple[int, ...]
-) -> jax.Array:
-    return lax.dot_general(a, b, ((axes_a, axes_b), ((), ())))
+def _batch(arrays: Any, dims: Any, *, inputs: int) -> tuple[jax.Array, int]:
+    return jax.vmap(functools.partial(_product, inputs=inputs), in_axes=tuple(dims))(*arrays), 0
+
+
+_tangent = Primitive("linear_tangent")
+"""Like `_product`, linear in both arguments, with transposes that suit XLA's CPU backend."""
+_tangent.def_impl(_product)
+_tangent.def_abstract_eval(
+    lambda x, w, *, inputs: jax.core.ShapedArray(
+        (*x.shape[: x.ndim - inputs], *w.shape[inputs:]), x.dtype
+    )
+)
+mlir.register_lowering(_tangent, mlir.lower_fun(_product, multiple_results=False))
+ad.defbilinear(_tangent, _x_cotangent, _w_cotangent)
+batching.primitive_batchers[_tangent] = _batch

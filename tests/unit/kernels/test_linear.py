@@ -50,3 +50,37 @@ def test_keeps_bfloat16() -> None:
 def test_refuses_what_does_not_fit(x: jax.Array, w: jax.Array, inputs: int) -> None:
     with pytest.raises(KernelError, match="linear: "):
         linear(x, w, inputs=inputs)
+
+
+def test_remat_policies_that_save_products_save_it() -> None:
+    x, w = jnp.ones((8, 8)), jnp.ones((8, 8))
+
+    def products(policy) -> int:
+        twice = jax.checkpoint(
+            lambda x, w: jnp.sin(linear(jnp.sin(linear(x, w)), w)).sum(), policy=policy
+        )
+        jaxpr = str(jax.make_jaxpr(jax.grad(twice))(x, w))
+        return jaxpr.count("dot_general[") + jaxpr.count("linear_tangent[")
+
+    policies = jax.checkpoint_policies
+    assert products(policies.dots_saveable) < products(policies.nothing_saveable)
+
+
+def test_second_derivative_and_vmap() -> None:
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.normal(size=(3, 2, 4))), jnp.asarray(rng.normal(size=(4, 5)))
+
+    def curvature(product) -> jax.Array:
+        slope = jax.grad(lambda w, x: jnp.sum(jnp.sin(product(x, w))))
+        per_row = jax.vmap(slope, in_axes=(None, 0))
+        return jax.grad(lambda w: jnp.sum(per_row(w, x) ** 2))(w)
+
+    np.testing.assert_allclose(curvature(linear), curvature(jnp.matmul), rtol=1e-4, atol=1e-4)
+
+
+def test_forward_mode_agrees() -> None:
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.normal(size=(2, 4))), jnp.asarray(rng.normal(size=(4, 5)))
+    _, ours = jax.jvp(linear, (x, w), (x + 1, w - 1))
+    _, plain = jax.jvp(jnp.matmul, (x, w), (x + 1, w - 1))
+    np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,3 @@
-# ruff: noqa: N815 - fields carry shape suffixes
 """What one attention call looks like: shapes and options, checked once for all implementations.
 
 Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head width.

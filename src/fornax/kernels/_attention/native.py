@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from fornax.kernels import _native
 from fornax.kernels._attention.call import AttentionCall, AttentionInputs, fill
@@ -92,6 +93,9 @@ def _forward(
         vmap_method="sequential",
     )
     o_BTNH, lse_BNT = call(q_BTNH, k_BSKH, v_BSKH, *tokens, sinks_N, **options.attributes())
+    # Named, so that a remat policy that saves "attention" need not run the kernel again.
+    o_BTNH = checkpoint_name(o_BTNH, "attention")
+    lse_BNT = checkpoint_name(lse_BNT, "attention")
     return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N, o_BTNH, lse_BNT)
 
 

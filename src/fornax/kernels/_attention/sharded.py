@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from fornax.mesh import current_mesh, current_rules
 
@@ -49,14 +49,8 @@ def over_mesh(
     if mesh is None or mesh.size == 1:
         return attend(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
     rules = current_rules()
-
-    def divided(axes: tuple[str, ...], *sizes: int) -> tuple[str, ...] | None:
-        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-        shards = math.prod(mesh.shape[axis] for axis in axes)
-        return axes if axes and all(size % shards == 0 for size in sizes) else None
-
-    rows = divided(rules["batch"], q_BTNH.shape[0])
-    heads = divided(rules["activation_heads"], q_BTNH.shape[2], k_BSKH.shape[2])
+    rows = _dividing(mesh, rules["batch"], q_BTNH.shape[0])
+    heads = _dividing(mesh, rules["activation_heads"], q_BTNH.shape[2], k_BSKH.shape[2])
     by_head = PartitionSpec(rows, None, heads, None)
     by_row = PartitionSpec(rows, None)
     sinks = PartitionSpec(heads) if sinks_N.size else PartitionSpec()
@@ -67,3 +61,10 @@ def over_mesh(
         out_specs=by_head,
         check_vma=False,
     )(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
+
+
+def _dividing(mesh: Mesh, axes: tuple[str, ...], *sizes: int) -> tuple[str, ...] | None:
+    """Return the mesh axes that divide dimensions of these sizes, None if they do not evenly."""
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    return axes if axes and all(size % shards == 0 for size in sizes) else None

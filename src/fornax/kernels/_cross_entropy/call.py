@@ -1,4 +1,3 @@
-# ruff: noqa: N815 - fields carry shape suffixes
 """What one linear cross-entropy call looks like, and the sums that it returns.
 
 Legend: T tokens (all rows of a batch, flattened), D model width, V vocabulary, C tokens of a chunk.

@@ -1,9 +1,8 @@
-# ruff: noqa: N815 - fields carry shape suffixes
 """Linear cross-entropy a chunk of tokens at a time, for any device and any sharding.
 
 The logits of a chunk are turned into their gradient, and that into its share of the gradients of
-`x` and `w`, while they are at hand: the backward pass only scales, so no logits are computed
-twice and [T, V] never exists. (The idea of Liger Kernel's fused linear cross entropy, Hsu et al. 2024.)
+`x` and `w`, while they are at hand: the backward pass only scales, so no logits are computed twice
+and [T, V] never exists. (The idea of Liger Kernel's fused linear cross entropy, Hsu et al. 2024.)
 
 A chunk takes every n-th token: whatever devices share the tokens in contiguous blocks, each holds
 its part of every chunk, and chunking moves nothing between them.

@@ -1,4 +1,4 @@
-"""Native CPU kernels: C++ compiled on first use, called through XLA's foreign function interface."""
+"""Native CPU kernels: C++ compiled on first use, called through XLA's foreign function calls."""
 
 from fornax.kernels._native.build import compiler, library_path, unavailable
 
