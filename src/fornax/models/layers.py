@@ -85,10 +85,7 @@ class Projection(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply to the last axes of `x`; the result is in the compute dtype."""
         kernel = self.kernel[...].astype(self.compute_dtype)
-        summed = tuple(range(self.num_inputs))
-        lead = x.ndim - self.num_inputs
-        contract = (tuple(lead + axis for axis in summed), summed)
-        y = jax.lax.dot_general(x.astype(self.compute_dtype), kernel, (contract, ((), ())))
+        y = kernels.linear(x.astype(self.compute_dtype), kernel, inputs=self.num_inputs)
         if self.bias is not None:
             y = y + self.bias[...].astype(self.compute_dtype)
         return y
