@@ -32,7 +32,8 @@ __all__ = [
 
 RematPolicy = Literal["none", "full", "dots", "dots_no_batch", "save_attention"]
 """What the backward pass finds saved: everything; only each layer's input; the results of matrix
-products; those without a batch dimension; the inputs and outputs of attention."""
+products, attention among them; those without a batch dimension; the inputs and outputs of
+attention."""
 
 REMAT_POLICIES: tuple[str, ...] = get_args(RematPolicy)
 
@@ -155,7 +156,8 @@ def _rematerialise(step: Callable, remat: str) -> Callable:
         case "full":
             policy = policies.nothing_saveable
         case "dots":
-            policy = policies.dots_saveable
+            names = policies.save_only_these_names("attention")
+            policy = policies.save_from_both_policies(policies.dots_saveable, names)
         case "dots_no_batch":
             policy = policies.dots_with_no_batch_dims_saveable
         case "save_attention":
