@@ -88,8 +88,8 @@ class DataConfig:
     """Batches to leave out, for instance those before a loss spike."""
     skip_records: tuple[RecordRange, ...] = ()
     """Records to leave out of training."""
-    read_batch: int = 256
-    """Most records that one read asks a source for."""
+    read_batch: int | None = None
+    """Most records of one read; none: 2048 of stored tokens, 64 where transforms run."""
     prefetch: Prefetch = field(default_factory=Prefetch)
     """Batches made ahead of time."""
     cache_dir: Path | None = None
@@ -100,9 +100,10 @@ class DataConfig:
     """Run without prefetch and check every record's fields and token ids."""
 
     def __post_init__(self) -> None:
-        for name in ("virtual_shards", "read_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.virtual_shards < 1:
+            raise ConfigError(f"virtual_shards={self.virtual_shards} must be at least 1")
+        if self.read_batch is not None and self.read_batch < 1:
+            raise ConfigError(f"read_batch={self.read_batch} must be at least 1")
         if not 0.0 <= self.holdout < 1.0:
             raise ConfigError(f"holdout={self.holdout} must be in [0, 1)")
         if self.seed < 0:

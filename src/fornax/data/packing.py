@@ -33,8 +33,7 @@ class Segment(NamedTuple):
 Row = list[Segment]
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where a packer stands: see the module's docstring."""
 
     record: int = 0

@@ -11,10 +11,12 @@ from fornax.config.errors import DataError, FornaxError
 from fornax.data.order import Order, Places
 from fornax.data.packing import Document
 from fornax.data.records import Record, Source
+from fornax.data.sources.array_record import ArrayRecordSource
 from fornax.data.transforms import Chain
 
 # The first read is small so that the first batch comes soon; each next one is twice as large.
 _FIRST_READ = 16
+_MOST_STORED, _MOST_TRANSFORMED = 2048, 64
 
 
 @dataclass
@@ -59,6 +61,15 @@ class PartReader:
         """The source's index of the part's record `index`."""
         return index if self.selected is None else int(self.selected[index])
 
+    @property
+    def stored_tokens(self) -> ArrayRecordSource | None:
+        """The source when its records are token ids that nothing changes or leaves out."""
+        source = self.source
+        plain = not len(self.chain) and not self.skipped
+        if plain and isinstance(source, ArrayRecordSource) and source.holds_tokens:
+            return source
+        return None
+
     def is_skipped(self, source_index: int) -> bool:
         """Whether a record lies in a range to leave out."""
         return any(start <= source_index < stop for start, stop in self.skipped)
@@ -75,7 +86,7 @@ class ShardStream:
     shard: int
     order: Order
     parts: Sequence[PartReader]
-    read_batch: int
+    read_batch: int | None
     check: bool = False
     times: StageTimes | None = None
 
@@ -88,7 +99,8 @@ class ShardStream:
         """Documents at `position` and after."""
         length = self.order.length(self.shard)
         barren = 0
-        size = min(_FIRST_READ, self.read_batch)
+        most = self.read_batch or self._most()
+        size = min(_FIRST_READ, most)
         while length is None or position < length:
             count = size if length is None else min(size, length - position)
             documents = self._read(position, count)
@@ -98,7 +110,12 @@ class ShardStream:
                 names = ", ".join(part.name for part in self.parts)
                 raise DataError(f"every record of {names} was dropped: loosen the filters")
             position += count
-            size = min(2 * size, self.read_batch)
+            size = min(2 * size, most)
+
+    def _most(self) -> int:
+        """Large reads where reading is all; small ones where transforms would stall a batch."""
+        stored = all(part.stored_tokens is not None for part in self.parts)
+        return _MOST_STORED if stored else _MOST_TRANSFORMED
 
     def _read(self, start: int, count: int) -> list[Document]:
         places = self.order.places(self.shard, start, count)
@@ -112,8 +129,14 @@ class ShardStream:
 
     def _part(
         self, part: PartReader, number: int, places: Places, slots: list[int]
-    ) -> list[np.ndarray | None]:
-        indices = [part.source_index(int(places.index[slot])) for slot in slots]
+    ) -> Sequence[np.ndarray | None]:
+        indices = [part.source_index(index) for index in places.index[slots].tolist()]
+        stored = part.stored_tokens
+        if stored is not None and not self.check:
+            began = time.perf_counter()
+            tokens = stored.read_tokens(indices)
+            self._note(part.name, "read", began, len(slots), len(slots))
+            return tokens
         seeds = [
             (self.order.seed, number, int(places.epoch[slot]), index)
             for slot, index in zip(slots, indices, strict=True)

@@ -84,19 +84,19 @@ class ArrayRecordFiles:
 
     def read(self, indices: Sequence[int]) -> list[bytes]:
         """The records at `indices`, in that order: one batched read per file."""
-        groups: dict[int, tuple[list[int], list[int]]] = {}
-        for slot, index in enumerate(indices):
-            file, position = self._place(int(index))
-            slots, positions = groups.setdefault(file, ([], []))
-            slots.append(slot)
-            positions.append(position)
-        out: list[bytes] = [b""] * len(indices)
-        for file, (slots, positions) in groups.items():
+        wanted = np.asarray(indices, np.int64)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise DataError(f"records {wanted.min()} to {wanted.max()} exceed [0, {len(self)})")
+        files = np.searchsorted(self._ends, wanted, side="right")
+        out: list[bytes] = [b""] * len(wanted)
+        for file in np.unique(files).tolist():
+            slots = np.flatnonzero(files == file)
+            positions = wanted[slots] - (self._ends[file] - self._counts[file])
             try:
-                values = self._reader(file).read(positions)
+                values = self._reader(file).read(positions.tolist())
             except (RuntimeError, ValueError, OSError, IndexError) as error:
                 raise _damaged(self._paths[file], error) from error
-            for slot, value in zip(slots, values, strict=True):
+            for slot, value in zip(slots.tolist(), values, strict=True):
                 out[slot] = value
         return out
 
@@ -144,11 +144,20 @@ class ArrayRecordSource:
     def __getitem__(self, index: int) -> Record:
         return self.__getitems__([index])[0]
 
+    @property
+    def holds_tokens(self) -> bool:
+        """Whether records are token ids, which `read_tokens` reads without a dict around each."""
+        return self._content in ("uint16", "uint32")
+
+    def read_tokens(self, indices: Sequence[int]) -> list[np.ndarray]:
+        """The token ids of the records at `indices`, uint16 or uint32 `[n]` each."""
+        dtype = np.dtype("<u2" if self._content == "uint16" else "<u4")
+        return [np.frombuffer(item, dtype) for item in self._files.read(indices)]
+
     def __getitems__(self, indices: Sequence[int]) -> list[Record]:
+        if self.holds_tokens:
+            return [{"tokens": tokens} for tokens in self.read_tokens(indices)]
         data = self._files.read(indices)
-        if self._content in ("uint16", "uint32"):
-            dtype = np.dtype("<u2" if self._content == "uint16" else "<u4")
-            return [{"tokens": np.frombuffer(item, dtype)} for item in data]
         return [
             decode_record(item, self._content, self.locate(index))
             for index, item in zip(indices, data, strict=True)
