@@ -14,6 +14,7 @@ from fornax.models.cost import flops_per_token, num_parameters
 from fornax.models.create import abstract_decoder, create_decoder
 from fornax.models.decoder import Decoder
 from fornax.models.families import config_from_hf, config_to_hf
+from fornax.models.generation import Sampling, generate, stream
 from fornax.models.load import load_pretrained
 from fornax.models.save import save_pretrained
 from fornax.models.scan import REMAT_POLICIES, RematPolicy, stack_layers
@@ -29,15 +30,18 @@ __all__ = [
     "LongRopeScaling",
     "RematPolicy",
     "RopeConfig",
+    "Sampling",
     "YarnScaling",
     "abstract_decoder",
     "config_from_hf",
     "config_to_hf",
     "create_decoder",
     "flops_per_token",
+    "generate",
     "init_cache",
     "load_pretrained",
     "num_parameters",
     "save_pretrained",
     "stack_layers",
+    "stream",
 ]

@@ -117,6 +117,19 @@ class Decoder(nnx.Module):
         )
         return self.final_norm(x_BTD)
 
+    def prefill(
+        self, tokens_BT: jax.Array, segment_ids_BT: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Read prompts into a cache; returns the float32 logits [B, V] after their last tokens.
+
+        Args:
+          tokens_BT: int32 token ids, padded on the left.
+          segment_ids_BT: int32, 1 for tokens and 0 for padding.
+          cache: from `init_cache`, with room for T tokens.
+        """
+        x_BTD, cache = self._cached(tokens_BT, None, segment_ids_BT, cache)
+        return self.logits(x_BTD[:, -1:])[:, 0], cache
+
     def output_weights(self) -> jax.Array:
         """The output projection w [D, V], in the parameters' dtype."""
         if self.lm_head is None:
