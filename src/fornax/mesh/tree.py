@@ -10,15 +10,22 @@ from fornax.mesh.rules import Rules, named_sharding
 
 __all__ = ["path_name", "tree_shardings"]
 
+_WRAPPERS = ("value", "raw_value")
+
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A tree path as `layers/attention/q/kernel`, without the wrappers of variables."""
-    parts = []
-    for key in path:
-        part = getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))
-        if part not in ("value", "raw_value"):
-            parts.append(str(part))
-    return "/".join(parts)
+    """A JAX key path as `layers/attention/q/kernel`; a variable's own wrapper is left out."""
+    last = path[-1] if path else None
+    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in _WRAPPERS:
+        path = path[:-1]
+    return "/".join(str(_part(key)) for key in path)
+
+
+def _part(key: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key
 
 
 def _is_variable(node: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fornax.optim.tree import leaf_path
+from fornax.mesh import path_name
 from fornax.optim.views import View
 
 __all__ = ["state_shardings"]
@@ -52,7 +52,7 @@ def _owner(path: tuple[Any, ...], views: Mapping[str, View]) -> tuple[str | None
             runs[-1].append(key)
         else:
             runs.append([])
-    owner = next((name for run in runs if (name := leaf_path(tuple(run))) in views), None)
+    owner = next((name for run in runs if (name := path_name(tuple(run))) in views), None)
     fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
     return owner, fields[-1] if fields else ""
 

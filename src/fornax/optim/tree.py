@@ -6,25 +6,9 @@ from typing import Any
 import jax
 
 from fornax.config.errors import ConfigError
+from fornax.mesh import path_name
 
-__all__ = ["at_paths", "flatten", "leaf_path", "nest", "rebuild"]
-
-_WRAPPERS = ("value", "raw_value")
-
-
-def leaf_path(path: tuple[Any, ...]) -> str:
-    """A JAX key path as `layers/attention/q/kernel`; a variable's own wrapper is left out."""
-    last = path[-1] if path else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in _WRAPPERS:
-        path = path[:-1]
-    return "/".join(str(_part(key)) for key in path)
-
-
-def _part(key: Any) -> Any:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return key
+__all__ = ["at_paths", "flatten", "nest", "rebuild"]
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
@@ -35,7 +19,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str
     """
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
-        name = leaf_path(path)
+        name = path_name(path)
         if name in leaves:
             raise ConfigError(f"two parameters have the path {name!r}; rename one of them")
         leaves[name] = leaf
@@ -56,7 +40,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def rebuild(like: Any, leaves: Mapping[str, Any]) -> Any:
     """A tree shaped as `like` that holds `leaves`."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[leaf_path(path)], like)
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], like)
 
 
 def at_paths(table: Mapping[str, Any]) -> Callable[[Any], Any]:

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from fornax.config.errors import ConfigError
-from fornax.optim.tree import flatten, leaf_path
+from fornax.mesh import path_name
+from fornax.optim.tree import flatten
 
 __all__ = ["View", "make_views"]
 
@@ -99,7 +100,7 @@ def _axes_by_path(params: Any) -> dict[str, Any]:
 
     found = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     return {
-        leaf_path(path): node.get_metadata().get("axes")
+        path_name(path): node.get_metadata().get("axes")
         for path, node in found
         if is_variable(node)
     }
