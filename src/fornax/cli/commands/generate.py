@@ -1,0 +1,139 @@
+"""`fornax generate`: a prompt completed on the terminal, token by token."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from fornax.config import ConfigError, from_yaml
+from fornax.models import Sampling
+
+if TYPE_CHECKING:
+    from fornax.data import Tokenizer
+
+# Enough tokens of the prompt for the tokenizer to join the first new one to them.
+_CONTEXT = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(Sampling):
+    """Complete a prompt with a model: a run directory, or a Hugging Face directory.
+
+    The prompt is --prompt, or what comes on standard input. Without --temperature the most likely
+    token is taken each time. The text goes to standard output as it is made.
+
+    examples:
+      fornax generate runs/quickstart/hf --prompt "def main(" --max-tokens 64
+      fornax generate runs/mine --temperature 0.8 --top-p 0.95 --seed 1 < prompt.txt
+    """
+
+    model: Annotated[Positional[Path], arg(metavar="MODEL")]
+    """Where the model lies."""
+    prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
+    """The text to go on from."""
+    max_tokens: int = 128
+    """Tokens to make, at most."""
+    tokenizer: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """A tokenizer.json or its folder (default: the one beside the model or of its data)."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint=""),
+    ] = None
+    """Type of the weights (default: as they are stored)."""
+
+
+def run(arguments: Arguments) -> int:
+    """Complete the prompt; the completion goes to standard output, the rate to standard error."""
+    from fornax.data import load_tokenizer
+    from fornax.mesh import initialize, parse_dtype
+    from fornax.models import stream
+    from fornax.train import load_decoder
+
+    prompt = arguments.prompt or _read_prompt()
+    initialize()
+    dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
+    model = load_decoder(arguments.model, dtype=dtype)
+    tokenizer = load_tokenizer(arguments.tokenizer or _tokenizer_of(arguments.model))
+    ids = tokenizer.backend.encode(prompt, add_special_tokens=True).ids
+    steps = stream(
+        model,
+        [ids],
+        max_tokens=arguments.max_tokens,
+        sampling=arguments,
+        stop_tokens=_stops(model.config.eos_token_ids, tokenizer),
+    )
+    clock = _Clock()
+    sys.stdout.write(prompt)
+    sys.stdout.flush()
+    for piece in _text(
+        ids, clock.count(token for [token] in steps if token is not None), tokenizer
+    ):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    print(clock, file=sys.stderr)  # noqa: T201
+    return 0
+
+
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        raise ConfigError("there is no prompt; give --prompt TEXT, or text on standard input")
+    return sys.stdin.read()
+
+
+def _tokenizer_of(model: Path) -> Path:
+    """The tokenizer beside a model, or of the dataset that a run was trained on."""
+    if (model / "tokenizer.json").is_file():
+        return model
+    from fornax.data import Dataset
+    from fornax.train import RunDirectory, TrainConfig
+
+    saved = RunDirectory(model).config
+    if saved.is_file():
+        config = from_yaml(TrainConfig, saved.read_text(encoding="utf-8"), source=str(saved))
+        if isinstance(config.data.source, Dataset):
+            return Path(config.data.source.path) / "tokenizer"
+    raise ConfigError(f"no tokenizer lies with {model}; name one with --tokenizer PATH")
+
+
+def _stops(of_model: tuple[int, ...], tokenizer: "Tokenizer") -> tuple[int, ...]:
+    if of_model or tokenizer.eos_id is None:
+        return of_model
+    return (tokenizer.eos_id,)
+
+
+def _text(prompt: list[int], tokens: Iterator[int], tokenizer: "Tokenizer") -> Iterator[str]:
+    """The text that tokens add, held back while a character is still in parts."""
+    ids = prompt[-_CONTEXT:]
+    shown = len(tokenizer.decode(ids))
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+    yield tokenizer.decode(ids)[shown:]
+
+
+class _Clock:
+    """Counts tokens, and the time after the first of them, which waited for compilation."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._first = self._last = time.monotonic()
+
+    def count(self, tokens: Iterator[int]) -> Iterator[int]:
+        for token in tokens:
+            self._last = time.monotonic()
+            self._first = self._last if not self._made else self._first
+            self._made += 1
+            yield token
+
+    def __str__(self) -> str:
+        seconds = self._last - self._first
+        rate = f", {(self._made - 1) / seconds:,.1f} tokens/s after the first" if seconds else ""
+        return f"{self._made} tokens{rate}"
