@@ -5,6 +5,7 @@ device or a mesh, first start or resume: the same call.
 """
 
 from fornax.train.config import EvalConfig, LogConfig, TrainConfig, TrainerConfig, WandbConfig
+from fornax.train.convert import Parity, convert
 from fornax.train.goodput import Goodput, Ledger, summarise
 from fornax.train.guard import SkipConfig
 from fornax.train.metrics import read_metrics
@@ -12,7 +13,7 @@ from fornax.train.run import TrainResult, train
 from fornax.train.run_dir import RunDirectory
 from fornax.train.task import Batch, Batches, Hosts, Loss, Task
 from fornax.train.tasks import next_token_loss, pretrain_task
-from fornax.train.weights import Loaded, load_decoder, load_run
+from fornax.train.weights import Loaded, load_decoder, load_run, model_config, run_config
 
 __all__ = [
     "Batch",
@@ -24,6 +25,7 @@ __all__ = [
     "Loaded",
     "LogConfig",
     "Loss",
+    "Parity",
     "RunDirectory",
     "SkipConfig",
     "Task",
@@ -31,11 +33,14 @@ __all__ = [
     "TrainResult",
     "TrainerConfig",
     "WandbConfig",
+    "convert",
     "load_decoder",
     "load_run",
+    "model_config",
     "next_token_loss",
     "pretrain_task",
     "read_metrics",
+    "run_config",
     "summarise",
     "train",
 ]

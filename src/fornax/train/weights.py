@@ -25,7 +25,7 @@ from fornax.train.config import TrainConfig
 from fornax.train.run_dir import RunDirectory
 from fornax.train.state import split_model
 
-__all__ = ["Loaded", "is_run", "load_decoder", "load_run", "model_config"]
+__all__ = ["Loaded", "is_run", "load_decoder", "load_run", "model_config", "run_config"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,15 @@ def is_run(path: str | Path) -> bool:
     return Checkpointer(RunDirectory(path).checkpoints).latest_step() is not None
 
 
+def run_config(path: str | Path, step: int | None = None) -> TrainConfig:
+    """What a checkpoint of the run at `path` was made with; the latest when `step` is None.
+
+    Raises:
+      CheckpointError: when there is no such checkpoint, or its record is damaged.
+    """
+    return _run_config(Checkpointer(RunDirectory(path).checkpoints), step)
+
+
 def model_config(path: str | Path) -> DecoderConfig:
     """The decoder that the weights at `path` are of.
 
@@ -50,7 +59,7 @@ def model_config(path: str | Path) -> DecoderConfig:
       ConfigError: when `path` holds neither a run nor a Hugging Face model.
     """
     if is_run(path):
-        return _model_of(_run_config(Checkpointer(RunDirectory(path).checkpoints), None), path)
+        return _model_of(run_config(path), path)
     _require_hugging_face(path)
     return config_from_hf(read_config(path))
 

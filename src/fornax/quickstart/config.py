@@ -1,0 +1,130 @@
+"""What a user may say to the quickstart, and what its sizes mean."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fornax.config.errors import ConfigError
+from fornax.data import BuildConfig, DataConfig, Dataset, Stdlib, TrainBpe
+from fornax.models import DecoderConfig
+from fornax.optim import AdamW, Linear, Muon, OptimConfig
+from fornax.train import EvalConfig, TrainConfig
+
+__all__ = ["SIZES", "QuickstartConfig", "Size", "SizeName"]
+
+SizeName = Literal["small", "tiny"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartConfig:
+    """From the text on this machine to a model that other tools load."""
+
+    size: SizeName = "small"
+    """small: a few minutes on two cores; tiny: under one, to see that everything works."""
+    run_dir: Path = Path("runs/quickstart")
+    """Where everything is written; a second call goes on from there."""
+    steps: int | None = None
+    """Training steps; none: as many as the size has."""
+    seed: int = 0
+    """Seed of the weights, of the order of the data, and of the samples."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"steps={self.steps} must be 1 or more")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed} must lie in [0, 2**32)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and how long it trains."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    seq_len: int
+    batch_size: int
+    steps: int
+    learning_rate: float
+    holdout: float
+    """Share of the files that is scored and never trained on."""
+    minutes: str
+    """How long the whole takes on two ordinary cores."""
+    score_files: int | None = None
+    """Held-out files that are scored; none: all of them."""
+
+    def build_config(self, output: Path) -> BuildConfig:
+        """How the corpus is made."""
+        return BuildConfig(
+            source=Stdlib(),
+            output=output,
+            tokenizer=TrainBpe(vocab_size=self.vocab_size),
+            holdout=self.holdout,
+        )
+
+    def train_config(self, dataset: Path, config: QuickstartConfig, eos_id: int) -> TrainConfig:
+        """The pretraining run: a Qwen3-shaped decoder under Muon and a decaying rate."""
+        steps = config.steps or self.steps
+        warmup = max(1, steps // 20)
+        return TrainConfig(
+            model=DecoderConfig(
+                vocab_size=self.vocab_size,
+                hidden_size=self.hidden_size,
+                intermediate_size=self.hidden_size * 8 // 3 // 32 * 32,
+                num_layers=self.num_layers,
+                num_heads=self.num_heads,
+                head_dim=self.hidden_size // self.num_heads,
+                max_position_embeddings=self.seq_len,
+                qk_norm="head",
+                tie_embeddings=True,
+                eos_token_ids=(eos_id,),
+                family="qwen3",
+            ),
+            data=DataConfig(source=Dataset(path=str(dataset)), seed=config.seed, virtual_shards=4),
+            seq_len=self.seq_len,
+            batch_size=self.batch_size,
+            steps=steps,
+            seed=config.seed,
+            optim=OptimConfig(
+                optimizer=Muon(
+                    consistent_rms=None,
+                    weight_decay=0.0,
+                    fallback=AdamW(weight_decay=0.0),
+                    fallback_learning_rate_factor=0.15,
+                ),
+                learning_rate=self.learning_rate,
+                schedule=Linear(warmup_steps=warmup, end_factor=0.02),
+            ),
+            eval=EvalConfig(every=max(1, steps // 4), batches=8),
+        )
+
+
+SIZES: dict[SizeName, Size] = {
+    "small": Size(
+        vocab_size=2048,
+        hidden_size=192,
+        num_layers=4,
+        num_heads=4,
+        seq_len=256,
+        batch_size=4,
+        steps=1500,
+        learning_rate=0.02,
+        holdout=0.05,
+        minutes="about five minutes",
+    ),
+    "tiny": Size(
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        seq_len=128,
+        batch_size=4,
+        steps=60,
+        learning_rate=0.02,
+        holdout=0.05,
+        score_files=3,
+        minutes="under a minute",
+    ),
+}

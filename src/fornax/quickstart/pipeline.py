@@ -1,0 +1,218 @@
+"""The quickstart's stages in order: corpus, pretrain, portable, score, samples; then the report."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from fornax.config import dump_yaml
+from fornax.config.errors import DataError
+from fornax.data import Dataset, build, load_tokenizer, read_manifest
+from fornax.data.files import Storage
+from fornax.models import load_pretrained
+from fornax.quickstart.config import SIZES, QuickstartConfig, Size
+from fornax.quickstart.report import write_report
+from fornax.quickstart.samples import PROMPTS, complete
+from fornax.quickstart.score import bits_per_byte, yardsticks
+from fornax.quickstart.stages import Done, Stage, Stages
+from fornax.train import convert, train
+
+__all__ = ["run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What the stages share."""
+
+    config: QuickstartConfig
+    size: Size
+    console: Console
+
+    @property
+    def run_dir(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def dataset(self) -> Path:
+        return self.run_dir / "data"
+
+    @property
+    def portable(self) -> Path:
+        return self.run_dir / "hf"
+
+
+class _Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to stop
+    """Training was stopped by a signal, with everything saved."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
+    """Take the text on this machine to a model that other tools load, and write the report.
+
+    Stages that an earlier call finished are not run again; pretraining goes on from its latest
+    checkpoint.
+
+    Args:
+      config: size, place and seed.
+      console: where progress is shown; standard error by default.
+
+    Returns:
+      The exit code: 0 when all is done, 130 or 143 when a signal stopped it (call again to go on).
+
+    Raises:
+      ConfigError: for a directory that holds another quickstart, is in use or not writable.
+      DataError, CheckpointError: from the stages.
+    """
+    console = console or Console(stderr=True, highlight=False)
+    size = SIZES[config.size]
+    job = _Job(config=config, size=size, console=console)
+    console.print(
+        f"Fornax quickstart ({config.size}, {size.minutes} on two cores) in {config.run_dir}"
+    )
+    began = time.perf_counter()
+    stages = Stages(config.run_dir / "stages", _inputs(config, size))
+    done: dict[str, Done] = {}
+    try:
+        for number, stage in enumerate(_stages(job), start=1):
+            done[stage.name] = _show(console, stages, stage, number)
+    except _Interrupted as stopped:
+        console.print("stopped, everything saved; the same command goes on from here")
+        return stopped.exit_code
+    path = write_report(config.run_dir, config.size, done)
+    console.print(f"\nreport     {path}")
+    console.print(
+        f"model      {job.portable}  (fornax generate {job.portable} --prompt 'def main(')"
+    )
+    console.print(f"all done in {time.perf_counter() - began:.0f} s")
+    return 0
+
+
+def _inputs(config: QuickstartConfig, size: Size) -> dict[str, Any]:
+    described = {k: v for k, v in dataclasses.asdict(size).items() if k != "minutes"}
+    return {
+        **described,
+        "size": config.size,
+        "seed": config.seed,
+        "steps": config.steps or size.steps,
+    }
+
+
+def _show(console: Console, stages: Stages, stage: Stage, number: int) -> Done:
+    console.print(f"\n[bold]{number}. {stage.title}[/bold]")
+    done = stages.run(stage)
+    kept = "kept from before" if done.reused else f"{done.seconds:.1f} s"
+    console.print(f"   {stage.summary(done.result)}  [dim]({kept})[/dim]")
+    return done
+
+
+def _stages(job: _Job) -> list[Stage]:
+    def bind(function: Callable[[_Job], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        return lambda: function(job)
+
+    return [
+        Stage("corpus", "Corpus and tokenizer", bind(_corpus), _corpus_line),
+        Stage("pretrain", "Pretraining", bind(_pretrain), _pretrain_line),
+        Stage("portable", "A Hugging Face directory, loaded back", bind(_portable), _portable_line),
+        Stage("score", "Held-out files, beside gzip and xz", bind(_score), _score_line),
+        Stage("samples", "Completions", bind(_samples), _samples_line),
+    ]
+
+
+def _corpus(job: _Job) -> dict[str, Any]:
+    built = build(job.size.build_config(job.dataset), overwrite=True)
+    manifest = built.manifest
+    return {
+        "splits": {
+            name: {"files": s.records, "bytes": s.text_bytes, "tokens": s.tokens}
+            for name, s in manifest.splits.items()
+        },
+        "vocab_size": manifest.vocab_size,
+        "fingerprint": manifest.fingerprint,
+    }
+
+
+def _corpus_line(result: dict[str, Any]) -> str:
+    train_split, held = result["splits"]["train"], result["splits"]["eval"]
+    return (
+        f"{train_split['files']} files, {train_split['bytes'] / 1e6:.1f} MB, "
+        f"{train_split['tokens'] / 1e6:.2f}M tokens to train on; {held['files']} files, "
+        f"{held['bytes'] / 1e3:.0f} kB held out"
+    )
+
+
+def _pretrain(job: _Job) -> dict[str, Any]:
+    manifest = read_manifest(job.dataset)
+    if manifest.eos_id is None:
+        raise DataError(f"{job.dataset} has a tokenizer without an end-of-text token")
+    config = job.size.train_config(job.dataset, job.config, manifest.eos_id)
+    result = train(config, job.run_dir)
+    if result.reason == "signal":
+        raise _Interrupted(result.exit_code)
+    goodput = result.goodput
+    return {
+        "steps": result.step,
+        "tokens": result.step * config.batch_size * config.seq_len,
+        "evaluation": result.evaluation,
+        "seconds": goodput.seconds if goodput else {},
+        "config": dump_yaml(config),
+    }
+
+
+def _pretrain_line(result: dict[str, Any]) -> str:
+    loss = (result["evaluation"] or {}).get("loss")
+    held = f", held-out loss {loss:.3f} nats a token" if loss is not None else ""
+    return f"{result['steps']} steps, {result['tokens'] / 1e6:.2f}M tokens{held}"
+
+
+def _portable(job: _Job) -> dict[str, Any]:
+    parity = convert(job.run_dir, job.portable, overwrite=True)
+    files = {path.name: path.stat().st_size for path in job.portable.iterdir()}
+    return {"directory": str(job.portable), "files": files, **dataclasses.asdict(parity)}
+
+
+def _portable_line(result: dict[str, Any]) -> str:
+    return (
+        f"{result['directory']}: largest logit difference {result['max_abs_difference']:.1e} "
+        f"over {result['tokens']} tokens"
+    )
+
+
+def _score(job: _Job) -> dict[str, Any]:
+    tokenizer = load_tokenizer(job.dataset / "tokenizer")
+    source = Dataset(path=str(job.dataset)).open(Storage(), "eval")
+    count = min(len(source), job.size.score_files or len(source))
+    documents = [np.asarray(source[i]["tokens"]) for i in range(count)]
+    texts = [tokenizer.decode(tokens).encode() for tokens in documents]
+    model = load_pretrained(job.portable)
+    ours = bits_per_byte(model, documents, texts, length=job.size.seq_len)
+    return {
+        "files": count,
+        "bytes": sum(map(len, texts)),
+        "bits_per_byte": {"fornax": ours, **dataclasses.asdict(yardsticks(texts))},
+    }
+
+
+def _score_line(result: dict[str, Any]) -> str:
+    bits = result["bits_per_byte"]
+    return (
+        f"{bits['fornax']:.3f} bits a byte over {result['files']} files; "
+        f"gzip -9 {bits['gzip']:.3f}, xz -9 {bits['xz']:.3f}"
+    )
+
+
+def _samples(job: _Job) -> dict[str, Any]:
+    return {"samples": complete(job.portable, PROMPTS, max_tokens=64, seed=job.config.seed)}
+
+
+def _samples_line(result: dict[str, Any]) -> str:
+    first = result["samples"][0]
+    return (
+        f"{len(result['samples'])} completions, such as {(first['prompt'] + first['text'])[:60]!r}"
+    )

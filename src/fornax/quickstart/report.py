@@ -1,0 +1,149 @@
+"""The quickstart's page: what was made, how good it is, and where the time went."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from fornax.quickstart.stages import Done
+from fornax.train import RunDirectory
+from fornax.train.report import Section, bars, duration, render, table, training_sections
+
+__all__ = ["write_report"]
+
+_STAGES = {
+    "corpus": "corpus and tokenizer",
+    "pretrain": "pretraining",
+    "portable": "save, load back, compare",
+    "score": "score held-out files",
+    "samples": "completions",
+}
+
+
+def write_report(run_dir: Path, size: str, done: Mapping[str, Done]) -> Path:
+    """Write `report.html` from the stages' results and the run's files; returns its path.
+
+    Raises:
+      ConfigError: when the page cannot be written.
+    """
+    results = {name: stage.result for name, stage in done.items()}
+    run = RunDirectory(run_dir)
+    return render(
+        run.report,
+        title="From raw text to a portable model",
+        subtitle=f"fornax quickstart, size {size}: the Python standard library's own source on "
+        "this machine, one process, no network.",
+        figures=_figures(results, done),
+        sections=[
+            _score(results["score"]),
+            _samples(results["samples"]),
+            *training_sections(run),
+            _stages(done),
+            _corpus(results["corpus"]),
+            _portable(results["portable"]),
+        ],
+    )
+
+
+def _figures(results: Mapping[str, Any], done: Mapping[str, Done]) -> list[tuple[str, str]]:
+    bits = results["score"]["bits_per_byte"]
+    portable = results["portable"]
+    return [
+        ("bits a byte, held out", f"{bits['fornax']:.3f}"),
+        ("gzip -9 on the same files", f"{bits['gzip']:.3f}"),
+        ("parameters", f"{portable['parameters'] / 1e6:.2f} M"),
+        ("tokens trained on", f"{results['pretrain']['tokens'] / 1e6:.2f} M"),
+        ("largest logit difference", f"{portable['max_abs_difference']:.1e}"),
+        ("from text to model", duration(sum(stage.seconds for stage in done.values()))),
+    ]
+
+
+def _score(result: Mapping[str, Any]) -> Section:
+    bits = result["bits_per_byte"]
+    names = {
+        "fornax": "this model",
+        "gzip": "gzip -9, file by file",
+        "xz": "xz -9, file by file",
+        "xz_together": "xz -9, all files as one",
+    }
+    ours, gzip = bits["fornax"], bits["gzip"]
+    verdict = (
+        f"It needs {100 * (1 - ours / gzip):.0f} % fewer bits than gzip -9."
+        if ours < gzip
+        else "It does not beat gzip -9 yet: train for longer."
+    )
+    return Section(
+        title="How well it predicts files it has not seen",
+        lead=f"Bits a byte over {result['files']} held-out files, {result['bytes'] / 1e3:.0f} kB: "
+        f"fewer is better. {verdict} The model's count is the cross entropy of every token, end of "
+        "file included, each file read on its own; a compressor's is the size of its output.",
+        body=bars(
+            "Bits a byte",
+            [(names[key], bits[key]) for key in names],
+            unit="bits a byte",
+            highlight=names["fornax"],
+            fmt="{:.3f}",
+        ),
+    )
+
+
+def _samples(result: Mapping[str, Any]) -> Section:
+    parts = []
+    for sample in result["samples"]:
+        how = "greedy" if sample["temperature"] == 0 else f"temperature {sample['temperature']}"
+        parts.append(
+            Markup('<pre><span class="prompt">{}</span><span class="made">{}</span></pre>').format(
+                sample["prompt"], sample["text"]
+            )
+            + Markup('<p class="sub">{}</p>').format(how)
+        )
+    return Section(
+        title="What it writes",
+        lead="The prompt in grey, the completion in colour, made by the model loaded back from the "
+        "Hugging Face directory.",
+        body=Markup("").join(parts),
+    )
+
+
+def _stages(done: Mapping[str, Done]) -> Section:
+    items = [(_STAGES[name], stage.seconds) for name, stage in done.items()]
+    return Section(
+        title="The whole quickstart",
+        lead="Seconds a stage. Pretraining's own time is broken down above.",
+        body=bars("Seconds", items, unit="seconds", highlight=_STAGES["pretrain"], fmt="{:.1f}"),
+    )
+
+
+def _corpus(result: Mapping[str, Any]) -> Section:
+    rows = [
+        (
+            {"train": "trained on", "eval": "held out"}.get(name, name),
+            f"{split['files']:,}",
+            f"{split['bytes']:,}",
+            f"{split['tokens']:,}",
+            f"{split['bytes'] / max(1, split['tokens']):.2f}",
+        )
+        for name, split in sorted(result["splits"].items(), reverse=True)
+    ]
+    return Section(
+        title="The corpus",
+        lead=f"Generated tables and tests are left out; files are split by a hash of their text. A "
+        f"byte-level BPE tokenizer of {result['vocab_size']:,} tokens was trained on the files "
+        f"trained on. Fingerprint {result['fingerprint']}.",
+        body=table(("split", "files", "bytes", "tokens", "bytes a token"), rows),
+    )
+
+
+def _portable(result: Mapping[str, Any]) -> Section:
+    rows = [(name, f"{size:,}") for name, size in sorted(result["files"].items())]
+    return Section(
+        title="The portable model",
+        lead=f"{result['directory']} holds a {result['family']} model that transformers and other "
+        f"tools load. Loaded back, its logits differ by at most {result['max_abs_difference']:.1e} "
+        f"over {result['tokens']:,} tokens of real prompts.",
+        body=table(("file", "bytes"), rows)
+        + Markup("<pre>fornax generate {} --prompt 'def main('</pre>").format(
+            escape(result["directory"])
+        ),
+    )

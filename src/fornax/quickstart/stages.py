@@ -1,0 +1,118 @@
+"""Stages that run once: each leaves a result on disk, and a second call starts after the last one.
+
+    <run_dir>/stages/<name>.json    {"name": ..., "inputs": ..., "seconds": ..., "result": {...}}
+
+A result counts while the inputs it was made from are the same; a changed input is an error that
+says so, never a silent mixture of two runs.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fornax.config.errors import ConfigError
+
+__all__ = ["Done", "Stage", "Stages"]
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its name, what it says it does, and the function that does it."""
+
+    name: str
+    title: str
+    run: Callable[[], Result]
+    """Returns what is kept: JSON-able."""
+    summary: Callable[[Result], str]
+    """One line about a result."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A stage's kept result."""
+
+    result: Result
+    seconds: float
+    """How long it took, over all the calls that it needed."""
+    reused: bool
+
+
+class Stages:
+    """The kept results of one run directory."""
+
+    def __init__(self, directory: Path, inputs: Mapping[str, Any]) -> None:
+        """Open, or begin, the results in `directory`.
+
+        Raises:
+          ConfigError: when the directory holds results made from other inputs, or cannot be
+            written.
+        """
+        self._directory = directory
+        self._inputs = json.loads(json.dumps(inputs))
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _refused(directory, error) from error
+        self._check_inputs(directory / "inputs.json")
+
+    def _check_inputs(self, path: Path) -> None:
+        if not path.exists():
+            self._write(path, self._inputs)
+            return
+        kept = _read(path)
+        changed = sorted(
+            key
+            for key in kept.keys() | self._inputs.keys()
+            if kept.get(key) != self._inputs.get(key)
+        )
+        if changed:
+            what = ", ".join(f"{k} {kept.get(k)} -> {self._inputs.get(k)}" for k in changed)
+            raise ConfigError(
+                f"{self._directory.parent} holds a quickstart made with other settings ({what}); "
+                "choose another --run-dir, repeat the settings it was made with, or delete it"
+            )
+
+    def run(self, stage: Stage) -> Done:
+        """Run the stage, or take the result it left."""
+        path = self._directory / f"{stage.name}.json"
+        if path.exists():
+            kept = _read(path)
+            return Done(kept["result"], kept["seconds"], reused=True)
+        began = time.perf_counter()
+        result = stage.run()
+        seconds = round(time.perf_counter() - began, 2)
+        self._write(path, {"name": stage.name, "seconds": seconds, "result": result})
+        return Done(result, seconds, reused=False)
+
+    def _write(self, path: Path, value: Mapping[str, Any]) -> None:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise _refused(path, error) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}); delete it, and its stage runs again"
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no result; delete it, and its stage runs again")
+    return value
+
+
+def _refused(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write {path}: {error.strerror or error}; choose another --run-dir, or make room "
+        "or make this one writable"
+    )

@@ -1,0 +1,244 @@
+"""Between Fornax runs and Hugging Face directories, with the logits of both compared.
+
+Legend: T prompt tokens, V vocabulary.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from fornax.checkpoint import Checkpointer
+from fornax.config import dump_yaml
+from fornax.config.errors import CheckpointError, ConfigError
+from fornax.data import Dataset, load_tokenizer, read_manifest
+from fornax.mesh import DtypePolicy, parse_dtype
+from fornax.models import Decoder, num_parameters, save_pretrained
+from fornax.train.config import TrainConfig
+from fornax.train.run_dir import RunDirectory
+from fornax.train.state import split_model
+from fornax.train.weights import is_run, load_decoder, load_run, run_config
+
+__all__ = ["PROMPTS", "Parity", "convert"]
+
+PROMPTS = (
+    "def read_lines(path):\n    with open(path) as file:\n        return [line.strip() for line in",
+    "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "In 1905 a clerk in Bern wrote four papers; the third said that clocks in motion run slow.",
+    "SELECT name, count(*) FROM visits WHERE year >= 2020 GROUP BY name ORDER BY 2 DESC;",
+    "Größe, naïve, 東京, привет, 12 + 34 = 46, https://example.org/a?b=c&d=%20 \t\n",
+)
+"""Texts whose logits are compared: code, prose, and characters beyond ASCII."""
+
+_SEED_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """What a conversion changed, measured: the content of `parity.json`."""
+
+    source: str
+    destination: str
+    family: str | None
+    """Hugging Face family of the model."""
+    parameters: int
+    dtype: str
+    """Dtype of the weights at the destination."""
+    prompts: Literal["text", "token ids"]
+    """Whether real texts were compared, or, without a tokenizer, fixed token ids."""
+    tokens: int
+    """Tokens over all prompts."""
+    max_abs_difference: float
+    """Largest difference of any logit, computed in float32 from both sets of weights."""
+    max_abs_logit: float
+    """Largest logit, to judge the difference by."""
+    same_top_token: float
+    """Share of positions at which both put the same token first."""
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: str | None = None,
+    step: int | None = None,
+    tokenizer: str | Path | None = None,
+    overwrite: bool = False,
+) -> Parity:
+    """Turn a run into a Hugging Face directory, or a Hugging Face directory into a run.
+
+    A run made this way holds the weights as step 0: `init_from` starts training from it. The
+    destination is loaded back and compared; `parity.json` beside its weights keeps the result.
+
+    Args:
+      source: a run directory with checkpoints, or a Hugging Face directory.
+      destination: the directory to make.
+      dtype: of the weights at the destination; None keeps the source's.
+      step: which checkpoint of a run; None takes the latest.
+      tokenizer: a tokenizer.json or the folder of one; None finds the source's own.
+      overwrite: replace a destination that exists.
+
+    Raises:
+      ConfigError: when `source` is neither, or an option does not apply to it.
+      CheckpointError: for weights that are missing or damaged, or a destination that exists.
+    """
+    source, destination = Path(source).expanduser(), Path(destination).expanduser()
+    if source.resolve() == destination.resolve():
+        raise ConfigError(f"source and destination are both {source}; choose another destination")
+    to_hugging_face = is_run(source)
+    if step is not None and not to_hugging_face:
+        raise ConfigError(
+            f"step={step}: {source} is a Hugging Face directory and has no steps; leave it out"
+        )
+    chosen = None if dtype is None else parse_dtype(dtype)
+    folder = _tokenizer_folder(source, tokenizer)
+    original = _load(source, step)
+    prompts, kind = _prompts(folder, original)
+    expected = _logits(original, prompts)
+    model = _cast(original, chosen)
+    family = model.config.family
+    count = num_parameters(model.config)
+    del original
+    if to_hugging_face:
+        save_pretrained(model, destination, folder, overwrite=overwrite)
+    else:
+        _save_run(model, destination, source, overwrite=overwrite)
+    stored = jnp.dtype(model.embed.embedding[...].dtype).name
+    del model
+    found = _logits(_load(destination), prompts)
+    parity = Parity(
+        source=str(source),
+        destination=str(destination),
+        family=family,
+        parameters=count,
+        dtype=stored,
+        prompts=kind,
+        tokens=sum(map(len, prompts)),
+        **_compare(expected, found),
+    )
+    _write_json(destination / "parity.json", dataclasses.asdict(parity))
+    return parity
+
+
+def _load(path: Path, step: int | None = None) -> Decoder:
+    """The decoder at `path`, its weights as they are, computing in float32."""
+    if is_run(path):
+        return load_run(path, step=step, compute_dtype=jnp.float32).model
+    return load_decoder(path, compute_dtype=jnp.float32)
+
+
+def _tokenizer_folder(source: Path, given: str | Path | None) -> Path | None:
+    """The folder with the tokenizer of `source`, or None when it has none."""
+    if given is not None:
+        path = Path(given).expanduser()
+        folder = path.parent if path.is_file() else path
+        load_tokenizer(folder)  # refuses what is no tokenizer
+        return folder
+    if (source / "tokenizer.json").is_file():
+        return source
+    if not is_run(source):
+        return None
+    data = run_config(source).data
+    if not isinstance(data.source, Dataset) or "://" in data.source.path:
+        return None
+    dataset = Path(data.source.path)
+    if not dataset.is_dir():
+        return None
+    name = read_manifest(dataset).tokenizer
+    return None if name is None else dataset / name
+
+
+def _prompts(
+    folder: Path | None, model: Decoder
+) -> tuple[list[np.ndarray], Literal["text", "token ids"]]:
+    limit = model.config.max_position_embeddings
+    if folder is None:
+        ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (4, _SEED_TOKENS))
+        return [row[:limit].astype(np.int32) for row in ids], "token ids"
+    backend = load_tokenizer(folder)
+    if backend.vocab_size > model.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {folder} has {backend.vocab_size} ids and the model "
+            f"{model.config.vocab_size}; give the model's own with --tokenizer"
+        )
+    encoded = backend.encode_batch(PROMPTS)
+    return [tokens[:limit].astype(np.int32) for tokens in encoded], "text"
+
+
+def _logits(model: Decoder, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """float32 logits [T, V] of each prompt."""
+    width = max(map(len, prompts))
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def run(state: Any, tokens_BT: jax.Array, segment_ids_BT: jax.Array) -> Any:
+        return nnx.merge(graphdef, state)(tokens_BT, segment_ids_BT=segment_ids_BT)
+
+    out = []
+    for prompt in prompts:
+        tokens_BT = np.zeros((1, width), np.int32)
+        tokens_BT[0, : len(prompt)] = prompt
+        segments_BT = (np.arange(width)[None] < len(prompt)).astype(np.int32)
+        out.append(np.asarray(run(state, tokens_BT, segments_BT))[0, : len(prompt)])
+    return out
+
+
+def _cast(model: Decoder, dtype: Any) -> Decoder:
+    if dtype is None:
+        return model
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype), state))
+
+
+def _save_run(model: Decoder, destination: Path, source: Path, *, overwrite: bool) -> None:
+    """A run directory whose step 0 holds the weights, and its tokenizer beside them."""
+    if destination.exists() and any(destination.iterdir()):
+        if not overwrite:
+            raise CheckpointError(f"{destination} exists; give another path, or overwrite it")
+        shutil.rmtree(destination)
+    name = jnp.dtype(model.embed.embedding[...].dtype).name
+    if name not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"a run keeps its parameters in float32 or bfloat16, not {name}; set dtype"
+        )
+    config = TrainConfig(model=model.config, dtypes=DtypePolicy(params=name, compute=name))
+    directory = RunDirectory(destination)
+    directory.create()
+    directory.save_config(dump_yaml(config))
+    params = nnx.to_pure_dict(split_model(model).params)
+    with Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
+        checkpointer.save(0, state={"params": params}, config_yaml=dump_yaml(config), force=True)
+    for file in sorted(source.glob("tokenizer*.json")) + sorted(
+        source.glob("special_tokens*.json")
+    ):
+        shutil.copy2(file, destination / file.name)
+
+
+def _compare(expected: list[np.ndarray], found: list[np.ndarray]) -> dict[str, float]:
+    one, other = np.concatenate(expected), np.concatenate(found)
+    same = np.argmax(one, axis=-1) == np.argmax(other, axis=-1)
+    return {
+        "max_abs_difference": float(np.max(np.abs(one - other))),
+        "max_abs_logit": float(np.max(np.abs(one))),
+        "same_top_token": float(np.mean(same)),
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}; make room or make it writable"
+        ) from error
