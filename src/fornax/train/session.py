@@ -40,7 +40,7 @@ class Programs:
         """Start one step on this host's rows; `state` is given up."""
         if self._step is None:
             with self.ledger.phase("compile"):
-                self._shapes = self._batch(rows)
+                self._shapes = self.shapes_of(rows)
                 where = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
                 jitted = jax.jit(
                     make_train_step(self.parts), donate_argnums=0, out_shardings=(where, None)
@@ -52,12 +52,13 @@ class Programs:
         """The sums of one evaluation batch."""
         if self._evaluate is None:
             with self.ledger.phase("compile"):
-                self._eval_shapes = self._batch(rows)
+                self._eval_shapes = self.shapes_of(rows)
                 jitted = jax.jit(make_eval_step(self.parts))
                 self._evaluate = jitted.lower(self.abstract, self._eval_shapes).compile()
         return self._evaluate(state, to_global(rows, self._eval_shapes))
 
-    def _batch(self, rows: Rows) -> Any:
+    def shapes_of(self, rows: Rows) -> Any:
+        """The global batch that this host's rows are part of, as ShapeDtypeStructs."""
         return abstract_batch(rows, self.hosts, self.parts.mesh, self.parts.rules)
 
 

@@ -1,0 +1,94 @@
+"""Loss and gradients are those of one device on every mesh of eight."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from fornax.config import ShardingError, from_mapping
+from fornax.mesh import MeshConfig
+from fornax.train import Hosts, Ledger, TrainConfig, pretrain_task
+from fornax.train.hosts import to_global
+from fornax.train.session import Programs, first_state, prepare
+from fornax.train.step import sum_gradients
+
+SHAPES = [s for s in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(s) == 8]
+
+
+@pytest.fixture(scope="module")
+def run(settings: dict[str, Any]) -> TrainConfig:
+    """One layer, eight rows: enough for every axis of eight to divide."""
+    model = {**settings["model"], "num_layers": 1, "num_heads": 8, "num_kv_heads": 8}
+    return from_mapping(TrainConfig, {**settings, "model": model, "z_loss": 1e-3, "eval": {}})
+
+
+@pytest.fixture(scope="module")
+def rows(run: TrainConfig) -> dict[str, np.ndarray]:
+    batches = pretrain_task(run).batches("train", Hosts())
+    found = next(batches)
+    batches.close()
+    return found
+
+
+def measure(run: TrainConfig, rows: dict[str, np.ndarray], devices: Any) -> tuple[Any, Programs]:
+    programs = prepare(run, pretrain_task(run), Ledger(), devices)
+    state = first_state(run, programs)
+    shapes = programs.shapes_of(rows)
+
+    def compute(params: Any, batch: Any) -> Any:
+        loss, _, grads = sum_gradients(programs.parts, params, {}, batch, jax.random.key(0))
+        return loss, grads
+
+    return jax.device_get(jax.jit(compute)(state.params, to_global(rows, shapes))), programs
+
+
+@pytest.fixture(scope="module")
+def single(run: TrainConfig, rows: dict[str, np.ndarray]) -> Any:
+    return measure(run, rows, jax.devices()[:1])[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "data{}-fsdp{}-tensor{}".format(*s))
+def test_loss_and_gradients_are_those_of_one_device(
+    run: TrainConfig, rows: dict[str, np.ndarray], single: Any, shape: tuple[int, int, int]
+):
+    data, fsdp, tensor = shape
+    mesh = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+    (loss, grads), programs = measure(with_mesh(run, mesh), rows, None)
+    expected_loss, expected = single
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), loss, expected_loss)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5 * np.abs(want).max())
+    kernel = programs.abstract.params["layers"]["mlp"]["gate"]["kernel"]
+    moments = [
+        leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(programs.abstract.optimizer)[0]
+        if "gate" in jax.tree_util.keystr(path)
+    ]
+    assert kernel.sharding.num_devices == 8
+    pieces = np.prod(kernel.shape) / np.prod(kernel.sharding.shard_shape(kernel.shape))
+    assert pieces == fsdp * tensor
+    assert moments
+    assert all(moment.sharding == kernel.sharding for moment in moments)
+
+
+def with_mesh(run: TrainConfig, mesh: MeshConfig, **changes: Any) -> TrainConfig:
+    return dataclasses.replace(run, mesh=mesh, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 12}, r"batch_size=12 does not divide into 8 data shards; use a multiple of 8"),
+        (
+            {"batch_size": 24, "accumulate": 2},
+            r"does not divide into 8 data shards x 2 micro-batches; use a multiple of 16, such as 32",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused(run: TrainConfig, changes: Any, message: str):
+    config = with_mesh(run, MeshConfig(), **changes)
+    with pytest.raises(ShardingError, match=message):
+        prepare(config, pretrain_task(config), Ledger())
