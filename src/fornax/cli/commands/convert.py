@@ -1,0 +1,61 @@
+"""`fornax convert`: between Fornax runs and Hugging Face directories, with the logits compared."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from fornax.cli.arguments import NO_DEFAULT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Turn a run into a Hugging Face directory, or a Hugging Face directory into a run.
+
+    What was written is loaded back, and the largest difference of any logit on real prompts is
+    printed and kept in parity.json. A run made this way is what init_from takes.
+
+    examples:
+      fornax convert runs/mine models/mine
+      fornax convert models/llama runs/llama --dtype bfloat16
+    """
+
+    source: Annotated[Positional[Path], arg(metavar="SOURCE")]
+    """A run directory with checkpoints, or a Hugging Face directory."""
+    destination: Annotated[Positional[Path], arg(metavar="DESTINATION")]
+    """The directory to make."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint=""),
+    ] = None
+    """Type of the weights at the destination (default: the source's)."""
+    step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Which checkpoint of a run (default: the latest)."""
+    tokenizer: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """A tokenizer.json or its folder (default: the source's own)."""
+    overwrite: Annotated[bool, NO_DEFAULT] = False
+    """Replace a destination that exists."""
+
+
+def run(arguments: Arguments) -> int:
+    """Convert, and say how far the logits of both are apart."""
+    from fornax.mesh import initialize
+    from fornax.train import convert
+
+    initialize()
+    parity = convert(
+        arguments.source,
+        arguments.destination,
+        dtype=arguments.dtype,
+        step=arguments.step,
+        tokenizer=arguments.tokenizer,
+        overwrite=arguments.overwrite,
+    )
+    print(  # noqa: T201
+        f"{parity.destination}: {parity.parameters:,} parameters in {parity.dtype}\n"
+        f"largest logit difference {parity.max_abs_difference:.2e} (largest logit "
+        f"{parity.max_abs_logit:.1f}) over {parity.tokens:,} tokens of {parity.prompts}; the same "
+        f"token comes first at {parity.same_top_token:.1%} of positions"
+    )
+    return 0
