@@ -1,17 +1,15 @@
 """`fornax generate`: where the tokenizer comes from, text as it comes, what is refused."""
 
 import io
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from fornax.cli.commands import generate
 from fornax.cli.main import main
 from fornax.config import dump_yaml, from_mapping
 from fornax.data import load_tokenizer, train_bpe
-from fornax.models import Decoder, DecoderConfig, save_pretrained
+from fornax.models import DecoderConfig, create_decoder, load_pretrained, save_pretrained
 from fornax.models import generate as complete
 from fornax.train import TrainConfig
 
@@ -19,7 +17,7 @@ CONFIG = {
     "vocab_size": 300,
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_layers": 2,
+    "num_layers": 1,
     "num_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
@@ -37,8 +35,7 @@ def tokenizer(tmp_path_factory):
 def model(tmp_path_factory, tokenizer):
     """A Hugging Face directory of a random model, its tokenizer inside."""
     folder = tmp_path_factory.mktemp("model") / "hf"
-    decoder = Decoder(from_mapping(DecoderConfig, CONFIG), rngs=nnx.Rngs(0))
-    save_pretrained(decoder, folder, tokenizer)
+    save_pretrained(create_decoder(from_mapping(DecoderConfig, CONFIG)), folder, tokenizer)
     return folder
 
 
@@ -60,18 +57,12 @@ def test_the_prompt_and_what_the_model_makes_of_it_are_printed(model, tokenizer,
     assert first.err.startswith("6 tokens, ")
     known = load_tokenizer(tokenizer)
     ids = known.encode("some text").tolist()
-    decoder = _load(model)
+    decoder = load_pretrained(model, dtype=jnp.float32)
     sampling = generate.Sampling(temperature=1.0)
     [new] = complete(decoder, [ids], max_tokens=6, sampling=sampling, stop_tokens=())
     assert first.out == known.decode([*ids, *new]) + "\n"
     main(["generate", *words, "--seed", "5"])
     assert capsys.readouterr().out != first.out
-
-
-def _load(model: Path) -> Decoder:
-    from fornax.models import load_pretrained
-
-    return load_pretrained(model, dtype=jnp.float32)
 
 
 def test_the_prompt_may_come_on_standard_input(model, capsys, stdin):
