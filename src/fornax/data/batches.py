@@ -22,6 +22,9 @@ from fornax.data.stream import StageTimes
 ShardState = dict[str, Any]
 """A virtual shard's position and what it is a position in; plain JSON."""
 
+# Batches are filled together up to so many tokens: enough that the cost per call is small.
+_TOGETHER = 1 << 17
+
 _POSITION = ("record", "offset", "row")
 
 
@@ -81,10 +84,12 @@ class Batches(Iterator[Batch]):
             self._total = count_batches(self._pipeline)
         for shards in split_block(self._shards, 1 if config.debug else config.prefetch.workers):
             cursors = {shard: self._cursors[shard] for shard in shards}
-            dataset = BlockDataset(self._pipeline, cursors, self._times)
             workers = 0 if config.debug else config.prefetch.workers
             buffer = 0 if config.debug else config.prefetch.buffer
-            self._blocks.append(Prefetched(dataset, buffer=buffer, process=workers > 0))
+            together = max(1, min(buffer // 2, _TOGETHER // self._pipeline.tokens))
+            dataset = BlockDataset(self._pipeline, cursors, together, self._times)
+            lists = -(-buffer // together)
+            self._blocks.append(Prefetched(dataset, buffer=lists, process=workers > 0))
 
     def start_prefetch(self) -> None:
         """Begin to make batches now rather than at the first `next`."""

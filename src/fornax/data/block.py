@@ -31,32 +31,44 @@ class Element:
 
 
 class BlockDataset(grain.IterDataset):
-    """Batches of some virtual shards, endless: exhausted shards give padding.
+    """Lists of `together` batches of some virtual shards, endless: exhausted shards give padding.
+
+    Several batches are filled in one go and handed over in one go, for both cost per call.
 
     The iterator's state is the shards' cursors, so Grain's prefetching saves and restores it
     exactly.
     """
 
     def __init__(
-        self, pipeline: Pipeline, cursors: dict[int, Cursor], times: StageTimes | None = None
+        self,
+        pipeline: Pipeline,
+        cursors: dict[int, Cursor],
+        together: int = 1,
+        times: StageTimes | None = None,
     ):
         super().__init__()
         self._pipeline = pipeline
         self._cursors = dict(cursors)
+        self._together = together
         self._times = times
 
     def __iter__(self) -> "BlockIterator":
-        return BlockIterator(self._pipeline, self._cursors, self._times)
+        return BlockIterator(self._pipeline, self._cursors, self._together, self._times)
 
 
 class BlockIterator(grain.DatasetIterator):
     """See `BlockDataset`."""
 
     def __init__(
-        self, pipeline: Pipeline, cursors: dict[int, Cursor], times: StageTimes | None = None
+        self,
+        pipeline: Pipeline,
+        cursors: dict[int, Cursor],
+        together: int,
+        times: StageTimes | None = None,
     ):
         super().__init__()
         self._pipeline = pipeline
+        self._together = together
         self._times = times
         self._start(cursors)
 
@@ -67,20 +79,33 @@ class BlockIterator(grain.DatasetIterator):
             for shard, cursor in sorted(cursors.items())
         }
 
-    def __next__(self) -> Element:
+    def __next__(self) -> list[Element]:
         began = time.perf_counter()
+        planned = [self._plan() for _ in range(self._together)]
+        rows = [row for batch, _ in planned for row in batch]
+        middle = time.perf_counter()
+        arrays = fill(rows, self._pipeline.seq_len)
+        if self._times is not None:
+            segments = sum(len(row) for row in rows)
+            self._times.add("", "pack", middle - began, segments, len(rows))
+            self._times.add("", "fill", time.perf_counter() - middle, len(rows), len(planned))
+        elements = []
+        start = 0
+        for batch, cursors in planned:
+            end = start + len(batch)
+            part = {name: array[start:end] for name, array in arrays.items()}
+            elements.append(Element(part, cursors, any(batch)))
+            start = end
+        return elements
+
+    def _plan(self) -> tuple[list[Row], dict[int, Cursor]]:
+        """The rows of the next batch that is not skipped, and the cursors after it."""
         rows = self._rows()
         while self._is_skipped():
             self._advance()
             rows = self._rows()
         self._advance()
-        planned = time.perf_counter()
-        batch = fill(rows, self._pipeline.seq_len)
-        if self._times is not None:
-            segments = sum(len(row) for row in rows)
-            self._times.add("", "pack", planned - began, segments, len(rows))
-            self._times.add("", "fill", time.perf_counter() - planned, len(rows), 1)
-        return Element(batch, self._cursors(), any(rows))
+        return rows, self._cursors()
 
     def _rows(self) -> list[Row]:
         count = self._pipeline.rows_per_shard

@@ -48,7 +48,7 @@ class RecordRange:
 class Prefetch:
     """Batches made ahead of the trainer, without changing them or the saved position."""
 
-    buffer: int = 4
+    buffer: int = 16
     """Batches ready ahead of time; 0: make each when asked for."""
     workers: int = 0
     """Processes that share the virtual shards; 0: a thread, enough for tokenized data."""

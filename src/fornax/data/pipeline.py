@@ -34,6 +34,11 @@ class Pipeline:
         """Rows that each virtual shard gives to a batch."""
         return self.batch_size // self.config.virtual_shards
 
+    @property
+    def tokens(self) -> int:
+        """Places for tokens in a global batch."""
+        return self.batch_size * self.seq_len
+
     def stream(self, shard: int, times: StageTimes | None = None) -> ShardStream:
         """The documents of one virtual shard."""
         read_batch, check = self.config.read_batch, self.config.debug

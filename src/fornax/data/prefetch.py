@@ -10,9 +10,10 @@ from fornax.data.block import BlockDataset, Element
 
 
 class Prefetched:
-    """Elements of a block, made ahead by up to `buffer`, in a thread or a process of its own."""
+    """Elements of a block, made ahead by up to `buffer` lists, in a thread or a process."""
 
     def __init__(self, dataset: BlockDataset, *, buffer: int, process: bool):
+        self._ready: list[Element] = []
         ahead: grain.IterDataset[Any] = dataset
         if process:
             _mark_flags_parsed()
@@ -28,6 +29,11 @@ class Prefetched:
         self._iterator.start_prefetch()
 
     def __next__(self) -> Element:
+        if not self._ready:
+            self._ready = self._next_list()[::-1]
+        return self._ready.pop()
+
+    def _next_list(self) -> list[Element]:
         try:
             return next(self._iterator)
         except (FornaxError, StopIteration):

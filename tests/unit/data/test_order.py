@@ -2,18 +2,20 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fornax.config.errors import DataError
 from fornax.data.order import Order, draws, permuted, schedule
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**32 - 1))
 def test_permuted_is_a_permutation(size, seed):
     assert sorted(permuted(np.arange(size), size, seed)) == list(range(size))
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 10**12), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_permuted_stays_in_range_and_needs_no_neighbours(size, seed, data):
     index = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
@@ -30,6 +32,7 @@ def test_permuted_spreads_neighbours():
     assert not np.array_equal(images, permuted(np.arange(5000), 5000, 8))
 
 
+@settings(deadline=None)
 @given(weights=st.lists(st.floats(0.001, 1000), min_size=1, max_size=6))
 def test_draws_follow_the_weights(weights):
     counts = draws(weights, 4096)
@@ -48,6 +51,7 @@ def order(sizes, weights, *, shards=4, shuffle=True, epochs=None) -> Order:
     return Order(names, sizes, weights, shards=shards, seed=3, shuffle=shuffle, epochs=epochs)
 
 
+@settings(deadline=None, max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     shards=st.sampled_from([1, 2, 4, 8]),
