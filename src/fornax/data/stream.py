@@ -103,9 +103,11 @@ class ShardStream:
         size = min(_FIRST_READ, most)
         while length is None or position < length:
             count = size if length is None else min(size, length - position)
-            documents = self._read(position, count)
-            yield from documents
-            barren = 0 if documents else barren + count
+            barren += count
+            for number, tokens in enumerate(self._read(position, count)):
+                if tokens is not None:
+                    barren = 0
+                    yield Document(position + number, tokens)
             if length is None and barren > self.full_pass:
                 names = ", ".join(part.name for part in self.parts)
                 raise DataError(f"every record of {names} was dropped: loosen the filters")
@@ -117,7 +119,8 @@ class ShardStream:
         stored = all(part.stored_tokens is not None for part in self.parts)
         return _MOST_STORED if stored else _MOST_TRANSFORMED
 
-    def _read(self, start: int, count: int) -> list[Document]:
+    def _read(self, start: int, count: int) -> list[np.ndarray | None]:
+        """The tokens at `count` positions, None where there are none."""
         places = self.order.places(self.shard, start, count)
         tokens: list[np.ndarray | None] = [None] * count
         for number, part in enumerate(self.parts):
@@ -125,7 +128,7 @@ class ShardStream:
             if slots:
                 for slot, value in zip(slots, self._part(part, number, places, slots), strict=True):
                     tokens[slot] = value
-        return [Document(start + i, value) for i, value in enumerate(tokens) if value is not None]
+        return tokens
 
     def _part(
         self, part: PartReader, number: int, places: Places, slots: list[int]
