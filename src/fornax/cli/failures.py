@@ -42,7 +42,7 @@ def report(error: BaseException, run_dir: Path | None = None) -> int:
     if isinstance(error, KeyboardInterrupt):
         _say("interrupted")
         return INTERRUPTED
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, BrokenPipeError) and _stdout_is_closed():
         _silence_stdout()
         return BROKEN_PIPE
     message = _mendable(error)
@@ -124,6 +124,15 @@ def _say(text: str) -> None:
         width = min(shutil.get_terminal_size().columns, 100)
         text = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
     print(text, file=sys.stderr)  # noqa: T201
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of standard output went away, and not that of some other pipe."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _silence_stdout() -> None:

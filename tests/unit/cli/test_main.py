@@ -224,6 +224,11 @@ class TestOutcomes:
         assert "Traceback (most recent call last)" in err
         assert "the traceback stands above" in err
 
+    def test_a_broken_pipe_that_is_not_standard_output_is_not_hidden(self, capsys, fake):
+        fake(failing(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+        assert main(["fake"]) == 1
+        assert capsys.readouterr().err.startswith("error: BrokenPipeError: ")
+
     def test_an_interrupt_is_130(self, capsys, fake):
         fake(failing(KeyboardInterrupt()))
         assert main(["fake"]) == 130
