@@ -212,13 +212,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 GENERATION_CASES = (
-    "llama2",
     "llama-llama3",
     "mistral-window",
     "qwen2-window",
     "gemma2",
     "gemma3",
-    "olmo2",
     "phi4-mini",
     "smollm3",
 )
