@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import shutil
 import sys
 import tempfile
@@ -129,10 +130,12 @@ def _say(text: str) -> None:
 def _stdout_is_closed() -> bool:
     """Whether the reader of standard output went away, and not that of some other pipe."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # replaced by something that is no file
+        return False
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _silence_stdout() -> None:
