@@ -5,6 +5,7 @@ from fornax.kernels._attention import attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
 from fornax.kernels._linear import linear
 from fornax.kernels.registry import Implementation, Operation, target_platform
+from fornax.kernels.tuning import autotuning
 
 __all__ = [
     "Implementation",
@@ -13,6 +14,7 @@ __all__ = [
     "Operation",
     "attention",
     "attention_operation",
+    "autotuning",
     "cross_entropy_operation",
     "linear",
     "linear_cross_entropy",

@@ -5,7 +5,7 @@ Implementations stand in order of preference; each answers a call with None ("I 
 the reason why it declines. The choice is, in this order:
 
 1. the one named by hand (`implementation=`): it runs, or `KernelError` says why it declines;
-2. the fastest one that an earlier `autotune` measured for this very call on this very machine;
+2. the fastest one measured (`with autotuning():`, now or earlier) for such a call on this machine;
 3. the first in order that does not decline.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 
 from fornax.config.errors import KernelError
-from fornax.kernels import choices
+from fornax.kernels import choices, tuning
 
 __all__ = ["Call", "Implementation", "Operation", "current_platform", "target_platform"]
 
@@ -52,6 +52,9 @@ class Operation(Generic[CallT]):
 
     name: str
     implementations: tuple[Implementation[CallT], ...]
+    rehearse: Callable[[CallT, Callable[..., Any]], Callable[[], Any]]
+    """(call, an implementation's `run`) to a function that runs it, with gradients, on made-up
+    inputs of the call's shapes and returns the arrays."""
 
     def candidates(self, call: CallT) -> tuple[Implementation[CallT], ...]:
         """Return the implementations that can run `call`, in order of preference."""
@@ -73,8 +76,15 @@ class Operation(Generic[CallT]):
         if not candidates:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.explain(call).items())
             raise KernelError(f"{self.name}: no implementation can run {call}: {reasons}")
-        if len(candidates) > 1:
+        if len(candidates) > 1 and jax.process_count() == 1:  # processes must not differ
             measured = choices.lookup(self.name, call)
+            if measured is None and tuning.wanted() and call.platform == jax.default_backend():
+                contestants = {
+                    c.name: self.rehearse(call, c.run)
+                    for c in candidates
+                    if c.name != "reference"  # for tests and curiosity: never chosen for speed
+                }
+                measured = choices.record(self.name, call, tuning.race(contestants))
             for candidate in candidates:
                 if candidate.name == measured:
                     return candidate

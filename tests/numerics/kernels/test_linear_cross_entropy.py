@@ -69,7 +69,9 @@ def expected() -> dict[str, dict[str, Any]]:
 
 
 def _names() -> list[str]:
-    return [i.name for i in kernels.cross_entropy_operation.implementations]
+    """All but the reference, which plays against itself in float64."""
+    names = [i.name for i in kernels.cross_entropy_operation.implementations]
+    return [name for name in names if name != "reference"]
 
 
 def _assert_close(found: dict[str, Any], value: dict[str, Any], rtol: float) -> None:
@@ -81,7 +83,7 @@ def _assert_close(found: dict[str, Any], value: dict[str, Any], rtol: float) -> 
 
 
 @pytest.mark.parametrize("implementation", _names())
-@pytest.mark.parametrize("chunk", [1, 7, 16, 40, 1000])
+@pytest.mark.parametrize("chunk", [1, 16, 1000])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_float32_agrees_with_float64_reference(
     name: str, chunk: int, implementation: str, expected: dict[str, dict[str, Any]]

@@ -5,9 +5,10 @@ Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads,
 
 import jax
 
-from fornax.kernels._attention import native
+from fornax.kernels._attention import blockwise, native
 from fornax.kernels._attention.call import AttentionCall, AttentionInputs, describe
 from fornax.kernels._attention.dense import dense, reference
+from fornax.kernels._attention.rehearsal import rehearse
 from fornax.kernels._attention.sharded import length_shards
 from fornax.kernels.registry import Implementation, Operation
 
@@ -18,9 +19,11 @@ attention_operation: Operation[AttentionCall] = Operation(
     "attention",
     (
         Implementation("native", native.native, native.declines),
+        Implementation("blockwise", blockwise.blockwise, blockwise.declines),
         Implementation("xla", dense, lambda call: None),
         Implementation("reference", reference, lambda call: None),
     ),
+    rehearse,
 )
 
 

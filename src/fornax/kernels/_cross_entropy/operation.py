@@ -14,6 +14,7 @@ from fornax.kernels._cross_entropy.call import (
 )
 from fornax.kernels._cross_entropy.chunked import chunked
 from fornax.kernels._cross_entropy.reference import reference
+from fornax.kernels._cross_entropy.rehearsal import rehearse
 from fornax.kernels.registry import Implementation, Operation
 
 __all__ = ["cross_entropy_operation", "linear_cross_entropy"]
@@ -24,6 +25,7 @@ cross_entropy_operation: Operation[CrossEntropyCall] = Operation(
         Implementation("chunked", chunked, lambda call: None),
         Implementation("reference", reference, lambda call: None),
     ),
+    rehearse,
 )
 
 

@@ -218,8 +218,8 @@ struct Forward {
   T* o;
   float* lse;
 
-  void block(const Head& head, Arena& arena, int64_t b, int64_t n, int64_t index, float* q_block,
-             float* scores, float* out) const {
+  void block(const Head& head, int64_t b, int64_t n, int64_t index, float* q_block, float* scores,
+             float* out) const {
     const int64_t H = s.key_width(), W = s.value_width(), query = index * kBlock;
     const int64_t rows = std::min(kBlock, s.T - query);
     gather(q + ((b * s.T + query) * s.N + n) * s.H, rows, s.H, s.N * s.H, options.scale, q_block,
@@ -281,7 +281,7 @@ struct Forward {
       float* out = arena.take(kBlock * s.value_width());
       for (int64_t n = kv * s.group(); n < (kv + 1) * s.group(); ++n) {
         for (int64_t i = part; i < blocks; i += parts) {
-          block(head, arena, b, n, i, q_block, scores, out);
+          block(head, b, n, i, q_block, scores, out);
         }
       }
     });

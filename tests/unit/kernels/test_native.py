@@ -1,0 +1,89 @@
+"""Building the native kernels: without a compiler, damaged, concurrently, and without warnings."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fornax.kernels import _native, attention
+from fornax.kernels._native import build
+
+_USE = """
+import jax.numpy as jnp
+from fornax.kernels import _native, attention
+reason = _native.unavailable()
+assert reason is None, reason
+q = jnp.ones((1, 16, 2, 8))
+print(float(attention(q, q, q, scale=1.0, implementation="native").sum()))
+"""
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a process that has not looked for the kernels yet."""
+    monkeypatch.setenv("FORNAX_CACHE_DIR", str(tmp_path))
+    build.unavailable.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    build.unavailable.cache_clear()
+
+
+def test_without_compiler_falls_back_with_one_notice(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    q = jnp.ones((1, 16, 2, 8))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert attention(q, q, q, scale=1.0).shape == q.shape
+    notices = [r.message for r in caplog.records if "native CPU kernels are off" in r.message]
+    assert len(notices) == 1
+    assert "no C++ compiler" in notices[0]
+
+
+def test_compiler_that_fails_is_quoted(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "error: no luck" >&2\nexit 1\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert "error: no luck" in str(_native.unavailable())
+    assert not list(fresh.glob("native/*/*"))
+
+
+def test_damaged_library_is_removed(fresh: Path) -> None:
+    path = fresh / "native" / build._fingerprint(str(_native.compiler())) / "kernels.so"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"not a library")
+    assert "could not be loaded and was removed" in str(_native.unavailable())
+    assert not path.exists()
+
+
+def test_processes_that_compile_at_once_all_succeed(fresh: Path) -> None:
+    workers = [
+        subprocess.Popen([sys.executable, "-c", _USE], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    outputs = [worker.communicate(timeout=200)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert [p.name for p in fresh.glob("native/*/*")] == ["kernels.so"]
+
+
+def test_compiles_without_warnings_for_plain_and_for_this_processor(tmp_path: Path) -> None:
+    source = Path(build.__file__).parent / "attention.cc"
+    include = ["-isystem", jax.ffi.include_dir()]
+    cxx = _native.compiler()
+    assert cxx is not None
+    command = [cxx, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fsyntax-only"]
+    for flags in ([], ["-march=native"]):
+        done = subprocess.run(
+            [*command, *flags, *include, str(source)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr

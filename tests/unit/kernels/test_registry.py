@@ -1,0 +1,138 @@
+"""Choosing an implementation: order, reasons, by hand, measured, and what is kept on disk."""
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fornax import kernels
+from fornax.kernels import Implementation, KernelError, Operation, autotuning, choices
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the operation these tests make up."""
+
+    size: int
+    platform: str = "cpu"
+
+
+def _small_only(call: Call) -> str | None:
+    return None if call.size < 10 else f"size {call.size} is above 9"
+
+
+def _rehearse(call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
+    return run
+
+
+def _operation(times: dict[str, float] | None = None) -> Operation[Call]:
+    """Two implementations that take this many seconds."""
+
+    def run(name: str) -> Callable[[], Any]:
+        def work() -> jax.Array:
+            time.sleep((times or {}).get(name, 0))
+            return jnp.zeros(())
+
+        return work
+
+    return Operation(
+        "made-up",
+        (
+            Implementation("small", run("small"), _small_only),
+            Implementation("any", run("any"), lambda call: None),
+        ),
+        _rehearse,
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORNAX_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_first_that_does_not_decline_is_chosen() -> None:
+    assert _operation().choose(Call(1)).name == "small"
+    assert _operation().choose(Call(50)).name == "any"
+
+
+def test_forcing_one_that_declines_says_why_and_what_would_do() -> None:
+    with pytest.raises(KernelError, match="size 50 is above 9; use one of: any"):
+        _operation().choose(Call(50), "small")
+
+
+def test_forcing_an_unknown_one_lists_the_known() -> None:
+    with pytest.raises(KernelError, match="'fast' is unknown; use one of: small, any"):
+        _operation().choose(Call(1), "fast")
+
+
+def test_nobody_can_run_it() -> None:
+    operation = Operation("made-up", (Implementation("small", print, _small_only),), _rehearse)
+    with pytest.raises(KernelError, match="small: size 50 is above 9"):
+        operation.choose(Call(50))
+
+
+def test_explain_names_every_reason() -> None:
+    assert _operation().explain(Call(50)) == {"small": "size 50 is above 9", "any": "can run it"}
+
+
+def test_autotuning_keeps_the_fastest_for_later() -> None:
+    slow_first = _operation({"small": 0.05})
+    assert slow_first.choose(Call(1)).name == "small"
+    with autotuning():
+        assert slow_first.choose(Call(1)).name == "any"
+    assert slow_first.choose(Call(1)).name == "any"
+    assert slow_first.choose(Call(2)).name == "small"  # another call was not measured
+    kept = json.loads(choices.path_of("made-up", Call(1)).read_text())
+    assert kept["seconds"]["small"] > kept["seconds"]["any"]
+
+
+def test_measured_choice_that_now_declines_is_not_used() -> None:
+    choices.record("made-up", Call(50), {"small": 0.1, "any": 0.2})
+    assert _operation().choose(Call(50)).name == "any"
+
+
+def test_damaged_choice_file_counts_as_none() -> None:
+    path = choices.path_of("made-up", Call(1))
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert _operation().choose(Call(1)).name == "small"
+
+
+def test_concurrent_records_leave_a_whole_file() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for index in range(64):
+            pool.submit(choices.record, "made-up", Call(1), {"small": 1.0, "any": 0.5 + index % 2})
+    assert choices.lookup("made-up", Call(1)) in ("small", "any")
+    assert [p.name for p in choices.path_of("made-up", Call(1)).parent.iterdir()] == [
+        choices.path_of("made-up", Call(1)).name
+    ]
+
+
+def test_tunes_while_tracing() -> None:
+    q = jnp.ones((1, 16, 2, 8))
+    with autotuning():
+        jax.jit(lambda q: kernels.attention(q, q, q, scale=1.0))(q)
+    (path,) = choices.path_of("attention", Call(1)).parent.iterdir()
+    assert set(json.loads(path.read_text())["seconds"]) <= {"native", "xla"}
+
+
+def test_target_platform_changes_who_can_run() -> None:
+    q = jnp.ones((1, 16, 2, 8))
+    with (
+        kernels.target_platform("tpu"),
+        pytest.raises(KernelError, match="not on tpu"),
+    ):
+        kernels.attention(q, q, q, scale=1.0, implementation="native")
+    with (
+        pytest.raises(KernelError, match="use one of: cpu, gpu, tpu"),
+        kernels.target_platform("npu"),
+    ):
+        pass
