@@ -58,10 +58,10 @@ def _thin(steps: list[int], values: list[float]) -> tuple[list[float], list[floa
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> Markup:
     rates = sorted({k for r in records for k in r if k.endswith("_per_second")})
-    loss = [("train", *_thin(*_series(records, "loss")))]
-    evaluated = _series(records, "eval/loss")
-    if evaluated[0]:
-        loss.append(("held out", *evaluated))
+    loss = [
+        ("train", *_thin(*_series(records, "loss"))),
+        ("held out", *_thin(*_series(records, "eval/loss"))),
+    ]
     pictures = [
         lines("Loss", loss, unit="nats a token"),
         lines("Learning rate", [("", *_thin(*_series(records, "learning_rate")))], from_zero=True),
