@@ -1,8 +1,8 @@
 """Attention a block of keys at a time in plain JAX: memory O(T) on any device.
 
 Forward, a scan over blocks of keys keeps a running maximum and sum per query (Rabe and Staats
-2021); backward, scores are computed again from the saved log-sum-exp (Dao 2023). The largest temporary is
-[B, N, T, block] instead of [B, N, T, S].
+2021); backward, scores are computed again from the saved log-sum-exp (Dao 2023). The largest
+temporary is [B, N, T, block] instead of [B, N, T, S].
 
 Legend: B batch, T query tokens, S key tokens, C keys of a block, K key/value heads,
 G query heads per key head, H head width.
