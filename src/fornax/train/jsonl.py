@@ -9,7 +9,7 @@ from typing import Any
 
 from fornax.config.errors import FornaxError
 
-__all__ = ["JsonLines", "keep_json_lines", "read_json_lines"]
+__all__ = ["JsonLines", "keep_json_lines", "read_json_lines", "refused"]
 
 
 class JsonLines:
@@ -22,7 +22,7 @@ class JsonLines:
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
-            raise _refused(path, error) from error
+            raise refused(path, error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line; numbers that are not finite become null.
@@ -36,7 +36,7 @@ class JsonLines:
             while line:
                 line = line[os.write(self._descriptor, line) :]
         except OSError as error:
-            raise _refused(self.path, error) from error
+            raise refused(self.path, error) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -77,14 +77,15 @@ def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise _refused(path, error) from error
+        raise refused(path, error) from error
 
 
 def _json_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _refused(path: Path, error: OSError) -> FornaxError:
+def refused(path: Path, error: OSError) -> FornaxError:
+    """What to tell a user whose disk does not take a file of the run."""
     return FornaxError(
         f"cannot write {path}: {error.strerror or error}; make room or make it writable, then run "
         "the same command again: it continues from the last checkpoint"

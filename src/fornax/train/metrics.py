@@ -6,15 +6,20 @@ lines of steps after its checkpoint, then writes them again.
 """
 
 import importlib
+import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import RecordWriter
 
 from fornax.config.errors import ConfigError
 from fornax.train.config import WandbConfig
-from fornax.train.jsonl import JsonLines, keep_json_lines, read_json_lines
+from fornax.train.jsonl import JsonLines, keep_json_lines, read_json_lines, refused
 
 __all__ = ["MetricsFile", "Sink", "TensorBoard", "Wandb", "read_metrics"]
 
@@ -56,20 +61,59 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoard:
-    """Event files; steps after `start_step` of an earlier attempt are hidden by the new ones."""
+    """Event files; steps after `start_step` of an earlier attempt are hidden by the new ones.
 
-    def __init__(self, directory: Path, start_step: int) -> None:
-        """Open a new event file in `directory`."""
-        self._writer = SummaryWriter(str(directory), purge_step=start_step + 1)
+    tensorboardX's own writer hands events to a thread. When that dies, of a full disk for example,
+    its queue fills and training waits for ever; so events are written here, at once.
+    """
+
+    def __init__(self, directory: Path, start_step: int, flush_seconds: float = 20.0) -> None:
+        """Open a new event file in `directory`.
+
+        Raises:
+          FornaxError: when the disk refuses.
+        """
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._path = directory / name
+        self._flush_seconds, self._flushed_at = flush_seconds, -float("inf")
+        purge = SessionLog(status=SessionLog.START)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writer = RecordWriter(str(self._path))
+        except OSError as error:
+            raise refused(self._path, error) from error
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write(Event(wall_time=time.time(), step=start_step + 1, session_log=purge))
 
     def write(self, record: Record) -> None:
-        """Write each number under its name."""
-        for name, value in _numbers(record):
-            self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+        """Write each number under its name; readers see it within `flush_seconds`.
+
+        Raises:
+          FornaxError: when the disk refuses.
+        """
+        values = [Summary.Value(tag=name, simple_value=x) for name, x in _numbers(record)]
+        summary = Summary(value=values)
+        self._write(Event(wall_time=record["time"], step=record["step"], summary=summary))
 
     def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+        """Flush and close.
+
+        Raises:
+          FornaxError: when the disk refuses.
+        """
+        try:
+            self._writer.close()
+        except OSError as error:
+            raise refused(self._path, error) from error
+
+    def _write(self, event: Event) -> None:
+        try:
+            self._writer.write(event.SerializeToString())
+            if time.monotonic() - self._flushed_at >= self._flush_seconds:
+                self._writer.flush()
+                self._flushed_at = time.monotonic()
+        except OSError as error:
+            raise refused(self._path, error) from error
 
 
 class Wandb:
