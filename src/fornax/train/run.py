@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from fornax.checkpoint import Checkpointer
-from fornax.config import Change, dump_yaml, from_yaml, to_mapping
+from fornax.config import Change, ConfigError, diff, dump_yaml, from_yaml, to_mapping
 from fornax.mesh import initialize
 from fornax.train import report
 from fornax.train.config import TrainConfig, TrainerConfig
@@ -95,6 +95,8 @@ def train(
         config, changes = _settle(config, checkpointer, accept_changes, shown)
         task = _task(config, task)
         programs = prepare(config, task, ledger)
+        if config.eval.every is not None:
+            task.batches("eval", programs.hosts).close()  # a missing split is an error now
         begun = start(config, programs, checkpointer, allow_data_changes=_touches_data(changes))
         if first:
             directory.save_config(dump_yaml(config))
@@ -142,15 +144,33 @@ def _settle(
 ) -> tuple[TrainerConfig, list[Change]]:
     """The config to go on with, its model filled in, and what changed since the checkpoint."""
     saved = None if checkpointer.latest_step() is None else checkpointer.read_config()
-    if isinstance(config, TrainConfig) and config.model is None:
-        found = (
-            from_yaml(type(config), saved).model if saved else model_config(str(config.init_from))
-        )
-        config = dataclasses.replace(config, model=found)
+    if isinstance(config, TrainConfig):
+        config = _with_model(config, saved)
     changes = [] if saved is None else check_changes(saved, config, accept)
     for change in changes:
         shown.say(f"changed since the checkpoint: {change}")
     return config, changes
+
+
+def _with_model(config: TrainConfig, saved: str | None) -> TrainConfig:
+    """The config with the model of its checkpoint or of `init_from` where it names none."""
+    if saved is not None:
+        if config.model is not None:
+            return config
+        return dataclasses.replace(config, model=from_yaml(type(config), saved).model)
+    if config.init_from is None:
+        return config
+    found = model_config(config.init_from)
+    if config.model is None:
+        return dataclasses.replace(config, model=found)
+    changes = diff(found, config.model)
+    if changes:
+        listed = ", ".join(f"model.{change}" for change in changes)
+        raise ConfigError(
+            f"the model is not that of init_from={config.init_from}: {listed}. Set `model: null` "
+            "to take its own"
+        )
+    return config
 
 
 def _touches_data(changes: Sequence[Change]) -> bool:

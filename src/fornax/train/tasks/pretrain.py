@@ -10,11 +10,12 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fornax.data import DataConfig, Dataset, open_batches, read_manifest
+from fornax.config.errors import ConfigError
+from fornax.data import DataConfig, Dataset, Mixture, open_batches, read_manifest
 from fornax.data.files import Storage
 from fornax.kernels import linear_cross_entropy
 from fornax.mesh import Rules
-from fornax.models import Decoder, flops_per_token
+from fornax.models import Decoder, DecoderConfig, flops_per_token
 from fornax.train.config import TrainConfig
 from fornax.train.task import Batch, Batches, Hosts, Loss, Task
 from fornax.train.weights import load_decoder
@@ -28,6 +29,7 @@ def pretrain_task(config: TrainConfig) -> Task:
     if model is None:
         raise ValueError("resolve config.model from init_from before making the task")
 
+    check_vocabulary(config.data, model)
     per_byte = tokens_per_byte(config.data)
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
@@ -71,6 +73,25 @@ def pretrain_task(config: TrainConfig) -> Task:
         unit="tokens",
         flops_per_unit=flops_per_token(model, config.seq_len),
     )
+
+
+def check_vocabulary(data: DataConfig, model: DecoderConfig) -> None:
+    """Refuse tokens the model has no embedding for: an index beyond an array is no error to XLA.
+
+    Raises:
+      ConfigError: naming the dataset.
+    """
+    for whole in (data.source, data.eval_source):
+        sources = [p.source for p in whole.parts] if isinstance(whole, Mixture) else [whole]
+        for source in sources:
+            if not isinstance(source, Dataset) or not source.path:
+                continue
+            manifest = read_manifest(source.path, Storage(data.cache_dir, data.storage_options))
+            if manifest.vocab_size is not None and manifest.vocab_size > model.vocab_size:
+                raise ConfigError(
+                    f"{source.path} has {manifest.vocab_size} token ids and model.vocab_size is "
+                    f"{model.vocab_size}; set it to {manifest.vocab_size} or more"
+                )
 
 
 def tokens_per_byte(data: DataConfig) -> float | None:
