@@ -121,6 +121,11 @@ class TrainerConfig:
                 f"profile_steps={list(self.profile_steps)} must be the first and the last step to "
                 "capture, such as [10, 12]"
             )
+        if self.profile_steps and self.profile_steps[1] > self.steps:
+            raise ConfigError(
+                f"profile_steps={list(self.profile_steps)} reaches beyond steps={self.steps}; "
+                "profile steps of the run"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

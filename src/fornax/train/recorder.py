@@ -54,7 +54,6 @@ class Recorder:
         self.total += weight
         self._units += weight
         self._steps += 1
-        self._count_skips(step, metrics)
         record = self._record(step, metrics, time)
         logged = evaluation is not None or step % self.every == 0 or step == self.steps
         if logged:
@@ -66,6 +65,7 @@ class Recorder:
                 sink.write(record)
             self.ledger.flush(step)
         self.progress.update({**(self.last or {}), **record}, self._seconds_left(step))
+        self._count_skips(step, metrics)
 
     def _record(self, step: int, metrics: Mapping[str, float], time: float) -> dict[str, Any]:
         rest = {k: v for k, v in metrics.items() if k not in ("loss", "weight", "skipped")}

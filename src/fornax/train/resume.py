@@ -7,15 +7,17 @@ from typing import Any
 
 from fornax.config import Change, ConfigError, FornaxError, diff, from_yaml, to_mapping
 
-__all__ = ["HARMLESS", "check_changes"]
+__all__ = ["HARMLESS", "check_changes", "known_keys"]
 
 HARMLESS: dict[str, str] = {
     "log.*": "what is recorded does not change what is learned",
     "eval.*": "evaluation reads the state and leaves it",
-    "checkpoint.*": "where and how often the state is kept does not change it",
+    "checkpoint.*": "which states are kept does not change them",
+    "save_every": "nor does how often they are",
     "profile_steps": "a profile only watches",
     "processes.*": "the same global batches reach any number of processes",
     "mesh.*": "the same numbers up to rounding on any devices",
+    "remat": "the same numbers up to rounding, computed again instead of kept",
     "init_from": "a run that goes on has its own weights",
     "data.prefetch.*": "batches made ahead are the same batches",
     "data.read_batch": "so are batches read in other portions",
@@ -48,7 +50,7 @@ def check_changes(saved: str, config: Any, accept: Sequence[str] = ()) -> list[C
             f"whether the run may go on: {error}. Start a new run directory, with init_from set to "
             "this one to keep its weights"
         ) from error
-    _check_patterns(accept, [*_keys(to_mapping(before)), *_keys(to_mapping(config))])
+    _check_patterns(accept, [*known_keys(before), *known_keys(config)])
     changes = diff(before, config)
     refused = [c for c in changes if not _matches(c.path, [*HARMLESS, *accept])]
     if refused:
@@ -76,7 +78,12 @@ def _check_patterns(patterns: Sequence[str], keys: Sequence[str]) -> None:
             raise ConfigError(f"--accept-changes {pattern} is no key of the config{hint}")
 
 
-def _keys(value: Any, path: str = "") -> list[str]:
+def known_keys(config: Any) -> list[str]:
+    """The dotted paths of a config's keys."""
+    return _keys(to_mapping(config), "")
+
+
+def _keys(value: Any, path: str) -> list[str]:
     if not isinstance(value, dict) or not value:
         return [path]
     return [k for name, v in value.items() for k in _keys(v, f"{path}.{name}" if path else name)]

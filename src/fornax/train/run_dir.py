@@ -96,8 +96,10 @@ class RunDirectory:
 
     def _probe(self) -> None:
         probe = self.path / f".probe-{os.getpid()}"
-        probe.write_text("probe")
-        probe.unlink()
+        try:
+            probe.write_text("probe")
+        finally:
+            probe.unlink(missing_ok=True)
 
     def lock(self) -> None:
         """Keep other processes from training here until this one ends or `unlock` is called.

@@ -77,6 +77,7 @@ class StopSignals:
     def request(self, number: int) -> None:
         """Ask for a stop as if signal `number` had arrived."""
         if number == signal.SIGINT and self._signal == signal.SIGINT:
+            _show_cursor()
             os._exit(exit_code(signal.SIGINT))
         if self._signal is None or number == signal.SIGINT:
             self._announce(_message(number))
@@ -97,6 +98,12 @@ class StopSignals:
             for number in numbers:
                 if number in self._previous:
                     self.request(number)
+
+
+def _show_cursor() -> None:
+    """The bar hides it, and nothing of Python's runs after `os._exit`."""
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h\n")
 
 
 def _message(number: int) -> str:
