@@ -1,4 +1,4 @@
-"""Greedy completions of a batch of unlike prompts equal transformers', for each way of attending."""
+"""Greedy completions of a batch of unlike prompts equal those of transformers."""
 
 import numpy as np
 import pytest
