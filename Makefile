@@ -46,9 +46,11 @@ bench: $(PARITY)/.ready ## All benchmarks beside their peers; results in benchma
 	$(PARITY)/bin/python benchmarks/trainer_overhead.py
 
 docs: $(VENV)/.docs ## Build the documentation into site/
+	$(BIN)/python -m fornax.cli.reference docs/reference
 	$(BIN)/mkdocs build --strict --quiet
 
 docs-serve: $(VENV)/.docs ## Serve the documentation on 127.0.0.1:8001
+	$(BIN)/python -m fornax.cli.reference docs/reference
 	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
 
 examples: $(VENV)/.base ## Run every example

@@ -5,7 +5,7 @@ device or a mesh, first start or resume: the same call.
 """
 
 from fornax.train.config import EvalConfig, LogConfig, TrainConfig, TrainerConfig, WandbConfig
-from fornax.train.convert import Parity, convert
+from fornax.train.convert import Parity, convert, tokenizer_folder
 from fornax.train.goodput import Goodput, Ledger, summarise
 from fornax.train.guard import SkipConfig
 from fornax.train.metrics import read_metrics
@@ -42,5 +42,6 @@ __all__ = [
     "read_metrics",
     "run_config",
     "summarise",
+    "tokenizer_folder",
     "train",
 ]

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from fornax.checkpoint import Checkpointer
-from fornax.config import dump_yaml
+from fornax.config import dump_yaml, from_yaml
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.data import Dataset, load_tokenizer, read_manifest
 from fornax.mesh import DtypePolicy, parse_dtype
@@ -25,9 +25,9 @@ from fornax.models import Decoder, num_parameters, save_pretrained
 from fornax.train.config import TrainConfig
 from fornax.train.run_dir import RunDirectory
 from fornax.train.state import split_model
-from fornax.train.weights import is_run, load_decoder, load_run, run_config
+from fornax.train.weights import is_run, load_decoder, load_run
 
-__all__ = ["PROMPTS", "Parity", "convert"]
+__all__ = ["PROMPTS", "Parity", "convert", "tokenizer_folder"]
 
 PROMPTS = (
     "def read_lines(path):\n    with open(path) as file:\n        return [line.strip() for line in",
@@ -100,7 +100,7 @@ def convert(
             f"step={step}: {source} is a Hugging Face directory and has no steps; leave it out"
         )
     chosen = None if dtype is None else parse_dtype(dtype)
-    folder = _tokenizer_folder(source, tokenizer)
+    folder = tokenizer_folder(source, tokenizer)
     original = _load(source, step)
     prompts, kind = _prompts(folder, original)
     expected = _logits(original, prompts)
@@ -136,8 +136,14 @@ def _load(path: Path, step: int | None = None) -> Decoder:
     return load_decoder(path, compute_dtype=jnp.float32)
 
 
-def _tokenizer_folder(source: Path, given: str | Path | None) -> Path | None:
-    """The folder with the tokenizer of `source`, or None when it has none."""
+def tokenizer_folder(source: Path, given: str | Path | None = None) -> Path | None:
+    """The folder with a model's tokenizer: the one given, beside the model, or of its run's data.
+
+    None when there is none.
+
+    Raises:
+      DataError: when what was given is no tokenizer.
+    """
     if given is not None:
         path = Path(given).expanduser()
         folder = path.parent if path.is_file() else path
@@ -145,9 +151,10 @@ def _tokenizer_folder(source: Path, given: str | Path | None) -> Path | None:
         return folder
     if (source / "tokenizer.json").is_file():
         return source
-    if not is_run(source):
+    saved = RunDirectory(source).config
+    if not saved.is_file():
         return None
-    data = run_config(source).data
+    data = from_yaml(TrainConfig, saved.read_text(encoding="utf-8"), source=str(saved)).data
     if not isinstance(data.source, Dataset) or "://" in data.source.path:
         return None
     dataset = Path(data.source.path)
@@ -203,7 +210,7 @@ def _save_run(model: Decoder, destination: Path, source: Path, *, overwrite: boo
     """A run directory whose step 0 holds the weights, and its tokenizer beside them."""
     if destination.exists() and any(destination.iterdir()):
         if not overwrite:
-            raise CheckpointError(f"{destination} exists; give another path, or overwrite it")
+            raise CheckpointError(f"{destination} exists; give another path, or --overwrite")
         shutil.rmtree(destination)
     name = jnp.dtype(model.embed.embedding[...].dtype).name
     if name not in ("float32", "bfloat16"):

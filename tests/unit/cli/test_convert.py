@@ -35,19 +35,19 @@ def calls(monkeypatch):
 
 def test_the_arguments_reach_the_conversion(calls):
     words = ["--dtype", "bfloat16", "--step", "7", "--tokenizer", "tok", "--overwrite"]
-    assert main(["convert", "runs/a", "models/a", *words]) == 0
+    assert main(["convert", "runs/a", "--out", "models/a", *words]) == 0
     options = {"dtype": "bfloat16", "step": 7, "tokenizer": Path("tok"), "overwrite": True}
     assert calls == [(Path("runs/a"), Path("models/a"), options)]
 
 
 def test_what_is_left_out_stays_with_the_conversion(calls):
-    main(["convert", "a", "b"])
+    main(["convert", "a", "--out", "b"])
     options = {"dtype": None, "step": None, "tokenizer": None, "overwrite": False}
     assert calls == [(Path("a"), Path("b"), options)]
 
 
 def test_the_difference_of_the_logits_is_said(calls, capsys):
-    main(["convert", "a", "b"])
+    main(["convert", "a", "--out", "b"])
     assert capsys.readouterr().out == (
         "b: 63,712 parameters in bfloat16\n"
         "largest logit difference 1.34e-03 (largest logit 12.5) over 1,327 tokens of text; the "
@@ -58,9 +58,9 @@ def test_the_difference_of_the_logits_is_said(calls, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a"], "fornax convert needs DESTINATION; see fornax convert --help"),
-        (["a", "b", "c"], "'c' is a word too many for fornax convert, which takes SOURCE DESTIN"),
-        (["a", "b", "--dtype", "int8"], "dtype=int8 (--dtype on the command line)"),
+        (["a"], "fornax convert needs --out; see fornax convert --help"),
+        (["a", "b"], "'b' is a word too many for fornax convert, which takes SOURCE"),
+        (["a", "--out", "b", "--dtype", "int8"], "dtype=int8 (--dtype on the command line)"),
     ],
 )
 def test_what_cannot_be_is_refused(calls, capsys, words, message):
@@ -70,5 +70,5 @@ def test_what_cannot_be_is_refused(calls, capsys, words, message):
 
 
 def test_a_source_that_is_no_model_is_refused(capsys, tmp_path):
-    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert main(["convert", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
     assert "is neither a run directory with checkpoints nor" in capsys.readouterr().err

@@ -8,10 +8,10 @@ import pytest
 from fornax.cli.commands import generate
 from fornax.cli.main import main
 from fornax.config import dump_yaml, from_mapping
-from fornax.data import load_tokenizer, train_bpe
+from fornax.data import BuildConfig, Text, TrainBpe, build, load_tokenizer, train_bpe
 from fornax.models import DecoderConfig, create_decoder, load_pretrained, save_pretrained
 from fornax.models import generate as complete
-from fornax.train import TrainConfig
+from fornax.train import TrainConfig, tokenizer_folder
 
 CONFIG = {
     "vocab_size": 300,
@@ -92,16 +92,28 @@ def test_what_cannot_be_is_refused(words, message, capsys):
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
-def test_the_tokenizer_of_a_run_is_that_of_its_dataset(tmp_path, tokenizer):
-    run = {"model": CONFIG, "data": {"source": {"type": "dataset", "path": str(tokenizer.parent)}}}
+def test_the_tokenizer_of_a_run_is_that_of_its_dataset(tmp_path):
+    (tmp_path / "a.txt").write_text("some text to learn from, é and more text")
+    dataset = tmp_path / "data"
+    build(
+        BuildConfig(
+            source=Text(paths=(str(tmp_path / "a.txt"),)),
+            output=dataset,
+            tokenizer=TrainBpe(vocab_size=300),
+            holdout=0.0,
+        )
+    )
+    run = {"model": CONFIG, "data": {"source": {"type": "dataset", "path": str(dataset)}}}
     config = from_mapping(TrainConfig, run)
     (tmp_path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-    assert generate._tokenizer_of(tmp_path) == tokenizer
+    assert tokenizer_folder(tmp_path) == dataset / "tokenizer"
 
 
-def test_a_model_without_a_tokenizer_asks_for_one(tmp_path):
-    with pytest.raises(generate.ConfigError, match=r"no tokenizer lies with .* --tokenizer PATH"):
-        generate._tokenizer_of(tmp_path)
+def test_a_model_without_a_tokenizer_asks_for_one(tmp_path, capsys):
+    assert tokenizer_folder(tmp_path) is None
+    save_pretrained(create_decoder(from_mapping(DecoderConfig, CONFIG)), tmp_path / "model")
+    assert main(["generate", str(tmp_path / "model"), "--prompt", "x"]) == 2
+    assert "no tokenizer lies with" in capsys.readouterr().err
 
 
 def test_a_character_is_shown_when_all_its_parts_have_come(tokenizer):

@@ -17,13 +17,13 @@ class Arguments:
     printed and kept in parity.json. A run made this way is what init_from takes.
 
     examples:
-      fornax convert runs/mine models/mine
-      fornax convert models/llama runs/llama --dtype bfloat16
+      fornax convert runs/mine --out models/mine
+      fornax convert models/llama --out runs/llama --dtype bfloat16
     """
 
     source: Annotated[Positional[Path], arg(metavar="SOURCE")]
     """A run directory with checkpoints, or a Hugging Face directory."""
-    destination: Annotated[Positional[Path], arg(metavar="DESTINATION")]
+    out: Annotated[Path, arg(metavar="DIR")]
     """The directory to make."""
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
@@ -46,7 +46,7 @@ def run(arguments: Arguments) -> int:
     initialize()
     parity = convert(
         arguments.source,
-        arguments.destination,
+        arguments.out,
         dtype=arguments.dtype,
         step=arguments.step,
         tokenizer=arguments.tokenizer,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from fornax.config import ConfigError, from_yaml
+from fornax.config import ConfigError
 from fornax.models import Sampling
 
 if TYPE_CHECKING:
@@ -51,13 +51,18 @@ def run(arguments: Arguments) -> int:
     from fornax.data import load_tokenizer
     from fornax.mesh import initialize, parse_dtype
     from fornax.models import stream
-    from fornax.train import load_decoder
+    from fornax.train import load_decoder, tokenizer_folder
 
     prompt = arguments.prompt or _read_prompt()
     initialize()
     dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
     model = load_decoder(arguments.model, dtype=dtype)
-    tokenizer = load_tokenizer(arguments.tokenizer or _tokenizer_of(arguments.model))
+    folder = tokenizer_folder(arguments.model, arguments.tokenizer)
+    if folder is None:
+        raise ConfigError(
+            f"no tokenizer lies with {arguments.model}; name one with --tokenizer PATH"
+        )
+    tokenizer = load_tokenizer(folder)
     ids = tokenizer.backend.encode(prompt, add_special_tokens=True).ids
     steps = stream(
         model,
@@ -83,21 +88,6 @@ def _read_prompt() -> str:
     if sys.stdin.isatty():
         raise ConfigError("there is no prompt; give --prompt TEXT, or text on standard input")
     return sys.stdin.read()
-
-
-def _tokenizer_of(model: Path) -> Path:
-    """The tokenizer beside a model, or of the dataset that a run was trained on."""
-    if (model / "tokenizer.json").is_file():
-        return model
-    from fornax.data import Dataset
-    from fornax.train import RunDirectory, TrainConfig
-
-    saved = RunDirectory(model).config
-    if saved.is_file():
-        config = from_yaml(TrainConfig, saved.read_text(encoding="utf-8"), source=str(saved))
-        if isinstance(config.data.source, Dataset):
-            return Path(config.data.source.path) / "tokenizer"
-    raise ConfigError(f"no tokenizer lies with {model}; name one with --tokenizer PATH")
 
 
 def _stops(of_model: tuple[int, ...], tokenizer: "Tokenizer") -> tuple[int, ...]:
