@@ -1,0 +1,93 @@
+"""Small decoders that between them use every option, and one way to run them compiled."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fornax.models import Decoder, DecoderConfig, RopeConfig, create_decoder
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "scale_residual_init": False,
+}
+
+CONFIGS = {
+    # pre-norm, untied, biases, norms of whole queries and keys, every other layer unrotated
+    "biased": DecoderConfig(
+        **_SIZES,
+        num_layers=4,
+        num_kv_heads=4,
+        qkv_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        qk_norm="full",
+        rope=RopeConfig(fraction=0.5),
+        rope_pattern=(True, False),
+    ),
+    # sandwich norms, tied, soft caps, windows in every other layer with their own rope
+    "windowed": DecoderConfig(
+        **_SIZES,
+        num_layers=4,
+        num_kv_heads=2,
+        qk_norm="head",
+        norm_placement="sandwich",
+        norm_unit_offset=True,
+        scale_embeddings=True,
+        tie_embeddings=True,
+        activation="gelu_tanh",
+        attention_logit_softcap=3.0,
+        final_logit_softcap=5.0,
+        query_pre_attn_scalar=5.0,
+        sliding_window=4,
+        attention_pattern=("sliding", "full"),
+        local_rope=RopeConfig(theta=100.0),
+    ),
+}
+
+
+@functools.cache
+def decoder_of(name: str) -> Decoder:
+    """The model called `name` with every parameter drawn, biases and norms included."""
+    model = create_decoder(CONFIGS[name], seed=3)
+    graphdef, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(4), len(leaves))
+    drawn = [
+        leaf + 0.1 * jax.random.normal(k, leaf.shape) for leaf, k in zip(leaves, keys, strict=True)
+    ]
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, drawn))
+
+
+@functools.cache
+def _compiled(name: str) -> Callable[..., jax.Array]:
+    graphdef, state = nnx.split(decoder_of(name))
+    run = jax.jit(lambda s, tokens, ids: nnx.merge(graphdef, s)(tokens, None, ids))
+    return functools.partial(run, state)
+
+
+def logits_of(name: str, tokens_BT: np.ndarray, segment_ids_BT: np.ndarray) -> np.ndarray:
+    """The model's logits, compiled once for each shape."""
+    return np.asarray(_compiled(name)(jnp.asarray(tokens_BT), jnp.asarray(segment_ids_BT)))
+
+
+def tokens_of(batch: int, length: int, seed: int = 0) -> np.ndarray:
+    """Random tokens int32 [batch, length]."""
+    return np.random.default_rng(seed).integers(0, 32, (batch, length), dtype=np.int32)
+
+
+@pytest.fixture(params=CONFIGS)
+def name(request: pytest.FixtureRequest) -> str:
+    """Each of the models."""
+    return request.param

@@ -1,0 +1,82 @@
+"""Loss and gradients on a mesh of eight devices are those of one, for every option."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tests.unit.models.conftest import CONFIGS, decoder_of, tokens_of
+
+from fornax.config.errors import ShardingError
+from fornax.mesh import (
+    DEFAULT_RULES,
+    MeshConfig,
+    batch_sharding,
+    make_mesh,
+    tree_shardings,
+    use_mesh,
+)
+from fornax.models import create_decoder
+
+MESHES = {
+    "biased": [{"data": 8}, {"fsdp": 2, "tensor": 4}],
+    "windowed": [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}],
+}
+CASES = [(name, sizes) for name, meshes in MESHES.items() for sizes in meshes]
+IDS = np.array([[1] * 5 + [2] * 7, [0] * 3 + [1] * 9] * 4, np.int32)
+
+
+def _compute(name: str, state: Any, tokens: jax.Array, ids: jax.Array) -> Any:
+    graphdef = nnx.graphdef(decoder_of(name))
+
+    def loss(state: Any) -> jax.Array:
+        logits_BTV = nnx.merge(graphdef, state)(tokens, None, ids)
+        log_probs = jax.nn.log_softmax(logits_BTV[:, :-1])
+        picked = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
+        return -jnp.sum(picked * (ids[:, :-1] == ids[:, 1:]) * (ids[:, 1:] > 0))
+
+    return jax.value_and_grad(loss)(state)
+
+
+@functools.cache
+def _one_device(name: str) -> Any:
+    state = nnx.state(decoder_of(name))
+    found = jax.jit(functools.partial(_compute, name))(state, tokens_of(8, 12), IDS)
+    return jax.device_get(found)
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_one_device(name: str, sizes: dict[str, int]) -> None:
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
+    state = nnx.state(decoder_of(name))
+    shardings = tree_shardings(state, mesh, DEFAULT_RULES)
+    rows = batch_sharding(mesh, DEFAULT_RULES)
+    tokens, ids = jax.device_put((tokens_of(8, 12), IDS), rows)
+    run = jax.jit(functools.partial(_compute, name), out_shardings=(None, shardings))
+    with use_mesh(mesh):
+        loss, gradients = run(jax.device_put(state, shardings), tokens, ids)
+    expected_loss, expected = _one_device(name)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5 * max(1.0, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES[1:3], ids=str)
+def test_created_values_do_not_depend_on_the_mesh(name: str, sizes: dict[str, int]) -> None:
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
+    spread = nnx.state(create_decoder(CONFIGS[name], seed=3, mesh=mesh))
+    whole = nnx.state(create_decoder(CONFIGS[name], seed=3))
+    for found, wanted in zip(jax.tree.leaves(spread), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    kernel = spread["layers"]["mlp"]["up"]["kernel"].get_value()
+    parts = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+    assert kernel.addressable_shards[0].data.size * parts == kernel.size
+
+
+def test_heads_that_do_not_divide_name_the_parameter() -> None:
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
+    with pytest.raises(ShardingError, match=r"layers/attention/k/kernel: dimension 2 \(kv_heads\)"):
+        create_decoder(CONFIGS["windowed"], mesh=mesh)
