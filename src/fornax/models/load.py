@@ -33,7 +33,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / "config.json"
     try:
-        return json.loads(file.read_text())
+        values = json.loads(file.read_text())
     except OSError as error:
         raise CheckpointError(
             f"{file} cannot be read ({error.strerror}); give a directory with config.json and "
@@ -41,6 +41,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} holds a {type(values).__name__}, not a mapping of keys")
+    return values
 
 
 def load_pretrained(

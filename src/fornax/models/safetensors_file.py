@@ -79,25 +79,34 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _from_index(folder: Path, index: Path) -> dict[str, StoredTensor]:
-    try:
-        places = json.loads(index.read_text())["weight_map"]
-        files = sorted(set(places.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+    places = _read_index(index)
     found: dict[str, StoredTensor] = {}
-    for file in files:
-        if Path(file).name != file:
-            raise CheckpointError(f"{index} names {file!r}, which is outside its own directory")
-        if not (folder / file).exists():
+    for file in sorted(set(places.values())):
+        if not (folder / file).is_file():
             lost = [name for name, place in places.items() if place == file]
-            raise CheckpointError(
-                f"{folder / file} is missing; it holds {lost[0]} and {len(lost) - 1} more tensors"
-            )
+            more = f" and {len(lost) - 1} more tensors" if len(lost) > 1 else ""
+            raise CheckpointError(f"{folder / file} is missing; it holds {lost[0]}{more}")
         found.update(open_file(folder / file))
     for name, file in places.items():
         if name not in found or found[name].file.name != file:
             raise CheckpointError(f"{index} says that {name} is in {file}, and it is not")
     return found
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor to file, every file a plain name, so that an index cannot reach other directories."""
+    try:
+        places = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+    if not places:
+        raise CheckpointError(f"{index} is not an index of safetensors files: it names no tensor")
+    for name, file in places.items():
+        if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
+            raise CheckpointError(
+                f"{index} puts {name} into {file!r}; only files in its own directory are read"
+            )
+    return places
 
 
 def open_file(file: Path) -> dict[str, StoredTensor]:

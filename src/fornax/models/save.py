@@ -52,16 +52,15 @@ def save_pretrained(
       path: directory to make.
       tokenizer_dir: directory whose tokenizer files are copied.
       max_shard_bytes: size above which the weights go into several files with an index.
-      overwrite: replace a directory that is there already.
+      overwrite: replace a model's directory that is there already.
 
     Raises:
       ConfigError: when no Hugging Face family can express the model.
       CheckpointError: when the directory exists, cannot be written, or there is no tokenizer in
         `tokenizer_dir`.
     """
-    target = Path(path)
-    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists; give another path, or overwrite=True")
+    target = Path(path).resolve()
+    _check_target(target, overwrite)
     hf_config = config_to_hf(model.config)
     layout = plan_layout(model, family_for(model.config).names)
     values = _values(model)
@@ -79,6 +78,18 @@ def save_pretrained(
         ) from error
 
 
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists; give another path, or overwrite=True")
+    if not (target / "config.json").is_file():
+        raise CheckpointError(
+            f"{target} is no model's directory (it has no config.json), and overwriting would "
+            "delete it; give another path"
+        )
+
+
 @contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
     """A new folder that takes `target`'s place when the block ends without an error."""
@@ -88,16 +99,31 @@ def _replacing(target: Path) -> Iterator[Path]:
         yield folder
         _sync(folder)
         folder.chmod(0o777 & ~_umask())
-        if not target.exists():
-            folder.rename(target)
-            return
-        old = folder.with_name(folder.name.replace(".new-", ".old-"))
-        target.rename(old)
-        folder.rename(target)
-        shutil.rmtree(old)
+        _swap(folder, target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _swap(folder: Path, target: Path) -> None:
+    """Rename `folder` to `target`; what was there goes aside first and is deleted last."""
+    if not target.exists():
+        folder.rename(target)
+        return
+    old = folder.with_name(folder.name.replace(".new-", ".old-"))
+    target.rename(old)
+    try:
+        folder.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    try:
+        shutil.rmtree(old)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} is written, but what it replaces cannot be deleted: {old} "
+            f"({error.strerror or error}); delete it"
+        ) from error
 
 
 def _umask() -> int:
