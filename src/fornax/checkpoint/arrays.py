@@ -1,5 +1,6 @@
 """The meeting with Orbax: a tree of arrays to a directory and back."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,15 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
     return tuple(array.shape), str(array.dtype)
 
 
+def _not_raised_again(record: logging.LogRecord) -> bool:
+    """Drops the traceback that Orbax prints of a background failure, which `save` then raises."""
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
 def _context(timeout_seconds: int) -> Any:
     from orbax.checkpoint import v1 as ocp
 
+    logging.getLogger("absl").addFilter(_not_raised_again)
     context = ocp.Context()
     context.async_options.timeout_secs = timeout_seconds
     # Trained weights hardly compress, and compressing them is what makes a save slow.

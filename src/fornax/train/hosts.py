@@ -1,6 +1,7 @@
 """From each process's rows to one global batch, and which rows a process must read."""
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from fornax.mesh import Rules
 from fornax.train.step import batch_shardings
 from fornax.train.task import Hosts
 
-__all__ = ["abstract_batch", "check_rows", "find_hosts", "to_global"]
+__all__ = ["abstract_batch", "check_rows", "find_hosts", "split_between", "to_global"]
 
 
 def check_rows(batch_size: int, accumulate: int, mesh: Mesh, rules: Rules) -> None:
@@ -48,7 +49,12 @@ def find_hosts(batch_size: int, mesh: Mesh, rules: Rules) -> Hosts:
     for device, (index,) in sharding.devices_indices_map((batch_size,)).items():
         start, stop, _ = index.indices(batch_size)
         held.setdefault(device.process_index, set()).add((start, stop))
-    blocks = {process: _block(process, spans) for process, spans in held.items()}
+    return split_between(held, batch_size, jax.process_index())
+
+
+def split_between(held: Mapping[int, set[tuple[int, int]]], batch_size: int, process: int) -> Hosts:
+    """The block of `process`, given which spans of rows each process's devices hold."""
+    blocks = {number: _block(number, spans) for number, spans in held.items()}
     distinct = sorted(set(blocks.values()))
     size = batch_size // len(distinct)
     if distinct != [(i * size, (i + 1) * size) for i in range(len(distinct))]:
@@ -56,7 +62,7 @@ def find_hosts(batch_size: int, mesh: Mesh, rules: Rules) -> Hosts:
             f"the mesh gives processes unequal rows of a batch: {distinct}; order its axes so that "
             "each process holds one equal block"
         )
-    return Hosts(index=distinct.index(blocks[jax.process_index()]), count=len(distinct))
+    return Hosts(index=distinct.index(blocks[process]), count=len(distinct))
 
 
 def _block(process: int, spans: set[tuple[int, int]]) -> tuple[int, int]:

@@ -31,22 +31,23 @@ class Programs:
     abstract: TrainState
     hosts: Hosts
     ledger: Ledger
-    _step: Any = None
+    compiled: Any = None
+    """The compiled training step: (state, global batch) to (state, metrics)."""
     _evaluate: Any = None
     _shapes: Any = None
     _eval_shapes: Any = None
 
     def step(self, state: TrainState, rows: Rows) -> tuple[TrainState, Any]:
         """Start one step on this host's rows; `state` is given up."""
-        if self._step is None:
+        if self.compiled is None:
             with self.ledger.phase("compile"):
                 self._shapes = self.shapes_of(rows)
                 where = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
                 jitted = jax.jit(
                     make_train_step(self.parts), donate_argnums=0, out_shardings=(where, None)
                 )
-                self._step = jitted.lower(self.abstract, self._shapes).compile()
-        return self._step(state, to_global(rows, self._shapes))
+                self.compiled = jitted.lower(self.abstract, self._shapes).compile()
+        return self.compiled(state, to_global(rows, self._shapes))
 
     def evaluate(self, state: TrainState, rows: Rows) -> Any:
         """The sums of one evaluation batch."""

