@@ -1,0 +1,391 @@
+"""config.json of released models: read as published, written back without loss, refused by name."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fornax.config.errors import ConfigError
+from fornax.models import (
+    DecoderConfig,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+    config_from_hf,
+    config_to_hf,
+)
+
+# The keys as the models' repositories have them; long lists are made here.
+RELEASED: dict[str, dict[str, Any]] = {
+    "Llama-2-7b": {
+        "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+        "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+    },
+    "Mistral-7B-v0.1": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "Qwen2.5-7B-1M-style": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 3584,
+        "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 131072,
+        "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn",
+        },
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+        "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+        "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid",
+        "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216,
+        "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8,
+        "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+        "sliding_window": 4096, "torch_dtype": "float32", "transformers_version": "4.42.4",
+        "use_cache": True, "vocab_size": 256000,
+    },
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid",
+        "eos_token_id": 1, "final_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+        "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26,
+        "num_key_value_heads": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True,
+        "vocab_size": 262144,
+    },
+    "OLMo-2-1124-7B": {
+        "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+        "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+        "torch_dtype": "float32", "transformers_version": "4.47.0.dev0", "use_cache": True,
+        "vocab_size": 100352,
+    },
+    "Phi-3-mini-128k": {
+        "_name_or_path": "Phi-3-mini-128k-instruct", "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 1,
+        "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
+        "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072,
+        "model_type": "phi3", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "original_max_position_embeddings": 4096,
+        "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48,
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True,
+        "vocab_size": 32064,
+    },
+    "Phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1,
+        "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02,
+        "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3",
+        "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "pad_token_id": 199999,
+        "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48,
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": True,
+        "vocab_size": 200064,
+    },
+    "SmolLM3-3B": {
+        "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": 128012,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 11008, "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False,
+        "model_type": "smollm3", "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36,
+        "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+        "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 128256,
+    },
+}  # fmt: skip
+
+LLAMA = RELEASED["Llama-2-7b"]
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_configs_survive_a_round_trip(name: str) -> None:
+    config = config_from_hf(RELEASED[name])
+    written = config_to_hf(config)
+    assert config_from_hf(written) == dataclasses.replace(
+        config, num_kv_heads=config.kv_heads, head_dim=config.head_width
+    )
+    for key in ("architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
+        assert written[key] == RELEASED[name][key]
+
+
+def test_llama() -> None:
+    config = config_from_hf(RELEASED["Llama-3.2-1B"])
+    assert (config.kv_heads, config.head_width, config.tie_embeddings) == (8, 64, True)
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert config.rope.scaling == Llama3Scaling(
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+
+
+def test_mistral_slides_in_every_layer() -> None:
+    kinds = config_from_hf(RELEASED["Mistral-7B-v0.1"]).layer_kinds()
+    assert {kind.window for kind in kinds} == {4096}
+
+
+def test_qwen_has_biases_on_queries_keys_and_values_only() -> None:
+    config = config_from_hf(RELEASED["Qwen2.5-7B-1M-style"])
+    assert (config.qkv_bias, config.attention_output_bias) == (True, False)
+    assert config.sliding_window is None
+    assert isinstance(config.rope.scaling, YarnScaling)
+
+
+def test_qwen_windows_begin_at_a_layer() -> None:
+    slides = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 25}
+    config = config_from_hf({**RELEASED["Qwen3-0.6B"], **slides})
+    assert [kind.window for kind in config.layer_kinds()] == [None] * 25 + [100] * 3
+
+
+def test_gemma2_alternates_and_ties_by_default() -> None:
+    config = config_from_hf(RELEASED["gemma-2-2b"])
+    assert [kind.window for kind in config.layer_kinds()] == [4096, None] * 13
+    assert (config.attention_logit_softcap, config.final_logit_softcap) == (50.0, 30.0)
+    assert config.tie_embeddings
+    assert config.attention_scale == 256**-0.5
+
+
+def test_gemma3_rotates_differently_where_it_slides() -> None:
+    config = config_from_hf(RELEASED["gemma-3-1b"])
+    kinds = config.layer_kinds()
+    assert [kind.window for kind in kinds] == ([512] * 5 + [None]) * 4 + [512] * 2
+    assert [kind.rope for kind in kinds[:6]] == ["local"] * 5 + ["global"]
+    assert (config.rope.theta, config.local_rope) == (1e6, RopeConfig(theta=10_000))
+    scaled = config_from_hf(
+        {**RELEASED["gemma-3-1b"], "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    )
+    assert scaled.rope.scaling == LinearScaling(factor=8.0)
+    assert scaled.local_rope == RopeConfig(theta=10_000)
+
+
+def test_phi_reads_its_own_original_length() -> None:
+    config = config_from_hf(RELEASED["Phi-4-mini"])
+    assert config.rope.fraction == 0.75
+    assert isinstance(config.rope.scaling, LongRopeScaling)
+    assert config.rope.scaling.original_max_position_embeddings == 4096
+    old_name = dict(RELEASED["Phi-3-mini-128k"]["rope_scaling"], type="su")
+    assert config_from_hf(
+        {**RELEASED["Phi-3-mini-128k"], "rope_scaling": old_name}
+    ) == config_from_hf(RELEASED["Phi-3-mini-128k"])
+
+
+def test_smollm3_leaves_every_fourth_layer_unrotated() -> None:
+    config = config_from_hf(RELEASED["SmolLM3-3B"])
+    assert config.rope_pattern == (True, True, True, False)
+    del (values := dict(RELEASED["SmolLM3-3B"]))["no_rope_layers"]
+    assert config_from_hf(values) == config
+
+
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-0.6B", "Phi-4-mini"])
+def test_the_newer_style_of_rope_keys_means_the_same(name: str) -> None:
+    values = dict(RELEASED[name])
+    scaling = values.pop("rope_scaling") or {"rope_type": "default"}
+    rope = {"rope_theta": values.pop("rope_theta"), **scaling}
+    if "partial_rotary_factor" in values:
+        rope["partial_rotary_factor"] = values.pop("partial_rotary_factor")
+    assert config_from_hf({**values, "rope_parameters": rope}) == config_from_hf(RELEASED[name])
+
+
+def test_an_unsupported_architecture_lists_the_supported() -> None:
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*LlamaForCausalLM, Mistral.*Gemma3"):
+        config_from_hf({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(ConfigError, match="architectures=None is not supported"):
+        config_from_hf({})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attention_sinks": 4}, r"config\.json sets attention_sinks=4"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"sliding_window": 128}, "sliding_window=128"),  # Llama has none
+        ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; use one of silu"),
+        ({"attention_dropout": 0.1}, r"attention_dropout=0\.1 is not supported; only 0"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_type='mrope' is not supported; use one of"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}}, r"rope_scaling sets x=1"),
+        ({"rope_scaling": {"type": "linear"}}, "has no 'factor'"),
+        ({"rope_scaling": 8}, "rope_scaling=8 must be a mapping"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+        ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5"),
+        ({"eos_token_id": 40000}, "eos_token_ids has 40000, outside the vocabulary of 32000"),
+    ],
+    ids=str,
+)
+def test_what_would_change_the_result_is_refused_by_name(
+    keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_hf({**LLAMA, **keys})
+
+
+def test_a_missing_size_is_named() -> None:
+    del (values := dict(LLAMA))["hidden_size"]
+    with pytest.raises(ConfigError, match="has no 'hidden_size'"):
+        config_from_hf(values)
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(ConfigError, match="layer type 'chunked_attention' is not supported"):
+        config_from_hf({**RELEASED["Qwen3-0.6B"], "layer_types": ["chunked_attention"] * 28})
+    with pytest.raises(ConfigError, match=r"layer_types=.*one entry for each of the 28 layers"):
+        config_from_hf({**RELEASED["Qwen3-0.6B"], "layer_types": ["full_attention"]})
+    with pytest.raises(ConfigError, match="use_bidirectional_attention=True"):
+        config_from_hf({**RELEASED["gemma-3-1b"], "use_bidirectional_attention": True})
+    with pytest.raises(ConfigError, match="attn_logit_softcapping=5"):
+        config_from_hf({**RELEASED["gemma-3-1b"], "attn_logit_softcapping": 5.0})
+
+
+_SMALL = DecoderConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=6, num_heads=4, num_kv_heads=2
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "family"),
+    [
+        ({}, "llama"),
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qk_norm": "head"}, "qwen3"),
+        ({"qk_norm": "full", "norm_placement": "post"}, "olmo2"),
+        ({"rope": RopeConfig(fraction=0.5)}, "phi3"),
+        ({"rope_pattern": (True, False)}, "smollm3"),
+        ({"sliding_window": 8, "attention_pattern": ("sliding",)}, "mistral"),
+        ({"sliding_window": 8, "attention_pattern": ("sliding",), "family": "phi3"}, "phi3"),
+    ],
+    ids=str,
+)
+def test_the_family_is_found_by_what_the_model_is(fields: dict[str, Any], family: str) -> None:
+    assert config_to_hf(dataclasses.replace(_SMALL, **fields))["model_type"] == family
+
+
+def test_a_family_that_cannot_express_the_model_names_the_fields() -> None:
+    odd = dataclasses.replace(_SMALL, qkv_bias=True, rope_pattern=(True, False))
+    with pytest.raises(ConfigError, match=r"nearest, .* cannot express"):
+        config_to_hf(odd)
+    with pytest.raises(ConfigError, match=r"nearest, llama, cannot express rope_pattern.*`family`"):
+        config_to_hf(dataclasses.replace(_SMALL, rope_pattern=(True, False), family="llama"))
+    with pytest.raises(ConfigError, match="family='lama' is not known; use one of llama"):
+        config_to_hf(dataclasses.replace(_SMALL, family="lama"))
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "qkv_bias": st.booleans(),
+            "attention_output_bias": st.booleans(),
+            "mlp_bias": st.booleans(),
+            "qk_norm": st.sampled_from(["none", "head", "full"]),
+            "norm_placement": st.sampled_from(["pre", "post", "sandwich"]),
+            "norm_unit_offset": st.booleans(),
+            "scale_embeddings": st.booleans(),
+            "tie_embeddings": st.booleans(),
+            "activation": st.sampled_from(["silu", "gelu_tanh"]),
+            "final_logit_softcap": st.sampled_from([None, 5.0]),
+            "attention_logit_softcap": st.sampled_from([None, 5.0]),
+            "query_pre_attn_scalar": st.sampled_from([None, 4.0, 9.0]),
+            "rope_pattern": st.sampled_from([(True,), (True, False), (False,)]),
+            "rope": st.sampled_from(
+                [
+                    RopeConfig(),
+                    RopeConfig(fraction=0.5),
+                    RopeConfig(theta=1e6, scaling=LinearScaling(factor=2.0)),
+                ]
+            ),
+        },
+    ),
+    st.sampled_from([(), ("sliding",), ("sliding", "full"), ("full", "sliding")]),
+    st.sampled_from([None, RopeConfig(theta=77.0)]),
+)
+def test_whatever_is_written_reads_back_as_the_same_model(
+    fields: dict[str, Any], pattern: tuple[str, ...], local: RopeConfig | None
+) -> None:
+    """Either no family can express the model, or none of its fields is lost."""
+    if pattern:
+        fields |= {"attention_pattern": pattern, "sliding_window": 8, "local_rope": local}
+    config = dataclasses.replace(_SMALL, **fields)
+    try:
+        written = config_to_hf(config)
+    except ConfigError:
+        return  # no family can express it, and says so: see above
+    back = config_from_hf(written)
+    for name, value in fields.items():
+        if name not in ("attention_pattern", "rope_pattern", "local_rope", "query_pre_attn_scalar"):
+            assert getattr(back, name) == value, name
+    assert back.attention_scale == config.attention_scale
+    assert _attending(back) == _attending(config)
+
+
+def _attending(config: DecoderConfig) -> list[tuple[int | None, RopeConfig | None]]:
+    """Each layer's window and rotation."""
+    ropes = {"global": config.rope, "local": config.local_rope, "none": None}
+    return [(kind.window, ropes[kind.rope]) for kind in config.layer_kinds()]
