@@ -16,7 +16,7 @@ from fornax.config.errors import CheckpointError, ConfigError
 from fornax.mesh import DEFAULT_RULES, Rules, named_sharding, parse_dtype, tree_shardings
 from fornax.models.create import abstract_decoder
 from fornax.models.decoder import Decoder
-from fornax.models.families import config_from_hf, family_by_name
+from fornax.models.families import config_from_hf, family_by_name, unwrap_tensors
 from fornax.models.layout import Block, TensorLayout, flat_variables, plan_layout
 from fornax.models.safetensors_file import StoredTensor, find_tensors
 
@@ -74,8 +74,9 @@ def load_pretrained(
       ShardingError: a parameter does not divide over the mesh.
     """
     folder = Path(path)
-    config = config_from_hf(read_config(folder))
-    stored = find_tensors(folder)
+    values = read_config(folder)
+    config = config_from_hf(values)
+    stored = unwrap_tensors(values, find_tensors(folder))
     dtype = _choose_dtype(dtype, stored)
     compute = None if compute_dtype is None else _as_dtype(compute_dtype)
     model = abstract_decoder(config, dtype=dtype, compute_dtype=compute)

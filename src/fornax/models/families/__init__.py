@@ -3,6 +3,7 @@
 from fornax.models.families.convert import config_from_hf, config_to_hf
 from fornax.models.families.family import Family
 from fornax.models.families.table import FAMILIES, family_by_architecture, family_by_name
+from fornax.models.families.wrapper import unwrap_tensors
 
 __all__ = [
     "FAMILIES",
@@ -11,4 +12,5 @@ __all__ = [
     "config_to_hf",
     "family_by_architecture",
     "family_by_name",
+    "unwrap_tensors",
 ]

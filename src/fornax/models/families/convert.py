@@ -9,6 +9,7 @@ from fornax.models.config import DecoderConfig
 from fornax.models.families.family import Family
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.table import FAMILIES, family_by_architecture, family_by_name
+from fornax.models.families.wrapper import unwrap_config
 
 __all__ = ["config_from_hf", "config_to_hf", "family_for"]
 
@@ -16,12 +17,15 @@ __all__ = ["config_from_hf", "config_to_hf", "family_for"]
 def config_from_hf(values: Mapping[str, Any]) -> DecoderConfig:
     """The config that a config.json describes.
 
+    Of an architecture with more parts than a decoder (Gemma 3 with vision), it is the decoder's.
+
     Args:
       values: the parsed file.
 
     Raises:
       ConfigError: for an architecture, a key or a value that is not supported, by name.
     """
+    values = unwrap_config(values)
     family = family_by_architecture(values.get("architectures"))
     return replace(_read(family, values), family=family.name)
 

@@ -11,6 +11,7 @@ from fornax.models.families.olmo import OLMO2
 from fornax.models.families.phi import PHI3
 from fornax.models.families.qwen import QWEN2, QWEN3
 from fornax.models.families.smollm import SMOLLM3
+from fornax.models.families.wrapper import WRAPPERS
 
 __all__ = ["FAMILIES", "family_by_architecture", "family_by_name"]
 
@@ -37,7 +38,8 @@ def family_by_architecture(architectures: Any) -> Family:
     for family in FAMILIES:
         if family.architecture in names:
             return family
-    supported = ", ".join(family.architecture for family in FAMILIES)
+    loaded = (*FAMILIES, *WRAPPERS)
+    supported = ", ".join(each.architecture for each in loaded)
     raise ConfigError(f"architectures={architectures!r} is not supported; Fornax loads {supported}")
 
 

@@ -1,0 +1,108 @@
+"""Larger architectures around a family's decoder, of which Fornax takes the decoder alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fornax.config.errors import ConfigError
+
+__all__ = ["WRAPPERS", "Wrapper", "unwrap_config", "unwrap_tensors"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One architecture that holds a decoder among other parts."""
+
+    architecture: str
+    """The class in `architectures`."""
+    decoder: str
+    """The architecture of the decoder in it."""
+    key: str
+    """The key of config.json with the decoder's keys."""
+    defaults: Mapping[str, Any]
+    """Keys of the decoder that released files leave out."""
+    shared: tuple[str, ...]
+    """Keys that stand beside the decoder's own and hold for it too."""
+    names: Mapping[str, str]
+    """Beginnings of the decoder's tensor names to what they are in the decoder alone."""
+    left_out: tuple[str, ...]
+    """Beginnings of the names of tensors that belong to other parts."""
+
+
+_GEMMA3 = Wrapper(
+    architecture="Gemma3ForConditionalGeneration",
+    decoder="Gemma3ForCausalLM",
+    key="text_config",
+    defaults={
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+        "vocab_size": 262_208,
+    },
+    shared=("eos_token_id", "tie_word_embeddings"),
+    names={
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+        "model.language_model.": "model.",
+        "lm_head.": "lm_head.",
+    },
+    left_out=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
+)
+
+WRAPPERS: tuple[Wrapper, ...] = (_GEMMA3,)
+
+
+def _wrapper_of(values: Mapping[str, Any]) -> Wrapper | None:
+    names = values.get("architectures")
+    names = names if isinstance(names, list) else []
+    return next((wrapper for wrapper in WRAPPERS if wrapper.architecture in names), None)
+
+
+def unwrap_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The decoder's own config.json; `values` itself when nothing is around the decoder.
+
+    Raises:
+      ConfigError: when the decoder's keys are missing.
+    """
+    wrapper = _wrapper_of(values)
+    if wrapper is None:
+        return values
+    inner = values.get(wrapper.key)
+    if not isinstance(inner, Mapping):
+        raise ConfigError(
+            f"config.json: {wrapper.key}={inner!r} must be a mapping with the keys of the decoder "
+            f"in {wrapper.architecture}"
+        )
+    around = {key: values[key] for key in wrapper.shared if key in values}
+    return {**wrapper.defaults, **inner, **around, "architectures": [wrapper.decoder]}
+
+
+def unwrap_tensors(values: Mapping[str, Any], tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """The decoder's tensors by the names that it gives them alone.
+
+    Args:
+      values: the parsed config.json.
+      tensors: whatever belongs to each stored name.
+    """
+    wrapper = _wrapper_of(values)
+    if wrapper is None:
+        return dict(tensors)
+    found: dict[str, _T] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(wrapper.left_out):
+            continue
+        start = next((start for start in wrapper.names if name.startswith(start)), "")
+        found[wrapper.names.get(start, "") + name.removeprefix(start)] = tensor
+    return found

@@ -1,0 +1,91 @@
+"""Gemma 3 with its vision tower: the decoder alone is loaded, from files old and new."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file, save_file
+from tests.parity.conftest import oracle_logits
+
+from fornax.models import load_pretrained, save_pretrained
+
+pytestmark = pytest.mark.parity
+TEXT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 8,
+    "initializer_range": 0.3,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> tuple[Any, Path]:
+    config = transformers.Gemma3Config(
+        text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, image_token_index=96
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "whole")
+    return model, tmp_path / "whole"
+
+
+def _compare(oracle: Any, folder: Path) -> None:
+    tokens = np.random.default_rng(0).integers(3, 90, (2, 24), dtype=np.int32)
+    theirs = oracle_logits(oracle, tokens)
+    assert theirs.std() > 0.3
+    assert np.abs(np.asarray(load_pretrained(folder)(tokens)) - theirs).max() < 1e-4
+
+
+def test_logits_agree(folder: tuple[Any, Path]) -> None:
+    _compare(*folder)
+
+
+def test_the_sparse_config_of_the_first_releases(folder: tuple[Any, Path]) -> None:
+    """They give the text model's sizes, window and scaling, and leave the rest to defaults."""
+    oracle, path = folder
+    values = json.loads((path / "config.json").read_text())
+    values["text_config"] = {**TEXT, "model_type": "gemma3_text"}
+    values["eos_token_id"] = [1, 96]
+    (path / "config.json").write_text(json.dumps(values))
+    _compare(oracle, path)
+    assert load_pretrained(path).config.eos_token_ids == (1, 96)
+
+
+def test_the_names_inside_the_library(folder: tuple[Any, Path]) -> None:
+    oracle, path = folder
+    tensors = load_file(path / "model.safetensors")
+    renamed = {
+        f"model.{name}".replace("model.language_model.model.", "model.language_model."): tensor
+        for name, tensor in tensors.items()
+    }
+    assert "model.language_model.norm.weight" in renamed
+    save_file(renamed, path / "model.safetensors")
+    _compare(oracle, path)
+
+
+def test_it_is_saved_as_the_text_model(folder: tuple[Any, Path], tmp_path: Path) -> None:
+    oracle, path = folder
+    save_pretrained(load_pretrained(path), tmp_path / "text")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    assert type(again) is transformers.Gemma3ForCausalLM
+    tokens = np.arange(3, 27, dtype=np.int32)[None]
+    np.testing.assert_allclose(
+        oracle_logits(again, tokens), oracle_logits(oracle, tokens), atol=1e-5
+    )
