@@ -19,6 +19,7 @@ from flax import nnx
 
 from fornax.config.errors import ConfigError
 from fornax.models.cache import Cache, init_cache
+from fornax.models.config import DecoderConfig, LongRopeScaling
 from fornax.models.decoder import Decoder
 
 __all__ = ["Sampling", "generate", "stream"]
@@ -119,24 +120,43 @@ def _steps(
 ) -> Iterator[list[int | None]]:
     if not prompts:
         return
-    tokens_BT, segment_ids_BT = _pad_left(prompts)
-    slots = _round_up(tokens_BT.shape[1] + max_tokens)
-    cache = init_cache(model.config, len(prompts), slots, model.compute_dtype)
+    width = _round_up(max(map(len, prompts)))
+    slots = _round_up(width + max_tokens)
     graphdef, state = nnx.split(model)
     prefill, decode = _programs(graphdef, sampling.top_k, sampling.temperature > 0)
     key = jax.random.key(sampling.seed)
     numbers = (np.float32(sampling.temperature), np.float32(sampling.top_p))
-    token_B, cache = prefill(state, cache, tokens_BT, segment_ids_BT, key, *numbers)
+
+    def read(rows: Sequence[Sequence[int]], step: int) -> tuple[jax.Array, Cache]:
+        cache = init_cache(model.config, len(rows), slots, model.compute_dtype)
+        return prefill(state, cache, *_pad_left(rows), key, np.int32(step), *numbers)
+
+    switch = _rope_switch(model.config, max(map(len, prompts)))
+    token_B, cache = read(prompts, 0)
+    made: list[jax.Array] = []
     ended = [False] * len(prompts)
     for step in range(max_tokens):
-        current_B = token_B
-        if step + 1 < max_tokens:  # dispatched before the current tokens are read
-            token_B, cache = decode(state, cache, current_B, key, np.int32(step + 1), *numbers)
-        row = [int(token) for token in np.asarray(current_B)]
+        made.append(token_B)
+        if step + 1 == switch and step + 1 < max_tokens:
+            added = np.stack(made, axis=1).tolist()
+            rows = [[*prompt, *new] for prompt, new in zip(prompts, added, strict=True)]
+            token_B, cache = read(rows, step + 1)
+        elif step + 1 < max_tokens:  # dispatched before the current tokens are read
+            token_B, cache = decode(state, cache, token_B, key, np.int32(step + 1), *numbers)
+        row = [int(token) for token in np.asarray(made[-1])]
         ended = [was or token in stops for was, token in zip(ended, row, strict=True)]
         if all(ended):
             return
         yield [None if end else token for end, token in zip(ended, row, strict=True)]
+
+
+def _rope_switch(config: DecoderConfig, longest: int) -> int | None:
+    """After how many new tokens the keys must be made anew, with LongRoPE's other frequencies."""
+    for rope in (config.rope, config.local_rope):
+        if rope is not None and isinstance(rope.scaling, LongRopeScaling):
+            room = rope.scaling.original_max_position_embeddings - longest
+            return room + 1 if room >= 0 else None
+    return None
 
 
 def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
@@ -192,11 +212,11 @@ def _programs(
     @functools.partial(jax.jit, donate_argnums=1)
     def prefill(
         state: Any, cache: Cache, tokens_BT: jax.Array, segment_ids_BT: jax.Array, key: jax.Array,
-        temperature: jax.Array, top_p: jax.Array,
+        step: jax.Array, temperature: jax.Array, top_p: jax.Array,
     ) -> tuple[jax.Array, Cache]:  # fmt: skip
         model = nnx.merge(graphdef, state)
         logits_BV, cache = model.prefill(tokens_BT, segment_ids_BT, cache)
-        return choose(logits_BV, jax.random.fold_in(key, 0), temperature, top_p), cache
+        return choose(logits_BV, jax.random.fold_in(key, step), temperature, top_p), cache
 
     @functools.partial(jax.jit, donate_argnums=1)
     def decode(
