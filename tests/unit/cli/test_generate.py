@@ -97,7 +97,7 @@ def test_the_tokenizer_of_a_run_is_that_of_its_dataset(tmp_path):
     dataset = tmp_path / "data"
     build(
         BuildConfig(
-            source=Text(paths=(str(tmp_path / "a.txt"),)),
+            source=Text(path=str(tmp_path / "a.txt")),
             output=dataset,
             tokenizer=TrainBpe(vocab_size=300),
             holdout=0.0,
