@@ -7,3 +7,9 @@ os.environ["XLA_FLAGS"] = (
 ).strip()
 os.environ["NPROC"] = "16"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+
+# A shared machine is slow at times; what a property says does not depend on it.
+hypothesis.settings.register_profile("fornax", deadline=None)
+hypothesis.settings.load_profile("fornax")
