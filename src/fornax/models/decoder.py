@@ -186,13 +186,17 @@ def _lm_head(config: DecoderConfig, **make) -> Projection:
 
 
 def document_positions(shape: tuple[int, ...], segment_ids_BT: jax.Array | None) -> jax.Array:
-    """int32 positions [B, T] that count from 0 in each document."""
+    """int32 positions [B, T] that count from 0 in each document, and are 0 in padding.
+
+    Padding must not count: two rope scalings look at the longest position.
+    """
     index_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     if segment_ids_BT is None:
         return index_BT
     first = jnp.ones((shape[0], 1), bool)
     starts_BT = jnp.concatenate([first, segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]], axis=1)
-    return index_BT - jax.lax.cummax(jnp.where(starts_BT, index_BT, 0), axis=1)
+    positions_BT = index_BT - jax.lax.cummax(jnp.where(starts_BT, index_BT, 0), axis=1)
+    return jnp.where(segment_ids_BT == 0, 0, positions_BT)
 
 
 def _continued_positions(segment_ids_BT: jax.Array, cache: Cache) -> jax.Array:

@@ -1,11 +1,13 @@
 """Packed documents and padding: a token's logits depend on its own document, nothing else."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from flax import nnx
-from tests.unit.models.conftest import logits_of, tokens_of
+from tests.unit.models.conftest import CONFIGS, logits_of, tokens_of
 
-from fornax.models import DecoderConfig, create_decoder
+from fornax.models import DecoderConfig, LongRopeScaling, RopeConfig, create_decoder
 
 LENGTH = 16
 PACKED = np.array([[1] * 5 + [2] * 7 + [3] * 2 + [0] * 2, [0] * 4 + [1] * 1 + [2] * 11], np.int32)
@@ -55,6 +57,24 @@ def test_padding_alone_is_finite(name: str) -> None:
     """A row of nothing but padding must not poison a loss by NaN."""
     ids = np.zeros((2, LENGTH), np.int32)
     assert np.isfinite(logits_of(name, tokens_of(2, LENGTH), ids)).all()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_does_not_lengthen_a_context(left: bool) -> None:
+    """Scalings that look at the longest position must not see that of padding."""
+    scaling = LongRopeScaling(
+        short_factor=(1.0,) * 4, long_factor=(9.0,) * 4, original_max_position_embeddings=6
+    )
+    config = dataclasses.replace(
+        CONFIGS["biased"], num_layers=1, rope_pattern=(True,), rope=RopeConfig(scaling=scaling)
+    )
+    run = nnx.jit(create_decoder(config))
+    tokens = tokens_of(1, LENGTH)
+    inside = slice(LENGTH - 5, LENGTH) if left else slice(0, 5)
+    ids = np.zeros((1, LENGTH), np.int32)
+    ids[:, inside] = 1
+    found = run(tokens, None, ids)[:, inside]
+    np.testing.assert_allclose(found, run(tokens[:, inside]), atol=2e-5)
 
 
 def test_a_window_is_no_wider_than_it_says() -> None:
