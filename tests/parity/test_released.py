@@ -1,0 +1,90 @@
+"""The config.json of released models, at full size: tensors, windows and frequencies agree."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.unit.models.test_families import RELEASED
+
+from fornax.models import DecoderConfig, RopeConfig, abstract_decoder, config_from_hf
+from fornax.models.families import family_by_name
+from fornax.models.layout import plan_layout
+from fornax.models.rope import attention_factor, inverse_frequencies
+
+pytestmark = pytest.mark.parity
+
+
+def _theirs(values: dict[str, Any]) -> Any:
+    keys = {key: value for key, value in values.items() if key != "auto_map"}
+    return transformers.AutoConfig.for_model(**keys)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_tensors_have_the_same_names_and_shapes(name: str) -> None:
+    """Without memory: transformers on its meta device, ours abstract."""
+    with torch.device("meta"):
+        oracle = transformers.AutoModelForCausalLM.from_config(_theirs(RELEASED[name]))
+    assert type(oracle).__name__ in RELEASED[name]["architectures"]
+    config = config_from_hf(RELEASED[name])
+    layout = plan_layout(abstract_decoder(config), family_by_name(str(config.family)).names)
+    expected = {key: tuple(value.shape) for key, value in oracle.named_parameters()}
+    assert {tensor.name: tensor.shape for tensor in layout} == expected
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_layers_attend_alike(name: str) -> None:
+    config, oracle = config_from_hf(RELEASED[name]), _theirs(RELEASED[name])
+    windows = [kind.window for kind in config.layer_kinds()]
+    window = getattr(oracle, "sliding_window", None)
+    types = getattr(oracle, "layer_types", None)
+    if types is None:
+        assert windows == [window] * config.num_layers
+    else:
+        assert windows == [window if kind == "sliding_attention" else None for kind in types]
+    rotates = [int(kind.rope != "none") for kind in config.layer_kinds()]
+    assert rotates == list(getattr(oracle, "no_rope_layers", None) or [1] * config.num_layers)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_frequencies_agree(name: str) -> None:
+    """Within the original context and beyond it, the attention factor included."""
+    config, oracle = config_from_hf(RELEASED[name]), _theirs(RELEASED[name])
+    if "full_attention" in oracle.rope_parameters:
+        ropes = {"full_attention": config.rope, "sliding_attention": config.local_rope}
+    else:
+        ropes = {None: config.rope}
+    for layer_type, rope in ropes.items():
+        assert rope is not None
+        for length in (100, config.max_position_embeddings):
+            expected, factor = _oracle_frequencies(oracle, layer_type, length)
+            found = _frequencies(config, rope, length)
+            np.testing.assert_allclose(found, expected, rtol=2e-6)
+            assert attention_factor(rope, config.max_position_embeddings) == pytest.approx(factor)
+
+
+def _frequencies(config: DecoderConfig, rope: RopeConfig, length: int) -> np.ndarray:
+    width = int(config.head_width * rope.fraction)
+    limit = config.max_position_embeddings
+    return np.asarray(inverse_frequencies(rope, width, limit, jnp.int32(length)))
+
+
+def _oracle_frequencies(
+    config: Any, layer_type: str | None, length: int
+) -> tuple[np.ndarray, float]:
+    parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
+    kind = parameters["rope_type"]
+    if kind == "default":
+        width = int(_head_width(config) * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+        return (1.0 / parameters["rope_theta"] ** exponents).numpy(), 1.0
+    function = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
+    keys = {"layer_type": layer_type} if layer_type else {}
+    found, factor = function(config, torch.device("cpu"), seq_len=length, **keys)
+    return found.numpy(), factor
+
+
+def _head_width(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
