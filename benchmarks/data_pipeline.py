@@ -5,7 +5,7 @@ rows. Fornax, Grain and torch read the same ArrayRecord shards; Hugging Face, wh
 same documents as a memory-mapped Arrow dataset. Every peer is vectorised with NumPy and, where it
 helps, tried with and without workers. Rounds are interleaved; the table shows medians.
 
-    python benchmarks/data_pipeline.py [--tokens 4000000] [--rounds 5] [--documents 40000]
+    python benchmarks/data_pipeline.py [--seconds 1.5] [--rounds 5] [--documents 40000]
 
 Peers that are not installed are named and left out; the oracle environment (`make parity`) has all.
 """
@@ -42,6 +42,9 @@ from fornax.data import (
     open_batches,
 )
 from fornax.data.sources.array_record import open_writer
+
+Rates = dict[str, list[tuple[float, float]]]
+"""By peer, tokens a second and tokens a CPU second of each round."""
 
 BATCH, SEQ_LEN, SHARDS, BINS = 8, 1024, 4, 64
 
@@ -224,20 +227,26 @@ def peers_of(root: Path, documents: list[np.ndarray]) -> tuple[list[Peer], list[
     return peers, missing
 
 
-def measure(iterator: Iterator[np.ndarray], tokens: int) -> float:
-    """Tokens a second (padding left out) over at least `tokens`, after one warm-up batch."""
-    next(iterator)
+def run_for(iterator: Iterator[np.ndarray], seconds: float) -> tuple[float, float]:
+    """Tokens a second and a CPU second, padding left out."""
     seen = 0
-    began = time.perf_counter()
-    while seen < tokens:
+    began, began_cpu = time.perf_counter(), time.process_time()
+    while (passed := time.perf_counter() - began) < seconds:
         seen += int(np.count_nonzero(next(iterator)))
-    return seen / (time.perf_counter() - began)
+    return seen / passed, seen / (time.process_time() - began_cpu)
+
+
+def measure(iterator: Iterator[np.ndarray], seconds: float) -> tuple[float, float]:
+    """`run_for`, after as long to warm up: read-ahead buffers fill and workers start."""
+    next(iterator)
+    run_for(iterator, seconds)
+    return run_for(iterator, seconds)
 
 
 def main() -> None:
     """Measure, print the table, and write it beside the other results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4_000_000, help="tokens of one measurement")
+    parser.add_argument("--seconds", type=float, default=1.5, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--documents", type=int, default=40_000)
     arguments = parser.parse_args()
@@ -245,11 +254,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         peers, missing = peers_of(root, write_documents(root, arguments.documents))
-        rates: dict[str, list[float]] = {peer.name: [] for peer in peers}
+        rates: Rates = {peer.name: [] for peer in peers}
         for number in range(arguments.rounds):
             for peer in peers:
                 iterator = peer.start()
-                rates[peer.name].append(measure(iterator, arguments.tokens))
+                rates[peer.name].append(measure(iterator, arguments.seconds))
                 iterator.close()
             print(f"round {number + 1} of {arguments.rounds} done", flush=True)
     table = report(peers, rates, missing, arguments)
@@ -261,11 +270,9 @@ def main() -> None:
     print(f"written to {out}")
 
 
-def report(
-    peers: list[Peer], rates: dict[str, list[float]], missing: list[str], arguments: Any
-) -> str:
+def report(peers: list[Peer], rates: Rates, missing: list[str], arguments: Any) -> str:
     """The results as Markdown."""
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+    medians = {name: statistics.median(v for v, _ in values) for name, values in rates.items()}
     ours = medians["Fornax concat"]
     lines = [
         "# Packed tokens a second",
@@ -273,16 +280,21 @@ def report(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, Grain "
         f"{grain.__version__}; batch {BATCH} x {SEQ_LEN}, {arguments.documents:,} documents of "
         "log-normal length (mean about 490 tokens), shuffled; medians of "
-        f"{arguments.rounds} interleaved rounds of {arguments.tokens:,} tokens.",
+        f"{arguments.rounds} rounds of {arguments.seconds} s, interleaved, each after as long a warm-up. "
+        f"Load average at the end: {os.getloadavg()[0]:.1f}. A CPU second counts the "
+        "main process and its threads: not measured for peers with workers.",
         "",
-        "| peer | gives | million tokens/s | lowest to highest | Fornax concat / peer |",
-        "|---|---|---|---|---|",
+        "| peer | gives | million tokens/s | range | per CPU second | Fornax concat / peer |",
+        "|---|---|---|---|---|---|",
     ]
     for peer in peers:
-        values = [value / 1e6 for value in rates[peer.name]]
+        values = [wall / 1e6 for wall, _ in rates[peer.name]]
+        cpu = f"{statistics.median(cpu for _, cpu in rates[peer.name]) / 1e6:.2f}"
+        cpu = "" if "workers" in peer.name else cpu
         lines.append(
             f"| {peer.name} | {peer.gives} | {medians[peer.name] / 1e6:.2f} | "
-            f"{min(values):.2f} to {max(values):.2f} | {ours / medians[peer.name]:.2f} |"
+            f"{min(values):.2f} to {max(values):.2f} | {cpu} | "
+            f"{ours / medians[peer.name]:.2f} |"
         )
     if missing:
         lines += ["", f"Not installed, so not measured: {', '.join(missing)}."]

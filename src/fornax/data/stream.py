@@ -14,9 +14,12 @@ from fornax.data.records import Record, Source
 from fornax.data.sources.array_record import ArrayRecordSource
 from fornax.data.transforms import Chain
 
-# The first read is small so that the first batch comes soon; each next one is twice as large.
-_FIRST_READ = 16
+# The first read is small so that the first batch comes soon; each next one is larger.
+_FIRST_READ, _GROWTH = 16, 4
 _MOST_STORED, _MOST_TRANSFORMED = 2048, 64
+
+_Tokens = list[np.ndarray | None]
+"""Token ids of a run of positions, None where there is no document."""
 
 
 @dataclass
@@ -97,29 +100,35 @@ class ShardStream:
 
     def read_from(self, position: int) -> Iterator[Document]:
         """Documents at `position` and after."""
-        length = self.order.length(self.shard)
         barren = 0
-        most = self.read_batch or self._most()
+        for start, count in self._spans(position):
+            tokens = self._read(start, count)
+            barren += count
+            for number, value in enumerate(tokens):
+                if value is not None:
+                    barren = 0
+                    yield Document(start + number, value)
+            if self.order.epochs is None and barren > self.full_pass:
+                names = ", ".join(part.name for part in self.parts)
+                raise DataError(f"every record of {names} was dropped: loosen the filters")
+
+    def _spans(self, position: int) -> Iterator[tuple[int, int]]:
+        """Start and length of the reads from `position` on, growing."""
+        length = self.order.length(self.shard)
+        most = self.read_batch or (_MOST_STORED if self._stored else _MOST_TRANSFORMED)
         size = min(_FIRST_READ, most)
         while length is None or position < length:
             count = size if length is None else min(size, length - position)
-            barren += count
-            for number, tokens in enumerate(self._read(position, count)):
-                if tokens is not None:
-                    barren = 0
-                    yield Document(position + number, tokens)
-            if length is None and barren > self.full_pass:
-                names = ", ".join(part.name for part in self.parts)
-                raise DataError(f"every record of {names} was dropped: loosen the filters")
+            yield position, count
             position += count
-            size = min(2 * size, most)
+            size = min(_GROWTH * size, most)
 
-    def _most(self) -> int:
-        """Large reads where reading is all; small ones where transforms would stall a batch."""
-        stored = all(part.stored_tokens is not None for part in self.parts)
-        return _MOST_STORED if stored else _MOST_TRANSFORMED
+    @property
+    def _stored(self) -> bool:
+        """Whether reading is all there is to do; a large read of transforms would stall a batch."""
+        return all(part.stored_tokens is not None for part in self.parts)
 
-    def _read(self, start: int, count: int) -> list[np.ndarray | None]:
+    def _read(self, start: int, count: int) -> _Tokens:
         """The tokens at `count` positions, None where there are none."""
         places = self.order.places(self.shard, start, count)
         tokens: list[np.ndarray | None] = [None] * count
