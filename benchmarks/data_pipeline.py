@@ -18,7 +18,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ from fornax.data import (
 )
 from fornax.data.sources.array_record import open_writer
 
+Tokens = Generator[np.ndarray, None, None]
+"""Endless `tokens` arrays; closing it stops its threads and workers."""
+
 Rates = dict[str, list[tuple[float, float]]]
 """By peer, tokens a second and tokens a CPU second of each round."""
 
@@ -55,7 +58,7 @@ class Peer:
 
     name: str
     gives: str
-    start: Callable[[], Iterator[np.ndarray]]
+    start: Callable[[], Tokens]
 
 
 def write_documents(root: Path, count: int) -> list[np.ndarray]:
@@ -76,7 +79,7 @@ def paths_of(root: Path) -> list[str]:
     return [str(root / f"docs-{shard}.array_record") for shard in range(SHARDS)]
 
 
-def fornax_peer(root: Path, packing: Packing, prefetch: Prefetch) -> Iterator[np.ndarray]:
+def fornax_peer(root: Path, packing: Packing, prefetch: Prefetch) -> Tokens:
     """Fornax as a user configures it."""
     source = ArrayRecord(path=tuple(paths_of(root)), content="uint16")
     config = DataConfig(source=source, packing=packing, prefetch=prefetch)
@@ -88,7 +91,7 @@ def fornax_peer(root: Path, packing: Packing, prefetch: Prefetch) -> Iterator[np
         batches.close()
 
 
-def grain_peer(root: Path, first_fit: bool, workers: int) -> Iterator[np.ndarray]:
+def grain_peer(root: Path, first_fit: bool, workers: int) -> Tokens:
     """Grain's own operations in the order its tutorials give them."""
     source = grain.sources.ArrayRecordDataSource(paths_of(root))
     records = grain.MapDataset.source(source).seed(0).shuffle().repeat()
@@ -154,7 +157,7 @@ def torch_collate(documents: list[np.ndarray]) -> Any:
     return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
 
 
-def torch_peer(root: Path, workers: int) -> Iterator[np.ndarray]:
+def torch_peer(root: Path, workers: int) -> Tokens:
     """A DataLoader whose workers read and pack 256 documents at a time."""
     import torch
 
@@ -174,7 +177,7 @@ def torch_peer(root: Path, workers: int) -> Iterator[np.ndarray]:
                 yield batch[0].numpy()
 
 
-def hugging_face_peer(dataset: Any) -> Iterator[np.ndarray]:
+def hugging_face_peer(dataset: Any) -> Tokens:
     """A streamed dataset: buffer shuffle, a batched map that packs, batches of rows."""
 
     def pack(columns: dict[str, Any]) -> dict[str, Any]:
@@ -279,8 +282,8 @@ def report(peers: list[Peer], rates: Rates, missing: list[str], arguments: Any) 
         "",
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, Grain "
         f"{grain.__version__}; batch {BATCH} x {SEQ_LEN}, {arguments.documents:,} documents of "
-        "log-normal length (mean about 490 tokens), shuffled; medians of "
-        f"{arguments.rounds} rounds of {arguments.seconds} s, interleaved, each after as long a warm-up. "
+        f"log-normal length (mean about 490 tokens), shuffled; medians of {arguments.rounds} "
+        f"interleaved rounds of {arguments.seconds} s, each after as long a warm-up. "
         f"Load average at the end: {os.getloadavg()[0]:.1f}. A CPU second counts the "
         "main process and its threads: not measured for peers with workers.",
         "",
