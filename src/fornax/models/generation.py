@@ -42,8 +42,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature={self.temperature} must be 0 (greedy) or more, and finite"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k={self.top_k} must be 1 or more, or null for no limit")
         if not 0 < self.top_p <= 1:

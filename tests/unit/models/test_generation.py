@@ -132,6 +132,8 @@ def test_requests_that_cannot_be_met(
     ("options", "message"),
     [
         ({"temperature": -1.0}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
         ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
         ({"temperature": 1.0, "top_p": 1.5}, r"top_p=1\.5"),
         ({"seed": -1}, "seed=-1"),
