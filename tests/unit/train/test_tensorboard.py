@@ -1,0 +1,60 @@
+"""TensorBoard files: checksums that readers check, resumed steps, a disk that refuses."""
+
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from tensorboardX.crc32c import crc32c
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from fornax.config import FornaxError
+from fornax.train.metrics import TensorBoard
+
+
+def read_events(directory: Path) -> list[Event]:
+    """As TensorBoard reads: length, its checksum, the event, its checksum."""
+    found = []
+    for file in sorted(directory.iterdir()):
+        data, place = file.read_bytes(), 0
+        while place < len(data):
+            (length,) = struct.unpack_from("<Q", data, place)
+            body = data[place + 12 : place + 12 + length]
+            (check,) = struct.unpack_from("<I", data, place + 12 + length)
+            crc = crc32c(body)
+            assert check == (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+            found.append(Event.FromString(body))
+            place += 16 + length
+    return found
+
+
+def test_a_resume_hides_the_steps_it_does_again(tmp_path: Path):
+    board = TensorBoard(tmp_path, 40)
+    board.write({"step": 41, "time": 7.5, "loss": float("nan")})
+    board.close()
+    version, purge, record = read_events(tmp_path)
+    assert version.file_version == "brain.Event:2"
+    assert (purge.session_log.status, purge.step) == (SessionLog.START, 41)
+    assert (record.step, record.wall_time) == (41, 7.5)
+
+
+def test_events_reach_the_disk_before_close(tmp_path: Path):
+    board = TensorBoard(tmp_path, 0, flush_seconds=0.0)
+    board.write({"step": 1, "time": 1.0, "loss": 2.0})
+    assert [e.step for e in read_events(tmp_path)] == [0, 1, 1]
+    board.close()
+
+
+def test_a_full_disk_is_an_error_and_never_a_wait(tmp_path: Path):
+    board = TensorBoard(tmp_path, 0, flush_seconds=0.0)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, board._writer._writer.fileno())
+    began = time.monotonic()
+    for step in range(1, 30):
+        with pytest.raises(FornaxError, match="No space left on device; make room"):
+            board.write({"step": step, "time": 1.0, "loss": 2.0})
+    with pytest.raises(FornaxError, match="No space left on device"):
+        board.close()
+    assert time.monotonic() - began < 5.0
+    os.close(full)
