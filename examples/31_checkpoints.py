@@ -1,6 +1,6 @@
 """Save while training, stop, resume on another mesh and in another dtype, find damage.
 
-python examples/21_checkpoints.py
+python examples/31_checkpoints.py
 """
 
 import os

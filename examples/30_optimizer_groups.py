@@ -1,6 +1,6 @@
 """Per-group optimization from config: Muon for the matrices, a slow rate here, a freeze there.
 
-python examples/20_optimizer_groups.py
+python examples/30_optimizer_groups.py
 """
 
 import jax
