@@ -22,6 +22,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,26 +128,37 @@ def contest(
         Contestant to its turns, in the order of `commands`.
     """
     results: dict[str, Result] = {}
-    workers: dict[str, subprocess.Popen[str]] = {}
-    try:
+    with contextlib.ExitStack() as cleanup:
+        workers: dict[str, subprocess.Popen[str]] = {}
         for name, command in commands.items():
             print(f"preparing {name}", file=sys.stderr, flush=True)
-            workers[name] = subprocess.Popen(
-                list(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, **(env or {})},
-            )
-            said = _hear(workers[name], name)
+            workers[name], said = _prepare(name, command, {**os.environ, **(env or {})}, cleanup)
             results[name] = Result(absent=said.get("absent"), details=said.get("ready") or {})
         _take_turns(workers, results, rounds, warmups)
-    finally:
-        for worker in workers.values():
-            worker.kill()
-            worker.wait()
     return results
+
+
+def _prepare(
+    name: str, command: Sequence[str], env: Mapping[str, str], cleanup: contextlib.ExitStack
+) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """Start a worker, to end with `cleanup`, and wait until it is ready; show why if it is not."""
+    errors = cleanup.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - closed there
+    worker = subprocess.Popen(
+        list(command),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=dict(env),
+    )
+    cleanup.callback(worker.wait)
+    cleanup.callback(worker.kill)
+    try:
+        return worker, _hear(worker, name)
+    except RuntimeError:
+        errors.seek(0)
+        sys.stderr.write(errors.read())
+        raise
 
 
 def _take_turns(

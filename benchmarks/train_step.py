@@ -345,7 +345,7 @@ def report(shape: Shape, results: dict[str, _harness.Result]) -> str:
     rows = []
     for name, result in results.items():
         if result.absent is not None:
-            rows.append([name, f"not run: {result.absent}", "", "", "", "", "", ""])
+            rows.append([name, f"not run: {result.absent}", "", "", "", "", "", "", ""])
             continue
         flops = _repeats(shape) * 2.0 * _SIDE**3 if name in PEAKS else shape.flops()
         is_step = name in CONTESTANTS
@@ -356,6 +356,7 @@ def report(shape: Shape, results: dict[str, _harness.Result]) -> str:
                 f"{1e3 * result.best_s():.0f}" if is_step else "",
                 f"{1e3 * result.cpu_s():.0f}" if is_step else "",
                 f"{_harness.ratio(results, name, 'fornax'):.2f}" if is_step else "",
+                f"{result.cpu_s() / results['fornax'].cpu_s():.2f}" if is_step else "",
                 f"{flops / result.best_s() / 1e9:.0f}",
                 f"{100 * flops / result.best_s() / peak:.0f}%",
                 ", ".join(str(loss) for loss in result.details.get("losses", [])),
@@ -367,6 +368,7 @@ def report(shape: Shape, results: dict[str, _harness.Result]) -> str:
         "best ms",
         "processor ms",
         "time / Fornax's",
+        "processor / Fornax's",
         "GFLOP/s at best",
         "of fp32 peak",
         "first losses",
@@ -388,6 +390,9 @@ def main() -> None:
         _harness.serve(lambda: {**CONTESTANTS, **PEAKS}[args.worker](shape))
         return
     wanted = args.only.split(",") if args.only else list(CONTESTANTS)
+    unknown = sorted(set(wanted) - set(CONTESTANTS))
+    if unknown or "fornax" not in wanted:
+        parser.error(f"--only takes fornax and any of {', '.join(CONTESTANTS)}; not {unknown}")
     parts = []
     for name in args.shape or ["small", "large"]:
         commands = {
