@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import RecordWriter
 
 from fornax.config.errors import ConfigError
@@ -24,6 +23,11 @@ from fornax.train.jsonl import JsonLines, keep_json_lines, read_json_lines, refu
 __all__ = ["MetricsFile", "Sink", "TensorBoard", "Wandb", "read_metrics"]
 
 Record = Mapping[str, Any]
+
+# Classes that protobuf makes at run time, where no type checker sees them.
+Event: Any = event_pb2.Event  # pyrefly: ignore[missing-attribute]
+SessionLog: Any = event_pb2.SessionLog  # pyrefly: ignore[missing-attribute]
+Summary: Any = summary_pb2.Summary  # pyrefly: ignore[missing-attribute]
 
 
 class Sink(Protocol):

@@ -60,7 +60,11 @@ def test_saved_at_two_hosts_and_resumed_at_one_and_four(
 ):
     """Token counts are exact: the same rows. Losses differ by rounding only."""
     two = tmp_path / "two"
-    changes = {"mesh": DATA_PARALLEL, "eval": {}, "optim": {"schedule": {"type": "constant"}}}
+    changes: dict[str, Any] = {
+        "mesh": DATA_PARALLEL,
+        "eval": {},
+        "optim": {"schedule": {"type": "constant"}},
+    }
     finish_all(start_hosts(start, two, 2, **changes, steps=5))
     assert Checkpointer(two / "checkpoints").latest_step() == 5
     changes["steps"] = 8

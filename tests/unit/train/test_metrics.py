@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event  # pyrefly: ignore[missing-module-attribute]
 
 from fornax.config.errors import ConfigError
 from fornax.train.config import WandbConfig

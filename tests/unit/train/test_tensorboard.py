@@ -4,16 +4,20 @@ import os
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboardX.crc32c import crc32c
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto import event_pb2
 
 from fornax.config import FornaxError
 from fornax.train.metrics import TensorBoard
 
+Event: Any = event_pb2.Event  # pyrefly: ignore[missing-attribute]
+SessionLog: Any = event_pb2.SessionLog  # pyrefly: ignore[missing-attribute]
 
-def read_events(directory: Path) -> list[Event]:
+
+def read_events(directory: Path) -> list[Any]:
     """As TensorBoard reads: length, its checksum, the event, its checksum."""
     found = []
     for file in sorted(directory.iterdir()):
@@ -49,7 +53,8 @@ def test_events_reach_the_disk_before_close(tmp_path: Path):
 def test_a_full_disk_is_an_error_and_never_a_wait(tmp_path: Path):
     board = TensorBoard(tmp_path, 0, flush_seconds=0.0)
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, board._writer._writer.fileno())
+    writer: Any = board._writer._writer
+    os.dup2(full, writer.fileno())
     began = time.monotonic()
     for step in range(1, 30):
         with pytest.raises(FornaxError, match="No space left on device; make room"):
