@@ -11,9 +11,9 @@ __all__ = ["PROMPTS", "complete"]
 
 PROMPTS = (
     ("def main(", 0.0),
-    ("import os\nimport sys\n\nclass ", 0.7),
-    ('    """Return ', 0.7),
-    ("    def __init__(self, ", 0.7),
+    ("import os\nimport sys\n\nclass", 0.7),
+    ('    """Return the', 0.7),
+    ("    def __init__(self,", 0.7),
     ("for i in range(", 0.7),
 )
 """Prompts with the temperature they are completed at."""
@@ -28,13 +28,13 @@ def complete(
       directory: a Hugging Face directory with its tokenizer.
       prompts: texts and temperatures.
       max_tokens: tokens of a completion, at most.
-      seed: of the draws.
+      seed: of the first prompt's draws; each further prompt has the next one.
     """
     model = load_pretrained(directory)
     tokenizer = load_tokenizer(directory)
     samples = []
-    for prompt, temperature in prompts:
-        sampling = Sampling(temperature=temperature, seed=seed)
+    for number, (prompt, temperature) in enumerate(prompts):
+        sampling = Sampling(temperature=temperature, seed=(seed + number) % 2**32)
         encoded = [tokenizer.encode(prompt).tolist()]
         completion = generate(model, encoded, max_tokens=max_tokens, sampling=sampling)[0]
         text = tokenizer.decode(completion)
