@@ -414,7 +414,7 @@ def main() -> None:
             + _harness.versions("jax", "jaxlib", "flax", "optax", "torch", "transformers")
             + ".",
         ]
-        print(_harness.write_results("train-step", "\n\n".join([*head, *parts])))
+        print(_harness.write_results("train_step", "\n\n".join([*head, *parts])))
 
 
 if __name__ == "__main__":
