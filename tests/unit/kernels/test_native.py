@@ -15,7 +15,7 @@ from fornax.kernels._native import build
 _USE = """
 import jax.numpy as jnp
 from fornax.kernels import _native, attention
-reason = _native.unavailable()
+reason = _native.unavailable("attention")
 assert reason is None, reason
 q = jnp.ones((1, 16, 2, 8))
 print(float(attention(q, q, q, scale=1.0, implementation="native").sum()))
@@ -26,10 +26,15 @@ print(float(attention(q, q, q, scale=1.0, implementation="native").sum()))
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and a process that has not looked for the kernels yet."""
     monkeypatch.setenv("FORNAX_CACHE_DIR", str(tmp_path))
-    build.unavailable.cache_clear()
+    _forget()
     yield tmp_path
     monkeypatch.undo()
+    _forget()
+
+
+def _forget() -> None:
     build.unavailable.cache_clear()
+    build._notice.cache_clear()
 
 
 def test_without_compiler_falls_back_with_one_notice(
@@ -54,15 +59,16 @@ def test_compiler_that_fails_is_quoted(
     )
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    assert "error: no luck" in str(_native.unavailable())
+    assert "error: no luck" in str(_native.unavailable("attention"))
     assert not list(fresh.glob("native/*/*"))
 
 
 def test_damaged_library_is_removed(fresh: Path) -> None:
-    path = fresh / "native" / build._fingerprint(str(_native.compiler())) / "kernels.so"
+    folder = build._fingerprint(str(_native.compiler()), "attention")
+    path = fresh / "native" / folder / "attention.so"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"not a library")
-    assert "could not be loaded and was removed" in str(_native.unavailable())
+    assert "could not be loaded and was removed" in str(_native.unavailable("attention"))
     assert not path.exists()
 
 
@@ -73,11 +79,12 @@ def test_processes_that_compile_at_once_all_succeed(fresh: Path) -> None:
     outputs = [worker.communicate(timeout=200)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0]
     assert outputs[0] == outputs[1]
-    assert [p.name for p in fresh.glob("native/*/*")] == ["kernels.so"]
+    assert [p.name for p in fresh.glob("native/*/*")] == ["attention.so"]
 
 
-def test_compiles_without_warnings_for_plain_and_for_this_processor(tmp_path: Path) -> None:
-    source = Path(build.__file__).parent / "attention.cc"
+@pytest.mark.parametrize("unit", build._UNITS)
+def test_compiles_without_warnings_for_plain_and_for_this_processor(unit: str) -> None:
+    source = Path(build.__file__).parent / f"{unit}.cc"
     include = ["-isystem", jax.ffi.include_dir()]
     cxx = _native.compiler()
     assert cxx is not None

@@ -34,7 +34,7 @@ def declines(call: AttentionCall) -> str | None:
         return f"{call.queries} queries are too few to pay for preparing the keys"
     if 0 in (call.batch, call.keys, call.heads, call.head_dim, call.value_dim):
         return "an array is empty"
-    return _native.unavailable()
+    return _native.unavailable("attention")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Compile the native CPU kernels on first use and keep the library for later processes.
+"""Compile the native CPU kernels on first use and keep the libraries for later processes.
 
-The library's folder is named after everything that shapes it: sources, compiler, flags, the
-processor's features, jaxlib. It is written beside its place and renamed into it, so concurrent
-processes only ever see whole files. Without a compiler the kernels decline, and one notice says so.
+Each unit (one .cc file) is a library of its own, compiled when an operation first asks for it. Its
+folder is named after everything that shapes it: sources, compiler, flags, the processor's features,
+jaxlib. It is written beside its place and renamed into it, so concurrent processes only ever see
+whole files. Without a compiler the kernels decline, and one notice says so.
 """
 
 import ctypes
@@ -23,8 +24,12 @@ from fornax.config import environment
 
 __all__ = ["compiler", "library_path", "unavailable"]
 
-_SOURCES = ("simd.h", "attention.cc")
-_TARGETS = ("fornax_attention_forward", "fornax_attention_backward")
+_HEADERS = ("simd.h",)
+_UNITS = {
+    "attention": ("fornax_attention_forward", "fornax_attention_backward"),
+}
+"""Unit, named after its .cc file, to the call targets that it exports."""
+
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -45,21 +50,27 @@ class _BuildError(Exception):
 
 
 @functools.cache
-def unavailable() -> str | None:
-    """Build, load and register the native kernels; return None, or why they cannot be used.
+def unavailable(unit: str) -> str | None:
+    """Build, load and register a unit's kernels; return None, or why they cannot be used.
 
     The reason is logged once.
     """
     try:
-        library = _load(library_path())
+        library = _load(library_path(unit))
     except _BuildError as error:
-        _log.warning("native CPU kernels are off, XLA's are used instead: %s", error)
+        _notice(str(error))
         return str(error)
-    for target in _TARGETS:
+    for target in _UNITS[unit]:
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
         )
     return None
+
+
+@functools.cache
+def _notice(reason: str) -> None:
+    """Say a reason once, however many units it keeps from running."""
+    _log.warning("native CPU kernels are off, XLA's are used instead: %s", reason)
 
 
 def compiler() -> str | None:
@@ -70,24 +81,24 @@ def compiler() -> str | None:
     return next((found for c in ("c++", "g++", "clang++") if (found := shutil.which(c))), None)
 
 
-def library_path() -> Path:
-    """Return the compiled library, compiling it if this machine has not done so before."""
+def library_path(unit: str) -> Path:
+    """Return a unit's library, compiling it if this machine has not done so before."""
     cxx = compiler()
     if cxx is None:
         raise _BuildError("no C++ compiler was found; install g++ or clang++, or set CXX")
-    folder = environment.cache_dir() / "native" / _fingerprint(cxx)
-    path = folder / "kernels.so"
+    folder = environment.cache_dir() / "native" / _fingerprint(cxx, unit)
+    path = folder / f"{unit}.so"
     if not path.exists():
-        _compile(cxx, path)
+        _compile(cxx, unit, path)
     return path
 
 
-def _fingerprint(cxx: str) -> str:
-    """Name everything that the compiled library depends on."""
+def _fingerprint(cxx: str, unit: str) -> str:
+    """Name everything that a unit's library depends on."""
     digest = hashlib.sha256()
     for part in (_version(cxx), *_FLAGS, _processor(), jaxlib.__version__):
         digest.update(part.encode() + b"\0")
-    for name in _SOURCES:
+    for name in (*_HEADERS, f"{unit}.cc"):
         digest.update((Path(__file__).parent / name).read_bytes() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -112,8 +123,8 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(cxx: str, path: Path) -> None:
-    source = Path(__file__).parent / "attention.cc"
+def _compile(cxx: str, unit: str, path: Path) -> None:
+    source = Path(__file__).parent / f"{unit}.cc"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so.tmp")
