@@ -1,0 +1,1 @@
+"""The role of vLLM: continuous batching over a paged cache, with vLLM's interface."""
