@@ -3,7 +3,8 @@
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
-from fornax.kernels._linear import linear
+from fornax.kernels._linear import Weight, linear
+from fornax.kernels._packed import PackedWeight, pack
 from fornax.kernels.registry import Implementation, Operation, target_platform
 from fornax.kernels.tuning import autotuning
 
@@ -12,11 +13,14 @@ __all__ = [
     "KernelError",
     "LossSums",
     "Operation",
+    "PackedWeight",
+    "Weight",
     "attention",
     "attention_operation",
     "autotuning",
     "cross_entropy_operation",
     "linear",
     "linear_cross_entropy",
+    "pack",
     "target_platform",
 ]

@@ -11,7 +11,7 @@ only the tangent with respect to the weights is a primitive of its own, for its 
 
 import functools
 import math
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax import lax
@@ -21,15 +21,34 @@ from jax.interpreters import ad, batching, mlir
 from fornax.config.errors import KernelError
 from fornax.kernels.registry import current_platform
 
-__all__ = ["linear"]
+__all__ = ["Weight", "linear"]
 
 
-def linear(x: jax.Array, w: jax.Array, *, inputs: int = 1) -> jax.Array:
+@runtime_checkable
+class Weight(Protocol):
+    """A weight that knows its own product: packed, quantized, or with adapters around another."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that it stands for: [*in, *out]."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array that it stands for."""
+        ...
+
+    def linear(self, x: jax.Array, inputs: int) -> jax.Array:
+        """Return what `kernels.linear(x, array, inputs=inputs)` would, in the dtype of x."""
+        ...
+
+
+def linear(x: jax.Array, w: jax.Array | Weight, *, inputs: int = 1) -> jax.Array:
     """Sum over the last `inputs` axes of x and the first `inputs` axes of w.
 
     Args:
-        x: [..., *in], in the same dtype as w.
-        w: [*in, *out].
+        x: [..., *in], in the same dtype as w if that is an array.
+        w: [*in, *out], or an object that knows its own product.
         inputs: how many axes are summed over.
 
     Returns:
@@ -38,6 +57,8 @@ def linear(x: jax.Array, w: jax.Array, *, inputs: int = 1) -> jax.Array:
     Raises:
         KernelError: shapes or dtypes that do not fit together.
     """
+    if isinstance(w, Weight):
+        return w.linear(x, inputs)
     if not 0 < inputs <= min(x.ndim, w.ndim) or x.shape[-inputs:] != w.shape[:inputs]:
         raise KernelError(
             f"linear: the last {inputs} axes of x{x.shape} must equal the first {inputs} of "
