@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from fornax import kernels
+from fornax.models.attend import AttendOptions, Place
 from fornax.models.config import DecoderConfig
 
-__all__ = ["Cache", "CacheLayer", "init_cache"]
+__all__ = ["Cache", "init_cache"]
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +35,7 @@ class Cache:
         return self.positions_BS.shape[1]
 
     def append(self, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> "Cache":
-        """The cache with T more slots marked as written; layers fill in keys and values."""
+        """The cache with T more slots marked as written, which the layers then fill."""
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, self.used))
@@ -45,34 +47,43 @@ class Cache:
             used=self.used + positions_BT.shape[1],
         )
 
+    def attend(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        place: Place,
+        options: AttendOptions,
+    ) -> tuple[jax.Array, "Cache"]:
+        """Write the last T slots of one layer and attend to all that are written."""
+        k_LBSKH = self._put(self.k_LBSKH, k_BTKH, place)
+        v_LBSKH = self._put(self.v_LBSKH, v_BTKH, place)
+        length = q_BTNH.shape[1]
+        o_BTNH = kernels.attention(
+            q_BTNH,
+            _layer(k_LBSKH, place).astype(q_BTNH.dtype),
+            _layer(v_LBSKH, place).astype(q_BTNH.dtype),
+            scale=options.scale,
+            causal=True,
+            positions_q_BT=self._last(self.positions_BS, length),
+            positions_k_BS=self.positions_BS,
+            segment_ids_q_BT=self._last(self.segment_ids_BS, length),
+            segment_ids_k_BS=self.segment_ids_BS,
+            window=options.window,
+            softcap=options.softcap,
+        )
+        return o_BTNH, replace(self, k_LBSKH=k_LBSKH, v_LBSKH=v_LBSKH)
 
-@dataclass(frozen=True)
-class CacheLayer:
-    """One layer's view of the stacked keys and values, which it updates in place."""
+    def _put(self, stack: jax.Array, new: jax.Array, place: Place) -> jax.Array:
+        start = (place.layer, 0, self.used - new.shape[1], 0, 0)
+        return jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), start)
 
-    k_LBSKH: jax.Array
-    v_LBSKH: jax.Array
-    layer: jax.Array
-    """int32 scalar: which layer."""
-    slot: jax.Array
-    """int32 scalar: first slot to write."""
+    def _last(self, row_BS: jax.Array, length: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(row_BS, self.used - length, length, axis=1)
 
-    def keys(self) -> jax.Array:
-        """This layer's keys [B, S, K, H]."""
-        return jax.lax.dynamic_index_in_dim(self.k_LBSKH, self.layer, keepdims=False)
 
-    def values(self) -> jax.Array:
-        """This layer's values [B, S, K, H]."""
-        return jax.lax.dynamic_index_in_dim(self.v_LBSKH, self.layer, keepdims=False)
-
-    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> "CacheLayer":
-        """The cache with T tokens' keys and values in this layer's next slots."""
-
-        def put(stack: jax.Array, new: jax.Array) -> jax.Array:
-            start = (self.layer, 0, self.slot, 0, 0)
-            return jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), start)
-
-        return replace(self, k_LBSKH=put(self.k_LBSKH, k_BTKH), v_LBSKH=put(self.v_LBSKH, v_BTKH))
+def _layer(stack: jax.Array, place: Place) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, place.layer, keepdims=False)
 
 
 def init_cache(config: DecoderConfig, batch: int, length: int, dtype=jnp.float32) -> Cache:

@@ -3,19 +3,26 @@
 Legend: B batch, T query tokens, S cache tokens, D model width, V vocabulary.
 """
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fornax import kernels
 from fornax.config.errors import ConfigError
 from fornax.mesh import constrain
+from fornax.models.attend import KeyValueCache
 from fornax.models.cache import Cache
 from fornax.models.config import DecoderConfig
 from fornax.models.layers import AttentionContext, DecoderLayer, Embed, Projection, RMSNorm
+from fornax.models.paged_cache import PagedCache
 from fornax.models.rope import rotations
 from fornax.models.scan import run_layers, run_layers_cached, stack_layers
 
 __all__ = ["Decoder", "document_positions"]
+
+CacheT = TypeVar("CacheT", bound=KeyValueCache)
 
 
 class Decoder(nnx.Module):
@@ -130,16 +137,43 @@ class Decoder(nnx.Module):
         x_BTD, cache = self._cached(tokens_BT, None, segment_ids_BT, cache)
         return self.logits(x_BTD[:, -1:])[:, 0], cache
 
+    def paged(
+        self,
+        tokens_T: jax.Array,
+        positions_T: jax.Array,
+        cache: PagedCache,
+        *,
+        longest: int | None = None,
+    ) -> tuple[jax.Array, PagedCache]:
+        """Run a ragged batch, tokens of several sequences one after the other, through a cache.
+
+        Args:
+          tokens_T: int32 token ids.
+          positions_T: int32 position of each token in its sequence.
+          cache: pages and where this batch's tokens lie in them.
+          longest: the longest sequence served, for rope scalings that depend on it: a sequence's
+            result must not depend on those beside it.
+
+        Returns:
+          (the final norm's output x [T, D], the cache with the tokens in it).
+        """
+        x_BTD, cache = self._through(cache, tokens_T[None], positions_T[None], None, longest)
+        return x_BTD[0], cache
+
     def output_weights(self) -> jax.Array:
         """The output projection w [D, V], in the parameters' dtype."""
         if self.lm_head is None:
             return self.embed.embedding[...].T
-        return self.lm_head.kernel[...]
+        return self.lm_head.kernel.get_value()
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V], float32, of the final norm's output."""
-        w_DV = self.output_weights().astype(self.compute_dtype)
-        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, w_DV, preferred_element_type=jnp.float32)
+        w_DV = self.output_weights()
+        if isinstance(w_DV, jax.Array):
+            w_DV = w_DV.astype(self.compute_dtype)
+            logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, w_DV, preferred_element_type=jnp.float32)
+        else:
+            logits_BTV = kernels.linear(x_BTD.astype(jnp.float32), w_DV)
         logits_BTV = constrain(logits_BTV, ("batch", "length", "activation_vocab"))
         cap = self.config.final_logit_softcap
         return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
@@ -160,18 +194,25 @@ class Decoder(nnx.Module):
             segment_ids_BT = jnp.ones(tokens_BT.shape, jnp.int32)
         if positions_BT is None:
             positions_BT = _continued_positions(segment_ids_BT, cache)
-        slot = cache.used
         cache = cache.append(positions_BT, segment_ids_BT)
+        return self._through(cache, tokens_BT, positions_BT, segment_ids_BT)
+
+    def _through(
+        self,
+        cache: CacheT,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        longest: int | None = None,
+    ) -> tuple[jax.Array, CacheT]:
         context = AttentionContext(
             positions_BT=positions_BT,
             segment_ids_BT=segment_ids_BT,
-            rotations=dict(rotations(self.config, positions_BT)),
-            positions_BS=cache.positions_BS,
-            segment_ids_BS=cache.segment_ids_BS,
+            rotations=dict(rotations(self.config, positions_BT, longest)),
         )
         x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))
         kinds = self.config.layer_kinds()
-        x_BTD, cache = run_layers_cached(self.layers, kinds, x_BTD, context, cache, slot)
+        x_BTD, cache = run_layers_cached(self.layers, kinds, x_BTD, context, cache)
         return self.final_norm(x_BTD), cache
 
 

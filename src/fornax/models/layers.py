@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fornax import kernels
 from fornax.mesh import constrain
-from fornax.models.cache import CacheLayer
+from fornax.models.attend import AttendOptions, LayerCache
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.rope import Rotation, apply_rope
 
@@ -32,10 +32,6 @@ class AttentionContext:
     """int32 document of each query, 0 for padding; None when all is one document."""
     rotations: dict[str, Rotation]
     """Cosines and sines by `LayerKind.rope`."""
-    positions_BS: jax.Array | None = None
-    """int32 positions of the cache's slots, this pass's tokens included; None without a cache."""
-    segment_ids_BS: jax.Array | None = None
-    """int32 documents of the cache's slots, 0 for empty ones; None without a cache."""
     implementation: str | None = None
     """Attention implementation to force; None lets `kernels.attention` choose."""
 
@@ -87,7 +83,9 @@ class Projection(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply to the last axes of `x`; the result is in the compute dtype."""
-        kernel = self.kernel[...].astype(self.compute_dtype)
+        kernel = self.kernel.get_value()
+        if isinstance(kernel, jax.Array):  # otherwise a weight that knows its own product
+            kernel = kernel.astype(self.compute_dtype)
         y = kernels.linear(x.astype(self.compute_dtype), kernel, inputs=self.num_inputs)
         if self.bias is not None:
             y = y + self.bias[...].astype(self.compute_dtype)
@@ -170,8 +168,8 @@ class Attention(nnx.Module):
         x_BTD: jax.Array,
         kind: LayerKind,
         context: AttentionContext,
-        cache: CacheLayer | None = None,
-    ) -> tuple[jax.Array, CacheLayer | None]:
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Attend; returns y [B, T, D] and the cache layer with this pass's keys and values."""
         q_BTNH, k_BTKH, v_BTKH = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         if self.q_norm is not None and self.k_norm is not None:
@@ -180,30 +178,28 @@ class Attention(nnx.Module):
             rotation = context.rotations[kind.rope]
             q_BTNH, k_BTKH = apply_rope(q_BTNH, rotation), apply_rope(k_BTKH, rotation)
         q_BTNH = constrain(q_BTNH, ("batch", "length", "activation_heads", None))
-        positions_BS, segment_ids_BS = context.positions_BT, context.segment_ids_BT
-        k_BSKH, v_BSKH = k_BTKH, v_BTKH
         if cache is not None:
-            cache = cache.write(k_BTKH, v_BTKH)
-            k_BSKH, v_BSKH = cache.keys().astype(q_BTNH.dtype), cache.values().astype(q_BTNH.dtype)
-            positions_BS, segment_ids_BS = context.positions_BS, context.segment_ids_BS
+            options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
+            o_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, options)
+            return self.o(o_BTNH), cache
         q_BTNH = checkpoint_name(q_BTNH, "attention")
-        k_BSKH = checkpoint_name(k_BSKH, "attention")
-        v_BSKH = checkpoint_name(v_BSKH, "attention")
+        k_BTKH = checkpoint_name(k_BTKH, "attention")
+        v_BTKH = checkpoint_name(v_BTKH, "attention")
         o_BTNH = kernels.attention(
             q_BTNH,
-            k_BSKH,
-            v_BSKH,
+            k_BTKH,
+            v_BTKH,
             scale=self.scale,
             causal=True,
             positions_q_BT=context.positions_BT,
-            positions_k_BS=positions_BS,
+            positions_k_BS=context.positions_BT,
             segment_ids_q_BT=context.segment_ids_BT,
-            segment_ids_k_BS=segment_ids_BS,
+            segment_ids_k_BS=context.segment_ids_BT,
             window=kind.window,
             softcap=self.softcap,
             implementation=context.implementation,
         )
-        return self.o(checkpoint_name(o_BTNH, "attention")), cache
+        return self.o(checkpoint_name(o_BTNH, "attention")), None
 
 
 def _qk_norm(config: DecoderConfig, heads: int, dtype) -> RMSNorm | None:
@@ -267,8 +263,8 @@ class DecoderLayer(nnx.Module):
         x_BTD: jax.Array,
         kind: LayerKind,
         context: AttentionContext,
-        cache: CacheLayer | None = None,
-    ) -> tuple[jax.Array, CacheLayer | None]:
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Run the layer; returns x [B, T, D] and the updated cache layer."""
         branch, cache = self.attention(_maybe(self.attention_norm, x_BTD), kind, context, cache)
         x_BTD = x_BTD + _maybe(self.post_attention_norm, branch)

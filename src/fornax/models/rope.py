@@ -26,25 +26,35 @@ Rotation = tuple[jax.Array, jax.Array]
 """Cosines and sines, float32 [B, T, R / 2] each."""
 
 
-def rotations(config: DecoderConfig, positions_BT: jax.Array) -> Mapping[str, Rotation]:
+def rotations(
+    config: DecoderConfig, positions_BT: jax.Array, longest: int | None = None
+) -> Mapping[str, Rotation]:
     """Cosines and sines for each rotary embedding of the model, by `LayerKind.rope`.
 
     Computed once a forward pass, outside the layers.
+
+    Args:
+      config: the model's.
+      positions_BT: int32 positions.
+      longest: length that the two scalings which look at the longest position go by; None takes
+        the batch's own.
     """
     used = {kind.rope for kind in config.layer_kinds()}
     ropes = {"global": config.rope, "local": config.local_rope}
     found: dict[str, Rotation] = {}
     for name, rope in ropes.items():
         if rope is not None and name in used:
-            found[name] = _rotation(rope, config, positions_BT)
+            found[name] = _rotation(rope, config, positions_BT, longest)
     return found
 
 
-def _rotation(rope: RopeConfig, config: DecoderConfig, positions_BT: jax.Array) -> Rotation:
+def _rotation(
+    rope: RopeConfig, config: DecoderConfig, positions_BT: jax.Array, longest: int | None
+) -> Rotation:
     width = int(config.head_width * rope.fraction)
     limit = config.max_position_embeddings
-    longest = jnp.max(positions_BT) + 1
-    inverse = inverse_frequencies(rope, width, limit, longest)
+    longest_seen = jnp.max(positions_BT) + 1 if longest is None else jnp.int32(longest)
+    inverse = inverse_frequencies(rope, width, limit, longest_seen)
     angles = positions_BT[..., None].astype(jnp.float32) * inverse
     factor = attention_factor(rope, limit)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

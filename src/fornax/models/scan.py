@@ -8,15 +8,15 @@ need. A pattern that does not repeat evenly becomes several scans over parts of 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from fornax.config.errors import ConfigError
-from fornax.models.cache import Cache, CacheLayer
+from fornax.models.attend import KeyValueCache, LayerCache, Place
 from fornax.models.config import LayerKind
 from fornax.models.layers import AttentionContext
 
@@ -169,35 +169,58 @@ def _rematerialise(step: Callable, remat: str) -> Callable:
     return jax.checkpoint(step, policy=policy, prevent_cse=False)
 
 
+CacheT = TypeVar("CacheT", bound=KeyValueCache)
+
+
 def run_layers_cached(
     layers: nnx.Module,
     kinds: tuple[LayerKind, ...],
     x_BTD: jax.Array,
     context: AttentionContext,
-    cache: Cache,
-    slot: jax.Array,
-) -> tuple[jax.Array, Cache]:
-    """Run a stack of layers, reading and writing the cache from `slot` on.
+    cache: CacheT,
+) -> tuple[jax.Array, CacheT]:
+    """Run a stack of layers that read and write a cache.
 
     The stack is indexed and the cache carried, so that neither is copied: for inference only.
     """
     graphdef, stack = nnx.split(layers)
 
     def body(segment: Segment, carry: Any, repeat: jax.Array) -> tuple[Any, None]:
-        x_BTD, k_LBSKH, v_LBSKH = carry
+        x_BTD, cache = carry
         for index, kind in enumerate(segment.kinds):
-            layer = segment.start + repeat * len(segment.kinds) + index
+            place = _place(segment, kinds, index, repeat)
             one = jax.tree.map(
-                lambda leaf, i=layer: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), stack
+                functools.partial(_pick, layer=place.layer), stack, is_leaf=_is_weight
             )
-            view = CacheLayer(k_LBSKH, v_LBSKH, layer, slot)
+            view = LayerCache(cache, place)
             x_BTD, view = nnx.merge(graphdef, one)(x_BTD, kind, context, view)
-            k_LBSKH, v_LBSKH = view.k_LBSKH, view.v_LBSKH
-        return (x_BTD, k_LBSKH, v_LBSKH), None
+            cache = view.cache
+        return (x_BTD, cache), None
 
-    carry = (x_BTD, cache.k_LBSKH, cache.v_LBSKH)
+    carry = (x_BTD, cache)
     for segment in plan_segments(kinds):
         repeats = jnp.arange(segment.repeats, dtype=jnp.int32)
         carry, _ = jax.lax.scan(functools.partial(body, segment), carry, repeats)
-    x_BTD, k_LBSKH, v_LBSKH = carry
-    return x_BTD, replace(cache, k_LBSKH=k_LBSKH, v_LBSKH=v_LBSKH)
+    return carry
+
+
+def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: jax.Array) -> Place:
+    """Where the segment's `index`-th layer of a repeat stands in the model."""
+    window = segment.kinds[index].window
+    same = [kind.window == window for kind in segment.kinds]
+    before = sum(kind.window == window for kind in kinds[: segment.start])
+    return Place(
+        layer=segment.start + repeat * len(same) + index,
+        among=before + repeat * sum(same) + sum(same[:index]),
+    )
+
+
+def _is_weight(leaf: Any) -> bool:
+    """Whether it is a weight that knows its own product, rather than an array."""
+    return hasattr(leaf, "linear")
+
+
+def _pick(leaf: Any, layer: jax.Array) -> Any:
+    if _is_weight(leaf):
+        return leaf.at(layer)
+    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)

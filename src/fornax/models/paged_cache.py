@@ -1,0 +1,142 @@
+"""The paged key/value cache: pages of a few tokens each, in one array for each attention window.
+
+Legend: T tokens of the step, R sequences of the step, W pages of a table, L layers of a group,
+P pages, S slots of a page, C key and value heads in turn (C = 2 K), N query heads, H head width.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fornax import kernels
+from fornax.models.attend import AttendOptions, Place
+from fornax.models.config import DecoderConfig
+
+__all__ = ["PageTables", "PagedCache", "cache_windows", "init_pages", "page_bytes"]
+
+
+def cache_windows(config: DecoderConfig) -> tuple[int | None, ...]:
+    """The distinct windows of the model's layers, one page group for each, in order of depth."""
+    return tuple(dict.fromkeys(kind.window for kind in config.layer_kinds()))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("page_table_RW", "slots_T"),
+    meta_fields=(),
+)
+@dataclass(frozen=True)
+class PageTables:
+    """Where the sequences of a step lie in one group's pages."""
+
+    page_table_RW: jax.Array
+    """int32: the page of each W-th run of S tokens; 0 where there is none."""
+    slots_T: jax.Array
+    """int32: page * S + slot that each token of the step is written to; in page 0 for padding."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("kv", "tables", "query_start_R1", "context_lens_R"),
+    meta_fields=("windows",),
+)
+@dataclass(frozen=True)
+class PagedCache:
+    """All pages of all groups, with where a step's tokens lie in them."""
+
+    kv: tuple[jax.Array, ...]
+    """One kv_LPSCH for each group."""
+    tables: tuple[PageTables, ...]
+    """One for each group."""
+    query_start_R1: jax.Array
+    """int32 [R + 1]: first token of each sequence in the step; padding comes after the last."""
+    context_lens_R: jax.Array
+    """int32: tokens of each sequence, the step's own included; 0 for rows without a sequence."""
+    windows: tuple[int | None, ...]
+    """The groups' windows."""
+
+    def attend(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        place: Place,
+        options: AttendOptions,
+    ) -> tuple[jax.Array, "PagedCache"]:
+        """Write one layer's keys and values to their slots and attend through the page tables.
+
+        The batch axis has size 1: the step's sequences stand one after the other on T.
+        """
+        group = self.windows.index(options.window)
+        tables = self.tables[group]
+        kv = kernels.paged_write(
+            self.kv[group], k_BTKH[0], v_BTKH[0], layer=place.among, slots_T=tables.slots_T
+        )
+        o_TNH = kernels.paged_attention(
+            q_BTNH[0],
+            kv,
+            layer=place.among,
+            page_table_RW=tables.page_table_RW,
+            query_start_R1=self.query_start_R1,
+            context_lens_R=self.context_lens_R,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+        )
+        everything = (*self.kv[:group], kv, *self.kv[group + 1 :])
+        return o_TNH[None], replace(self, kv=everything)
+
+
+def init_pages(
+    config: DecoderConfig,
+    num_pages: Sequence[int],
+    page_size: int,
+    dtype,
+    mesh: Mesh | None = None,
+    axes: tuple[str, ...] = ("tensor",),
+) -> tuple[jax.Array, ...]:
+    """Empty pages kv_LPSCH for each group of `cache_windows`.
+
+    Args:
+      config: the model's.
+      num_pages: P of each group; page 0 of each takes what padding writes.
+      page_size: S.
+      dtype: of keys and values.
+      mesh: where they will lie; key/value heads are divided over `axes` where they divide.
+      axes: mesh axes for the heads.
+    """
+    kinds = config.layer_kinds()
+    make = jnp.zeros
+    if mesh is not None and mesh.size > 1:
+        shards = 1
+        for axis in axes:
+            shards *= mesh.shape[axis]
+        heads = axes if config.kv_heads % shards == 0 else None
+        where = NamedSharding(mesh, PartitionSpec(None, None, None, heads, None))
+        make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=where)
+    return tuple(
+        make(
+            (
+                sum(kind.window == window for kind in kinds),
+                pages,
+                page_size,
+                2 * config.kv_heads,
+                config.head_width,
+            ),
+            dtype,
+        )
+        for window, pages in zip(cache_windows(config), num_pages, strict=True)
+    )
+
+
+def page_bytes(config: DecoderConfig, page_size: int, dtype) -> tuple[int, ...]:
+    """Bytes of one page of each group, over all its layers."""
+    per_layer = page_size * 2 * config.kv_heads * config.head_width * jnp.dtype(dtype).itemsize
+    kinds = config.layer_kinds()
+    return tuple(
+        per_layer * sum(kind.window == window for kind in kinds) for window in cache_windows(config)
+    )
