@@ -5,6 +5,13 @@ from fornax.kernels._attention import attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
 from fornax.kernels._linear import Weight, linear
 from fornax.kernels._packed import PackedWeight, pack
+from fornax.kernels._paged_attention import (
+    copy_pages,
+    paged_attention,
+    paged_attention_operation,
+    paged_write,
+    paged_write_operation,
+)
 from fornax.kernels.registry import Implementation, Operation, target_platform
 from fornax.kernels.tuning import autotuning
 
@@ -18,9 +25,14 @@ __all__ = [
     "attention",
     "attention_operation",
     "autotuning",
+    "copy_pages",
     "cross_entropy_operation",
     "linear",
     "linear_cross_entropy",
     "pack",
+    "paged_attention",
+    "paged_attention_operation",
+    "paged_write",
+    "paged_write_operation",
     "target_platform",
 ]

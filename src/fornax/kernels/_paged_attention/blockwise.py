@@ -1,0 +1,155 @@
+"""Paged attention in plain JAX: tiles of queries against a few pages at a time, on any platform.
+
+Each row's tokens are cut into tiles, so that a tile needs one row's pages only. A loop gathers the
+next pages of every tile, keeps a running maximum and sum (Rabe and Staats 2021), and ends at the
+longest context in the step: tables' unused ends are never read.
+
+Legend: T tokens of the step, N query heads, K key/value heads, G query heads per key head,
+H head width, S slots of a page, R rows (sequences), W pages of a table's row, M tiles,
+Q queries of a tile, D keys of a block.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fornax.kernels._paged_attention.call import PagedInputs
+
+__all__ = ["blockwise"]
+
+_BLOCK = 128
+_LARGEST_TILE = 64
+_LOWEST = -1e30
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How the step's tokens are cut: tiles M of Q queries, each of one row."""
+
+    row_M: jax.Array
+    token_MQ: jax.Array
+    position_MQ: jax.Array
+    """-1 where a tile has no query."""
+    tile_T: jax.Array
+    offset_T: jax.Array
+    valid_T: jax.Array
+
+
+def _cut(inputs: PagedInputs) -> _Tiles:
+    T = inputs.q_TNH.shape[0]
+    R = inputs.context_lens_R.shape[0]
+    Q = _LARGEST_TILE
+    while Q > 1 and Q * R > T:  # as many tiles as rows, and as many queries as tokens, at most x 2
+        Q //= 2
+    M = min(T, T // Q + R)
+    start_R1 = inputs.query_start_R1
+    tiles_R = (start_R1[1:] - start_R1[:-1] + Q - 1) // Q
+    last_R = jnp.cumsum(tiles_R)
+    first_R = last_R - tiles_R
+
+    def row_of(ends_R: jax.Array, index: jax.Array) -> jax.Array:
+        row = jnp.searchsorted(ends_R, index, side="right", method="compare_all")
+        return jnp.minimum(row, R - 1)
+
+    tile_M = jnp.arange(M, dtype=jnp.int32)
+    row_M = row_of(last_R, tile_M)
+    begin_M = start_R1[row_M] + (tile_M - first_R[row_M]) * Q
+    end_M = start_R1[row_M + 1]
+    token_MQ = begin_M[:, None] + jnp.arange(Q, dtype=jnp.int32)
+    position_MQ = inputs.context_lens_R[row_M][:, None] - (end_M[:, None] - token_MQ)
+    inside = (token_MQ < end_M[:, None]) & (tile_M < last_R[-1])[:, None]
+    token_T = jnp.arange(T, dtype=jnp.int32)
+    row_T = row_of(start_R1[1:], token_T)
+    within_T = token_T - start_R1[row_T]
+    return _Tiles(
+        row_M=row_M,
+        token_MQ=jnp.clip(token_MQ, 0, T - 1),
+        position_MQ=jnp.where(inside, position_MQ, -1),
+        tile_T=jnp.clip(first_R[row_T] + within_T // Q, 0, M - 1),
+        offset_T=within_T % Q,
+        valid_T=token_T < start_R1[-1],
+    )
+
+
+def blockwise(inputs: PagedInputs) -> jax.Array:
+    """Compute attention; the products take q's dtype, scores and sums are float32 at least."""
+    _, N, H = inputs.q_TNH.shape
+    K = inputs.kv_heads
+    S = inputs.kv_LPSCH.shape[2]
+    dtype = jnp.promote_types(inputs.q_TNH.dtype, jnp.float32)
+    tiles = _cut(inputs)
+    M, Q = tiles.token_MQ.shape
+    pages = max(1, _BLOCK // S)
+    table_RW = jnp.pad(inputs.page_table_RW, ((0, 0), (0, -inputs.page_table_RW.shape[1] % pages)))
+    q_MQKGH = inputs.q_TNH[tiles.token_MQ].reshape(M, Q, K, N // K, H)
+
+    def step(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        table_RD = jax.lax.dynamic_slice_in_dim(table_RW, block * pages, pages, axis=1)
+        k_MDKH, v_MDKH = _gather(inputs, table_RD[tiles.row_M])
+        key_D = block * pages * S + jnp.arange(pages * S, dtype=jnp.int32)
+        mask_MQD = key_D <= tiles.position_MQ[:, :, None]
+        if inputs.window is not None:
+            mask_MQD &= key_D > tiles.position_MQ[:, :, None] - inputs.window
+        # What a slot held before is not ours; were it NaN, a weight of 0 would not silence it.
+        v_MDKH = jnp.where(jnp.any(mask_MQD, axis=1)[:, :, None, None], v_MDKH, 0)
+        scores = jnp.einsum("MQKGH,MDKH->MKGQD", q_MQKGH, k_MDKH, preferred_element_type=dtype)
+        return _accumulate(inputs, scores, mask_MQD[:, None, None], v_MDKH, carry)
+
+    sinks = jnp.full((N,), -jnp.inf, dtype) if inputs.sinks_N is None else inputs.sinks_N
+    sinks = jnp.broadcast_to(sinks.astype(dtype).reshape(K, N // K, 1), (M, K, N // K, Q))
+    sunk = jnp.isfinite(sinks)
+    carry = (
+        jnp.where(sunk, sinks, _LOWEST),
+        sunk.astype(dtype),
+        jnp.zeros((M, K, N // K, Q, H), dtype),
+    )
+    low, high = _blocks(inputs, tiles, pages * S)
+    _, total, out = jax.lax.fori_loop(low, high, step, carry)
+    out = out / jnp.where(total == 0, 1, total)[..., None]
+    o_TNH = jnp.moveaxis(out, 3, 1).reshape(M, Q, N, H)[tiles.tile_T, tiles.offset_T]
+    return jnp.where(tiles.valid_T[:, None, None], o_TNH, 0).astype(inputs.q_TNH.dtype)
+
+
+def _blocks(inputs: PagedInputs, tiles: _Tiles, width: int) -> tuple[Any, jax.Array]:
+    """Return the first block that some query sees, and the one after the last."""
+    high = (jnp.max(tiles.position_MQ) + width) // width
+    if inputs.window is None:
+        return jnp.zeros_like(high), high
+    used = tiles.position_MQ >= 0
+    first = jnp.min(jnp.where(used, tiles.position_MQ, jnp.iinfo(jnp.int32).max))
+    return jnp.maximum(0, first - inputs.window + 1) // width, high
+
+
+def _gather(inputs: PagedInputs, pages_MD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return these pages' keys and values in q's dtype: [M, D, K, H] each."""
+    L, P, S, C, H = inputs.kv_LPSCH.shape
+    kv = inputs.kv_LPSCH.reshape(L, P, S, C // 2, 2, H)
+    if inputs.kv_head is None:
+        kv = kv[inputs.layer, pages_MD]
+    else:
+        kv = kv[inputs.layer, pages_MD, :, inputs.kv_head]
+    kv = kv.reshape(pages_MD.shape[0], -1, inputs.kv_heads, 2, H).astype(inputs.q_TNH.dtype)
+    return kv[:, :, :, 0], kv[:, :, :, 1]
+
+
+def _accumulate(
+    inputs: PagedInputs,
+    scores: jax.Array,
+    mask: jax.Array,
+    v_MDKH: jax.Array,
+    carry: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    top, total, out = carry
+    scores = scores * inputs.scale
+    if inputs.softcap is not None:
+        scores = inputs.softcap * jnp.tanh(scores / inputs.softcap)
+    now = jnp.maximum(top, jnp.max(jnp.where(mask, scores, _LOWEST), axis=-1))
+    weights = jnp.where(mask, jnp.exp(scores - now[..., None]), 0)
+    shrink = jnp.exp(top - now)
+    added = jnp.einsum(
+        "MKGQD,MDKH->MKGQH", weights.astype(v_MDKH.dtype), v_MDKH, preferred_element_type=out.dtype
+    )
+    total = total * shrink + jnp.sum(weights, axis=-1)
+    return now, total, out * shrink[..., None] + added

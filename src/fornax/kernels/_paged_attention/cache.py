@@ -1,0 +1,152 @@
+"""Writing a step's keys and values into a paged cache, and copying pages of it.
+
+Legend: T tokens of the step, K key/value heads, H head width, L layers, P pages,
+S slots of a page, C = 2 K (k0, v0, k1, v1, ...), M copies.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fornax.config.errors import KernelError
+from fornax.kernels._paged_attention.sharded import write_over_mesh
+from fornax.kernels.registry import Implementation, Operation, current_platform
+
+__all__ = ["copy_pages", "paged_write", "paged_write_operation"]
+
+
+@dataclass(frozen=True)
+class WriteCall:
+    """Shapes and dtypes of one write: what implementations look at when they decline."""
+
+    platform: str
+    tokens: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    cache_dtype: str
+
+
+def scatter(
+    kv_LPSCH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, layer: jax.Array, slots_T: jax.Array
+) -> jax.Array:
+    """Write by one scatter of XLA's."""
+    T, K, H = k_TKH.shape
+    S = kv_LPSCH.shape[2]
+    kv_TCH = jnp.stack([k_TKH, v_TKH], axis=2).reshape(T, 2 * K, H).astype(kv_LPSCH.dtype)
+    return kv_LPSCH.at[layer, slots_T // S, slots_T % S].set(kv_TCH, mode="drop")
+
+
+def _rehearse(call: WriteCall, run: Callable[..., jax.Array]) -> Callable[[], Any]:
+    S, K, H = call.page_size, call.kv_heads, call.head_dim
+    pages = 1 + call.tokens // S
+    slots_T = jnp.arange(call.tokens, dtype=jnp.int32)
+    k_TKH = jnp.ones((call.tokens, K, H), call.dtype)
+    cache = [jnp.zeros((1, pages, S, 2 * K, H), call.cache_dtype)]
+    step = jax.jit(run, donate_argnums=0)
+
+    def work() -> jax.Array:
+        cache[0] = step(cache[0], k_TKH, k_TKH, jnp.asarray(0, jnp.int32), slots_T)
+        return cache[0]
+
+    return work
+
+
+paged_write_operation: Operation[WriteCall] = Operation(
+    "paged_write",
+    (Implementation("xla", scatter, lambda call: None),),
+    _rehearse,
+)
+
+
+def paged_write(
+    kv_LPSCH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    *,
+    layer: jax.Array | int,
+    slots_T: jax.Array,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Write one layer's keys and values of a step into the cache.
+
+    In place where the caller has no further use for the old cache: donated to the compiled
+    program, or carried through a scan.
+
+    Args:
+        kv_LPSCH: the cache, floating.
+        k_TKH: keys, floating; rounded to the cache's dtype.
+        v_TKH: values, likewise.
+        layer: which layer of the stack, int32 scalar.
+        slots_T: int32, page * S + slot of each token. Padding goes into page 0; where two tokens
+            name one slot, either may be the one that stays.
+        implementation: name of one implementation to run, no other.
+
+    Returns:
+        The cache with these tokens in it.
+
+    Raises:
+        KernelError: arguments that do not fit together, or `implementation` cannot run the call.
+    """
+    _check(kv_LPSCH, k_TKH, v_TKH, slots_T)
+
+    def write(kv: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> jax.Array:
+        call = WriteCall(
+            platform=current_platform(),
+            tokens=k.shape[0],
+            kv_heads=k.shape[1],
+            head_dim=k.shape[2],
+            page_size=kv.shape[2],
+            dtype=jnp.dtype(k.dtype).name,
+            cache_dtype=jnp.dtype(kv.dtype).name,
+        )
+        return paged_write_operation.choose(call, implementation).run(kv, k, v, *rest)
+
+    layer = jnp.asarray(layer, jnp.int32)
+    return write_over_mesh(write, kv_LPSCH, k_TKH, v_TKH, layer, slots_T)
+
+
+def _check(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> None:
+    if kv.ndim != 5 or k.ndim != 3 or k.shape != v.shape or k.dtype != v.dtype:
+        raise KernelError(
+            f"paged_write: kv{kv.shape}, k{k.shape} {k.dtype}, v{v.shape} {v.dtype} must be "
+            "[L, P, S, 2 K, H], [T, K, H], [T, K, H], keys and values of one dtype"
+        )
+    T, K, H = k.shape
+    if kv.shape[3:] != (2 * K, H):
+        raise KernelError(
+            f"paged_write: kv{kv.shape} holds {kv.shape[3] // 2} heads of width {kv.shape[4]}, "
+            f"but k{k.shape} has {K} of width {H}; they must agree"
+        )
+    if slots.shape != (T,) or slots.dtype != jnp.int32:
+        raise KernelError(
+            f"paged_write: slots{slots.shape} {slots.dtype} must be int32 of shape ({T},)"
+        )
+
+
+def copy_pages(kv_LPSCH: jax.Array, sources_M: jax.Array, targets_M: jax.Array) -> jax.Array:
+    """Copy whole pages, in all layers, one after the other; in place if the cache is donated.
+
+    Args:
+        kv_LPSCH: the cache.
+        sources_M: int32 pages to read; pad with 0 on both sides (page 0 onto itself).
+        targets_M: int32 pages to overwrite.
+
+    Raises:
+        KernelError: not as many targets as sources.
+    """
+    if sources_M.ndim != 1 or sources_M.shape != targets_M.shape:
+        raise KernelError(
+            f"copy_pages: sources{sources_M.shape} and targets{targets_M.shape} must be two lists "
+            "of one length"
+        )
+
+    def copy(i: jax.Array, kv: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_slice_in_dim(kv, sources_M[i], 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(kv, page, targets_M[i], axis=1)
+
+    return jax.lax.fori_loop(0, sources_M.shape[0], copy, kv_LPSCH)

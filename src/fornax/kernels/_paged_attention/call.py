@@ -1,0 +1,151 @@
+"""What one paged attention call looks like: shapes and options, checked once for all.
+
+Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
+S slots of a page, C = 2 K (k0, v0, k1, v1, ...), R rows (sequences), W pages of a table's row.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from fornax.config.errors import KernelError
+from fornax.kernels.registry import current_platform
+
+__all__ = ["PagedCall", "PagedInputs", "describe"]
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """Shapes, dtypes and options of one call: what implementations look at when they decline."""
+
+    platform: str
+    tokens: int
+    rows: int
+    table_width: int
+    page_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    cache_dtype: str
+    window: int | None
+    softcap: float | None
+    sinks: bool
+
+
+@dataclass(frozen=True)
+class PagedInputs:
+    """The arrays and options of one call.
+
+    Under tensor parallelism a device may hold more key heads than its query heads use; then
+    `kv_head` says which single one they all share.
+    """
+
+    q_TNH: jax.Array
+    kv_LPSCH: jax.Array
+    layer: jax.Array
+    page_table_RW: jax.Array
+    query_start_R1: jax.Array
+    context_lens_R: jax.Array
+    sinks_N: jax.Array | None
+    scale: float
+    window: int | None
+    softcap: float | None
+    kv_head: jax.Array | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """Key heads that the query heads divide over."""
+        return self.kv_LPSCH.shape[3] // 2 if self.kv_head is None else 1
+
+
+def describe(inputs: PagedInputs) -> PagedCall:
+    """Check the inputs of a call against each other and describe it.
+
+    Raises:
+        KernelError: shapes or options that do not fit together.
+    """
+    _check_shapes(inputs)
+    _check_rows(inputs)
+    _check_options(inputs)
+    T, N, H = inputs.q_TNH.shape
+    R, W = inputs.page_table_RW.shape
+    return PagedCall(
+        platform=current_platform(),
+        tokens=T,
+        rows=R,
+        table_width=W,
+        page_size=inputs.kv_LPSCH.shape[2],
+        heads=N,
+        kv_heads=inputs.kv_heads,
+        head_dim=H,
+        dtype=jnp.dtype(inputs.q_TNH.dtype).name,
+        cache_dtype=jnp.dtype(inputs.kv_LPSCH.dtype).name,
+        window=inputs.window,
+        softcap=inputs.softcap,
+        sinks=inputs.sinks_N is not None,
+    )
+
+
+def _check_shapes(inputs: PagedInputs) -> None:
+    q, kv = inputs.q_TNH, inputs.kv_LPSCH
+    if q.ndim != 3 or kv.ndim != 5:
+        raise KernelError(
+            f"paged_attention: q{q.shape} and kv{kv.shape} need three and five dimensions: "
+            "[T, N, H] and [L, P, S, 2 K, H]"
+        )
+    T, N, H = q.shape
+    if kv.shape[4] != H:
+        raise KernelError(
+            f"paged_attention: q{q.shape} and kv{kv.shape} differ in head width; use one width"
+        )
+    if kv.shape[3] == 0 or kv.shape[3] % 2:
+        raise KernelError(
+            f"paged_attention: kv{kv.shape} must hold each head's key and value side by side: "
+            "its fourth dimension is twice the number of key heads"
+        )
+    if N == 0 or N % inputs.kv_heads:
+        raise KernelError(
+            f"paged_attention: {N} query heads do not divide over {inputs.kv_heads} key heads; "
+            f"use a multiple of {inputs.kv_heads}"
+        )
+    for name, array in (("q", q), ("kv", kv)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise KernelError(f"paged_attention: {name} is {array.dtype}; use a floating dtype")
+    if 0 in (T, *kv.shape):
+        raise KernelError(f"paged_attention: q{q.shape} and kv{kv.shape} must not be empty")
+
+
+def _check_rows(inputs: PagedInputs) -> None:
+    table = inputs.page_table_RW
+    if table.ndim != 2 or 0 in table.shape:
+        raise KernelError(f"paged_attention: page_table{table.shape} must be [rows, pages]")
+    R = table.shape[0]
+    if inputs.query_start_R1.shape != (R + 1,) or inputs.context_lens_R.shape != (R,):
+        raise KernelError(
+            f"paged_attention: query_start{inputs.query_start_R1.shape} and "
+            f"context_lens{inputs.context_lens_R.shape} must be ({R + 1},) and ({R},) "
+            f"for a page table of {R} rows"
+        )
+    for name in ("layer", "page_table_RW", "query_start_R1", "context_lens_R"):
+        dtype = getattr(inputs, name).dtype
+        if dtype != jnp.int32:
+            raise KernelError(f"paged_attention: {name} is {dtype}; use int32")
+
+
+def _check_options(inputs: PagedInputs) -> None:
+    N = inputs.q_TNH.shape[1]
+    if inputs.window is not None and inputs.window < 1:
+        raise KernelError(
+            f"paged_attention: window={inputs.window} sees nothing; use 1 or more, or None"
+        )
+    if inputs.softcap is not None and not inputs.softcap > 0:
+        raise KernelError(
+            f"paged_attention: softcap={inputs.softcap} must be above 0; use None for none"
+        )
+    if inputs.sinks_N is not None and inputs.sinks_N.shape != (N,):
+        raise KernelError(
+            f"paged_attention: sinks{inputs.sinks_N.shape} must have one value per query head: "
+            f"({N},)"
+        )

@@ -1,0 +1,89 @@
+"""The paged attention operation: its one signature and its implementations in order of preference.
+
+Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
+S slots of a page, C = 2 K (k0, v0, k1, v1, ...), R rows (sequences), W pages of a table's row.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fornax.kernels._paged_attention.blockwise import blockwise
+from fornax.kernels._paged_attention.call import PagedCall, PagedInputs, describe
+from fornax.kernels._paged_attention.reference import reference
+from fornax.kernels._paged_attention.rehearsal import rehearse
+from fornax.kernels._paged_attention.sharded import over_mesh
+from fornax.kernels.registry import Implementation, Operation
+
+__all__ = ["paged_attention", "paged_attention_operation"]
+
+
+paged_attention_operation: Operation[PagedCall] = Operation(
+    "paged_attention",
+    (
+        Implementation("xla", blockwise, lambda call: None),
+        Implementation("reference", reference, lambda call: None),
+    ),
+    rehearse,
+)
+
+
+def paged_attention(
+    q_TNH: jax.Array,
+    kv_LPSCH: jax.Array,
+    *,
+    layer: jax.Array | int,
+    page_table_RW: jax.Array,
+    query_start_R1: jax.Array,
+    context_lens_R: jax.Array,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attend from every token of a ragged step to its own sequence, kept in pages of a cache.
+
+    softmax(mask(softcap(q k^T * scale))) v, with N / K query heads sharing a key/value head
+    (Kwon et al. 2023). Token t of row r stands at position
+    `context_lens[r] - (query_start[r + 1] - t)` and sees the positions up to its own; this step's
+    keys and values are in the cache already (`paged_write`). Under a mesh in use whose rules divide
+    the heads, each device computes its own heads.
+
+    Args:
+        q_TNH: queries, floating; the rows' tokens one after the other, then padding.
+        kv_LPSCH: the cache, floating, of any dtype: position p of row r lies in page
+            `page_table[r, p // S]`, slot `p % S`.
+        layer: which layer of the stack, int32 scalar.
+        page_table_RW: int32; entries that no token sees may be anything below P.
+        query_start_R1: int32, cumulative; row r owns tokens [query_start[r], query_start[r + 1]).
+        context_lens_R: int32, tokens of each row including this step's; 0 for an unused row.
+        scale: factor on the scores, usually H ** -0.5.
+        window: number of keys visible including the token's own.
+        softcap: c in s = c tanh(s / c), applied to the scaled scores.
+        sinks_N: float logit per query head that takes part in the softmax without a value.
+        implementation: name of one implementation to run, no other.
+
+    Returns:
+        o_TNH in q's dtype; zeros for padding.
+
+    Raises:
+        KernelError: arguments that do not fit together, or `implementation` cannot run the call.
+    """
+    inputs = PagedInputs(
+        q_TNH=q_TNH,
+        kv_LPSCH=kv_LPSCH,
+        layer=jnp.asarray(layer, jnp.int32),
+        page_table_RW=page_table_RW,
+        query_start_R1=query_start_R1,
+        context_lens_R=context_lens_R,
+        sinks_N=sinks_N,
+        scale=float(scale),
+        window=window,
+        softcap=softcap,
+    )
+    describe(inputs)
+
+    def attend(local: PagedInputs) -> jax.Array:
+        return paged_attention_operation.choose(describe(local), implementation).run(local)
+
+    return over_mesh(attend, inputs)

@@ -1,0 +1,91 @@
+"""Paged attention and writes under a mesh: each device does the heads it holds.
+
+Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
+S slots of a page, C = 2 K.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from fornax.kernels._paged_attention.call import PagedInputs
+from fornax.mesh import current_mesh, current_rules
+
+__all__ = ["over_mesh", "write_over_mesh"]
+
+
+def _axes(mesh: Mesh) -> tuple[tuple[str, ...], int]:
+    """Return the mesh axes that divide heads, and over how many devices."""
+    axes = tuple(a for a in current_rules()["activation_heads"] if mesh.shape[a] > 1)
+    return axes, math.prod(mesh.shape[a] for a in axes)
+
+
+def over_mesh(attend: Callable[[PagedInputs], jax.Array], inputs: PagedInputs) -> jax.Array:
+    """Run `attend` under the mesh in use, heads divided where they divide evenly.
+
+    The cache is divided with the key heads. Where these do not divide over the devices it is whole
+    on each of them: if the devices divide over the key heads, each takes the one that its query
+    heads share, otherwise each computes everything.
+    """
+    mesh = current_mesh()
+    if mesh is None or mesh.size == 1:
+        return attend(inputs)
+    axes, shards = _axes(mesh)
+    K = inputs.kv_heads
+    if inputs.q_TNH.shape[1] % shards or (K % shards and shards % K):
+        axes, shards = (), 1
+    heads = axes or None
+    picks = K % shards != 0
+    arrays = {
+        "q_TNH": PartitionSpec(None, heads, None),
+        "kv_LPSCH": PartitionSpec(None, None, None, None if picks else heads, None),
+        "layer": PartitionSpec(),
+        "page_table_RW": PartitionSpec(),
+        "query_start_R1": PartitionSpec(),
+        "context_lens_R": PartitionSpec(),
+    }
+    if inputs.sinks_N is not None:
+        arrays["sinks_N"] = PartitionSpec(heads)
+
+    def local(*parts: jax.Array) -> jax.Array:
+        mine = dataclasses.replace(inputs, **dict(zip(arrays, parts, strict=True)))
+        if picks:
+            kv_head = jax.lax.axis_index(axes) // (shards // K)
+            mine = dataclasses.replace(mine, kv_head=kv_head)
+        return attend(mine)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(arrays.values()),
+        out_specs=arrays["q_TNH"],
+        check_vma=False,
+    )(*(getattr(inputs, name) for name in arrays))
+
+
+def write_over_mesh(
+    write: Callable[..., jax.Array],
+    kv_LPSCH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    layer: jax.Array,
+    slots_T: jax.Array,
+) -> jax.Array:
+    """Run `write` under the mesh in use, the cache divided with the key heads if they divide."""
+    mesh = current_mesh()
+    if mesh is None or mesh.size == 1:
+        return write(kv_LPSCH, k_TKH, v_TKH, layer, slots_T)
+    axes, shards = _axes(mesh)
+    heads = axes if axes and k_TKH.shape[1] % shards == 0 else None
+    cache = PartitionSpec(None, None, None, heads, None)
+    tokens = PartitionSpec(None, heads, None)
+    return jax.shard_map(
+        write,
+        mesh=mesh,
+        in_specs=(cache, tokens, tokens, PartitionSpec(), PartitionSpec()),
+        out_specs=cache,
+        check_vma=False,
+    )(kv_LPSCH, k_TKH, v_TKH, layer, slots_T)

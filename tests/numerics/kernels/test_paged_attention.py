@@ -1,0 +1,181 @@
+"""Every paged attention implementation against attention written out in float64 numpy.
+
+Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
+S slots of a page, R rows (sequences), W pages of a table's row.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fornax import kernels
+
+L = 3
+
+
+@dataclasses.dataclass
+class Step:
+    """A ragged step with a cache of shuffled pages, unused slots full of NaN."""
+
+    q_TNH: np.ndarray
+    kv_LPSCH: np.ndarray
+    page_table_RW: np.ndarray
+    query_start_R1: np.ndarray
+    context_lens_R: np.ndarray
+    expected_TNH: np.ndarray
+    options: dict[str, Any]
+
+
+def _attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, options: dict[str, Any]
+) -> np.ndarray:
+    """One token's heads [N, H] over its sequence's keys and values [length, K, H]."""
+    N, K = q.shape[0], k.shape[1]
+    first = max(0, position + 1 - (options.get("window") or position + 1))
+    out = np.zeros(q.shape)
+    for n in range(N):
+        kv = n // (N // K)
+        scores = k[first : position + 1, kv] @ q[n] * options["scale"]
+        if options.get("softcap"):
+            scores = options["softcap"] * np.tanh(scores / options["softcap"])
+        sinks = options.get("sinks_N")
+        extra = [] if sinks is None else [float(sinks[n])]
+        weights = np.exp(np.array([*scores, *extra]) - max([*scores, *extra]))
+        weights /= weights.sum()
+        out[n] = weights[: len(scores)] @ v[first : position + 1, kv]
+    return out
+
+
+def make_step(
+    rows: list[tuple[int, int]],
+    *,
+    n: int = 4,
+    k: int = 2,
+    h: int = 16,
+    page: int = 4,
+    padding: int = 3,
+    unused_rows: int = 2,
+    dtype: Any = np.float32,
+    cache_dtype: Any = np.float32,
+    garbage: float = np.nan,
+    **options: Any,
+) -> Step:
+    """Rows are (context length, tokens of this step at its end)."""
+    rng = np.random.default_rng(0)
+    options = {"scale": h**-0.5, **options}
+    R = len(rows) + unused_rows
+    W = max(-(-context // page) for context, _ in rows) + 1
+    P = sum(-(-context // page) for context, _ in rows) + 3
+    free = list(rng.permutation(np.arange(1, P)))
+    kv = np.full((L, P, page, 2 * k, h), garbage, np.float64)
+    kv[:, 0] = 7.0
+    table = np.zeros((R, W), np.int32)
+    start = np.zeros(R + 1, np.int32)
+    context_lens = np.zeros(R, np.int32)
+    queries, expected = [], []
+    for r, (context, count) in enumerate(rows):
+        keys = rng.normal(size=(context, k, h)).astype(cache_dtype).astype(np.float64)
+        values = rng.normal(size=(context, k, h)).astype(cache_dtype).astype(np.float64)
+        q = rng.normal(size=(count, n, h)).astype(dtype).astype(np.float64)
+        seen = context - count - (options.get("window") or context) + 1
+        for position in range(context):
+            if position % page == 0 and position + page > seen:
+                table[r, position // page] = free.pop()
+            if position + page > seen:
+                where = (1, table[r, position // page], position % page)
+                kv[where][0::2], kv[where][1::2] = keys[position], values[position]
+        for i in range(count):
+            expected.append(_attend(q[i], keys, values, context - count + i, options))
+        queries.append(q)
+        start[r + 1] = start[r] + count
+        context_lens[r] = context
+    start[len(rows) + 1 :] = start[len(rows)]
+    queries.append(np.ones((padding, n, h)))
+    expected.append(np.zeros((padding, n, h)))
+    return Step(
+        q_TNH=np.concatenate(queries),
+        kv_LPSCH=kv,
+        page_table_RW=table,
+        query_start_R1=start,
+        context_lens_R=context_lens,
+        expected_TNH=np.concatenate([np.asarray(e).reshape(-1, n, h) for e in expected]),
+        options=options,
+    )
+
+
+def run(step: Step, implementation: str, dtype: Any, cache_dtype: Any) -> np.ndarray:
+    """Compute the step's layer 1 under jit."""
+    options = dict(step.options)
+    sinks = options.pop("sinks_N", None)
+
+    @jax.jit
+    def attend(q: jax.Array, kv: jax.Array, layer: jax.Array, *rows: jax.Array) -> jax.Array:
+        table, start, lens = rows
+        return kernels.paged_attention(
+            q,
+            kv,
+            layer=layer,
+            page_table_RW=table,
+            query_start_R1=start,
+            context_lens_R=lens,
+            sinks_N=None if sinks is None else jnp.asarray(sinks, jnp.float32),
+            implementation=implementation,
+            **options,
+        )
+
+    rows = (step.page_table_RW, step.query_start_R1, step.context_lens_R)
+    out = attend(
+        jnp.asarray(step.q_TNH, dtype), jnp.asarray(step.kv_LPSCH, cache_dtype), jnp.int32(1), *rows
+    )
+    assert out.dtype == dtype
+    return np.asarray(out.astype(jnp.float32))
+
+
+MIXED = [(9, 1), (6, 6), (21, 1), (130, 40), (1, 1), (70, 70), (300, 1)]
+CASES: dict[str, dict[str, Any]] = {
+    "mixed": {"rows": MIXED},
+    "decode": {"rows": [(5, 1), (64, 1), (65, 1), (257, 1), (1, 1)], "padding": 0},
+    "decode, no group": {"rows": [(5, 1), (64, 1), (600, 1)], "n": 2, "k": 2},
+    "prefill": {"rows": [(100, 100)], "unused_rows": 0, "padding": 0},
+    "chunk": {"rows": [(700, 37)], "page": 16},
+    "one key head": {"rows": MIXED, "n": 6, "k": 1},
+    "wide group": {"rows": MIXED, "n": 9, "k": 1, "page": 16},
+    "window": {"rows": MIXED, "window": 7},
+    "window over blocks": {"rows": MIXED, "window": 100, "page": 16},
+    "softcap": {"rows": MIXED, "softcap": 2.0},
+    "sinks": {"rows": MIXED, "sinks_N": np.array([0.5, -1.0, 2.0, 30.0])},
+    "odd width": {"rows": MIXED, "h": 20, "page": 3},
+    "wide head": {"rows": [(9, 1), (80, 70)], "h": 128, "page": 16},
+    "large page": {"rows": MIXED, "page": 256},
+}
+ON_CPU = ["reference", "xla"]
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_float64(case: str, implementation: str) -> None:
+    step = make_step(**CASES[case])
+    found = run(step, implementation, jnp.float32, jnp.float32)
+    np.testing.assert_allclose(found, step.expected_TNH, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "tolerance"),
+    [
+        (jnp.float32, jnp.bfloat16, 2e-5),
+        (jnp.bfloat16, jnp.bfloat16, 2e-2),
+        (jnp.bfloat16, jnp.float32, 2e-2),
+        (jnp.float32, jnp.float8_e4m3fn, 2e-5),
+    ],
+)
+def test_dtypes_may_differ(
+    dtype: Any, cache_dtype: Any, tolerance: float, implementation: str
+) -> None:
+    step = make_step(MIXED, dtype=dtype, cache_dtype=cache_dtype)
+    found = run(step, implementation, dtype, cache_dtype)
+    np.testing.assert_allclose(found, step.expected_TNH, rtol=tolerance, atol=tolerance)
