@@ -15,7 +15,14 @@ from fornax.models.create import abstract_decoder, create_decoder
 from fornax.models.decoder import Decoder
 from fornax.models.families import config_from_hf, config_to_hf
 from fornax.models.generation import Sampling, generate, stream
-from fornax.models.load import load_pretrained
+from fornax.models.load import load_pretrained, read_config
+from fornax.models.paged_cache import (
+    PagedCache,
+    PageTables,
+    cache_windows,
+    init_pages,
+    page_bytes,
+)
 from fornax.models.save import save_pretrained
 from fornax.models.scan import REMAT_POLICIES, RematPolicy, stack_layers
 
@@ -28,19 +35,25 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "PageTables",
+    "PagedCache",
     "RematPolicy",
     "RopeConfig",
     "Sampling",
     "YarnScaling",
     "abstract_decoder",
+    "cache_windows",
     "config_from_hf",
     "config_to_hf",
     "create_decoder",
     "flops_per_token",
     "generate",
     "init_cache",
+    "init_pages",
     "load_pretrained",
     "num_parameters",
+    "page_bytes",
+    "read_config",
     "save_pretrained",
     "stack_layers",
     "stream",

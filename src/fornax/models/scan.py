@@ -217,7 +217,7 @@ def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: j
 
 def _is_weight(leaf: Any) -> bool:
     """Whether it is a weight that knows its own product, rather than an array."""
-    return hasattr(leaf, "linear")
+    return hasattr(leaf, "linear") and not isinstance(leaf, nnx.Variable)
 
 
 def _pick(leaf: Any, layer: jax.Array) -> Any:

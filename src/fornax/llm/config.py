@@ -1,0 +1,138 @@
+"""What an engine is: limits, memory, parallelism, speculation. Names are those of `vllm serve`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fornax.config.errors import ConfigError
+
+__all__ = ["DraftModel", "EngineConfig", "NGram", "Speculation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGram:
+    """Propose what followed the sequence's last tokens when they occurred before."""
+
+    type: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = 4
+    """Tokens proposed at a time, at most."""
+    prompt_lookup_max: int = 4
+    """Longest run of last tokens that is looked for; longer runs are tried first."""
+    prompt_lookup_min: int = 2
+    """Shortest run of last tokens that is looked for."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, num_speculative_tokens=self.num_speculative_tokens)
+        _at_least(1, prompt_lookup_min=self.prompt_lookup_min)
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ConfigError(
+                f"prompt_lookup_max={self.prompt_lookup_max} must be prompt_lookup_min="
+                f"{self.prompt_lookup_min} or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    """Propose what a smaller model of the same vocabulary would say."""
+
+    type: Literal["draft_model"] = "draft_model"
+    model: Path
+    """Hugging Face directory of the draft model."""
+    num_speculative_tokens: int = 4
+    """Tokens proposed at a time."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, num_speculative_tokens=self.num_speculative_tokens)
+
+
+Speculation = NGram | DraftModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits and choices of an engine; what is None is chosen from the model and the device."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights and products; auto keeps the stored one. On CPU sums are in float32."""
+    quantization: Literal["int8"] | None = None
+    """int8: weights in groups of 8-bit integers (CPU)."""
+    seed: int = 0
+    """Seed of requests that bring none."""
+
+    max_model_len: int | None = None
+    """Tokens of a sequence, prompt and output, at most; None: what the model is made for."""
+    max_num_seqs: int | None = None
+    """Sequences that run at once; None: 32 on CPU, 256 elsewhere."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of a step, at most; None: 512 on CPU, 2048 elsewhere."""
+    max_num_partial_prefills: int = 2
+    """Prompts that share a step's room for prefill, so that a short one passes a long one."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt in a step, at most; 0: no limit of its own."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Who goes first: who came first, or the lowest `priority`."""
+
+    block_size: int = 16
+    """Tokens of a cache page."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the cache; auto: bfloat16 when the weights are not float32, else float32."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory of the cache; None: what `max_num_seqs` full sequences need, up to a share of it."""
+    gpu_memory_utilization: float = 0.9
+    """Share of an accelerator's memory for weights and cache, if the cache's is not given."""
+    num_gpu_blocks_override: int | None = None
+    """Pages of the full-attention cache, whatever the memory."""
+    enable_prefix_caching: bool = True
+    """Whether requests share the pages of equal beginnings."""
+
+    tensor_parallel_size: int = 1
+    """Devices that each layer is divided over."""
+    speculative_config: Speculation | None = None
+    """How tokens are proposed ahead; None: not at all."""
+    enable_lora: bool = False
+    """Whether adapters can be loaded."""
+    max_loras: int = 4
+    """Different adapters in one step, at most."""
+    max_lora_rank: int = 16
+    """Rank of an adapter, at most."""
+    max_logprobs: int = 20
+    """Log probabilities a request may ask for at each position."""
+    compile_threads: int = 2
+    """Threads that compile the steps."""
+
+    def __post_init__(self) -> None:
+        """Check sizes and combinations."""
+        optional = {
+            name: getattr(self, name)
+            for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+            if getattr(self, name) is not None
+        }
+        _at_least(1, **optional, block_size=self.block_size, max_loras=self.max_loras)
+        _at_least(1, max_lora_rank=self.max_lora_rank, compile_threads=self.compile_threads)
+        _at_least(1, tensor_parallel_size=self.tensor_parallel_size)
+        _at_least(1, max_num_partial_prefills=self.max_num_partial_prefills)
+        _at_least(0, max_logprobs=self.max_logprobs)
+        _at_least(0, long_prefill_token_threshold=self.long_prefill_token_threshold)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0, at most 1"
+            )
+        if self.num_gpu_blocks_override is not None:
+            _at_least(2, num_gpu_blocks_override=self.num_gpu_blocks_override)
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}: a step must hold "
+                "a token of every running sequence"
+            )
+        if self.quantization is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"quantization={self.quantization} runs on one device; leave out "
+                f"tensor_parallel_size={self.tensor_parallel_size}"
+            )
+
+
+def _at_least(lowest: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < lowest:
+            raise ConfigError(f"{name}={value} must be {lowest} or more")

@@ -1,0 +1,222 @@
+"""The weights as the engine's step wants them: packed on one CPU, divided over a mesh elsewhere."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from fornax import kernels
+from fornax.config.errors import ConfigError, EngineError
+from fornax.llm.config import EngineConfig
+from fornax.mesh import DEFAULT_RULES, MeshConfig, Rules, make_mesh, merge_rules, tree_shardings
+from fornax.models import (
+    Decoder,
+    DecoderConfig,
+    abstract_decoder,
+    config_from_hf,
+    load_pretrained,
+    read_config,
+)
+
+__all__ = ["Placement", "Weights", "load_weights"]
+
+Flat = dict[tuple[Any, ...], Any]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how weights lie."""
+
+    mesh: Mesh | None
+    rules: Rules
+    precision: str | None
+    """Precision of packed weights; None: plain arrays."""
+    compute_dtype: jnp.dtype
+    """Of activations."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model taken apart for compiled steps."""
+
+    config: DecoderConfig
+    dtype: jnp.dtype
+    """Of the weights before they are packed."""
+    placement: Placement
+    graphdef: Any
+    state: Any
+
+    def merge(self, state: Any) -> Decoder:
+        """The module with the parameters of `state`, for use inside a compiled function."""
+        return nnx.merge(self.graphdef, state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one device."""
+        return sum(_bytes_on_one_device(leaf) for leaf in jax.tree.leaves(self.state))
+
+    def adopt(self, params: Any) -> "Weights":
+        """Other parameters of the same model.
+
+        Arrays whose dtype and sharding agree are taken as they are, without a copy, unless weights
+        are packed (on one CPU).
+
+        Args:
+          params: a `Decoder`, its `nnx.State`, or the nested mapping of its arrays; all of them.
+
+        Raises:
+          EngineError: names or shapes that are not the model's.
+        """
+        given = _flat(params)
+        wanted = _flat(abstract_decoder(self.config, dtype=self.dtype))
+        _check_same(wanted, given)
+        return _lay_out(self.config, self.dtype, self.placement, given)
+
+
+def load_weights(source: Path | str | Decoder, config: EngineConfig) -> Weights:
+    """Load a model's weights, or take over those of a model in memory.
+
+    Args:
+      source: a Hugging Face directory, or a decoder, whose arrays are shared where they need not
+        be laid out anew.
+      config: the engine's.
+
+    Raises:
+      CheckpointError, ConfigError: from loading.
+      EngineError: a placement that this machine cannot have.
+    """
+    if isinstance(source, Decoder):
+        model_config, model = source.config, source
+        stored = model.embed.embedding.get_value().dtype
+        dtype = stored if config.dtype == "auto" else jnp.dtype(config.dtype)
+        return _lay_out(model_config, dtype, _place(config, model_config, dtype), _flat(model))
+    model_config = config_from_hf(read_config(source))
+    asked = None if config.dtype == "auto" else config.dtype
+    # Where weights lie depends on their dtype only through what is computed in.
+    where = _place(config, model_config, jnp.dtype(asked or jnp.float32))
+    model = load_pretrained(source, dtype=asked, mesh=where.mesh, rules=where.rules)
+    dtype = model.embed.embedding.get_value().dtype
+    return _lay_out(model_config, dtype, _place(config, model_config, dtype), _flat(model))
+
+
+def _place(config: EngineConfig, model: DecoderConfig, dtype: jnp.dtype) -> Placement:
+    size, platform = config.tensor_parallel_size, jax.default_backend()
+    if config.quantization is not None and platform != "cpu":
+        raise EngineError(
+            f"quantization={config.quantization} runs on CPU only; leave it out on {platform}"
+        )
+    compute = jnp.dtype(jnp.float32) if platform == "cpu" else dtype
+    if size > 1:
+        devices = jax.devices()
+        if len(devices) < size:
+            raise EngineError(
+                f"tensor_parallel_size={size} and this process has {len(devices)} devices; give "
+                "at most as many"
+            )
+        mesh = make_mesh(MeshConfig(fsdp=1, tensor=size), devices[:size])
+        return Placement(mesh, _rules(model, size), None, compute)
+    precision = (config.quantization or dtype.name) if platform == "cpu" else None
+    return Placement(None, DEFAULT_RULES, precision, compute)
+
+
+def _rules(model: DecoderConfig, size: int) -> Rules:
+    """Rules for dividing over `size` devices: what may not divide is kept whole on each."""
+    for name, count in (("heads", model.num_heads), ("mlp width", model.intermediate_size)):
+        if count % size:
+            raise ConfigError(
+                f"tensor_parallel_size={size} does not divide the model's {name}, {count}; use a "
+                "divisor of both"
+            )
+    if model.kv_heads % size and size % model.kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size={size} neither divides the model's {model.kv_heads} key/value "
+            "heads nor is a multiple of them; use a size that is one of the two"
+        )
+    whole: dict[str, tuple[str, ...]] = {}
+    if model.kv_heads % size:
+        whole |= {"kv_heads": (), "activation_kv_heads": ()}
+    if model.vocab_size % size:
+        whole |= {"vocab": (), "activation_vocab": ()}
+    return merge_rules(DEFAULT_RULES, whole)
+
+
+def _lay_out(config: DecoderConfig, dtype: jnp.dtype, where: Placement, given: Flat) -> Weights:
+    packed = where.precision is not None
+    untied = dataclasses.replace(config, tie_embeddings=False) if packed else config
+    model = abstract_decoder(untied, dtype=dtype, compute_dtype=where.compute_dtype)
+    graphdef, state = nnx.split(model)
+    shardings: Flat = {}
+    if where.mesh is not None:
+        shardings = _flat(tree_shardings(state, where.mesh, where.rules))
+    placed = []
+    for path, variable in nnx.to_flat_state(state):
+        value = _find(given, path)
+        if packed and path[-1] == "kernel":
+            value = _pack(model, path, value, where)
+        else:
+            value = jnp.asarray(value, dtype)
+            value = jax.device_put(value, shardings[path]) if shardings else value
+        placed.append((path, variable.replace(value)))
+    return Weights(config, dtype, where, graphdef, nnx.from_flat_state(placed))
+
+
+def _find(given: Flat, path: tuple[Any, ...]) -> Any:
+    if path not in given and path[0] == "lm_head":  # packed apart from the table it equals
+        return given["embed", "embedding"].T
+    return given[path]
+
+
+def _pack(model: Decoder, path: tuple[Any, ...], value: jax.Array, where: Placement) -> Any:
+    projection = functools.reduce(getattr, path[:-1], model)
+    return kernels.pack(
+        jnp.asarray(value),
+        inputs=projection.num_inputs,
+        precision=where.precision,
+        stacked=path[0] == "layers",
+    )
+
+
+def _flat(params: Any) -> Flat:
+    """Path to array of a module, a state, or a nested mapping of arrays."""
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params)
+    if isinstance(params, nnx.State):
+        return {path: leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
+    if not isinstance(params, Mapping):
+        raise EngineError(
+            f"weights of type {type(params).__name__} are not known; give a Decoder, its "
+            "nnx.State, or nested mappings of its arrays"
+        )
+    found: Flat = {}
+    for key, value in params.items():
+        inner = _flat(value) if isinstance(value, Mapping) else {(): value}
+        found |= {(key, *path): leaf for path, leaf in inner.items()}
+    return found
+
+
+def _check_same(wanted: Flat, given: Flat) -> None:
+    names = {path: "/".join(map(str, path)) for path in wanted.keys() | given.keys()}
+    problems = [f"missing {names[path]}" for path in wanted.keys() - given.keys()]
+    problems += [f"unknown {names[path]}" for path in given.keys() - wanted.keys()]
+    problems += [
+        f"{names[path]} has shape {tuple(given[path].shape)}, not {tuple(wanted[path].shape)}"
+        for path in wanted.keys() & given.keys()
+        if tuple(given[path].shape) != tuple(wanted[path].shape)
+    ]
+    if problems:
+        raise EngineError(
+            f"the weights are not this model's: {'; '.join(sorted(problems)[:5])}; give all "
+            "parameters under the model's own names"
+        )
+
+
+def _bytes_on_one_device(leaf: jax.Array) -> int:
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return functools.reduce(lambda a, b: a * b, shape, leaf.dtype.itemsize)
