@@ -27,6 +27,8 @@ __all__ = ["compiler", "library_path", "unavailable"]
 _HEADERS = ("simd.h",)
 _UNITS = {
     "attention": ("fornax_attention_forward", "fornax_attention_backward"),
+    "paged_attention": ("fornax_paged_attention", "fornax_paged_write"),
+    "linear": ("fornax_linear",),
 }
 """Unit, named after its .cc file, to the call targets that it exports."""
 

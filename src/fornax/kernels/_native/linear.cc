@@ -1,0 +1,405 @@
+// y = x w for weights that were packed once: float32, bfloat16, or 8-bit integers with scales.
+//
+// Letters: L layers, M rows, K inputs, N outputs, P panels of 32 outputs, U words of inputs, G groups
+// of 64 inputs. x [M, K], y [M, N], values [L, P, U, 32] words, scales [L, P, G, 32].
+//
+// A word is 4 bytes: one float32, two bfloat16 or four 8-bit inputs, so that all three are one
+// algorithm. Every output is summed in one order, blocks of kBlock words one after the other, whatever
+// the number of rows and threads: a row's result does not depend on what else is in the batch.
+
+#include <algorithm>
+#include <cmath>
+
+#include "simd.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace fornax {
+namespace {
+
+constexpr int64_t kPanel = 32;       // outputs of a panel
+constexpr int64_t kBlock = 256;      // words of a block: with 32 outputs it fills the first cache
+constexpr int64_t kGroup = 64;       // inputs that share a scale
+constexpr int64_t kGroupWords = 16;  // words of a group
+constexpr int kColumns = 2 * kLanes;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kTile = 12;  // rows whose sums fill the registers
+#else
+constexpr int kTile = 6;
+#endif
+constexpr int64_t kPass = 480;       // rows that are prepared at once
+constexpr int64_t kRowBlock = 240;   // rows of a task: with kBlock words they fill the second cache
+constexpr int64_t kPanels = 8;       // most panels of a task
+
+// Rows of x, made ready for the product: tiles of up to kTile rows, each [U, rows] words.
+struct Rows {
+  int64_t count, words, groups, tiles;
+  float* values;   // [tiles][U, rows] words
+  float* scales;   // [tiles][G, rows], for 8-bit values
+  int32_t* start;  // [tiles][G, rows]: what a group's sum begins with
+
+  Rows(int64_t count, int64_t words, int64_t groups)
+      : count(count), words(words), groups(groups), tiles((count + kTile - 1) / kTile) {}
+
+  // Rows are spread evenly, so that no tile is much smaller than the others.
+  int64_t first(int64_t tile) const { return count * tile / tiles; }
+
+  int64_t floats() const { return count * (words + 2 * groups) + 3 * kLanes; }
+
+  void take(Arena& arena) {
+    values = arena.take(round_up(count * words, kLanes));
+    scales = arena.take(round_up(count * groups, kLanes));
+    start = reinterpret_cast<int32_t*>(arena.take(count * groups));
+  }
+};
+
+// A part of a product: where its words lie and what it adds to.
+struct Part {
+  int64_t words;
+  const float* x;        // [words, rows]
+  const float* w;        // [words, kPanel]
+  const float* x_scale;  // [groups, rows]
+  const int32_t* start;  // [groups, rows]
+  const float* w_scale;  // [groups, kPanel]
+  float* c;              // [rows, kPanel]
+  bool add;              // whether c holds the blocks before
+};
+
+struct Float32 {
+  static constexpr int64_t kInputs = 1;
+  static constexpr bool kGrouped = false;
+
+  static Vec add(Vec acc, Vec x, Vec w) { return acc + x * w; }
+
+  template <typename T>
+  static void prepare(const T* row, int64_t inputs, int64_t, float* words, float*, int32_t*) {
+    for (int64_t k = 0; k < inputs; ++k) words[k] = widen(row[k]);
+  }
+};
+
+struct BFloat16 {
+  static constexpr int64_t kInputs = 2;
+  static constexpr bool kGrouped = false;
+
+  static Vec add(Vec acc, Vec x, Vec w) {
+#if defined(__AVX512BF16__)
+    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+#else
+    const IntVec high = splat(static_cast<int32_t>(0xffff0000));
+    acc += from_bits(bits(x) << 16) * from_bits(bits(w) << 16);
+    return acc + from_bits(bits(x) & high) * from_bits(bits(w) & high);
+#endif
+  }
+
+  template <typename T>
+  static void prepare(const T* row, int64_t inputs, int64_t words_, float* words, float*,
+                      int32_t*) {
+    auto* bytes = reinterpret_cast<char*>(words);
+    std::memset(bytes, 0, words_ * sizeof *words);
+    for (int64_t k = 0; k < inputs; ++k) {
+      Half half;
+      narrow(widen(row[k]), &half);
+      std::memcpy(bytes + k * sizeof half, &half, sizeof half);
+    }
+  }
+};
+
+// Weights are stored with 128 added, because the processors' instruction multiplies unsigned with
+// signed bytes; `start` takes 128 times the sum of x away again.
+struct Int8 {
+  static constexpr int64_t kInputs = 4;
+  static constexpr bool kGrouped = true;
+
+  static IntVec add(IntVec acc, IntVec x, IntVec w) {
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+    return (IntVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__) && defined(__AVX2__)
+    return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+#else
+    // Pairs of 16-bit products: no sum of two leaves 32 bits.
+    typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
+    typedef uint16_t Unsigned __attribute__((vector_size(kLanes * 4)));
+    const Shorts x_even = (Shorts)((Unsigned)x << 8) >> 8, x_odd = (Shorts)x >> 8;
+    const Shorts w_even = (Shorts)((Unsigned)w & 0xff), w_odd = (Shorts)((Unsigned)w >> 8);
+    return acc + multiply(x_even, w_even) + multiply(x_odd, w_odd);
+#endif
+  }
+
+  // The sum of the products of each pair of 16-bit lanes.
+  template <typename Shorts>
+  static IntVec multiply(Shorts x, Shorts w) {
+#if defined(__AVX512BW__)
+    return (IntVec)_mm512_madd_epi16((__m512i)x, (__m512i)w);
+#elif defined(__AVX2__)
+    return (IntVec)_mm256_madd_epi16((__m256i)x, (__m256i)w);
+#elif defined(__SSE2__) && !defined(__AVX__)
+    return (IntVec)_mm_madd_epi16((__m128i)x, (__m128i)w);
+#else
+    const IntVec a = (IntVec)x, b = (IntVec)w;
+    return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+  }
+
+  // Rounds a row group by group. What is not finite makes the group's scale so, never a number.
+  template <typename T>
+  static void prepare(const T* row, int64_t inputs, int64_t words_, float* words, float* scales,
+                      int32_t* start) {
+    auto* bytes = reinterpret_cast<int8_t*>(words);
+    for (int64_t g = 0; g < words_ / kGroupWords; ++g) {
+      const int64_t from = g * kGroup, count = std::min(kGroup, inputs - from);
+      float x[kGroup] = {};
+      for (int64_t k = 0; k < count; ++k) x[k] = widen(row[from + k]);
+      scales[g] = round(x, bytes + from, start + g);
+    }
+  }
+
+  static float round(const float* x, int8_t* to, int32_t* start) {
+    Vec top = {}, poison = {};
+    for (int64_t k = 0; k < kGroup; k += kLanes) {
+      const Vec v = load(x + k);
+      top = maximum(top, maximum(v, -v));
+      poison += v * 0.0f;
+    }
+    const float most = highest(top), scale = most / 127 + sum(poison);
+    const float inverse = most > 0 && scale > 0 && std::isfinite(1 / scale) ? 1 / scale : 0;
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    int32_t total = 0;
+    for (int64_t k = 0; k < kGroup; ++k) {
+      const float shifted = x[k] * inverse + shift;
+      int32_t rounded;
+      std::memcpy(&rounded, &shifted, sizeof rounded);
+      to[k] = static_cast<int8_t>(rounded - 0x4b400000);
+      total += to[k];
+    }
+    *start = -128 * total;
+    return scale;
+  }
+};
+
+// c = (add ? c : 0) + x w for kRows rows and one panel, in floats.
+template <typename Op, int kRows>
+void multiply(const Part& p) {
+  for (int64_t column = 0; column < kPanel; column += kColumns) {
+    Vec acc[kRows][2] = {};
+    const float* x = p.x;
+    const float* w = p.w + column;
+    for (int64_t u = 0; u < p.words; ++u, x += kRows, w += kPanel) {
+      const Vec left = load(w), right = load(w + kLanes);
+      for (int i = 0; i < kRows; ++i) {
+        const Vec value = splat(x[i]);
+        acc[i][0] = Op::add(acc[i][0], value, left);
+        acc[i][1] = Op::add(acc[i][1], value, right);
+      }
+    }
+    for (int i = 0; i < kRows; ++i) {
+      float* c = p.c + i * kPanel + column;
+      store(c, p.add ? load(c) + acc[i][0] : acc[i][0]);
+      store(c + kLanes, p.add ? load(c + kLanes) + acc[i][1] : acc[i][1]);
+    }
+  }
+}
+
+// The same for 8-bit integers: a group's sum is an integer, and is scaled when it is complete.
+template <typename Op, int kRows>
+void multiply_groups(const Part& p) {
+  if (!p.add) std::fill(p.c, p.c + kRows * kPanel, 0.0f);
+  for (int64_t column = 0; column < kPanel; column += kColumns) {
+    for (int64_t g = 0; g < p.words / kGroupWords; ++g) {
+      IntVec acc[kRows][2];
+      for (int i = 0; i < kRows; ++i) acc[i][0] = acc[i][1] = splat(p.start[g * kRows + i]);
+      const float* x = p.x + g * kGroupWords * kRows;
+      const float* w = p.w + g * kGroupWords * kPanel + column;
+      for (int u = 0; u < kGroupWords; ++u, x += kRows, w += kPanel) {
+        const IntVec left = bits(load(w)), right = bits(load(w + kLanes));
+        for (int i = 0; i < kRows; ++i) {
+          int32_t word;
+          std::memcpy(&word, x + i, sizeof word);
+          const IntVec value = splat(word);
+          acc[i][0] = Op::add(acc[i][0], value, left);
+          acc[i][1] = Op::add(acc[i][1], value, right);
+        }
+      }
+      const float* scale = p.w_scale + g * kPanel + column;
+      for (int i = 0; i < kRows; ++i) {
+        const Vec by = splat(p.x_scale[g * kRows + i]);
+        float* c = p.c + i * kPanel + column;
+        const Vec left = __builtin_convertvector(acc[i][0], Vec);
+        const Vec right = __builtin_convertvector(acc[i][1], Vec);
+        store(c, load(c) + left * (by * load(scale)));
+        store(c + kLanes, load(c + kLanes) + right * (by * load(scale + kLanes)));
+      }
+    }
+  }
+}
+
+template <typename Op, int kRows = kTile>
+void multiply_rows(int64_t rows, const Part& part) {
+  if constexpr (kRows > 0) {
+    if (rows < kRows) return multiply_rows<Op, kRows - 1>(rows, part);
+    if constexpr (Op::kGrouped) {
+      multiply_groups<Op, kRows>(part);
+    } else {
+      multiply<Op, kRows>(part);
+    }
+  }
+}
+
+template <typename Op, typename T>
+struct Product {
+  int64_t K, N, U, G;
+  const T* x;
+  const float* w;       // [P, U, kPanel] words
+  const float* scales;  // [P, G, kPanel]
+  T* y;
+
+  // Makes the rows of one tile ready: each word of all rows, then the next.
+  void prepare(const Rows& rows, int64_t first_row, int64_t tile, float* line) const {
+    const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
+    float* scale_line = line + U;
+    auto* start_line = reinterpret_cast<int32_t*>(scale_line + G);
+    for (int64_t i = 0; i < count; ++i) {
+      Op::prepare(x + (first_row + first + i) * K, K, U, line, scale_line, start_line);
+      float* words = rows.values + first * U + i;
+      for (int64_t u = 0; u < U; ++u) words[u * count] = line[u];
+      float* scale = rows.scales + first * G + i;
+      int32_t* start = rows.start + first * G + i;
+      for (int64_t g = 0; g < G; ++g) {
+        scale[g * count] = scale_line[g];
+        start[g * count] = start_line[g];
+      }
+    }
+  }
+
+  int64_t line_floats() const { return U + 2 * G; }
+
+  // One block of words of one panel for the tiles [from, to); c is [rows, kPanel].
+  void block(const Rows& rows, int64_t from, int64_t to, int64_t panel, int64_t word,
+             float* c) const {
+    const int64_t group = word / kGroupWords;
+    Part part;
+    part.words = std::min(kBlock, U - word);
+    part.w = w + (panel * U + word) * kPanel;
+    part.w_scale = scales + (panel * G + group) * kPanel;
+    part.add = word > 0;
+    for (int64_t tile = from; tile < to; ++tile) {
+      const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
+      part.x = rows.values + first * U + word * count;
+      part.x_scale = rows.scales + first * G + group * count;
+      part.start = rows.start + first * G + group * count;
+      part.c = c + (first - rows.first(from)) * kPanel;
+      multiply_rows<Op>(count, part);
+    }
+  }
+
+  void write(const float* c, int64_t row, int64_t count, int64_t panel) const {
+    const int64_t column = panel * kPanel, width = std::min(kPanel, N - column);
+    for (int64_t i = 0; i < count; ++i) {
+      T* to = y + (row + i) * N + column;
+      for (int64_t j = 0; j < width; ++j) narrow(c[i * kPanel + j], to + j);
+    }
+  }
+
+  // Some panels for the tiles [from, to). A few rows read each panel from end to end, as memory
+  // likes it; many rows go block by block, so that the block of x stays in the second cache.
+  void task(const Rows& rows, int64_t first_row, int64_t from, int64_t to, int64_t panel,
+            int64_t end) const {
+    const int64_t row = rows.first(from), count = rows.first(to) - row;
+    const int64_t at_once = count <= 2 * kTile ? 1 : end - panel;
+    Arena& arena = Arena::of_this_thread();
+    arena.start(at_once * count * kPanel);
+    float* c = arena.take(at_once * count * kPanel);
+    for (; panel < end; panel += at_once) {
+      for (int64_t word = 0; word < U; word += kBlock) {
+        for (int64_t p = 0; p < at_once; ++p) {
+          block(rows, from, to, panel + p, word, c + p * count * kPanel);
+        }
+      }
+      for (int64_t p = 0; p < at_once; ++p) {
+        write(c + p * count * kPanel, first_row + row, count, panel + p);
+      }
+    }
+  }
+
+  void pass(ffi::ThreadPool& pool, int64_t first_row, int64_t count) const {
+    static thread_local Arena prepared;
+    Rows rows(count, U, G);
+    prepared.start(rows.floats());
+    rows.take(prepared);
+    const auto ready = [&](int64_t tile) {
+      Arena& arena = Arena::of_this_thread();
+      arena.start(line_floats());
+      prepare(rows, first_row, tile, arena.take(line_floats()));
+    };
+    if (rows.tiles <= 4) {
+      for (int64_t tile = 0; tile < rows.tiles; ++tile) ready(tile);
+    } else {
+      parallel_for(pool, rows.tiles, ready);
+    }
+    const int64_t panels = (N + kPanel - 1) / kPanel;
+    const int64_t tiles = std::min(rows.tiles, kRowBlock / kTile);
+    const int64_t blocks = (rows.tiles + tiles - 1) / tiles;
+    const int64_t wanted = panels * blocks / (4 * std::max<int64_t>(pool.num_threads(), 1));
+    const int64_t width = std::clamp<int64_t>(wanted, 1, kPanels);
+    const int64_t widths = (panels + width - 1) / width;
+    parallel_for(pool, blocks * widths, [&](int64_t index) {
+      const int64_t from = index / widths * tiles, panel = index % widths * width;
+      task(rows, first_row, from, std::min(from + tiles, rows.tiles), panel,
+           std::min(panel + width, panels));
+    });
+  }
+
+  void run(ffi::ThreadPool& pool, int64_t M) const {
+    for (int64_t row = 0; row < M; row += kPass) pass(pool, row, std::min(kPass, M - row));
+  }
+};
+
+using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
+
+template <typename Op, typename T>
+void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& values,
+         const Floats& scales, int64_t layer, ffi::AnyBuffer& y) {
+  const auto xd = x.dimensions(), vd = values.dimensions();
+  const int64_t P = vd[1], U = vd[2], G = Op::kGrouped ? U / kGroupWords : 0;
+  layer = std::clamp<int64_t>(layer, 0, vd[0] - 1);
+  Product<Op, T>{xd[1],
+                 y.dimensions()[1],
+                 U,
+                 G,
+                 static_cast<const T*>(x.untyped_data()),
+                 static_cast<const float*>(values.untyped_data()) + layer * P * U * kPanel,
+                 scales.typed_data() + layer * P * G * kPanel,
+                 static_cast<T*>(y.untyped_data())}
+      .run(pool, xd[0]);
+}
+
+template <typename Op>
+void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& values,
+         const Floats& scales, int64_t layer, ffi::AnyBuffer& y) {
+  const auto of = x.element_type() == ffi::F32 ? run<Op, float> : run<Op, Half>;
+  of(pool, x, values, scales, layer, y);
+}
+
+ffi::Error linear_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer values, Floats scales,
+                       Ints layer, ffi::Result<ffi::AnyBuffer> y) {
+  const auto stored = values.element_type();
+  const auto of = stored == ffi::F32    ? run<Float32>
+                  : stored == ffi::BF16 ? run<BFloat16>
+                                        : run<Int8>;
+  of(pool, x, values, scales, layer.typed_data()[0], *y);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace fornax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_linear, fornax::linear_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<fornax::Floats>()
+                                  .Arg<fornax::Ints>()
+                                  .Ret<xla::ffi::AnyBuffer>());
