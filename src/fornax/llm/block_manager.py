@@ -1,0 +1,296 @@
+"""The paged cache's books: prefix reuse, allocation, copy-on-write, sliding windows, release."""
+
+import hashlib
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from fornax.config.errors import ConfigError
+from fornax.llm.page_pool import PagePool
+from fornax.llm.plan import PageCopy, PageUpdate, Plan
+from fornax.llm.sequence import Sequence
+
+__all__ = ["BlockManager", "Match", "PageGroup"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """The layers that share one page table: all of one window."""
+
+    num_pages: int
+    """Pages of the cache array; page 0 is never given out."""
+    window: int | None = None
+    """Keys visible to a query, itself included; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the prefix cache has of a sequence."""
+
+    num_tokens: int
+    pages: list[list[int]]
+    """For each group; 0 where the next query does not see the page."""
+
+
+class BlockManager:
+    """Gives pages to sequences. A page is written only by its one holder, and only while it is
+    not full: full pages of known tokens are registered under a digest that chains salt, all
+    earlier tokens and their own, and from then on are only read.
+    """
+
+    def __init__(
+        self, groups: Items[PageGroup], page_size: int, prefix_caching: bool = True
+    ) -> None:
+        if page_size < 1:
+            raise ConfigError(f"page_size={page_size} is less than 1 token; 16 is usual")
+        if not groups:
+            raise ConfigError("a cache needs at least one page group; the model has no attention")
+        for index, group in enumerate(groups):
+            if group.num_pages < 2:
+                raise ConfigError(
+                    f"page group {index} has num_pages={group.num_pages}; it needs at least 2, "
+                    "page 0 being reserved: give the cache more memory"
+                )
+            if group.window is not None and group.window < 1:
+                raise ConfigError(f"window={group.window} sees no key; use at least 1, or None")
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self.groups = tuple(groups)
+        self.pools = [PagePool(group.num_pages) for group in groups]
+        self._windows = [group.window for group in groups]
+        self._all_full = all(window is None for window in self._windows)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages that sequences hold, 0 to 1, of the fullest group."""
+        return max(pool.used / (pool.num_pages - 1) for pool in self.pools)
+
+    def shortage(self, num_tokens: int) -> str | None:
+        """Say why a sequence of `num_tokens` could not run even alone; None if it can."""
+        for pool, window in zip(self.pools, self._windows, strict=True):
+            need = self._peak(num_tokens, window)
+            if need > pool.num_pages - 1:
+                return (
+                    f"{need} pages of {self.page_size} tokens, the cache has {pool.num_pages - 1}"
+                )
+        return None
+
+    def match(self, sequence: Sequence) -> Match:
+        """Find the longest prefix of whole pages in the cache; the last token is never part."""
+        most = (len(sequence.tokens) - 1) // self.page_size
+        if not self.prefix_caching or not sequence.reads_cache or most <= 0:
+            return Match(0, [[] for _ in self.pools])
+        digests = self._digests(sequence, most)
+        found = most
+        for pool, window in zip(self.pools, self._windows, strict=True):
+            if window is None:
+                for index in range(found):
+                    if digests[index] not in pool.by_digest:
+                        found = index
+                        break
+        found = self._match_windows(digests, found)
+        pages = []
+        for pool, window in zip(self.pools, self._windows, strict=True):
+            first = self._first_visible(found * self.page_size, window)
+            pages.append([0] * first + [pool.by_digest[digest] for digest in digests[first:found]])
+        return Match(found * self.page_size, pages)
+
+    def spare(self, headroom: int) -> list[int]:
+        """Pages of each group that new sequences may claim, `headroom` left to running ones where
+        these grow without limit."""
+        return [
+            pool.available - (headroom if window is None else 0)
+            for pool, window in zip(self.pools, self._windows, strict=True)
+        ]
+
+    def claim(self, sequence: Sequence, match: Match, spare: list[int]) -> bool:
+        """Subtract from `spare` what the sequence needs to be computed; False if not there."""
+        total = self._pages_of(sequence.length)
+        wanted = []
+        for group, (pool, window) in enumerate(zip(self.pools, self._windows, strict=True)):
+            hits = match.pages[group]
+            live = [page for page in hits if page]
+            idle = sum(pool.holders[page] == 0 for page in live)
+            need = total - (len(hits) - len(live))
+            if window is not None:
+                need = min(need, self._span(window))
+            wanted.append(max(idle, need - (len(live) - idle)))
+        if any(want > have for want, have in zip(wanted, spare, strict=True)):
+            return False
+        for group, want in enumerate(wanted):
+            spare[group] -= want
+        return True
+
+    def admit(self, sequence: Sequence, match: Match, plan: Plan) -> None:
+        """Give a sequence that was just claimed for its row's pages: those matched, and, in groups
+        without a window, one for each of its tokens."""
+        sequence.pages = match.pages
+        sequence.first_live = []
+        for pool, pages in zip(self.pools, match.pages, strict=True):
+            live = next((index for index, page in enumerate(pages) if page), len(pages))
+            sequence.first_live.append(live)
+            for page in pages[live:]:
+                pool.hold(page)
+        total = self._pages_of(sequence.length)
+        for pool, pages, window in zip(self.pools, match.pages, self._windows, strict=True):
+            if window is None:
+                pages.extend(pool.take() for _ in range(total - len(pages)))
+        sequence.num_computed = match.num_tokens
+        sequence.num_registered = match.num_tokens // self.page_size
+        self._write_tables(sequence, plan)
+
+    def room(self, sequence: Sequence, plan: Plan) -> int:
+        """Tokens after `num_computed` that pages can be had for now."""
+        self._trim(sequence, sequence.num_computed, plan)
+        pages = min(
+            len(pages) + pool.available
+            for pool, pages in zip(self.pools, sequence.pages, strict=True)
+        )
+        return pages * self.page_size - sequence.num_computed
+
+    def extend(self, sequence: Sequence, start: int, stop: int, plan: Plan) -> bool:
+        """Make tokens [start, stop) writable: new pages, own copies of shared ones. False, with
+        nothing taken, when pages are short."""
+        if not self._all_full:
+            self._trim(sequence, start, plan)
+        size = self.page_size
+        first = start // size
+        total = (stop - 1) // size + 1
+        changed = False
+        for pool, pages in zip(self.pools, sequence.pages, strict=True):
+            held = len(pages)
+            missing = total - held if total > held else 0
+            if first < held and pool.holders[pages[first]] > 1:
+                missing += 1
+            if missing:
+                if missing > pool.available:
+                    return False
+                changed = True
+        if changed:
+            self._take(sequence, first, total, plan)
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence, plan: Plan) -> None:
+        """Let the child hold all of its parent's pages."""
+        child.pages = [list(pages) for pages in parent.pages]
+        child.first_live = list(parent.first_live)
+        for pool, pages, live in zip(self.pools, child.pages, child.first_live, strict=True):
+            for page in pages[live:]:
+                pool.hold(page)
+        child.num_computed = parent.num_computed
+        child.num_registered = parent.num_registered
+        child.page_digests = list(parent.page_digests)
+        self._write_tables(child, plan)
+
+    def commit(self, sequence: Sequence) -> None:
+        """Register the pages that are full of known and computed tokens."""
+        known = min(sequence.num_computed, len(sequence.tokens)) // self.page_size
+        if known <= sequence.num_registered or not self.prefix_caching:
+            return
+        digests = self._digests(sequence, known)
+        for pool, pages in zip(self.pools, sequence.pages, strict=True):
+            for index in range(sequence.num_registered, known):
+                if pages[index]:
+                    pool.register(pages[index], digests[index])
+        sequence.num_registered = known
+
+    def free(self, sequence: Sequence) -> None:
+        """Release all pages, the last first, so that the cache loses the ends of prefixes first."""
+        for pool, pages, live in zip(self.pools, sequence.pages, sequence.first_live, strict=True):
+            for index in range(len(pages) - 1, live - 1, -1):
+                pool.release(pages[index])
+        sequence.pages = []
+        sequence.first_live = []
+        sequence.num_computed = 0
+        sequence.num_registered = 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every known prefix; pages in use stay with their sequences."""
+        for pool in self.pools:
+            pool.forget()
+
+    def _take(self, sequence: Sequence, first: int, total: int, plan: Plan) -> None:
+        row = sequence.row
+        assert row is not None, "only running sequences get pages"
+        for group, pool in enumerate(self.pools):
+            pages = sequence.pages[group]
+            if first < len(pages) and pool.holders[pages[first]] > 1:
+                source = pages[first]
+                pages[first] = pool.take()
+                pool.release(source)
+                plan.copies.append(PageCopy(group, source, pages[first]))
+                plan.updates.append(PageUpdate(group, row, first, pages[first]))
+            for index in range(len(pages), total):
+                pages.append(pool.take())
+                plan.updates.append(PageUpdate(group, row, index, pages[index]))
+
+    def _trim(self, sequence: Sequence, start: int, plan: Plan) -> None:
+        """Release what no query from `start` on can see."""
+        row = sequence.row
+        assert row is not None, "only running sequences have pages"
+        for group, window in enumerate(self._windows):
+            if window is None:
+                continue
+            pages = sequence.pages[group]
+            live = sequence.first_live[group]
+            visible = min((start - window + 1) // self.page_size, len(pages))
+            if visible > live:
+                for index in range(live, visible):
+                    self.pools[group].release(pages[index])
+                    pages[index] = 0
+                    plan.updates.append(PageUpdate(group, row, index, 0))
+                sequence.first_live[group] = visible
+
+    def _write_tables(self, sequence: Sequence, plan: Plan) -> None:
+        row = sequence.row
+        assert row is not None, "only running sequences have pages"
+        for group, pages in enumerate(sequence.pages):
+            plan.updates.extend(
+                PageUpdate(group, row, index, page) for index, page in enumerate(pages)
+            )
+
+    def _match_windows(self, digests: list[bytes], found: int) -> int:
+        """The longest prefix of at most `found` pages whose last window every group has."""
+        settled = False
+        while found and not settled:
+            settled = True
+            for pool, window in zip(self.pools, self._windows, strict=True):
+                if window is None:
+                    continue
+                fitting = self._match_window(pool, window, digests, found)
+                settled = settled and fitting == found
+                found = fitting
+        return found
+
+    def _match_window(self, pool: PagePool, window: int, digests: list[bytes], found: int) -> int:
+        index = found - 1
+        while found and index >= self._first_visible(found * self.page_size, window):
+            if digests[index] not in pool.by_digest:
+                found = index
+            index -= 1
+        return found
+
+    def _first_visible(self, start: int, window: int | None) -> int:
+        """Index of the first page that a query at `start` sees."""
+        return 0 if window is None else max(0, (start - window + 1) // self.page_size)
+
+    def _pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _span(self, window: int) -> int:
+        """Most pages that one query's window touches."""
+        return (window - 2) // self.page_size + 2
+
+    def _peak(self, num_tokens: int, window: int | None) -> int:
+        pages = self._pages_of(num_tokens)
+        return pages if window is None else min(pages, self._span(window))
+
+    def _digests(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Digests of the first `count` pages; 32 bytes, so equal digests mean equal tokens."""
+        digests = sequence.page_digests
+        size = self.page_size
+        for index in range(len(digests), count):
+            before = digests[-1] if digests else hashlib.blake2b(sequence.salt).digest()
+            page = array("I", sequence.tokens[index * size : (index + 1) * size])
+            digests.append(hashlib.blake2b(before + page.tobytes(), digest_size=32).digest())
+        return digests

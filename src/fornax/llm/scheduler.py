@@ -1,0 +1,412 @@
+"""Continuous batching: which sequences run in the next step, and with how many tokens each."""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal
+
+from fornax.config.errors import ConfigError, EngineError
+from fornax.llm.block_manager import BlockManager
+from fornax.llm.budget import Job, share_tokens
+from fornax.llm.plan import Entry, Plan, Sample
+from fornax.llm.sequence import Sequence, Status
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+_order = attrgetter("order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How sequences share the steps."""
+
+    max_num_seqs: int = 256
+    """Most sequences that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens of one step."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of service: first come, or smaller `priority` first."""
+    priority_aging_seconds: float = 60.0
+    """Waiting time that makes up for one level of priority, so that nothing waits for ever."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in one step; 0 for no limit."""
+    max_num_partial_prefills: int = 4
+    """Most prompts that are partly computed at once."""
+    max_loras: int = 0
+    """Most different adapters that run at once."""
+    buckets: tuple[int, ...] = ()
+    """Step sizes in tokens that are compiled, ascending; chunks of prompts prefer to fill one."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is less than 1; use at least 1")
+        for name in ("long_prefill_token_threshold", "max_loras"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is negative; use 0 or more")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}; every running sequence needs a token per step"
+            )
+        if not self.priority_aging_seconds > 0:
+            raise ConfigError(
+                f"priority_aging_seconds={self.priority_aging_seconds} is not positive; "
+                "use the seconds that are worth one level"
+            )
+        if list(self.buckets) != sorted(set(self.buckets)) or min(self.buckets, default=1) < 1:
+            raise ConfigError(f"buckets={self.buckets} are not ascending positive token counts")
+        if self.buckets and self.buckets[-1] < self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} exceeds the largest bucket "
+                f"{self.buckets[-1]}; add a bucket or lower it"
+            )
+
+
+class Scheduler:
+    """Decides each step. All calls come from one thread, the engine's.
+
+    Sequences are in one total order that no waiting changes: by arrival, or by priority plus
+    arrival over `priority_aging_seconds`. Whoever is first in order is never preempted, and the
+    last is preempted first; finitely many sequences come before any one, so none starves.
+    """
+
+    def __init__(self, config: SchedulerConfig, manager: BlockManager) -> None:
+        self.config = config
+        self.manager = manager
+        self.running: list[Sequence] = []
+        """In order."""
+        self.waiting: list[Sequence] = []
+        """In order; new and preempted ones."""
+        self._rows = list(range(config.max_num_seqs))
+        self._adapters: dict[str, int] = {}
+        self._draining: str | None = None
+        self._plan = Plan()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.running or self.waiting)
+
+    @property
+    def running_loras(self) -> tuple[str, ...]:
+        """Adapters of running sequences."""
+        return tuple(self._adapters)
+
+    @property
+    def waiting_loras(self) -> tuple[str, ...]:
+        """Adapters of waiting sequences."""
+        return tuple(dict.fromkeys(each.lora for each in self.waiting if each.lora is not None))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence and with it its children. EngineError if it can never run."""
+        self._check(sequence)
+        for each in (sequence, *sequence.children):
+            self._check(each)
+            each.order = self._key(each)
+        insort(self.waiting, sequence, key=_order)
+
+    def schedule(self) -> Plan | None:
+        """Plan the next step, and count its tokens as computed and sampled; None if nothing can
+        run before results of earlier plans have been received."""
+        plan = self._plan
+        before = len(plan.preempted)
+        budget = self._decode(plan)
+        self._prefill(plan, budget, admits=len(plan.preempted) == before)
+        if not plan.entries:
+            return None
+        plan.started = [each for each in dict.fromkeys(plan.started) if each.row is not None]
+        self._plan = Plan()
+        return plan
+
+    def received(self, sequence: Sequence, tokens: Items[int], drafts: int = 0) -> bool:
+        """Take the tokens that came of a sequence's samples in one plan.
+
+        `drafts` is the entry's number of drafts, `tokens` what was accepted, 1 to 1 + drafts
+        tokens; the rest is rolled back. With no token at all (sampling failed) the sequence stands
+        still until `finish`. False when the sequence is finished and the tokens are dropped.
+        """
+        sequence.num_pending -= 1 + drafts
+        sequence.drafts = []
+        if sequence.status is Status.FINISHED:
+            return False
+        sequence.tokens.extend(tokens)
+        if sequence.status is Status.RUNNING:
+            if tokens:
+                sequence.num_computed -= 1 + drafts - len(tokens)
+            self.manager.commit(sequence)
+        return True
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence at any point; its pages and row are free for the next plan. Children that
+        were not forked yet run on without it. Does nothing when it is finished already."""
+        if sequence.status is Status.RUNNING:
+            self._stop(sequence)
+        elif sequence.status is not Status.FINISHED:
+            self._remove(self.waiting, sequence)
+        sequence.status = Status.FINISHED
+        children = [each for each in sequence.children if each.status is not Status.FINISHED]
+        sequence.children = []
+        if children:
+            children[0].children = children[1:]
+            insort(self.waiting, children[0], key=_order)
+
+    def reset(self) -> list[Sequence]:
+        """Preempt all running sequences and drop the prefix cache, as for new weights or sleep.
+        Returns those preempted (the next plan names them too); they start again once their pending
+        tokens were received."""
+        preempted = list(self.running)
+        while self.running:
+            self._preempt(self.running[-1])
+        self.manager.reset_prefix_cache()
+        return preempted
+
+    def _check(self, sequence: Sequence) -> None:
+        name = f"request {sequence.request_id}"
+        least = sequence.num_prompt + (0 if sequence.pooling else 1)
+        if sequence.num_prompt == 0:
+            raise EngineError(f"{name} has an empty prompt; give it at least one token")
+        if sequence.max_len < least:
+            raise EngineError(
+                f"{name} has {sequence.num_prompt} prompt tokens and may reach {sequence.max_len}; "
+                f"it needs room for {least}: shorten the prompt"
+            )
+        if sequence.lora is not None and self.config.max_loras == 0:
+            raise EngineError(
+                f"{name} asks for adapter {sequence.lora!r}, but max_loras=0; enable adapters"
+            )
+        stored = max(sequence.max_len - (0 if sequence.pooling else 1), sequence.num_prompt)
+        shortage = self.manager.shortage(stored)
+        if shortage is not None:
+            raise EngineError(
+                f"{name} may reach {sequence.max_len} tokens and then needs {shortage}; lower its "
+                "token limit, or give the cache more memory"
+            )
+
+    def _key(self, sequence: Sequence) -> tuple[float, float, int]:
+        rank = sequence.arrival
+        if self.config.policy == "priority":
+            rank = sequence.priority + sequence.arrival / self.config.priority_aging_seconds
+        return (rank, sequence.arrival, sequence.id)
+
+    def _decode(self, plan: Plan) -> int:
+        """Plan the sequences with one token to compute; returns the tokens left for prompts."""
+        running = self.running
+        decodes = []
+        prefills = 0
+        for sequence in running:
+            length = len(sequence.tokens) + sequence.num_pending
+            remaining = length - sequence.num_computed
+            if remaining > 1:
+                prefills += 1
+            elif remaining == 1 and (length < sequence.max_len or sequence.pooling):
+                decodes.append(sequence)
+        budget = self.config.max_num_batched_tokens - len(decodes)
+        extra = budget // 2 if prefills or self.waiting else budget
+        for sequence in decodes:
+            if sequence.row is None:  # preempted by one before it
+                budget += 1
+                continue
+            drafts = self._drafts(sequence, extra) if sequence.drafts else 0
+            start = sequence.num_computed
+            if drafts and not self.manager.extend(sequence, start, start + 1 + drafts, plan):
+                drafts = 0
+            if not drafts and not self._make_room(sequence, start, plan):
+                budget += 1
+                continue
+            extra -= drafts
+            budget -= drafts
+            self._emit(plan, sequence, 1 + drafts, drafts)
+        return budget
+
+    def _drafts(self, sequence: Sequence, most: int) -> int:
+        """How many of the drafts to try; none before pending tokens are known and before
+        the prompt is forked."""
+        if sequence.num_pending or sequence.children:
+            return 0
+        return min(len(sequence.drafts), most, sequence.max_len - len(sequence.tokens) - 1)
+
+    def _make_room(self, sequence: Sequence, start: int, plan: Plan) -> bool:
+        """Make one token writable, if need be at the expense of the last in order."""
+        while not self.manager.extend(sequence, start, start + 1, plan):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _prefill(self, plan: Plan, budget: int, admits: bool) -> None:
+        """Share the rest of the step between prompts: those begun, then those that wait."""
+        if budget < 1:
+            return
+        partial = [sequence for sequence in self.running if sequence.remaining > 1]
+        jobs = [self._job(sequence, sequence.num_computed, True) for sequence in partial]
+        starved = [each for each in partial if self.manager.room(each, plan) < 1]
+        candidates = self._candidates(jobs, budget) if admits and not starved else []
+        grants = share_tokens(
+            budget,
+            jobs,
+            limit=self.config.max_num_partial_prefills,
+            base=plan.num_tokens,
+            buckets=self.config.buckets,
+        )
+        for sequence, grant in zip(partial, grants[: len(partial)], strict=True):
+            self._advance(plan, sequence, grant)
+        for sequence, grant in zip(candidates, grants[len(partial) :], strict=True):
+            if grant and self._admit(plan, sequence):
+                self._advance(plan, sequence, grant)
+        if starved and not plan.entries:
+            self._relieve(starved[0], plan)
+
+    def _job(self, sequence: Sequence, computed: int, running: bool) -> Job:
+        remaining = sequence.length - computed
+        most = self.config.long_prefill_token_threshold or remaining
+        return Job(remaining, most, running)
+
+    def _candidates(self, jobs: list[Job], budget: int) -> list[Sequence]:
+        """Choose the waiting sequences that may start now, in order, and add their jobs."""
+        found: list[Sequence] = []
+        wanted = sum(min(job.remaining, job.most) for job in jobs)
+        adapters = set(self._adapters)
+        barred: set[str] = set()
+        spare = self.manager.spare(len(self.running))
+        for sequence in self.waiting:
+            enough = wanted >= budget and len(jobs) >= self.config.max_num_partial_prefills
+            if enough or len(found) == len(self._rows) or sequence.num_pending:
+                break
+            if sequence.lora is not None and not self._adapter_fits(
+                sequence.lora, adapters, barred
+            ):
+                continue
+            match = self.manager.match(sequence)
+            if not self.manager.claim(sequence, match, spare):
+                break
+            if sequence.lora is not None:
+                adapters.add(sequence.lora)
+            job = self._job(sequence, match.num_tokens, False)
+            wanted += min(job.remaining, job.most)
+            jobs.append(job)
+            found.append(sequence)
+        else:
+            if not barred:
+                self._draining = None
+        return found
+
+    def _adapter_fits(self, lora: str, adapters: set[str], barred: set[str]) -> bool:
+        """Whether an adapter can run now. While one waits for a place, sequences behind it start
+        no more with the adapter that has the fewest running, so that its place comes free."""
+        if lora in adapters:
+            return not (barred and lora == self._draining)
+        if not barred and len(adapters) < self.config.max_loras:
+            return True
+        barred.add(lora)
+        if self._draining not in self._adapters:
+            self._draining = min(self._adapters, key=self._adapters.__getitem__, default=None)
+        return False
+
+    def _admit(self, plan: Plan, sequence: Sequence) -> bool:
+        """Give a waiting sequence a row and pages; False if they went to those before it."""
+        match = self.manager.match(sequence)
+        if not self.manager.claim(sequence, match, self.manager.spare(0)):
+            return False
+        self._remove(self.waiting, sequence)
+        self._start(plan, sequence)
+        self.manager.admit(sequence, match, plan)
+        if not sequence.began:
+            sequence.began = True
+            sequence.num_cached = match.num_tokens
+            if sequence.reads_cache and self.manager.prefix_caching:
+                plan.prefix_queries += len(sequence.tokens)
+                plan.prefix_hits += match.num_tokens
+        return True
+
+    def _advance(self, plan: Plan, sequence: Sequence, grant: int) -> None:
+        """Plan a chunk of a prompt, as long as pages can be had."""
+        count = min(grant, sequence.remaining, self.manager.room(sequence, plan))
+        if count < 1:
+            return
+        start = sequence.num_computed
+        if self.manager.extend(sequence, start, start + count, plan):
+            self._emit(plan, sequence, count, 0)
+
+    def _relieve(self, sequence: Sequence, plan: Plan) -> None:
+        """Preempt from the last in order until a prompt that is short of pages can go on."""
+        while self.running[-1] is not sequence and self.manager.room(sequence, plan) < 1:
+            self._preempt(self.running[-1])
+        self._advance(plan, sequence, self.config.max_num_batched_tokens)
+
+    def _emit(self, plan: Plan, sequence: Sequence, count: int, drafts: int) -> None:
+        """Put [num_computed, num_computed + count) into the plan and the samples it leads to."""
+        row = sequence.row
+        assert row is not None, "only running sequences are planned"
+        entry = len(plan.entries)
+        start = sequence.num_computed
+        length = len(sequence.tokens) + sequence.num_pending
+        plan.entries.append(Entry(sequence, row, start, count, drafts))
+        plan.num_tokens += count
+        stop = start + count
+        sequence.num_computed = stop
+        self.manager.commit(sequence)
+        if stop - drafts < length:
+            return
+        if sequence.pooling:
+            plan.pooled.append(Sample(sequence, row, entry, count - 1, length))
+            return
+        first = count - 1 - drafts
+        for draft in range(drafts + 1):
+            plan.samples.append(Sample(sequence, row, entry, first + draft, length + draft))
+        sequence.num_pending += 1 + drafts
+        if sequence.children:
+            self._fork(plan, sequence, entry, count - 1)
+
+    def _fork(self, plan: Plan, parent: Sequence, entry: int, offset: int) -> None:
+        """Let the children share the prompt; those without a row queue on their own."""
+        children = [each for each in parent.children if each.status is not Status.FINISHED]
+        parent.children = []
+        for child in children:
+            if not self._rows:
+                insort(self.waiting, child, key=_order)
+                continue
+            row = self._start(plan, child)
+            child.began = True
+            child.num_cached = parent.num_cached
+            self.manager.fork(parent, child, plan)
+            plan.samples.append(Sample(child, row, entry, offset, child.num_prompt))
+            child.num_pending = 1
+
+    def _start(self, plan: Plan, sequence: Sequence) -> int:
+        sequence.row = heapq.heappop(self._rows)
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_order)
+        if sequence.lora is not None:
+            self._adapters[sequence.lora] = self._adapters.get(sequence.lora, 0) + 1
+        plan.started.append(sequence)
+        return sequence.row
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take row and pages back."""
+        assert sequence.row is not None, "a running sequence has a row"
+        self._remove(self.running, sequence)
+        heapq.heappush(self._rows, sequence.row)
+        sequence.row = None
+        self.manager.free(sequence)
+        if sequence.lora is not None:
+            self._adapters[sequence.lora] -= 1
+            if not self._adapters[sequence.lora]:
+                del self._adapters[sequence.lora]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
+        sequence.status = Status.PREEMPTED
+        sequence.drafts = []
+        insort(self.waiting, sequence, key=_order)
+        self._plan.preempted.append(sequence)
+
+    @staticmethod
+    def _remove(queue: list[Sequence], sequence: Sequence) -> None:
+        """Take a sequence out of a queue; children that wait for their parent are in none."""
+        index = bisect_left(queue, sequence.order, key=_order)
+        if index < len(queue) and queue[index] is sequence:
+            del queue[index]
