@@ -5,30 +5,18 @@ S slots of a page, C = 2 K (k0, v0, k1, v1, ...), M copies.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fornax.config.errors import KernelError
+from fornax.kernels._paged_attention import native
+from fornax.kernels._paged_attention.call import WriteCall
 from fornax.kernels._paged_attention.sharded import write_over_mesh
 from fornax.kernels.registry import Implementation, Operation, current_platform
 
 __all__ = ["copy_pages", "paged_write", "paged_write_operation"]
-
-
-@dataclass(frozen=True)
-class WriteCall:
-    """Shapes and dtypes of one write: what implementations look at when they decline."""
-
-    platform: str
-    tokens: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: str
-    cache_dtype: str
 
 
 def scatter(
@@ -58,7 +46,10 @@ def _rehearse(call: WriteCall, run: Callable[..., jax.Array]) -> Callable[[], An
 
 paged_write_operation: Operation[WriteCall] = Operation(
     "paged_write",
-    (Implementation("xla", scatter, lambda call: None),),
+    (
+        Implementation("native", native.write, native.declines_write),
+        Implementation("xla", scatter, lambda call: None),
+    ),
     _rehearse,
 )
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fornax.config.errors import KernelError
 from fornax.kernels.registry import current_platform
 
-__all__ = ["PagedCall", "PagedInputs", "describe"]
+__all__ = ["PagedCall", "PagedInputs", "WriteCall", "describe"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,19 @@ class PagedCall:
     window: int | None
     softcap: float | None
     sinks: bool
+
+
+@dataclass(frozen=True)
+class WriteCall:
+    """Shapes and dtypes of one write: what implementations look at when they decline."""
+
+    platform: str
+    tokens: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    cache_dtype: str
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ S slots of a page, C = 2 K (k0, v0, k1, v1, ...), R rows (sequences), W pages of
 import jax
 import jax.numpy as jnp
 
+from fornax.kernels._paged_attention import native
 from fornax.kernels._paged_attention.blockwise import blockwise
 from fornax.kernels._paged_attention.call import PagedCall, PagedInputs, describe
 from fornax.kernels._paged_attention.reference import reference
@@ -20,6 +21,7 @@ __all__ = ["paged_attention", "paged_attention_operation"]
 paged_attention_operation: Operation[PagedCall] = Operation(
     "paged_attention",
     (
+        Implementation("native", native.native, native.declines),
         Implementation("xla", blockwise, lambda call: None),
         Implementation("reference", reference, lambda call: None),
     ),

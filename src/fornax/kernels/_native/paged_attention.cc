@@ -1,0 +1,592 @@
+// Attention over a paged cache on CPU, and the write into it, straight through the page tables.
+//
+// A token's result is bitwise the same whatever else is in the step, however its prompt was cut into
+// chunks and however many threads there are. So nothing in its arithmetic depends on those: keys come
+// in blocks and segments that begin at fixed positions, a segment's blocks are joined by a running
+// maximum and sum (Dao 2023), and segments are joined one after the other. A key that a query does not
+// see adds exact zeros to it. Tiles, tasks and threads only decide who computes what.
+//
+// Letters: T tokens of the step, N query heads, K key/value heads, G = N / K, H head width, P pages of
+// a layer, S slots of a page, C = 2 K (or more, if the caller uses one head of several), R rows
+// (sequences), W pages of a table's row. q, o [T, N, H]; kv [L, P, S, C, H]. A line is one query head
+// of one token.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "simd.h"
+
+namespace fornax {
+namespace {
+
+constexpr int64_t kKeys = 64;             // keys of a block
+constexpr int64_t kSegment = 4 * kKeys;   // keys of a segment
+constexpr int64_t kTileLines = 64;        // lines that share one packing of a block
+constexpr int64_t kFewLines = 16;         // up to here a tile takes all key heads in one task
+constexpr int64_t kSmall = 1 << 16;       // elements of the cache that are not worth a second thread
+constexpr float kLowest = -1e30f;
+
+typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+
+inline Vec load_wide(const float* from) { return load(from); }
+inline Vec load_wide(const Half* from) {
+  HalfVec narrow_;
+  std::memcpy(&narrow_, from, sizeof narrow_);
+  return from_bits(__builtin_convertvector(narrow_, IntVec) << 16);
+}
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define FORNAX_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#if !defined(FORNAX_SHUFFLE)
+#define FORNAX_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+// a[from], b[from], a[from + 1], b[from + 1], ...
+template <int from, int... lane>
+inline Vec zip(Vec a, Vec b, std::integer_sequence<int, lane...>) {
+  return FORNAX_SHUFFLE(a, b, (lane % 2 * kLanes + from + lane / 2)...);
+}
+
+// Swaps rows and columns: each round rotates the bits of (row, column) by one.
+inline void transpose(Vec (&v)[kLanes]) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+  for (int round = 1; round < kLanes; round *= 2) {
+    Vec zipped[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) {
+      zipped[2 * i] = zip<0>(v[i], v[i + kLanes / 2], lanes);
+      zipped[2 * i + 1] = zip<kLanes / 2>(v[i], v[i + kLanes / 2], lanes);
+    }
+    for (int i = 0; i < kLanes; ++i) v[i] = zipped[i];
+  }
+}
+
+// Keys as columns: packed[h * kKeys + j] = keys[j][h] for j < count, a multiple of kLanes.
+template <typename T>
+void pack_keys(const T* const* keys, int64_t count, int64_t width, float* packed) {
+  const int64_t whole = width / kLanes * kLanes;
+  for (int64_t j = 0; j < count; j += kLanes) {
+    for (int64_t h = 0; h < whole; h += kLanes) {
+      Vec square[kLanes];
+      for (int i = 0; i < kLanes; ++i) square[i] = load_wide(keys[j + i] + h);
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) store(packed + (h + i) * kKeys + j, square[i]);
+    }
+    for (int64_t h = whole; h < width; ++h) {
+      for (int i = 0; i < kLanes; ++i) packed[h * kKeys + j + i] = widen(keys[j + i][h]);
+    }
+  }
+}
+
+// out[line] = out[line] * shrink[line] + sum over keys low..high of weights[line][key] values[key].
+template <int kRows, int kVecs, typename T>
+inline void gather_tile(int64_t low, int64_t high, const float* weights, const T* const* values,
+                        int64_t column, const float* shrink, float* out, int64_t width) {
+  Vec acc[kRows][kVecs] = {};
+  for (int64_t key = low; key < high; ++key) {
+    Vec line[kVecs];
+    for (int j = 0; j < kVecs; ++j) line[j] = load_wide(values[key] + column + j * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      const Vec x = splat(weights[i * kKeys + key]);
+      for (int j = 0; j < kVecs; ++j) acc[i][j] += x * line[j];
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVecs; ++j) {
+      float* to = out + i * width + column + j * kLanes;
+      store(to, load(to) * splat(shrink[i]) + acc[i][j]);
+    }
+  }
+}
+
+template <int kVecs, typename T>
+inline void gather_panel(int64_t lines, int64_t low, int64_t high, const float* weights,
+                         const T* const* values, int64_t column, const float* shrink, float* out,
+                         int64_t width) {
+  constexpr int kRows = 4;
+  int64_t i = 0;
+  for (; i + kRows <= lines; i += kRows) {
+    gather_tile<kRows, kVecs>(low, high, weights + i * kKeys, values, column, shrink + i,
+                              out + i * width, width);
+  }
+  for (; i < lines; ++i) {
+    gather_tile<1, kVecs>(low, high, weights + i * kKeys, values, column, shrink + i,
+                          out + i * width, width);
+  }
+}
+
+template <typename T>
+void gather_values(int64_t lines, int64_t low, int64_t high, const float* weights,
+                   const T* const* values, const float* shrink, float* out, int64_t width) {
+  constexpr int kWide = kLanes >= 16 ? 4 : 2;
+  int64_t j = 0;
+  for (; j + kWide * kLanes <= width; j += kWide * kLanes) {
+    gather_panel<kWide>(lines, low, high, weights, values, j, shrink, out, width);
+  }
+  for (; j < width; j += kLanes) {
+    gather_panel<1>(lines, low, high, weights, values, j, shrink, out, width);
+  }
+}
+
+// What some lines have gathered from some keys: their scores' maximum, the sum of e^(score - maximum),
+// and the values weighted alike.
+struct Partial {
+  float *top, *total, *out;
+  static int64_t floats(int64_t lines, int64_t width) { return lines * (width + 2); }
+  static Partial at(float* memory, int64_t lines, int64_t width) {
+    return {memory + lines * width, memory + lines * (width + 1), memory};
+  }
+  void clear(int64_t lines, int64_t width) const {
+    std::fill(top, top + lines, kLowest);
+    std::fill(total, total + lines, 0.0f);
+    std::fill(out, out + lines * width, 0.0f);
+  }
+};
+
+// Adds the next segment. One compiled body, so that its rounding is the same for every caller.
+__attribute__((noinline)) void join(const Partial& sum_, const Partial& next, int64_t lines,
+                                    int64_t width) {
+  for (int64_t i = 0; i < lines; ++i) {
+    if (next.total[i] == 0) continue;  // saw nothing there
+    const float now = std::max(sum_.top[i], next.top[i]);
+    const float before = std::exp(sum_.top[i] - now), after = std::exp(next.top[i] - now);
+    float* out = sum_.out + i * width;
+    const float* added = next.out + i * width;
+    for (int64_t j = 0; j < width; j += kLanes) {
+      store(out + j, load(out + j) * splat(before) + load(added + j) * splat(after));
+    }
+    sum_.total[i] = sum_.total[i] * before + next.total[i] * after;
+    sum_.top[i] = now;
+  }
+}
+
+struct Step {
+  int64_t T, N, H, P, S, C, R, W, K;
+  int64_t layer, first_head;  // first_head: the key head of query head 0
+  const int32_t *table, *start, *lens;
+  const float* sinks;  // null: none
+  float scale, softcap;  // softcap 0: none
+  int64_t window;        // 0: none
+  int64_t group() const { return N / K; }
+  int64_t width() const { return round_up(H, kLanes); }
+};
+
+// Some tokens of one row that share their keys, and the key heads that one task takes for them.
+struct Item {
+  int64_t row, token, count, position;
+  int64_t head, heads;
+  int64_t low, high;      // keys that some token sees
+  int64_t parts = 1;      // tasks that share the segments
+  int64_t partials = 0;   // where the tasks leave what they gathered, if they are several
+  int64_t first_segment() const { return low / kSegment; }
+  int64_t segments() const { return (high - 1) / kSegment + 1 - first_segment(); }
+  int64_t cost() const { return (high - low) * heads * (8 + count); }
+};
+
+template <typename Q, typename T>
+struct Attend {
+  Step s;
+  const Q* q;
+  const T* kv;
+  Q* o;
+
+  int64_t lines(const Item& item) const { return item.count * s.group() * item.heads; }
+
+  struct Scratch {
+    float *queries, *keys, *values, *scores, *shrink;
+    const T* key_at[kKeys];
+    const T* value_at[kKeys];
+    const float* packed_at[kKeys];
+  };
+
+  int64_t scratch_floats(const Item& item) const {
+    const int64_t tile = item.count * s.group();
+    return round_up(lines(item) * s.H, 16) + kKeys * (s.H + s.width() + tile) + round_up(tile, 16) +
+           2 * round_up(Partial::floats(lines(item), s.width()), 16);
+  }
+
+  Scratch scratch(const Item& item, Arena& arena) const {
+    const int64_t tile = item.count * s.group();
+    Scratch w;
+    w.queries = arena.take(round_up(lines(item) * s.H, 16));
+    w.keys = arena.take(kKeys * s.H);
+    w.values = arena.take(kKeys * s.width());
+    w.scores = arena.take(kKeys * tile);
+    w.shrink = arena.take(round_up(tile, 16));
+    for (int64_t j = 0; j < kKeys; ++j) w.packed_at[j] = w.values + j * s.width();
+    const float* end = w.values + kKeys * s.width();
+    std::fill(w.values, const_cast<float*>(end), 0.0f);
+    load_queries(item, w.queries);
+    return w;
+  }
+
+  // Lines by head, then token, then head of the group.
+  void load_queries(const Item& item, float* to) const {
+    const int64_t G = s.group();
+    for (int64_t head = item.head; head < item.head + item.heads; ++head) {
+      for (int64_t i = 0; i < item.count; ++i) {
+        const Q* from = q + ((item.token + i) * s.N + head * G) * s.H;
+        for (int64_t j = 0; j < G * s.H; ++j) *to++ = widen(from[j]) * s.scale;
+      }
+    }
+  }
+
+  const T* slot(const Item& item, int64_t position) const {
+    const int64_t page = s.table[item.row * s.W + position / s.S];
+    return kv + ((s.layer * s.P + page) * s.S + position % s.S) * s.C * s.H;
+  }
+
+  // Asks for part of a block ahead of its use: whole slots, so that memory is read in order.
+  void prefetch(const Item& item, int64_t block, int64_t part) const {
+    const int64_t first = block + part * kKeys / item.heads;
+    const int64_t last = std::min(block + (part + 1) * kKeys / item.heads, item.high);
+    for (int64_t position = first; position < last; ++position) {
+      const char* at = reinterpret_cast<const char*>(slot(item, position) +
+                                                     2 * (s.first_head + item.head) * s.H);
+      const int64_t bytes = 2 * item.heads * s.H * sizeof(T);
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    }
+  }
+
+  // Scores of one line become weights. Keys low..high of the block are visible to it.
+  float soften(float* scores, int64_t columns, int64_t low, int64_t high, float* top,
+               float* total) const {
+    const bool cut = low > 0 || high < columns;
+    IntVec lanes;
+    for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+    Vec most = splat(kLowest);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      Vec x = load(scores + j);
+      if (s.softcap != 0) x = s.softcap * hyperbolic_tangent(x / s.softcap);
+      if (cut) {
+        const IntVec key = lanes + static_cast<int32_t>(j);
+        const IntVec seen = (key >= static_cast<int32_t>(low)) & (key < static_cast<int32_t>(high));
+        x = where(seen, x, splat(kLowest));
+      }
+      store(scores + j, x);
+      most = maximum(most, x);
+    }
+    const float now = std::max(*top, highest(most));
+    Vec added = splat(0.0f);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      const Vec x = load(scores + j);
+      const Vec w = where(~(x <= kLowest), exponential(x - now));
+      store(scores + j, w);
+      added += w + (x - x);  // the difference is NaN if x is, which the exponential hides
+    }
+    const float shrink = std::exp(*top - now);
+    *total = *total * shrink + sum(added);
+    *top = now;
+    return shrink;
+  }
+
+  // One head's lines against the block of keys that begins at `base`.
+  void block(const Item& item, int64_t base, int64_t head, Scratch& w, const float* queries,
+             const Partial& sum_) const {
+    const int64_t tile = item.count * s.group(), G = s.group();
+    const int64_t low = std::max<int64_t>(item.low - base, 0);
+    const int64_t high = std::min(item.high - base, kKeys);
+    const int64_t columns = round_up(high, kLanes);
+    const int64_t offset = 2 * (s.first_head + head) * s.H;
+    for (int64_t j = 0; j < columns; ++j) {
+      w.key_at[j] = slot(item, base + std::min(std::max(j, low), high - 1)) + offset;
+      w.value_at[j] = w.key_at[j] + s.H;
+    }
+    pack_keys(w.key_at, columns, s.H, w.keys);
+    product(tile, columns, s.H, {queries, s.H, 1}, w.keys, kKeys, w.scores, kKeys, false);
+    for (int64_t i = 0; i < tile; ++i) {
+      const int64_t position = item.position + i / G - base;
+      const int64_t first = s.window ? std::max<int64_t>(position - s.window + 1, 0) : 0;
+      w.shrink[i] = soften(w.scores + i * kKeys, columns, first, std::min(position + 1, columns),
+                           sum_.top + i, sum_.total + i);
+    }
+    if (s.H % kLanes == 0 && (sizeof(T) == sizeof(float) || tile <= kFewLines)) {
+      gather_values(tile, low, high, w.scores, w.value_at, w.shrink, sum_.out, s.width());
+      return;
+    }
+    for (int64_t j = low; j < high; ++j) {
+      for (int64_t h = 0; h < s.H; ++h) w.values[j * s.width() + h] = widen(w.value_at[j][h]);
+    }
+    gather_values(tile, low, high, w.scores, w.packed_at, w.shrink, sum_.out, s.width());
+  }
+
+  void segment(const Item& item, int64_t index, Scratch& w, const Partial& sum_) const {
+    const int64_t tile = item.count * s.group();
+    sum_.clear(lines(item), s.width());
+    const int64_t first = std::max(index * kSegment, item.low / kKeys * kKeys);
+    const int64_t end = std::min((index + 1) * kSegment, item.high);
+    for (int64_t base = first; base < end; base += kKeys) {
+      for (int64_t i = 0; i < item.heads; ++i) {
+        prefetch(item, base + kKeys, i);
+        const Partial mine = {sum_.top + i * tile, sum_.total + i * tile,
+                              sum_.out + i * tile * s.width()};
+        block(item, base, item.head + i, w, w.queries + i * tile * s.H, mine);
+      }
+    }
+  }
+
+  void finish(const Item& item, const Partial& sum_) const {
+    const int64_t G = s.group();
+    for (int64_t i = 0; i < lines(item); ++i) {
+      const int64_t head = (item.head + i / (item.count * G)) * G + i % G;
+      const int64_t token = item.token + i / G % item.count;
+      float top = sum_.top[i], total = sum_.total[i], keep = 1;
+      if (s.sinks) {
+        const float now = std::max(top, s.sinks[head]);
+        keep = std::exp(top - now);
+        total = total * keep + std::exp(s.sinks[head] - now);
+      }
+      const float factor = total == 0 ? 0 : keep / total;
+      Q* to = o + (token * s.N + head) * s.H;
+      for (int64_t j = 0; j < s.H; ++j) narrow(sum_.out[i * s.width() + j] * factor, to + j);
+    }
+  }
+
+  // All segments of an item, joined in order.
+  void whole(const Item& item, Arena& arena) const {
+    Scratch w = scratch(item, arena);
+    const int64_t room = round_up(Partial::floats(lines(item), s.width()), 16);
+    const Partial sum_ = Partial::at(arena.take(room), lines(item), s.width());
+    const Partial next = Partial::at(arena.take(room), lines(item), s.width());
+    segment(item, item.first_segment(), w, sum_);
+    for (int64_t i = 1; i < item.segments(); ++i) {
+      segment(item, item.first_segment() + i, w, next);
+      join(sum_, next, lines(item), s.width());
+    }
+    finish(item, sum_);
+  }
+
+  Partial partial(const Item& item, float* memory, int64_t index) const {
+    memory += item.partials + index * Partial::floats(lines(item), s.width());
+    return Partial::at(memory, lines(item), s.width());
+  }
+
+  // One segment of an item; who ends last joins them.
+  void share(const Item& item, int64_t index, float* memory, std::atomic<int64_t>& left,
+             Arena& arena) const {
+    Scratch w = scratch(item, arena);
+    segment(item, item.first_segment() + index, w, partial(item, memory, index));
+    if (left.fetch_sub(1) != 1) return;
+    const Partial sum_ = partial(item, memory, 0);
+    for (int64_t i = 1; i < item.segments(); ++i) {
+      join(sum_, partial(item, memory, i), lines(item), s.width());
+    }
+    finish(item, sum_);
+  }
+
+  std::vector<Item> items() const {
+    std::vector<Item> all;
+    const int64_t G = s.group(), most = std::max<int64_t>(1, kTileLines / G);
+    for (int64_t row = 0; row < s.R; ++row) {
+      const int64_t end = s.start[row + 1];
+      for (int64_t token = s.start[row]; token < end; token += most) {
+        Item item;
+        item.row = row;
+        item.token = token;
+        item.count = std::min(most, end - token);
+        item.position = s.lens[row] - (end - token);
+        item.high = item.position + item.count;
+        item.low = s.window ? std::max<int64_t>(item.position - s.window + 1, 0) : 0;
+        item.heads = item.count * G <= kFewLines ? s.K : 1;
+        for (item.head = 0; item.head < s.K; item.head += item.heads) all.push_back(item);
+      }
+    }
+    return all;
+  }
+
+  void run(ffi::ThreadPool& pool) const {
+    std::vector<Item> all = items();
+    const int64_t threads = pool.num_threads();
+    const bool scarce = static_cast<int64_t>(all.size()) < 4 * threads;
+    int64_t floats = 0, elements = 0;
+    std::vector<std::pair<int64_t, int64_t>> tasks;  // item and segment
+    for (size_t i = 0; i < all.size(); ++i) {
+      Item& item = all[i];
+      elements += (item.high - item.low) * item.heads * 2 * s.H;
+      if (threads > 1 && (scarce || item.heads == s.K)) item.parts = item.segments();
+      if (item.parts > 1) {
+        item.partials = floats;
+        floats += item.parts * Partial::floats(lines(item), s.width());
+      }
+      for (int64_t part = 0; part < item.parts; ++part) tasks.emplace_back(i, part);
+    }
+    std::stable_sort(tasks.begin(), tasks.end(), [&](const auto& a, const auto& b) {
+      return all[a.first].cost() / all[a.first].parts > all[b.first].cost() / all[b.first].parts;
+    });
+    static thread_local std::vector<float> memory;
+    if (static_cast<int64_t>(memory.size()) < floats) memory.resize(floats);
+    float* partials = memory.data();
+    std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[all.size()]);
+    for (size_t i = 0; i < all.size(); ++i) left[i] = all[i].parts;
+    const auto work = [&](int64_t index) {
+      const Item& item = all[tasks[index].first];
+      Arena& arena = Arena::of_this_thread();
+      arena.start(scratch_floats(item));
+      if (item.parts == 1) {
+        whole(item, arena);
+      } else {
+        share(item, tasks[index].second, partials, left[tasks[index].first], arena);
+      }
+    };
+    if (elements <= kSmall) {
+      for (size_t i = 0; i < tasks.size(); ++i) work(i);
+    } else {
+      parallel_for(pool, tasks.size(), work);
+    }
+    std::fill(o + s.start[s.R] * s.N * s.H, o + s.T * s.N * s.H, Q());
+  }
+};
+
+using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
+
+ffi::Error invalid(const std::string& message) {
+  return ffi::Error::InvalidArgument("paged_attention: " + message);
+}
+
+// Refuses what would read outside the arrays.
+ffi::Error check(const Step& s, int64_t layers) {
+  if (s.layer < 0 || s.layer >= layers) {
+    return invalid("layer=" + std::to_string(s.layer) + " of " + std::to_string(layers));
+  }
+  for (int64_t row = 0; row < s.R; ++row) {
+    const int64_t count = s.start[row + 1] - s.start[row], length = s.lens[row];
+    const std::string name = "row " + std::to_string(row);
+    if (s.start[row] < 0 || count < 0 || s.start[row + 1] > s.T) {
+      return invalid(name + " has query_start outside the step's tokens");
+    }
+    if (count == 0) continue;
+    if (length < count || length > s.W * s.S) {
+      return invalid(name + " has context_lens=" + std::to_string(length) + "; it must be " +
+                     std::to_string(count) + " (its tokens) to " + std::to_string(s.W * s.S) +
+                     " (its table's pages)");
+    }
+    const int64_t low = s.window ? std::max<int64_t>(length - count - s.window + 1, 0) : 0;
+    for (int64_t i = low / s.S; i <= (length - 1) / s.S; ++i) {
+      const int64_t page = s.table[row * s.W + i];
+      if (page < 0 || page >= s.P) {
+        return invalid(name + " names page " + std::to_string(page) + " of " + std::to_string(s.P));
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Q, typename T>
+void attend(const Step& s, ffi::ThreadPool& pool, const ffi::AnyBuffer& q, const ffi::AnyBuffer& kv,
+            ffi::AnyBuffer& o) {
+  Attend<Q, T>{s, static_cast<const Q*>(q.untyped_data()), static_cast<const T*>(kv.untyped_data()),
+               static_cast<Q*>(o.untyped_data())}
+      .run(pool);
+}
+
+ffi::Error attend_call(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, Ints layer,
+                       Ints table, Ints start, Ints lens, Floats sinks, Ints kv_head,
+                       ffi::Result<ffi::AnyBuffer> o, float scale, float softcap, int64_t window) {
+  const auto qd = q.dimensions(), kvd = kv.dimensions(), td = table.dimensions();
+  Step s;
+  s.T = qd[0], s.N = qd[1], s.H = qd[2];
+  s.P = kvd[1], s.S = kvd[2], s.C = kvd[3];
+  s.R = td[0], s.W = td[1];
+  const bool picks = kv_head.element_count() != 0;
+  s.K = picks ? 1 : s.C / 2;
+  s.first_head = picks ? kv_head.typed_data()[0] : 0;
+  s.layer = layer.typed_data()[0];
+  s.table = table.typed_data(), s.start = start.typed_data(), s.lens = lens.typed_data();
+  s.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  s.scale = scale, s.softcap = softcap, s.window = window;
+  if (ffi::Error error = check(s, kvd[0]); error.failure()) return error;
+  const bool wide_q = q.element_type() == ffi::F32, wide_kv = kv.element_type() == ffi::F32;
+  const auto run = wide_q ? (wide_kv ? attend<float, float> : attend<float, Half>)
+                          : (wide_kv ? attend<Half, float> : attend<Half, Half>);
+  run(s, pool, q, kv, *o);
+  return ffi::Error::Success();
+}
+
+template <typename From, typename To>
+void write(ffi::ThreadPool& pool, const From* k, const From* v, const int32_t* slots, int64_t tokens,
+           int64_t heads, int64_t width, To* layer) {
+  constexpr int64_t kTokens = 64;
+  const auto some = [&](int64_t index) {
+    for (int64_t t = index * kTokens; t < std::min(tokens, (index + 1) * kTokens); ++t) {
+      To* to = layer + slots[t] * 2 * heads * width;
+      for (int64_t i = 0; i < heads; ++i) {
+        const int64_t from = (t * heads + i) * width;
+        for (int64_t j = 0; j < width; ++j) narrow(widen(k[from + j]), to++);
+        for (int64_t j = 0; j < width; ++j) narrow(widen(v[from + j]), to++);
+      }
+    }
+  };
+  const int64_t tasks = (tokens + kTokens - 1) / kTokens;
+  if (tokens * heads * width <= kSmall) {
+    for (int64_t i = 0; i < tasks; ++i) some(i);
+  } else {
+    parallel_for(pool, tasks, some);
+  }
+}
+
+ffi::Error write_call(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                      Ints layer, Ints slots, ffi::Result<ffi::AnyBuffer> kv) {
+  const auto kvd = kv->dimensions(), kd = k.dimensions();
+  const int64_t tokens = kd[0], heads = kd[1], width = kd[2], room = kvd[1] * kvd[2];
+  const int64_t index = layer.typed_data()[0];
+  if (cache.untyped_data() != kv->untyped_data()) return invalid("the cache is not written in place");
+  if (index < 0 || index >= kvd[0]) return invalid("layer=" + std::to_string(index));
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t slot = slots.typed_data()[t];
+    if (slot < 0 || slot >= room) {
+      return invalid("token " + std::to_string(t) + " names slot " + std::to_string(slot) + " of " +
+                     std::to_string(room));
+    }
+  }
+  const auto run = [&](auto from, auto to) {
+    using From = decltype(from);
+    using To = decltype(to);
+    write(pool, static_cast<const From*>(k.untyped_data()), static_cast<const From*>(v.untyped_data()),
+          slots.typed_data(), tokens, heads, width,
+          static_cast<To*>(kv->untyped_data()) + index * room * 2 * heads * width);
+  };
+  const bool wide_k = k.element_type() == ffi::F32, wide_kv = kv->element_type() == ffi::F32;
+  if (wide_k) {
+    wide_kv ? run(0.0f, 0.0f) : run(0.0f, Half());
+  } else {
+    wide_kv ? run(Half(), 0.0f) : run(Half(), Half());
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace fornax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_paged_attention, fornax::attend_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Floats>()
+                                  .Arg<fornax::Ints>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_paged_write, fornax::write_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Ret<xla::ffi::AnyBuffer>());

@@ -1,0 +1,75 @@
+"""Paged attention and the write by the native CPU kernels (`_native/paged_attention.cc`).
+
+They take the whole cache and the layer's index, so XLA neither slices nor copies it, and they read
+pages where they lie. A token's result is bitwise the same whatever else is in the step, however its
+prompt was cut into chunks and however many threads there are.
+
+Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
+S slots of a page, C = 2 K.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fornax.kernels import _native
+from fornax.kernels._paged_attention.call import PagedCall, PagedInputs, WriteCall
+
+__all__ = ["declines", "declines_write", "native", "write"]
+
+_DTYPES = ("float32", "bfloat16")
+
+
+def declines(call: PagedCall) -> str | None:
+    """Say why the native kernel cannot run `call`."""
+    return _declines(call)
+
+
+def declines_write(call: WriteCall) -> str | None:
+    """Say why the native kernel cannot write as `call` asks."""
+    return _declines(call)
+
+
+def _declines(call: PagedCall | WriteCall) -> str | None:
+    if call.platform != "cpu":
+        return f"it runs on cpu, not on {call.platform}"
+    for dtype in (call.dtype, call.cache_dtype):
+        if dtype not in _DTYPES:
+            return f"it takes float32 and bfloat16, not {dtype}"
+    return _native.unavailable("paged_attention")
+
+
+def native(inputs: PagedInputs) -> jax.Array:
+    """Compute attention on one device, in float32."""
+    none = jnp.zeros((0,))
+    sinks_N = none if inputs.sinks_N is None else inputs.sinks_N.astype(jnp.float32)
+    kv_head = none if inputs.kv_head is None else inputs.kv_head.reshape(1)
+    call = jax.ffi.ffi_call(
+        "fornax_paged_attention",
+        jax.ShapeDtypeStruct(inputs.q_TNH.shape, inputs.q_TNH.dtype),
+    )
+    return call(
+        inputs.q_TNH,
+        inputs.kv_LPSCH,
+        inputs.layer,
+        inputs.page_table_RW,
+        inputs.query_start_R1,
+        inputs.context_lens_R,
+        sinks_N.astype(jnp.float32),
+        kv_head.astype(jnp.int32),
+        scale=np.float32(inputs.scale),
+        softcap=np.float32(inputs.softcap or 0),
+        window=np.int64(inputs.window or 0),
+    )
+
+
+def write(
+    kv_LPSCH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, layer: jax.Array, slots_T: jax.Array
+) -> jax.Array:
+    """Write a step's keys and values into the cache where it lies."""
+    call = jax.ffi.ffi_call(
+        "fornax_paged_write",
+        jax.ShapeDtypeStruct(kv_LPSCH.shape, kv_LPSCH.dtype),
+        input_output_aliases={0: 0},
+    )
+    return call(kv_LPSCH, k_TKH, v_TKH, layer, slots_T)
