@@ -67,6 +67,14 @@ struct Part {
   bool add;              // whether c holds the blocks before
 };
 
+// A word in every lane. As an integer: halves of a word may look like a denormal or a signalling
+// float, which arithmetic would change.
+inline Vec splat_word(const float* from) {
+  int32_t word;
+  std::memcpy(&word, from, sizeof word);
+  return from_bits(splat(word));
+}
+
 struct Float32 {
   static constexpr int64_t kInputs = 1;
   static constexpr bool kGrouped = false;
@@ -188,7 +196,7 @@ void multiply(const Part& p) {
     for (int64_t u = 0; u < p.words; ++u, x += kRows, w += kPanel) {
       const Vec left = load(w), right = load(w + kLanes);
       for (int i = 0; i < kRows; ++i) {
-        const Vec value = splat(x[i]);
+        const Vec value = splat_word(x + i);
         acc[i][0] = Op::add(acc[i][0], value, left);
         acc[i][1] = Op::add(acc[i][1], value, right);
       }
@@ -214,9 +222,7 @@ void multiply_groups(const Part& p) {
       for (int u = 0; u < kGroupWords; ++u, x += kRows, w += kPanel) {
         const IntVec left = bits(load(w)), right = bits(load(w + kLanes));
         for (int i = 0; i < kRows; ++i) {
-          int32_t word;
-          std::memcpy(&word, x + i, sizeof word);
-          const IntVec value = splat(word);
+          const IntVec value = bits(splat_word(x + i));
           acc[i][0] = Op::add(acc[i][0], value, left);
           acc[i][1] = Op::add(acc[i][1], value, right);
         }

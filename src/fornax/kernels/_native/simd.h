@@ -44,7 +44,7 @@ inline IntVec load(const int32_t* from) {
 
 inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // 0 + x would be an addition, for the sake of -0
 inline IntVec splat(int32_t x) { return IntVec{} + x; }
 
 inline IntVec bits(Vec v) { return (IntVec)v; }
