@@ -1,0 +1,150 @@
+"""Text from tokens as they come: whole characters only, cut at stop strings."""
+
+import codecs
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tokenizers.decoders import DecodeStream
+
+from fornax.llm.text.stop_strings import StopStrings
+from fornax.llm.text.token_table import TokenTable
+
+__all__ = ["Detokenizer", "Pushed"]
+
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Pushed(NamedTuple):
+    """What tokens added to a text."""
+
+    text: str
+    """Text that may be sent: nothing that a later token could take back."""
+    stop: str | None
+    """The stop string that was completed; the text ends there."""
+    consumed: int
+    """Tokens read, the one that completed the stop string included; the rest are to be dropped."""
+
+
+class _TableReader:
+    """Characters from the token table."""
+
+    def __init__(self, table: TokenTable, skip: bool, raw_added: bool, prompt: Sequence[int]):
+        self._pieces = table.pieces(skip)
+        self._added = table.added if raw_added else {}
+        self._last_added = bool(prompt) and prompt[-1] in self._added
+        self._utf8 = _Utf8("replace")
+        self._partial = False
+        begun = not table.strips or table.says_something(list(prompt), skip)
+        self._strips = 0 if begun else table.strips
+
+    def read(self, token: int) -> str:
+        piece = self._pieces[token]
+        if self._added:
+            added = self._added.get(token)
+            if added is not None and self._last_added:
+                piece = added
+            self._last_added = added is not None
+        if self._partial or type(piece) is bytes:
+            piece = self._utf8.decode(piece.encode() if isinstance(piece, str) else piece)
+            self._partial = bool(self._utf8.getstate()[0])
+        if self._strips and piece:
+            piece = self._strip(str(piece))
+        return piece  # pyrefly: ignore[bad-return]
+
+    def _strip(self, text: str) -> str:
+        """Take spaces from the start of a text, no more than the decoder does."""
+        left = len(text) - len(text.lstrip(" "))
+        removed = min(left, self._strips)
+        self._strips = self._strips - removed if removed == len(text) else 0
+        return text[removed:]
+
+
+class _StreamReader:
+    """Characters from the library's own stream, for decoders that no table describes."""
+
+    def __init__(self, table: TokenTable, skip: bool, raw_added: bool, prompt: Sequence[int]):
+        self._backend = table.backend
+        self._added = table.added if raw_added else {}
+        self._last_added = bool(prompt) and prompt[-1] in self._added
+        self._stream = DecodeStream(list(prompt), skip_special_tokens=skip)
+
+    def read(self, token: int) -> str:
+        text = self._stream.step(self._backend, token) or ""
+        if self._added:
+            added = self._added.get(token)
+            if added is not None and self._last_added:
+                text = added
+            self._last_added = added is not None
+        return text
+
+
+class Detokenizer:
+    """The text of one sequence.
+
+    `prompt` are the prompt's tokens: a SentencePiece-style tokenizer drops the space at the very
+    start of a text, which is the output's start only when the prompt says nothing.
+    `spaces_between_special_tokens=False` writes an added token that follows another one as it is
+    spelled. Stop strings count from the token after the first `min_tokens`.
+
+    A character whose last bytes never come is left out, as in vLLM. Bytes that can be no character
+    become U+FFFD.
+    """
+
+    def __init__(
+        self,
+        table: TokenTable,
+        *,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ):
+        raw_added = not (skip_special_tokens or spaces_between_special_tokens)
+        reader = _TableReader if table.exact else _StreamReader
+        self._read = reader(table, skip_special_tokens, raw_added, prompt[-16:]).read
+        self._stops = StopStrings(stop, include_stop_str_in_output) if stop else None
+        self._unchecked = min_tokens
+        self._sent: list[str] = []
+        self.stop: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything sent so far."""
+        if len(self._sent) > 1:
+            self._sent = ["".join(self._sent)]
+        return self._sent[0] if self._sent else ""
+
+    def push(self, tokens: Sequence[int]) -> Pushed:
+        """Add tokens; nothing is read after a stop string."""
+        if self._stops is None:
+            read = self._read
+            text = read(tokens[0]) if len(tokens) == 1 else "".join([read(t) for t in tokens])
+            self._sent.append(text)
+            return Pushed(text, None, len(tokens))
+        return self._push_until_stop(self._stops, tokens)
+
+    def _push_until_stop(self, stops: StopStrings, tokens: Sequence[int]) -> Pushed:
+        parts = []
+        consumed = 0
+        for token in tokens:
+            if self.stop is not None:
+                break
+            consumed += 1
+            text = self._read(token)
+            if self._unchecked > 0:
+                self._unchecked -= 1
+                parts.append(text)
+            elif text:
+                text, self.stop = stops.push(text)
+                parts.append(text)
+        text = "".join(parts)
+        self._sent.append(text)
+        return Pushed(text, self.stop, consumed)
+
+    def finish(self) -> str:
+        """What was held back because it might have begun a stop string."""
+        text = self._stops.finish() if self._stops is not None else ""
+        self._sent.append(text)
+        return text
