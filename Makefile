@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 .PHONY: help install quickstart test test-all lint format parity bench docs docs-serve examples clean
 
 help: ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 install: $(VENV)/.base ## Set up .venv with Fornax in it
 
@@ -57,7 +57,7 @@ examples: $(VENV)/.base ## Run every example
 	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
 clean: ## Remove the environments and what tools left behind
-	rm -rf $(VENV) $(PARITY) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PARITY) $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -80,3 +80,5 @@ $(PARITY)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python $(PIP) -e '.[dev,parity]'
 	@touch $@
+
+include benchmarks/peers.mk

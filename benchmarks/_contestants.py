@@ -1,0 +1,223 @@
+"""Runs the contestants of the LLM benchmarks: processes that take turns on the same prompts.
+
+What is said over their pipes is described in peers/_protocol.py. Every contestant of a cell (batch,
+prompt length) gets the same prompts in the same round, new ones each round, in an order that
+rotates; ratios are taken within a round.
+"""
+
+import contextlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+PAUSE_S = 0.3
+"""Between turns: threads of the last one stop spinning, caches of the processor settle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is asked in one turn: rows, tokens of each prompt, tokens to generate for each."""
+
+    batch: int
+    prompt: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one contestant did in one turn: for each row, when each token came, and which."""
+
+    seconds: list[list[float]]
+    tokens: list[list[int]]
+
+    @property
+    def rate(self) -> float:
+        """Generated tokens a second, from the first prompt handed over to the last token."""
+        return sum(map(len, self.seconds)) / max(row[-1] for row in self.seconds)
+
+    @property
+    def first_token_s(self) -> float:
+        """Median over rows of the time to the first token."""
+        return statistics.median(row[0] for row in self.seconds)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between consecutive tokens of a row, of all rows."""
+        return [b - a for row in self.seconds for a, b in itertools.pairwise(row)]
+
+
+@dataclass
+class Standing:
+    """One contestant's turns in one cell, by round."""
+
+    turns: list[Turn] = field(default_factory=list)
+
+    def rate(self) -> float:
+        return statistics.median(turn.rate for turn in self.turns)
+
+    def first_token_s(self) -> float:
+        return statistics.median(turn.first_token_s for turn in self.turns)
+
+    def gap_s(self, percent: float) -> float:
+        """Percentile of the time between tokens, over all rounds."""
+        gaps = sorted(gap for turn in self.turns for gap in turn.gaps_s)
+        return gaps[min(len(gaps) - 1, int(len(gaps) * percent / 100))] if gaps else 0.0
+
+
+def ratio(mine: Standing, theirs: Standing) -> float:
+    """Median over rounds of my tokens/s over theirs in the same round."""
+    pairs = zip(mine.turns, theirs.turns, strict=True)
+    return statistics.median(a.rate / b.rate for a, b in pairs)
+
+
+def agreement(mine: Standing, theirs: Standing) -> float:
+    """Share of rows, over all rounds, with the very same tokens."""
+    pairs = [
+        a == b
+        for one, other in zip(mine.turns, theirs.turns, strict=True)
+        for a, b in zip(one.tokens, other.tokens, strict=True)
+    ]
+    return sum(pairs) / len(pairs)
+
+
+class FailedError(Exception):
+    """A contestant's process ended, or did not do what was asked."""
+
+
+class Contestant:
+    """One contestant's process."""
+
+    def __init__(self, name: str, command: Sequence[str], cleanup: contextlib.ExitStack) -> None:
+        self.name = name
+        self._errors = cleanup.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - closed there
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        cleanup.callback(self._process.wait)
+        cleanup.callback(self._process.kill)
+        said = self._hear()
+        self.absent: str | None = said.get("absent")
+        self.details: dict[str, Any] = said.get("ready", {})
+
+    def prepare(self, cell: Cell) -> float:
+        """Allocate, compile, warm up for the cell; return the seconds it took."""
+        asked = {"batch": cell.batch, "prompt": cell.prompt, "new": cell.new}
+        return self._ask({"do": "prepare", **asked})["prepared"]
+
+    def turn(self, prompts: list[list[int]], new: int) -> Turn:
+        """Generate `new` tokens for each prompt."""
+        said = self._ask({"do": "turn", "prompts": prompts, "new": new})
+        turn = Turn(said["seconds"], said["tokens"])
+        lengths = {len(row) for row in turn.tokens}
+        if lengths != {new} or len(turn.tokens) != len(prompts):
+            raise FailedError(
+                f"{self.name} made {sorted(lengths)} tokens a row where {new} were asked"
+            )
+        return turn
+
+    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended: _hear says so
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        code = self._process.wait()
+        self._errors.seek(0)
+        sys.stderr.write(self._errors.read()[-4000:])
+        raise FailedError(f"its process ended with code {code}")
+
+
+@contextlib.contextmanager
+def started(commands: Mapping[str, Sequence[str]]) -> Iterator[list[Contestant]]:
+    """Start a process for each command, ended with the context."""
+    with contextlib.ExitStack() as cleanup:
+        contestants = []
+        for name, command in commands.items():
+            note(f"starting {name}")
+            contestants.append(Contestant(name, command, cleanup))
+        yield contestants
+
+
+def contest(
+    contestants: Sequence[Contestant],
+    cell: Cell,
+    draw: Callable[[int], list[list[int]]],
+    *,
+    rounds: int,
+    budget_s: float,
+) -> dict[str, Standing]:
+    """Let the contestants take turns in one cell.
+
+    One that fails is left out from then on, here and in later cells; `absent` says why.
+
+    Args:
+        draw: round number -> the prompts of that round.
+        rounds: how many turns count; fewer when they take longer than `budget_s` together, at
+            least one. A first round is thrown away unless it alone takes the budget.
+    """
+    playing = [
+        c
+        for c in contestants
+        if c.absent is None and _managed(c, cell, c.prepare, cell) is not None
+    ]
+    standings = {contestant.name: Standing() for contestant in playing}
+    began = time.monotonic()
+    for number in range(rounds + 1):
+        prompts = draw(number)
+        first = number % max(1, len(playing))
+        for contestant in [*playing[first:], *playing[:first]]:
+            time.sleep(PAUSE_S)
+            turn = _managed(contestant, cell, contestant.turn, prompts, cell.new)
+            if turn is None:
+                playing.remove(contestant)
+                del standings[contestant.name]
+            else:
+                standings[contestant.name].turns.append(turn)
+        spent = time.monotonic() - began
+        note(f"  {cell}: round {number}, {spent:.0f} s")
+        if spent * (number + 2) / (number + 1) > budget_s:
+            break
+    for standing in standings.values():
+        if len(standing.turns) > 1:
+            del standing.turns[0]
+    return standings
+
+
+def _managed(contestant: Contestant, cell: Cell, do: Callable[..., T], *asked: Any) -> T | None:
+    """Call `do`; None, and the contestant marked absent, where it failed."""
+    try:
+        return do(*asked)
+    except FailedError as failure:
+        contestant.absent = f"failed at {cell}: {failure}"
+        note(f"  {contestant.name} {contestant.absent}")
+        return None
+
+
+def python_of(folder: Path) -> Path:
+    """The interpreter of a virtual environment."""
+    return folder / "bin" / "python"
+
+
+def note(line: str) -> None:
+    """Say on standard error how far the run is."""
+    print(line, file=sys.stderr, flush=True)

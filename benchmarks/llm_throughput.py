@@ -1,0 +1,257 @@
+"""The LLM engine beside its peers: `make bench-llm`, or `python benchmarks/llm_throughput.py`.
+
+Random Llamas of 40M and 300M parameters; batches of 1, 8 and 32; prompts of 128 and 1,024 tokens;
+64 greedy tokens each. Contestants of one precision take turns within one run, on the same prompts.
+`generated tokens/s` counts from the prompts' arrival to the last token, so it includes the prompt;
+the time between tokens is that of decoding.
+
+At batch 1 decoding is bound by reading the weights once a token: the last table says which share
+of that limit each contestant reaches.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import _harness
+import _random_llama
+from _bandwidth import read_bandwidth
+from _contestants import Cell, Contestant, Standing, agreement, contest, python_of, ratio, started
+
+HERE = Path(__file__).parent
+ENGINE = "fornax"
+PRECISIONS = ("float32", "bfloat16", "int8")
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+IN_THIS_PYTHON = (ENGINE, "transformers", "jax")
+"""Contestants that run where this script does; the others have environments of their own."""
+CONTESTANTS = (*IN_THIS_PYTHON, "llamacpp", "ctranslate2", "openvino")
+PROBE = 2**30
+"""Bytes read to measure the memory itself, beyond all caches."""
+
+
+@dataclasses.dataclass
+class Contest:
+    """All cells of one model and precision."""
+
+    precision: str
+    contestants: list[Contestant]
+    cells: dict[Cell, dict[str, Standing]] = dataclasses.field(default_factory=dict)
+
+
+def main() -> None:
+    args = arguments()
+    for name in args.models:
+        model = _random_llama.make(name, args.folder)
+        contests = []
+        for precision in args.precisions:
+            with started(commands(model, precision, args)) as contestants:
+                held = Contest(precision, contestants)
+                contests.append(held)
+                run(held, name, args)
+                bandwidths = measure_bandwidth(name, args)
+                path = _harness.write_results(
+                    f"llm_throughput-{name}", report(name, contests, bandwidths, args)
+                )
+        print(path.read_text())
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["llama-40m", "llama-300m"])
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[128, 1024])
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate for each prompt")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that count, in each cell")
+    parser.add_argument(
+        "--budget", type=float, default=120, help="seconds of turns in a cell, about; one at least"
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--folder", type=Path, default=Path("runs/benchmark-models"))
+    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"))
+    return parser.parse_args()
+
+
+def commands(model: Path, precision: str, args: argparse.Namespace) -> dict[str, list[str]]:
+    """The command of each contestant whose environment is there."""
+    found = {}
+    for name in args.contestants:
+        python = sys.executable if name in IN_THIS_PYTHON else python_of(args.peers / name)
+        if Path(python).exists():
+            script = HERE / "peers" / f"peer_{name}.py"
+            settings = {"--model": model, "--precision": precision, "--threads": args.threads}
+            words = [str(word) for pair in settings.items() for word in pair]
+            found[name] = [str(python), str(script), *words]
+        else:
+            print(f"{name} takes no part: make bench-peers-{name} installs it", file=sys.stderr)
+    return found
+
+
+def run(held: Contest, name: str, args: argparse.Namespace) -> None:
+    """Run every cell."""
+    for prompt in args.prompts:
+        for batch in args.batches:
+            cell = Cell(batch=batch, prompt=prompt, new=args.new)
+
+            def draw(number: int, cell: Cell = cell) -> list[list[int]]:
+                vocab = _random_llama.SHAPES[name].vocab
+                return _random_llama.prompts(cell.batch, cell.prompt, vocab, seed=number)
+
+            held.cells[cell] = contest(
+                held.contestants, cell, draw, rounds=args.rounds, budget_s=args.budget
+            )
+
+
+def measure_bandwidth(name: str, args: argparse.Namespace) -> dict[str, float]:
+    """Bytes a second read from memory, and from a buffer as large as the weights."""
+    weights = _random_llama.SHAPES[name].weights
+    sizes = {precision: weights * BYTES[precision] for precision in args.precisions}
+    return {
+        kind: read_bandwidth(size, args.threads)
+        for kind, size in {"memory": PROBE, **sizes}.items()
+    }
+
+
+def report(
+    name: str, contests: list[Contest], bandwidths: dict[str, float], args: argparse.Namespace
+) -> str:
+    shape = _random_llama.SHAPES[name]
+    parts = [
+        f"# LLM throughput: {name}",
+        "",
+        f"{_harness.machine()}; {args.threads} threads; random Llama of "
+        f"{shape.parameters / 1e6:.1f}M parameters, {shape.layers} layers, width {shape.width}, "
+        f"{shape.heads} heads, {shape.kv_heads} key-value heads, vocabulary {shape.vocab}. "
+        f"{args.new} greedy tokens a prompt; medians of at most {args.rounds} rounds, "
+        "contestants in turn. A ratio above 1 says that Fornax made more tokens a second.",
+        "",
+        "## Fornax beside the fastest peer of each precision",
+        "",
+        summary(contests),
+    ]
+    for held in contests:
+        parts += ["", f"## {held.precision}", "", cells_table(held), "", *who(held)]
+    parts += [
+        "",
+        "## Share of the memory-bandwidth limit at batch 1",
+        "",
+        *limits(shape, contests, bandwidths),
+    ]
+    return "\n".join(parts)
+
+
+def summary(contests: list[Contest]) -> str:
+    rows = []
+    for held in contests:
+        for cell, standings in held.cells.items():
+            peers = {name: s for name, s in standings.items() if name != ENGINE}
+            if ENGINE not in standings or not peers:
+                continue
+            best = max(peers, key=lambda name: peers[name].rate())
+            mine = standings[ENGINE]
+            rows.append(
+                (
+                    held.precision,
+                    cell.batch,
+                    cell.prompt,
+                    f"{mine.rate():,.0f}",
+                    best,
+                    f"{peers[best].rate():,.0f}",
+                    f"{ratio(mine, peers[best]):.2f}",
+                )
+            )
+    header = ("precision", "batch", "prompt", "Fornax tokens/s", "fastest peer", "its tokens/s")
+    return _harness.table((*header, "ratio"), rows)
+
+
+def cells_table(held: Contest) -> str:
+    rows = []
+    for cell, standings in held.cells.items():
+        mine = standings.get(ENGINE)
+        for name, standing in standings.items():
+            rows.append(
+                (
+                    cell.batch,
+                    cell.prompt,
+                    name,
+                    f"{standing.rate():,.0f}",
+                    f"{ratio(mine, standing):.2f}" if mine and name != ENGINE else "",
+                    f"{1e3 * standing.first_token_s():.1f}",
+                    f"{1e3 * standing.gap_s(50):.2f}",
+                    f"{1e3 * standing.gap_s(99):.2f}",
+                    f"{agreement(mine, standing):.0%}" if mine and name != ENGINE else "",
+                    len(standing.turns),
+                )
+            )
+    header = (
+        "batch",
+        "prompt",
+        "contestant",
+        "generated tokens/s",
+        "Fornax is faster by",
+        "first token, ms",
+        "between tokens p50, ms",
+        "p99, ms",
+        "rows with Fornax's tokens",
+        "rounds",
+    )
+    return _harness.table(header, rows)
+
+
+def who(held: Contest) -> list[str]:
+    lines = []
+    for contestant in held.contestants:
+        if contestant.absent is not None:
+            lines.append(f"- {contestant.name} takes no part: {contestant.absent}")
+        else:
+            said = ", ".join(f"{key} {value}" for key, value in contestant.details.items())
+            lines.append(f"- {contestant.name}: {said}")
+    return lines
+
+
+def limits(
+    shape: _random_llama.Shape, contests: list[Contest], bandwidths: dict[str, float]
+) -> list[str]:
+    """For each contestant at batch 1: tokens a second beside what reading alone would allow."""
+    rows = []
+    for held in contests:
+        cache = {c.name: c.details.get("cache", "float32") for c in held.contestants}
+        for cell, standings in held.cells.items():
+            if cell.batch != 1:
+                continue
+            for name, standing in standings.items():
+                slot = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[cache[name]]
+                length = cell.prompt + cell.new / 2
+                read = shape.weights * BYTES[held.precision] + length * slot
+                limit = bandwidths[held.precision] / read
+                rate = 1 / standing.gap_s(50)
+                rows.append(
+                    (
+                        held.precision,
+                        cell.prompt,
+                        name,
+                        f"{read / 1e6:.1f}",
+                        f"{limit:,.0f}",
+                        f"{rate:,.0f}",
+                        f"{rate / limit:.0%}",
+                    )
+                )
+    rates = ", ".join(
+        f"{bandwidths[held.precision] / 1e9:.1f} GB/s the {held.precision} weights' size"
+        for held in contests
+    )
+    header = ("precision", "prompt", "contestant", "MB read a token", "limit, tokens/s")
+    return [
+        f"Measured in this run: {bandwidths['memory'] / 1e9:.1f} GB/s from memory; {rates} "
+        "(a cache holds part of what is small). Bytes read are the weights, int8 scales not "
+        "counted, and the cache at half of the generated tokens.",
+        "",
+        _harness.table((*header, "decoding, tokens/s", "share of the limit"), rows),
+    ]
+
+
+if __name__ == "__main__":
+    main()

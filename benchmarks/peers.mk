@@ -1,0 +1,46 @@
+# Peers of the LLM benchmarks, each in an environment of its own: `make bench-peers` installs them all.
+# PEERS is where they are put. llama.cpp is built for this processor and takes some ten minutes.
+
+PEERS ?= .venv-peers
+PEER_PIP = -m pip install --quiet --disable-pip-version-check
+PEER_MODEL := safetensors==0.8.*
+PEER_TORCH := torch==2.13.0
+LLAMACPP_CMAKE := -DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF
+
+.PHONY: bench-peers bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino bench-llm clean-peers
+
+bench-peers: bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino ## Install what bench-llm compares with
+
+bench-peers-transformers: $(PARITY)/.ready # The plain JAX loop runs there too.
+
+bench-peers-llamacpp: $(PEERS)/llamacpp/.ready
+
+bench-peers-ctranslate2: $(PEERS)/ctranslate2/.ready
+
+bench-peers-openvino: $(PEERS)/openvino/.ready
+
+bench-llm: bench-peers ## The LLM engine beside its peers; results in benchmarks/results
+	$(PARITY)/bin/python benchmarks/llm_throughput.py --peers $(PEERS)
+	$(PARITY)/bin/python benchmarks/llm_trace.py
+	$(PARITY)/bin/python benchmarks/serve_overhead.py
+
+clean-peers:
+	rm -rf $(PEERS)
+
+$(PEERS)/llamacpp/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/llamacpp
+	CMAKE_ARGS="$(LLAMACPP_CMAKE)" $(PEERS)/llamacpp/bin/python $(PEER_PIP) \
+	  llama-cpp-python==0.3.36 gguf==0.19.* $(PEER_MODEL)
+	@touch $@
+
+$(PEERS)/ctranslate2/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/ctranslate2
+	$(PEERS)/ctranslate2/bin/python $(PEER_PIP) ctranslate2==4.8.5 transformers==5.23.* $(PEER_TORCH) $(PEER_MODEL)
+	@touch $@
+
+# optimum-intel asks for torchvision, which this does not use and which refuses a CPU build of torch.
+$(PEERS)/openvino/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/openvino
+	$(PEERS)/openvino/bin/python $(PEER_PIP) openvino-genai==2026.4.1.0 openvino==2026.4.1 optimum-intel==2.2.0 nncf==3.4.0 $(PEER_TORCH)
+	$(PEERS)/openvino/bin/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
