@@ -1,0 +1,231 @@
+"""From a prompt and its parameters to a request that the engine can run, or an error that says why
+not."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fornax.config.errors import EngineError
+from fornax.data import Tokenizer
+from fornax.llm.completion import Completion, Ends
+from fornax.llm.limits import Limits
+from fornax.llm.masks import TokenRules, bad_word_tokens
+from fornax.llm.requests import Pooling, Request
+from fornax.llm.sampling_params import SamplingParams
+from fornax.llm.sequence import Sequence
+from fornax.llm.structured import GrammarCompiler
+from fornax.llm.text.detokenizer import Detokenizer
+from fornax.llm.text.token_table import TokenTable
+
+__all__ = ["Admission"]
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a request's sequences share besides the prompt."""
+
+    request_id: str
+    lora: str | None
+    priority: int
+    cache_salt: str | None
+    arrival: float
+
+
+class Admission:
+    """Knows a model's limits, vocabulary and tokenizer; safe to use from several threads."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        vocab_size: int,
+        eos: frozenset[int],
+        max_logprobs: int,
+        seed: int,
+        tokenizer: Tokenizer | None,
+        clock: Callable[[], float],
+        lora_salt: Callable[[str], bytes] | None,
+    ) -> None:
+        self._limits = limits
+        self._vocab = vocab_size
+        self._eos = eos
+        self._max_logprobs = max_logprobs
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._lora_salt = lora_salt
+        self._table = None if tokenizer is None else TokenTable(tokenizer.backend)
+        self._grammars = (
+            None
+            if tokenizer is None
+            else GrammarCompiler(tokenizer.backend, vocab_size, sorted(eos))
+        )
+        self._ids = itertools.count()
+        self._seeds = random.Random(seed)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, special ones as they are spelled."""
+        if self._table is None:
+            return ""
+        return self._table.token_bytes(token).decode("utf-8", "replace")
+
+    def request(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        lora: str | None = None,
+        priority: int = 0,
+        prompt: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Prepare a request for `Engine.add`.
+
+        Raises:
+          EngineError: a prompt or parameters that cannot be honoured; it names them.
+        """
+        self._check_prompt(prompt_ids, room=1)
+        params.check_for_model(vocab_size=self._vocab, max_logprobs=self._max_logprobs)
+        self._check_text(params)
+        now = self._clock()
+        origin = _Origin(request_id, lora, priority, cache_salt, now)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        ends = Ends(self._eos, frozenset(params.stop_token_ids))
+        rules = self._rules(params, ends)
+        completions = [
+            self._completion(index, prompt_ids, params, origin, ends, rules, seed + index)
+            for index in range(params.n)
+        ]
+        return Request(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            params=params,
+            completions=completions,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            arrival=now,
+        )
+
+    def pooling(
+        self,
+        prompt_ids: list[int],
+        *,
+        request_id: str,
+        lora: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Pooling:
+        """Prepare a request for an embedding, for `Engine.add_pooling`.
+
+        Raises:
+          EngineError: a prompt that cannot be honoured.
+        """
+        self._check_prompt(prompt_ids, room=0)
+        origin = _Origin(request_id, lora, priority, cache_salt, self._clock())
+        sequence = self._sequence(prompt_ids, origin, len(prompt_ids), True)
+        sequence.pooling = True
+        return Pooling(request_id, sequence)
+
+    def _check_prompt(self, prompt_ids: list[int], room: int) -> None:
+        most = self._limits.max_model_len
+        if not prompt_ids:
+            raise EngineError("the prompt is empty; give it at least one token")
+        if len(prompt_ids) + room > most:
+            raise EngineError(
+                f"the prompt has {len(prompt_ids)} tokens; this model's maximum context length "
+                f"is {most} tokens, of which {room} must be left for the output: shorten the prompt"
+            )
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab:
+            wrong = next(token for token in prompt_ids if not 0 <= token < self._vocab)
+            raise EngineError(
+                f"token id {wrong} of the prompt is outside the vocabulary of {self._vocab} tokens"
+            )
+
+    def _check_text(self, params: SamplingParams) -> None:
+        if self._tokenizer is not None:
+            return
+        needs = {
+            "stop": params.stop,
+            "bad_words": params.bad_words,
+            "structured_outputs": params.structured_outputs,
+        }
+        for name, value in needs.items():
+            if value:
+                raise EngineError(f"{name} needs a tokenizer, and this model came without one")
+
+    def _rules(self, params: SamplingParams, ends: Ends) -> TokenRules | None:
+        wanted = (
+            params.bad_words,
+            params.min_tokens,
+            params.allowed_token_ids is not None,
+            params.trace_decode_token_ids,
+        )
+        if not any(wanted):
+            return None
+        words: list[list[int]] = []
+        if self._tokenizer is not None:
+            encode = self._tokenizer.encode
+            words = bad_word_tokens(params.bad_words, lambda text: list(encode(text)), self._vocab)
+        stops = sorted(ends.eos | ends.stop)
+        return TokenRules(params, stop_ids=stops, bad_words=words, vocab_size=self._vocab)
+
+    def _completion(
+        self,
+        index: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        origin: _Origin,
+        ends: Ends,
+        rules: TokenRules | None,
+        seed: int,
+    ) -> Completion:
+        most = self._limits.max_model_len
+        if params.max_tokens is not None:
+            most = min(most, len(prompt_ids) + params.max_tokens)
+        reads = params.reads_cache and params.prompt_logprobs is None
+        grammar = None
+        if params.structured_outputs is not None and self._grammars is not None:
+            grammar = self._grammars.compile(params.structured_outputs)
+        return Completion(
+            index=index,
+            sequence=self._sequence(prompt_ids, origin, most, reads),
+            params=params,
+            ends=ends,
+            seed=seed,
+            vocab_size=self._vocab,
+            detokenizer=self._detokenizer(prompt_ids, params),
+            grammar=grammar,
+            rules=rules,
+        )
+
+    def _detokenizer(self, prompt_ids: list[int], params: SamplingParams) -> Detokenizer | None:
+        if self._table is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self._table,
+            prompt=prompt_ids,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def _sequence(
+        self, prompt_ids: list[int], origin: _Origin, max_len: int, reads_cache: bool
+    ) -> Sequence:
+        salt = (origin.cache_salt or "").encode()
+        if origin.lora is not None and self._lora_salt is not None:
+            salt += b"\0" + self._lora_salt(origin.lora)
+        return Sequence(
+            id=next(self._ids),
+            request_id=origin.request_id,
+            prompt=prompt_ids,
+            max_len=max_len,
+            priority=origin.priority,
+            arrival=origin.arrival,
+            salt=salt,
+            lora=origin.lora,
+            reads_cache=reads_cache,
+        )

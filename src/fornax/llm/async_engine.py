@@ -1,0 +1,361 @@
+"""The engine in a thread of its own, for programs built on asyncio.
+
+Calls go to the thread through a queue that it empties between steps; each step's outputs come back
+in one hop to the event loop of whoever asked.
+"""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from fornax.config.errors import EngineError
+from fornax.data import Tokenizer
+from fornax.llm.admission import Admission
+from fornax.llm.build import Parts
+from fornax.llm.engine import Failure, Output
+from fornax.llm.outputs import EmbeddingOutput, RequestOutput
+from fornax.llm.sampling_params import SamplingParams
+from fornax.llm.stats import Readiness
+from fornax.llm.text.chat_template import ChatTemplate
+
+__all__ = ["AsyncEngine", "EngineDead"]
+
+_log = logging.getLogger("fornax.llm")
+
+
+class EngineDead(Exception):  # noqa: N818 - a state as much as an error
+    """The engine's thread ended with an error; what it was working on is lost."""
+
+
+class _Reader:
+    """One request's outputs on their way to its event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.outputs: asyncio.Queue[Output | BaseException] = asyncio.Queue()
+
+
+class AsyncEngine:
+    """Serves requests of one event loop (or several) by an engine in a background thread."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._engine = parts.engine
+        self._admission: Admission = parts.admission
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._readers: dict[str, _Reader] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stop_at: float | None = None
+        self._ready = threading.Event()
+
+    # What it is.
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's."""
+        return self._parts.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's; None when its directory has none."""
+        return self._parts.chat_template
+
+    @property
+    def default_sampling_params(self) -> Mapping[str, Any]:
+        """Fields of SamplingParams as the model's generation_config.json has them."""
+        return self._parts.default_sampling_params
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a sequence, prompt and output, at most."""
+        return self._parts.limits.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once."""
+        return self._parts.limits.max_num_seqs
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._readers)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the cache was given up until `wake`."""
+        return self._engine.is_sleeping
+
+    def readiness(self) -> Readiness:
+        """How far compiling is."""
+        return self._parts.programs.readiness()
+
+    def error(self) -> BaseException | None:
+        """What the engine died of."""
+        return self._error
+
+    # Its life.
+
+    def start(self) -> None:
+        """Start the thread, and compiling."""
+        self._parts.programs.compile_all()
+        self._thread = threading.Thread(target=self._run, name="fornax-engine", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Return when every step is compiled, or the engine died."""
+        self._ready.wait()
+
+    def shutdown(self, drain_seconds: float = 0.0) -> None:
+        """Stop the thread, after the running requests or the time."""
+        self._post(lambda: setattr(self, "_stop_at", time.monotonic() + drain_seconds))
+        if self._thread is not None:
+            self._thread.join()
+        self._parts.programs.close()
+
+    # Requests.
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        lora: str | None = None,
+        priority: int = 0,
+        prompt: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs as they come; closing the iterator aborts.
+
+        Raises:
+          EngineError: the request cannot be honoured.
+          EngineDead: the engine ended while it ran.
+        """
+        make = asyncio.to_thread if params.structured_outputs else _at_once
+        request = await make(
+            self._admission.request,
+            prompt_ids,
+            params,
+            request_id=request_id,
+            lora=lora,
+            priority=priority,
+            prompt=prompt,
+            cache_salt=cache_salt,
+        )
+        with self._reading(request_id) as reader:
+            self._submit(request_id, lambda: self._engine.add(request))
+            while True:
+                output = await _next(reader)
+                yield output
+                if output.finished:
+                    return
+
+    async def embed(
+        self,
+        prompt_ids: list[int],
+        *,
+        request_id: str,
+        lora: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EmbeddingOutput:
+        """The prompt's embedding; cancelling aborts.
+
+        Raises:
+          EngineError: the request cannot be honoured.
+          EngineDead: the engine ended while it ran.
+        """
+        pooling = self._admission.pooling(
+            prompt_ids,
+            request_id=request_id,
+            lora=lora,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        with self._reading(request_id) as reader:
+            self._submit(request_id, lambda: self._engine.add_pooling(pooling))
+            return await _next(reader)
+
+    # Commands.
+
+    async def add_lora(self, name: str, path: str) -> None:
+        """Load an adapter.
+
+        Raises:
+          EngineError: adapters are not enabled, or this one does not fit the model.
+        """
+        adapters = self._adapters()
+        loaded = await asyncio.to_thread(adapters.read, name, path)
+        await self._command(lambda: self._engine.add_adapter(loaded))
+
+    async def remove_lora(self, name: str) -> None:
+        """Unload an adapter; its requests are aborted.
+
+        Raises:
+          EngineError: there is none of this name.
+        """
+        self._adapters()
+        await self._command(lambda: self._deliver(self._engine.remove_adapter(name)))
+
+    def loras(self) -> Mapping[str, str]:
+        """Paths of the loaded adapters by name."""
+        return self._engine.adapters.paths if self._engine.adapters else {}
+
+    async def update_weights(self, params: Any, version: int) -> None:
+        """Go on with other weights; see `Engine.update_weights`.
+
+        Raises:
+          EngineError: they are not this model's.
+        """
+        weights = await asyncio.to_thread(self._engine.runner.weights.adopt, params)
+        await self._command(lambda: self._deliver(self._engine.update_weights(weights, version)))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the cache up; requests wait.
+
+        Raises:
+          EngineError: for another level than 1, which keeps the weights.
+        """
+        if level != 1:
+            raise EngineError(
+                f"sleep level {level} is not supported; level 1 gives the cache up and keeps the "
+                "weights"
+            )
+        await self._command(lambda: self._deliver(self._engine.sleep()))
+
+    async def wake(self) -> None:
+        """Take the cache back."""
+        await self._command(self._engine.wake)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        await self._command(self._engine.scheduler.manager.reset_prefix_cache)
+
+    def _adapters(self) -> Any:
+        if self._engine.adapters is None:
+            raise EngineError("adapters are off; start the engine with enable_lora")
+        return self._engine.adapters
+
+    async def _command(self, work: Callable[[], None]) -> None:
+        """Run something between two steps of the engine."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+            except EngineError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        if self._error is not None:
+            raise EngineDead(str(self._error))
+        self._post(run)
+        while not done.done():
+            if self._error is not None:
+                raise EngineDead(str(self._error))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(done)), 0.2)
+        done.result()
+
+    # Between the loops.
+
+    @contextlib.contextmanager
+    def _reading(self, request_id: str) -> Any:
+        if request_id in self._readers:
+            raise EngineError(f"request id {request_id!r} is in use; give another")
+        if self._error is not None:
+            raise EngineDead(str(self._error))
+        reader = self._readers[request_id] = _Reader()
+        try:
+            yield reader
+        finally:
+            self._readers.pop(request_id, None)
+            self._post(lambda: self._engine.abort(request_id))
+
+    def _submit(self, request_id: str, add: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                add()
+            except EngineError as error:
+                self._deliver([Failure(request_id, str(error))])
+
+        self._post(run)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        self._inbox.put(work)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        """Send outputs to their readers, one hop for each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Output]]] = {}
+        for output in outputs:
+            reader = self._readers.get(output.request_id)
+            if reader is not None:
+                by_loop.setdefault(reader.loop, []).append((reader, output))
+        for loop, pairs in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody reads
+                loop.call_soon_threadsafe(_put_all, pairs)
+
+    def _run(self) -> None:
+        try:
+            self._parts.programs.wait()
+            self._ready.set()
+            while self._take_calls():
+                if self._engine.has_work:
+                    self._deliver(self._engine.turn())
+        except BaseException as error:
+            _log.exception("the engine died")
+            self._error = error
+            self._tell_all(EngineDead(f"the engine died: {error}"))
+        else:
+            self._tell_all(EngineDead("the engine was shut down"))
+        finally:
+            self._ready.set()
+
+    def _take_calls(self) -> bool:
+        """Run what was posted, waiting for something to do; False when it is time to stop."""
+        while True:
+            stopping = self._stop_at is not None
+            idle = not self._engine.has_work
+            if stopping and (
+                self._engine.num_requests == 0 or time.monotonic() >= (self._stop_at or 0)
+            ):
+                return False
+            try:
+                work = self._inbox.get(block=idle, timeout=0.1 if stopping else None)
+            except queue.Empty:
+                if idle:
+                    continue
+                return True
+            if work is not None:
+                work()
+
+    def _tell_all(self, error: BaseException) -> None:
+        for reader in list(self._readers.values()):
+            with contextlib.suppress(RuntimeError):
+                reader.loop.call_soon_threadsafe(reader.outputs.put_nowait, error)
+
+
+def _put_all(pairs: list[tuple[_Reader, Output]]) -> None:
+    for reader, output in pairs:
+        reader.outputs.put_nowait(output)
+
+
+async def _next(reader: _Reader) -> Any:
+    output = await reader.outputs.get()
+    if isinstance(output, BaseException):
+        raise output
+    if isinstance(output, Failure):
+        raise EngineError(output.message)
+    return output
+
+
+async def _at_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

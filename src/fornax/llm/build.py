@@ -1,0 +1,216 @@
+"""Putting an engine together from a model directory, or from a model in memory."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fornax.config.errors import ConfigError, DataError
+from fornax.data import Tokenizer, load_tokenizer
+from fornax.llm.admission import Admission
+from fornax.llm.block_manager import BlockManager, PageGroup
+from fornax.llm.config import DraftModel, EngineConfig, NGram
+from fornax.llm.engine import Engine
+from fornax.llm.limits import Limits, resolve_limits
+from fornax.llm.programs import Programs, keep_compiled
+from fornax.llm.runner import Runner
+from fornax.llm.scheduler import Scheduler, SchedulerConfig
+from fornax.llm.speculation import DraftProposer, NGramProposer, Proposer
+from fornax.llm.stats import Observer
+from fornax.llm.text.chat_template import ChatTemplate
+from fornax.llm.weights import Weights, load_weights
+from fornax.models import Decoder, DecoderConfig, cache_windows
+
+__all__ = ["Parts", "build_engine"]
+
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of generation_config.json to fields of SamplingParams, as vLLM takes them over."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An engine and what belongs to it."""
+
+    engine: Engine
+    admission: Admission
+    programs: Programs
+    limits: Limits
+    config: EngineConfig
+    model_config: DecoderConfig
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    default_sampling_params: Mapping[str, Any]
+
+
+def build_engine(
+    model: str | Path | Decoder,
+    config: EngineConfig | None = None,
+    *,
+    tokenizer: str | Path | Tokenizer | None = None,
+    observer: Observer | None = None,
+) -> Parts:
+    """Load a model and make an engine for it; nothing is compiled yet.
+
+    Args:
+      model: a Hugging Face directory, or a decoder in memory.
+      config: limits and choices; the defaults if None.
+      tokenizer: a tokenizer or its folder; None takes the one in the model's directory, if any.
+      observer: told of steps and requests.
+
+    Raises:
+      CheckpointError, ConfigError, DataError, EngineError: what is wrong with any of these.
+    """
+    config = config or EngineConfig()
+    keep_compiled()
+    folder = None if isinstance(model, Decoder) else Path(model)
+    weights = load_weights(model, config)
+    limits = resolve_limits(config, weights.config, weights.dtype, weights.nbytes)
+    loaded = _tokenizer(folder, tokenizer, weights.config)
+    generation = _read_json(folder, "generation_config.json")
+    programs = Programs(config.compile_threads)
+    adapters = None
+    runner = Runner(weights, limits, programs, max_logprobs=config.max_logprobs)
+    admission = Admission(
+        limits,
+        vocab_size=weights.config.vocab_size,
+        eos=_eos(weights.config, generation, loaded),
+        max_logprobs=config.max_logprobs,
+        seed=config.seed,
+        tokenizer=loaded,
+        clock=time.monotonic,
+        lora_salt=None,
+    )
+    engine = Engine(
+        runner,
+        _scheduler(config, limits, weights.config, runner.buckets),
+        programs,
+        proposer=_proposer(config, weights, limits, programs),
+        adapters=adapters,
+        token_text=admission.token_text,
+        observer=observer,
+    )
+    return Parts(
+        engine=engine,
+        admission=admission,
+        programs=programs,
+        limits=limits,
+        config=config,
+        model_config=weights.config,
+        tokenizer=loaded,
+        chat_template=None if folder is None else ChatTemplate.find(folder),
+        default_sampling_params={
+            field: generation[key]
+            for key, field in _GENERATION_FIELDS.items()
+            if generation.get(key) is not None
+        },
+    )
+
+
+def _scheduler(
+    config: EngineConfig, limits: Limits, model: DecoderConfig, buckets: tuple[int, ...]
+) -> Scheduler:
+    groups = [
+        PageGroup(pages, window)
+        for pages, window in zip(limits.num_pages, cache_windows(model), strict=True)
+    ]
+    return Scheduler(
+        SchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            policy=config.scheduling_policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            max_num_partial_prefills=config.max_num_partial_prefills,
+            max_loras=config.max_loras if config.enable_lora else 0,
+            buckets=buckets,
+        ),
+        BlockManager(groups, limits.page_size, config.enable_prefix_caching),
+    )
+
+
+def _proposer(
+    config: EngineConfig, weights: Weights, limits: Limits, programs: Programs
+) -> Proposer | None:
+    match config.speculative_config:
+        case None:
+            return None
+        case NGram() as ngram:
+            return NGramProposer(ngram)
+        case DraftModel() as draft:
+            return DraftProposer(
+                _draft_runner(config, draft, weights, limits, programs),
+                draft.num_speculative_tokens,
+            )
+
+
+def _draft_runner(
+    config: EngineConfig, draft: DraftModel, weights: Weights, limits: Limits, programs: Programs
+) -> Runner:
+    small = load_weights(draft.model, config)
+    if small.config.vocab_size != weights.config.vocab_size:
+        raise ConfigError(
+            f"the draft model {draft.model} has {small.config.vocab_size} tokens and the model "
+            f"{weights.config.vocab_size}; use one with the same vocabulary"
+        )
+    if small.config.max_position_embeddings < limits.max_model_len:
+        raise ConfigError(
+            f"the draft model {draft.model} is made for {small.config.max_position_embeddings} "
+            f"positions and max_model_len is {limits.max_model_len}; lower max_model_len"
+        )
+    pages = limits.max_num_seqs * limits.table_width + 1
+    own = dataclasses.replace(limits, num_pages=(pages,) * len(cache_windows(small.config)))
+    runner = Runner(small, own, programs, max_logprobs=0, name="draft")
+    runner.use_fixed_tables()
+    return runner
+
+
+def _tokenizer(
+    folder: Path | None, given: str | Path | Tokenizer | None, model: DecoderConfig
+) -> Tokenizer | None:
+    if isinstance(given, Tokenizer):
+        tokenizer = given
+    elif given is not None:
+        tokenizer = load_tokenizer(given)
+    elif folder is not None and (folder / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(folder)
+    else:
+        return None
+    if tokenizer.vocab_size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.vocab_size}; "
+            "give the model's own tokenizer"
+        )
+    # A prompt may spell special tokens out: chat templates do.
+    tokenizer.backend.encode_special_tokens = False
+    return tokenizer
+
+
+def _eos(
+    model: DecoderConfig, generation: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> frozenset[int]:
+    found = set(model.eos_token_ids)
+    more = generation.get("eos_token_id")
+    if more is not None:
+        found |= set(more if isinstance(more, list) else [more])
+    if not found and tokenizer is not None and tokenizer.eos_id is not None:
+        found = {tokenizer.eos_id}
+    return frozenset(found)
+
+
+def _read_json(folder: Path | None, name: str) -> dict[str, Any]:
+    if folder is None or not (folder / name).is_file():
+        return {}
+    try:
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{folder / name} is not JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
