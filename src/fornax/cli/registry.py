@@ -88,6 +88,11 @@ ROOT = Group(
             module="generate",
         ),
         Command(
+            name="serve",
+            summary="A model behind OpenAI's HTTP interface",
+            module="serve",
+        ),
+        Command(
             name="doctor",
             summary="Versions, devices, memory and disk, and what to mend",
             module="doctor",

@@ -1,0 +1,59 @@
+"""`fornax serve`: a language model behind OpenAI's HTTP interface."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from fornax.cli.configured import ConfigArguments, read_config
+from fornax.config import ConfigError
+
+if TYPE_CHECKING:
+    from fornax.llm.server.launch import ServeConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(ConfigArguments):
+    """Serve a model to OpenAI's clients: completions, chats, embeddings.
+
+    Flags are those of `vllm serve` where it has them: --host, --port, --api-key,
+    --served-model-name, --max-model-len, --max-num-seqs, --max-num-batched-tokens, --dtype,
+    --quantization, --tensor-parallel-size, --enable-lora, --chat-template, --tool-call-parser,
+    --reasoning-parser and more: --help-config lists them all with type, default and meaning.
+    SIGTERM lets running requests finish.
+
+    examples:
+      fornax serve runs/quickstart/hf --port 8000
+      fornax serve models/qwen --max-model-len 8192 --api-key SECRET --tool-call-parser hermes
+      curl localhost:8000/v1/completions -H 'content-type: application/json' \\
+        -d '{"prompt": "def main(", "max_tokens": 32}'
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")] = ""
+    """Hugging Face directory, run directory or checkpoint of the model."""
+
+
+def config_class() -> "type[ServeConfig]":
+    """The config whose keys are flags of this command."""
+    try:
+        from fornax.llm.server.launch import ServeConfig
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "fornax":
+            raise
+        raise ConfigError(
+            f"{error.name} is not installed; serving needs pip install 'fornax-ai[serve]'"
+        ) from error
+    return ServeConfig
+
+
+def run(arguments: Arguments, overrides: Sequence[str]) -> int:
+    """Serve; 0 after a stop that was asked for, 1 when the engine died."""
+    config = read_config(config_class(), arguments, overrides)
+    if config is None:
+        return 0
+    if not arguments.model:
+        raise ConfigError("no model is named; write fornax serve MODEL")
+    from fornax.llm.server.launch import launch
+
+    return launch(arguments.model, config)

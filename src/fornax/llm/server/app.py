@@ -1,0 +1,69 @@
+"""The app: routes, errors, what every request passes."""
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from fornax import __version__
+from fornax.llm.server import errors
+from fornax.llm.server.chat_prompt import ChatPrompts
+from fornax.llm.server.config import ServerConfig
+from fornax.llm.server.engine import Engine
+from fornax.llm.server.gate import Gate
+from fornax.llm.server.metrics import Metrics
+from fornax.llm.server.prompts import Encoder
+from fornax.llm.server.routes import chat, completions, dev, embeddings, health, models, tokens
+from fornax.llm.server.state import Load, Server
+
+__all__ = ["create_app", "create_server", "guarded"]
+
+
+def create_server(engine: Engine, config: ServerConfig, *, model: str, metrics: Metrics) -> Server:
+    """What the routes share. `metrics` is what the engine was given as its observer."""
+    return Server(
+        engine=engine,
+        config=config,
+        model=model,
+        metrics=metrics,
+        encoder=Encoder(engine.tokenizer, engine.max_model_len),
+        chats=ChatPrompts(engine, config),
+        load=Load(config.max_concurrent_requests),
+    )
+
+
+def create_app(server: Server) -> FastAPI:
+    """The routes; `guarded` puts the gate around them."""
+    config = server.config
+    app = FastAPI(
+        title="Fornax",
+        version=__version__,
+        summary="An LLM behind OpenAI's interface.",
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
+        docs_url=None if config.disable_fastapi_docs else "/docs",
+        redoc_url=None,
+        root_path=config.root_path,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.state.server = server
+    errors.install(app)
+    for part in (completions, chat, embeddings, models, tokens, health):
+        app.include_router(part.router)
+    if config.enable_adapter_endpoints:
+        app.include_router(models.adapters)
+    if config.enable_dev_endpoints:
+        app.include_router(dev.router)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=list(config.allowed_methods),
+            allow_headers=list(config.allowed_headers),
+            allow_credentials=config.allow_credentials,
+        )
+    return app
+
+
+def guarded(app: FastAPI) -> ASGIApp:
+    """The app as it is served."""
+    server: Server = app.state.server
+    return Gate(app, server.config, server.metrics.request)

@@ -1,0 +1,98 @@
+"""From a command line to a running server: the one place that builds the engine."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fornax.config import ConfigError
+from fornax.llm.config import EngineConfig
+from fornax.llm.server.app import create_app, create_server
+from fornax.llm.server.config import ServerConfig
+from fornax.llm.server.engine import Engine
+from fornax.llm.server.lifecycle import bind, raise_file_limit, serve
+from fornax.llm.server.metrics import Metrics
+from fornax.llm.server.record import configure_logging
+from fornax.llm.stats import Observer
+
+__all__ = ["ServeConfig", "launch"]
+
+C = TypeVar("C")
+
+_log = logging.getLogger(__name__)
+_LONGEST = 131_072
+"""Upper end of the histograms of lengths where the config does not limit the length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig(ServerConfig, EngineConfig):
+    """What `fornax serve` can be told: the engine's keys and the server's."""
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)
+        ServerConfig.__post_init__(self)
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError("lora_modules needs enable_lora; add --enable-lora")
+
+    def engine(self) -> EngineConfig:
+        """The engine's part."""
+        return _part(EngineConfig, self)
+
+    def server(self) -> ServerConfig:
+        """The server's part."""
+        return _part(ServerConfig, self)
+
+
+def _part(cls: type[C], whole: object) -> C:
+    names = [field.name for field in dataclasses.fields(cls)]  # pyrefly: ignore[bad-argument-type]
+    return cls(**{name: getattr(whole, name) for name in names})
+
+
+Builder = Callable[[str, EngineConfig, Observer], Engine]
+
+
+def launch(model: str, config: ServeConfig, build: Builder | None = None) -> int:
+    """Serve a model until told to stop; the exit code. `build` makes the engine."""
+    configure_logging()
+    raise_file_limit()
+    with contextlib.closing(bind(config.server())) as listener:
+        metrics = Metrics(
+            (config.served_model_name or (model,))[0],
+            max_model_len=config.max_model_len or _LONGEST,
+            max_loras=config.max_loras if config.enable_lora else 0,
+        )
+        engine = (build or _build)(model, config.engine(), metrics)
+        server = create_server(engine, config.server(), model=model, metrics=metrics)
+        metrics.describe_cache(_cache(config))
+        engine.start()
+        try:
+            return _run(serve(create_app(server), listener))
+        finally:
+            engine.shutdown()
+
+
+def _build(model: str, config: EngineConfig, observer: Observer) -> Engine:
+    from fornax.llm.async_engine import AsyncEngine
+
+    return AsyncEngine(Path(model), config, observer=observer)
+
+
+def _cache(config: EngineConfig) -> dict[str, object]:
+    return {
+        "block_size": config.block_size,
+        "cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "num_gpu_blocks_override": config.num_gpu_blocks_override,
+    }
+
+
+def _run(serving: Coroutine[Any, Any, int]) -> int:
+    try:
+        import uvloop
+    except ImportError:  # as on Windows
+        return asyncio.run(serving)
+    return uvloop.run(serving)

@@ -1,0 +1,65 @@
+"""`POST /v1/chat/completions`: the next message of a conversation."""
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+
+from fornax.llm.server.answer import Answer, Outputs
+from fornax.llm.server.body import StrictRoute, failures, stream_of
+from fornax.llm.server.chat import ChatShaper
+from fornax.llm.server.protocol.chat import Chat, ChatBody
+from fornax.llm.server.sampling import sampling_params
+from fornax.llm.server.state import RecordOf, ServerOf
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=Chat,
+    responses={**failures(400, 404, 413, 429, 500, 503), 200: stream_of("The message")},
+)
+async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
+    """Write the next message."""
+    record.fields.update(
+        model=body.model,
+        user=body.user,
+        session_id=body.session_id,
+        safety_identifier=body.safety_identifier,
+        metadata=body.metadata,
+    )
+    adapter = server.adapter(body.model)
+    server.require_ready()
+    text = server.chats.render(body)
+    encoder, keep = server.encoder, body.truncate_prompt_tokens
+    ids = await encoder.encode(
+        text, add_special_tokens=body.add_special_tokens, truncated=keep is not None
+    )
+    room = encoder.max_model_len - (body.limit() or 1)
+    ids = encoder.truncate(ids, keep, body.truncation_side or "left", room)
+    logprobs = body.top_logprobs or 0 if body.logprobs else None
+    params = sampling_params(
+        body,
+        server.engine.default_sampling_params,
+        max_tokens=encoder.room(ids, body.limit()),
+        logprobs=logprobs,
+    )
+    answer_id = f"chatcmpl-{body.request_id or record.id}"
+
+    def start() -> Sequence[Outputs]:
+        return [
+            server.engine.generate(
+                ids,
+                params,
+                request_id=answer_id,
+                lora=adapter,
+                priority=body.priority,
+                prompt=text,
+                cache_salt=body.cache_salt,
+            )
+        ]
+
+    shaper = ChatShaper(body, server, record, answer_id, prompt=text, reader=None)
+    return Answer(server, record, start, shaper, streams=bool(body.stream))

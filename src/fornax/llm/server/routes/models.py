@@ -1,0 +1,79 @@
+"""`GET /v1/models`, and adapters loaded and unloaded while serving."""
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse
+
+from fornax.llm.server.body import StrictRoute, failures
+from fornax.llm.server.errors import ApiError
+from fornax.llm.server.protocol.models import LoadAdapterBody, Model, Models, UnloadAdapterBody
+from fornax.llm.server.state import Server, ServerOf
+
+__all__ = ["adapters", "router"]
+
+router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
+adapters = APIRouter(tags=["Adapters"], route_class=StrictRoute)
+
+
+@router.get("/v1/models", response_model=Models)
+async def models(server: ServerOf) -> Models:
+    """The model under each of its names, then the adapters."""
+    return Models(object="list", data=_models(server))
+
+
+@router.get("/v1/models/{name:path}", response_model=Model, responses=failures(404))
+async def model(name: str, server: ServerOf) -> Model:
+    """One of them."""
+    server.adapter(name)
+    return next(each for each in _models(server) if each.id == name)
+
+
+def _models(server: Server) -> list[Model]:
+    def entry(name: str, root: str, parent: str | None) -> Model:
+        return Model(
+            id=name,
+            object="model",
+            created=server.created,
+            owned_by="fornax",
+            root=root,
+            parent=parent,
+            max_model_len=server.engine.max_model_len,
+        )
+
+    own = [entry(name, server.model, None) for name in server.names]
+    loaded = server.engine.loras().items()
+    return own + [entry(name, path, server.names[0]) for name, path in loaded]
+
+
+@adapters.post(
+    "/v1/load_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=failures(400, 413, 500, 503),
+)
+async def load_adapter(body: LoadAdapterBody, server: ServerOf) -> str:
+    """Load an adapter; requests name it as their model."""
+    server.require_ready()
+    if body.lora_name in server.names:
+        raise ApiError(400, f"{body.lora_name} is the model's name", param="lora_name")
+    if body.lora_name in server.engine.loras():
+        if not body.load_inplace:
+            raise ApiError(
+                400,
+                f"{body.lora_name} is loaded; unload it first or set load_inplace",
+                param="lora_name",
+            )
+        await server.engine.remove_lora(body.lora_name)
+    await server.engine.add_lora(body.lora_name, body.lora_path)
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+@adapters.post(
+    "/v1/unload_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=failures(400, 404, 413, 500, 503),
+)
+async def unload_adapter(body: UnloadAdapterBody, server: ServerOf) -> str:
+    """Unload an adapter; its running requests finish first."""
+    if body.lora_name not in server.engine.loras():
+        raise ApiError(404, f"{body.lora_name} is not loaded", param="lora_name")
+    await server.engine.remove_lora(body.lora_name)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
