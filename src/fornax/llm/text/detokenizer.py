@@ -106,22 +106,13 @@ class Detokenizer:
         self._read = reader(table, skip_special_tokens, raw_added, prompt[-16:]).read
         self._stops = StopStrings(stop, include_stop_str_in_output) if stop else None
         self._unchecked = min_tokens
-        self._sent: list[str] = []
         self.stop: str | None = None
-
-    @property
-    def text(self) -> str:
-        """Everything sent so far."""
-        if len(self._sent) > 1:
-            self._sent = ["".join(self._sent)]
-        return self._sent[0] if self._sent else ""
 
     def push(self, tokens: Sequence[int]) -> Pushed:
         """Add tokens; nothing is read after a stop string."""
         if self._stops is None:
             read = self._read
             text = read(tokens[0]) if len(tokens) == 1 else "".join([read(t) for t in tokens])
-            self._sent.append(text)
             return Pushed(text, None, len(tokens))
         return self._push_until_stop(self._stops, tokens)
 
@@ -139,12 +130,8 @@ class Detokenizer:
             elif text:
                 text, self.stop = stops.push(text)
                 parts.append(text)
-        text = "".join(parts)
-        self._sent.append(text)
-        return Pushed(text, self.stop, consumed)
+        return Pushed("".join(parts), self.stop, consumed)
 
     def finish(self) -> str:
         """What was held back because it might have begun a stop string."""
-        text = self._stops.finish() if self._stops is not None else ""
-        self._sent.append(text)
-        return text
+        return self._stops.finish() if self._stops is not None else ""

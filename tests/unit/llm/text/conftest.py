@@ -20,7 +20,7 @@ def byte_level() -> Tokenizer:
 
 def _sentencepiece(steps: list[decoders.Decoder]) -> Tokenizer:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words += list("▁abcdehlorw") + ["he", "ll", "hell", "▁w", "or", "▁▁"]
+    words += [*"▁abcdehlorw", "he", "ll", "hell", "▁w", "or", "▁▁"]
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("▁", "w"), ("o", "r"), ("▁", "▁")]
     model = models.BPE(
         vocab={word: number for number, word in enumerate(words)},
