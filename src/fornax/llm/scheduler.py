@@ -307,7 +307,9 @@ class Scheduler:
         return False
 
     def _admit(self, plan: Plan, sequence: Sequence) -> bool:
-        """Give a waiting sequence a row and pages; False if they went to those before it."""
+        """Give a waiting sequence a row and pages; False if forks and others before it took them."""
+        if not self._rows:
+            return False
         match = self.manager.match(sequence)
         if not self.manager.claim(sequence, match, self.manager.spare(0)):
             return False
