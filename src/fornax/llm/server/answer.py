@@ -53,6 +53,8 @@ class Client:
     def __init__(self, receive: Receive):
         self._receive = receive
         self.gone = False
+        self.answered = False
+        """Set before the last byte is sent: after it every client goes away."""
 
     async def __aenter__(self) -> "Client":
         self._work = asyncio.current_task()
@@ -62,8 +64,8 @@ class Client:
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.gone = True
-        if self._work is not None:
+        if not self.answered and self._work is not None:
+            self.gone = True
             self._work.cancel()
 
     async def __aexit__(
@@ -105,25 +107,42 @@ class Answer(Response):
         server, seconds = self._server, self._server.config.request_timeout
         with server.load.admitted():
             server.require_ready()
-            try:
-                async with Client(receive) as client, asyncio.timeout(seconds or None):
-                    # A task of its own: a token wakes it without waking every middleware.
-                    work = self._stream(client, send) if self._streams else self._collect(send)
-                    await asyncio.create_task(work)
-            except TimeoutError:
-                if not self._started:
-                    raise
+            async with Client(receive) as client:
+                try:
+                    async with asyncio.timeout(seconds or None):
+                        # A task of its own: a token wakes it without waking every middleware.
+                        work = (self._stream if self._streams else self._collect)(client, send)
+                        await asyncio.create_task(work)
+                except asyncio.CancelledError:
+                    if client.gone or not server.stopping:
+                        raise
+                    if not self._started:
+                        raise _stopped("the server is stopping") from None
+                except Exception as error:
+                    if not self._started:
+                        raise self._told(error) from error
             if client.gone:
                 self._record.status = _GONE
 
-    async def _collect(self, send: Send) -> None:
+    def _told(self, error: Exception) -> ApiError:
+        """What the client is told of a failure; what is no fault of its own is logged."""
+        if self._server.engine.error() is not None:
+            told = ApiError(503, "the engine died; the server is stopping", code="engine_dead")
+        else:
+            told = translate(error)
+        self._record.fields["error"] = told.message
+        if told.status_code == 500:
+            _log.exception("request %s failed", self._record.id, exc_info=error)
+        return told
+
+    async def _collect(self, client: Client, send: Send) -> None:
         async with _merged(self._start()) as outputs:
             async for output in outputs:
                 self._shaper.push(output)
         body = self._shaper.whole()
         length = str(len(body)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-        self._started = True
+        self._started = client.answered = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -144,27 +163,32 @@ class Answer(Response):
             last = self._shaper.events() + _DONE
         except asyncio.CancelledError:
             if self._started and not client.gone:
-                why = "the server is stopping" if self._server.stopping else "it took too long"
-                await _last(send, ApiError(503, f"the request was stopped: {why}", code="stopped"))
+                stopping = self._server.stopping
+                why = "the server is stopping" if stopping else "it took too long"
+                await _last(client, send, _stopped(why))
             raise
         except Exception as error:
             if not self._started:
                 raise
-            told = translate(error)
-            self._record.fields["error"] = told.message
-            if told.status_code >= 500:
-                _log.exception("request %s failed", self._record.id)
-            await _last(send, told)
+            await _last(client, send, self._told(error))
         else:
             if not self._started:
                 self._started = True
                 await send(_START)
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            await _end(client, send, last)
 
 
-async def _last(send: Send, error: ApiError) -> None:
-    body = b"data: " + to_json(error.body()) + b"\n\n" + _DONE
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+def _stopped(why: str) -> ApiError:
+    return ApiError(503, f"the request was stopped: {why}", code="stopped")
+
+
+async def _last(client: Client, send: Send, error: ApiError) -> None:
+    await _end(client, send, b"data: " + to_json(error.body()) + b"\n\n" + _DONE)
+
+
+async def _end(client: Client, send: Send, events: bytes) -> None:
+    client.answered = True
+    await send({"type": "http.response.body", "body": events, "more_body": False})
 
 
 @contextlib.asynccontextmanager

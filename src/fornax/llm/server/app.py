@@ -5,6 +5,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from fornax import __version__
+from fornax.config import ConfigError
 from fornax.llm.server import errors
 from fornax.llm.server.chat_prompt import ChatPrompts
 from fornax.llm.server.config import ServerConfig
@@ -19,7 +20,13 @@ __all__ = ["create_app", "create_server", "guarded"]
 
 
 def create_server(engine: Engine, config: ServerConfig, *, model: str, metrics: Metrics) -> Server:
-    """What the routes share. `metrics` is what the engine was given as its observer."""
+    """What the routes share. `metrics` is what the engine was given as its observer.
+
+    Raises ConfigError for a model without a tokenizer.
+    """
+    if engine.tokenizer is None:
+        raise ConfigError(f"no tokenizer lies with {model}; name one with --tokenizer PATH")
+    defaults = engine.default_sampling_params if config.generation_config == "auto" else {}
     return Server(
         engine=engine,
         config=config,
@@ -28,6 +35,7 @@ def create_server(engine: Engine, config: ServerConfig, *, model: str, metrics: 
         encoder=Encoder(engine.tokenizer, engine.max_model_len),
         chats=ChatPrompts(engine, config),
         load=Load(config.max_concurrent_requests),
+        defaults={**defaults, **(config.override_generation_config or {})},
     )
 
 

@@ -1,6 +1,7 @@
 """What the HTTP front end can be told; flags are those of `vllm serve` where it has them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fornax.config import ConfigError
 
@@ -37,6 +38,10 @@ class ServerConfig:
     """Whether such pages may send credentials."""
     chat_template: str | None = None
     """File with a Jinja chat template, or the template itself (default: the model's own)."""
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """Defaults of sampling: auto, those of the model's generation_config.json; vllm, none."""
+    override_generation_config: dict[str, float | int] | None = None
+    """Defaults of sampling that go before the model's, such as temperature."""
     trust_request_chat_template: bool = False
     """Whether a request may bring its own chat template."""
     default_chat_template_kwargs: dict[str, bool | int | float | str] | None = None

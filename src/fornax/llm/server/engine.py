@@ -18,8 +18,8 @@ class Engine(Protocol):
     """An engine that runs in a thread of its own."""
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's."""
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's; spelled-out special tokens become tokens."""
 
     @property
     def chat_template(self) -> "ChatTemplate | None":

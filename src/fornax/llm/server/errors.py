@@ -111,6 +111,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, validation_error)
     app.add_exception_handler(EngineError, api_error)
     app.add_exception_handler(TimeoutError, api_error)
+    app.add_exception_handler(Exception, api_error)
 
 
 def _sentence(error: HTTPException, request: Request) -> str:

@@ -31,6 +31,9 @@ _LONGEST = 131_072
 class ServeConfig(ServerConfig, EngineConfig):
     """What `fornax serve` can be told: the engine's keys and the server's."""
 
+    tokenizer: str | None = None
+    """The tokenizer.json or its folder (default: the model's)."""
+
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
         ServerConfig.__post_init__(self)
@@ -51,7 +54,7 @@ def _part(cls: type[C], whole: object) -> C:
     return cls(**{name: getattr(whole, name) for name in names})
 
 
-Builder = Callable[[str, EngineConfig, Observer], Engine]
+Builder = Callable[[str, ServeConfig, Observer], Engine]
 
 
 def launch(model: str, config: ServeConfig, build: Builder | None = None) -> int:
@@ -64,7 +67,7 @@ def launch(model: str, config: ServeConfig, build: Builder | None = None) -> int
             max_model_len=config.max_model_len or _LONGEST,
             max_loras=config.max_loras if config.enable_lora else 0,
         )
-        engine = (build or _build)(model, config.engine(), metrics)
+        engine = (build or _build)(model, config, metrics)
         server = create_server(engine, config.server(), model=model, metrics=metrics)
         metrics.describe_cache(_cache(config))
         engine.start()
@@ -74,10 +77,14 @@ def launch(model: str, config: ServeConfig, build: Builder | None = None) -> int
             engine.shutdown()
 
 
-def _build(model: str, config: EngineConfig, observer: Observer) -> Engine:
+def _build(model: str, config: ServeConfig, observer: Observer) -> Engine:
     from fornax.llm.async_engine import AsyncEngine
+    from fornax.llm.build import build_engine
 
-    return AsyncEngine(Path(model), config, observer=observer)
+    parts = build_engine(
+        Path(model), config.engine(), tokenizer=config.tokenizer, observer=observer
+    )
+    return AsyncEngine(parts)
 
 
 def _cache(config: EngineConfig) -> dict[str, object]:

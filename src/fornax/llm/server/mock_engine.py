@@ -92,6 +92,7 @@ class MockEngine:
     ):
         """`reply` is what it says instead of the prompt, over and over."""
         self.tokenizer = tokenizer
+        tokenizer.backend.encode_special_tokens = False
         self.chat_template = chat_template
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -274,7 +275,7 @@ class MockEngine:
                     bucket=32,
                     tokens=count,
                     generation_tokens=count,
-                )  # fmt: skip
+                )
             )
             for _ in range(count):
                 self._observer.inter_token(self._step_seconds)
@@ -295,7 +296,7 @@ class MockEngine:
                     ["length"],
                     stream.params.n,
                     stream.params.max_tokens,
-                )  # fmt: skip
+                )
             )
 
 

@@ -3,8 +3,6 @@
 import asyncio
 from typing import Literal
 
-from tokenizers import Tokenizer as Backend
-
 from fornax.data import Tokenizer
 from fornax.llm.server.errors import ApiError
 
@@ -15,11 +13,11 @@ _LONG = 4096
 
 
 class Encoder:
-    """A tokenizer for prompts: special tokens spelled out in a text become tokens."""
+    """A tokenizer for prompts of at most a length."""
 
     def __init__(self, tokenizer: Tokenizer, max_model_len: int):
-        self._backend = Backend.from_str(tokenizer.backend.to_str())
-        self._backend.encode_special_tokens = False
+        self._backend = tokenizer.backend
+        self.vocab_size = tokenizer.vocab_size
         self.max_model_len = max_model_len
         self._longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 

@@ -1,11 +1,12 @@
 """What the routes share: the engine, its names, how busy the server is."""
 
 import contextlib
+import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -69,7 +70,10 @@ class Server:
     encoder: "Encoder"
     chats: "ChatPrompts"
     load: Load
+    defaults: Mapping[str, Any]
+    """Fields of SamplingParams for requests that do not set them."""
     created: int = field(default_factory=lambda: int(time.time()))
+    ids: Iterator[int] = field(default_factory=itertools.count)
     stopping: bool = False
     """Whether the server drains."""
 
@@ -77,6 +81,10 @@ class Server:
     def names(self) -> tuple[str, ...]:
         """The model's names; the first is the one in answers."""
         return self.config.served_model_name or (self.model,)
+
+    def engine_id(self, answer_id: str) -> str:
+        """An id for the engine: clients may use theirs twice."""
+        return f"{answer_id}-{next(self.ids)}"
 
     def adapter(self, name: str | None) -> str | None:
         """The adapter that a request names; None for the model itself; else 404."""

@@ -41,7 +41,11 @@ class Body(BaseModel):
     """A request's body: plain JSON types, no unknown fields, finite numbers."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
 
     refused: ClassVar[Mapping[str, Refused]] = {}

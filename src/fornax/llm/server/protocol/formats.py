@@ -1,4 +1,4 @@
-"""`response_format` and `structured_outputs`: the constraints on the text that a request may set."""
+"""`response_format` and `structured_outputs`: what a request may ask the text to be."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal

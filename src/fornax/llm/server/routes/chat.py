@@ -9,7 +9,7 @@ from fornax.llm.server.body import StrictRoute, failures, stream_of
 from fornax.llm.server.chat import ChatShaper
 from fornax.llm.server.protocol.chat import Chat, ChatBody
 from fornax.llm.server.sampling import sampling_params
-from fornax.llm.server.state import RecordOf, ServerOf
+from fornax.llm.server.state import RecordOf, Server, ServerOf
 
 __all__ = ["router"]
 
@@ -42,8 +42,8 @@ async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     params = sampling_params(
         body,
-        server.engine.default_sampling_params,
-        max_tokens=encoder.room(ids, body.limit()),
+        server.defaults,
+        max_tokens=_most_tokens(body, server, ids),
         logprobs=logprobs,
     )
     answer_id = f"chatcmpl-{body.request_id or record.id}"
@@ -53,7 +53,7 @@ async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
             server.engine.generate(
                 ids,
                 params,
-                request_id=answer_id,
+                request_id=server.engine_id(answer_id),
                 lora=adapter,
                 priority=body.priority,
                 prompt=text,
@@ -63,3 +63,10 @@ async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
 
     shaper = ChatShaper(body, server, record, answer_id, prompt=text, reader=None)
     return Answer(server, record, start, shaper, streams=bool(body.stream))
+
+
+def _most_tokens(body: ChatBody, server: Server, ids: list[int]) -> int:
+    """What the request allows, else the model's default, else what the context has left."""
+    most = server.encoder.room(ids, body.limit())
+    default = server.defaults.get("max_tokens")
+    return most if body.limit() is not None or default is None else min(most, default)

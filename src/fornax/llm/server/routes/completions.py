@@ -31,7 +31,7 @@ async def complete(body: CompletionBody, server: ServerOf, record: RecordOf) -> 
     params = [
         sampling_params(
             body,
-            server.engine.default_sampling_params,
+            server.defaults,
             max_tokens=server.encoder.room(prompt, limit),
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
@@ -39,7 +39,7 @@ async def complete(body: CompletionBody, server: ServerOf, record: RecordOf) -> 
         for prompt in prompts
     ]
     answer_id = f"cmpl-{body.request_id or record.id}"
-    numbers = {f"{answer_id}-{number}": number for number in range(len(prompts))}
+    numbers = {server.engine_id(answer_id): number for number in range(len(prompts))}
 
     def start() -> Sequence[Outputs]:
         return [

@@ -46,10 +46,7 @@ async def embed(
             asyncio.timeout(server.config.request_timeout or None),
         ):
             outputs = await _together(
-                [
-                    _one(body, server, adapter, ids, f"{answer_id}-{number}")
-                    for number, ids in enumerate(inputs)
-                ]
+                [_one(body, server, adapter, ids, server.engine_id(answer_id)) for ids in inputs]
             )
     if client.gone:
         record.status = 499

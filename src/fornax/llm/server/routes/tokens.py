@@ -39,7 +39,7 @@ async def tokenize(body: TokenizeBody | TokenizeChatBody, server: ServerOf) -> T
 async def detokenize(body: DetokenizeBody, server: ServerOf) -> Detokenized:
     """Token ids as text, special tokens included."""
     server.adapter(body.model)
-    size = server.engine.tokenizer.vocab_size
+    size = server.encoder.vocab_size
     if body.tokens and max(body.tokens) >= size:
         raise ApiError(400, f"tokens: {max(body.tokens)} is not below {size}", param="tokens")
     return Detokenized(prompt=server.encoder.decode(body.tokens))
