@@ -1,6 +1,7 @@
 """What values sampling parameters may have; the messages name field, value and remedy."""
 
 import math
+import numbers
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -30,6 +31,9 @@ REFUSED = {
 
 MAX_N = 16384
 """Most completions of one request, as in vLLM."""
+
+MAX_BIASES = 1024
+"""Most tokens of one request's `logit_bias`, as in vLLM."""
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _TUPLES = (
@@ -208,7 +212,10 @@ def _check_tokens(params: Any) -> None:
             fail(name, tokens, "must hold token ids: integers of at least 0")
     if params.allowed_token_ids == ():
         fail("allowed_token_ids", [], "must hold at least one token; None allows all")
-    for token, value in (params.logit_bias or {}).items():
+    bias = params.logit_bias or {}
+    if len(bias) > MAX_BIASES:
+        fail("logit_bias", bias, f"must name at most {MAX_BIASES} tokens, not {len(bias)}")
+    for token, value in bias.items():
         _finite(f"logit_bias[{token}]", value)
 
 
@@ -236,7 +243,7 @@ def _check_combinations(params: Any) -> None:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _integer(
@@ -252,6 +259,6 @@ def _integer(
 
 
 def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         fail(name, value, "must be a finite number")
-    return value
+    return float(value)

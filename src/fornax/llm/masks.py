@@ -1,0 +1,126 @@
+"""Which tokens a sequence may choose next, as bits that the sampler reads; made by the host.
+
+Token t is bit t % 32 of word t // 32; a bit that is 1 allows the token.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fornax.config.errors import EngineError
+from fornax.llm.sampling_params import SamplingParams
+
+__all__ = ["TokenRules", "bad_word_tokens", "mask_words", "token_mask"]
+
+ALL = 0xFFFFFFFF
+MAX_BAD_WORDS = 1000
+"""Most token sequences that the bad words of one request become, as in vLLM."""
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of a mask."""
+    return (vocab_size + 31) // 32
+
+
+def token_mask(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """A mask with the bits of these tokens, uint32 [W]."""
+    mask = np.zeros(mask_words(vocab_size), np.uint32)
+    ids = np.asarray(tokens, np.int64)
+    np.bitwise_or.at(mask, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+    return mask
+
+
+class TokenRules:
+    """A request's rules about tokens: allowed ones, bad words, min_tokens, a trace to replay."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        stop_ids: Sequence[int],
+        bad_words: Sequence[Sequence[int]],
+        vocab_size: int,
+    ) -> None:
+        """Prepare what does not change from token to token.
+
+        Args:
+            params: the request's.
+            stop_ids: tokens that end a completion, end of text included: not chosen before
+                min_tokens.
+            bad_words: `bad_word_tokens` of the request's bad words.
+            vocab_size: V.
+        """
+        self._vocab = vocab_size
+        self._trace = params.trace_decode_token_ids or ()
+        self._min_tokens = params.min_tokens
+        self._allowed: np.ndarray | None = None
+        if params.allowed_token_ids is not None:
+            self._allowed = token_mask(params.allowed_token_ids, vocab_size)
+        self._stops = token_mask([t for t in stop_ids if 0 <= t < vocab_size], vocab_size)
+        single = [word[0] for word in bad_words if len(word) == 1]
+        self._bad = token_mask(single, vocab_size) if single else None
+        self._words = [(list(word[:-1]), word[-1]) for word in bad_words if len(word) > 1]
+
+    def apply(self, output: Sequence[int], mask: np.ndarray | None = None) -> np.ndarray | None:
+        """What may follow the output.
+
+        Args:
+            output: tokens chosen so far.
+            mask: what else restricts the choice, such as a grammar; changed in place.
+
+        Returns:
+            uint32 [W], or None when every token is allowed.
+        """
+        if len(output) < len(self._trace):
+            return token_mask([self._trace[len(output)]], self._vocab)
+        if self._allowed is not None:
+            mask = (
+                self._allowed.copy() if mask is None else np.bitwise_and(mask, self._allowed, mask)
+            )
+        if len(output) < self._min_tokens:
+            mask = self._without(mask, self._stops)
+        if self._bad is not None:
+            mask = self._without(mask, self._bad)
+        for start, last in self._words:
+            if len(output) >= len(start) and list(output[-len(start) :]) == start:
+                mask = self._without(mask, token_mask([last], self._vocab))
+        return mask
+
+    def _without(self, mask: np.ndarray | None, forbidden: np.ndarray) -> np.ndarray:
+        if mask is None:
+            mask = np.full(mask_words(self._vocab), ALL, np.uint32)
+        return np.bitwise_and(mask, ~forbidden, mask)
+
+
+def bad_word_tokens(
+    words: Sequence[str], encode: Callable[[str], Sequence[int]], vocab_size: int
+) -> list[list[int]]:
+    """Tokens of each word, at the start of a text and, where they differ, after a space.
+
+    The form after a space counts, as in vLLM, when it has as many tokens and another first one.
+
+    Args:
+        words: of `SamplingParams.bad_words`.
+        encode: text to tokens, without special ones.
+        vocab_size: V.
+
+    Raises:
+        EngineError: a word without tokens or outside the vocabulary, or too many words.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain, spaced = (list(map(int, encode(f"{s}{word.lstrip()}"))) for s in ("", " "))
+        if not plain:
+            raise EngineError(f"bad_words={[word]!r} must be words that have at least one token")
+        found.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found.append(spaced)
+    if len(found) > MAX_BAD_WORDS:
+        raise EngineError(
+            f"bad_words: {len(words)} words make {len(found)} token sequences; at most "
+            f"{MAX_BAD_WORDS} are looked for, give fewer"
+        )
+    wrong = sorted({token for tokens in found for token in tokens if token >= vocab_size})
+    if wrong:
+        raise EngineError(f"bad_words: tokens {wrong} are not in the model's {vocab_size}")
+    return found
