@@ -20,7 +20,7 @@ namespace fornax {
 namespace {
 
 constexpr int64_t kPanel = 32;       // outputs of a panel
-constexpr int64_t kBlock = 256;      // words of a block: with 32 outputs it fills the first cache
+constexpr int64_t kBlock = 128;      // words of a block: two of them, of 32 outputs, fit the first cache
 constexpr int64_t kGroup = 64;       // inputs that share a scale
 constexpr int64_t kGroupWords = 16;  // words of a group
 constexpr int kColumns = 2 * kLanes;
@@ -30,8 +30,9 @@ constexpr int kTile = 12;  // rows whose sums fill the registers
 constexpr int kTile = 6;
 #endif
 constexpr int64_t kPass = 480;       // rows that are prepared at once
-constexpr int64_t kRowBlock = 240;   // rows of a task: with kBlock words they fill the second cache
+constexpr int64_t kRowBlock = 240;   // rows of a task: with kBlock words they fit the second cache
 constexpr int64_t kPanels = 8;       // most panels of a task
+constexpr int64_t kSharing = 4;      // most tiles that share the fetching of the next block
 
 // Rows of x, made ready for the product: tiles of up to kTile rows, each [U, rows] words.
 struct Rows {
@@ -65,6 +66,8 @@ struct Part {
   const float* w_scale;  // [groups, kPanel]
   float* c;              // [rows, kPanel]
   bool add;              // whether c holds the blocks before
+  const float* ahead;    // what will be multiplied next, to be fetched meanwhile,
+  int64_t ahead_step;    // so many floats for each word
 };
 
 // A word in every lane. As an integer: halves of a word may look like a denormal or a signalling
@@ -186,6 +189,12 @@ struct Int8 {
   }
 };
 
+// Asks for two lines of the weights.
+inline void fetch(const float* lines) {
+  __builtin_prefetch(lines);
+  __builtin_prefetch(lines + 16);
+}
+
 // c = (add ? c : 0) + x w for kRows rows and one panel, in floats.
 template <typename Op, int kRows>
 void multiply(const Part& p) {
@@ -193,7 +202,10 @@ void multiply(const Part& p) {
     Vec acc[kRows][2] = {};
     const float* x = p.x;
     const float* w = p.w + column;
+    const float* ahead = p.ahead;
     for (int64_t u = 0; u < p.words; ++u, x += kRows, w += kPanel) {
+      fetch(ahead);
+      ahead += p.ahead_step;
       const Vec left = load(w), right = load(w + kLanes);
       for (int i = 0; i < kRows; ++i) {
         const Vec value = splat_word(x + i);
@@ -219,7 +231,10 @@ void multiply_groups(const Part& p) {
       for (int i = 0; i < kRows; ++i) acc[i][0] = acc[i][1] = splat(p.start[g * kRows + i]);
       const float* x = p.x + g * kGroupWords * kRows;
       const float* w = p.w + g * kGroupWords * kPanel + column;
+      const float* ahead = p.ahead + g * kGroupWords * p.ahead_step;
       for (int u = 0; u < kGroupWords; ++u, x += kRows, w += kPanel) {
+        fetch(ahead);
+        ahead += p.ahead_step;
         const IntVec left = bits(load(w)), right = bits(load(w + kLanes));
         for (int i = 0; i < kRows; ++i) {
           const IntVec value = bits(splat_word(x + i));
@@ -282,14 +297,18 @@ struct Product {
 
   // One block of words of one panel for the tiles [from, to); c is [rows, kPanel].
   void block(const Rows& rows, int64_t from, int64_t to, int64_t panel, int64_t word,
-             float* c) const {
+             const float* next, float* c) const {
     const int64_t group = word / kGroupWords;
     Part part;
     part.words = std::min(kBlock, U - word);
     part.w = w + (panel * U + word) * kPanel;
     part.w_scale = scales + (panel * G + group) * kPanel;
     part.add = word > 0;
+    const int64_t sharing = std::min(to - from, kSharing);
+    part.ahead_step = kPanel / sharing;
     for (int64_t tile = from; tile < to; ++tile) {
+      part.ahead = next + (tile - from) * kBlock * part.ahead_step;
+      if (tile - from == kSharing) part.ahead_step = 0;
       const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
       part.x = rows.values + first * U + word * count;
       part.x_scale = rows.scales + first * G + group * count;
@@ -307,6 +326,13 @@ struct Product {
     }
   }
 
+  // Where the block lies that `task` multiplies next.
+  const float* after(int64_t panel, int64_t at_once, int64_t p, int64_t word) const {
+    if (p + 1 < at_once) return w + ((panel + p + 1) * U + word) * kPanel;
+    if (word + kBlock < U) return w + (panel * U + word + kBlock) * kPanel;
+    return w + (panel + at_once) * U * kPanel;
+  }
+
   // Some panels for the tiles [from, to). A few rows read each panel from end to end, as memory
   // likes it; many rows go block by block, so that the block of x stays in the second cache.
   void task(const Rows& rows, int64_t first_row, int64_t from, int64_t to, int64_t panel,
@@ -319,7 +345,8 @@ struct Product {
     for (; panel < end; panel += at_once) {
       for (int64_t word = 0; word < U; word += kBlock) {
         for (int64_t p = 0; p < at_once; ++p) {
-          block(rows, from, to, panel + p, word, c + p * count * kPanel);
+          block(rows, from, to, panel + p, word, after(panel, at_once, p, word),
+                c + p * count * kPanel);
         }
       }
       for (int64_t p = 0; p < at_once; ++p) {
