@@ -39,17 +39,23 @@ class StrictRoute(APIRoute):
 
 _MEANINGS = {
     400: "The request is not one that can be honoured; `param` names the field.",
+    401: "The API key is missing or wrong.",
     404: "There is no such model.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "Too many requests; Retry-After says when to try again.",
     500: "The server failed.",
     503: "The engine is not ready, sleeps, stops or died.",
+    504: "The request took too long.",
 }
 
 
-def failures(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI document's part on failures."""
-    return {status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in statuses}
+def failures(*statuses: int, body: bool = True) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI document's part on failures; those of any request with a body come besides."""
+    every = {401, 500, *statuses, *((400, 408, 413) if body else ())}
+    return {
+        status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in sorted(every)
+    }
 
 
 def stream_of(description: str) -> dict[str, Any]:

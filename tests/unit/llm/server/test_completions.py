@@ -158,7 +158,9 @@ def test_text_in_a_stream_survives_quotes_and_other_scripts(make_app, tokenizer)
     count = len(tokenizer.encode(said))
     request = {"prompt": PROMPT, "max_tokens": count, "stream": True}
     whole = app.post("/v1/completions", {**request, "stream": False}).json()
-    text = "".join(c["choices"][0]["text"] for c in events(app.post("/v1/completions", request).text))
+    text = "".join(
+        c["choices"][0]["text"] for c in events(app.post("/v1/completions", request).text)
+    )
     assert text == whole["choices"][0]["text"]
     assert 'a "quote" \\ back\nline' in text
 

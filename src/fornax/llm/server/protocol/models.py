@@ -6,7 +6,7 @@ from pydantic import Field
 
 from fornax.llm.server.protocol.base import Body, Reply
 
-__all__ = ["LoadAdapterBody", "Model", "Models", "UnloadAdapterBody"]
+__all__ = ["Done", "LoadAdapterBody", "Model", "Models", "UnloadAdapterBody"]
 
 
 class Model(Reply):
@@ -41,3 +41,9 @@ class UnloadAdapterBody(Body):
     """An adapter to unload."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Done(Reply):
+    """What was done."""
+
+    message: str

@@ -19,7 +19,7 @@ router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
 @router.post(
     "/v1/chat/completions",
     response_model=Chat,
-    responses={**failures(400, 404, 413, 429, 500, 503), 200: stream_of("The message")},
+    responses={**failures(404, 429, 503, 504), 200: stream_of("The message")},
 )
 async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
     """Write the next message."""

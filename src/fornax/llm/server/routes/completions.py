@@ -19,7 +19,7 @@ router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
 @router.post(
     "/v1/completions",
     response_model=Completion,
-    responses={**failures(400, 404, 413, 429, 500, 503), 200: stream_of("The completions")},
+    responses={**failures(404, 429, 503, 504), 200: stream_of("The completions")},
 )
 async def complete(body: CompletionBody, server: ServerOf, record: RecordOf) -> Answer:
     """Go on from each prompt."""

@@ -20,7 +20,7 @@ class Sleeping(Reply):
     is_sleeping: bool
 
 
-@router.post("/sleep", response_class=Response, responses=failures(400, 500))
+@router.post("/sleep", response_class=Response, responses=failures(400, body=False))
 async def sleep(server: ServerOf, level: Annotated[int, Query(ge=1, le=2)] = 1) -> Response:
     """Free the cache; running requests start over when the engine wakes."""
     await server.engine.sleep(level)
@@ -28,7 +28,7 @@ async def sleep(server: ServerOf, level: Annotated[int, Query(ge=1, le=2)] = 1) 
     return Response()
 
 
-@router.post("/wake_up", response_class=Response, responses=failures(500))
+@router.post("/wake_up", response_class=Response, responses=failures(body=False))
 async def wake_up(server: ServerOf) -> Response:
     """Take the cache back."""
     await server.engine.wake()
@@ -36,13 +36,13 @@ async def wake_up(server: ServerOf) -> Response:
     return Response()
 
 
-@router.get("/is_sleeping", response_model=Sleeping)
+@router.get("/is_sleeping", response_model=Sleeping, responses=failures(body=False))
 async def is_sleeping(server: ServerOf) -> Sleeping:
     """Whether the engine sleeps."""
     return Sleeping(is_sleeping=server.engine.is_sleeping)
 
 
-@router.post("/reset_prefix_cache", response_class=Response, responses=failures(500))
+@router.post("/reset_prefix_cache", response_class=Response, responses=failures(body=False))
 async def reset_prefix_cache(server: ServerOf) -> Response:
     """Forget every cached prefix."""
     await server.engine.reset_prefix_cache()

@@ -28,7 +28,7 @@ router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
 @router.post(
     "/v1/embeddings",
     response_model=Embeddings,
-    responses=failures(400, 404, 413, 429, 500, 503),
+    responses=failures(404, 429, 503, 504),
 )
 async def embed(
     body: EmbeddingBody, server: ServerOf, record: RecordOf, request: Request

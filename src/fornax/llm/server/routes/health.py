@@ -36,8 +36,10 @@ class LoadReply(Reply):
     unfinished: int
 
 
-@router.get("/health", response_class=Response, responses=failures(503))
-@router.get("/ping", operation_id="ping", response_class=Response, responses=failures(503))
+@router.get("/health", response_class=Response, responses=failures(503, body=False))
+@router.get(
+    "/ping", operation_id="ping", response_class=Response, responses=failures(503, body=False)
+)
 async def health(server: ServerOf) -> Response:
     """200 while the engine lives, also while it compiles."""
     if server.engine.error() is not None:
@@ -59,19 +61,19 @@ async def ready(server: ServerOf) -> Response:
     return json_response(content, 200 if takes else 503)
 
 
-@router.get("/version", response_model=Version)
+@router.get("/version", response_model=Version, responses=failures(body=False))
 async def version() -> Version:
     """The version of Fornax."""
     return Version(version=__version__)
 
 
-@router.get("/load", response_model=LoadReply)
+@router.get("/load", response_model=LoadReply, responses=failures(body=False))
 async def load(server: ServerOf) -> LoadReply:
     """Requests being answered, and sequences that run or wait in the engine."""
     return LoadReply(server_load=server.load.running, unfinished=server.engine.num_unfinished)
 
 
-@router.get("/metrics", response_class=Response)
+@router.get("/metrics", response_class=Response, responses=failures(body=False))
 async def metrics(server: ServerOf) -> Response:
     """Metrics in the text format of Prometheus, under vLLM's names."""
     text, kind = server.metrics.exposition()

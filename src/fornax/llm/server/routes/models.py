@@ -1,11 +1,16 @@
 """`GET /v1/models`, and adapters loaded and unloaded while serving."""
 
 from fastapi import APIRouter
-from starlette.responses import PlainTextResponse
 
 from fornax.llm.server.body import StrictRoute, failures
 from fornax.llm.server.errors import ApiError
-from fornax.llm.server.protocol.models import LoadAdapterBody, Model, Models, UnloadAdapterBody
+from fornax.llm.server.protocol.models import (
+    Done,
+    LoadAdapterBody,
+    Model,
+    Models,
+    UnloadAdapterBody,
+)
 from fornax.llm.server.state import Server, ServerOf
 
 __all__ = ["adapters", "router"]
@@ -14,13 +19,13 @@ router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
 adapters = APIRouter(tags=["Adapters"], route_class=StrictRoute)
 
 
-@router.get("/v1/models", response_model=Models)
+@router.get("/v1/models", response_model=Models, responses=failures(body=False))
 async def models(server: ServerOf) -> Models:
     """The model under each of its names, then the adapters."""
     return Models(object="list", data=_models(server))
 
 
-@router.get("/v1/models/{name:path}", response_model=Model, responses=failures(404))
+@router.get("/v1/models/{name:path}", response_model=Model, responses=failures(404, body=False))
 async def model(name: str, server: ServerOf) -> Model:
     """One of them."""
     server.adapter(name)
@@ -46,10 +51,10 @@ def _models(server: Server) -> list[Model]:
 
 @adapters.post(
     "/v1/load_lora_adapter",
-    response_class=PlainTextResponse,
-    responses=failures(400, 413, 500, 503),
+    response_model=Done,
+    responses=failures(503),
 )
-async def load_adapter(body: LoadAdapterBody, server: ServerOf) -> str:
+async def load_adapter(body: LoadAdapterBody, server: ServerOf) -> Done:
     """Load an adapter; requests name it as their model."""
     server.require_ready()
     if body.lora_name in server.names:
@@ -63,17 +68,17 @@ async def load_adapter(body: LoadAdapterBody, server: ServerOf) -> str:
             )
         await server.engine.remove_lora(body.lora_name)
     await server.engine.add_lora(body.lora_name, body.lora_path)
-    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+    return Done(message=f"{body.lora_name} is loaded")
 
 
 @adapters.post(
     "/v1/unload_lora_adapter",
-    response_class=PlainTextResponse,
-    responses=failures(400, 404, 413, 500, 503),
+    response_model=Done,
+    responses=failures(404, 503),
 )
-async def unload_adapter(body: UnloadAdapterBody, server: ServerOf) -> str:
-    """Unload an adapter; its running requests finish first."""
+async def unload_adapter(body: UnloadAdapterBody, server: ServerOf) -> Done:
+    """Unload an adapter; its running requests are aborted."""
     if body.lora_name not in server.engine.loras():
         raise ApiError(404, f"{body.lora_name} is not loaded", param="lora_name")
     await server.engine.remove_lora(body.lora_name)
-    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+    return Done(message=f"{body.lora_name} is unloaded")

@@ -18,7 +18,7 @@ __all__ = ["router"]
 router = APIRouter(tags=["Tokens"], route_class=StrictRoute)
 
 
-@router.post("/tokenize", response_model=Tokens, responses=failures(400, 404, 413, 500))
+@router.post("/tokenize", response_model=Tokens, responses=failures(404))
 async def tokenize(body: TokenizeBody | TokenizeChatBody, server: ServerOf) -> Tokens:
     """A text, or a conversation through the chat template, as token ids."""
     server.adapter(body.model)
@@ -35,7 +35,7 @@ async def tokenize(body: TokenizeBody | TokenizeChatBody, server: ServerOf) -> T
     )
 
 
-@router.post("/detokenize", response_model=Detokenized, responses=failures(400, 404, 413, 500))
+@router.post("/detokenize", response_model=Detokenized, responses=failures(404))
 async def detokenize(body: DetokenizeBody, server: ServerOf) -> Detokenized:
     """Token ids as text, special tokens included."""
     server.adapter(body.model)

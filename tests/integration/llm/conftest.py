@@ -1,0 +1,71 @@
+"""Servers in processes of their own."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+SCRIPT = Path(__file__).with_name("mock_server.py")
+
+
+class Process:
+    """A running server."""
+
+    def __init__(self, config: dict[str, Any], log: Path):
+        self.log = log
+        with log.open("wb") as file:
+            self.popen = subprocess.Popen(
+                [sys.executable, str(SCRIPT), json.dumps({"port": 0, **config})],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        self.url = self._wait()
+
+    def _wait(self) -> str:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            found = re.search(r"listening on (http://\S+)", self.log.read_text())
+            if found:
+                with httpx.Client(base_url=found[1]) as client:
+                    for _ in range(200):
+                        try:
+                            client.get("/health")
+                        except httpx.TransportError:
+                            time.sleep(0.05)
+                        else:
+                            return found[1]
+            assert self.popen.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def stop(self, seconds: float = 30) -> int:
+        """Ask it to stop; its exit code."""
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(seconds)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Starts servers with a config."""
+    started: list[Process] = []
+
+    def start(**config: Any) -> Process:
+        started.append(Process(config, tmp_path / f"server{len(started)}.log"))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.popen.wait()

@@ -1,0 +1,47 @@
+"""`fornax serve` over an engine without a model: `mock_server.py JSON`, with the config as JSON.
+
+`_step_seconds`, `_die_after` and others with an underscore are about the engine.
+"""
+
+import json
+import sys
+import threading
+
+from fornax.config import from_mapping
+from fornax.data import train_bpe
+from fornax.llm.server import ServeConfig, launch
+from fornax.llm.server.mock_engine import MockEngine
+
+# TEMP
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def main() -> int:
+    given = json.loads(sys.argv[1])
+    own = {name: given.pop(name) for name in list(given) if name.startswith("_")}
+    tokenizer = train_bpe(["hello world this is a test of some text " * 20], 300)
+
+    def build(model, config, observer):
+        engine = MockEngine(
+            tokenizer,
+            chat_template=None,
+            max_model_len=own.get("_max_model_len", 4096),
+            max_num_seqs=own.get("_max_num_seqs", 32),
+            step_seconds=own.get("_step_seconds", 0.002),
+            observer=observer,
+            reply=own.get("_reply"),
+        )
+        if "_die_after" in own:
+            death = RuntimeError("the device is gone")
+            threading.Timer(own["_die_after"], engine.die, [death]).start()
+        return engine
+
+    return launch("mock", from_mapping(ServeConfig, given), build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
