@@ -1,6 +1,7 @@
 """Between tokens and what a client reads: text, chats, reasoning, tool calls."""
 
+from fornax.llm.text.chat_template import ChatTemplate, special_tokens
 from fornax.llm.text.detokenizer import Detokenizer, Pushed
 from fornax.llm.text.token_table import TokenTable
 
-__all__ = ["Detokenizer", "Pushed", "TokenTable"]
+__all__ = ["ChatTemplate", "Detokenizer", "Pushed", "TokenTable", "special_tokens"]
