@@ -61,6 +61,19 @@ DATA = Group(
     ),
 )
 
+BENCH = Group(
+    name="bench",
+    summary="Measure a running server",
+    example="fornax bench serve --port 8000 --request-rate 8",
+    commands=_table(
+        Command(
+            name="bench serve",
+            summary="Load on an OpenAI-compatible server: latencies, throughput, goodput",
+            module="bench_serve",
+        ),
+    ),
+)
+
 ROOT = Group(
     name="",
     summary="The whole life of a model on JAX, in one stack.",
@@ -92,6 +105,7 @@ ROOT = Group(
             summary="A model behind OpenAI's HTTP interface",
             module="serve",
         ),
+        BENCH,
         Command(
             name="doctor",
             summary="Versions, devices, memory and disk, and what to mend",

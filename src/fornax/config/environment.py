@@ -16,6 +16,7 @@ __all__ = [
     "cxx",
     "documented",
     "full_traceback",
+    "openai_api_key",
     "prepare_virtual_devices",
     "set_default_platform_quiet",
 ]
@@ -28,6 +29,7 @@ _DOCUMENTED = {
     "FORNAX_COORDINATOR": "host:port of process 0 in a run of several processes.",
     "FORNAX_NUM_PROCESSES": "How many processes the run has.",
     "FORNAX_PROCESS_ID": "This process's number, from 0.",
+    "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that wants one.",
     "CXX": "The C++ compiler for native CPU kernels (default: c++, g++ or clang++, first found).",
 }
 
@@ -54,6 +56,11 @@ def cache_dir() -> Path:
 def compilation_cache_enabled() -> bool:
     """Whether compiled programs are kept between processes."""
     return os.environ.get("FORNAX_COMPILATION_CACHE", "1") != "0"
+
+
+def openai_api_key() -> str | None:
+    """The key for an OpenAI-compatible server, if there is one."""
+    return os.environ.get("OPENAI_API_KEY") or None
 
 
 def full_traceback() -> bool:
