@@ -11,8 +11,8 @@ from fornax.config import from_mapping
 from fornax.data import train_bpe
 from fornax.llm.server import ServeConfig, launch
 from fornax.llm.server.mock_engine import MockEngine
+from fornax.llm.text import ChatTemplate
 
-# TEMP
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -28,7 +28,7 @@ def main() -> int:
     def build(model, config, observer):
         engine = MockEngine(
             tokenizer,
-            chat_template=None,
+            chat_template=ChatTemplate(TEMPLATE),
             max_model_len=own.get("_max_model_len", 4096),
             max_num_seqs=own.get("_max_num_seqs", 32),
             step_seconds=own.get("_step_seconds", 0.002),

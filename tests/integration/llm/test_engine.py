@@ -30,8 +30,8 @@ def figures() -> Figures:
 
 @pytest.fixture(scope="module")
 def llm(name: str, figures: Figures) -> Iterator[LLM]:
-    """Pages of 4 tokens, steps of 8, room for about three sequences: everything happens."""
-    llm = engine_of(name, observer=figures, num_gpu_blocks_override=24)
+    """Pages of 4 tokens, steps of 8, room for two or three sequences: everything happens."""
+    llm = engine_of(name, observer=figures, num_gpu_blocks_override=17)
     yield llm
     assert not figures.compiled, "a program was compiled after the engine was ready"
     assert llm.num_free_pages == llm.num_pages, "pages were not given back"

@@ -1,7 +1,7 @@
 """Conversations as prompts: which template, which variables."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fornax.config import ConfigError, EngineError
 from fornax.llm.server.config import ServerConfig
@@ -9,9 +9,7 @@ from fornax.llm.server.engine import Engine
 from fornax.llm.server.errors import ApiError
 from fornax.llm.server.protocol.chat import ChatBody
 from fornax.llm.server.protocol.messages import ChatPrompt
-
-if TYPE_CHECKING:
-    from fornax.llm.text.chat_template import ChatTemplate
+from fornax.llm.text import ChatTemplate, special_tokens
 
 __all__ = ["ChatPrompts"]
 
@@ -24,7 +22,7 @@ class ChatPrompts:
         self._config = config
         self._own = None if config.chat_template is None else self._given(config.chat_template)
 
-    def _given(self, source: str) -> "ChatTemplate":
+    def _given(self, source: str) -> ChatTemplate:
         """A template from a file or, when it looks like one, from the text itself."""
         if not any(mark in source for mark in "{}\n"):
             path = Path(source)
@@ -33,10 +31,9 @@ class ChatPrompts:
             source = path.read_text(encoding="utf-8")
         return self._compiled(source)
 
-    def _compiled(self, source: str) -> "ChatTemplate":
-        from fornax.llm.text.chat_template import ChatTemplate
-
-        return ChatTemplate(source)
+    def _compiled(self, source: str) -> ChatTemplate:
+        tokenizer = self._engine.tokenizer
+        return ChatTemplate(source, None if tokenizer is None else special_tokens(tokenizer))
 
     def render(self, body: ChatPrompt) -> str:
         """The text that a conversation becomes; 400 for one that the template refuses."""
@@ -49,7 +46,7 @@ class ChatPrompts:
                     "started with --trust-request-chat-template",
                     param="chat_template",
                 )
-            template = self._compiled(body.chat_template)
+            template = self._of_request(body.chat_template)
         if template is None:
             raise ApiError(
                 400,
@@ -71,6 +68,12 @@ class ChatPrompts:
             )
         except EngineError as error:
             raise ApiError(400, str(error), param="messages") from None
+
+    def _of_request(self, source: str) -> ChatTemplate:
+        try:
+            return self._compiled(source)
+        except EngineError as error:
+            raise ApiError(400, str(error), param="chat_template") from None
 
     def _variables(self, body: ChatPrompt) -> dict[str, Any]:
         variables: dict[str, Any] = dict(self._config.default_chat_template_kwargs or {})

@@ -1,15 +1,13 @@
 """What the server asks of an engine: `AsyncEngine` fits, and so does a test's."""
 
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fornax.data import Tokenizer
 from fornax.llm.outputs import EmbeddingOutput, RequestOutput
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Readiness
-
-if TYPE_CHECKING:
-    from fornax.llm.text.chat_template import ChatTemplate
+from fornax.llm.text import ChatTemplate
 
 __all__ = ["Engine"]
 
@@ -22,7 +20,7 @@ class Engine(Protocol):
         """The model's; spelled-out special tokens become tokens."""
 
     @property
-    def chat_template(self) -> "ChatTemplate | None":
+    def chat_template(self) -> ChatTemplate | None:
         """The model's; None when its directory has none."""
 
     @property

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fornax.config import EngineError
 from fornax.data import Tokenizer
@@ -21,9 +21,7 @@ from fornax.llm.outputs import (
 )
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Observer, Readiness, RequestStats, StepStats
-
-if TYPE_CHECKING:
-    from fornax.llm.text.chat_template import ChatTemplate
+from fornax.llm.text import ChatTemplate
 
 __all__ = ["MockEngine"]
 
@@ -83,7 +81,7 @@ class MockEngine:
         self,
         tokenizer: Tokenizer,
         *,
-        chat_template: "ChatTemplate | None" = None,
+        chat_template: ChatTemplate | None = None,
         max_model_len: int = 1024,
         max_num_seqs: int = 32,
         step_seconds: float = 0.0,

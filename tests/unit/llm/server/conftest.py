@@ -10,6 +10,16 @@ import pytest
 from fornax.data import Tokenizer, train_bpe
 from fornax.llm.server import Metrics, ServerConfig, create_app, create_server, guarded
 from fornax.llm.server.mock_engine import MockEngine
+from fornax.llm.text import ChatTemplate
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'bad' %}"
+    "{{ raise_exception('no such role') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if mood %}[{{ mood }}]{% endif %}"
+    "{% if tools %}{{ tools[0].function.name }}\n{% endif %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +62,8 @@ def make_app(tokenizer: Tokenizer) -> Iterator[Callable[..., App]]:
     engines: list[MockEngine] = []
 
     def make(engine: dict[str, Any] | None = None, **config: Any) -> App:
-        options = {"max_model_len": 64, **(engine or {})}
+        template = ChatTemplate(TEMPLATE)
+        options = {"max_model_len": 64, "chat_template": template, **(engine or {})}
         made = MockEngine(tokenizer, **options)
         made.start()
         engines.append(made)

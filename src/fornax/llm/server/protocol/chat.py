@@ -54,6 +54,8 @@ class ChatBody(ChatPrompt, GenerationBody):
         "function_call": _NO_FUNCTIONS,
         "prediction": Refused("use speculative decoding, a setting of the server"),
         "prompt_cache_key": Refused("every prompt's prefix is looked up; use cache_salt to part"),
+        "prompt_cache_options": Refused("use cache_salt to part requests"),
+        "moderation": Refused("texts are not judged"),
         "prompt_cache_retention": Refused("the cache keeps what it has room for", ("in_memory",)),
         "service_tier": Refused("use priority", ("auto", "default")),
         "store": Refused("nothing is stored", (False,)),
