@@ -55,32 +55,66 @@ inline Vec zip(Vec a, Vec b, std::integer_sequence<int, lane...>) {
   return FORNAX_SHUFFLE(a, b, (lane % 2 * kLanes + from + lane / 2)...);
 }
 
-// Swaps rows and columns: each round rotates the bits of (row, column) by one.
-inline void transpose(Vec (&v)[kLanes]) {
-  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
-  for (int round = 1; round < kLanes; round *= 2) {
-    Vec zipped[kLanes];
-    for (int i = 0; i < kLanes / 2; ++i) {
-      zipped[2 * i] = zip<0>(v[i], v[i + kLanes / 2], lanes);
-      zipped[2 * i + 1] = zip<kLanes / 2>(v[i], v[i + kLanes / 2], lanes);
-    }
-    for (int i = 0; i < kLanes; ++i) v[i] = zipped[i];
+template <int by, int... lane>
+inline Vec rotate(Vec v, std::integer_sequence<int, lane...>) {
+  return FORNAX_SHUFFLE(v, v, ((lane + by) % kLanes)...);
+}
+
+// All lanes of v combined, two halves at a time.
+template <int half = kLanes / 2, typename Combine>
+inline float fold(Vec v, const Combine& combine) {
+  v = combine(v, rotate<half>(v, std::make_integer_sequence<int, kLanes>()));
+  if constexpr (half > 1) {
+    return fold<half / 2>(v, combine);
+  } else {
+    return v[0];
   }
 }
 
-// Keys as columns: packed[h * kKeys + j] = keys[j][h] for j < count, a multiple of kLanes.
-template <typename T>
-void pack_keys(const T* const* keys, int64_t count, int64_t width, float* packed) {
-  const int64_t whole = width / kLanes * kLanes;
-  for (int64_t j = 0; j < count; j += kLanes) {
-    for (int64_t h = 0; h < whole; h += kLanes) {
-      Vec square[kLanes];
-      for (int i = 0; i < kLanes; ++i) square[i] = load_wide(keys[j + i] + h);
-      transpose(square);
-      for (int i = 0; i < kLanes; ++i) store(packed + (h + i) * kKeys + j, square[i]);
+// Sums of the lanes of each of the n vectors, the first vector's in the lanes 0, n, 2 n, ... of which
+// there remain kLanes / n to add. Which lanes are added when does not depend on n.
+template <int n>
+inline Vec add_lanes(Vec (&v)[n]) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+  for (int half = n / 2; half >= 1; half /= 2) {
+    for (int i = 0; i < half; ++i) {
+      v[i] = zip<0>(v[i], v[i + half], lanes) + zip<kLanes / 2>(v[i], v[i + half], lanes);
     }
-    for (int64_t h = whole; h < width; ++h) {
-      for (int i = 0; i < kLanes; ++i) packed[h * kKeys + j + i] = widen(keys[j + i][h]);
+  }
+  return v[0];
+}
+
+// scores[line * kKeys + j] = queries[line] . keys[j] for j < kLanes.
+template <int kRows, typename T>
+inline void score_tile(const float* queries, const T* const* keys, int64_t width, float* scores) {
+  constexpr int kQuads = kLanes / 4;
+  Vec part[kRows][kQuads];
+  for (int quad = 0; quad < kQuads; ++quad) {
+    Vec acc[kRows][4] = {};
+    for (int64_t h = 0; h < width; h += kLanes) {
+      Vec key[4];
+      for (int j = 0; j < 4; ++j) key[j] = load_wide(keys[quad + j * kQuads] + h);
+      for (int i = 0; i < kRows; ++i) {
+        const Vec query = load(queries + i * width + h);
+        for (int j = 0; j < 4; ++j) acc[i][j] += query * key[j];
+      }
+    }
+    for (int i = 0; i < kRows; ++i) part[i][quad] = add_lanes(acc[i]);
+  }
+  for (int i = 0; i < kRows; ++i) store(scores + i * kKeys, add_lanes(part[i]));
+}
+
+template <typename T>
+void score(int64_t lines, int64_t columns, const float* queries, const T* const* keys,
+           int64_t width, float* scores) {
+  constexpr int kRows = kLanes >= 16 ? 4 : 2;
+  for (int64_t j = 0; j < columns; j += kLanes) {
+    int64_t i = 0;
+    for (; i + kRows <= lines; i += kRows) {
+      score_tile<kRows>(queries + i * width, keys + j, width, scores + i * kKeys + j);
+    }
+    for (; i < lines; ++i) {
+      score_tile<1>(queries + i * width, keys + j, width, scores + i * kKeys + j);
     }
   }
 }
@@ -201,57 +235,73 @@ struct Attend {
 
   struct Scratch {
     float *queries, *keys, *values, *scores, *shrink;
-    const T* key_at[kKeys];
-    const T* value_at[kKeys];
-    const float* packed_at[kKeys];
+    const T *key_at[kKeys], *value_at[kKeys];
+    const float *wide_key_at[kKeys], *wide_value_at[kKeys];
   };
+
+  // Whether a block is first copied together as padded floats: worth it for many lines, which would
+  // else fetch each key from another corner of the cache again and again.
+  bool widens(const Item& item) const {
+    return s.H % kLanes != 0 || item.count * s.group() > kFewLines;
+  }
 
   int64_t scratch_floats(const Item& item) const {
     const int64_t tile = item.count * s.group();
-    return round_up(lines(item) * s.H, 16) + kKeys * (s.H + s.width() + tile) + round_up(tile, 16) +
-           2 * round_up(Partial::floats(lines(item), s.width()), 16);
+    return lines(item) * s.width() + kKeys * (2 * s.width() + tile) + round_up(tile, 16) +
+           2 * round_up(Partial::floats(lines(item), s.width()), 16) + 16;
   }
 
   Scratch scratch(const Item& item, Arena& arena) const {
-    const int64_t tile = item.count * s.group();
+    const int64_t tile = item.count * s.group(), width = s.width();
     Scratch w;
-    w.queries = arena.take(round_up(lines(item) * s.H, 16));
-    w.keys = arena.take(kKeys * s.H);
-    w.values = arena.take(kKeys * s.width());
+    w.keys = arena.take(kKeys * width);
+    w.values = arena.take(kKeys * width);
     w.scores = arena.take(kKeys * tile);
     w.shrink = arena.take(round_up(tile, 16));
-    for (int64_t j = 0; j < kKeys; ++j) w.packed_at[j] = w.values + j * s.width();
-    const float* end = w.values + kKeys * s.width();
-    std::fill(w.values, const_cast<float*>(end), 0.0f);
+    w.queries = arena.take(round_up(lines(item) * width, 16));
+    for (int64_t j = 0; j < kKeys; ++j) {
+      w.wide_key_at[j] = w.keys + j * width;
+      w.wide_value_at[j] = w.values + j * width;
+    }
+    if (width != s.H) std::fill(w.keys, w.keys + 2 * kKeys * width, 0.0f);
     load_queries(item, w.queries);
     return w;
   }
 
   // Lines by head, then token, then head of the group.
   void load_queries(const Item& item, float* to) const {
-    const int64_t G = s.group();
+    const int64_t G = s.group(), width = s.width();
     for (int64_t head = item.head; head < item.head + item.heads; ++head) {
-      for (int64_t i = 0; i < item.count; ++i) {
-        const Q* from = q + ((item.token + i) * s.N + head * G) * s.H;
-        for (int64_t j = 0; j < G * s.H; ++j) *to++ = widen(from[j]) * s.scale;
+      for (int64_t i = 0; i < item.count * G; ++i, to += width) {
+        const Q* from = q + ((item.token + i / G) * s.N + head * G + i % G) * s.H;
+        for (int64_t j = 0; j < s.H; ++j) to[j] = widen(from[j]) * s.scale;
+        std::fill(to + s.H, to + width, 0.0f);
       }
     }
   }
 
-  const T* slot(const Item& item, int64_t position) const {
-    const int64_t page = s.table[item.row * s.W + position / s.S];
-    return kv + ((s.layer * s.P + page) * s.S + position % s.S) * s.C * s.H;
+  // Where the slots of the block that begins at `base` lie. Keys that no token sees have no page: the
+  // nearest that is seen stands for them.
+  void find_slots(const Item& item, int64_t base, const T** to) const {
+    const int64_t low = std::max(item.low, base), high = std::min(item.high, base + kKeys);
+    for (int64_t position = low; position < high;) {
+      const int64_t page = s.table[item.row * s.W + position / s.S], slot = position % s.S;
+      const T* at = kv + (((s.layer * s.P + page) * s.S + slot) * s.C + 2 * s.first_head) * s.H;
+      const int64_t end = std::min(high, position + s.S - slot);
+      for (; position < end; ++position, at += s.C * s.H) to[position - base] = at;
+    }
+    for (int64_t j = base; j < low; ++j) to[j - base] = to[low - base];
+    for (int64_t j = high; j < base + kKeys; ++j) to[j - base] = to[high - 1 - base];
   }
 
-  // Asks for part of a block ahead of its use: whole slots, so that memory is read in order.
-  void prefetch(const Item& item, int64_t block, int64_t part) const {
-    const int64_t first = block + part * kKeys / item.heads;
-    const int64_t last = std::min(block + (part + 1) * kKeys / item.heads, item.high);
-    for (int64_t position = first; position < last; ++position) {
-      const char* at = reinterpret_cast<const char*>(slot(item, position) +
-                                                     2 * (s.first_head + item.head) * s.H);
-      const int64_t bytes = 2 * item.heads * s.H * sizeof(T);
-      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+  // Reads part of a block ahead of its use, in the order of memory: the heads of a slot lie side by
+  // side, but are used one after the other, which the processor's own prefetching does not foresee.
+  void touch(const Item& item, const T* const* slots, int64_t part) const {
+    const int64_t bytes = 2 * item.heads * s.H * sizeof(T);
+    for (int64_t j = part * kKeys / item.heads; j < (part + 1) * kKeys / item.heads; ++j) {
+      const T* from = slots[j] + 2 * item.head * s.H;
+      const volatile char* at = reinterpret_cast<const volatile char*>(from);
+      for (int64_t i = 0; i < bytes; i += 64) (void)at[i];
     }
   }
 
@@ -273,7 +323,7 @@ struct Attend {
       store(scores + j, x);
       most = maximum(most, x);
     }
-    const float now = std::max(*top, highest(most));
+    const float now = std::max(*top, fold(most, [](Vec a, Vec b) { return maximum(a, b); }));
     Vec added = splat(0.0f);
     for (int64_t j = 0; j < columns; j += kLanes) {
       const Vec x = load(scores + j);
@@ -281,40 +331,51 @@ struct Attend {
       store(scores + j, w);
       added += w + (x - x);  // the difference is NaN if x is, which the exponential hides
     }
-    const float shrink = std::exp(*top - now);
-    *total = *total * shrink + sum(added);
+    const float shrink = now == *top ? 1.0f : std::exp(*top - now);
+    *total = *total * shrink + fold(added, [](Vec a, Vec b) { return a + b; });
     *top = now;
     return shrink;
   }
 
   // One head's lines against the block of keys that begins at `base`.
-  void block(const Item& item, int64_t base, int64_t head, Scratch& w, const float* queries,
-             const Partial& sum_) const {
-    const int64_t tile = item.count * s.group(), G = s.group();
+  void block(const Item& item, int64_t base, int64_t head, const T* const* slots, Scratch& w,
+             const float* queries, const Partial& sum_) const {
+    const int64_t tile = item.count * s.group();
     const int64_t low = std::max<int64_t>(item.low - base, 0);
     const int64_t high = std::min(item.high - base, kKeys);
     const int64_t columns = round_up(high, kLanes);
-    const int64_t offset = 2 * (s.first_head + head) * s.H;
     for (int64_t j = 0; j < columns; ++j) {
-      w.key_at[j] = slot(item, base + std::min(std::max(j, low), high - 1)) + offset;
+      w.key_at[j] = slots[j] + 2 * head * s.H;
       w.value_at[j] = w.key_at[j] + s.H;
     }
-    pack_keys(w.key_at, columns, s.H, w.keys);
-    product(tile, columns, s.H, {queries, s.H, 1}, w.keys, kKeys, w.scores, kKeys, false);
-    for (int64_t i = 0; i < tile; ++i) {
+    if (widens(item)) {
+      widen_rows(w.key_at, columns, w.keys);
+      widen_rows(w.value_at, columns, w.values);
+      score(tile, columns, queries, w.wide_key_at, s.width(), w.scores);
+      soften_all(item, base, columns, w, sum_);
+      gather_values(tile, low, high, w.scores, w.wide_value_at, w.shrink, sum_.out, s.width());
+    } else {
+      score(tile, columns, queries, w.key_at, s.width(), w.scores);
+      soften_all(item, base, columns, w, sum_);
+      gather_values(tile, low, high, w.scores, w.value_at, w.shrink, sum_.out, s.width());
+    }
+  }
+
+  void widen_rows(const T* const* rows, int64_t count, float* to) const {
+    for (int64_t j = 0; j < count; ++j, to += s.width()) {
+      for (int64_t h = 0; h < s.H; ++h) to[h] = widen(rows[j][h]);
+    }
+  }
+
+  void soften_all(const Item& item, int64_t base, int64_t columns, Scratch& w,
+                  const Partial& sum_) const {
+    const int64_t G = s.group();
+    for (int64_t i = 0; i < item.count * G; ++i) {
       const int64_t position = item.position + i / G - base;
       const int64_t first = s.window ? std::max<int64_t>(position - s.window + 1, 0) : 0;
       w.shrink[i] = soften(w.scores + i * kKeys, columns, first, std::min(position + 1, columns),
                            sum_.top + i, sum_.total + i);
     }
-    if (s.H % kLanes == 0 && (sizeof(T) == sizeof(float) || tile <= kFewLines)) {
-      gather_values(tile, low, high, w.scores, w.value_at, w.shrink, sum_.out, s.width());
-      return;
-    }
-    for (int64_t j = low; j < high; ++j) {
-      for (int64_t h = 0; h < s.H; ++h) w.values[j * s.width() + h] = widen(w.value_at[j][h]);
-    }
-    gather_values(tile, low, high, w.scores, w.packed_at, w.shrink, sum_.out, s.width());
   }
 
   void segment(const Item& item, int64_t index, Scratch& w, const Partial& sum_) const {
@@ -322,12 +383,16 @@ struct Attend {
     sum_.clear(lines(item), s.width());
     const int64_t first = std::max(index * kSegment, item.low / kKeys * kKeys);
     const int64_t end = std::min((index + 1) * kSegment, item.high);
-    for (int64_t base = first; base < end; base += kKeys) {
+    const T* slots[2][kKeys];
+    find_slots(item, first, slots[0]);
+    for (int64_t base = first, turn = 0; base < end; base += kKeys, turn ^= 1) {
+      const bool more = base + kKeys < item.high;
+      if (more) find_slots(item, base + kKeys, slots[turn ^ 1]);
       for (int64_t i = 0; i < item.heads; ++i) {
-        prefetch(item, base + kKeys, i);
+        if (more) touch(item, slots[turn ^ 1], i);
         const Partial mine = {sum_.top + i * tile, sum_.total + i * tile,
                               sum_.out + i * tile * s.width()};
-        block(item, base, item.head + i, w, w.queries + i * tile * s.H, mine);
+        block(item, base, item.head + i, slots[turn], w, w.queries + i * tile * s.width(), mine);
       }
     }
   }
