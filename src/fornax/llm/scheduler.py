@@ -201,6 +201,8 @@ class Scheduler:
             remaining = length - sequence.num_computed
             if remaining > 1:
                 prefills += 1
+            elif sequence.drafts and sequence.num_pending:
+                continue  # which of its drafts hold is not known yet
             elif remaining == 1 and (length < sequence.max_len or sequence.pooling):
                 decodes.append(sequence)
         budget = self.config.max_num_batched_tokens - len(decodes)
@@ -222,9 +224,8 @@ class Scheduler:
         return budget
 
     def _drafts(self, sequence: Sequence, most: int) -> int:
-        """How many of the drafts to try; none before pending tokens are known and before
-        the prompt is forked."""
-        if sequence.num_pending or sequence.children:
+        """How many of the drafts to try; none before the prompt is forked."""
+        if sequence.children:
             return 0
         return min(len(sequence.drafts), most, sequence.max_len - len(sequence.tokens) - 1)
 
@@ -307,7 +308,7 @@ class Scheduler:
         return False
 
     def _admit(self, plan: Plan, sequence: Sequence) -> bool:
-        """Give a waiting sequence a row and pages; False if forks and others before it took them."""
+        """Give a waiting sequence row and pages; False if forks or others before it took them."""
         if not self._rows:
             return False
         match = self.manager.match(sequence)
@@ -348,6 +349,7 @@ class Scheduler:
         length = len(sequence.tokens) + sequence.num_pending
         plan.entries.append(Entry(sequence, row, start, count, drafts))
         plan.num_tokens += count
+        del sequence.drafts[drafts:]
         stop = start + count
         sequence.num_computed = stop
         self.manager.commit(sequence)

@@ -50,7 +50,8 @@ class Sequence:
     children: list["Sequence"] = field(default_factory=list)
     """With n > 1: further completions, forked off when the prompt is computed; then emptied."""
     drafts: list[int] = field(default_factory=list)
-    """Proposed next tokens, set by the engine before a step while nothing is pending."""
+    """Proposed next tokens, set by the engine while nothing is pending; cut by `schedule` to those
+    that are tried, emptied by `received`. Until then the sequence is in no other step."""
     tokens: list[int] = field(init=False)
     """Prompt and output, as far as the host knows them; only `Scheduler.received` appends."""
     num_prompt: int = field(init=False)

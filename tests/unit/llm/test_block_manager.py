@@ -1,0 +1,171 @@
+"""Prefix reuse, copy-on-write, sliding windows and eviction, case by case."""
+
+import pytest
+
+from fornax.config.errors import ConfigError
+from fornax.llm.block_manager import BlockManager, PageGroup
+from fornax.llm.page_pool import PagePool
+from fornax.llm.plan import PageCopy, Plan
+from fornax.llm.sequence import Sequence
+
+
+def run(manager, tokens, *, salt=b"", row=0, **options):
+    """Admit a sequence and compute all of its tokens."""
+    sequence = Sequence(0, "r", list(tokens), max_len=1000, salt=salt, **options)
+    sequence.row = row
+    plan = Plan()
+    match = manager.match(sequence)
+    assert manager.claim(sequence, match, manager.spare(0))
+    manager.admit(sequence, match, plan)
+    assert manager.extend(sequence, sequence.num_computed, len(tokens), plan)
+    sequence.num_computed = len(tokens)
+    manager.commit(sequence)
+    return sequence, match.num_tokens
+
+
+@pytest.mark.parametrize(("length", "hit"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_whole_pages_are_reused_but_never_the_last_token(length, hit):
+    manager = BlockManager([PageGroup(20)], 4)
+    first, _ = run(manager, range(length))
+    second, found = run(manager, range(length), row=1)
+    assert found == hit
+    assert first.pages[0][: hit // 4] == second.pages[0][: hit // 4]
+    assert not set(first.pages[0][hit // 4 :]) & set(second.pages[0][hit // 4 :])
+
+
+def test_prefix_is_found_after_its_sequence_is_gone():
+    manager = BlockManager([PageGroup(20)], 4)
+    sequence, _ = run(manager, range(10))
+    manager.free(sequence)
+    assert manager.usage == 0
+    assert run(manager, range(10))[1] == 8
+
+
+def test_same_tokens_after_another_page_or_salt_are_not_a_hit():
+    manager = BlockManager([PageGroup(40)], 4)
+    run(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert run(manager, [0, 2, 3, 4, 5, 6, 7, 8, 9])[1] == 0
+    assert run(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9], salt=b"adapter")[1] == 0
+    assert run(manager, [1, 2, 3, 4, 0, 6, 7, 8, 9])[1] == 4
+
+
+def test_reuse_can_be_turned_off_and_reset():
+    manager = BlockManager([PageGroup(40)], 4)
+    run(manager, range(9))
+    assert run(manager, range(9), reads_cache=False)[1] == 0
+    manager.reset_prefix_cache()
+    assert run(manager, range(9))[1] == 0
+    off = BlockManager([PageGroup(40)], 4, prefix_caching=False)
+    run(off, range(9))
+    assert run(off, range(9))[1] == 0
+
+
+def test_unknown_tokens_are_not_registered():
+    manager = BlockManager([PageGroup(20)], 4)
+    sequence, _ = run(manager, range(7))
+    sequence.num_pending = 1
+    sequence.num_computed = 8
+    manager.commit(sequence)
+    assert sequence.num_registered == 1
+    sequence.num_pending = 0
+    sequence.tokens.append(7)
+    manager.commit(sequence)
+    assert sequence.num_registered == 2
+
+
+def test_least_recently_freed_goes_first_and_ends_before_beginnings():
+    manager = BlockManager([PageGroup(6)], 4)  # five pages
+    old, _ = run(manager, range(8))
+    new, _ = run(manager, range(100, 108))
+    manager.free(old)
+    manager.free(new)
+    run(manager, range(200, 208))  # one blank page and the end of the old prefix
+    assert manager.match(Sequence(1, "r", list(range(9)), max_len=20)).num_tokens == 4
+    assert manager.match(Sequence(1, "r", list(range(100, 109)), max_len=200)).num_tokens == 8
+
+
+def test_fork_copies_the_partial_page_for_all_but_the_last_writer():
+    manager = BlockManager([PageGroup(20)], 4)
+    parent, _ = run(manager, range(6))
+    child = Sequence(1, "r", list(range(6)), max_len=20)
+    child.row = 1
+    manager.fork(parent, child, Plan())
+    shared = child.pages[0][1]
+    plan = Plan()
+    assert manager.extend(parent, 6, 7, plan)
+    assert plan.copies == [PageCopy(0, shared, parent.pages[0][1])]
+    assert parent.pages[0][0] == child.pages[0][0]
+    plan = Plan()
+    assert manager.extend(child, 6, 7, plan)
+    assert (plan.copies, child.pages[0][1]) == ([], shared)
+
+
+def test_extension_that_does_not_fit_takes_nothing():
+    manager = BlockManager([PageGroup(20), PageGroup(3)], 4)
+    sequence, _ = run(manager, range(4))
+    assert not manager.extend(sequence, 4, 13, Plan())
+    assert [len(pages) for pages in sequence.pages] == [1, 1]
+    assert manager.extend(sequence, 4, 8, Plan())
+
+
+def test_sliding_group_keeps_the_window_only():
+    manager = BlockManager([PageGroup(20, window=5), PageGroup(20)], 4)
+    sequence, _ = run(manager, range(12))
+    assert manager.extend(sequence, 12, 13, Plan())  # sees 8 to 12
+    sliding, full = sequence.pages
+    assert sliding[:2] == [0, 0]
+    assert all(sliding[2:])
+    assert all(full)
+    assert manager.pools[0].used == 2
+
+
+def test_sliding_hit_needs_only_the_last_window():
+    manager = BlockManager([PageGroup(20, window=5)], 4)
+    sequence, _ = run(manager, range(16))
+    manager.free(sequence)
+    pool = manager.pools[0]
+    beginning = pool.by_digest[sequence.page_digests[0]]
+    del pool.by_digest[sequence.page_digests[0]]
+    pool.digests[beginning] = None
+    again = Sequence(1, "r", list(range(17)), max_len=20)
+    assert manager.match(again).num_tokens == 16
+    assert manager.match(again).pages[0][:3] == [0, 0, 0]
+    last = pool.by_digest.pop(sequence.page_digests[3])
+    pool.digests[last] = None
+    assert manager.match(again).num_tokens == 12  # needs page 2 alone
+
+
+def test_shortage_names_the_pages():
+    manager = BlockManager([PageGroup(5), PageGroup(3, window=4)], 4)
+    assert manager.shortage(16) is None
+    assert manager.shortage(17) == "5 pages of 4 tokens, the cache has 4"
+    narrow = BlockManager([PageGroup(2, window=6)], 4)
+    assert narrow.shortage(4) is None
+    assert narrow.shortage(100) == "3 pages of 4 tokens, the cache has 1"
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "message"),
+    [
+        ([PageGroup(10)], 0, "page_size=0"),
+        ([], 16, "at least one page group"),
+        ([PageGroup(1)], 16, "num_pages=1"),
+        ([PageGroup(10, window=0)], 16, "window=0"),
+    ],
+)
+def test_impossible_caches_are_refused(groups, size, message):
+    with pytest.raises(ConfigError, match=message):
+        BlockManager(groups, size)
+
+
+def test_pool_never_gives_page_zero_and_prefers_blank_pages():
+    pool = PagePool(4)
+    pages = [pool.take() for _ in range(3)]
+    assert sorted(pages) == [1, 2, 3]
+    pool.register(pages[0], b"known")
+    pool.release(pages[0])
+    pool.release(pages[1])
+    assert pool.take() == pages[1]
+    assert pool.by_digest == {b"known": pages[0]}
+    assert pool.take() == pages[0]
+    assert pool.by_digest == {}
