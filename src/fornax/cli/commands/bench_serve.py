@@ -2,18 +2,25 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from fornax.llm.bench import BenchConfig, bench, report_lines, summarise, write_result
+from fornax.cli.configured import ConfigArguments, read_config
+
+if TYPE_CHECKING:
+    from fornax.llm.bench import BenchConfig, BenchRun
 
 _SHOWN_ERRORS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments(BenchConfig):
-    """Put load on an OpenAI-compatible server and measure it: TTFT, TPOT, ITL, throughput, goodput.
+class Arguments(ConfigArguments):
+    """Put load on an OpenAI-compatible server; print latencies, throughput and goodput.
 
-    Flags and results are those of vllm bench serve. Prompts are random tokens unless a dataset is
-    named.
+    Flags and results are those of vllm bench serve; --help-config lists every one. Those used most:
+    --host, --port, --base-url, --backend openai-chat, --num-prompts, --request-rate,
+    --max-concurrency, --random-input-len, --random-output-len, --dataset-name, --ignore-eos,
+    --goodput, --metric-percentiles, --save-result.
 
     examples:
       fornax bench serve --port 8000 --request-rate 8
@@ -23,20 +30,36 @@ class Arguments(BenchConfig):
     """
 
 
-def run(arguments: Arguments) -> int:
+def config_class() -> "type[BenchConfig]":
+    """The config whose keys are flags of this command."""
+    from fornax.llm.bench import BenchConfig
+
+    return BenchConfig
+
+
+def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Run the load and print the result."""
-    show = sys.stderr.isatty() and not arguments.disable_tqdm
-    done = bench(arguments, progress=_progress if show else None)
-    result = summarise(arguments, done.outcomes, done.seconds)
+    config = read_config(config_class(), arguments, overrides)
+    if config is None:
+        return 0
+    from fornax.llm.bench import bench, report_lines, summarise, write_result
+
+    show = sys.stderr.isatty() and not config.disable_tqdm
+    done = bench(config, progress=_progress if show else None)
+    result = summarise(config, done.outcomes, done.seconds)
+    _show_errors(done)
+    print("\n".join(report_lines(config, result)))  # noqa: T201
+    if config.save_result:
+        print(write_result(config, done.model, result, done.outcomes))  # noqa: T201
+    return 0
+
+
+def _show_errors(done: "BenchRun") -> None:
     errors = [outcome.error for outcome in done.outcomes if outcome.error]
     for error in errors[:_SHOWN_ERRORS]:
         print(f"failed: {error}", file=sys.stderr)  # noqa: T201
     if len(errors) > _SHOWN_ERRORS:
         print(f"and {len(errors) - _SHOWN_ERRORS} more", file=sys.stderr)  # noqa: T201
-    print("\n".join(report_lines(arguments, result)))  # noqa: T201
-    if arguments.save_result:
-        print(write_result(arguments, done.model, result, done.outcomes))  # noqa: T201
-    return 0
 
 
 def _progress(answered: int, total: int) -> None:
