@@ -4,6 +4,7 @@ from fornax.config.errors import KernelError
 from fornax.kernels._attention import attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
 from fornax.kernels._linear import Weight, linear
+from fornax.kernels._norm import rms_norm
 from fornax.kernels._packed import PackedWeight, pack
 from fornax.kernels._paged_attention import (
     copy_pages,
@@ -34,5 +35,6 @@ __all__ = [
     "paged_attention_operation",
     "paged_write",
     "paged_write_operation",
+    "rms_norm",
     "target_platform",
 ]

@@ -29,6 +29,7 @@ _UNITS = {
     "attention": ("fornax_attention_forward", "fornax_attention_backward"),
     "paged_attention": ("fornax_paged_attention", "fornax_paged_write"),
     "linear": ("fornax_linear",),
+    "norm": ("fornax_rms_norm",),
 }
 """Unit, named after its .cc file, to the call targets that it exports."""
 
