@@ -216,7 +216,12 @@ class Admission:
         self, prompt_ids: list[int], origin: _Origin, max_len: int, reads_cache: bool
     ) -> Sequence:
         salt = (origin.cache_salt or "").encode()
-        if origin.lora is not None and self._lora_salt is not None:
+        if origin.lora is not None:
+            if self._lora_salt is None:
+                raise EngineError(
+                    f"adapter {origin.lora!r} cannot be used: adapters are off; start the engine "
+                    "with enable_lora"
+                )
             salt += b"\0" + self._lora_salt(origin.lora)
         return Sequence(
             id=next(self._ids),

@@ -10,11 +10,13 @@ from typing import Any
 
 from fornax.config.errors import ConfigError, DataError
 from fornax.data import Tokenizer, load_tokenizer
+from fornax.llm.adapters import Adapters
 from fornax.llm.admission import Admission
 from fornax.llm.block_manager import BlockManager, PageGroup
 from fornax.llm.config import DraftModel, EngineConfig, NGram
 from fornax.llm.engine import Engine
 from fornax.llm.limits import Limits, resolve_limits
+from fornax.llm.lora import bind
 from fornax.llm.programs import Programs, keep_compiled
 from fornax.llm.runner import Runner
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
@@ -73,13 +75,23 @@ def build_engine(
     config = config or EngineConfig()
     keep_compiled()
     folder = None if isinstance(model, Decoder) else Path(model)
+    words = Path(tokenizer) if isinstance(tokenizer, str | Path) else folder
     weights = load_weights(model, config)
     limits = resolve_limits(config, weights.config, weights.dtype, weights.nbytes)
     loaded = _tokenizer(folder, tokenizer, weights.config)
     generation = _read_json(folder, "generation_config.json")
     programs = Programs(config.compile_threads)
     adapters = None
-    runner = Runner(weights, limits, programs, max_logprobs=config.max_logprobs)
+    if config.enable_lora:
+        adapters = Adapters(weights, slots=config.max_loras, rank=config.max_lora_rank)
+    runner = Runner(
+        weights,
+        limits,
+        programs,
+        max_logprobs=config.max_logprobs,
+        state=None if adapters is None else adapters.attach(weights.state),
+        bind=None if adapters is None else bind,
+    )
     admission = Admission(
         limits,
         vocab_size=weights.config.vocab_size,
@@ -88,7 +100,7 @@ def build_engine(
         seed=config.seed,
         tokenizer=loaded,
         clock=time.monotonic,
-        lora_salt=None,
+        lora_salt=None if adapters is None else adapters.salt,
     )
     engine = Engine(
         runner,
@@ -107,7 +119,7 @@ def build_engine(
         config=config,
         model_config=weights.config,
         tokenizer=loaded,
-        chat_template=None if folder is None else ChatTemplate.find(folder),
+        chat_template=_chat_template(words, folder),
         default_sampling_params={
             field: generation[key]
             for key, field in _GENERATION_FIELDS.items()
@@ -192,6 +204,15 @@ def _tokenizer(
     # A prompt may spell special tokens out: chat templates do.
     tokenizer.backend.encode_special_tokens = False
     return tokenizer
+
+
+def _chat_template(*folders: Path | None) -> ChatTemplate | None:
+    """The first template found."""
+    for folder in folders:
+        found = None if folder is None or not folder.is_dir() else ChatTemplate.find(folder)
+        if found is not None:
+            return found
+    return None
 
 
 def _eos(

@@ -15,6 +15,7 @@ import numpy as np
 from fornax.config.errors import EngineError
 from fornax.llm.adapters import Adapters
 from fornax.llm.logprobs import Scores, TokenText, pick
+from fornax.llm.lora_file import Adapter
 from fornax.llm.outputs import EmbeddingOutput, RequestOutput
 from fornax.llm.plan import Plan, Sample
 from fornax.llm.programs import Programs
@@ -133,7 +134,7 @@ class Engine:
         bucket = 0
         if plan is not None:
             self._start(plan)
-            bucket = self.runner.forward(plan, self._slots(plan))
+            bucket = self.runner.forward(plan, self._place_adapters(plan))
         outputs += self._process()
         if plan is not None:
             self._inflight = (self._sample(plan, bucket), self.version)
@@ -153,8 +154,41 @@ class Engine:
         outputs = self._process()
         self.scheduler.reset()
         self.runner.update_weights(weights)
+        if self.adapters is not None:
+            self.runner.use_state(self.adapters.attach(weights.state))
+        if self._proposer is not None:
+            self._proposer.reset()
         self.version = version
         return outputs
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Take in what `adapters.read` returned.
+
+        Raises:
+          EngineError: adapters are off, or there is one of this name.
+        """
+        self._need_adapters().add(adapter)
+
+    def remove_adapter(self, name: str) -> list[Output]:
+        """Forget an adapter; requests that use it fail.
+
+        Raises:
+          EngineError: adapters are off, or there is none of this name.
+        """
+        adapters = self._need_adapters()
+        outputs = self._process()
+        users = [
+            request
+            for request in self._requests.values()
+            if request.completions[0].sequence.lora == name
+        ]
+        adapters.remove(name)
+        return outputs + [self._fail(each, f"adapter {name!r} was unloaded") for each in users]
+
+    def _need_adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise EngineError("adapters are off; start the engine with enable_lora")
+        return self.adapters
 
     def sleep(self) -> list[Output]:
         """Give back the cache's memory; requests wait until `wake`."""
@@ -200,14 +234,14 @@ class Engine:
         ]
         self._proposer.propose(ready)
 
-    def _slots(self, plan: Plan) -> dict[int, int]:
+    def _place_adapters(self, plan: Plan) -> dict[int, int]:
+        """Bring the step's adapters to the device; returns the slot of each entry that has one."""
         if self.adapters is None:
             return {}
-        return {
-            index: self.adapters.slot(entry.sequence.lora)
-            for index, entry in enumerate(plan.entries)
-            if entry.sequence.lora is not None
-        }
+        names = {i: e.sequence.lora for i, e in enumerate(plan.entries) if e.sequence.lora}
+        if self.adapters.place(set(names.values())):
+            self.runner.use_state(self.adapters.attach(self.runner.weights.state))
+        return {index: self.adapters.slot(name) for index, name in names.items()}
 
     def _sample(self, plan: Plan, bucket: int) -> Ticket:
         masks: dict[int, np.ndarray] = {}

@@ -73,7 +73,8 @@ def resolve_limits(
     needs = [
         _pages_needed(window, length, tokens, config.block_size) for window in cache_windows(model)
     ]
-    budget = _budget(config, weight_bytes, seqs * sum(map(math.prod, zip(needs, sizes, strict=True))))
+    full = seqs * sum(need * size for need, size in zip(needs, sizes, strict=True))
+    budget = _budget(config, weight_bytes, full)
     if config.num_gpu_blocks_override is not None:
         pages = [config.num_gpu_blocks_override for _ in needs]
     else:

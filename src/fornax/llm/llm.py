@@ -63,6 +63,21 @@ class LLM:
         """The model's tokenizer."""
         return self._parts.tokenizer
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a sequence, prompt and output, at most."""
+        return self._parts.limits.max_model_len
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache, over all groups."""
+        return sum(pool.num_pages - 1 for pool in self._engine.scheduler.manager.pools)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no sequence holds, over all groups; they may still serve the prefix cache."""
+        return sum(pool.available for pool in self._engine.scheduler.manager.pools)
+
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, by vLLM's name for it."""
         return self.tokenizer
@@ -148,15 +163,14 @@ class LLM:
                 "this model has no chat template; use generate, or add chat_template.jinja to its "
                 "directory"
             )
-        several = bool(messages) and not isinstance(messages[0], Mapping)
         prompts = []
-        for conversation in messages if several else [messages]:
+        for conversation in _conversations(messages):
             text = template.render(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                variables=chat_template_kwargs,
             )
             prompts.append({"prompt": text, "add_special_tokens": False})
         return self.generate(prompts, sampling_params, lora=lora)
@@ -181,7 +195,9 @@ class LLM:
         Raises:
           EngineError: adapters are off, or it does not fit.
         """
-        self._engine.add_adapter(self._engine.read_adapter(name, str(path)))
+        if self._engine.adapters is None:
+            raise EngineError("adapters are off; give enable_lora=True")
+        self._engine.add_adapter(self._engine.adapters.read(name, path))
 
     def unload_lora(self, name: str) -> None:
         """Unload an adapter."""
@@ -236,6 +252,11 @@ class LLM:
                     raise EngineError(output.message)
                 finished[output.request_id] = output
         return [finished[request_id] for request_id in wanted]
+
+
+def _conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+    several = bool(messages) and not isinstance(messages[0], Mapping)
+    return list(messages) if several else [messages]
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -42,7 +42,7 @@ def pick(
     """
     most = scores.top_ids_MK.shape[1]
     wanted = most if wanted < 0 else min(wanted, most)
-    found = []
+    found: list[Mapping[int, Logprob]] = []
     for place, token in enumerate(tokens, start=first):
         one = {token: _entry(token, scores.logprob_M[place], scores.rank_M[place], text)}
         ids = scores.top_ids_MK[place, :wanted].tolist()

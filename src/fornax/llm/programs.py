@@ -19,7 +19,7 @@ _log = logging.getLogger("fornax.llm")
 
 def keep_compiled() -> None:
     """Let JAX keep compiled programs on disk, unless the user has chosen where already."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = environment.cache_dir() / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

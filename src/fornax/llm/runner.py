@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fornax import kernels
-from fornax.llm.buckets import bucket_for, buckets
+from fornax.llm.buckets import bucket_for, buckets, powers
 from fornax.llm.limits import Limits
 from fornax.llm.logprobs import Scores
 from fornax.llm.plan import Plan
@@ -85,6 +85,7 @@ class Runner:
         *,
         max_logprobs: int,
         name: str = "model",
+        state: Any = None,
         bind: Bind | None = None,
     ) -> None:
         self.weights = weights
@@ -93,11 +94,11 @@ class Runner:
         self._programs = programs
         self._name = name
         self._bind = bind
-        self._state = weights.state
+        self._state = weights.state if state is None else state
         self._vocab = weights.config.vocab_size
         self._max_logprobs = min(max_logprobs, self._vocab)
         self._rows = limits.max_num_seqs
-        self._sample_sizes = tuple(s for s in self.buckets if s < self._rows) + (self._rows,)
+        self._sample_sizes = powers(self._rows)
         groups = len(cache_windows(weights.config))
         self._layouts = {
             size: StepLayout(size, min(size, self._rows), limits.table_width, groups)
@@ -141,13 +142,8 @@ class Runner:
         self.weights = weights
         self._state = weights.state
 
-    @property
-    def state(self) -> Any:
-        """The parameters on the device."""
-        return self._state
-
-    @state.setter
-    def state(self, state: Any) -> None:
+    def use_state(self, state: Any) -> None:
+        """Run later steps with these parameters, of the same shapes and places."""
         self._state = state
 
     def use_fixed_tables(self) -> None:
@@ -304,7 +300,9 @@ class Runner:
             step = make_step(self.weights, layout, self.limits.max_model_len, self._bind)
             vector = self._ints((layout.size,))
             args = (state, kv, hidden, sampler.last_token, vector)
-            announce((name, "step", size), partial(self._compile, step, args, (1, 2)))
+            results = (tuple(pages.sharding for pages in kv), self._everywhere)
+            make = partial(self._compile, step, args, (1, 2), results)
+            announce((name, "step", size), make)
         for size in self._sample_sizes:
             mask = self._ints((size, mask_words(self._vocab)), jnp.uint32)
             args = (state, hidden, sampler, self._ints((4, size)), mask)
@@ -314,15 +312,21 @@ class Runner:
         announce((name, "load row"), partial(self._compile, load_row, args, (0,)))
         for group, pages in enumerate(kv):
             args = (pages, self._ints((2, _COPIES)))
-            announce((name, "copy pages", group), partial(self._compile, _copy_pages, args, (0,)))
+            make = partial(self._compile, _copy_pages, args, (0,), pages.sharding)
+            announce((name, "copy pages", group), make)
         args = (hidden, self._ints((_POOLED,)))
         announce((name, "pool"), partial(self._compile, _pool_rows, args, ()))
         args = (state, hidden, self._ints((2, _SCORED)))
         announce((name, "score"), partial(self._compile, self._score_rows, args, ()))
 
-    def _compile(self, function: Any, args: Any, donated: tuple[int, ...]) -> Any:
+    def _compile(
+        self, function: Any, args: Any, donated: tuple[int, ...], results: Any = None
+    ) -> Any:
+        """Compile ahead of time; over a mesh, `results` lie where the next step wants them."""
+        where = {} if self._everywhere is None else {"out_shardings": results or self._everywhere}
         with placed(self.weights):
-            return jax.jit(function, donate_argnums=donated).lower(*args).compile()
+            jitted = jax.jit(function, donate_argnums=donated, **where)
+            return jitted.lower(*args).compile()
 
     def _sample(
         self, state: Any, hidden: jax.Array, sampler: SamplerState, vector: jax.Array, mask: Any

@@ -3,8 +3,8 @@
 A proposal costs nothing but time when it is wrong: the model samples at every proposed place with
 that place's own random bits, and a proposed token stays only where it is what was sampled. So the
 tokens are those of decoding without proposals, one by one. A draft model draws with the very bits
-that the model will draw with, which makes both agree as often as their distributions allow
-(a Gumbel coupling; Daliri et al. 2024).
+that the model will draw with, so that the two agree wherever their distributions do (drafting by
+shared randomness; Daliri et al. 2024).
 """
 
 from collections.abc import Sequence as Items

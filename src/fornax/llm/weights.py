@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from fornax.models import (
     load_pretrained,
     read_config,
 )
+from fornax.models.layers import Projection
 
 __all__ = ["Placement", "Weights", "load_weights"]
 
@@ -36,7 +37,7 @@ class Placement:
 
     mesh: Mesh | None
     rules: Rules
-    precision: str | None
+    precision: Literal["float32", "bfloat16", "int8"] | None
     """Precision of packed weights; None: plain arrays."""
     compute_dtype: jnp.dtype
     """Of activations."""
@@ -122,8 +123,10 @@ def _place(config: EngineConfig, model: DecoderConfig, dtype: jnp.dtype) -> Plac
             )
         mesh = make_mesh(MeshConfig(fsdp=1, tensor=size), devices[:size])
         return Placement(mesh, _rules(model, size), None, compute)
-    precision = (config.quantization or dtype.name) if platform == "cpu" else None
-    return Placement(None, DEFAULT_RULES, precision, compute)
+    if platform != "cpu":
+        return Placement(None, DEFAULT_RULES, None, compute)
+    stored = "float32" if dtype == jnp.float32 else "bfloat16"
+    return Placement(None, DEFAULT_RULES, config.quantization or stored, compute)
 
 
 def _rules(model: DecoderConfig, size: int) -> Rules:
@@ -175,10 +178,11 @@ def _find(given: Flat, path: tuple[Any, ...]) -> Any:
 
 def _pack(model: Decoder, path: tuple[Any, ...], value: jax.Array, where: Placement) -> Any:
     projection = functools.reduce(getattr, path[:-1], model)
+    assert isinstance(projection, Projection), f"{path} is not of a projection"
     return kernels.pack(
         jnp.asarray(value),
         inputs=projection.num_inputs,
-        precision=where.precision,
+        precision=where.precision or "float32",
         stacked=path[0] == "layers",
     )
 
