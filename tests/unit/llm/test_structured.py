@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from fornax.config.errors import EngineError
 from fornax.data import Tokenizer, train_bpe
@@ -297,3 +299,25 @@ def test_a_row_wider_or_narrower_than_the_vocabulary(tokenizer: Tokenizer) -> No
     np.testing.assert_array_equal(wide[:3], narrow)
     assert not wide[_WIDTH:].any()
     compiler.close()
+
+
+def test_a_sentencepiece_vocabulary_is_understood() -> None:
+    """Spaces written as another character, and bytes as `<0x0A>`."""
+    backend = Backend(_sentencepiece())
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)  # pyrefly: ignore[missing-attribute]
+    backend.add_special_tokens(["</s>", "<unk>"])
+    compiler = GrammarCompiler(backend, len(_WORDS), [0])
+    grammar = compiler.compile(StructuredOutputsParams(choice=["a b\n"]))
+    for token in ("a", "▁b", "<0x0A>"):
+        assert grammar.advance(_WORDS.index(token)), token
+    assert grammar.accepting
+    compiler.close()
+
+
+_WORDS = ["</s>", "<unk>", "a", "b", "▁", "▁b", *(f"<0x{byte:02X}>" for byte in range(256))]
+
+
+def _sentencepiece() -> models.BPE:
+    vocab = {word: number for number, word in enumerate(_WORDS)}
+    return models.BPE(vocab=vocab, merges=[("▁", "b")], unk_token="<unk>", byte_fallback=True)

@@ -2,6 +2,24 @@
 
 from fornax.llm.text.chat_template import ChatTemplate, special_tokens
 from fornax.llm.text.detokenizer import Detokenizer, Pushed
+from fornax.llm.text.reasoning import (
+    REASONING_PARSERS,
+    Reasoned,
+    ReasoningParser,
+    ReasoningStyle,
+    reasoning_style,
+)
 from fornax.llm.text.token_table import TokenTable
 
-__all__ = ["ChatTemplate", "Detokenizer", "Pushed", "TokenTable", "special_tokens"]
+__all__ = [
+    "REASONING_PARSERS",
+    "ChatTemplate",
+    "Detokenizer",
+    "Pushed",
+    "Reasoned",
+    "ReasoningParser",
+    "ReasoningStyle",
+    "TokenTable",
+    "reasoning_style",
+    "special_tokens",
+]

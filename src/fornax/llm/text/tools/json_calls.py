@@ -1,0 +1,199 @@
+"""Tool calls that a model writes as JSON, between markers or by themselves."""
+
+import json
+from dataclasses import dataclass
+
+from fornax.llm.text.markers import split
+from fornax.llm.text.tools.events import Arguments, Content, Event, Start
+from fornax.llm.text.tools.json_object import ObjectReader
+
+__all__ = ["JsonToolParser", "JsonToolStyle", "NamedToolParser"]
+
+_AFTER = " \t\r\n],;"
+_BETWEEN = _AFTER + "["
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class JsonToolStyle:
+    """How a family writes its calls.
+
+    A call is an object with `name` and `arguments` (or `parameters`). Several follow each other,
+    with nothing but white space, commas, semicolons and brackets between them.
+    """
+
+    begin: str = ""
+    """Marks the first call, or every call; empty when there is no marker."""
+    end: str = ""
+    """Marks the end of calls; empty when they go on to the end of the text."""
+    bare: bool = False
+    """Whether a text that begins with an object, or a list, begins with a call."""
+    named: bool = False
+    """Whether the name may stand before the object, which is then the arguments."""
+    separator: str = ""
+    """What stands between such a name and its arguments, if anything."""
+
+
+class JsonToolParser:
+    """Streams names and arguments as they come."""
+
+    def __init__(self, style: JsonToolStyle):
+        self._style = style
+        self._held = ""
+        self._in_calls = False
+        self._fresh = True
+        self._space = ""
+        self._count = 0
+        self._object: ObjectReader | None = None
+        self._name: str | None = None
+        self._sent = 0
+        self._started = False
+
+    def push(self, text: str) -> list[Event]:
+        """What new text yields."""
+        text, self._held = self._held + text, ""
+        events: list[Event] = []
+        while text:
+            if self._object is not None:
+                text = self._read_object(self._object, text, events)
+            elif self._in_calls:
+                text = self._read_between(text, events)
+            else:
+                text = self._read_content(text, events)
+        return events
+
+    def finish(self) -> list[Event]:
+        """What was held back; a call cut before its name was known is content."""
+        events: list[Event] = []
+        if self._object is not None and not self._started:
+            self._say((self._name or "") + self._object.text, events)
+        self._say(self._held, events)
+        self._object, self._held = None, ""
+        return events
+
+    def _say(self, text: str, events: list[Event]) -> None:
+        """Content; white space only between calls is dropped."""
+        text = self._space + text
+        self._space = ""
+        if self._count and not text.strip():
+            self._space = text
+        elif text:
+            events.append(Content(text))
+
+    def _read_content(self, text: str, events: list[Event]) -> str:
+        style = self._style
+        if self._fresh and style.bare:
+            start = text.lstrip()
+            if not start:
+                self._held = text
+                return ""
+            if start[0] in "{[":
+                self._in_calls, self._fresh = True, False
+                return start
+        found = split(text, [style.begin] if style.begin else [])
+        if found.before:
+            self._fresh = False
+            self._say(found.before, events)
+        if found.marker is None:
+            self._held = found.after
+            return ""
+        self._in_calls, self._fresh = True, False
+        return found.after
+
+    def _read_between(self, text: str, events: list[Event]) -> str:
+        """Between objects: to the next object, or out of the calls."""
+        style = self._style
+        rest = text.lstrip(_AFTER)
+        markers = [marker for marker in (style.begin, style.end) if marker]
+        for marker in markers:
+            if rest.startswith(marker):
+                self._in_calls = marker == style.begin
+                return rest[len(marker) :]
+        if rest and any(marker.startswith(rest) for marker in markers):
+            self._held = rest
+            return ""
+        rest = rest.lstrip(_BETWEEN)
+        if not rest:
+            return ""
+        if rest[0] == "{":
+            self._object, self._sent, self._started = ObjectReader(), 0, False
+            return rest
+        if style.named and "{" in rest:
+            name, brace, rest = rest.partition("{")
+            self._name = name.removesuffix(style.separator).strip()
+            self._object, self._sent, self._started = ObjectReader(), 0, False
+            return brace + rest
+        if style.named:
+            self._held = rest
+            return ""
+        self._in_calls = False
+        return rest
+
+    def _read_object(self, reader: ObjectReader, text: str, events: list[Event]) -> str:
+        rest = reader.push(text)
+        if self._name is not None:
+            self._send(self._name, reader.text, events)
+        else:
+            self._send_members(reader, events)
+        if reader.done:
+            self._count += self._started
+            if not self._started:
+                self._say(reader.text, events)
+            self._object = self._name = None
+        return rest
+
+    def _send_members(self, reader: ObjectReader, events: list[Event]) -> None:
+        name = _loads(reader.value("name"))
+        if not isinstance(name, str):
+            return None
+        for key in _ARGUMENTS:
+            whole = reader.value(key)
+            if whole is not None:
+                return self._send(name, _as_object(whole), events)
+            if reader.open_value is not None and reader.open_value[0] == key:
+                part = reader.text[reader.open_value[1] :].lstrip()
+                # The last white space may stand outside the value.
+                return self._send(name, part.rstrip() if part[:1] == "{" else "", events)
+        return self._send(name, "{}" if reader.done else "", events)
+
+    def _send(self, name: str, arguments: str, events: list[Event]) -> None:
+        """The call's start, once, and what is new of its arguments."""
+        if not self._started:
+            self._started = True
+            events.append(Start(self._count, name))
+        if len(arguments) > self._sent:
+            events.append(Arguments(self._count, arguments[self._sent :]))
+            self._sent = len(arguments)
+
+
+class NamedToolParser:
+    """The whole text is the arguments of one function: tool_choice names it."""
+
+    def __init__(self, name: str):
+        self._start: list[Event] = [Start(0, name)]
+
+    def push(self, text: str) -> list[Event]:
+        """What new text yields."""
+        events, self._start = self._start, []
+        return [*events, Arguments(0, text)] if text else events
+
+    def finish(self) -> list[Event]:
+        """Nothing is held back."""
+        return []
+
+
+def _loads(text: str | None) -> object:
+    if text is None:
+        return None
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None
+
+
+def _as_object(value: str) -> str:
+    """Arguments as an object's text; some models write that text as a string."""
+    if value.startswith("{"):
+        return value
+    inner = _loads(value)
+    return inner if isinstance(inner, str) and inner.strip() else "{}"
