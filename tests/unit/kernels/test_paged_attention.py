@@ -1,0 +1,295 @@
+"""Paged attention's contract: what it refuses, writes, copies, and never lets depend on the batch.
+
+Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
+S slots of a page, R rows (sequences), W pages of a table's row.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fornax import kernels
+
+L, P, S, K, H, N = 2, 40, 8, 2, 32, 4
+LENGTH = 600
+
+
+def _arguments(**changes: Any) -> dict[str, Any]:
+    arguments = {
+        "q_TNH": jnp.ones((3, N, H)),
+        "kv_LPSCH": jnp.ones((L, P, S, 2 * K, H)),
+        "layer": 0,
+        "page_table_RW": jnp.ones((2, 4), jnp.int32),
+        "query_start_R1": jnp.asarray([0, 1, 3], jnp.int32),
+        "context_lens_R": jnp.asarray([5, 2], jnp.int32),
+        "scale": 1.0,
+    }
+    return {**arguments, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_TNH": jnp.ones((3, N, H, 1))}, "three and five dimensions"),
+        ({"q_TNH": jnp.ones((3, N, 2 * H))}, "differ in head width"),
+        ({"q_TNH": jnp.ones((3, 3, H))}, "3 query heads do not divide over 2 key heads"),
+        ({"q_TNH": jnp.ones((0, N, H))}, "must not be empty"),
+        ({"q_TNH": jnp.ones((3, N, H), jnp.int32)}, "q is int32"),
+        ({"kv_LPSCH": jnp.ones((L, P, S, 3, H))}, "twice the number of key heads"),
+        ({"page_table_RW": jnp.ones((4,), jnp.int32)}, r"must be \[rows, pages\]"),
+        ({"page_table_RW": jnp.ones((2, 4))}, "page_table_RW is float32"),
+        ({"context_lens_R": jnp.ones((3,), jnp.int32)}, "for a page table of 2 rows"),
+        ({"window": 0}, "window=0 sees nothing"),
+        ({"softcap": -1.0}, "softcap=-1.0 must be above 0"),
+        ({"sinks_N": jnp.ones(3)}, "one value per query head"),
+        ({"implementation": "fastest"}, "is unknown; use one of: native"),
+    ],
+)
+def test_refuses_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(kernels.KernelError, match=message):
+        kernels.paged_attention(**_arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer": L}, "layer=2 of 2"),
+        ({"page_table_RW": jnp.full((2, 4), P, jnp.int32)}, "row 0 names page 40 of 40"),
+        ({"context_lens_R": jnp.asarray([33, 2], jnp.int32)}, "row 0 has context_lens=33"),
+        ({"context_lens_R": jnp.asarray([5, 1], jnp.int32)}, "row 1 has context_lens=1"),
+        ({"query_start_R1": jnp.asarray([0, 1, 4], jnp.int32)}, "row 1 has query_start outside"),
+    ],
+)
+def test_native_reads_nothing_outside_the_arrays(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(
+            kernels.paged_attention(**_arguments(implementation="native", **changes))
+        )
+
+
+def test_nan_of_one_sequence_stays_its_own_and_is_not_hidden() -> None:
+    kv = jnp.ones((L, P, S, 2 * K, H)).at[:, 2].set(jnp.nan)
+    table = jnp.asarray([[1, 0, 0, 0], [2, 0, 0, 0]], jnp.int32)
+    for implementation in ("native", "xla", "reference"):
+        o = kernels.paged_attention(
+            **_arguments(kv_LPSCH=kv, page_table_RW=table, implementation=implementation)
+        )
+        assert not jnp.isnan(o[0]).any()
+        assert jnp.isnan(o[1:]).all()
+
+
+def _sequence() -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = [(LENGTH, N, H), (LENGTH, K, H), (LENGTH, K, H)]
+    q, k, v = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+    return q, k, v
+
+
+def _alone(dtype: Any, options: dict[str, Any]) -> np.ndarray:
+    """The whole sequence as one prompt, alone in the step: [LENGTH, N, H]."""
+    return _in_company(dtype, options, first=0, count=LENGTH, company=[], seed=0)
+
+
+def _in_company(
+    dtype: Any,
+    options: dict[str, Any],
+    *,
+    first: int,
+    count: int,
+    company: list[tuple[int, int]],
+    seed: int,
+) -> np.ndarray:
+    """Tokens [first, first + count) of the sequence, beside rows of (context, tokens)."""
+    rng = np.random.default_rng(seed)
+    q, k, v = _sequence()
+    place = int(rng.integers(0, len(company) + 1))
+    rows = [*company[:place], (first + count, count), *company[place:]]
+    width = -(-LENGTH // S) + 1
+    pages = 1 + len(rows) * width
+    table = np.asarray(1 + rng.permutation(len(rows) * width).reshape(len(rows), width), np.int32)
+    kv = jnp.asarray(rng.normal(size=(L, pages, S, 2 * K, H)), dtype)
+    token = np.arange(first + count)
+    slots = jnp.asarray(table[place, token // S] * S + token % S, jnp.int32)
+    kv = kernels.paged_write(kv, k[: len(token)], v[: len(token)], layer=1, slots_T=slots)
+    start = np.concatenate([[0], np.cumsum([tokens for _, tokens in rows])]).astype(np.int32)
+    padding = int(rng.integers(0, 5))
+    queries = jnp.asarray(rng.normal(size=(start[-1] + padding, N, H)), jnp.float32)
+    mine = slice(int(start[place]), int(start[place]) + count)
+    queries = queries.at[mine].set(q[first : first + count])
+    o = kernels.paged_attention(
+        queries,
+        kv,
+        layer=1,
+        page_table_RW=jnp.asarray(table),
+        query_start_R1=jnp.asarray(start),
+        context_lens_R=jnp.asarray([context for context, _ in rows], jnp.int32),
+        scale=H**-0.5,
+        implementation="native",
+        **options,
+    )
+    return np.asarray(o[mine])
+
+
+COMPANY = st.lists(
+    st.tuples(st.integers(1, LENGTH), st.integers(1, 90)).map(lambda r: (r[0], min(r))), max_size=9
+)
+OPTIONS = [{}, {"window": 90}, {"softcap": 3.0, "sinks_N": jnp.arange(N, dtype=jnp.float32)}]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "softcap and sinks"])
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(
+    first=st.integers(0, LENGTH - 1),
+    count=st.integers(1, 100),
+    company=COMPANY,
+    seed=st.integers(0),
+)
+def test_token_is_bitwise_the_same_in_any_chunk_and_company(
+    dtype: Any, options: dict[str, Any], first: int, count: int, company: Any, seed: int
+) -> None:
+    count = min(count, LENGTH - first)
+    found = _in_company(
+        dtype, options, first=first, count=count, company=company, seed=seed % 2**32
+    )
+    key = (jnp.dtype(dtype).name, tuple(options))
+    expected = _EXPECTED.setdefault(key, None)
+    if expected is None:
+        expected = _EXPECTED[key] = _alone(dtype, options)
+    np.testing.assert_array_equal(found, expected[first : first + count])
+
+
+_EXPECTED: dict[Any, Any] = {}
+
+_HASH = """
+import hashlib, sys
+import jax, jax.numpy as jnp, numpy as np
+from fornax import kernels
+rng = np.random.default_rng(0)
+kv = jnp.asarray(rng.normal(size=(1, 101, 16, 4, 64)), jnp.float32)
+table = jnp.asarray(1 + np.arange(100).reshape(2, 50), jnp.int32)
+q = jnp.asarray(rng.normal(size=(74, 4, 64)), jnp.float32)
+o = kernels.paged_attention(
+    q, kv, layer=0, page_table_RW=table, query_start_R1=jnp.asarray([0, 1, 74], jnp.int32),
+    context_lens_R=jnp.asarray([799, 700], jnp.int32), scale=0.125, implementation="native")
+print(hashlib.sha256(np.asarray(o).tobytes()).hexdigest())
+"""
+
+
+def test_token_is_bitwise_the_same_with_any_number_of_threads() -> None:
+    hashes = set()
+    for threads in ("1", "2", "5"):
+        environment = {**os.environ, "NPROC": threads, "XLA_FLAGS": ""}
+        done = subprocess.run(
+            [sys.executable, "-c", _HASH],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=200,
+        )
+        hashes.add(done.stdout.strip())
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("cache_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_write_puts_keys_and_values_where_slots_say(
+    dtype: Any, cache_dtype: Any, implementation: str
+) -> None:
+    rng = np.random.default_rng(0)
+    T = 90
+    kv = np.asarray(jnp.asarray(rng.normal(size=(L, P, S, 2 * K, H)), cache_dtype))
+    k, v = (jnp.asarray(rng.normal(size=(T, K, H)), dtype) for _ in range(2))
+    slots = np.asarray(S + rng.permutation((P - 1) * S)[:T], np.int32)
+    expected = kv.copy().reshape(L, P * S, 2 * K, H)
+    expected[1, slots, 0::2] = np.asarray(k.astype(cache_dtype))
+    expected[1, slots, 1::2] = np.asarray(v.astype(cache_dtype))
+    found = kernels.paged_write(
+        jnp.asarray(kv), k, v, layer=1, slots_T=jnp.asarray(slots), implementation=implementation
+    )
+    np.testing.assert_array_equal(np.asarray(found), expected.reshape(kv.shape))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_TKH": jnp.ones((3, K, H), jnp.bfloat16)}, "keys and values of one dtype"),
+        ({"k_TKH": jnp.ones((3, 1, H)), "v_TKH": jnp.ones((3, 1, H))}, "they must agree"),
+        ({"slots_T": jnp.ones(2, jnp.int32)}, r"must be int32 of shape \(3,\)"),
+    ],
+)
+def test_write_refuses_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    arguments = {
+        "kv_LPSCH": jnp.ones((L, P, S, 2 * K, H)),
+        "k_TKH": jnp.ones((3, K, H)),
+        "v_TKH": jnp.ones((3, K, H)),
+        "slots_T": jnp.arange(3, dtype=jnp.int32),
+        "layer": 0,
+    }
+    with pytest.raises(kernels.KernelError, match=message):
+        kernels.paged_write(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("slot", [-1, P * S])
+def test_native_write_refuses_slots_outside_the_cache(slot: int) -> None:
+    k = jnp.ones((1, K, H))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"token 0 names slot {slot}"):
+        jax.block_until_ready(
+            kernels.paged_write(
+                jnp.ones((L, P, S, 2 * K, H)), k, k, layer=0, slots_T=jnp.full(1, slot, jnp.int32)
+            )
+        )
+
+
+def test_step_over_layers_copies_no_cache() -> None:
+    """Write and attention in a scan over layers touch the donated cache in place."""
+
+    def step(kv: jax.Array, q: jax.Array, slots: jax.Array, *rows: jax.Array) -> Any:
+        table, start, lens = rows
+
+        def body(carry: tuple[jax.Array, jax.Array], layer: jax.Array) -> Any:
+            kv, q = carry
+            kv = kernels.paged_write(kv, q[:, :K], q[:, K:], layer=layer, slots_T=slots)
+            o = kernels.paged_attention(
+                q,
+                kv,
+                layer=layer,
+                page_table_RW=table,
+                query_start_R1=start,
+                context_lens_R=lens,
+                scale=1.0,
+            )
+            return (kv, o), None
+
+        return jax.lax.scan(body, (kv, q), jnp.arange(L, dtype=jnp.int32))[0]
+
+    arguments = _arguments()
+    rows = [arguments[name] for name in ("page_table_RW", "query_start_R1", "context_lens_R")]
+    slots = jnp.asarray([12, 8, 9], jnp.int32)
+    lowered = jax.jit(step, donate_argnums=0).lower(
+        arguments["kv_LPSCH"], arguments["q_TNH"], slots, *rows
+    )
+    text = lowered.compile().as_text()
+    assert "fornax_paged_write" in text
+    cache = re.escape(f"f32[{L},{P},{S},{2 * K},{H}]")
+    assert not re.findall(rf"= {cache}\S* copy\(", text)
+
+
+def test_copies_pages_in_order_in_all_layers() -> None:
+    kv = jnp.arange(L * 5 * S * 2 * K * H, dtype=jnp.float32).reshape(L, 5, S, 2 * K, H)
+    sources, targets = jnp.asarray([1, 3, 0], jnp.int32), jnp.asarray([3, 2, 0], jnp.int32)
+    found = kernels.copy_pages(kv, sources, targets)
+    np.testing.assert_array_equal(found, kv[:, jnp.asarray([0, 1, 1, 1, 4])])
+    with pytest.raises(kernels.KernelError, match="two lists of one length"):
+        kernels.copy_pages(kv, sources, targets[:2])
