@@ -1,2 +1,173 @@
-"""Adapters while serving: loaded, unloaded, and found by name."""
-class Adapters: ...
+"""Adapters while serving: loaded, unloaded, found by name, put on the device when needed."""
+
+import itertools
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fornax.config.errors import EngineError
+from fornax.llm.lora import LoRAStack, attach, empty_stack, write_slot
+from fornax.llm.lora_file import Adapter, read_adapter
+from fornax.llm.weights import Weights
+from fornax.models import abstract_decoder
+from fornax.models.families.convert import family_for
+from fornax.models.layout import Slot, plan_layout
+
+__all__ = ["Adapters"]
+
+
+class Adapters:
+    """A model's adapters: any number in the host's memory, `slots` of them on the device.
+
+    Only `read` may be called from another thread than the engine's.
+    """
+
+    def __init__(self, weights: Weights, *, slots: int, rank: int) -> None:
+        """Make room on the device.
+
+        Args:
+            weights: the model's.
+            slots: adapters on the device at once.
+            rank: of an adapter, at most.
+        """
+        model = abstract_decoder(weights.config, dtype=weights.dtype)
+        self._layout = plan_layout(model, family_for(weights.config).names)
+        self._rank = rank
+        self._adapters: dict[str, Adapter] = {}
+        self._salts: dict[str, bytes] = {}
+        self._loads = itertools.count()
+        # Least recently used first.
+        self._slots: dict[str, int] = {}
+        self._free = list(range(slots))
+        self._everywhere = None
+        if weights.placement.mesh is not None:
+            self._everywhere = NamedSharding(weights.placement.mesh, PartitionSpec())
+        self._stacks = self._empty(slots, weights.placement.compute_dtype)
+        for path in self._stacks:  # compiles the write of each shape before it is needed
+            self._write(path, {}, 0)
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """Folders by name."""
+        return {name: adapter.path for name, adapter in self._adapters.items()}
+
+    def salt(self, name: str) -> bytes:
+        """What tells pages computed with this adapter, as loaded now, from all others.
+
+        Raises:
+            EngineError: there is no adapter of this name.
+        """
+        self._known(name)
+        return self._salts[name]
+
+    def read(self, name: str, path: str | Path) -> Adapter:
+        """Read an adapter from its folder, for `add`.
+
+        Raises:
+            CheckpointError, EngineError: it cannot be read, or does not fit the model.
+        """
+        return read_adapter(name, path, self._layout, max_rank=self._rank)
+
+    def add(self, adapter: Adapter) -> None:
+        """Take an adapter in.
+
+        Raises:
+            EngineError: there is one of this name.
+        """
+        if adapter.name in self._adapters:
+            raise EngineError(f"adapter {adapter.name!r} is loaded already; unload it first")
+        self._adapters[adapter.name] = adapter
+        self._salts[adapter.name] = f"{adapter.name}\0{next(self._loads)}".encode()
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter that no sequence uses any more.
+
+        Raises:
+            EngineError: there is no adapter of this name.
+        """
+        self._known(name)
+        del self._adapters[name], self._salts[name]
+        if name in self._slots:
+            self._free.append(self._slots.pop(name))
+
+    def place(self, names: Collection[str]) -> bool:
+        """Bring a step's adapters to the device, in place of those used least recently.
+
+        Returns:
+            Whether something was written, so that `attach` must be called anew.
+
+        Raises:
+            EngineError: an unknown name, or more names than slots.
+        """
+        written = False
+        for name in names:
+            adapter = self._known(name)
+            slot = self._slots.pop(name, None)
+            if slot is None:
+                slot = self._vacant(names)
+                for path in self._stacks:
+                    self._write(path, _layers(adapter, path), slot)
+                written = True
+            self._slots[name] = slot
+        return written
+
+    def slot(self, name: str) -> int:
+        """Where `place` put an adapter."""
+        return self._slots[name]
+
+    def attach(self, state: Any) -> Any:
+        """A model's parameters with the adapters around them; `lora.bind` says whose are used."""
+        return attach(state, self._stacks, self._rank)
+
+    def _known(self, name: str) -> Adapter:
+        if name not in self._adapters:
+            raise EngineError(
+                f"there is no adapter {name!r}; loaded are {', '.join(self._adapters) or 'none'}"
+            )
+        return self._adapters[name]
+
+    def _vacant(self, needed: Collection[str]) -> int:
+        if self._free:
+            return self._free.pop()
+        oldest = next((name for name in self._slots if name not in needed), None)
+        if oldest is None:
+            raise EngineError(
+                f"a step needs {len(needed)} adapters and the device has room for "
+                f"{len(self._slots)}; raise max_loras"
+            )
+        return self._slots.pop(oldest)
+
+    def _empty(self, slots: int, dtype: Any) -> dict[str, LoRAStack]:
+        found = {}
+        for slot in self._kernels():
+            layers = sum(other.path == slot.path for other in self._all_slots())
+            kernel = jax.ShapeDtypeStruct((layers, *slot.shape), jnp.float32)
+            stack = empty_stack(kernel, slot.num_inputs, slots=slots, rank=self._rank, dtype=dtype)
+            found[slot.path] = jax.device_put(stack, self._everywhere)
+        return found
+
+    def _kernels(self) -> list[Slot]:
+        return [slot for slot in self._all_slots() if slot.num_inputs and slot.layer == 0]
+
+    def _all_slots(self) -> list[Slot]:
+        return [block.slot for tensor in self._layout for block in tensor.blocks]
+
+    def _write(self, path: str, pairs: Mapping[int, Any], slot: int) -> None:
+        stack = self._stacks[path]
+        layers, width, _ = stack.down_LKP.shape
+        down_LKR = np.zeros((layers, width, self._rank), np.float32)
+        up_LRN = np.zeros((layers, self._rank, stack.up_LPN.shape[-1]), np.float32)
+        for layer, pair in pairs.items():
+            rank = pair.down_KR.shape[1]
+            down_LKR[layer, :, :rank] = pair.down_KR
+            up_LRN[layer, :rank] = pair.up_RN
+        self._stacks[path] = write_slot(stack, np.int32(slot), down_LKR, up_LRN)
+
+
+def _layers(adapter: Adapter, path: str) -> dict[int, Any]:
+    return {layer: pair for (at, layer), pair in adapter.pairs.items() if at == path}

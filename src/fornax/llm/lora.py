@@ -1,0 +1,161 @@
+"""A weight with low-rank adapters around it, several in one batch.
+
+y = base(x) + B_s A_s x alpha / rank for the adapter s of each token (Hu et al. 2021). The adapters'
+matrices lie side by side: one product with all of them, what is not a token's own struck out, and
+one product back. Loading an adapter writes into its slot and changes no shape.
+
+Legend: L layers, K inputs (flattened), N outputs (flattened), P slots times rank, T tokens.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from fornax import kernels
+
+__all__ = ["LoRAStack", "LoRAWeight", "attach", "bind", "empty_stack", "write_slot"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LoRAStack:
+    """The adapters' matrices of one projection in all layers."""
+
+    down_LKP: jax.Array
+    """A of each slot, transposed."""
+    up_LPN: jax.Array
+    """B of each slot, transposed and scaled."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LoRAWeight:
+    """A weight for `kernels.linear` with adapters; `bind` tells it each token's."""
+
+    base: Any
+    """The stack of layers, or one layer of it: an array, or a weight that knows its product."""
+    stack: LoRAStack
+    adapters_T: jax.Array | None
+    """int32: slot of each token's adapter, -1 for none; None: no token has one."""
+    layer: jax.Array | None
+    """int32; None for the stack of all layers."""
+    rank: int = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array this stands for."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array this stands for."""
+        return self.base.dtype
+
+    def at(self, layer: jax.Array | int) -> "LoRAWeight":
+        """One layer of the stack."""
+        layer = jnp.asarray(layer, jnp.int32)
+        if isinstance(self.base, jax.Array):
+            base = lax.dynamic_index_in_dim(self.base, layer, keepdims=False)
+        else:
+            base = self.base.at(layer)
+        return replace(self, base=base, layer=layer)
+
+    def linear(self, x: jax.Array, inputs: int) -> jax.Array:
+        """Sum over the last `inputs` axes of x [..., *in], whose others number T together."""
+        base = self.base
+        if isinstance(base, jax.Array):
+            base = base.astype(x.dtype)
+        y = kernels.linear(x, base, inputs=inputs)
+        if self.adapters_T is None:
+            return y
+        adapters_T = self.adapters_T
+        # Steps in which nobody uses an adapter pay for this test only.
+        return lax.cond(
+            jnp.any(adapters_T >= 0), lambda: y + self._delta(x, y.shape, adapters_T), lambda: y
+        )
+
+    def _delta(self, x: jax.Array, shape: tuple[int, ...], adapters_T: jax.Array) -> jax.Array:
+        down_KP = lax.dynamic_index_in_dim(self.stack.down_LKP, self._layer(), keepdims=False)
+        up_PN = lax.dynamic_index_in_dim(self.stack.up_LPN, self._layer(), keepdims=False)
+        x_TK = x.reshape(len(adapters_T), down_KP.shape[0])
+        slot_P = jnp.arange(down_KP.shape[1], dtype=jnp.int32) // self.rank
+        own_TP = adapters_T[:, None] == slot_P
+        hidden_TP = jnp.where(own_TP, x_TK @ down_KP.astype(x.dtype), 0)
+        return (hidden_TP @ up_PN.astype(x.dtype)).reshape(shape)
+
+    def _layer(self) -> jax.Array:
+        return jnp.int32(0) if self.layer is None else self.layer
+
+
+def empty_stack(kernel: Any, inputs: int, *, slots: int, rank: int, dtype: Any) -> LoRAStack:
+    """No adapters yet.
+
+    Args:
+        kernel: whatever has the shape [L, *in, *out].
+        inputs: how many axes are summed over.
+        slots: adapters at most.
+        rank: of an adapter, at most.
+        dtype: of the matrices.
+    """
+    layers, *rest = kernel.shape
+    width, outputs = math.prod(rest[:inputs]), math.prod(rest[inputs:])
+    return LoRAStack(
+        down_LKP=jnp.zeros((layers, width, slots * rank), dtype),
+        up_LPN=jnp.zeros((layers, slots * rank, outputs), dtype),
+    )
+
+
+@jax.jit
+def write_slot(
+    stack: LoRAStack, slot: jax.Array, down_LKR: jax.Array, up_LRN: jax.Array
+) -> LoRAStack:
+    """The stack with one slot replaced; matrices of a smaller rank are filled up with zeros."""
+    start = slot * down_LKR.shape[-1]
+    zero = jnp.zeros((), start.dtype)
+    down = lax.dynamic_update_slice(
+        stack.down_LKP, down_LKR.astype(stack.down_LKP.dtype), (zero, zero, start)
+    )
+    up = lax.dynamic_update_slice(
+        stack.up_LPN, up_LRN.astype(stack.up_LPN.dtype), (zero, start, zero)
+    )
+    return LoRAStack(down, up)
+
+
+def attach(state: nnx.State, stacks: dict[str, LoRAStack], rank: int) -> nnx.State:
+    """The state with adapters around the weights that have a stack.
+
+    Args:
+        state: a model's parameters.
+        stacks: by path, such as layers/attention/q/kernel.
+        rank: of a slot.
+    """
+    found = []
+    for path, variable in nnx.to_flat_state(state):
+        stack = stacks.get("/".join(map(str, path)))
+        if stack is not None:
+            base = variable.get_value()
+            weight = LoRAWeight(base=base, stack=stack, adapters_T=None, layer=None, rank=rank)
+            variable = variable.replace(weight)
+        found.append((path, variable))
+    return nnx.from_flat_state(found)
+
+
+def bind(state: nnx.State, adapters_T: jax.Array) -> nnx.State:
+    """The state whose weights know each token's adapter.
+
+    Args:
+        state: from `attach`.
+        adapters_T: int32 slot of each token's adapter, -1 for none.
+    """
+    found = []
+    for path, variable in nnx.to_flat_state(state):
+        weight = variable.get_value()
+        if isinstance(weight, LoRAWeight):
+            variable = variable.replace(replace(weight, adapters_T=adapters_T))
+        found.append((path, variable))
+    return nnx.from_flat_state(found)
