@@ -75,7 +75,7 @@ class ServerConfig:
     disable_access_log: bool = False
     """Whether requests are not logged."""
     disable_access_log_for_endpoints: str = "/health,/ready,/metrics"
-    """Paths whose successful requests are not logged, separated by commas."""
+    """Paths whose requests are not logged, separated by commas."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Largest request body; a larger one gets 413."""
     body_timeout: float = 60.0

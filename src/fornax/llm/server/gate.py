@@ -54,9 +54,7 @@ class Gate:
         finally:
             record.handler = getattr(scope.get("route"), "path", "none")
             self._finished(record)
-            if not self._config.disable_access_log and not (
-                record.path in self._quiet and record.status < 400
-            ):
+            if not self._config.disable_access_log and record.path not in self._quiet:
                 log_access(record)
 
     async def _pass(
