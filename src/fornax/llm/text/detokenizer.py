@@ -64,18 +64,29 @@ class _StreamReader:
 
     def __init__(self, table: TokenTable, skip: bool, raw_added: bool, prompt: Sequence[int]):
         self._backend = table.backend
+        self._skip = skip
         self._added = table.added if raw_added else {}
         self._last_added = bool(prompt) and prompt[-1] in self._added
         self._stream = DecodeStream(list(prompt), skip_special_tokens=skip)
 
     def read(self, token: int) -> str:
-        text = self._stream.step(self._backend, token) or ""
+        text = self._step(token)
         if self._added:
             added = self._added.get(token)
             if added is not None and self._last_added:
                 text = added
             self._last_added = added is not None
         return text
+
+    def _step(self, token: int) -> str:
+        try:
+            return self._stream.step(self._backend, token) or ""
+        except Exception as error:  # the library raises bare Exception
+            if "prefix" not in str(error):
+                raise
+            # Bytes that are no character changed the text before them: begin anew after them.
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            return self._stream.step(self._backend, token) or ""
 
 
 class Detokenizer:

@@ -22,8 +22,13 @@ def split(text: str, markers: Sequence[str]) -> Split:
     if found:
         place, _, marker = min(found)
         return Split(text[:place], marker, text[place + len(marker) :])
-    longest = max(map(len, markers), default=1) - 1
-    for place in range(max(0, len(text) - longest), len(text)):
-        if any(marker.startswith(text[place:]) for marker in markers):
-            return Split(text[:place], None, text[place:])
-    return Split(text, None, "")
+    place = min((_begun(text, marker) for marker in markers), default=len(text))
+    return Split(text[:place], None, text[place:])
+
+
+def _begun(text: str, marker: str) -> int:
+    """Where the text's end begins to spell the marker; its length when it does not."""
+    place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while place >= 0 and not marker.startswith(text[place:]):
+        place = text.find(marker[0], place + 1)
+    return place if place >= 0 else len(text)

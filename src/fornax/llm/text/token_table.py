@@ -43,7 +43,8 @@ class TokenTable:
         tokens = backend.get_added_tokens_decoder()
         self.added = {number: token.content for number, token in tokens.items()}
         self.special = {number: self.added[number] for number, t in tokens.items() if t.special}
-        steps = _decoder_steps(json.loads(backend.to_str()).get("decoder"))
+        decoder = backend.decoder  # pyrefly: ignore[missing-attribute]
+        steps = _decoder_steps(None if decoder is None else json.loads(decoder.__getstate__()))
         self._byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         self._replaced = [] if self._byte_level else _replacements(steps)
         self._byte_fallback = any(step["type"] == "ByteFallback" for step in steps)

@@ -7,7 +7,6 @@ from tokenizers import Tokenizer
 
 from fornax.llm.text import Detokenizer, TokenTable
 
-_IDS = st.lists(st.integers(0, 260), max_size=40)
 _ALL = ("byte_level", "llama", "gemma", "metaspace")
 
 
@@ -72,6 +71,18 @@ def test_output_continues_the_prompt_with_the_librarys_stream(metaspace: Tokeniz
     assert not table.exact
     prompt, ids = metaspace.encode("hell").ids, metaspace.encode(" world").ids
     assert _text(table, ids, prompt=prompt) == " world"
+
+
+@given(ids=st.lists(st.integers(0, 280), max_size=40), skip=st.booleans())
+def test_bytes_that_are_no_text_never_stop_the_stream(
+    llama: Tokenizer, gemma: Tokenizer, metaspace: Tokenizer, ids: list[int], skip: bool
+) -> None:
+    for backend in (llama, gemma, metaspace):
+        detokenizer = Detokenizer(TokenTable(backend), skip_special_tokens=skip)
+        for token in [*ids, 0x80 + 3]:
+            detokenizer.push([token])
+        said = "".join(detokenizer.push([token]).text for token in backend.encode("hell w").ids)
+        assert said.endswith("hell w")
 
 
 def test_special_tokens_are_left_out_or_spelled(backend: Tokenizer) -> None:

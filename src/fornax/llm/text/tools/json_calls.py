@@ -46,6 +46,7 @@ class JsonToolParser:
         self._count = 0
         self._object: ObjectReader | None = None
         self._name: str | None = None
+        self._known = ""
         self._sent = 0
         self._started = False
 
@@ -143,7 +144,7 @@ class JsonToolParser:
         return rest
 
     def _send_members(self, reader: ObjectReader, events: list[Event]) -> None:
-        name = _loads(reader.value("name"))
+        name = self._known if self._started else _loads(reader.value("name"))
         if not isinstance(name, str):
             return None
         for key in _ARGUMENTS:
@@ -151,15 +152,13 @@ class JsonToolParser:
             if whole is not None:
                 return self._send(name, _as_object(whole), events)
             if reader.open_value is not None and reader.open_value[0] == key:
-                part = reader.text[reader.open_value[1] :].lstrip()
-                # The last white space may stand outside the value.
-                return self._send(name, part.rstrip() if part[:1] == "{" else "", events)
+                return self._send(name, _begun_object(reader.text, reader.open_value[1]), events)
         return self._send(name, "{}" if reader.done else "", events)
 
     def _send(self, name: str, arguments: str, events: list[Event]) -> None:
         """The call's start, once, and what is new of its arguments."""
         if not self._started:
-            self._started = True
+            self._started, self._known = True, name
             events.append(Start(self._count, name))
         if len(arguments) > self._sent:
             events.append(Arguments(self._count, arguments[self._sent :]))
@@ -180,6 +179,12 @@ class NamedToolParser:
     def finish(self) -> list[Event]:
         """Nothing is held back."""
         return []
+
+
+def _begun_object(text: str, start: int) -> str:
+    """An object's text so far; nothing for another value, and no white space that may follow it."""
+    part = text[start:].strip()
+    return part if part[:1] == "{" else ""
 
 
 def _loads(text: str | None) -> object:
