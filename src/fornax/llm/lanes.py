@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fornax.kernels.registry import current_platform
+
 __all__ = ["argmax", "maximum", "pick", "prefix", "split", "total"]
 
 LANES = 256
@@ -33,7 +35,7 @@ def maximum(x_MGL: jax.Array) -> jax.Array:
 
 def total(x_MGL: jax.Array) -> jax.Array:
     """[M]."""
-    return prefix(jnp.sum(x_MGL, axis=1))[:, -1]
+    return jnp.sum(jnp.sum(x_MGL, axis=1), axis=-1)
 
 
 def argmax(x_MGL: jax.Array, max_M: jax.Array) -> jax.Array:
@@ -74,4 +76,11 @@ def _draw(weights_MN: jax.Array, uniform_M: jax.Array) -> jax.Array:
 
 def prefix(x_MN: jax.Array) -> jax.Array:
     """Running sums along the second axis."""
-    return lax.associative_scan(jnp.add, x_MN, axis=1)
+    if current_platform() != "cpu":
+        return jnp.cumsum(x_MN, axis=1)
+
+    def add(index: jax.Array, sums_MN: jax.Array) -> jax.Array:
+        return sums_MN.at[:, index].add(sums_MN[:, index - 1])
+
+    # On CPU quicker than a scan, and ten times quicker to compile.
+    return lax.fori_loop(1, x_MN.shape[1], add, x_MN)

@@ -158,11 +158,12 @@ def _draw(x_MGL: jax.Array, max_M: jax.Array, choice: Choice, positions_M: jax.A
     weight_MGL = jnp.exp(-depth_MGL)
     cutting = (choice.top_k < x_MGL[0].size) | (choice.top_p < 1) | (choice.min_p > 0)
     uniforms_M2 = jax.vmap(_uniforms)(choice.key, positions_M)
-    return lax.cond(
+    kept_MGL = lax.cond(
         jnp.any(cutting & (choice.temperature > 0)),
-        lambda: lanes.pick(filtered(depth_MGL, weight_MGL, choice), uniforms_M2),
-        lambda: lanes.pick(weight_MGL, uniforms_M2),
+        lambda: filtered(depth_MGL, weight_MGL, choice),
+        lambda: weight_MGL,
     )
+    return lanes.pick(kept_MGL, uniforms_M2)
 
 
 def _uniforms(key: jax.Array, position: jax.Array) -> jax.Array:
