@@ -25,7 +25,7 @@ class Arguments(ConfigArguments):
 
     examples:
       fornax serve runs/quickstart/hf --port 8000
-      fornax serve models/qwen --max-model-len 8192 --api-key SECRET --tool-call-parser hermes
+      fornax serve models/qwen --max-model-len 8192 --api-key SECRET
       curl localhost:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"prompt": "def main(", "max_tokens": 32}'
     """

@@ -1,12 +1,12 @@
 """Outputs in the shape of `/v1/chat/completions`."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from pydantic_core import to_json
 
 from fornax.llm.outputs import CompletionOutput, RequestOutput
+from fornax.llm.server.chat_reading import Reading
 from fornax.llm.server.chat_text import ChatText
 from fornax.llm.server.chunks import Chunks, Interval, Tally, usage_in
 from fornax.llm.server.logprobs import chat_logprobs, prompt_logprobs
@@ -28,9 +28,11 @@ class ChatShaper:
         answer_id: str,
         *,
         prompt: str,
-        reader: Callable[[], ChatText] | None,
+        reading: Reading,
     ):
-        """`reader` makes what finds tool calls and reasoning in a choice; None: all is content."""
+        """`prompt` is what the chat template made."""
+        reader = reading.reader
+        self._named = reading.named
         self._body = body
         self._encoder = server.encoder
         self._record = record
@@ -127,7 +129,9 @@ class ChatShaper:
 
     def _ending(self, new: CompletionOutput, called: bool) -> dict[str, Any]:
         """What of a choice does not depend on its text."""
-        reason = "tool_calls" if called and new.finish_reason == "stop" else new.finish_reason
+        reason = new.finish_reason
+        if called and reason == "stop" and not self._named:
+            reason = "tool_calls"
         ending: dict[str, Any] = {
             "logprobs": None,
             "finish_reason": reason,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fornax.config import ConfigError, EngineError
+from fornax.llm.server.chat_reading import check_parsers
 from fornax.llm.server.config import ServerConfig
 from fornax.llm.server.engine import Engine
 from fornax.llm.server.errors import ApiError
@@ -20,6 +21,7 @@ class ChatPrompts:
     def __init__(self, engine: Engine, config: ServerConfig):
         self._engine = engine
         self._config = config
+        check_parsers(config)
         self._own = None if config.chat_template is None else self._given(config.chat_template)
 
     def _given(self, source: str) -> ChatTemplate:
@@ -54,7 +56,7 @@ class ChatPrompts:
                 "--chat-template FILE",
                 param="messages",
             )
-        tools = None if body.tools is None else [tool.model_dump() for tool in body.tools]
+        tools = None if body.tools is None else [tool.plain() for tool in body.tools]
         if isinstance(body, ChatBody) and body.choice() == "none":
             tools = None if self._config.exclude_tools_when_tool_choice_none else tools
         try:

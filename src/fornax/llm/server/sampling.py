@@ -53,8 +53,10 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     structured: StructuredOutputsParams | None = None,
+    special_tokens: bool = False,
 ) -> SamplingParams:
-    """The parameters of a request. `structured` outdoes the constraints of its body.
+    """The parameters of a request. `structured` stands for the constraints of its body, and
+    `special_tokens` keeps them in the text.
 
     Raises `ApiError` or, from `SamplingParams`, `EngineError` for what cannot be honoured.
     """
@@ -64,6 +66,8 @@ def sampling_params(
         values["prompt_logprobs"] = prompt_logprobs
     if body.stream and values.get("prompt_logprobs") is not None and body.prompt_logprobs:
         raise ApiError(400, "prompt_logprobs needs stream=false", param="prompt_logprobs")
+    if special_tokens:
+        values["skip_special_tokens"] = False
     return SamplingParams(
         **values,
         max_tokens=max_tokens,

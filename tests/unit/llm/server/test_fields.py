@@ -12,23 +12,68 @@ from fornax.llm.server.protocol.completions import CompletionBody
 from fornax.llm.server.protocol.embeddings import EmbeddingBody
 
 # Fields of vLLM's request bodies that OpenAI does not have.
-VLLM = """
-add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params ignore_eos
-include_stop_str_in_output kv_transfer_params length_penalty logprob_token_ids min_p min_tokens
-priority prompt_logprobs repetition_detection repetition_penalty request_id response_format
-return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids
-routed_experts_prompt_start session_id skip_special_tokens spaces_between_special_tokens
-stop_token_ids stream_interval structured_outputs thinking_token_budget top_k truncate_prompt_tokens
-truncation_side use_beam_search vllm_xargs watermarking
-""".split()
-VLLM_CHAT = """
-add_generation_prompt chat_template chat_template_kwargs continue_final_message documents echo
-include_reasoning media_io_kwargs mm_processor_kwargs return_prompt_text
-""".split()
-VLLM_EMBEDDING = """
-add_special_tokens cache_salt embed_dtype endianness mm_processor_kwargs priority request_id
-truncate_prompt_tokens truncation_side use_activation
-""".split()
+VLLM = [
+    "add_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "cache_salt",
+    "ec_transfer_params",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "kv_transfer_params",
+    "length_penalty",
+    "logprob_token_ids",
+    "min_p",
+    "min_tokens",
+    "priority",
+    "prompt_logprobs",
+    "repetition_detection",
+    "repetition_penalty",
+    "request_id",
+    "response_format",
+    "return_mm_kwargs",
+    "return_token_ids",
+    "return_token_offsets",
+    "return_tokens_as_token_ids",
+    "routed_experts_prompt_start",
+    "session_id",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop_token_ids",
+    "stream_interval",
+    "structured_outputs",
+    "thinking_token_budget",
+    "top_k",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "use_beam_search",
+    "vllm_xargs",
+    "watermarking",
+]
+VLLM_CHAT = [
+    "add_generation_prompt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "echo",
+    "include_reasoning",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "return_prompt_text",
+]
+VLLM_EMBEDDING = [
+    "add_special_tokens",
+    "cache_salt",
+    "embed_dtype",
+    "endianness",
+    "mm_processor_kwargs",
+    "priority",
+    "request_id",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "use_activation",
+]
 
 
 def openai_fields(params):

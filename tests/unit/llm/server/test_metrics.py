@@ -12,21 +12,38 @@ from fornax.llm.server.histogram import Histogram, powers
 from fornax.llm.stats import RequestStats, StepStats
 
 # The names on vLLM's own dashboards, as they are exposed.
-NAMES = """
-vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
-vllm:engine_sleep_state vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total
-vllm:num_preemptions_total vllm:prompt_tokens_total vllm:prompt_tokens_by_source_total
-vllm:prompt_tokens_cached_total vllm:generation_tokens_total vllm:request_success_total
-vllm:iteration_tokens_total_bucket vllm:request_prompt_tokens_bucket
-vllm:request_generation_tokens_bucket vllm:request_max_num_generation_tokens_bucket
-vllm:request_params_n_bucket vllm:request_params_max_tokens_bucket
-vllm:request_prefill_kv_computed_tokens_bucket vllm:time_to_first_token_seconds_bucket
-vllm:inter_token_latency_seconds_bucket vllm:request_time_per_output_token_seconds_bucket
-vllm:e2e_request_latency_seconds_bucket vllm:request_queue_time_seconds_bucket
-vllm:request_inference_time_seconds_bucket vllm:request_prefill_time_seconds_bucket
-vllm:request_decode_time_seconds_bucket vllm:spec_decode_num_drafts_total
-vllm:spec_decode_num_draft_tokens_total vllm:spec_decode_num_accepted_tokens_total
-""".split()
+NAMES = [
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:engine_sleep_state",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total",
+    "vllm:prompt_tokens_total",
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+    "vllm:iteration_tokens_total_bucket",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:request_max_num_generation_tokens_bucket",
+    "vllm:request_params_n_bucket",
+    "vllm:request_params_max_tokens_bucket",
+    "vllm:request_prefill_kv_computed_tokens_bucket",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:request_time_per_output_token_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:request_queue_time_seconds_bucket",
+    "vllm:request_inference_time_seconds_bucket",
+    "vllm:request_prefill_time_seconds_bucket",
+    "vllm:request_decode_time_seconds_bucket",
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+]
 
 
 def samples(text):

@@ -89,6 +89,8 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    """Arguments follow the schema when tool_choice forces a call; otherwise the model writes them
+    freely."""
 
 
 class Tool(Body):
@@ -96,6 +98,10 @@ class Tool(Body):
 
     type: Literal["function"] = "function"
     function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates and parsers read it."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True)}
 
 
 class NamedFunction(Body):

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from fornax.llm.server.answer import Answer, Outputs
 from fornax.llm.server.body import StrictRoute, failures, stream_of
 from fornax.llm.server.chat import ChatShaper
+from fornax.llm.server.chat_reading import read_chat
 from fornax.llm.server.protocol.chat import Chat, ChatBody
 from fornax.llm.server.sampling import sampling_params
 from fornax.llm.server.state import RecordOf, Server, ServerOf
@@ -39,12 +40,15 @@ async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
     )
     room = encoder.max_model_len - (body.limit() or 1)
     ids = encoder.truncate(ids, keep, body.truncation_side or "left", room)
+    reading = read_chat(body, server.config, text)
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     params = sampling_params(
         body,
         server.defaults,
         max_tokens=_most_tokens(body, server, ids),
         logprobs=logprobs,
+        structured=reading.structured,
+        special_tokens=reading.special_tokens,
     )
     answer_id = f"chatcmpl-{body.request_id or record.id}"
 
@@ -61,7 +65,7 @@ async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
             )
         ]
 
-    shaper = ChatShaper(body, server, record, answer_id, prompt=text, reader=None)
+    shaper = ChatShaper(body, server, record, answer_id, prompt=text, reading=reading)
     return Answer(server, record, start, shaper, streams=bool(body.stream))
 
 
