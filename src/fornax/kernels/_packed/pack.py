@@ -26,8 +26,9 @@ def pack(
     """Lay out a weight for products that only read it.
 
     Precisions: "float32" stores float32. "bfloat16" stores bfloat16 and rounds x to it.
-    "int8" stores 8-bit integers with a float32 scale for every 64 inputs of an output, and rounds x
-    in the same way, row by row. All sum in float32.
+    "int8" stores 8-bit integers with a float32 scale for every 64 inputs of an output; the native
+    kernel rounds x in the same way, row by row, and the plain one widens the weight. All sum in
+    float32.
 
     Args:
         w: [*in, *out], or [L, *in, *out] if stacked; any floating dtype.

@@ -1,0 +1,55 @@
+"""The norm against float64, its gradient, and that a row does not depend on what is beside it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fornax import kernels
+from fornax.config.errors import KernelError
+
+
+def _arrays(rows: int, width: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=(rows, width)), dtype), jnp.asarray(rng.normal(size=width))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [1, 64, 100, 512, 1030])
+def test_agrees_with_float64(width, dtype) -> None:
+    x, scale = _arrays(300, width, dtype)
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-6) * np.asarray(scale)
+    y = np.asarray(kernels.rms_norm(x, scale, eps=1e-6), np.float64)
+    allowed = 1e-6 if dtype == "float32" else 2**-8
+    np.testing.assert_allclose(y, exact, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("width", [64, 100, 512, 1024])
+def test_row_is_the_same_whatever_is_beside_it(width) -> None:
+    x, scale = _arrays(512, width, "float32")
+    whole = kernels.rms_norm(x, scale, eps=1e-6)
+    for count in (1, 2, 3, 7, 16, 130):
+        alone = jax.jit(lambda x: kernels.rms_norm(x, scale, eps=1e-6))(x[-count:])
+        np.testing.assert_array_equal(alone, whole[-count:])
+
+
+def test_several_axes_are_normalised_as_one() -> None:
+    x, scale = _arrays(6, 24, "float32")
+    y = kernels.rms_norm(x.reshape(2, 3, 4, 6), scale.reshape(4, 6), eps=1e-6)
+    np.testing.assert_array_equal(y.reshape(6, 24), kernels.rms_norm(x, scale, eps=1e-6))
+
+
+def test_gradient_is_that_of_the_formula() -> None:
+    def formula(x, scale):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+    x, scale = _arrays(5, 40, "float32")
+    ours = jax.grad(lambda *a: jnp.sin(kernels.rms_norm(*a, eps=1e-6)).sum(), (0, 1))(x, scale)
+    plain = jax.grad(lambda *a: jnp.sin(formula(*a)).sum(), (0, 1))(x, scale)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, plain)
+
+
+def test_axes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(KernelError, match="must be scale's"):
+        kernels.rms_norm(jnp.ones((2, 5)), jnp.ones(4), eps=1e-6)

@@ -1,0 +1,53 @@
+"""The native product against float64, and that a row does not depend on what is beside it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fornax import kernels
+
+SIZES = [(40, 60), (512, 1536), (1500, 100), (4096, 64), (7, 3)]
+"""Inputs and outputs: whole and broken words, groups, panels and blocks."""
+ROWS = 500
+
+
+def _weight(inputs: int, outputs: int) -> jnp.ndarray:
+    return jnp.asarray(np.random.default_rng(1).normal(size=(inputs, outputs)), jnp.float32)
+
+
+def _rows(inputs: int, dtype: str) -> jnp.ndarray:
+    return jnp.asarray(np.random.default_rng(2).normal(size=(ROWS, inputs)), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_agrees_with_float64(size, precision, dtype) -> None:
+    packed = kernels.pack(_weight(*size), precision=precision, implementation="native")
+    x = _rows(size[0], dtype)
+    seen = x.astype(jnp.bfloat16) if precision == "bfloat16" else x
+    exact = np.asarray(seen, np.float64) @ np.asarray(packed.unpack(), np.float64)
+    error = np.abs(np.asarray(packed.linear(x), np.float64) - exact).max() / np.abs(exact).max()
+    allowed = {"float32": 2e-6, "bfloat16": 2e-6, "int8": 0.01}[precision]
+    assert error < allowed + (2**-8 if dtype == "bfloat16" else 0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_row_is_the_same_whatever_is_beside_it(size, precision) -> None:
+    packed = kernels.pack(_weight(*size), precision=precision, implementation="native")
+    x = _rows(size[0], "float32")
+    whole = packed.linear(x)
+    for count in (1, 2, 3, 5, 8, 11, 12, 13, 24, 25, 49, 128, 241, 481):
+        start = ROWS - count
+        np.testing.assert_array_equal(packed.linear(x[start:]), whole[start:], str(count))
+
+
+def test_stack_is_read_at_the_layer_only() -> None:
+    stack = jnp.stack([_weight(130, 70) * n for n in (1, 2, 3)])
+    x = _rows(130, "float32")[:4]
+    for precision in ("float32", "bfloat16", "int8"):
+        packed = kernels.pack(stack, precision=precision, stacked=True, implementation="native")
+        for layer in range(3):
+            alone = kernels.pack(stack[layer], precision=precision, implementation="native")
+            np.testing.assert_array_equal(packed.at(layer).linear(x), alone.linear(x))

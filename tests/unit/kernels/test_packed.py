@@ -1,0 +1,186 @@
+"""Packed weights: their contract with kernels.linear, their shapes and what they refuse."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fornax import kernels
+from fornax.config.errors import KernelError
+from fornax.mesh import MeshConfig, make_mesh, use_mesh
+
+IMPLEMENTATIONS = ["native", "plain"]
+PRECISIONS = ["float32", "bfloat16", "int8"]
+
+
+def _normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_layers_of_a_stack_inside_a_scan(implementation, precision) -> None:
+    w, x = _normal(3, 40, 6, 10), _normal(2, 5, 40, seed=1)
+    packed = kernels.pack(w, precision=precision, stacked=True, implementation=implementation)
+
+    @jax.jit
+    def every_layer(packed: kernels.PackedWeight, x: jax.Array) -> jax.Array:
+        def step(_, layer):
+            return None, kernels.linear(x, packed.at(layer))
+
+        return jax.lax.scan(step, None, jnp.arange(3))[1]
+
+    expected = jnp.einsum("btk,lknh->lbtnh", x, packed.unpack())
+    tolerance = {"float32": 1e-5, "bfloat16": 0.1, "int8": 0.2}[precision]
+    np.testing.assert_allclose(every_layer(packed, x), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_unpack_returns_the_weight_as_stored(implementation, precision) -> None:
+    w = _normal(2, 7, 13, 3)
+    packed = kernels.pack(
+        w, inputs=2, precision=precision, stacked=True, implementation=implementation
+    )
+    assert packed.shape == packed.unpack().shape == w.shape
+    assert packed.at(1).shape == packed.at(1).unpack().shape == w.shape[1:]
+    steps = {"float32": 0.0, "bfloat16": 2**-8, "int8": 0.5 / 127}[precision]
+    np.testing.assert_allclose(packed.unpack(), w, atol=steps * float(jnp.abs(w).max()))
+    np.testing.assert_array_equal(packed.at(1).unpack(), packed.unpack()[1])
+
+
+def test_several_input_axes() -> None:
+    w, x = _normal(4, 10, 12), _normal(5, 4, 10, seed=1)
+    y = kernels.linear(x, kernels.pack(w, inputs=2), inputs=2)
+    np.testing.assert_allclose(y, jnp.tensordot(x, w, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_packing_inside_jit_gives_the_same() -> None:
+    w, x = _normal(20, 30), _normal(3, 20, seed=1)
+    inside = jax.jit(lambda w: kernels.pack(w, precision="int8"))(w)
+    outside = kernels.pack(w, precision="int8")
+    assert inside.implementation == outside.implementation
+    np.testing.assert_array_equal(inside.linear(x), outside.linear(x))
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert kernels.pack(_normal(20, 30)).linear(jnp.zeros((0, 20))).shape == (0, 30)
+
+
+def test_result_has_the_dtype_of_x() -> None:
+    packed = kernels.pack(_normal(20, 30), precision="bfloat16")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert packed.linear(jnp.ones((2, 20), dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row_and_shows(precision, value) -> None:
+    x = _normal(5, 200).at[2, 150].set(value)
+    y = kernels.pack(_normal(200, 40), precision=precision).linear(x)
+    assert not jnp.isfinite(y[2]).any()
+    assert jnp.isfinite(jnp.delete(y, 2, axis=0)).all()
+
+
+def test_int8_takes_zeros_and_the_smallest_numbers() -> None:
+    packed = kernels.pack(_normal(128, 40), precision="int8")
+    tiny = jnp.full((1, 128), 2e-38)
+    assert jnp.abs(packed.linear(jnp.concatenate([jnp.zeros((1, 128)), tiny]))).max() < 1e-30
+    zeros = kernels.pack(jnp.zeros((128, 40)), precision="int8")
+    np.testing.assert_array_equal(zeros.linear(_normal(2, 128)), 0)
+
+
+def test_memory_is_that_of_the_precision() -> None:
+    sizes = [kernels.pack(_normal(128, 64), precision=p).nbytes for p in PRECISIONS]
+    assert sizes == [128 * 64 * 4, 128 * 64 * 2, 128 * 64 + 2 * 64 * 4]
+
+
+def test_any_object_with_a_product_is_a_weight() -> None:
+    class Twice:
+        shape, dtype = (3, 3), jnp.dtype("float32")
+
+        def linear(self, x: jax.Array, inputs: int) -> jax.Array:
+            return 2 * x * inputs
+
+    np.testing.assert_array_equal(kernels.linear(jnp.ones(3), Twice()), [2, 2, 2])
+
+
+def test_over_several_devices_the_product_is_xlas() -> None:
+    mesh = make_mesh(MeshConfig(fsdp=1, tensor=8))
+    with use_mesh(mesh, MeshConfig().resolved_rules()):
+        assert kernels.pack(_normal(20, 32)).implementation == "plain"
+    spread = jax.device_put(
+        _normal(20, 32), jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "tensor"))
+    )
+    assert kernels.pack(spread).implementation == "plain"
+    assert kernels.pack(_normal(20, 32)).implementation == "native"
+
+
+@pytest.mark.parametrize(
+    ("misuse", "words"),
+    [
+        (lambda w: kernels.pack(w, precision="int4"), "precision='int4' is unknown"),
+        (lambda w: kernels.pack(w, inputs=2), "leaves no outputs"),
+        (lambda w: kernels.pack(w, implementation="fast"), "implementation='fast' is unknown"),
+        (lambda w: kernels.pack(w).at(0), "is one layer"),
+        (lambda w: kernels.pack(w[None], stacked=True).linear(jnp.ones((1, 4))), "is a stack"),
+        (lambda w: kernels.pack(w).linear(jnp.ones((1, 5))), "the last 1 axes"),
+        (lambda w: kernels.pack(w).linear(jnp.ones((1, 4), jnp.int32)), "x is int32"),
+    ],
+)
+def test_misuse_is_named(misuse, words) -> None:
+    with pytest.raises(KernelError, match=words.replace("(", r"\(")):
+        misuse(jnp.ones((4, 6)))
+
+
+def test_native_by_name_says_why_it_declines() -> None:
+    with kernels.target_platform("tpu"), pytest.raises(KernelError, match="not on tpu"):
+        kernels.pack(jnp.ones((4, 6)), implementation="native")
+
+
+_PORTABLE = """
+import sys
+from fornax.kernels._native import build
+build._FLAGS = (*(f for f in build._FLAGS if f != "-march=native"), *sys.argv[1].split())
+import jax.numpy as jnp, numpy as np
+from fornax import kernels
+rng = np.random.default_rng(0)
+w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((200, 70), (19, 200)))
+for precision, tolerance in (("float32", 1e-5), ("bfloat16", 2e-5), ("int8", 0.012)):
+    packed = kernels.pack(w, precision=precision, implementation="native")
+    y = np.asarray(packed.linear(x))
+    rounded = x.astype(jnp.bfloat16) if precision == "bfloat16" else x
+    exact = np.asarray(rounded, np.float64) @ np.asarray(packed.unpack(), np.float64)
+    assert np.abs(y - exact).max() < tolerance * np.abs(exact).max(), precision
+    for start, stop in ((3, 4), (5, 12), (0, 13)):
+        np.testing.assert_array_equal(packed.linear(x[start:stop]), y[start:stop])
+print("right")
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "-mavx2 -mfma", "-march=x86-64-v4"])
+def test_kernel_is_right_on_lesser_processors(flags, tmp_path) -> None:
+    """The paths that this processor would not take: plain, AVX2, AVX-512 without its extensions."""
+    if flags and not _has("avx512bw" if "v4" in flags else "avx2"):
+        pytest.skip(f"this processor cannot run code compiled with {flags}")
+    done = subprocess.run(
+        [sys.executable, "-c", _PORTABLE, flags],
+        env={**os.environ, "FORNAX_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout.strip() == "right", done.stderr
+
+
+def _has(feature: str) -> bool:
+    try:
+        with open("/proc/cpuinfo") as info:
+            return feature in info.read()
+    except OSError:
+        return False
