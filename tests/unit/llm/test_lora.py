@@ -70,7 +70,7 @@ def write_adapter(folder, family, *, seed, rank=RANK, alpha=8, modules=None, **c
 
 def merged(family, tensors, scale):
     """The model whose stored weights are W + scale B A, computed in float64."""
-    model = create_decoder(config_of(family), seed=1)
+    model = nnx.clone(model_of(family))
     for tensor in layout_of(family):
         start = f"base_model.model.{tensor.name.removesuffix('.weight')}"
         if f"{start}.lora_A.weight" not in tensors:
@@ -81,8 +81,9 @@ def merged(family, tensors, scale):
             owners = block.slot.path.split("/")[:-1]
             kernel = functools.reduce(getattr, owners, model).kernel
             change = block.slot.from_stored(delta[block.start : block.stop])
-            value = kernel.get_value()
-            kernel.set_value(value.at[block.slot.layer].add(change.astype(np.float32)))
+            value = np.array(kernel.get_value())
+            value[block.slot.layer] += change
+            kernel.set_value(jnp.asarray(value))
     return model
 
 
