@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fornax.cli.configured import ConfigArguments, read_config
+from fornax.config import ConfigError
 
 if TYPE_CHECKING:
     from fornax.llm.bench import BenchConfig, BenchRun
@@ -32,8 +33,14 @@ class Arguments(ConfigArguments):
 
 def config_class() -> "type[BenchConfig]":
     """The config whose keys are flags of this command."""
-    from fornax.llm.bench import BenchConfig
-
+    try:
+        from fornax.llm.bench import BenchConfig
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "fornax":
+            raise
+        raise ConfigError(
+            f"{error.name} is not installed; bench serve needs pip install 'fornax-ai[serve]'"
+        ) from error
     return BenchConfig
 
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from fornax.config import ConfigError, EngineError
 from fornax.config.environment import openai_api_key
@@ -53,16 +53,8 @@ def bench(config: BenchConfig, progress: Callable[[int, int], None] | None = Non
 
     Raises EngineError when there is no server, it is not ready, or no request succeeded.
     """
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_bench(config, progress))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
 
 
 async def _bench(config: BenchConfig, progress: Callable[[int, int], None] | None) -> BenchRun:

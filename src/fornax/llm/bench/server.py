@@ -24,17 +24,19 @@ class Model:
 
 
 async def wait_until_ready(pool: Pool, url: str, headers: dict[str, str], timeout_s: float) -> None:
-    """Wait until /health says that the server can answer.
+    """Wait until the server says that it takes requests: /ready, or /health where there is none.
 
     Raises EngineError when that takes longer than `timeout_s`.
     """
     end = time.monotonic() + timeout_s
     while True:
         try:
-            answer = await pool.exchange(request_bytes("GET", f"{url}/health", headers=headers))
-            said = f"answers with status {answer.status}"
-            if answer.status == 200:
+            status = await _status(pool, f"{url}/ready", headers)
+            if status == 404:
+                status = await _status(pool, f"{url}/health", headers)
+            if status == 200:
                 return
+            said = f"answers with status {status}"
         except OSError as error:
             said = f"cannot be reached ({error})"
         if time.monotonic() > end:
@@ -43,6 +45,10 @@ async def wait_until_ready(pool: Pool, url: str, headers: dict[str, str], timeou
                 "raise ready_check_timeout_sec"
             )
         await asyncio.sleep(_PAUSE_S)
+
+
+async def _status(pool: Pool, url: str, headers: dict[str, str]) -> int:
+    return (await pool.exchange(request_bytes("GET", url, headers=headers))).status
 
 
 async def find_model(pool: Pool, url: str, headers: dict[str, str], name: str | None) -> Model:

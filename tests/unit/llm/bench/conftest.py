@@ -35,7 +35,8 @@ class FakeServer:
     running: int = 0
     most_running: int = 0
     warm_after: int = 0
-    """/health fails so many times first."""
+    """/ready, or /health, fails so many times first."""
+    knows_ready: bool = True
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer requests of one connection."""
@@ -57,7 +58,9 @@ class FakeServer:
         if path == "/v1/models":
             card = {"id": "fake", "max_model_len": self.context}
             return _send(writer, 200, {"data": [card]})
-        if path == "/health":
+        if path == "/ready" and not self.knows_ready:
+            return _send(writer, 404, {})
+        if path in ("/ready", "/health"):
             self.warm_after -= 1
             return _send(writer, 503 if self.warm_after >= 0 else 200, {})
         asked = json.loads(body)

@@ -113,8 +113,9 @@ def unused_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_ready_check_waits(server):
-    server.warm_after = 2
+@pytest.mark.parametrize("knows_ready", [True, False])
+def test_ready_check_waits(server, knows_ready):
+    server.warm_after, server.knows_ready = 1, knows_ready
     bench(config(server, ready_check_timeout_sec=20))
     assert server.warm_after < 0
 
