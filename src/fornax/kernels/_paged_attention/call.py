@@ -32,6 +32,8 @@ class PagedCall:
     window: int | None
     softcap: float | None
     sinks: bool
+    picks_head: bool
+    """Whether all query heads share one of several key heads that the device holds."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def describe(inputs: PagedInputs) -> PagedCall:
         window=inputs.window,
         softcap=inputs.softcap,
         sinks=inputs.sinks_N is not None,
+        picks_head=inputs.kv_head is not None,
     )
 
 
