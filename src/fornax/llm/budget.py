@@ -71,7 +71,7 @@ def _trim_to_bucket(
     if excess == 0 or 4 * excess > gap or gap < _SMALL:
         return
     for index in reversed(range(len(jobs))):
-        partial = jobs[index].running or grants[index] < jobs[index].remaining
+        partial = grants[index] < jobs[index].remaining
         if grants[index] > excess and (partial or slots > 0):
             grants[index] -= excess
             return

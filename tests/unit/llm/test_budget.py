@@ -37,6 +37,15 @@ def test_excess_over_a_bucket_waits():
     assert share(500, (250, 250, False), base=12, buckets=buckets) == [244]
 
 
+def test_bucket_leaves_no_prompt_more_partly_computed():
+    jobs = [(100, 100, True), (300, 60, False)]
+    assert share(300, *jobs, limit=1, buckets=(128, 256)) == [100, 28]
+    jobs = [(100, 100, True), (300, 30, False)]
+    assert share(300, *jobs, limit=1, base=14, buckets=(100, 128, 256)) == [100, 14]
+    jobs = [(100, 100, True), (300, 10, False)]
+    assert share(300, *jobs, limit=1, base=30, buckets=(128, 256)) == [100, 10]
+
+
 def test_small_padding_is_cheaper_than_a_step():
     assert share(64, (9, 9, False), buckets=(8, 12, 16, 64)) == [9]
 
