@@ -12,7 +12,7 @@ from fornax.llm.completion import Completion, Ends
 from fornax.llm.limits import Limits
 from fornax.llm.masks import TokenRules, bad_word_tokens
 from fornax.llm.requests import Pooling, Request
-from fornax.llm.sampling_params import SamplingParams
+from fornax.llm.sampling_params import SamplingParams, StructuredOutputsParams
 from fornax.llm.sequence import Sequence
 from fornax.llm.structured import GrammarCompiler
 from fornax.llm.text.detokenizer import Detokenizer
@@ -30,6 +30,8 @@ class _Origin:
     priority: int
     cache_salt: str | None
     arrival: float
+    constrain_after: tuple[int, ...] = ()
+    """Tokens, such as the end of reasoning, up to which a grammar allows everything."""
 
 
 class Admission:
@@ -65,9 +67,17 @@ class Admission:
 
     def token_text(self, token: int) -> str:
         """The text of one token, special ones as they are spelled."""
-        if self._table is None:
-            return ""
-        return self._table.token_bytes(token).decode("utf-8", "replace")
+        return "" if self._table is None else self._table.token_text(token)
+
+    def warm_up(self) -> None:
+        """Prepare grammars in the background: the first one of a tokenizer takes seconds."""
+        if self._grammars is not None:
+            self._grammars.submit(StructuredOutputsParams(choice=["a"]))
+
+    def close(self) -> None:
+        """Stop the threads of grammars."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def request(
         self,
@@ -79,6 +89,7 @@ class Admission:
         priority: int = 0,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        constrain_after: tuple[int, ...] = (),
     ) -> Request:
         """Prepare a request for `Engine.add`.
 
@@ -89,7 +100,7 @@ class Admission:
         params.check_for_model(vocab_size=self._vocab, max_logprobs=self._max_logprobs)
         self._check_text(params)
         now = self._clock()
-        origin = _Origin(request_id, lora, priority, cache_salt, now)
+        origin = _Origin(request_id, lora, priority, cache_salt, now, constrain_after)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         ends = Ends(self._eos, frozenset(params.stop_token_ids))
         rules = self._rules(params, ends)
@@ -183,10 +194,13 @@ class Admission:
         most = self._limits.max_model_len
         if params.max_tokens is not None:
             most = min(most, len(prompt_ids) + params.max_tokens)
-        reads = params.reads_cache and params.prompt_logprobs is None
+        # Later completions share the first one's pages, scored or not.
+        reads = index > 0 or (params.reads_cache and params.prompt_logprobs is None)
         grammar = None
         if params.structured_outputs is not None and self._grammars is not None:
-            grammar = self._grammars.compile(params.structured_outputs)
+            grammar = self._grammars.compile(
+                params.structured_outputs, starts_after=origin.constrain_after
+            )
         return Completion(
             index=index,
             sequence=self._sequence(prompt_ids, origin, most, reads),

@@ -105,6 +105,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Start the thread, and compiling."""
         self._parts.programs.compile_all()
+        self._admission.warm_up()
         self._thread = threading.Thread(target=self._run, name="fornax-engine", daemon=True)
         self._thread.start()
 
@@ -118,6 +119,7 @@ class AsyncEngine:
         if self._thread is not None:
             self._thread.join()
         self._parts.programs.close()
+        self._admission.close()
 
     # Requests.
 
@@ -131,6 +133,7 @@ class AsyncEngine:
         priority: int = 0,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        constrain_after: tuple[int, ...] = (),
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come; closing the iterator aborts.
 
@@ -148,6 +151,7 @@ class AsyncEngine:
             priority=priority,
             prompt=prompt,
             cache_salt=cache_salt,
+            constrain_after=constrain_after,
         )
         with self._reading(request_id) as reader:
             self._submit(request_id, lambda: self._engine.add(request))

@@ -89,6 +89,7 @@ def build_engine(
         limits,
         programs,
         max_logprobs=config.max_logprobs,
+        drafts=_drafts(config),
         state=None if adapters is None else adapters.attach(weights.state),
         bind=None if adapters is None else bind,
     )
@@ -147,6 +148,12 @@ def _scheduler(
         ),
         BlockManager(groups, limits.page_size, config.enable_prefix_caching),
     )
+
+
+def _drafts(config: EngineConfig) -> int:
+    """Tokens proposed for a sequence at a time, at most."""
+    speculation = config.speculative_config
+    return 0 if speculation is None else speculation.num_speculative_tokens
 
 
 def _proposer(

@@ -465,8 +465,9 @@ class Engine:
 
 
 _NOT_FINITE = (
-    "the model's output is not a number: its weights or its arithmetic are broken; check the "
-    "checkpoint for NaN"
+    "no token can be chosen: the model's output is not a number (check the checkpoint for NaN), or "
+    "the request's own constraints leave no token (check allowed_token_ids, min_tokens, bad_words "
+    "and structured outputs against each other)"
 )
 
 

@@ -15,6 +15,7 @@ from fornax.llm.engine import Failure, Output
 from fornax.llm.outputs import EmbeddingOutput, RequestOutput, RequestOutputKind
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Observer
+from fornax.llm.weights import Weights
 from fornax.models import Decoder
 
 __all__ = ["LLM"]
@@ -67,6 +68,11 @@ class LLM:
     def max_model_len(self) -> int:
         """Tokens of a sequence, prompt and output, at most."""
         return self._parts.limits.max_model_len
+
+    @property
+    def weights(self) -> Weights:
+        """The weights that run now."""
+        return self._engine.runner.weights
 
     @property
     def num_pages(self) -> int:

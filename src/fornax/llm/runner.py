@@ -84,6 +84,7 @@ class Runner:
         programs: Programs,
         *,
         max_logprobs: int,
+        drafts: int = 0,
         name: str = "model",
         state: Any = None,
         bind: Bind | None = None,
@@ -98,7 +99,7 @@ class Runner:
         self._vocab = weights.config.vocab_size
         self._max_logprobs = min(max_logprobs, self._vocab)
         self._rows = limits.max_num_seqs
-        self._sample_sizes = powers(self._rows)
+        self._sample_sizes = powers(min(self._rows * (1 + drafts), self.buckets[-1]))
         groups = len(cache_windows(weights.config))
         self._layouts = {
             size: StepLayout(size, min(size, self._rows), limits.table_width, groups)

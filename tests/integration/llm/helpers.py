@@ -9,7 +9,10 @@ from tests.unit.models.conftest import CONFIGS, decoder_of
 from fornax.llm import LLM, RequestOutput
 from fornax.llm.stats import RequestStats, StepStats
 
-__all__ = ["Figures", "completions", "engine_of", "prompts_of"]
+__all__ = ["SIZES", "Figures", "completions", "engine_of", "prompts_of"]
+
+SIZES = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64}
+"""Options of engines that meet every case with few tokens."""
 
 
 @dataclass
@@ -40,8 +43,7 @@ class Figures:
 
 def engine_of(name: str, **options: Any) -> LLM:
     """An engine for the model called `name`: pages of 4 tokens, steps of 8, 4 rows."""
-    sizes = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64}
-    return LLM(decoder_of(name), **{**sizes, **options})
+    return LLM(decoder_of(name), **{**SIZES, **options})
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
