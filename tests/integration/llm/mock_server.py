@@ -13,7 +13,6 @@ from fornax.llm.server import ServeConfig, launch
 from fornax.llm.server.mock_engine import MockEngine
 from fornax.llm.text import ChatTemplate
 
-
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 import re
+import socket
+import time
 
 import pytest
 
@@ -113,3 +115,57 @@ def test_256_streams_with_disconnects_and_nonsense_leave_nothing_behind(serve, s
     assert "Traceback" not in log
     assert "ERROR" not in log
     assert server.stop() == 0
+
+
+def talk(server, *pieces, seconds=20.0):
+    """Send bytes; what comes back until the server closes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        answer = b""
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+            while part := connection.recv(65536):
+                answer += part
+        except ConnectionError:
+            pass
+        return answer
+
+
+def test_a_head_without_end_is_431_and_one_that_does_not_come_is_cut_off(serve):
+    server = serve(max_header_bytes=4096, header_timeout=0.5)
+    head = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    assert talk(server, head, b"x-long: " + b"a" * 100_000).startswith(b"HTTP/1.1 431")
+    begun = time.monotonic()
+    assert talk(server, head) == b""
+    assert talk(server) == b""
+    assert time.monotonic() - begun < 10
+    whole = talk(server, head + b"x-some: " + b"a" * 3000 + b"\r\nconnection: close\r\n\r\n")
+    assert whole.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs Linux")
+def test_a_client_that_takes_nothing_is_cut_off_and_its_sequence_freed(serve):
+    server = serve(_step_seconds=0.0, _max_model_len=10**6, send_timeout=1.0)
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "hello", "max_tokens": 900_000, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        kind = b"content-type: application/json\r\n\r\n"
+        connection.sendall(head.encode() + kind + body)
+        with server.client() as client:
+            until = time.monotonic() + 40
+            while client.get("/load").json()["unfinished"] == 0:
+                assert time.monotonic() < until
+            while client.get("/load").json() != {"server_load": 0, "unfinished": 0}:
+                assert time.monotonic() < until
+                time.sleep(0.1)
+
+
+def test_under_a_proxys_path_everything_is_where_it_belongs(serve):
+    server = serve(root_path="/api", api_key=["secret"])
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert client.get("/v1/models", headers=headers).status_code == 200

@@ -118,7 +118,7 @@ class CompletionShaper:
             text = prompt.echo + text
             if shaped is not None and prompt.logprobs is not None:
                 shaped = {key: prompt.logprobs[key] + shaped[key] for key in shaped}
-        choice = {
+        choice: dict[str, Any] = {
             "index": index,
             "text": text,
             "logprobs": shaped,

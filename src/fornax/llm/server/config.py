@@ -7,6 +7,9 @@ from fornax.config import ConfigError
 
 __all__ = ["ServerConfig"]
 
+_COUNTS = ("max_body_bytes", "max_header_bytes", "max_concurrent_requests", "max_connections")
+_TIMES = ("header_timeout", "body_timeout", "send_timeout", "timeout_keep_alive")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -78,8 +81,14 @@ class ServerConfig:
     """Paths whose requests are not logged, separated by commas."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Largest request body; a larger one gets 413."""
+    max_header_bytes: int = 64 * 1024
+    """Largest head of a request; a larger one gets 431."""
+    header_timeout: float = 15.0
+    """Seconds in which a request's head must arrive, else the connection is closed."""
     body_timeout: float = 60.0
     """Seconds in which a request's body must arrive, else 408."""
+    send_timeout: float = 60.0
+    """Seconds that a client may take no data that waits for it; then its connection is closed."""
     request_timeout: float = 0.0
     """Seconds a request may take, 504 after them; 0 for no limit."""
     max_concurrent_requests: int = 1024
@@ -100,13 +109,13 @@ class ServerConfig:
             )
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile are given together or not at all")
-        for name in ("max_body_bytes", "max_concurrent_requests", "max_connections"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is below 1; give at least 1")
         for name in ("max_queued_requests", "request_timeout", "shutdown_timeout", "port"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is negative; 0 is the least")
-        for name in ("body_timeout", "timeout_keep_alive"):
+        for name in _TIMES:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} leaves no time; give seconds")
         for module in self.lora_modules:

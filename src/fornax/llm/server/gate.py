@@ -88,7 +88,7 @@ class Gate:
         return sender
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
+        if not self._keys or _path(scope) in _OPEN or scope["method"] == "OPTIONS":
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         # Every key is compared, so that the time tells nothing.
@@ -155,7 +155,12 @@ def _record(scope: Scope, headers: dict[bytes, bytes], send: Send) -> Record:
     return Record(
         id=name,
         method=scope["method"],
-        path=scope["path"],
+        path=_path(scope),
         send=send,
         client=f"{client[0]}:{client[1]}" if client else "",
     )
+
+
+def _path(scope: Scope) -> str:
+    """The path as the routes know it, whatever a proxy shows it under."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from fornax.llm.server.app import guarded
 from fornax.llm.server.config import ServerConfig
+from fornax.llm.server.connection import bounded
 from fornax.llm.server.state import Server
 
 __all__ = ["bind", "raise_file_limit", "serve"]
@@ -42,6 +43,9 @@ def bind(config: ServerConfig) -> socket.socket:
     )[0]
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it from the listener
+        milliseconds = round(config.send_timeout * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
         listener.bind(address)
     except OSError as error:
@@ -86,7 +90,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def serve(app: FastAPI, listener: socket.socket) -> int:
-    """Serve until told to stop; the exit code: 0, or 1 when the engine died."""
+    """Serve until told to stop; the exit code: 0, or 1 when the engine died.
+
+    Raises EngineError for an adapter named at the start that cannot be loaded.
+    """
     server: Server = app.state.server
     config = server.config
     uvicorn_config = uvicorn.Config(
@@ -94,6 +101,8 @@ async def serve(app: FastAPI, listener: socket.socket) -> int:
         log_config=None,
         access_log=False,
         lifespan="off",
+        http=bounded(config),
+        ws="none",
         server_header=False,
         backlog=_BACKLOG,
         root_path=config.root_path,
@@ -105,6 +114,7 @@ async def serve(app: FastAPI, listener: socket.socket) -> int:
     )
     http = _Uvicorn(uvicorn_config, server)
     watch = asyncio.create_task(_watch(server, http))
+    adapters = asyncio.create_task(_load_adapters(server, http))
     _log.info("listening on %s", _address(config, listener))
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again
@@ -112,10 +122,28 @@ async def serve(app: FastAPI, listener: socket.socket) -> int:
         await http.serve(sockets=[listener])
     finally:
         watch.cancel()
+        adapters.cancel()
         if config.uds is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(config.uds)
+    if adapters.done() and not adapters.cancelled():
+        adapters.result()
     return 1 if server.engine.error() is not None else 0
+
+
+async def _load_adapters(server: Server, http: uvicorn.Server) -> None:
+    """Load the adapters named at the start; stop the server when one cannot be loaded."""
+    modules = [module.partition("=")[::2] for module in server.config.lora_modules]
+    server.adapters_left = len(modules)
+    try:
+        for name, path in modules:
+            await server.engine.add_lora(name, path)
+            server.adapters_left -= 1
+            _log.info("loaded the adapter %s from %s", name, path)
+    except BaseException:
+        server.stopping = True
+        http.should_exit = True
+        raise
 
 
 async def _watch(server: Server, http: uvicorn.Server) -> None:
@@ -133,4 +161,4 @@ def _address(config: ServerConfig, listener: socket.socket) -> str:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    return f"{'https' if config.ssl_certfile else 'http'}://{shown}:{port}{config.root_path}"
+    return f"{'https' if config.ssl_certfile else 'http'}://{shown}:{port}"

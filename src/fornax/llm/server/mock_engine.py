@@ -307,7 +307,7 @@ def _next(stream: _Stream, index: int) -> CompletionOutput:
     number, text = stream.pieces[stream.made % len(stream.pieces)]
     last = stream.made + 1 >= (stream.params.max_tokens or 1)
     stopped = next((stop for stop in stream.params.stop if stop in text), None)
-    logprobs = None
+    logprobs: list[Mapping[int, Logprob]] | None = None
     if stream.params.logprobs is not None:
         logprobs = [{number: Logprob(-0.5, 1, text)}]
     reason = "stop" if stopped is not None else "length" if last else None

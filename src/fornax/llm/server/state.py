@@ -6,19 +6,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from fornax.llm.server.chat_prompt import ChatPrompts
 from fornax.llm.server.config import ServerConfig
 from fornax.llm.server.engine import Engine
 from fornax.llm.server.errors import ApiError
+from fornax.llm.server.metrics import Metrics
+from fornax.llm.server.prompts import Encoder
 from fornax.llm.server.record import Record
-
-if TYPE_CHECKING:
-    from fornax.llm.server.chat_prompt import ChatPrompts
-    from fornax.llm.server.metrics import Metrics
-    from fornax.llm.server.prompts import Encoder
 
 __all__ = ["Load", "RecordOf", "Server", "ServerOf"]
 
@@ -66,14 +64,16 @@ class Server:
     config: ServerConfig
     model: str
     """The model's path, as it was given."""
-    metrics: "Metrics"
-    encoder: "Encoder"
-    chats: "ChatPrompts"
+    metrics: Metrics
+    encoder: Encoder
+    chats: ChatPrompts
     load: Load
     defaults: Mapping[str, Any]
     """Fields of SamplingParams for requests that do not set them."""
     created: int = field(default_factory=lambda: int(time.time()))
     ids: Iterator[int] = field(default_factory=itertools.count)
+    adapters_left: int = 0
+    """Adapters named at the start that are still to be loaded."""
     stopping: bool = False
     """Whether the server drains."""
 
@@ -113,6 +113,13 @@ class Server:
                 f"the engine is compiling ({readiness.done} of {readiness.total} programs done)",
                 code="not_ready",
                 retry_after=readiness.seconds_left or 1,
+            )
+        if self.adapters_left:
+            raise ApiError(
+                503,
+                f"{self.adapters_left} adapters are still to be loaded",
+                code="not_ready",
+                retry_after=1,
             )
         if self.engine.is_sleeping:
             raise ApiError(503, "the engine sleeps; POST /wake_up wakes it", code="sleeping")

@@ -51,7 +51,8 @@ async def health(server: ServerOf) -> Response:
 async def ready(server: ServerOf) -> Response:
     """200 when requests are taken, else 503; the body tells how far compiling is."""
     state = server.engine.readiness()
-    takes = state.ready and not server.stopping and server.engine.error() is None
+    held_up = server.stopping or server.adapters_left or server.engine.error() is not None
+    takes = state.ready and not held_up
     content = {
         "ready": takes,
         "done": state.done,
