@@ -9,13 +9,13 @@ H head width, S slots of a page, R rows (sequences), W pages of a table's row, M
 Q queries of a tile, D keys of a block.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fornax.kernels._paged_attention.call import PagedInputs
+from fornax.kernels._paged_attention.layout import Tiles, cut
 
 __all__ = ["blockwise"]
 
@@ -24,62 +24,13 @@ _LARGEST_TILE = 64
 _LOWEST = -1e30
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """How the step's tokens are cut: tiles M of Q queries, each of one row."""
-
-    row_M: jax.Array
-    token_MQ: jax.Array
-    position_MQ: jax.Array
-    """-1 where a tile has no query."""
-    tile_T: jax.Array
-    offset_T: jax.Array
-    valid_T: jax.Array
-
-
-def _cut(inputs: PagedInputs) -> _Tiles:
-    T = inputs.q_TNH.shape[0]
-    R = inputs.context_lens_R.shape[0]
-    Q = _LARGEST_TILE
-    while Q > 1 and Q * R > T:  # as many tiles as rows, and as many queries as tokens, at most x 2
-        Q //= 2
-    M = min(T, T // Q + R)
-    start_R1 = inputs.query_start_R1
-    tiles_R = (start_R1[1:] - start_R1[:-1] + Q - 1) // Q
-    last_R = jnp.cumsum(tiles_R)
-    first_R = last_R - tiles_R
-
-    def row_of(ends_R: jax.Array, index: jax.Array) -> jax.Array:
-        row = jnp.searchsorted(ends_R, index, side="right", method="compare_all")
-        return jnp.minimum(row, R - 1)
-
-    tile_M = jnp.arange(M, dtype=jnp.int32)
-    row_M = row_of(last_R, tile_M)
-    begin_M = start_R1[row_M] + (tile_M - first_R[row_M]) * Q
-    end_M = start_R1[row_M + 1]
-    token_MQ = begin_M[:, None] + jnp.arange(Q, dtype=jnp.int32)
-    position_MQ = inputs.context_lens_R[row_M][:, None] - (end_M[:, None] - token_MQ)
-    inside = (token_MQ < end_M[:, None]) & (tile_M < last_R[-1])[:, None]
-    token_T = jnp.arange(T, dtype=jnp.int32)
-    row_T = row_of(start_R1[1:], token_T)
-    within_T = token_T - start_R1[row_T]
-    return _Tiles(
-        row_M=row_M,
-        token_MQ=jnp.clip(token_MQ, 0, T - 1),
-        position_MQ=jnp.where(inside, position_MQ, -1),
-        tile_T=jnp.clip(first_R[row_T] + within_T // Q, 0, M - 1),
-        offset_T=within_T % Q,
-        valid_T=token_T < start_R1[-1],
-    )
-
-
 def blockwise(inputs: PagedInputs) -> jax.Array:
     """Compute attention; the products take q's dtype, scores and sums are float32 at least."""
     _, N, H = inputs.q_TNH.shape
     K = inputs.kv_heads
     S = inputs.kv_LPSCH.shape[2]
     dtype = jnp.promote_types(inputs.q_TNH.dtype, jnp.float32)
-    tiles = _cut(inputs)
+    tiles = cut(inputs, _LARGEST_TILE)
     M, Q = tiles.token_MQ.shape
     pages = max(1, _BLOCK // S)
     table_RW = jnp.pad(inputs.page_table_RW, ((0, 0), (0, -inputs.page_table_RW.shape[1] % pages)))
@@ -112,7 +63,7 @@ def blockwise(inputs: PagedInputs) -> jax.Array:
     return jnp.where(tiles.valid_T[:, None, None], o_TNH, 0).astype(inputs.q_TNH.dtype)
 
 
-def _blocks(inputs: PagedInputs, tiles: _Tiles, width: int) -> tuple[Any, jax.Array]:
+def _blocks(inputs: PagedInputs, tiles: Tiles, width: int) -> tuple[Any, jax.Array]:
     """Return the first block that some query sees, and the one after the last."""
     high = (jnp.max(tiles.position_MQ) + width) // width
     if inputs.window is None:

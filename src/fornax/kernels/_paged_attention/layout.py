@@ -1,12 +1,16 @@
 """Which token belongs to which row, and where it stands: the arithmetic of a ragged step.
 
-Legend: T tokens of the step, R rows (sequences).
+Legend: T tokens of the step, R rows (sequences), M tiles, Q queries of a tile.
 """
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["rows_and_positions"]
+from fornax.kernels._paged_attention.call import PagedInputs
+
+__all__ = ["Tiles", "cut", "rows_and_positions"]
 
 
 def rows_and_positions(
@@ -27,3 +31,53 @@ def rows_and_positions(
     row_T = jnp.minimum(row_T, context_lens_R.shape[0] - 1).astype(jnp.int32)
     position_T = context_lens_R[row_T] - (query_start_R1[row_T + 1] - token_T)
     return row_T, position_T, token_T < query_start_R1[-1]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the step's tokens are cut: tiles M of Q queries, each of one row."""
+
+    row_M: jax.Array
+    token_MQ: jax.Array
+    position_MQ: jax.Array
+    """-1 where a tile has no query."""
+    tile_T: jax.Array
+    offset_T: jax.Array
+    valid_T: jax.Array
+
+
+def cut(inputs: PagedInputs, largest: int) -> Tiles:
+    """Cut each row's tokens into tiles of one size, a power of two up to `largest`."""
+    T = inputs.q_TNH.shape[0]
+    R = inputs.context_lens_R.shape[0]
+    Q = largest
+    while Q > 1 and Q * R > T:  # as many tiles as rows, and as many queries as tokens, at most x 2
+        Q //= 2
+    M = min(T, T // Q + R)
+    start_R1 = inputs.query_start_R1
+    tiles_R = (start_R1[1:] - start_R1[:-1] + Q - 1) // Q
+    last_R = jnp.cumsum(tiles_R)
+    first_R = last_R - tiles_R
+
+    def row_of(ends_R: jax.Array, index: jax.Array) -> jax.Array:
+        row = jnp.searchsorted(ends_R, index, side="right", method="compare_all")
+        return jnp.minimum(row, R - 1)
+
+    tile_M = jnp.arange(M, dtype=jnp.int32)
+    row_M = row_of(last_R, tile_M)
+    begin_M = start_R1[row_M] + (tile_M - first_R[row_M]) * Q
+    end_M = start_R1[row_M + 1]
+    token_MQ = begin_M[:, None] + jnp.arange(Q, dtype=jnp.int32)
+    position_MQ = inputs.context_lens_R[row_M][:, None] - (end_M[:, None] - token_MQ)
+    inside = (token_MQ < end_M[:, None]) & (tile_M < last_R[-1])[:, None]
+    token_T = jnp.arange(T, dtype=jnp.int32)
+    row_T = row_of(start_R1[1:], token_T)
+    within_T = token_T - start_R1[row_T]
+    return Tiles(
+        row_M=row_M,
+        token_MQ=jnp.clip(token_MQ, 0, T - 1),
+        position_MQ=jnp.where(inside, position_MQ, -1),
+        tile_T=jnp.clip(first_R[row_T] + within_T // Q, 0, M - 1),
+        offset_T=within_T % Q,
+        valid_T=token_T < start_R1[-1],
+    )

@@ -7,7 +7,7 @@ S slots of a page, C = 2 K (k0, v0, k1, v1, ...), R rows (sequences), W pages of
 import jax
 import jax.numpy as jnp
 
-from fornax.kernels._paged_attention import native, tpu
+from fornax.kernels._paged_attention import gpu, native, tpu
 from fornax.kernels._paged_attention.blockwise import blockwise
 from fornax.kernels._paged_attention.call import PagedCall, PagedInputs, describe
 from fornax.kernels._paged_attention.reference import reference
@@ -23,6 +23,7 @@ paged_attention_operation: Operation[PagedCall] = Operation(
     (
         Implementation("native", native.native, native.declines),
         Implementation("pallas_tpu", tpu.tpu, tpu.declines),
+        Implementation("pallas_gpu", gpu.gpu, gpu.declines),
         Implementation("xla", blockwise, lambda call: None),
         Implementation("reference", reference, lambda call: None),
     ),
