@@ -1,5 +1,6 @@
 """Packing: choose who will run the products of a weight, and lay it out for them."""
 
+import functools
 import math
 from typing import Literal
 
@@ -55,8 +56,7 @@ def pack(
     sizes_in, sizes_out = w.shape[first : first + inputs], w.shape[first + inputs :]
     w_LKN = w.reshape(-1, math.prod(sizes_in), math.prod(sizes_out))
     chosen = _choose(w, implementation)
-    layout = native.layout if chosen == "native" else plain.layout
-    values, scales = layout(w_LKN, precision)
+    values, scales = _lay_out(w_LKN, precision, chosen)
     return PackedWeight(
         values=values,
         scales=scales,
@@ -68,6 +68,15 @@ def pack(
         dtype=jnp.dtype(w.dtype),
         stacked=stacked,
     )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _lay_out(
+    w_LKN: jax.Array, precision: str, implementation: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """Lay out as one compiled program: op by op it would take several times as long."""
+    layout = native.layout if implementation == "native" else plain.layout
+    return layout(w_LKN, precision)
 
 
 def _choose(w: jax.Array, wanted: str | None) -> Literal["native", "plain"]:
