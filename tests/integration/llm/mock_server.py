@@ -9,7 +9,7 @@ import threading
 
 from fornax.config import from_mapping
 from fornax.data import train_bpe
-from fornax.llm.server import ServeConfig, launch
+from fornax.llm.server import ServeConfig, serve_model
 from fornax.llm.server.mock_engine import MockEngine
 from fornax.llm.text import ChatTemplate
 
@@ -39,7 +39,7 @@ def main() -> int:
             threading.Timer(own["_die_after"], engine.die, [death]).start()
         return engine
 
-    return launch("mock", from_mapping(ServeConfig, given), build)
+    return serve_model("mock", from_mapping(ServeConfig, given), build)
 
 
 if __name__ == "__main__":

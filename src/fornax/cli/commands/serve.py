@@ -54,6 +54,6 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
         return 0
     if not arguments.model:
         raise ConfigError("no model is named; write fornax serve MODEL")
-    from fornax.llm.server.launch import launch
+    from fornax.llm.server.launch import serve_model
 
-    return launch(arguments.model, config)
+    return serve_model(arguments.model, config)

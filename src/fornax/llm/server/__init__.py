@@ -2,7 +2,7 @@
 
 from fornax.llm.server.app import create_app, create_server, guarded
 from fornax.llm.server.config import ServerConfig
-from fornax.llm.server.launch import ServeConfig, launch
+from fornax.llm.server.launch import ServeConfig, serve_model
 from fornax.llm.server.metrics import Metrics
 
 __all__ = [
@@ -12,5 +12,5 @@ __all__ = [
     "create_app",
     "create_server",
     "guarded",
-    "launch",
+    "serve_model",
 ]

@@ -31,6 +31,8 @@ class Reading:
     """What makes the text a tool call."""
     special_tokens: bool
     """Whether markers are special tokens, which the text must then show."""
+    constrain_after: str
+    """The end of the reasoning, after which constraints hold; empty when they hold at once."""
     named: bool
     """Whether the request names the function: such an answer ends with `stop`."""
 
@@ -66,11 +68,10 @@ def read_chat(body: ChatBody, config: ServerConfig, prompt: str) -> Reading:
             param="tool_choice",
         )
     parallel = body.parallel_tool_calls is not False
-    # Constrained text begins with its first token: there is no room for reasoning.
-    style = None
-    if config.reasoning_parser is not None and not (forced or constrained):
-        style = reasoning_style(config.reasoning_parser)
+    style = None if config.reasoning_parser is None else reasoning_style(config.reasoning_parser)
     opened = style is not None and style.opened_by(prompt)
+    if not opened and (forced or constrained):
+        style = None  # a text that need not reason is constrained from its first token
 
     def reader() -> ChatText:
         thinking: ReasoningParser | None = None if style is None else style.parser(opened=opened)
@@ -96,5 +97,6 @@ def read_chat(body: ChatBody, config: ServerConfig, prompt: str) -> Reading:
         structured=structured,
         special_tokens=config.reasoning_parser == "mistral"
         or (choice == "auto" and config.tool_call_parser in NEEDS_SPECIAL_TOKENS),
+        constrain_after=style.end if style is not None and (forced or constrained) else "",
         named=name is not None,
     )

@@ -59,8 +59,12 @@ class Engine(Protocol):
         priority: int = 0,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        constrain_after: tuple[int, ...] = (),
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs as they come; EngineError for a request it cannot honour. Closing aborts."""
+        """Outputs as they come; EngineError for a request it cannot honour. Closing aborts.
+
+        Constraints on the text hold after the tokens `constrain_after`.
+        """
 
     def embed(
         self,

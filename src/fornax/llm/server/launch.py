@@ -18,7 +18,7 @@ from fornax.llm.server.metrics import Metrics
 from fornax.llm.server.record import configure_logging
 from fornax.llm.stats import Observer
 
-__all__ = ["ServeConfig", "launch"]
+__all__ = ["ServeConfig", "serve_model"]
 
 C = TypeVar("C")
 
@@ -57,7 +57,7 @@ def _part(cls: type[C], whole: object) -> C:
 Builder = Callable[[str, ServeConfig, Observer], Engine]
 
 
-def launch(model: str, config: ServeConfig, build: Builder | None = None) -> int:
+def serve_model(model: str, config: ServeConfig, build: Builder | None = None) -> int:
     """Serve a model until told to stop; the exit code. `build` makes the engine."""
     configure_logging()
     raise_file_limit()

@@ -154,6 +154,7 @@ class MockEngine:
         priority: int = 0,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        constrain_after: tuple[int, ...] = (),
     ) -> _Stream:
         """Repeat the prompt's tokens until `max_tokens` or a stop string."""
         if self._error is not None:

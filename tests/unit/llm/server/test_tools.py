@@ -204,3 +204,18 @@ def test_an_unknown_parser_is_found_at_the_start(make_app):
         make_app(enable_auto_tool_choice=True, tool_call_parser="hermas")
     with pytest.raises(EngineError, match="qwen3"):
         make_app(reasoning_parser="qwen4")
+
+
+def test_a_constraint_holds_after_reasoning_that_the_template_opened():
+    config = ServerConfig(reasoning_parser="deepseek_r1")
+    wanted = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
+    opened = read_chat(ChatBody(**wanted), config, "user: hello<think>\n")
+    assert opened.constrain_after == "</think>"
+    message = opened.reader().whole("hm</think>{}")
+    assert (message["reasoning"], message["content"]) == ("hm", "{}")
+    closed = read_chat(ChatBody(**wanted), config, "hello<think>\n\n</think>\n\n")
+    assert closed.constrain_after == ""
+    assert closed.reader is None
+    free = read_chat(ChatBody(messages=MESSAGES), config, "user: hello<think>\n")
+    assert free.constrain_after == ""
+    assert free.reader is not None

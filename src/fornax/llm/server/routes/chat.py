@@ -50,6 +50,7 @@ async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
         structured=reading.structured,
         special_tokens=reading.special_tokens,
     )
+    after = tuple(await encoder.encode(reading.constrain_after, add_special_tokens=False))
     answer_id = f"chatcmpl-{body.request_id or record.id}"
 
     def start() -> Sequence[Outputs]:
@@ -62,6 +63,7 @@ async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
                 priority=body.priority,
                 prompt=text,
                 cache_salt=body.cache_salt,
+                constrain_after=after,
             )
         ]
 
