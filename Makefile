@@ -65,7 +65,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python $(PIP) -e .
+	$(BIN)/python $(PIP) -e '.[serve]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -1,4 +1,5 @@
-"""The quickstart's stages in order: corpus, pretrain, portable, score, samples; then the report."""
+"""The quickstart's stages in order: corpus, pretrain, portable, score, samples, serve; then the
+report."""
 
 import dataclasses
 import time
@@ -18,6 +19,7 @@ from fornax.quickstart.config import SIZES, QuickstartConfig, Size
 from fornax.quickstart.report import write_report
 from fornax.quickstart.samples import PROMPTS, complete
 from fornax.quickstart.score import bits_per_byte, yardsticks
+from fornax.quickstart.serving import CHAT_TEMPLATE, missing, serve_and_ask
 from fornax.quickstart.stages import Done, Stage, Stages
 from fornax.train import convert, train
 
@@ -122,6 +124,7 @@ def _stages(job: _Job) -> list[Stage]:
         Stage("portable", "A Hugging Face directory, loaded back", bind(_portable), _portable_line),
         Stage("score", "Held-out files, beside gzip and xz", bind(_score), _score_line),
         Stage("samples", "Completions", bind(_samples), _samples_line),
+        Stage("serve", "Served over HTTP", bind(_serve), _serve_line),
     ]
 
 
@@ -173,6 +176,7 @@ def _pretrain_line(result: dict[str, Any]) -> str:
 
 def _portable(job: _Job) -> dict[str, Any]:
     parity = convert(job.run_dir, job.portable, overwrite=True)
+    (job.portable / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     files = {path.name: path.stat().st_size for path in job.portable.iterdir()}
     return {"directory": str(job.portable), "files": files, **dataclasses.asdict(parity)}
 
@@ -215,4 +219,25 @@ def _samples_line(result: dict[str, Any]) -> str:
     first = result["samples"][0]
     return (
         f"{len(result['samples'])} completions, such as {(first['prompt'] + first['text'])[:60]!r}"
+    )
+
+
+def _serve(job: _Job) -> dict[str, Any]:
+    absent = missing()
+    if absent:
+        return {"missing": absent}
+    prompt = PROMPTS[0][0]
+    return serve_and_ask(job.portable, job.run_dir / "serve.log", prompt, max_tokens=64)
+
+
+def _serve_line(result: dict[str, Any]) -> str:
+    if "missing" in result:
+        return (
+            f"left out: {', '.join(result['missing'])} not installed; "
+            "pip install 'fornax-ai[serve]', then remove stages/serve.json and run again"
+        )
+    return (
+        f"ready in {result['seconds_to_ready']:.1f} s, first token after "
+        f"{1e3 * result['first_token_seconds']:.0f} ms, then {result['tokens_per_second']} "
+        "tokens/s to one client; stopped"
     )

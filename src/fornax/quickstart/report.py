@@ -18,6 +18,7 @@ _STAGES = {
     "portable": "save, load back, compare",
     "score": "score held-out files",
     "samples": "completions",
+    "serve": "serve, ask over HTTP, stop",
 }
 
 
@@ -38,6 +39,7 @@ def write_report(run_dir: Path, size: str, done: Mapping[str, Done]) -> Path:
         sections=[
             _score(results["score"]),
             _samples(results["samples"]),
+            _serve(results["serve"]),
             *training_sections(run),
             _stages(done),
             _corpus(results["corpus"]),
@@ -103,6 +105,35 @@ def _samples(result: Mapping[str, Any]) -> Section:
         lead="The prompt in grey, the completion in colour, made by the model loaded back from the "
         "Hugging Face directory.",
         body=Markup("").join(parts),
+    )
+
+
+def _serve(result: Mapping[str, Any]) -> Section:
+    title = "What a client gets over HTTP"
+    if "missing" in result:
+        absent = ", ".join(result["missing"])
+        return Section(
+            title=title,
+            lead=f"Not run: {absent} not installed. pip install 'fornax-ai[serve]' brings them.",
+            body=Markup(),
+        )
+    rows = [
+        ("ready to serve after", f"{result['seconds_to_ready']:.1f} s"),
+        ("first token after", f"{1e3 * result['first_token_seconds']:.0f} ms"),
+        ("tokens a second, one client", f"{result['tokens_per_second']}"),
+        ("exit code after SIGTERM", str(result["exit_code"])),
+    ]
+    answers = Markup("").join(
+        Markup('<pre><span class="prompt">{}</span><span class="made">{}</span></pre>').format(
+            result["prompt"], result[kind]
+        )
+        + Markup('<p class="sub">{}</p>').format(said)
+        for kind, said in (("completion", "/v1/completions"), ("chat", "/v1/chat/completions"))
+    )
+    return Section(
+        title=title,
+        lead="fornax serve in a process of its own, asked by OpenAI's client, stopped by SIGTERM.",
+        body=table(("", ""), rows) + answers,
     )
 
 
