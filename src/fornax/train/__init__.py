@@ -13,7 +13,7 @@ from fornax.train.run import TrainResult, train
 from fornax.train.run_dir import RunDirectory
 from fornax.train.task import Batch, Batches, Hosts, Loss, Task
 from fornax.train.tasks import next_token_loss, pretrain_task
-from fornax.train.weights import Loaded, load_decoder, load_run, model_config, run_config
+from fornax.train.weights import Loaded, is_run, load_decoder, load_run, model_config, run_config
 
 __all__ = [
     "Batch",
@@ -34,6 +34,7 @@ __all__ = [
     "TrainerConfig",
     "WandbConfig",
     "convert",
+    "is_run",
     "load_decoder",
     "load_run",
     "model_config",

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
@@ -10,7 +11,9 @@ from fornax.cli.configured import ConfigArguments, read_config
 from fornax.config import ConfigError
 
 if TYPE_CHECKING:
+    from fornax.llm.server.engine import Engine
     from fornax.llm.server.launch import ServeConfig
+    from fornax.llm.stats import Observer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,5 +58,19 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     if not arguments.model:
         raise ConfigError("no model is named; write fornax serve MODEL")
     from fornax.llm.server.launch import serve_model
+    from fornax.train import is_run
 
-    return serve_model(arguments.model, config)
+    return serve_model(arguments.model, config, _build_run if is_run(arguments.model) else None)
+
+
+def _build_run(model: str, config: "ServeConfig", observer: "Observer") -> "Engine":
+    """An engine for the latest checkpoint of a run directory."""
+    from fornax.llm.async_engine import AsyncEngine
+    from fornax.llm.build import build_engine
+    from fornax.train import load_decoder, tokenizer_folder
+
+    tokenizer = tokenizer_folder(Path(model), config.tokenizer)
+    decoder = load_decoder(model)
+    return AsyncEngine(
+        build_engine(decoder, config.engine(), tokenizer=tokenizer, observer=observer)
+    )
