@@ -111,10 +111,7 @@ class RMSNorm(nnx.Module):
         scale = self.scale[...].astype(jnp.float32)
         if self.unit_offset:
             scale = scale + 1.0
-        axes = tuple(range(x.ndim - scale.ndim, x.ndim))
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
-        return (wide * jax.lax.rsqrt(mean_square + self.eps) * scale).astype(x.dtype)
+        return kernels.rms_norm(x, scale, eps=self.eps)
 
 
 class Embed(nnx.Module):
