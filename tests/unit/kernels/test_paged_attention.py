@@ -25,7 +25,7 @@ LENGTH = 600
 
 
 def _arguments(**changes: Any) -> dict[str, Any]:
-    arguments = {
+    arguments: dict[str, Any] = {
         "q_TNH": jnp.ones((3, N, H)),
         "kv_LPSCH": jnp.ones((L, P, S, 2 * K, H)),
         "layer": 0,
@@ -106,8 +106,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def _program(dtype: Any, options: str) -> Any:
     """Write the sequence into a cache and attend, compiled once for every step of a test."""
 
-    def run(kv: jax.Array, slots_T: jax.Array, q_TNH: jax.Array, **rows: jax.Array) -> jax.Array:
-        _, k, v = _sequence()
+    def run(kv: jax.Array, slots_T: jax.Array, q_TNH: jax.Array, **rows: Any) -> jax.Array:
+        _, k, v = map(jnp.asarray, _sequence())
         kv = kernels.paged_write(kv.astype(dtype), k, v, layer=1, slots_T=slots_T)
         return kernels.paged_attention(
             q_TNH,
@@ -243,7 +243,7 @@ def test_write_puts_keys_and_values_where_slots_say(
     ],
 )
 def test_write_refuses_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
-    arguments = {
+    arguments: dict[str, Any] = {
         "kv_LPSCH": jnp.ones((L, P, S, 2 * K, H)),
         "k_TKH": jnp.ones((3, K, H)),
         "v_TKH": jnp.ones((3, K, H)),
@@ -293,7 +293,7 @@ def test_step_over_layers_copies_no_cache() -> None:
     lowered = jax.jit(step, donate_argnums=0).lower(
         arguments["kv_LPSCH"], arguments["q_TNH"], slots, *rows
     )
-    text = lowered.compile().as_text()
+    text = str(lowered.compile().as_text())
     assert "fornax_paged_write" in text
     cache = re.escape(f"f32[{L},{P},{S},{2 * K},{H}]")
     assert not re.findall(rf"= {cache}\S* copy\(", text)

@@ -19,7 +19,7 @@ def _arguments(dtype: Any, **changes: Any) -> dict[str, Any]:
     kv[:, 51:] = np.nan
     table = 1 + rng.permutation(50)[:48].reshape(4, 12)
     table[1] = 55
-    arguments = {
+    arguments: dict[str, Any] = {
         "q_TNH": jnp.asarray(rng.normal(size=(90, 6, 32)), dtype),
         "kv_LPSCH": jnp.asarray(kv, dtype),
         "layer": jnp.asarray(1, jnp.int32),
@@ -31,7 +31,7 @@ def _arguments(dtype: Any, **changes: Any) -> dict[str, Any]:
     return {**arguments, **changes}
 
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 9},
     {"softcap": 2.0},
@@ -46,7 +46,7 @@ def test_agrees_with_the_reference_when_interpreted(
 ) -> None:
     arguments = _arguments(dtype, **options)
     expected = kernels.paged_attention(**arguments, implementation="reference")
-    defaults = {"sinks_N": None, "window": None, "softcap": None}
+    defaults: dict[str, Any] = {"sinks_N": None, "window": None, "softcap": None}
     inputs = PagedInputs(**{**defaults, **arguments})
     found = jax.jit(lambda: gpu(inputs, interpret=True))()
     np.testing.assert_allclose(

@@ -82,7 +82,7 @@ def test_tpu_compiler_takes_the_kernel_and_copies_no_cache(topology: str) -> Non
 def _arguments(dtype: Any, **changes: Any) -> dict[str, Any]:
     """Three rows with tokens, one of them after a row without; two padding tokens."""
     rng = np.random.default_rng(0)
-    arguments = {
+    arguments: dict[str, Any] = {
         "q_TNH": jnp.asarray(rng.normal(size=(9, 8, 128)), dtype),
         "kv_LPSCH": jnp.asarray(rng.normal(size=(2, 12, 4, 8, 128)), dtype),
         "layer": 1,

@@ -7,6 +7,7 @@ S slots of a page, C = 2 K.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -51,7 +52,8 @@ def over_mesh(attend: Callable[[PagedInputs], jax.Array], inputs: PagedInputs) -
         arrays["sinks_N"] = PartitionSpec(heads)
 
     def local(*parts: jax.Array) -> jax.Array:
-        mine = dataclasses.replace(inputs, **dict(zip(arrays, parts, strict=True)))
+        named: dict[str, Any] = dict(zip(arrays, parts, strict=True))
+        mine = dataclasses.replace(inputs, **named)
         if picks:
             kv_head = jax.lax.axis_index(axes) // (shards // K)
             mine = dataclasses.replace(mine, kv_head=kv_head)
