@@ -67,6 +67,8 @@ class Encoder:
 
     def room(self, ids: list[int], limit: int | None) -> int:
         """Tokens that may be made after a prompt: `limit`, or what the context has left."""
+        if not ids:
+            raise ApiError(400, "the prompt has no tokens; give some text", param="prompt")
         left = self.max_model_len - len(ids)
         if left < 1:
             raise self._too_long(f"{len(ids)} tokens")

@@ -37,6 +37,7 @@ def error_of(reply, status):
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["hello", ""]}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": [1, 2, 10**6]}, "prompt"),

@@ -38,7 +38,7 @@ class CompletionBody(GenerationBody):
     def _consistent(self) -> "CompletionBody":
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-        if self.prompt in ("", []) or (isinstance(self.prompt, list) and [] in self.prompt):
+        if self.prompt == []:
             raise ApiError(400, "prompt is empty; give a text or token ids", param="prompt")
         if len(self.prompts()) > _MOST_PROMPTS:
             raise ApiError(

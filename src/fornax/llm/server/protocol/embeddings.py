@@ -50,9 +50,7 @@ class EmbeddingBody(Body):
 
     @model_validator(mode="after")
     def _not_empty(self) -> "EmbeddingBody":
-        if self.input in ("", []) or (
-            isinstance(self.input, list) and ([] in self.input or "" in self.input)
-        ):
+        if self.input == []:
             raise ApiError(400, "input is empty; give a text or token ids", param="input")
         if len(self.inputs()) > _MOST_INPUTS:
             raise ApiError(

@@ -75,6 +75,8 @@ async def _encode(body: EmbeddingBody, server: Server, text: str | list[int]) ->
         )
     most = server.encoder.max_model_len
     ids = server.encoder.truncate(text, keep, body.truncation_side or "right", most)
+    if not ids:
+        raise ApiError(400, "the input has no tokens; give some text", param="input")
     if len(ids) > most:
         raise ApiError(
             400,
