@@ -4,6 +4,7 @@ from fornax.config.errors import KernelError
 from fornax.kernels._attention import attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
 from fornax.kernels._linear import Weight, linear
+from fornax.kernels._native import build_all as build_native
 from fornax.kernels._norm import rms_norm
 from fornax.kernels._packed import PackedWeight, pack
 from fornax.kernels._paged_attention import (
@@ -26,6 +27,7 @@ __all__ = [
     "attention",
     "attention_operation",
     "autotuning",
+    "build_native",
     "copy_pages",
     "cross_entropy_operation",
     "linear",

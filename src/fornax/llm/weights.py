@@ -152,6 +152,8 @@ def _rules(model: DecoderConfig, size: int) -> Rules:
 
 def _lay_out(config: DecoderConfig, dtype: jnp.dtype, where: Placement, given: Flat) -> Weights:
     packed = where.precision is not None
+    if packed:
+        kernels.build_native()  # all at once, rather than one after the other when they are needed
     untied = dataclasses.replace(config, tie_embeddings=False) if packed else config
     model = abstract_decoder(untied, dtype=dtype, compute_dtype=where.compute_dtype)
     graphdef, state = nnx.split(model)

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -22,7 +23,7 @@ import jaxlib
 
 from fornax.config import environment
 
-__all__ = ["compiler", "library_path", "unavailable"]
+__all__ = ["build_all", "compiler", "library_path", "unavailable"]
 
 _HEADERS = ("simd.h", "paged_block.h")
 _UNITS = {
@@ -68,6 +69,12 @@ def unavailable(unit: str) -> str | None:
             target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
         )
     return None
+
+
+def build_all() -> None:
+    """Build every unit that this machine has not built before, at once rather than in turn."""
+    with ThreadPoolExecutor(len(_UNITS)) as pool:
+        list(pool.map(unavailable, _UNITS))
 
 
 @functools.cache
