@@ -36,7 +36,7 @@ def test_flags_of_vllm_reach_the_engine_and_the_server(launched):
         "--no-enable-prefix-caching --enable-auto-tool-choice --tool-call-parser hermes"
     )
     assert main(words.split()) == 0
-    [(model, config)] = launched
+    [(model, config, _)] = launched
     assert model == "runs/m"
     engine, server = config.engine(), config.server()
     assert (engine.max_model_len, engine.max_num_seqs, engine.tensor_parallel_size) == (2048, 16, 2)

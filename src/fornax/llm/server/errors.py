@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}`."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,7 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from fornax.config import EngineError
+from fornax.llm.sampling_params import SamplingParams
 
+_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} | {"prompt", "lora_path"}
+"""What messages of the engine may begin with that is a field of a request too."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -70,8 +74,8 @@ def json_response(
 def from_engine(error: EngineError) -> ApiError:
     """A request the engine refuses: 400, with the field that its message names first."""
     message = str(error)
-    named = re.match(r"([a-z][a-z0-9_]*)[=\[.:]", message)
-    param = named.group(1) if named else None
+    named = re.match(r"[a-z][a-z0-9_]*", message)
+    param = named.group() if named and named.group() in _FIELDS else None
     return ApiError(400, message, param=param)
 
 

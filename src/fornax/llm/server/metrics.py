@@ -204,6 +204,11 @@ class Metrics:
             if later > 0:
                 self.per_token.observe((stats.finished - stats.first_token) * stats.n / later)
 
+    def idle(self) -> None:
+        """Nothing runs or waits: no step comes to say so."""
+        for gauge in (self.running, self.waiting, self.usage):
+            gauge.set(0.0)
+
     def request(self, record: Record) -> None:
         """An HTTP request ended."""
         self._http.observe(record)

@@ -128,6 +128,9 @@ def test_the_engines_refusals_name_the_field_they_begin_with():
     assert from_engine(EngineError("structured_outputs: no such grammar")).param == (
         "structured_outputs"
     )
+    assert from_engine(EngineError("structured_outputs cannot be followed")).param == (
+        "structured_outputs"
+    )
     assert from_engine(EngineError("the prompt is empty")).param is None
 
 

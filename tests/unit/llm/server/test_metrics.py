@@ -171,6 +171,14 @@ def test_http_requests_are_counted_by_route_and_not_by_path(app):
     assert shown("http_request_duration_seconds_count", **route) == 2
 
 
+def test_an_idle_engine_shows_no_load_whatever_its_last_step_was(app):
+    app.metrics.step(StepStats(running=2, waiting=1, cache_usage=0.5, bucket=8, tokens=8))
+    text = app.get("/metrics").text
+    assert 'vllm:num_requests_running{engine="0",model_name="m"} 0.0' in text
+    assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 0.0' in text
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0' in text
+
+
 def test_sleep_is_shown(make_app):
     app = make_app(enable_dev_endpoints=True)
     assert app.post("/sleep?level=1").status_code == 200

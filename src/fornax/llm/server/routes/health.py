@@ -77,5 +77,7 @@ async def load(server: ServerOf) -> LoadReply:
 @router.get("/metrics", response_class=Response, responses=failures(body=False))
 async def metrics(server: ServerOf) -> Response:
     """Metrics in the text format of Prometheus, under vLLM's names."""
+    if not server.engine.num_unfinished:
+        server.metrics.idle()
     text, kind = server.metrics.exposition()
     return Response(text, headers={"content-type": kind})
