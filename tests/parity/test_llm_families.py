@@ -181,6 +181,7 @@ def test_log_probabilities_agree(pair: Pair) -> None:
         assert len(found) == len(tokens) - 1
         for place, entries in enumerate(found):
             row = expected[place]
+            assert entries is not None
             assert tokens[place + 1] in entries
             assert len(entries) >= (3 if place < len(prompt) - 1 else 5)
             for token, entry in entries.items():
