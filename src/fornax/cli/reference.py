@@ -17,9 +17,13 @@ from fornax.config.environment import documented
 
 
 def write_reference(directory: Path) -> list[Path]:
-    """Write `cli.md` and `config.md`; return their paths."""
+    """Write `cli.md`, `config.md` and `requests.md`; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    pages = {"cli.md": commands_page(), "config.md": config_page()}
+    pages = {
+        "cli.md": commands_page(),
+        "config.md": config_page(),
+        "requests.md": requests_page(),
+    }
     for name, text in pages.items():
         (directory / name).write_text(text, encoding="utf-8")
     return [directory / name for name in pages]
@@ -53,6 +57,29 @@ def config_page() -> str:
     for cls, programs in readers.items():
         parts += _config(cls, ", ".join(programs))
     return "\n".join(parts)
+
+
+def requests_page() -> str:
+    """Every field of a request to the server, and of `SamplingParams`."""
+    from fornax.llm.fields import sampling_tables
+    from fornax.llm.server.fields import request_tables
+
+    return "\n".join(
+        [
+            "# Request fields",
+            "",
+            "What `fornax serve` does with each field of a request's body. A refused field is an",
+            "error with status 400 that names it.",
+            "",
+            "## HTTP",
+            "",
+            request_tables(),
+            "",
+            "## Python",
+            "",
+            sampling_tables(),
+        ]
+    )
 
 
 def _commands(group: Group) -> Iterator[Command]:

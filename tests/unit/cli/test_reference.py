@@ -1,5 +1,6 @@
 """Reference pages: every command, key and variable that the code has."""
 
+import dataclasses
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from fornax.cli.main import main as fornax
 from fornax.config import describe
 from fornax.config.environment import documented
 from fornax.data import BuildConfig
+from fornax.llm import SamplingParams
 from fornax.train import TrainConfig
 
 
@@ -35,6 +37,12 @@ def test_every_key_stands(pages, config):
     page = pages["config.md"]
     assert f"## {config.__name__}\n" in page
     assert all(f"| `{field.path}` |" in page for field in describe(config))
+
+
+def test_every_field_of_a_request_stands(pages):
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert all(f"| `{name}` |" in pages["requests.md"] for name in names)
+    assert "### `/v1/chat/completions`" in pages["requests.md"]
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head(pages):
