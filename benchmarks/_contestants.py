@@ -118,6 +118,10 @@ class Contestant:
         asked = {"batch": cell.batch, "prompt": cell.prompt, "new": cell.new}
         return self._ask({"do": "prepare", **asked})["prepared"]
 
+    def release(self) -> bool:
+        """Have the memory of its cache given back until `prepare`."""
+        return self._ask({"do": "release"})["released"]
+
     def turn(self, prompts: list[list[int]], new: int) -> Turn:
         """Generate `new` tokens for each prompt."""
         said = self._ask({"do": "turn", "prompts": prompts, "new": new})
@@ -165,6 +169,7 @@ def contest(
     *,
     rounds: int,
     budget_s: float,
+    one_by_one: bool = False,
 ) -> dict[str, Standing]:
     """Let the contestants take turns in one cell.
 
@@ -174,20 +179,21 @@ def contest(
         draw: round number -> the prompts of that round.
         rounds: how many turns count; fewer when they take longer than `budget_s` together, at
             least one. A first round is thrown away unless it alone takes the budget.
+        one_by_one: only who has the turn keeps memory for a cache, where all would be too many.
     """
-    playing = [
-        c
-        for c in contestants
-        if c.absent is None and _managed(c, cell, c.prepare, cell) is not None
-    ]
+    playing = [c for c in contestants if c.absent is None]
+    if one_by_one:
+        for contestant in playing:
+            _managed(contestant, cell, contestant.release)
+    else:
+        playing = [c for c in playing if _managed(c, cell, c.prepare, cell) is not None]
     standings = {contestant.name: Standing() for contestant in playing}
     began = time.monotonic()
     for number in range(rounds + 1):
         prompts = draw(number)
         first = number % max(1, len(playing))
         for contestant in [*playing[first:], *playing[:first]]:
-            time.sleep(PAUSE_S)
-            turn = _managed(contestant, cell, contestant.turn, prompts, cell.new)
+            turn = _turn(contestant, cell, prompts, one_by_one)
             if turn is None:
                 playing.remove(contestant)
                 del standings[contestant.name]
@@ -203,8 +209,23 @@ def contest(
     return standings
 
 
+def _turn(
+    contestant: Contestant, cell: Cell, prompts: list[list[int]], one_by_one: bool
+) -> Turn | None:
+    """One turn, None where it failed; with `one_by_one` also what comes before and after it."""
+    if one_by_one:
+        _managed(contestant, cell, contestant.prepare, cell)
+    time.sleep(PAUSE_S)
+    turn = _managed(contestant, cell, contestant.turn, prompts, cell.new)
+    if one_by_one:
+        _managed(contestant, cell, contestant.release)
+    return turn
+
+
 def _managed(contestant: Contestant, cell: Cell, do: Callable[..., T], *asked: Any) -> T | None:
-    """Call `do`; None, and the contestant marked absent, where it failed."""
+    """Call `do`; None, and the contestant marked absent, where it failed, now or before."""
+    if contestant.absent is not None:
+        return None
     try:
         return do(*asked)
     except FailedError as failure:

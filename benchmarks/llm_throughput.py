@@ -27,6 +27,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 IN_THIS_PYTHON = (ENGINE, "transformers", "jax")
 """Contestants that run where this script does; the others have environments of their own."""
 CONTESTANTS = (*IN_THIS_PYTHON, "llamacpp", "ctranslate2", "openvino")
+LARGE = 2**30
+"""Bytes of a cache from which on contestants hold one only while it is their turn."""
 PROBE = 2**30
 """Bytes read to measure the memory itself, beyond all caches."""
 
@@ -90,6 +92,12 @@ def commands(model: Path, precision: str, args: argparse.Namespace) -> dict[str,
     return found
 
 
+def cache_bytes(shape: _random_llama.Shape, cell: Cell) -> int:
+    """Bytes of keys and values that a cell needs in float32."""
+    slots = cell.batch * (cell.prompt + cell.new)
+    return slots * 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES["float32"]
+
+
 def run(held: Contest, name: str, args: argparse.Namespace) -> None:
     """Run every cell."""
     for prompt in args.prompts:
@@ -101,7 +109,12 @@ def run(held: Contest, name: str, args: argparse.Namespace) -> None:
                 return _random_llama.prompts(cell.batch, cell.prompt, vocab, seed=number)
 
             held.cells[cell] = contest(
-                held.contestants, cell, draw, rounds=args.rounds, budget_s=args.budget
+                held.contestants,
+                cell,
+                draw,
+                rounds=args.rounds,
+                budget_s=args.budget,
+                one_by_one=cache_bytes(_random_llama.SHAPES[name], cell) > LARGE,
             )
 
 

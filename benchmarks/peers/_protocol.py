@@ -8,6 +8,8 @@ A contestant is a script run in its own environment, so this file needs nothing 
     it says       {"prepared": seconds}          memory is allocated, programs are compiled
     it is told    {"do": "turn", "prompts": [[token, ...], ...], "new": 64}
     it says       {"seconds": [[...], ...], "tokens": [[...], ...]}
+    it is told    {"do": "release"}
+    it says       {"released": true}             the cache's memory is given back until "prepare"
 
 `seconds` are counted from the moment the prompts are handed over to the moment each generated token
 is known to the caller's Python, one list a row. Decoding is greedy and never stops early.
@@ -57,6 +59,9 @@ class Peer(Protocol):
     def prepare(self, batch: int, prompt: int, new: int) -> None:
         """Make ready for turns of this shape."""
 
+    def release(self) -> None:
+        """Give back the memory that a turn's cache takes."""
+
     def turn(self, prompts: list[list[int]], new: int, record: Record) -> None:
         """Generate `new` tokens for each prompt, telling `record` of each."""
 
@@ -89,6 +94,9 @@ def _answer(peer: Peer, asked: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         peer.prepare(asked["batch"], asked["prompt"], asked["new"])
         return {"prepared": time.perf_counter() - start}
+    if asked["do"] == "release":
+        peer.release()
+        return {"released": True}
     record = Record(len(asked["prompts"]))
     peer.turn(asked["prompts"], asked["new"], record)
     return {"seconds": record.seconds, "tokens": record.tokens}

@@ -34,6 +34,9 @@ class CTranslate2:
     def prepare(self, batch: int, prompt: int, new: int) -> None:
         self.turn([[2] * min(prompt, 128)] * batch, 2, Record(batch))
 
+    def release(self) -> None:
+        pass  # generate_batch frees its cache
+
     def turn(self, prompts: list[list[int]], new: int, record: Record) -> None:
         def told(result) -> bool:
             record.token(result.batch_id, result.token_id)

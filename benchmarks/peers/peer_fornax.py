@@ -49,7 +49,12 @@ class Fornax:
             self._parts = build_engine(self._model, config)
             self._parts.programs.compile_all()
             self._parts.programs.wait()
+        self._parts.engine.wake()
         self.turn([[2] * min(prompt, 128)] * batch, 2, Record(batch))
+
+    def release(self) -> None:
+        if self._parts is not None:
+            self._parts.engine.sleep()
 
     def turn(self, prompts: list[list[int]], new: int, record: Record) -> None:
         from fornax.llm.engine import Failure

@@ -57,6 +57,9 @@ class PlainJax:
         ]
         self._prefill, self._decode = compiled
 
+    def release(self) -> None:
+        pass  # a turn's cache ends with it
+
     def turn(self, prompts: list[list[int]], new: int, record: Record) -> None:
         import jax.numpy as jnp
         import numpy as np

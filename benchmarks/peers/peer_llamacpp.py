@@ -38,10 +38,14 @@ class LlamaCpp:
             "built with": " ".join(features),
         }
 
-    def prepare(self, batch: int, prompt: int, new: int) -> None:
-        llama = self._llama
+    def release(self) -> None:
         if self._context is not None:
-            llama.llama_free(self._context)
+            self._llama.llama_free(self._context)
+        self._context = None
+
+    def prepare(self, batch: int, prompt: int, new: int) -> None:
+        self.release()
+        llama = self._llama
         params = llama.llama_context_default_params()
         params.n_seq_max = batch
         params.n_ctx = batch * (-(-(prompt + new) // 256) * 256)

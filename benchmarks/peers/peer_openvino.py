@@ -36,8 +36,11 @@ class OpenVino:
             "cache": "uint8" if precision == "int8" else precision,
         }
 
-    def prepare(self, batch: int, prompt: int, new: int) -> None:
+    def release(self) -> None:
         self._pipeline = None
+
+    def prepare(self, batch: int, prompt: int, new: int) -> None:
+        self.release()
         settings = self._genai.SchedulerConfig()
         settings.max_num_seqs = batch
         settings.max_num_batched_tokens = 2048

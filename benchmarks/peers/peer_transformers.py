@@ -28,6 +28,9 @@ class Transformers:
     def prepare(self, batch: int, prompt: int, new: int) -> None:
         self.turn([[2] * min(prompt, 128)] * batch, 2, Record(batch))
 
+    def release(self) -> None:
+        pass  # generate frees its cache
+
     def turn(self, prompts: list[list[int]], new: int, record: Record) -> None:
         torch = self._torch
 
