@@ -10,8 +10,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from fornax.config.errors import EngineError
@@ -24,7 +24,7 @@ from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Readiness
 from fornax.llm.text.chat_template import ChatTemplate
 
-__all__ = ["AsyncEngine", "EngineDead"]
+__all__ = ["AsyncEngine", "EngineDead", "EngineFault"]
 
 _log = logging.getLogger("fornax.llm")
 
@@ -33,10 +33,15 @@ class EngineDead(Exception):  # noqa: N818 - a state as much as an error
     """The engine's thread ended with an error; what it was working on is lost."""
 
 
+class EngineFault(Exception):  # noqa: N818 - nothing that the request's sender could mend
+    """A request failed for no fault of its own."""
+
+
 class _Reader:
     """One request's outputs on their way to its event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, sequences: int) -> None:
+        self.sequences = sequences
         self.loop = asyncio.get_running_loop()
         self.outputs: asyncio.Queue[Output | BaseException] = asyncio.Queue()
 
@@ -84,8 +89,8 @@ class AsyncEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that run or wait."""
-        return len(self._readers)
+        """Sequences that run or wait."""
+        return sum(reader.sequences for reader in list(self._readers.values()))
 
     @property
     def is_sleeping(self) -> bool:
@@ -114,7 +119,9 @@ class AsyncEngine:
         self._ready.wait()
 
     def shutdown(self, drain_seconds: float = 0.0) -> None:
-        """Stop the thread, after the running requests or the time."""
+        """Stop the thread, after the running requests or the time; compiling stops at once."""
+        if not self.readiness().ready:
+            self._parts.programs.close()
         self._post(lambda: setattr(self, "_stop_at", time.monotonic() + drain_seconds))
         if self._thread is not None:
             self._thread.join()
@@ -140,6 +147,7 @@ class AsyncEngine:
         Raises:
           EngineError: the request cannot be honoured.
           EngineDead: the engine ended while it ran.
+          EngineFault: the model's output is not a number.
         """
         make = asyncio.to_thread if params.structured_outputs else _at_once
         request = await make(
@@ -153,7 +161,7 @@ class AsyncEngine:
             cache_salt=cache_salt,
             constrain_after=constrain_after,
         )
-        with self._reading(request_id) as reader:
+        with self._reading(request_id, params.n) as reader:
             self._submit(request_id, lambda: self._engine.add(request))
             while True:
                 output = await _next(reader)
@@ -272,12 +280,12 @@ class AsyncEngine:
     # Between the loops.
 
     @contextlib.contextmanager
-    def _reading(self, request_id: str) -> Any:
+    def _reading(self, request_id: str, sequences: int = 1) -> Iterator[_Reader]:
         if request_id in self._readers:
             raise EngineError(f"request id {request_id!r} is in use; give another")
         if self._error is not None:
             raise EngineDead(str(self._error))
-        reader = self._readers[request_id] = _Reader()
+        reader = self._readers[request_id] = _Reader(sequences)
         try:
             yield reader
         finally:
@@ -314,6 +322,8 @@ class AsyncEngine:
             while self._take_calls():
                 if self._engine.has_work:
                     self._deliver(self._engine.turn())
+        except CancelledError:  # stopped before everything was compiled
+            self._tell_all(EngineDead("the engine was shut down"))
         except BaseException as error:
             _log.exception("the engine died")
             self._error = error
@@ -357,7 +367,7 @@ async def _next(reader: _Reader) -> Any:
     if isinstance(output, BaseException):
         raise output
     if isinstance(output, Failure):
-        raise EngineError(output.message)
+        raise (EngineFault if output.fault else EngineError)(output.message)
     return output
 
 

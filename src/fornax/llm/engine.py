@@ -38,6 +38,8 @@ class Failure:
 
     request_id: str
     message: str
+    fault: bool = False
+    """Whether the engine or its weights are to blame, rather than the request."""
 
 
 Output = RequestOutput | EmbeddingOutput | Failure
@@ -259,6 +261,8 @@ class Engine:
                 continue
             if mask is not None:
                 masks[index] = mask
+                if not mask.any():
+                    self._failed[sample.sequence.request_id] = _NO_TOKEN
             logprobs = logprobs or completion.params.logprobs is not None
         scores = {
             index: targets
@@ -304,13 +308,14 @@ class Engine:
             request, index = self._owner[sequence.id]
             accepted = _accept(sequence.drafts, tokens[first : first + count])
             problem = self._failed.pop(request.request_id, None)
-            if problem is None and -1 in accepted:
+            broken = problem is None and -1 in accepted
+            if broken:
                 problem = _NOT_FINITE
             if problem is None:
                 self._count_drafts(stats, drafts, len(accepted) - 1)
                 problem = self._take(request, index, accepted, drafts, version, ticket, first)
             if problem is not None:
-                outputs.append(self._fail(request, problem))
+                outputs.append(self._fail(request, problem, broken))
                 touched.pop(request.request_id, None)
                 continue
             stats.generation_tokens += len(accepted)
@@ -376,7 +381,7 @@ class Engine:
                 continue
             self.scheduler.finish(sequence)
             if not np.isfinite(row).all():
-                yield Failure(sequence.request_id, _NOT_FINITE)
+                yield Failure(sequence.request_id, _NOT_FINITE, fault=True)
                 continue
             yield EmbeddingOutput(
                 request_id=sequence.request_id,
@@ -399,10 +404,10 @@ class Engine:
             part, targets = targets[: len(scores.rank_M)], targets[len(scores.rank_M) :]
             request.prompt_logprobs += pick(scores, 0, part, wanted, self._token_text)
 
-    def _fail(self, request: Request, problem: str) -> Failure:
+    def _fail(self, request: Request, problem: str, fault: bool = False) -> Failure:
         self._requests.pop(request.request_id, None)
         self._drop(request)
-        return Failure(request.request_id, problem)
+        return Failure(request.request_id, problem, fault)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -465,9 +470,12 @@ class Engine:
 
 
 _NOT_FINITE = (
-    "no token can be chosen: the model's output is not a number (check the checkpoint for NaN), or "
-    "the request's own constraints leave no token (check allowed_token_ids, min_tokens, bad_words "
-    "and structured outputs against each other)"
+    "the model's output is not a number: its weights or its arithmetic are broken; check the "
+    "checkpoint for NaN"
+)
+_NO_TOKEN = (
+    "the request's own constraints leave no token to choose; check allowed_token_ids, min_tokens, "
+    "bad_words and structured outputs against each other"
 )
 
 
