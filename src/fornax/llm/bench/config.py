@@ -112,8 +112,8 @@ class BenchConfig:
     """Adapters' names; each request names one of them as its model."""
     lora_assignment: Literal["random", "round-robin"] = "random"
     """How adapters are given to requests."""
-    request_id_prefix: str = "bench-"
-    """Requests' x-request-id is this and their number."""
+    request_id_prefix: str | None = None
+    """Requests' x-request-id is this and their number (default: bench-, random digits, -)."""
 
     percentile_metrics: str = "ttft,tpot,itl"
     """Metrics to report, with commas: ttft, tpot, itl, e2el, client_queue_time, …"""

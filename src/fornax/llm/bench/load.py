@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,11 +92,13 @@ def _wires(
 ) -> list[bytes]:
     """Every request as bytes, made before the clock runs."""
     names = _models(config, model, len(requests))
+    prefix = config.request_id_prefix
+    prefix = f"bench-{uuid.uuid4().hex[:8]}-" if prefix is None else prefix
     return [
         request_bytes(
             "POST",
             config.url + config.path,
-            headers={**headers, "x-request-id": f"{config.request_id_prefix}{number}"},
+            headers={**headers, "x-request-id": f"{prefix}{number}"},
             body=json.dumps(_body(config, request, name)).encode(),
         )
         for number, (request, name) in enumerate(zip(requests, names, strict=True))

@@ -164,6 +164,12 @@ def test_request_ids_are_numbered(server):
     assert [headers["x-request-id"] for headers in server.headers] == ["p-0", "p-1", "p-2"]
 
 
+def test_two_runs_share_no_request_id(server):
+    for _ in range(2):
+        bench(config(server, num_prompts=2))
+    assert len({headers["x-request-id"] for headers in server.headers}) == 4
+
+
 def test_chat_sends_messages_and_counts_no_token_for_the_role(server):
     run = bench(config(server, num_prompts=1, backend="openai-chat"))
     (body,) = server.bodies
