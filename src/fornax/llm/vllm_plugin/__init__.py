@@ -1,0 +1,4 @@
+"""Fornax's model, step and sampler inside real vLLM, which keeps its own scheduler and server.
+
+vLLM finds `platform.register` by its entry point; nothing here is imported by Fornax itself.
+"""

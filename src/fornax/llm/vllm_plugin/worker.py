@@ -1,0 +1,296 @@
+"""What vLLM asks of a worker, answered by Fornax's runner: weights, cache, step and sampler."""
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.utils.torch_utils import (  # pyrefly: ignore[missing-import]
+    STR_DTYPE_TO_TORCH_DTYPE,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # pyrefly: ignore[missing-import]
+from vllm.v1.outputs import (  # pyrefly: ignore[missing-import]
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    LogprobsLists,
+    LogprobsTensors,
+    ModelRunnerOutput,
+)
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase  # pyrefly: ignore[missing-import]
+
+from fornax.config import from_mapping
+from fornax.config.errors import EngineError
+from fornax.llm.config import EngineConfig
+from fornax.llm.limits import resolve_limits
+from fornax.llm.logprobs import Scores
+from fornax.llm.plan import Plan
+from fornax.llm.programs import Programs, keep_compiled
+from fornax.llm.runner import Runner, Ticket
+from fornax.llm.vllm_plugin.batch import Batch, Request
+from fornax.llm.weights import load_weights
+from fornax.models import DecoderConfig, cache_windows, page_bytes
+
+__all__ = ["FornaxWorker"]
+
+_log = logging.getLogger("fornax.llm")
+
+
+class FornaxWorker(WorkerBase):
+    """Runs what vLLM's scheduler plans; the only one, whatever the number of devices."""
+
+    # Starting.
+
+    def init_device(self) -> None:
+        """JAX finds its devices when it first needs them."""
+        keep_compiled()
+        self._config = _engine_config(self.vllm_config)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the weights as `fornax serve` does."""
+        folder = Path(self.model_config.model)
+        if load_dummy_weights or not folder.is_dir():
+            raise EngineError(f"{folder} is no folder; give the model's, weights included")
+        self._weights = load_weights(folder, self._config)
+        self._limits = resolve_limits(
+            self._config,
+            _unwindowed(self._weights.config),
+            self._weights.dtype,
+            self._weights.nbytes,
+        )
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """A layer's share of a page, for each layer.
+
+        Windowed layers too are given pages for all tokens, as vLLM does where a platform does not
+        support its hybrid cache.
+        """
+        model = self._weights.config
+        spec = FullAttentionSpec(
+            block_size=self._config.block_size,
+            num_kv_heads=model.kv_heads,
+            head_size=model.head_width,
+            dtype=STR_DTYPE_TO_TORCH_DTYPE[str(self._limits.cache_dtype)],
+        )
+        return {f"layers.{index}": spec for index in range(model.num_layers)}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """The one that says least: the cache's arrays are made here."""
+        return ["LBNHC"]
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the cache."""
+        [each] = page_bytes(
+            _unwindowed(self._weights.config), self._limits.page_size, self._limits.cache_dtype
+        )
+        return each * self._limits.num_pages[0]
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Take over the length that vLLM fitted to the memory."""
+        self._limits = dataclasses.replace(self._limits, max_model_len=max_model_len)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Make the cache and begin compiling."""
+        [_] = kv_cache_config.kv_cache_groups
+        model = self._weights.config
+        groups = len(cache_windows(model))
+        self._limits = dataclasses.replace(
+            self._limits, num_pages=(kv_cache_config.num_blocks,) * groups
+        )
+        self._programs = Programs(self._config.compile_threads)
+        self._runner = Runner(
+            self._weights, self._limits, self._programs, max_logprobs=self._config.max_logprobs
+        )
+        self._batch = Batch(
+            rows=self._limits.max_num_seqs,
+            groups=groups,
+            vocab_size=model.vocab_size,
+            seed=self._config.seed,
+        )
+        self._planned: tuple[Plan, int] | None = None
+        self._programs.compile_all()
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Wait until every step is compiled."""
+        began = time.monotonic()
+        self._programs.wait()
+        return CompilationTimes(language_model=time.monotonic() - began, encoder=0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What requests may ask for."""
+        return ("generate",)
+
+    def shutdown(self) -> None:
+        """Stop compiling."""
+        if hasattr(self, "_programs"):
+            self._programs.close()
+
+    # A step.
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Dispatch the model's part of a step; vLLM then calls `sample_tokens`."""
+        plan = self._batch.plan(scheduler_output)
+        if not plan.num_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        vocab = self._weights.config.vocab_size
+        for sequence in plan.started:
+            request = self._batch.requests[sequence.request_id]
+            assert sequence.row is not None, "a sequence starts without a row"
+            self._runner.load_row(sequence.row, request.row_params(vocab))
+        self._planned = plan, self._runner.forward(plan)
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample the step that was dispatched, and wait for it."""
+        assert self._planned is not None, "there is no step to sample"
+        plan, bucket = self._planned
+        self._planned = None
+        requests = [self._batch.requests[entry.sequence.request_id] for entry in plan.entries]
+        logprobs = [requests[sample.entry].params.logprobs for sample in plan.samples]
+        most = max((_count(n, self._config) for n in logprobs if n is not None), default=None)
+        ticket = self._runner.sample(
+            plan,
+            bucket,
+            self._masks(plan, requests, grammar_output),
+            set(),
+            most is not None,
+            _targets(plan, requests),
+        )
+        names = [entry.sequence.request_id for entry in plan.entries]
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[[] for _ in names],
+            logprobs=None if most is None else _logprobs(ticket, most),
+            prompt_logprobs_dict=_prompt_logprobs(ticket, requests, self._config),
+        )
+        for sample, token in zip(plan.samples, ticket.tokens(), strict=True):
+            if token < 0:
+                output.num_nans_in_logits = output.num_nans_in_logits or {}
+                output.num_nans_in_logits[names[sample.entry]] = 1
+                _log.error("the logits of request %s are not finite", names[sample.entry])
+                token = 0  # what the sampler has noted too
+            sample.sequence.tokens.append(token)
+            output.sampled_token_ids[sample.entry].append(token)
+        return output
+
+    def _masks(
+        self, plan: Plan, requests: list[Request], grammar_output: Any
+    ) -> dict[int, np.ndarray]:
+        """Tokens that each sample may choose from, where there are rules about it."""
+        grammars: dict[str, np.ndarray] = {}
+        if grammar_output is not None:
+            names, rows = (
+                grammar_output.structured_output_request_ids,
+                grammar_output.grammar_bitmask,
+            )
+            grammars = {
+                name: row.view(np.uint32).copy() for name, row in zip(names, rows, strict=False)
+            }
+        masks = {}
+        for index, sample in enumerate(plan.samples):
+            mask = grammars.get(sample.sequence.request_id)
+            rules = requests[sample.entry].rules
+            if rules is not None:
+                mask = rules.apply(sample.sequence.output, mask)
+            if mask is not None:
+                masks[index] = mask
+        return masks
+
+
+def _engine_config(config: Any) -> EngineConfig:
+    """vLLM's configuration as Fornax's."""
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    most = model.max_logprobs
+    options = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "seed": model.seed,
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "block_size": cache.block_size,
+        "kv_cache_dtype": cache.cache_dtype,
+        "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "max_logprobs": model.get_vocab_size() if most == -1 else most,
+    }
+    return from_mapping(EngineConfig, options)
+
+
+def _unwindowed(model: DecoderConfig) -> DecoderConfig:
+    """The model as vLLM's books have it: every layer sees everything."""
+    return dataclasses.replace(
+        model, attention_pattern=("full",), sliding_window=None, local_rope=None
+    )
+
+
+def _count(wanted: int, config: EngineConfig) -> int:
+    """Log probabilities besides the token's own; -1 asks for all."""
+    return config.max_logprobs if wanted < 0 else wanted
+
+
+def _logprobs(ticket: Ticket, count: int) -> Any:
+    """A row for each entry; zeros where nothing was sampled."""
+    scores, entries = ticket.logprobs(), len(ticket.plan.entries)
+    ids = np.zeros((entries, count + 1), np.int32)
+    values = np.zeros((entries, count + 1), np.float32)
+    ranks = np.zeros(entries, np.int32)
+    for index, (sample, token) in enumerate(zip(ticket.plan.samples, ticket.tokens(), strict=True)):
+        at = sample.entry
+        ids[at, 0], values[at, 0] = max(token, 0), scores.logprob_M[index]
+        ids[at, 1:] = scores.top_ids_MK[index, :count]
+        values[at, 1:] = scores.top_logprobs_MK[index, :count]
+        ranks[at] = scores.rank_M[index]
+    return LogprobsLists(ids, values, ranks)
+
+
+def _scores_prompt(request: Request) -> bool:
+    """Whether its prompt is to be scored, and was not before a preemption."""
+    sequence = request.sequence
+    return request.params.prompt_logprobs is not None and not sequence.output
+
+
+def _targets(plan: Plan, requests: list[Request]) -> dict[int, np.ndarray]:
+    """The prompt tokens after each token of an entry, where they are to be scored."""
+    found = {}
+    for index, (entry, request) in enumerate(zip(plan.entries, requests, strict=True)):
+        if _scores_prompt(request):
+            targets = np.full(entry.count, -1, np.int32)
+            known = entry.sequence.prompt[entry.start + 1 : entry.stop + 1]
+            targets[: len(known)] = known
+            found[index] = targets
+    return found
+
+
+def _prompt_logprobs(
+    ticket: Ticket, requests: list[Request], config: EngineConfig
+) -> dict[str, Any]:
+    """Those of prompts that are complete with this step."""
+    done = {}
+    for index, (entry, request) in enumerate(zip(ticket.plan.entries, requests, strict=True)):
+        if not _scores_prompt(request):
+            continue
+        prompt = entry.sequence.prompt
+        count = _count(request.params.prompt_logprobs or 0, config)
+        if request.prompt_scores is None:
+            request.prompt_scores = LogprobsTensors.empty_cpu(len(prompt) - 1, count + 1)
+        at = entry.start
+        for piece in ticket.scored.get(index, ()):
+            at = _store(request.prompt_scores, at, Scores.read(piece), prompt, count)
+        if entry.stop >= len(prompt):
+            done[entry.sequence.request_id] = request.prompt_scores
+            request.prompt_scores = None
+    return done
+
+
+def _store(into: Any, at: int, scores: Scores, prompt: list[int], count: int) -> int:
+    """Write log probabilities of the prompt's tokens from `at` + 1 on; returns where they end."""
+    targets = prompt[at + 1 : at + 1 + len(scores.rank_M)]
+    rows, stop = slice(len(targets)), at + len(targets)
+    ids, values = into.logprob_token_ids.numpy(), into.logprobs.numpy()
+    ids[at:stop, 0], values[at:stop, 0] = targets, scores.logprob_M[rows]
+    ids[at:stop, 1:] = scores.top_ids_MK[rows, :count]
+    values[at:stop, 1:] = scores.top_logprobs_MK[rows, :count]
+    into.selected_token_ranks.numpy()[at:stop] = scores.rank_M[rows]
+    return stop
