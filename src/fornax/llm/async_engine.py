@@ -57,6 +57,7 @@ class AsyncEngine:
         self._readers: dict[str, _Reader] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._ended: BaseException | None = None
         self._stop_at: float | None = None
         self._ready = threading.Event()
 
@@ -267,15 +268,13 @@ class AsyncEngine:
             else:
                 done.set_result(None)
 
-        if self._error is not None:
-            raise EngineDead(str(self._error))
         self._post(run)
-        while not done.done():
-            if self._error is not None:
-                raise EngineDead(str(self._error))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(done)), 0.2)
-        done.result()
+        waiting = asyncio.wrap_future(done)
+        while not waiting.done():
+            if self._ended is not None and not done.done():
+                raise self._ended
+            await asyncio.wait([waiting], timeout=0.2)
+        waiting.result()
 
     # Between the loops.
 
@@ -283,10 +282,10 @@ class AsyncEngine:
     def _reading(self, request_id: str, sequences: int = 1) -> Iterator[_Reader]:
         if request_id in self._readers:
             raise EngineError(f"request id {request_id!r} is in use; give another")
-        if self._error is not None:
-            raise EngineDead(str(self._error))
         reader = self._readers[request_id] = _Reader(sequences)
         try:
+            if self._ended is not None:  # looked at only now: `_tell_all` knows this reader or not
+                raise self._ended
             yield reader
         finally:
             self._readers.pop(request_id, None)
@@ -352,6 +351,7 @@ class AsyncEngine:
                 work()
 
     def _tell_all(self, error: BaseException) -> None:
+        self._ended = error
         for reader in list(self._readers.values()):
             with contextlib.suppress(RuntimeError):
                 reader.loop.call_soon_threadsafe(reader.outputs.put_nowait, error)
