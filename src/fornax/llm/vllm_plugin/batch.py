@@ -65,7 +65,8 @@ class Request:
     seed: int
     rules: TokenRules | None
     pages: list[int]
-    adapter: str | None
+    adapter: Any
+    """vLLM's `LoRARequest`, if it names one."""
     prompt_scores: Any = None
     """Log probabilities of the prompt's tokens, as vLLM wants them, while they are collected."""
 
@@ -135,7 +136,7 @@ class Batch:
             seed=seed,
             rules=self._rules(params, data.sampling_params),
             pages=list(data.block_ids[0]),
-            adapter=None if data.lora_request is None else str(data.lora_request.lora_int_id),
+            adapter=data.lora_request,
         )
 
     def _rules(self, params: SamplingParams, theirs: Any) -> TokenRules | None:

@@ -3,6 +3,7 @@
 vLLM's processes share their memory with no device: only the worker's process starts JAX.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.platforms.interface import Platform, PlatformEnum  # pyrefly: ignore[missing-import]
@@ -27,8 +28,18 @@ _OFF = {
     "speculative_config": "`fornax serve` speculates",
     "kv_transfer_config": "leave it out",
     "ec_transfer_config": "leave it out",
+    "watermark_config": "leave it out",
 }
 """Parts of vLLM's configuration that must be absent."""
+
+_MODEL_OFF = {
+    "quantization": "give weights in float32 or bfloat16",
+    "hf_overrides": "change the model's config.json, which Fornax reads itself",
+    "enable_prompt_embeds": "give tokens",
+    "return_sampling_mask": "leave it out",
+    "logits_processors": "they are torch code and Fornax samples in JAX",
+}
+"""Fields of the model's configuration that must be unset."""
 
 
 def register() -> str:
@@ -39,7 +50,8 @@ def register() -> str:
 class FornaxPlatform(Platform):
     """One worker that drives all of JAX's devices."""
 
-    _enum = PlatformEnum.OOT
+    # To vLLM all work happens on the CPU, whatever devices JAX drives.
+    _enum = PlatformEnum.CPU
     device_name = "fornax"
     device_type = "cpu"
     dispatch_key = "CPU"
@@ -116,32 +128,22 @@ def _check(config: Any) -> None:
         size = getattr(config.parallel_config, name)
         if size > 1:
             raise ValueError(f"{name}={size} must be 1 with Fornax's platform; {remedy}")
-    for name, remedy in _OFF.items():
-        if getattr(config, name) is not None:
-            raise ValueError(f"{name} is not supported by Fornax's platform; {remedy}")
-    cache_dtype = config.cache_config.cache_dtype
-    if cache_dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"kv_cache_dtype={cache_dtype} must be auto, float32 or bfloat16")
+    _refuse(config, _OFF)
+    _allow("kv_cache_dtype", config.cache_config.cache_dtype, "auto", "float32", "bfloat16")
+    _allow("load_format", config.load_config.load_format, "auto", "safetensors")
     model = config.model_config
-    if model is None:
-        return
-    if model.runner_type != "generate":
-        raise ValueError(
-            f"runner={model.runner_type} is not supported by Fornax's platform, which generates; "
-            "`fornax serve` has /v1/embeddings"
-        )
-    if model.quantization is not None:
-        raise ValueError(
-            f"quantization={model.quantization} is not supported by Fornax's platform; give "
-            "weights in float32 or bfloat16"
-        )
-    if model.logprobs_mode != "raw_logprobs":
-        raise ValueError(f"logprobs_mode={model.logprobs_mode} must be raw_logprobs")
-    if model.logits_processors:
-        raise ValueError(
-            "logits_processors are torch code and Fornax samples in JAX; leave them out"
-        )
-    if config.load_config.load_format not in ("auto", "safetensors"):
-        raise ValueError(
-            f"load_format={config.load_config.load_format} must be auto or safetensors"
-        )
+    if model is not None:
+        _refuse(model, _MODEL_OFF)
+        _allow("runner", model.runner_type, "generate")
+        _allow("logprobs_mode", model.logprobs_mode, "raw_logprobs")
+
+
+def _refuse(config: Any, names: Mapping[str, str]) -> None:
+    for name, remedy in names.items():
+        if getattr(config, name):
+            raise ValueError(f"{name} is not supported by Fornax's platform; {remedy}")
+
+
+def _allow(name: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value} must be {' or '.join(allowed)} with Fornax's platform")

@@ -21,9 +21,11 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase  # pyrefly: 
 
 from fornax.config import from_mapping
 from fornax.config.errors import EngineError
+from fornax.llm.adapters import Adapters
 from fornax.llm.config import EngineConfig
 from fornax.llm.limits import resolve_limits
 from fornax.llm.logprobs import Scores
+from fornax.llm.lora import bind
 from fornax.llm.plan import Plan
 from fornax.llm.programs import Programs, keep_compiled
 from fornax.llm.runner import Runner, Ticket
@@ -98,8 +100,18 @@ class FornaxWorker(WorkerBase):
             self._limits, num_pages=(kv_cache_config.num_blocks,) * groups
         )
         self._programs = Programs(self._config.compile_threads)
+        self._adapters = None
+        if self._config.enable_lora:
+            self._adapters = Adapters(
+                self._weights, slots=self._config.max_loras, rank=self._config.max_lora_rank
+            )
         self._runner = Runner(
-            self._weights, self._limits, self._programs, max_logprobs=self._config.max_logprobs
+            self._weights,
+            self._limits,
+            self._programs,
+            max_logprobs=self._config.max_logprobs,
+            state=None if self._adapters is None else self._adapters.attach(self._weights.state),
+            bind=None if self._adapters is None else bind,
         )
         self._batch = Batch(
             rows=self._limits.max_num_seqs,
@@ -125,6 +137,48 @@ class FornaxWorker(WorkerBase):
         if hasattr(self, "_programs"):
             self._programs.close()
 
+    # While serving.
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the cache's memory; the weights stay where they are at every level."""
+        self._runner.sleep()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Make the cache again."""
+        if tags is None or "kv_cache" in tags:
+            self._runner.wake()
+
+    def reset_encoder_cache(self) -> None:
+        """There are no encoders."""
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """Load an adapter; returns whether it was not there yet."""
+        name = str(lora_request.lora_int_id)
+        adapters = self._need_adapters()
+        if name in adapters.paths:
+            if not lora_request.load_inplace:
+                return False
+            adapters.remove(name)
+        adapters.add(adapters.read(name, lora_request.lora_path))
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; returns whether it was there."""
+        adapters, name = self._need_adapters(), str(lora_id)
+        known = name in adapters.paths
+        if known:
+            adapters.remove(name)
+        return known
+
+    def list_loras(self) -> set[int]:
+        """Adapters that are loaded."""
+        return {int(name) for name in self._need_adapters().paths}
+
+    def _need_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise EngineError("adapters are off; start vLLM with --enable-lora")
+        return self._adapters
+
     # A step.
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -137,7 +191,7 @@ class FornaxWorker(WorkerBase):
             request = self._batch.requests[sequence.request_id]
             assert sequence.row is not None, "a sequence starts without a row"
             self._runner.load_row(sequence.row, request.row_params(vocab))
-        self._planned = plan, self._runner.forward(plan)
+        self._planned = plan, self._runner.forward(plan, self._place_adapters(plan))
         return None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -174,19 +228,33 @@ class FornaxWorker(WorkerBase):
             output.sampled_token_ids[sample.entry].append(token)
         return output
 
+    def _place_adapters(self, plan: Plan) -> dict[int, int]:
+        """Bring the step's adapters to the device; returns the slot of each entry that has one."""
+        asked = {
+            index: request.adapter
+            for index, entry in enumerate(plan.entries)
+            if (request := self._batch.requests[entry.sequence.request_id]).adapter is not None
+        }
+        if not asked:
+            return {}
+        adapters = self._need_adapters()
+        for adapter in asked.values():
+            if str(adapter.lora_int_id) not in adapters.paths:
+                self.add_lora(adapter)
+        names = {index: str(adapter.lora_int_id) for index, adapter in asked.items()}
+        if adapters.place(set(names.values())):
+            self._runner.use_state(adapters.attach(self._weights.state))
+        return {index: adapters.slot(name) for index, name in names.items()}
+
     def _masks(
         self, plan: Plan, requests: list[Request], grammar_output: Any
     ) -> dict[int, np.ndarray]:
         """Tokens that each sample may choose from, where there are rules about it."""
         grammars: dict[str, np.ndarray] = {}
         if grammar_output is not None:
-            names, rows = (
-                grammar_output.structured_output_request_ids,
-                grammar_output.grammar_bitmask,
-            )
-            grammars = {
-                name: row.view(np.uint32).copy() for name, row in zip(names, rows, strict=False)
-            }
+            names = grammar_output.structured_output_request_ids
+            rows = grammar_output.grammar_bitmask.view(np.uint32)
+            grammars = {name: row.copy() for name, row in zip(names, rows, strict=True)}
         masks = {}
         for index, sample in enumerate(plan.samples):
             mask = grammars.get(sample.sequence.request_id)
@@ -215,6 +283,10 @@ def _engine_config(config: Any) -> EngineConfig:
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "max_logprobs": model.get_vocab_size() if most == -1 else most,
     }
+    if config.lora_config is not None:
+        options["enable_lora"] = True
+        options["max_loras"] = config.lora_config.max_loras
+        options["max_lora_rank"] = config.lora_config.max_lora_rank
     return from_mapping(EngineConfig, options)
 
 
