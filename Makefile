@@ -4,13 +4,14 @@
 PYTHON ?= python3
 VENV := .venv
 PARITY := .venv-parity
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format parity bench docs docs-serve examples clean
+.PHONY: help install quickstart test test-all lint format parity vllm-test bench docs docs-serve examples clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -21,10 +22,10 @@ quickstart: $(VENV)/.base ## Set up, then take raw text to a portable model (ARG
 	$(BIN)/fornax quickstart $(ARGS)
 
 test: $(VENV)/.dev ## Set up, then run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not slow" --ignore=tests/parity $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not slow" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev ## The tests, the slow ones included
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device" --ignore=tests/parity $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## Style, types, import contracts
 	$(BIN)/ruff check .
@@ -38,6 +39,9 @@ format: $(VENV)/.dev ## Rewrite files in the project's style
 
 parity: $(PARITY)/.ready ## Compare with torch and transformers, in an environment of their own
 	$(PARITY)/bin/python -m pytest tests/parity $(PYTEST_ARGS)
+
+vllm-test: $(VLLM)/.ready ## Run inside real vLLM, in an environment of its own
+	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(PYTEST_ARGS)
 
 bench: $(PARITY)/.ready ## All benchmarks beside their peers; results in benchmarks/results
 	$(PARITY)/bin/python benchmarks/train_step.py
@@ -57,7 +61,7 @@ examples: $(VENV)/.base ## Run every example
 	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
 clean: ## Remove the environments and what tools left behind
-	rm -rf $(VENV) $(PARITY) $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PARITY) $(VLLM) $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -79,6 +83,15 @@ $(VENV)/.docs: $(VENV)/.base
 $(PARITY)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python $(PIP) -e '.[dev,parity]'
+	@touch $@
+
+# vLLM bounds some packages lower than constraints.txt pins them.
+$(VLLM)/.ready: pyproject.toml constraints.txt tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	grep -vE '^(fastapi|llguidance|numpy|torch|transformers)==' constraints.txt > $(VLLM)/constraints.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt \
+	  -r tests/vllm/requirements.txt -e .
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'vllm==0.33.*' xgrammar==0.2.8
 	@touch $@
 
 include benchmarks/peers.mk

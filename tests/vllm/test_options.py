@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tests.vllm.conftest import SIZES, Pair, prompts_of, start, stop
 from tests.vllm.models import CONFIGS, make
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -117,7 +118,7 @@ def test_sleep_gives_the_cache_back(lora_pair: Pair, expected: list[list[int]]) 
 def test_a_request_that_cannot_be_honoured_is_refused_by_name(
     lora_pair: Pair, expected: list[list[int]], params: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(VLLMValidationError, match=message):
         lora_pair.tokens(PROMPTS[:1], {**GREEDY, **params})
     assert lora_pair.tokens(PROMPTS[:1], GREEDY) == expected[:1]
 

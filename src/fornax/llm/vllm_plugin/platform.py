@@ -112,15 +112,17 @@ class FornaxPlatform(Platform):
         """Refuse in the server what the sampler would refuse in the worker.
 
         Raises:
-          ValueError: a parameter that Fornax does not support; it is named.
+          VLLMValidationError: a parameter that Fornax does not support; it is named.
         """
+        from vllm.exceptions import VLLMValidationError  # pyrefly: ignore[missing-import]
+
         from fornax.config.errors import EngineError
         from fornax.llm.vllm_plugin.batch import sampling_params
 
         try:
             sampling_params(params)
         except EngineError as error:
-            raise ValueError(str(error)) from error
+            raise VLLMValidationError(str(error)) from error
 
 
 def _check(config: Any) -> None:
