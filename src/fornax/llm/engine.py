@@ -6,7 +6,7 @@ runs, then dispatches the sampling of step n + 1, for which it now knows every e
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from fornax.config.errors import EngineError
 from fornax.llm.adapters import Adapters
 from fornax.llm.logprobs import Scores, TokenText, pick
 from fornax.llm.lora_file import Adapter
-from fornax.llm.outputs import EmbeddingOutput, RequestOutput
+from fornax.llm.outputs import EmbeddingOutput, Logprob, RequestOutput
 from fornax.llm.plan import Plan, Sample
 from fornax.llm.programs import Programs
 from fornax.llm.requests import Pooling, Request
@@ -98,6 +98,7 @@ class Engine:
           EngineError: it can never run.
         """
         sequences = [completion.sequence for completion in request.completions]
+        self._check_adapter(sequences[0].lora)
         sequences[0].children = sequences[1:]
         self.scheduler.add(sequences[0])
         self._requests[request.request_id] = request
@@ -110,6 +111,7 @@ class Engine:
         Raises:
           EngineError: it can never run.
         """
+        self._check_adapter(pooling.sequence.lora)
         self.scheduler.add(pooling.sequence)
         self._pooling[pooling.request_id] = pooling
 
@@ -178,14 +180,20 @@ class Engine:
           EngineError: adapters are off, or there is none of this name.
         """
         adapters = self._need_adapters()
+        self._check_adapter(name)  # before the results of a step could get lost
         outputs = self._process()
-        users = [
-            request
-            for request in self._requests.values()
-            if request.completions[0].sequence.lora == name
-        ]
+        sequences = {i: each.completions[0].sequence for i, each in self._requests.items()}
+        sequences |= {i: each.sequence for i, each in self._pooling.items()}
         adapters.remove(name)
-        return outputs + [self._fail(each, f"adapter {name!r} was unloaded") for each in users]
+        for request_id in [i for i, sequence in sequences.items() if sequence.lora == name]:
+            self.abort(request_id)
+            outputs.append(Failure(request_id, f"adapter {name!r} was unloaded"))
+        return outputs
+
+    def _check_adapter(self, name: str | None) -> None:
+        """Raise EngineError if an adapter is gone."""
+        if name is not None:
+            self._need_adapters().salt(name)
 
     def _need_adapters(self) -> Adapters:
         if self.adapters is None:
@@ -278,7 +286,7 @@ class Engine:
         request, index = self._owner[sequence.id]
         if request.prompt_logprobs is None or index:
             return None
-        if len(request.prompt_logprobs) > start + 1 or start + 1 >= sequence.num_prompt:
+        if len(request.prompt_logprobs) >= min(stop + 1, sequence.num_prompt):
             return None  # scored before a preemption, or no prompt
         targets = np.full(stop - start, -1, np.int32)
         known = sequence.prompt[start + 1 : stop + 1]
@@ -399,10 +407,13 @@ class Engine:
         if request.prompt_logprobs is None or wanted is None:
             return
         targets = entry.sequence.prompt[entry.start + 1 : entry.stop + 1]
+        found: list[Mapping[int, Logprob]] = []
         for piece in pieces:
             scores = Scores.read(piece)
             part, targets = targets[: len(scores.rank_M)], targets[len(scores.rank_M) :]
-            request.prompt_logprobs += pick(scores, 0, part, wanted, self._token_text)
+            found += pick(scores, 0, part, wanted, self._token_text)
+        # After a preemption the first of them may have been scored before.
+        request.prompt_logprobs += found[len(request.prompt_logprobs) - entry.start - 1 :]
 
     def _fail(self, request: Request, problem: str, fault: bool = False) -> Failure:
         self._requests.pop(request.request_id, None)
@@ -416,6 +427,7 @@ class Engine:
             self._proposer.finish(sequence)
 
     def _drop(self, request: Request) -> None:
+        self._failed.pop(request.request_id, None)
         for completion in request.completions:
             if completion.sequence.status is not Status.FINISHED:
                 self._finish(completion.sequence)

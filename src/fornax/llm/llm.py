@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fornax.llm.build import build_engine
 from fornax.llm.config import EngineConfig
 from fornax.llm.engine import Failure, Output
 from fornax.llm.outputs import EmbeddingOutput, RequestOutput, RequestOutputKind
+from fornax.llm.requests import Pooling, Request
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Observer
 from fornax.llm.weights import Weights
@@ -134,9 +135,7 @@ class LLM:
                     prompt=text,
                 )
             )
-        for request in requests:
-            self._engine.add(request)
-        return self._collect([request.request_id for request in requests])
+        return self._run(self._engine.add, requests)
 
     def chat(
         self,
@@ -191,9 +190,7 @@ class LLM:
         for prompt in _as_list(prompts):
             _, ids = self._read(prompt)
             found.append(self._parts.admission.pooling(ids, request_id=self._id()))
-        for pooling in found:
-            self._engine.add_pooling(pooling)
-        return self._collect([pooling.request_id for pooling in found])
+        return self._run(self._engine.add_pooling, found)
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Load an adapter in PEFT's format.
@@ -250,13 +247,22 @@ class LLM:
     def _id(self) -> str:
         return str(next(self._ids))
 
-    def _collect(self, wanted: list[str]) -> list[Any]:
+    def _run(self, add: Callable[[Any], None], requests: Sequence[Request | Pooling]) -> list[Any]:
+        if self._engine.is_sleeping:
+            raise EngineError("the engine sleeps and has no cache; call wake() first")
+        wanted = [request.request_id for request in requests]
         finished: dict[str, Output] = {}
-        while self._engine.has_work:
-            for output in self._engine.turn():
-                if isinstance(output, Failure):
-                    raise EngineError(output.message)
-                finished[output.request_id] = output
+        try:
+            for request in requests:
+                add(request)
+            while self._engine.has_work:
+                for output in self._engine.turn():
+                    if isinstance(output, Failure):
+                        raise EngineError(output.message)
+                    finished[output.request_id] = output
+        finally:  # after an error, nothing of these requests stays
+            for request_id in wanted:
+                self._engine.abort(request_id)
         return [finished[request_id] for request_id in wanted]
 
 
