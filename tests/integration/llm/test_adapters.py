@@ -11,7 +11,7 @@ from tests.integration.llm.helpers import SIZES, Figures, completions, prompts_o
 from tests.unit.llm.test_lora import RANK, merged, model_of, write_adapter
 
 from fornax.config.errors import EngineError
-from fornax.llm import LLM, SamplingParams
+from fornax.llm import LLM, RequestOutputKind, SamplingParams
 from fornax.llm.async_engine import AsyncEngine
 from fornax.llm.build import build_engine
 from fornax.llm.config import EngineConfig
@@ -21,7 +21,7 @@ from fornax.models import Decoder, generate
 FAMILY = "phi3"
 NEW = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-LONG = dataclasses.replace(GREEDY, max_tokens=45)
+LONG = dataclasses.replace(GREEDY, max_tokens=45, output_kind=RequestOutputKind.DELTA)
 OPTIONS = {**SIZES, "enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 
 
@@ -122,8 +122,7 @@ def engine() -> Iterator[AsyncEngine]:
 
 async def _tokens(engine: AsyncEngine, prompt: list[int], name: str | None, request: str) -> Any:
     stream = engine.generate(prompt, LONG, request_id=request, lora=name)
-    outputs = [output async for output in stream]
-    return outputs[-1].outputs[0].token_ids
+    return [token async for output in stream for token in output.outputs[0].token_ids]
 
 
 def test_loading_and_unloading_beside_running_requests(
@@ -186,10 +185,10 @@ def test_unloading_what_is_not_there_loses_no_tokens(engine: AsyncEngine) -> Non
     async def run() -> tuple[list[int], list[int]]:
         alone = await _tokens(engine, prompt, None, "alone")
         beside = asyncio.create_task(_tokens(engine, prompt, None, "beside"))
-        while not beside.done():
+        for _ in range(20):
             with pytest.raises(EngineError, match="no adapter"):
                 await engine.remove_lora("never")
-        return alone, await beside
+        return alone, await asyncio.wait_for(beside, 30)
 
     alone, beside = asyncio.run(run())
     assert alone == beside

@@ -43,7 +43,7 @@ def test_a_call_that_fails_leaves_no_request_behind(llm: LLM) -> None:
     _, state = nnx.split(decoder_of("windowed"))
     llm.update_weights(jax.tree.map(lambda leaf: leaf * jnp.nan, state), version=1)
     with pytest.raises(EngineError, match="not a number"):
-        llm.generate(prompts_of(30, 30, 30), GREEDY)
+        llm.generate(prompts_of(3, 30, 30), GREEDY)
     assert llm.num_free_pages == llm.num_pages
     llm.update_weights(decoder_of("windowed"), version=2)
     assert completions(llm.generate(prompts_of(9), GREEDY)) == good
