@@ -70,15 +70,13 @@ def _wait(process: subprocess.Popen, address: str, log: Path) -> None:
 def test_completions_are_those_of_the_own_engine(server: Server) -> None:
     ours = fornax.llm.LLM(server.folder, **SIZES)
     params = fornax.llm.SamplingParams(temperature=0.0, max_tokens=16)
-    expected = [output.outputs[0].text for output in ours.generate(PROMPTS, params)]
-    found = server.client.completions.create(
-        model=str(server.folder), prompt=PROMPTS, temperature=0, max_tokens=16
-    )
-    assert [choice.text for choice in found.choices] == expected
-    parts = server.client.completions.create(
-        model=str(server.folder), prompt=PROMPTS[0], temperature=0, max_tokens=16, stream=True
-    )
-    assert "".join(part.choices[0].text for part in parts) == expected[0]
+    expected = [output.outputs[0].token_ids for output in ours.generate(PROMPTS, params)]
+    asked = {"model": str(server.folder), "temperature": 0, "max_tokens": 16}
+    create = server.client.completions.create
+    found = create(prompt=PROMPTS, extra_body={"return_token_ids": True}, **asked)
+    assert [choice.token_ids for choice in found.choices] == expected
+    parts = create(prompt=PROMPTS[0], stream=True, **asked)
+    assert "".join(part.choices[0].text for part in parts) == found.choices[0].text
 
 
 def test_what_fornax_refuses_is_a_bad_request(server: Server) -> None:
@@ -90,5 +88,5 @@ def test_what_fornax_refuses_is_a_bad_request(server: Server) -> None:
 
 def test_sigterm_ends_it(server: Server) -> None:
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0
-    assert "Traceback" not in server.log.read_text()
+    assert server.process.wait(60) == 0, server.log.read_text()[-5000:]
+    assert "Application shutdown complete" in server.log.read_text()
