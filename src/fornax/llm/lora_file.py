@@ -32,6 +32,8 @@ _REFUSED = {
     "alora_invocation_tokens": _ANY,
     "arrow_config": _ANY,
     "use_bdlora": _ANY,
+    "kasa_config": _ANY,
+    "monteclora_config": _ANY,
 }
 """Keys of adapter_config.json that change what an adapter computes, and what to do instead."""
 

@@ -219,6 +219,8 @@ def test_loading_does_not_compile_the_step_anew(tmp_path):
     ("config", "message"),
     [
         ({"use_dora": True}, "use_dora"),
+        ({"kasa_config": {"beta": 0.1}}, "kasa_config"),
+        ({"monteclora_config": {"buffer_size": 150}}, "monteclora_config"),
         ({"bias": "all"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "LORA"),
