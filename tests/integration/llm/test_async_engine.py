@@ -19,11 +19,14 @@ from tests.integration.llm.streams import (
     drop_after,
     joined,
     make_service,
+    model,
 )
 
 from fornax.config.errors import EngineError
 from fornax.llm import RequestOutput, RequestOutputKind, SamplingParams
-from fornax.llm.async_engine import EngineDead
+from fornax.llm.async_engine import AsyncEngine, EngineDead
+from fornax.llm.build import build_engine
+from fornax.llm.config import EngineConfig
 
 LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -223,6 +226,42 @@ def test_a_step_that_raises_ends_every_request_and_is_reported(doomed: Service) 
 
 def _raise(*_: Any) -> None:
     raise RuntimeError("out of order")
+
+
+def test_a_step_that_cannot_be_compiled_is_the_engines_end() -> None:
+    parts = build_engine(model(), EngineConfig(max_num_seqs=1, max_num_batched_tokens=1))
+    parts.programs.announce("broken", _raise)
+    engine = AsyncEngine(parts)
+    engine.start()
+    engine.wait_ready()
+    assert isinstance(engine.error(), RuntimeError)
+
+    async def run() -> None:
+        with pytest.raises(EngineDead, match="out of order"):
+            await asyncio.wait_for(engine.embed([1], request_id="e"), 5)
+
+    asyncio.run(run())
+    engine.shutdown()
+
+
+def test_shutdown_does_not_wait_for_compiling() -> None:
+    parts = build_engine(model(), EngineConfig(max_num_seqs=1, max_num_batched_tokens=1))
+    begun, go_on = threading.Event(), threading.Event()
+    for number in range(4):
+
+        def make() -> None:
+            begun.set()
+            go_on.wait(30)
+
+        parts.programs.announce(f"slow {number}", make)
+    close = parts.programs.close
+    parts.programs.close = lambda: (close(), go_on.set())[0]  # pyrefly: ignore[bad-assignment]
+    engine = AsyncEngine(parts)
+    engine.start()
+    assert begun.wait(30)
+    engine.shutdown()
+    assert engine.error() is None
+    assert not engine.readiness().ready
 
 
 def test_after_shutdown_requests_are_refused(doomed: Service) -> None:
