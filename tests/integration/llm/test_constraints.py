@@ -20,13 +20,16 @@ FREE = SamplingParams(temperature=1.0, max_tokens=30, output_kind=RequestOutputK
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
+def figures() -> Figures:
+    return Figures()
+
+
+@pytest.fixture(scope="module")
+def service(figures: Figures) -> Iterator[Service]:
     """No room for all rows of a test: some are preempted half way through their grammar."""
-    figures = Figures()
     service = make_service(figures, num_gpu_blocks_override=45)
     yield service
     service.engine.shutdown()
-    assert figures.preemptions > 0, "the cache was large enough for all"
     assert not figures.compiled, "a program was compiled after the engine was ready"
     assert service.free_pages == service.pages, "pages were not given back"
     assert service.engine.error() is None
@@ -104,6 +107,18 @@ def test_structured_text_is_always_valid(name: str, service: Service) -> None:
             check(output.text)
             ended += 1
     assert ended >= 6, "hardly any text came to its end"
+
+
+def test_rows_that_were_preempted_go_on_in_their_grammar(
+    service: Service, figures: Figures
+) -> None:
+    before = figures.preemptions
+    words = StructuredOutputsParams(regex="(cat[0-9]|dog[a-f]){20}!")
+    params = dataclasses.replace(FREE, max_tokens=110, structured_outputs=words)
+    for [output] in outputs_of(service, *seeds(params)):
+        assert output.finish_reason == "stop"
+        assert re.fullmatch("(cat[0-9]|dog[a-f]){20}!", output.text)
+    assert figures.preemptions > before, "the cache was large enough for all"
 
 
 def test_any_json_object(service: Service) -> None:
