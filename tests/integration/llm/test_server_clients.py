@@ -125,6 +125,7 @@ def test_an_adapter_that_cannot_be_loaded_stops_the_start(serve):
     assert "lora_path=relative/path" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_many_chats_at_once_each_get_their_own_text(serve):
     server = serve(_max_num_seqs=8)
     texts = [" ".join(["hello", "world", "test"][i % 3] for _ in range(5)) for i in range(24)]

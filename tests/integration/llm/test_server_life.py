@@ -38,6 +38,7 @@ def test_sigterm_lets_running_streams_finish_and_exits_0(serve):
     assert "1 requests may finish" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_streams_that_outlast_the_drain_are_told(serve):
     server = serve(_step_seconds=0.05, shutdown_timeout=1)
     with server.client() as client, client.stream("POST", "/v1/completions", json=LONG) as reply:

@@ -144,6 +144,7 @@ def test_a_head_without_end_is_431_and_one_that_does_not_come_is_cut_off(serve):
     assert whole.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs Linux")
 def test_a_client_that_takes_nothing_is_cut_off_and_its_sequence_freed(serve):
     server = serve(_step_seconds=0.0, _max_model_len=10**6, send_timeout=1.0)
@@ -162,6 +163,7 @@ def test_a_client_that_takes_nothing_is_cut_off_and_its_sequence_freed(serve):
                 time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_under_a_proxys_path_everything_is_where_it_belongs(serve):
     server = serve(root_path="/api", api_key=["secret"])
     with server.client() as client:

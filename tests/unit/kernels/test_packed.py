@@ -162,6 +162,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "-mavx2 -mfma", "-march=x86-64-v4"])
 def test_kernel_is_right_on_lesser_processors(flags, tmp_path) -> None:
     """The paths that this processor would not take: plain, AVX2, AVX-512 without its extensions."""
