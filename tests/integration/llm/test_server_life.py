@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 LONG = {"prompt": "hello world", "max_tokens": 500, "stream": True}
 
