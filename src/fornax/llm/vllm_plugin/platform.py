@@ -3,43 +3,21 @@
 vLLM's processes share their memory with no device: only the worker's process starts JAX.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError  # pyrefly: ignore[missing-import]
 from vllm.platforms.interface import Platform, PlatformEnum  # pyrefly: ignore[missing-import]
 from vllm.utils.torch_utils import (  # pyrefly: ignore[missing-import]
     STR_DTYPE_TO_TORCH_DTYPE,
 )
 
+from fornax.config.errors import EngineError
+from fornax.llm.vllm_plugin.batch import sampling_params
+from fornax.llm.vllm_plugin.options import check_config
+
 __all__ = ["FornaxPlatform", "register"]
 
 _WORKER = "fornax.llm.vllm_plugin.worker.FornaxWorker"
-
-_ALONE = {
-    "pipeline_parallel_size": "divide the layers with tensor_parallel_size",
-    "data_parallel_size": "start as many servers",
-    "decode_context_parallel_size": "leave it out",
-    "prefill_context_parallel_size": "leave it out",
-    "nnodes": "leave it out",
-}
-"""Kinds of parallelism that must be 1, and what to do instead."""
-
-_OFF = {
-    "speculative_config": "`fornax serve` speculates",
-    "kv_transfer_config": "leave it out",
-    "ec_transfer_config": "leave it out",
-    "watermark_config": "leave it out",
-}
-"""Parts of vLLM's configuration that must be absent."""
-
-_MODEL_OFF = {
-    "quantization": "give weights in float32 or bfloat16",
-    "hf_overrides": "change the model's config.json, which Fornax reads itself",
-    "enable_prompt_embeds": "give tokens",
-    "return_sampling_mask": "leave it out",
-    "logits_processors": "they are torch code and Fornax samples in JAX",
-}
-"""Fields of the model's configuration that must be unset."""
 
 
 def register() -> str:
@@ -97,7 +75,7 @@ class FornaxPlatform(Platform):
             CUDAGraphMode,
         )
 
-        _check(vllm_config)
+        check_config(vllm_config)
         parallel = vllm_config.parallel_config
         parallel.worker_cls = _WORKER
         # One process drives every device of the mesh.
@@ -114,38 +92,7 @@ class FornaxPlatform(Platform):
         Raises:
           VLLMValidationError: a parameter that Fornax does not support; it is named.
         """
-        from vllm.exceptions import VLLMValidationError  # pyrefly: ignore[missing-import]
-
-        from fornax.config.errors import EngineError
-        from fornax.llm.vllm_plugin.batch import sampling_params
-
         try:
             sampling_params(params)
         except EngineError as error:
             raise VLLMValidationError(str(error)) from error
-
-
-def _check(config: Any) -> None:
-    for name, remedy in _ALONE.items():
-        size = getattr(config.parallel_config, name)
-        if size > 1:
-            raise ValueError(f"{name}={size} must be 1 with Fornax's platform; {remedy}")
-    _refuse(config, _OFF)
-    _allow("kv_cache_dtype", config.cache_config.cache_dtype, "auto", "float32", "bfloat16")
-    _allow("load_format", config.load_config.load_format, "auto", "safetensors")
-    model = config.model_config
-    if model is not None:
-        _refuse(model, _MODEL_OFF)
-        _allow("runner", model.runner_type, "generate")
-        _allow("logprobs_mode", model.logprobs_mode, "raw_logprobs")
-
-
-def _refuse(config: Any, names: Mapping[str, str]) -> None:
-    for name, remedy in names.items():
-        if getattr(config, name):
-            raise ValueError(f"{name} is not supported by Fornax's platform; {remedy}")
-
-
-def _allow(name: str, value: str, *allowed: str) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value} must be {' or '.join(allowed)} with Fornax's platform")

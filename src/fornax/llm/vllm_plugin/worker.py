@@ -13,23 +13,25 @@ from vllm.utils.torch_utils import (  # pyrefly: ignore[missing-import]
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # pyrefly: ignore[missing-import]
 from vllm.v1.outputs import (  # pyrefly: ignore[missing-import]
     EMPTY_MODEL_RUNNER_OUTPUT,
-    LogprobsLists,
-    LogprobsTensors,
     ModelRunnerOutput,
 )
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase  # pyrefly: ignore[missing-import]
 
-from fornax.config import from_mapping
 from fornax.config.errors import EngineError
 from fornax.llm.adapters import Adapters
-from fornax.llm.config import EngineConfig
 from fornax.llm.limits import resolve_limits
-from fornax.llm.logprobs import Scores
 from fornax.llm.lora import bind
 from fornax.llm.plan import Plan
 from fornax.llm.programs import Programs, keep_compiled
-from fornax.llm.runner import Runner, Ticket
+from fornax.llm.runner import Runner
 from fornax.llm.vllm_plugin.batch import Batch, Request
+from fornax.llm.vllm_plugin.options import engine_config
+from fornax.llm.vllm_plugin.scores import (
+    count_logprobs,
+    prompt_logprobs,
+    prompt_targets,
+    sampled_logprobs,
+)
 from fornax.llm.weights import load_weights
 from fornax.models import DecoderConfig, cache_windows, page_bytes
 
@@ -46,7 +48,7 @@ class FornaxWorker(WorkerBase):
     def init_device(self) -> None:
         """JAX finds its devices when it first needs them."""
         keep_compiled()
-        self._config = _engine_config(self.vllm_config)
+        self._config = engine_config(self.vllm_config)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the weights as `fornax serve` does."""
@@ -201,22 +203,24 @@ class FornaxWorker(WorkerBase):
         self._planned = None
         requests = [self._batch.requests[entry.sequence.request_id] for entry in plan.entries]
         logprobs = [requests[sample.entry].params.logprobs for sample in plan.samples]
-        most = max((_count(n, self._config) for n in logprobs if n is not None), default=None)
+        limit = self._config.max_logprobs
+        wanted = [count_logprobs(count, limit) for count in logprobs if count is not None]
+        most = max(wanted, default=None)
         ticket = self._runner.sample(
             plan,
             bucket,
             self._masks(plan, requests, grammar_output),
             set(),
             most is not None,
-            _targets(plan, requests),
+            prompt_targets(plan, requests),
         )
         names = [entry.sequence.request_id for entry in plan.entries]
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=[[] for _ in names],
-            logprobs=None if most is None else _logprobs(ticket, most),
-            prompt_logprobs_dict=_prompt_logprobs(ticket, requests, self._config),
+            logprobs=None if most is None else sampled_logprobs(ticket, most),
+            prompt_logprobs_dict=prompt_logprobs(ticket, requests, limit),
         )
         for sample, token in zip(plan.samples, ticket.tokens(), strict=True):
             if token < 0:
@@ -266,103 +270,8 @@ class FornaxWorker(WorkerBase):
         return masks
 
 
-def _engine_config(config: Any) -> EngineConfig:
-    """vLLM's configuration as Fornax's."""
-    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    most = model.max_logprobs
-    options = {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "seed": model.seed,
-        "max_model_len": model.max_model_len,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "block_size": cache.block_size,
-        "kv_cache_dtype": cache.cache_dtype,
-        "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
-        "gpu_memory_utilization": cache.gpu_memory_utilization,
-        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
-        "max_logprobs": model.get_vocab_size() if most == -1 else most,
-    }
-    if config.lora_config is not None:
-        options["enable_lora"] = True
-        options["max_loras"] = config.lora_config.max_loras
-        options["max_lora_rank"] = config.lora_config.max_lora_rank
-    return from_mapping(EngineConfig, options)
-
-
 def _unwindowed(model: DecoderConfig) -> DecoderConfig:
     """The model as vLLM's books have it: every layer sees everything."""
     return dataclasses.replace(
         model, attention_pattern=("full",), sliding_window=None, local_rope=None
     )
-
-
-def _count(wanted: int, config: EngineConfig) -> int:
-    """Log probabilities besides the token's own; -1 asks for all."""
-    return config.max_logprobs if wanted < 0 else wanted
-
-
-def _logprobs(ticket: Ticket, count: int) -> Any:
-    """A row for each entry; zeros where nothing was sampled."""
-    scores, entries = ticket.logprobs(), len(ticket.plan.entries)
-    ids = np.zeros((entries, count + 1), np.int32)
-    values = np.zeros((entries, count + 1), np.float32)
-    ranks = np.zeros(entries, np.int32)
-    for index, (sample, token) in enumerate(zip(ticket.plan.samples, ticket.tokens(), strict=True)):
-        at = sample.entry
-        ids[at, 0], values[at, 0] = max(token, 0), scores.logprob_M[index]
-        ids[at, 1:] = scores.top_ids_MK[index, :count]
-        values[at, 1:] = scores.top_logprobs_MK[index, :count]
-        ranks[at] = scores.rank_M[index]
-    return LogprobsLists(ids, values, ranks)
-
-
-def _scores_prompt(request: Request) -> bool:
-    """Whether its prompt is to be scored, and was not before a preemption."""
-    sequence = request.sequence
-    return request.params.prompt_logprobs is not None and not sequence.output
-
-
-def _targets(plan: Plan, requests: list[Request]) -> dict[int, np.ndarray]:
-    """The prompt tokens after each token of an entry, where they are to be scored."""
-    found = {}
-    for index, (entry, request) in enumerate(zip(plan.entries, requests, strict=True)):
-        if _scores_prompt(request):
-            targets = np.full(entry.count, -1, np.int32)
-            known = entry.sequence.prompt[entry.start + 1 : entry.stop + 1]
-            targets[: len(known)] = known
-            found[index] = targets
-    return found
-
-
-def _prompt_logprobs(
-    ticket: Ticket, requests: list[Request], config: EngineConfig
-) -> dict[str, Any]:
-    """Those of prompts that are complete with this step."""
-    done = {}
-    for index, (entry, request) in enumerate(zip(ticket.plan.entries, requests, strict=True)):
-        if not _scores_prompt(request):
-            continue
-        prompt = entry.sequence.prompt
-        count = _count(request.params.prompt_logprobs or 0, config)
-        if request.prompt_scores is None:
-            request.prompt_scores = LogprobsTensors.empty_cpu(len(prompt) - 1, count + 1)
-        at = entry.start
-        for piece in ticket.scored.get(index, ()):
-            at = _store(request.prompt_scores, at, Scores.read(piece), prompt, count)
-        if entry.stop >= len(prompt):
-            done[entry.sequence.request_id] = request.prompt_scores
-            request.prompt_scores = None
-    return done
-
-
-def _store(into: Any, at: int, scores: Scores, prompt: list[int], count: int) -> int:
-    """Write log probabilities of the prompt's tokens from `at` + 1 on; returns where they end."""
-    targets = prompt[at + 1 : at + 1 + len(scores.rank_M)]
-    rows, stop = slice(len(targets)), at + len(targets)
-    ids, values = into.logprob_token_ids.numpy(), into.logprobs.numpy()
-    ids[at:stop, 0], values[at:stop, 0] = targets, scores.logprob_M[rows]
-    ids[at:stop, 1:] = scores.top_ids_MK[rows, :count]
-    values[at:stop, 1:] = scores.top_logprobs_MK[rows, :count]
-    into.selected_token_ranks.numpy()[at:stop] = scores.rank_M[rows]
-    return stop
