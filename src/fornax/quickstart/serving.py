@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,13 +122,11 @@ def _address(process: subprocess.Popen, log: Path) -> str:
 
 def _wait_ready(client: Any, process: subprocess.Popen, log: Path) -> None:
     """Wait until the server has compiled its steps."""
-    import httpx
-
     address = str(client.base_url).removesuffix("/v1/")
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{address}/ready", timeout=10).status_code == 200:
+        with contextlib.suppress(OSError):  # not listening yet, or 503
+            with urllib.request.urlopen(f"{address}/ready", timeout=10):
                 return
         time.sleep(0.1)
     raise EngineError(f"the server was not ready within {_PATIENCE_S} s; {log} says why")
