@@ -125,8 +125,8 @@ def _wait_ready(client: Any, process: subprocess.Popen, log: Path) -> None:
     address = str(client.base_url).removesuffix("/v1/")
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(OSError):  # not listening yet, or 503
-            with urllib.request.urlopen(f"{address}/ready", timeout=10):
-                return
+        # OSError: not listening yet, or 503.
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/ready", timeout=10):
+            return
         time.sleep(0.1)
     raise EngineError(f"the server was not ready within {_PATIENCE_S} s; {log} says why")
