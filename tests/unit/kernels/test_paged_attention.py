@@ -71,7 +71,8 @@ def test_refuses_what_does_not_fit(changes: dict[str, Any], message: str) -> Non
     ],
 )
 def test_native_reads_nothing_outside_the_arrays(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    # Which of the two depends on whether the call was dispatched at once or queued.
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
         jax.block_until_ready(
             kernels.paged_attention(**_arguments(implementation="native", **changes))
         )
