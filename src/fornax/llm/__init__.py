@@ -1,7 +1,12 @@
-"""The role of vLLM: continuous batching over a paged cache, with vLLM's interface."""
+"""The role of vLLM: continuous batching over a paged cache, with vLLM's interface.
+
+`LLM` brings JAX and the models with it, so it is imported when it is first asked for: the load
+generator and the request tables need neither.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from fornax.llm.config import DraftModel, EngineConfig, NGram
-from fornax.llm.llm import LLM
 from fornax.llm.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -10,6 +15,9 @@ from fornax.llm.outputs import (
     RequestOutputKind,
 )
 from fornax.llm.sampling_params import SamplingParams, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from fornax.llm.llm import LLM
 
 __all__ = [
     "LLM",
@@ -24,3 +32,11 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from fornax.llm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -272,6 +272,14 @@ class TestProcess:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout.splitlines()[-1] == "[]"
 
+    def test_the_load_generator_does_not_start_jax(self):
+        code = (
+            "import sys, fornax.llm.bench;"
+            "print(sorted({'jax', 'flax', 'fornax.models'} & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.splitlines() == ["[]"]
+
     def test_a_mistake_exits_2_without_a_traceback(self):
         done = subprocess.run([*RUN, "trian"], capture_output=True, text=True)
         assert done.returncode == 2
