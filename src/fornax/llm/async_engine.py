@@ -53,7 +53,7 @@ class AsyncEngine:
         self._parts = parts
         self._engine = parts.engine
         self._admission: Admission = parts.admission
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._readers: dict[str, _Reader] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -204,7 +204,7 @@ class AsyncEngine:
         Raises:
           EngineError: adapters are not enabled, or this one does not fit the model.
         """
-        adapters = self._adapters()
+        adapters = self._engine.need_adapters()
         loaded = await asyncio.to_thread(adapters.read, name, path)
         await self._command(lambda: self._engine.add_adapter(loaded))
 
@@ -214,7 +214,7 @@ class AsyncEngine:
         Raises:
           EngineError: there is none of this name.
         """
-        self._adapters()
+        self._engine.need_adapters()
         await self._command(lambda: self._deliver(self._engine.remove_adapter(name)))
 
     def loras(self) -> Mapping[str, str]:
@@ -250,11 +250,6 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         await self._command(self._engine.scheduler.manager.reset_prefix_cache)
-
-    def _adapters(self) -> Any:
-        if self._engine.adapters is None:
-            raise EngineError("adapters are off; start the engine with enable_lora")
-        return self._engine.adapters
 
     async def _command(self, work: Callable[[], None]) -> None:
         """Run something between two steps of the engine."""
@@ -347,8 +342,7 @@ class AsyncEngine:
                 if idle:
                     continue
                 return True
-            if work is not None:
-                work()
+            work()
 
     def _tell_all(self, error: BaseException) -> None:
         self._ended = error

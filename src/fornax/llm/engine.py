@@ -4,7 +4,6 @@ A turn dispatches the model's part of step n + 1, then works through the results
 runs, then dispatches the sampling of step n + 1, for which it now knows every earlier token.
 """
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,9 +27,6 @@ from fornax.llm.stats import Observer, StepStats
 from fornax.llm.weights import Weights
 
 __all__ = ["Engine", "Failure", "Output"]
-
-_log = logging.getLogger("fornax.llm")
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -171,7 +167,7 @@ class Engine:
         Raises:
           EngineError: adapters are off, or there is one of this name.
         """
-        self._need_adapters().add(adapter)
+        self.need_adapters().add(adapter)
 
     def remove_adapter(self, name: str) -> list[Output]:
         """Forget an adapter; requests that use it fail.
@@ -179,7 +175,7 @@ class Engine:
         Raises:
           EngineError: adapters are off, or there is none of this name.
         """
-        adapters = self._need_adapters()
+        adapters = self.need_adapters()
         self._check_adapter(name)  # before the results of a step could get lost
         outputs = self._process()
         sequences = {i: each.completions[0].sequence for i, each in self._requests.items()}
@@ -193,9 +189,10 @@ class Engine:
     def _check_adapter(self, name: str | None) -> None:
         """Raise EngineError if an adapter is gone."""
         if name is not None:
-            self._need_adapters().salt(name)
+            self.need_adapters().salt(name)
 
-    def _need_adapters(self) -> Adapters:
+    def need_adapters(self) -> Adapters:
+        """The adapters; EngineError if they are off."""
         if self.adapters is None:
             raise EngineError("adapters are off; start the engine with enable_lora")
         return self.adapters
