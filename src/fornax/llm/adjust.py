@@ -5,14 +5,11 @@ Legend: M samples, R rows, V vocabulary, W words of 32 tokens.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from fornax.llm.masks import ALL
 from fornax.llm.sampler_state import Change
 
 __all__ = ["adjust", "adjusts", "unpack"]
-
-ALL = np.uint32(0xFFFFFFFF)
-"""A word of a mask that allows its 32 tokens."""
 
 
 def adjusts(all_R: Change, rows_M: jax.Array, mask_MW: jax.Array) -> jax.Array:

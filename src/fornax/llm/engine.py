@@ -28,6 +28,7 @@ from fornax.llm.weights import Weights
 
 __all__ = ["Engine", "Failure", "Output"]
 
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A request that the engine could not go on with."""

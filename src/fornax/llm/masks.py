@@ -10,9 +10,10 @@ import numpy as np
 from fornax.config.errors import EngineError
 from fornax.llm.sampling_params import SamplingParams
 
-__all__ = ["TokenRules", "bad_word_tokens", "mask_words", "token_mask"]
+__all__ = ["ALL", "TokenRules", "bad_word_tokens", "full_mask", "mask_words", "token_mask"]
 
-ALL = 0xFFFFFFFF
+ALL = np.uint32(0xFFFFFFFF)
+"""A word that allows its 32 tokens."""
 MAX_BAD_WORDS = 1000
 """Most token sequences that the bad words of one request become, as in vLLM."""
 
@@ -20,6 +21,11 @@ MAX_BAD_WORDS = 1000
 def mask_words(vocab_size: int) -> int:
     """Words of a mask."""
     return (vocab_size + 31) // 32
+
+
+def full_mask(vocab_size: int, *rows: int) -> np.ndarray:
+    """Masks that allow every token, uint32 [*rows, W]."""
+    return np.full((*rows, mask_words(vocab_size)), ALL)
 
 
 def token_mask(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -88,7 +94,7 @@ class TokenRules:
 
     def _without(self, mask: np.ndarray | None, forbidden: np.ndarray) -> np.ndarray:
         if mask is None:
-            mask = np.full(mask_words(self._vocab), ALL, np.uint32)
+            mask = full_mask(self._vocab)
         return np.bitwise_and(mask, ~forbidden, mask)
 
 

@@ -20,6 +20,7 @@ from fornax import kernels
 from fornax.llm.buckets import bucket_for, buckets, powers
 from fornax.llm.limits import Limits
 from fornax.llm.logprobs import Scores
+from fornax.llm.masks import full_mask, mask_words
 from fornax.llm.plan import Plan
 from fornax.llm.programs import Programs
 from fornax.llm.sampler import (
@@ -28,7 +29,6 @@ from fornax.llm.sampler import (
     SamplerState,
     init_sampler_state,
     load_row,
-    mask_words,
     sample,
     score,
 )
@@ -111,8 +111,7 @@ class Runner:
         self._hidden = self._zeros(shape, weights.placement.compute_dtype)
         self._sampler: SamplerState = self._put(init_sampler_state(self._rows, self._vocab))
         self._all_allowed = {
-            size: self._put(np.full((size, mask_words(self._vocab)), 0xFFFFFFFF, np.uint32))
-            for size in self._sample_sizes
+            size: self._put(full_mask(self._vocab, size)) for size in self._sample_sizes
         }
         self._kv: tuple[jax.Array, ...] | None = None
         self.wake()
@@ -266,7 +265,7 @@ class Runner:
     def _mask(self, masks: dict[int, np.ndarray], size: int) -> jax.Array | np.ndarray:
         if not masks:
             return self._all_allowed[size]
-        mask = np.full((size, mask_words(self._vocab)), 0xFFFFFFFF, np.uint32)
+        mask = full_mask(self._vocab, size)
         for index, row in masks.items():
             mask[index] = row
         return mask

@@ -17,7 +17,6 @@ from jax import lax
 from fornax.llm import lanes
 from fornax.llm.adjust import adjust, adjusts
 from fornax.llm.filters import filtered
-from fornax.llm.masks import mask_words
 from fornax.llm.sampler_state import (
     Choice,
     RowParams,
@@ -33,7 +32,6 @@ __all__ = [
     "Scored",
     "init_sampler_state",
     "load_row",
-    "mask_words",
     "sample",
     "score",
 ]

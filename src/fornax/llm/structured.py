@@ -15,14 +15,13 @@ from tokenizers import Tokenizer
 
 from fornax.config.errors import EngineError
 from fornax.llm.constraints import constraint_key, constraint_source
+from fornax.llm.masks import ALL
 from fornax.llm.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 __all__ = ["Grammar", "GrammarCompiler"]
-
-_EVERYTHING = np.uint32(0xFFFFFFFF)
 
 
 class Grammar:
@@ -63,7 +62,7 @@ class Grammar:
         Raises `EngineError` when the constraint became too complex to follow.
         """
         if not self._started:
-            row_W[:] = _EVERYTHING
+            row_W[:] = ALL
             return
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         self._check()
