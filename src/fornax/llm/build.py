@@ -1,5 +1,6 @@
 """Putting an engine together from a model directory, or from a model in memory."""
 
+import copy
 import dataclasses
 import json
 import time
@@ -196,7 +197,7 @@ def _tokenizer(
     folder: Path | None, given: str | Path | Tokenizer | None, model: DecoderConfig
 ) -> Tokenizer | None:
     if isinstance(given, Tokenizer):
-        tokenizer = given
+        tokenizer = copy.deepcopy(given)  # changed below; the caller's own may read data
     elif given is not None:
         tokenizer = load_tokenizer(given)
     elif folder is not None and (folder / "tokenizer.json").is_file():
