@@ -349,7 +349,7 @@ class Engine:
         logprobs = None
         if completion.params.logprobs is not None:
             wanted = completion.params.logprobs
-            logprobs = pick(ticket.logprobs(), first, kept, wanted, self._token_text)
+            logprobs = pick(ticket.logprobs, first, kept, wanted, self._token_text)
         try:
             completion.record(kept, version, logprobs)
         except EngineError as error:

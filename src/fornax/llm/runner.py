@@ -8,7 +8,7 @@ D model width, V vocabulary, W words of an allowed-token bitmask, K log probabil
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -63,6 +63,7 @@ class Ticket:
             return []
         return np.asarray(self.sampled.tokens)[: len(self.plan.samples)].tolist()
 
+    @cached_property
     def logprobs(self) -> Scores:
         """Log probabilities of the sampled tokens, if they were wanted; waits for the device."""
         assert self.sampled is not None, "nothing was sampled"

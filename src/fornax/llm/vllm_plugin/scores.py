@@ -20,7 +20,7 @@ def count_logprobs(wanted: int, max_logprobs: int) -> int:
 
 def sampled_logprobs(ticket: Ticket, count: int) -> Any:
     """A row for each entry; zeros where nothing was sampled."""
-    scores, entries = ticket.logprobs(), len(ticket.plan.entries)
+    scores, entries = ticket.logprobs, len(ticket.plan.entries)
     ids = np.zeros((entries, count + 1), np.int32)
     values = np.zeros((entries, count + 1), np.float32)
     ranks = np.zeros(entries, np.int32)
