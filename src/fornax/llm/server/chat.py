@@ -41,11 +41,7 @@ class ChatShaper:
         self._readers: dict[int, ChatText] = {}
         self._role = server.config.response_role
         self._echo = _echoed(body, self._role)
-        self._as_ids = bool(
-            server.config.return_tokens_as_token_ids
-            if body.return_tokens_as_token_ids is None
-            else body.return_tokens_as_token_ids
-        )
+        self._as_ids = server.names_tokens_by_id(body.return_tokens_as_token_ids)
         self._tally = Tally(server.config.enable_prompt_tokens_details)
         self._head = {
             "id": answer_id,
@@ -168,19 +164,15 @@ class ChatShaper:
 
     def events(self) -> bytes:
         """The end of a stream."""
-        self._note()
+        self._tally.note(self._record)
         return self._chunks.last(self._tally)
 
     def whole(self) -> bytes:
         """The answer that is no stream."""
-        self._note()
+        self._tally.note(self._record)
         choices = [self._choices[index] for index in sorted(self._choices)]
         usage = self._tally.usage()
         return to_json({**self._head, "choices": choices, "usage": usage, **self._beside})
-
-    def _note(self) -> None:
-        self._record.fields["prompt_tokens"] = self._tally.prompt
-        self._record.fields["completion_tokens"] = self._tally.completion
 
 
 def _echoed(body: ChatBody, role: str) -> str:

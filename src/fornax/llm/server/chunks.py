@@ -8,6 +8,7 @@ from pydantic_core import to_json
 
 from fornax.llm.outputs import CompletionOutput, RequestOutput
 from fornax.llm.server.protocol.base import StreamOptions
+from fornax.llm.server.record import Record
 
 __all__ = ["Chunks", "Interval", "Tally", "UsageIn"]
 
@@ -41,6 +42,11 @@ class Tally:
             self.cached += output.num_cached_tokens
         for completion in output.outputs:
             self.completion += len(completion.token_ids)
+
+    def note(self, record: Record) -> None:
+        """Say the counts in the access log's line."""
+        record.fields["prompt_tokens"] = self.prompt
+        record.fields["completion_tokens"] = self.completion
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object."""

@@ -43,11 +43,7 @@ class CompletionShaper:
         self._numbers = prompts
         self._prompts: dict[str, _Prompt] = {}
         self._n = body.n or 1
-        self._as_ids = bool(
-            server.config.return_tokens_as_token_ids
-            if body.return_tokens_as_token_ids is None
-            else body.return_tokens_as_token_ids
-        )
+        self._as_ids = server.names_tokens_by_id(body.return_tokens_as_token_ids)
         self._tally = Tally(server.config.enable_prompt_tokens_details)
         self._head = {
             "id": answer_id,
@@ -154,15 +150,11 @@ class CompletionShaper:
 
     def events(self) -> bytes:
         """The end of a stream."""
-        self._note()
+        self._tally.note(self._record)
         return self._chunks.last(self._tally)
 
     def whole(self) -> bytes:
         """The answer that is no stream."""
-        self._note()
+        self._tally.note(self._record)
         choices = [self._choices[index] for index in sorted(self._choices)]
         return to_json({**self._head, "choices": choices, "usage": self._tally.usage()})
-
-    def _note(self) -> None:
-        self._record.fields["prompt_tokens"] = self._tally.prompt
-        self._record.fields["completion_tokens"] = self._tally.completion

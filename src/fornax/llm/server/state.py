@@ -86,6 +86,10 @@ class Server:
         """An id for the engine: clients may use theirs twice."""
         return f"{answer_id}-{next(self.ids)}"
 
+    def names_tokens_by_id(self, asked: bool | None) -> bool:
+        """Whether log probabilities name tokens as token_id:N: as a request asks, or the config."""
+        return bool(self.config.return_tokens_as_token_ids if asked is None else asked)
+
     def adapter(self, name: str | None) -> str | None:
         """The adapter that a request names; None for the model itself; else 404."""
         if name is None or name in self.names:
