@@ -1,6 +1,7 @@
 """Building the native kernels: without a compiler, damaged, concurrently, and without warnings."""
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +27,9 @@ print(float(attention(q, q, q, scale=1.0, implementation="native").sum()))
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and a process that has not looked for the kernels yet."""
     monkeypatch.setenv("FORNAX_CACHE_DIR", str(tmp_path))
-    _forget()
-    yield tmp_path
-    monkeypatch.undo()
-    _forget()
-
-
-def _forget() -> None:
-    build.unavailable.cache_clear()
+    monkeypatch.setattr(build, "_reasons", {})
     build._notice.cache_clear()
+    return tmp_path
 
 
 def test_without_compiler_falls_back_with_one_notice(
@@ -94,3 +89,21 @@ def test_compiles_without_warnings_for_plain_and_for_this_processor(unit: str) -
             [*command, *flags, *include, str(source)], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_threads_that_ask_at_once_register_one_library(tmp_path: Path) -> None:
+    program = """
+from concurrent.futures import ThreadPoolExecutor
+from fornax.kernels import _native
+with ThreadPoolExecutor(4) as pool:
+    print(set(pool.map(_native.unavailable, ["norm"] * 4)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "FORNAX_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout == "{None}\n", done.stderr

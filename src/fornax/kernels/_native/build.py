@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,17 +49,28 @@ _TIMEOUT_S = 300
 
 _log = logging.getLogger("fornax.kernels")
 
+_locks = {unit: threading.Lock() for unit in _UNITS}
+_reasons: dict[str, str | None] = {}
+"""Unit to why it cannot be used, or to None once it is registered."""
+
 
 class _BuildError(Exception):
     """Why there is no library, as half a sentence."""
 
 
-@functools.cache
 def unavailable(unit: str) -> str | None:
     """Build, load and register a unit's kernels; return None, or why they cannot be used.
 
-    The reason is logged once.
+    Done once, whichever thread asks first: XLA knows a call target by one library for as long as
+    the process runs. The reason is logged once.
     """
+    with _locks[unit]:
+        if unit not in _reasons:
+            _reasons[unit] = _register(unit)
+        return _reasons[unit]
+
+
+def _register(unit: str) -> str | None:
     try:
         library = _load(library_path(unit))
     except _BuildError as error:
