@@ -26,7 +26,7 @@ from fornax.config import environment
 
 __all__ = ["build_all", "compiler", "library_path", "unavailable"]
 
-_HEADERS = ("simd.h", "paged_block.h")
+_HEADERS = ("simd.h", "crew.h", "paged_block.h")
 _UNITS = {
     "attention": ("fornax_attention_forward", "fornax_attention_backward"),
     "paged_attention": ("fornax_paged_attention", "fornax_paged_write"),

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "simd.h"
+#include "crew.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -368,7 +368,7 @@ struct Product {
     if (rows.tiles <= 4) {
       for (int64_t tile = 0; tile < rows.tiles; ++tile) ready(tile);
     } else {
-      parallel_for(pool, rows.tiles, ready);
+      share_rows(pool, count, rows.tiles, ready);
     }
     const int64_t panels = (N + kPanel - 1) / kPanel;
     const int64_t tiles = std::min(rows.tiles, kRowBlock / kTile);
@@ -376,7 +376,7 @@ struct Product {
     const int64_t wanted = panels * blocks / (4 * std::max<int64_t>(pool.num_threads(), 1));
     const int64_t width = std::clamp<int64_t>(wanted, 1, kPanels);
     const int64_t widths = (panels + width - 1) / width;
-    parallel_for(pool, blocks * widths, [&](int64_t index) {
+    share_rows(pool, count, blocks * widths, [&](int64_t index) {
       const int64_t from = index / widths * tiles, panel = index % widths * width;
       task(rows, first_row, from, std::min(from + tiles, rows.tiles), panel,
            std::min(panel + width, panels));

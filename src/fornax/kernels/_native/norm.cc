@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "simd.h"
+#include "crew.h"
 
 namespace fornax {
 namespace {
@@ -35,7 +35,7 @@ void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const float* scale, flo
   auto* to = static_cast<T*>(y.untyped_data());
   const int64_t most = M * D <= kAlone ? 1 : 4 * pool.num_threads();
   const int64_t parts = std::clamp<int64_t>(most, 1, M);
-  parallel_for(pool, parts, [&](int64_t part) {
+  share_rows(pool, M, parts, [&](int64_t part) {
     Arena& arena = Arena::of_this_thread();
     arena.start(round_up(D, kLanes));
     float* line = arena.take(round_up(D, kLanes));

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "crew.h"
 #include "paged_block.h"
 
 namespace fornax {
@@ -363,7 +364,7 @@ struct Attend {
     if (elements <= kSmall) {
       for (size_t i = 0; i < tasks.size(); ++i) work(i);
     } else {
-      parallel_for(pool, tasks.size(), work);
+      share_rows(pool, s.T, tasks.size(), work);
     }
     std::fill(o + s.start[s.R] * s.N * s.H, o + s.T * s.N * s.H, Q());
   }
@@ -453,7 +454,7 @@ void write(ffi::ThreadPool& pool, const From* k, const From* v, const int32_t* s
   if (tokens * heads * width <= kSmall) {
     for (int64_t i = 0; i < tasks; ++i) some(i);
   } else {
-    parallel_for(pool, tasks, some);
+    share_rows(pool, tokens, tasks, some);
   }
 }
 
