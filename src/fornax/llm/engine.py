@@ -154,9 +154,8 @@ class Engine:
         """
         outputs = self._process()
         self.scheduler.reset()
-        self.runner.update_weights(weights)
-        if self.adapters is not None:
-            self.runner.use_state(self.adapters.attach(weights.state))
+        state = None if self.adapters is None else self.adapters.attach(weights.state)
+        self.runner.update_weights(weights, state)
         if self._proposer is not None:
             self._proposer.reset()
         self.version = version

@@ -6,9 +6,10 @@ Legend: T tokens of the bucket, M samples of the bucket, R rows (sequences that 
 D model width, V vocabulary, W words of an allowed-token bitmask, K log probabilities a token.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import jax
@@ -96,7 +97,9 @@ class Runner:
         self._programs = programs
         self._name = name
         self._bind = bind
-        self._state = weights.state if state is None else state
+        # Programs take the leaves: to take the state apart at every call would cost as much as the
+        # call itself.
+        self._leaves, self._tree = jax.tree.flatten(weights.state if state is None else state)
         self._vocab = weights.config.vocab_size
         self._max_logprobs = min(max_logprobs, self._vocab)
         self._rows = limits.max_num_seqs
@@ -138,14 +141,21 @@ class Runner:
                 where.mesh,
             )
 
-    def update_weights(self, weights: Weights) -> None:
-        """Run later steps with other weights of the same model."""
+    def update_weights(self, weights: Weights, state: Any = None) -> None:
+        """Run later steps with other weights of the same model.
+
+        Args:
+          weights: the weights.
+          state: the same with adapters, where the runner was made for adapters.
+        """
         self.weights = weights
-        self._state = weights.state
+        self.use_state(weights.state if state is None else state)
 
     def use_state(self, state: Any) -> None:
         """Run later steps with these parameters, of the same shapes and places."""
-        self._state = state
+        leaves, tree = jax.tree.flatten(state)
+        assert tree == self._tree, "the state differs in more than its arrays"
+        self._leaves = leaves
 
     def use_fixed_tables(self) -> None:
         """Give every row its own pages for good, for a cache that nobody keeps books of."""
@@ -176,7 +186,7 @@ class Runner:
         self._fill(plan, parts, adapters or {})
         program = self._programs.get((self._name, "step", bucket))
         self._kv, self._hidden = program(
-            self._state, self._kv, self._hidden, self._sampler.last_token, vector
+            self._leaves, self._kv, self._hidden, self._sampler.last_token, vector
         )
         return bucket
 
@@ -215,7 +225,7 @@ class Runner:
             vector[3, 0] = logprobs
             program = self._programs.get((self._name, "sample", size))
             mask = self._mask(masks, size)
-            sampled, self._sampler = program(self._state, self._hidden, self._sampler, vector, mask)
+            sampled, self._sampler = program(self._leaves, self._hidden, self._sampler, vector, mask)
         return Ticket(plan, sampled, pooled, scored, bucket)
 
     def _fill(self, plan: Plan, parts: dict[str, np.ndarray], adapters: dict[int, int]) -> None:
@@ -288,26 +298,27 @@ class Runner:
             vector[0, : len(part)] = start + first + np.arange(len(part))
             vector[1, : len(part)] = part
             program = self._programs.get((self._name, "score"))
-            parts.append(program(self._state, self._hidden, vector))
+            parts.append(program(self._leaves, self._hidden, vector))
         return tuple(parts)
 
     # What is compiled.
 
     def _announce(self) -> None:
-        state, kv = _abstract(self._state), _abstract(self._kv)
+        leaves, kv = _abstract(self._leaves), _abstract(self._kv)
         hidden, sampler = _abstract(self._hidden), _abstract(self._sampler)
         name, announce = self._name, self._programs.announce
         for size, layout in reversed(self._layouts.items()):
             step = make_step(self.weights, layout, self.limits.max_model_len, self._bind)
             vector = self._ints((layout.size,))
-            args = (state, kv, hidden, sampler.last_token, vector)
+            args = (leaves, kv, hidden, sampler.last_token, vector)
             results = (tuple(pages.sharding for pages in kv), self._everywhere)
-            make = partial(self._compile, step, args, (1, 2), results)
+            make = partial(self._compile, self._on_leaves(step), args, (1, 2), results)
             announce((name, "step", size), make)
         for size in self._sample_sizes:
             mask = self._ints((size, mask_words(self._vocab)), jnp.uint32)
-            args = (state, hidden, sampler, self._ints((4, size)), mask)
-            announce((name, "sample", size), partial(self._compile, self._sample, args, (2,)))
+            args = (leaves, hidden, sampler, self._ints((4, size)), mask)
+            make = partial(self._compile, self._on_leaves(self._sample), args, (2,))
+            announce((name, "sample", size), make)
         row = jax.tree.map(np.asarray, RowParams.default(self._vocab))
         args = (sampler, self._ints(()), jax.tree.map(lambda x: self._ints(x.shape, x.dtype), row))
         announce((name, "load row"), partial(self._compile, load_row, args, (0,)))
@@ -317,8 +328,18 @@ class Runner:
             announce((name, "copy pages", group), make)
         args = (hidden, self._ints((_POOLED,)))
         announce((name, "pool"), partial(self._compile, _pool_rows, args, ()))
-        args = (state, hidden, self._ints((2, _SCORED)))
-        announce((name, "score"), partial(self._compile, self._score_rows, args, ()))
+        args = (leaves, hidden, self._ints((2, _SCORED)))
+        make = partial(self._compile, self._on_leaves(self._score_rows), args, ())
+        announce((name, "score"), make)
+
+    def _on_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with the leaves of its first argument, the state, in its place."""
+
+        @wraps(function)
+        def on_leaves(leaves: Any, *rest: Any) -> Any:
+            return function(self._tree.unflatten(leaves), *rest)
+
+        return on_leaves
 
     def _compile(
         self, function: Any, args: Any, donated: tuple[int, ...], results: Any = None
