@@ -3,7 +3,7 @@
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
-from fornax.kernels._linear import Weight, linear
+from fornax.kernels._linear import Weight, linear, linears
 from fornax.kernels._native import build_all as build_native
 from fornax.kernels._norm import rms_norm
 from fornax.kernels._packed import PackedWeight, pack
@@ -32,6 +32,7 @@ __all__ = [
     "cross_entropy_operation",
     "linear",
     "linear_cross_entropy",
+    "linears",
     "pack",
     "paged_attention",
     "paged_attention_operation",

@@ -11,6 +11,7 @@ only the tangent with respect to the weights is a primitive of its own, for its 
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -19,9 +20,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fornax.config.errors import KernelError
+from fornax.kernels._packed import PackedWeight
 from fornax.kernels.registry import current_platform
 
-__all__ = ["Weight", "linear"]
+__all__ = ["Weight", "linear", "linears"]
 
 
 @runtime_checkable
@@ -69,6 +71,27 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, inputs: int = 1) -> jax.Array
     if current_platform() == "cpu":
         return _linear(inputs, x, w)
     return _product(x, w, inputs=inputs)
+
+
+def linears(
+    x: jax.Array, weights: Sequence[jax.Array | Weight], *, inputs: int = 1
+) -> list[jax.Array]:
+    """Return `linear` of one x with each of several weights.
+
+    Packed weights share one native call: x is prepared once, and threads meet once.
+
+    Args:
+        x: [..., *in].
+        weights: what `linear` takes, each [*in, *out] with outputs of its own.
+        inputs: how many axes are summed over.
+
+    Raises:
+        KernelError: shapes or dtypes that do not fit together.
+    """
+    packed = [w for w in weights if isinstance(w, PackedWeight)]
+    if len(weights) > 1 and len(packed) == len(weights):
+        return PackedWeight.linears(x, packed, inputs)
+    return [linear(x, w, inputs=inputs) for w in weights]
 
 
 def _product(x: jax.Array, w: jax.Array, *, inputs: int) -> jax.Array:

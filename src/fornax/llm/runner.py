@@ -225,7 +225,8 @@ class Runner:
             vector[3, 0] = logprobs
             program = self._programs.get((self._name, "sample", size))
             mask = self._mask(masks, size)
-            sampled, self._sampler = program(self._leaves, self._hidden, self._sampler, vector, mask)
+            args = (self._leaves, self._hidden, self._sampler, vector, mask)
+            sampled, self._sampler = program(*args)
         return Ticket(plan, sampled, pooled, scored, bucket)
 
     def _fill(self, plan: Plan, parts: dict[str, np.ndarray], adapters: dict[int, int]) -> None:

@@ -87,9 +87,25 @@ class Projection(nnx.Module):
         if isinstance(kernel, jax.Array):  # otherwise a weight that knows its own product
             kernel = kernel.astype(self.compute_dtype)
         y = kernels.linear(x.astype(self.compute_dtype), kernel, inputs=self.num_inputs)
-        if self.bias is not None:
-            y = y + self.bias[...].astype(self.compute_dtype)
-        return y
+        return self.add_bias(y)
+
+    def add_bias(self, y: jax.Array) -> jax.Array:
+        """Return y [..., *outputs] with the bias, if there is one."""
+        return y if self.bias is None else y + self.bias[...].astype(self.compute_dtype)
+
+
+def project(x: jax.Array, *modules: Projection) -> list[jax.Array]:
+    """Apply projections that sum over the same axes of `x`; packed ones share a call.
+
+    Whatever else stands in a projection's place is called as it is.
+    """
+    weights = [m.kernel.get_value() for m in modules if type(m) is Projection]
+    packed = [weight for weight in weights if isinstance(weight, kernels.PackedWeight)]
+    if len(packed) < len(modules):
+        return [module(x) for module in modules]
+    first = modules[0]
+    found = kernels.linears(x.astype(first.compute_dtype), packed, inputs=first.num_inputs)
+    return [module.add_bias(y) for module, y in zip(modules, found, strict=True)]
 
 
 class RMSNorm(nnx.Module):
@@ -168,7 +184,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attend; returns y [B, T, D] and the cache layer with this pass's keys and values."""
-        q_BTNH, k_BTKH, v_BTKH = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        q_BTNH, k_BTKH, v_BTKH = project(x_BTD, self.q, self.k, self.v)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         if kind.rope != "none":
@@ -226,7 +242,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Apply -> y [B, T, D]."""
-        h_BTF = _ACTIVATIONS[self.activation](self.gate(x_BTD)) * self.up(x_BTD)
+        gate_BTF, up_BTF = project(x_BTD, self.gate, self.up)
+        h_BTF = _ACTIVATIONS[self.activation](gate_BTF) * up_BTF
         return self.down(constrain(h_BTF, ("batch", "length", "activation_mlp")))
 
 

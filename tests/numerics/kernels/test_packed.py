@@ -51,3 +51,33 @@ def test_stack_is_read_at_the_layer_only() -> None:
         for layer in range(3):
             alone = kernels.pack(stack[layer], precision=precision, implementation="native")
             np.testing.assert_array_equal(packed.at(layer).linear(x), alone.linear(x))
+
+
+@pytest.mark.parametrize("rows", [1, 13, 500])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_several_at_once_are_the_same_as_one_by_one(precision: str, rows: int) -> None:
+    x = _rows(512, "float32")[:rows]
+    weights = [
+        kernels.pack(
+            jnp.stack([_weight(512, outputs), _weight(512, outputs) + 1]),
+            precision=precision,
+            stacked=True,
+            implementation="native",
+        ).at(layer)
+        for outputs, layer in ((512, 1), (40, 0), (1408, 1))
+    ]
+    for y, weight in zip(kernels.linears(x, weights), weights, strict=True):
+        np.testing.assert_array_equal(y, weight.linear(x))
+
+
+def test_mixed_weights_at_once() -> None:
+    x, w = _rows(64, "float32")[:3], _weight(64, 40)
+    packed = kernels.pack(w, precision="float32")
+    plain = kernels.pack(w, precision="float32", implementation="plain")
+    first, second, third = kernels.linears(x, [packed, w, plain])
+    np.testing.assert_array_equal(first, packed.linear(x))
+    np.testing.assert_array_equal(second, kernels.linear(x, w))
+    np.testing.assert_allclose(third, second, rtol=1e-5, atol=1e-5)
+    one, two = kernels.linears(x, [packed, plain])
+    np.testing.assert_array_equal(one, first)
+    np.testing.assert_array_equal(two, third)

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "crew.h"
 
@@ -355,74 +356,107 @@ struct Product {
     }
   }
 
-  void pass(ffi::ThreadPool& pool, int64_t first_row, int64_t count) const {
-    static thread_local Arena prepared;
-    Rows rows(count, U, G);
-    prepared.start(rows.floats());
-    rows.take(prepared);
-    const auto ready = [&](int64_t tile) {
-      Arena& arena = Arena::of_this_thread();
-      arena.start(line_floats());
-      prepare(rows, first_row, tile, arena.take(line_floats()));
-    };
-    if (rows.tiles <= 4) {
-      for (int64_t tile = 0; tile < rows.tiles; ++tile) ready(tile);
-    } else {
-      share_rows(pool, count, rows.tiles, ready);
-    }
-    const int64_t panels = (N + kPanel - 1) / kPanel;
-    const int64_t tiles = std::min(rows.tiles, kRowBlock / kTile);
-    const int64_t blocks = (rows.tiles + tiles - 1) / tiles;
-    const int64_t wanted = panels * blocks / (4 * std::max<int64_t>(pool.num_threads(), 1));
-    const int64_t width = std::clamp<int64_t>(wanted, 1, kPanels);
-    const int64_t widths = (panels + width - 1) / width;
-    share_rows(pool, count, blocks * widths, [&](int64_t index) {
-      const int64_t from = index / widths * tiles, panel = index % widths * width;
-      task(rows, first_row, from, std::min(from + tiles, rows.tiles), panel,
-           std::min(panel + width, panels));
-    });
-  }
-
-  void run(ffi::ThreadPool& pool, int64_t M) const {
-    for (int64_t row = 0; row < M; row += kPass) pass(pool, row, std::min(kPass, M - row));
-  }
+  int64_t panels() const { return (N + kPanel - 1) / kPanel; }
 };
+
+// Products of the same x with several weights, which share preparing x and the threads.
+template <typename Op, typename T>
+void pass(ffi::ThreadPool& pool, const std::vector<Product<Op, T>>& products, int64_t first_row,
+          int64_t count) {
+  const Product<Op, T>& any = products.front();
+  static thread_local Arena prepared;
+  Rows rows(count, any.U, any.G);
+  prepared.start(rows.floats());
+  rows.take(prepared);
+  const auto ready = [&](int64_t tile) {
+    Arena& arena = Arena::of_this_thread();
+    arena.start(any.line_floats());
+    any.prepare(rows, first_row, tile, arena.take(any.line_floats()));
+  };
+  if (rows.tiles <= 4) {
+    for (int64_t tile = 0; tile < rows.tiles; ++tile) ready(tile);
+  } else {
+    share_rows(pool, count, rows.tiles, ready);
+  }
+  int64_t panels = 0;
+  for (const auto& product : products) panels += product.panels();
+  const int64_t tiles = std::min(rows.tiles, kRowBlock / kTile);
+  const int64_t blocks = (rows.tiles + tiles - 1) / tiles;
+  const int64_t wanted = panels * blocks / (4 * std::max<int64_t>(pool.num_threads(), 1));
+  const int64_t width = std::clamp<int64_t>(wanted, 1, kPanels);
+  struct Task {
+    const Product<Op, T>* product;
+    int64_t from, panel;
+  };
+  static thread_local std::vector<Task> tasks;
+  tasks.clear();
+  for (const auto& product : products) {
+    for (int64_t from = 0; from < rows.tiles; from += tiles) {
+      for (int64_t panel = 0; panel < product.panels(); panel += width) {
+        tasks.push_back({&product, from, panel});
+      }
+    }
+  }
+  const Task* list = tasks.data();  // of this thread, whoever runs the tasks
+  share_rows(pool, count, static_cast<int64_t>(tasks.size()), [&, list](int64_t index) {
+    const Task& t = list[index];
+    t.product->task(rows, first_row, t.from, std::min(t.from + tiles, rows.tiles), t.panel,
+                    std::min(t.panel + width, t.product->panels()));
+  });
+}
 
 using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
+// What a call is given: x, then for every weight its values, its scales and which layer it is.
+struct Call {
+  ffi::ThreadPool& pool;
+  ffi::AnyBuffer& x;
+  ffi::RemainingArgs& weights;
+  ffi::RemainingRets& results;
+};
+
 template <typename Op, typename T>
-void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& values,
-         const Floats& scales, int64_t layer, ffi::AnyBuffer& y) {
-  const auto xd = x.dimensions(), vd = values.dimensions();
-  const int64_t P = vd[1], U = vd[2], G = Op::kGrouped ? U / kGroupWords : 0;
-  layer = std::clamp<int64_t>(layer, 0, vd[0] - 1);
-  Product<Op, T>{xd[1],
-                 y.dimensions()[1],
-                 U,
-                 G,
-                 static_cast<const T*>(x.untyped_data()),
-                 static_cast<const float*>(values.untyped_data()) + layer * P * U * kPanel,
-                 scales.typed_data() + layer * P * G * kPanel,
-                 static_cast<T*>(y.untyped_data())}
-      .run(pool, xd[0]);
+ffi::Error run(const Call& call) {
+  const int64_t M = call.x.dimensions()[0], K = call.x.dimensions()[1];
+  std::vector<Product<Op, T>> products;
+  for (size_t i = 0; i < call.results.size(); ++i) {
+    const auto values = call.weights.get<ffi::AnyBuffer>(3 * i);
+    const auto scales = call.weights.get<Floats>(3 * i + 1);
+    const auto layers = call.weights.get<Ints>(3 * i + 2);
+    auto y = call.results.get<ffi::AnyBuffer>(i);
+    if (!values || !scales || !layers || !y) {
+      return ffi::Error::InvalidArgument("a weight is values, float32 scales and an int32 layer");
+    }
+    const auto sizes = values->dimensions();
+    const int64_t P = sizes[1], U = sizes[2], G = Op::kGrouped ? U / kGroupWords : 0;
+    const int64_t layer = std::clamp<int64_t>(layers->typed_data()[0], 0, sizes[0] - 1);
+    products.push_back({K, (*y)->dimensions()[1], U, G,
+                        static_cast<const T*>(call.x.untyped_data()),
+                        static_cast<const float*>(values->untyped_data()) + layer * P * U * kPanel,
+                        scales->typed_data() + layer * P * G * kPanel,
+                        static_cast<T*>((*y)->untyped_data())});
+  }
+  for (int64_t row = 0; row < M; row += kPass) {
+    pass(call.pool, products, row, std::min(kPass, M - row));
+  }
+  return ffi::Error::Success();
 }
 
 template <typename Op>
-void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& values,
-         const Floats& scales, int64_t layer, ffi::AnyBuffer& y) {
-  const auto of = x.element_type() == ffi::F32 ? run<Op, float> : run<Op, Half>;
-  of(pool, x, values, scales, layer, y);
+ffi::Error run(const Call& call) {
+  return call.x.element_type() == ffi::F32 ? run<Op, float>(call) : run<Op, Half>(call);
 }
 
-ffi::Error linear_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer values, Floats scales,
-                       Ints layer, ffi::Result<ffi::AnyBuffer> y) {
-  const auto stored = values.element_type();
-  const auto of = stored == ffi::F32    ? run<Float32>
-                  : stored == ffi::BF16 ? run<BFloat16>
-                                        : run<Int8>;
-  of(pool, x, values, scales, layer.typed_data()[0], *y);
-  return ffi::Error::Success();
+ffi::Error linear_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs weights,
+                       ffi::RemainingRets results) {
+  const Call call{pool, x, weights, results};
+  const auto first = weights.get<ffi::AnyBuffer>(0);
+  if (!first) return ffi::Error::InvalidArgument("a product takes a weight");
+  const auto stored = first->element_type();
+  return stored == ffi::F32    ? run<Float32>(call)
+         : stored == ffi::BF16 ? run<BFloat16>(call)
+                               : run<Int8>(call);
 }
 
 }  // namespace
@@ -432,7 +466,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_linear, fornax::linear_call,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<fornax::Floats>()
-                                  .Arg<fornax::Ints>()
-                                  .Ret<xla::ffi::AnyBuffer>());
+                                  .RemainingArgs()
+                                  .RemainingRets());

@@ -4,13 +4,16 @@ Legend: L layers, M rows, K inputs, N outputs, P panels of 32 outputs, U words o
 1, 2 or 4 inputs, G groups of 64 inputs.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from fornax.kernels import _native
 from fornax.kernels._packed.quantize import GROUP, quantize
 
-__all__ = ["layout", "linear", "unavailable", "unpack"]
+__all__ = ["layout", "linear", "linears", "unavailable", "unpack"]
 
 _PANEL = 32
 """Outputs of a panel; the kernel has the same number."""
@@ -41,11 +44,23 @@ def linear(
     x_MK: jax.Array, values: jax.Array, scales: jax.Array | None, layer: jax.Array, outputs: int
 ) -> jax.Array:
     """Return y [M, N] in the dtype of x."""
-    y = jax.ShapeDtypeStruct((x_MK.shape[0], outputs), x_MK.dtype)
-    if 0 in (*x_MK.shape, outputs):
-        return jnp.zeros(y.shape, y.dtype)
-    call = jax.ffi.ffi_call("fornax_linear", y, vmap_method="sequential")
-    return call(x_MK, values, jnp.zeros((0,)) if scales is None else scales, layer)
+    return linears(x_MK, [(values, scales, layer, outputs)])[0]
+
+
+def linears(
+    x_MK: jax.Array, weights: Sequence[tuple[jax.Array, jax.Array | None, jax.Array, int]]
+) -> list[jax.Array]:
+    """Return y [M, N] for each of several weights of one precision, in one call.
+
+    A weight is what `linear` takes: values, scales, layer, outputs.
+    """
+    shapes = [(x_MK.shape[0], outputs) for *_, outputs in weights]
+    if 0 in x_MK.shape or any(0 in shape for shape in shapes):
+        return [jnp.zeros(shape, x_MK.dtype) for shape in shapes]
+    results = [jax.ShapeDtypeStruct(shape, x_MK.dtype) for shape in shapes]
+    call = jax.ffi.ffi_call("fornax_linear", results, vmap_method="sequential")
+    arrays = [(v, jnp.zeros((0,)) if s is None else s, layer) for v, s, layer, _ in weights]
+    return list(call(x_MK, *itertools.chain.from_iterable(arrays)))
 
 
 def unpack(values: jax.Array, scales: jax.Array | None, inputs: int, outputs: int) -> jax.Array:

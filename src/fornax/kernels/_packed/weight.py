@@ -5,6 +5,7 @@ Legend: L layers, M rows, K inputs (flattened), N outputs (flattened), G groups 
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -88,11 +89,27 @@ class PackedWeight:
             KernelError: a stack without a layer, or shapes or dtypes that do not fit.
         """
         self._check(x, inputs)
-        lead = x.shape[: x.ndim - inputs]
-        x_MK = x.reshape(math.prod(lead), math.prod(self.inputs))
         run = native.linear if self.implementation == "native" else plain.linear
-        y_MN = run(x_MK, self.values, self.scales, self._index(), math.prod(self.outputs))
-        return y_MN.reshape(*lead, *self.outputs)
+        y_MN = run(self._rows(x), *self._parts())
+        return y_MN.reshape(*x.shape[: x.ndim - inputs], *self.outputs)
+
+    @classmethod
+    def linears(
+        cls, x: jax.Array, weights: "Sequence[PackedWeight]", inputs: int
+    ) -> list[jax.Array]:
+        """Return `linear` of x for each weight; native ones of one precision share a call."""
+        first = weights[0]
+        alike = all((w.implementation, w.precision) == ("native", first.precision) for w in weights)
+        if not alike:
+            return [weight.linear(x, inputs) for weight in weights]
+        for weight in weights:
+            weight._check(x, inputs)
+        lead = x.shape[: x.ndim - inputs]
+        found = native.linears(first._rows(x), [weight._parts() for weight in weights])
+        return [
+            y_MN.reshape(*lead, *weight.outputs)
+            for y_MN, weight in zip(found, weights, strict=True)
+        ]
 
     def unpack(self) -> jax.Array:
         """Return the array this stands for, as precise as it is stored, in its first dtype."""
@@ -103,6 +120,14 @@ class PackedWeight:
             values = values[self._index()][None]
             scales = None if scales is None else scales[self._index()][None]
         return run(values, scales, *sizes).astype(self.dtype).reshape(self.shape)
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        """Return x as [M, K]."""
+        lead = x.shape[: x.ndim - len(self.inputs)]
+        return x.reshape(math.prod(lead), math.prod(self.inputs))
+
+    def _parts(self) -> tuple[jax.Array, jax.Array | None, jax.Array, int]:
+        return self.values, self.scales, self._index(), math.prod(self.outputs)
 
     def _index(self) -> jax.Array:
         return jnp.int32(0) if self.layer is None else self.layer
