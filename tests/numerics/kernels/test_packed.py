@@ -1,5 +1,10 @@
 """The native product against float64, and that a row does not depend on what is beside it."""
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,3 +86,30 @@ def test_mixed_weights_at_once() -> None:
     one, two = kernels.linears(x, [packed, plain])
     np.testing.assert_array_equal(one, first)
     np.testing.assert_array_equal(two, third)
+
+
+def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
+    x = _rows(512, "float32")[:3]
+    packed = [kernels.pack(_weight(512, n), precision="float32") for n in (64, 512, 1408, 4096)]
+    run = jax.jit(lambda x: [w.linear(x) for w in packed for _ in range(8)])
+    alone = run(x)
+    with ThreadPoolExecutor(6) as pool:
+        for found in pool.map(lambda _: run(x), range(120)):
+            for one, other in zip(found, alone, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+def test_a_process_held_to_one_core_computes_the_same() -> None:
+    program = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import jax.numpy as jnp
+from fornax import kernels
+w = kernels.pack(jnp.arange(512.0 * 512).reshape(512, 512) % 4, implementation="native")
+print([float(w.linear(jnp.ones((rows, 512))).sum()) for rows in (1, 64, 200)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    whole = float((np.arange(512.0 * 512) % 4).sum())
+    assert done.stdout.strip() == str([whole, 64 * whole, 200 * whole]), done.stderr

@@ -11,11 +11,13 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -40,15 +42,13 @@ class Crew {
     return *crew;
   }
 
-  // Runs work(0) .. work(count - 1) on `threads` threads, the caller's among them. Returns false,
-  // having done nothing, while another caller is in here.
+  // Runs work(0) .. work(count - 1) on up to `threads` threads, the caller's among them. Returns
+  // false, having done nothing, while another caller is in here.
   template <typename Work>
   bool run(int64_t threads, int64_t count, bool linger, const Work& work) {
     std::unique_lock<std::mutex> lock(callers_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
-    while (static_cast<int64_t>(members_.size()) < threads - 1) {
-      members_.emplace_back([this] { watch(); });
-    }
+    hire(threads - 1);
     linger_ = linger;
     caller_core_ = this_core();
     body_ = [](const void* at, int64_t i) { (*static_cast<const Work*>(at))(i); };
@@ -89,11 +89,24 @@ class Crew {
     return cores;
   }
 
+  int64_t cores() const { return CPU_COUNT(&cores_); }
+
   const cpu_set_t cores_ = allowed_cores();
 #else
   static int this_core() { return -1; }
-  void keep_off(int, pthread_t) const {}
+  static void keep_off(int, pthread_t) {}
+  static int64_t cores() { return std::thread::hardware_concurrency(); }
 #endif
+
+  void hire(int64_t wanted) {
+    if (static_cast<int64_t>(members_.size()) >= wanted) return;
+    try {
+      while (static_cast<int64_t>(members_.size()) < std::min(wanted, cores() - 1)) {
+        members_.emplace_back([this] { watch(); });
+      }
+    } catch (const std::system_error&) {  // the system has no thread left: fewer will do
+    }
+  }
 
   void share() {
     for (int64_t i = next_++; i < count_; i = next_++) body_(at_, i);

@@ -246,6 +246,7 @@ struct Attend {
     const int64_t end = std::min((index + 1) * kSegment, item.high);
     const T* slots[2][kKeys];
     find_slots(item, first, slots[0]);
+    for (int64_t i = 0; i < item.heads; ++i) touch(item, slots[0], i);
     for (int64_t base = first, turn = 0; base < end; base += kKeys, turn ^= 1) {
       const bool more = base + kKeys < item.high;
       if (more) find_slots(item, base + kKeys, slots[turn ^ 1]);

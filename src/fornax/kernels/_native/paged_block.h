@@ -91,6 +91,16 @@ inline void score_tile(const float* queries, const T* const* keys, int64_t width
   for (int i = 0; i < kRows; ++i) store(scores + i * kKeys, add_lanes(part[i]));
 }
 
+// At most kRows lines, all in one tile: a key is fetched and widened once for them.
+template <int kRows, typename T>
+inline void score_rest(int64_t lines, const float* queries, const T* const* keys, int64_t width,
+                       float* scores) {
+  if constexpr (kRows > 0) {
+    if (lines < kRows) return score_rest<kRows - 1>(lines, queries, keys, width, scores);
+    score_tile<kRows>(queries, keys, width, scores);
+  }
+}
+
 template <typename T>
 void score(int64_t lines, int64_t columns, const float* queries, const T* const* keys,
            int64_t width, float* scores) {
@@ -100,9 +110,7 @@ void score(int64_t lines, int64_t columns, const float* queries, const T* const*
     for (; i + kRows <= lines; i += kRows) {
       score_tile<kRows>(queries + i * width, keys + j, width, scores + i * kKeys + j);
     }
-    for (; i < lines; ++i) {
-      score_tile<1>(queries + i * width, keys + j, width, scores + i * kKeys + j);
-    }
+    score_rest<kRows - 1>(lines - i, queries + i * width, keys + j, width, scores + i * kKeys + j);
   }
 }
 
@@ -127,6 +135,19 @@ inline void gather_tile(int64_t low, int64_t high, const float* weights, const T
   }
 }
 
+template <int kRows, int kVecs, typename T>
+inline void gather_rest(int64_t lines, int64_t low, int64_t high, const float* weights,
+                        const T* const* values, int64_t column, const float* shrink, float* out,
+                        int64_t width) {
+  if constexpr (kRows > 0) {
+    if (lines < kRows) {
+      return gather_rest<kRows - 1, kVecs>(lines, low, high, weights, values, column, shrink, out,
+                                           width);
+    }
+    gather_tile<kRows, kVecs>(low, high, weights, values, column, shrink, out, width);
+  }
+}
+
 template <int kVecs, typename T>
 inline void gather_panel(int64_t lines, int64_t low, int64_t high, const float* weights,
                          const T* const* values, int64_t column, const float* shrink, float* out,
@@ -137,10 +158,8 @@ inline void gather_panel(int64_t lines, int64_t low, int64_t high, const float* 
     gather_tile<kRows, kVecs>(low, high, weights + i * kKeys, values, column, shrink + i,
                               out + i * width, width);
   }
-  for (; i < lines; ++i) {
-    gather_tile<1, kVecs>(low, high, weights + i * kKeys, values, column, shrink + i,
-                          out + i * width, width);
-  }
+  gather_rest<kRows - 1, kVecs>(lines - i, low, high, weights + i * kKeys, values, column,
+                                shrink + i, out + i * width, width);
 }
 
 template <typename T>
