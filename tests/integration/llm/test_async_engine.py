@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -333,7 +334,16 @@ def test_a_request_may_leave_while_the_engine_sleeps(service: Service) -> None:
     asyncio.run(run())
 
 
-def test_new_weights_while_requests_run_mark_the_tokens_they_made(service: Service) -> None:
+def test_new_weights_while_requests_run_mark_the_tokens_they_made(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = service.core.runner.forward
+
+    def slowly(*args: Any) -> int:  # or the request is over before the weights are laid out
+        time.sleep(0.005)
+        return forward(*args)
+
+    monkeypatch.setattr(service.core.runner, "forward", slowly)
     old = service.model
     changed = jax.tree.map(lambda leaf: leaf * 1.3, nnx.split(old)[1])
     [prompt] = prompts_of(11)
