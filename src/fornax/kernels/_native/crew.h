@@ -75,11 +75,11 @@ class Crew {
   static int this_core() { return sched_getcpu(); }
 
   // Schedulers may leave two threads on one core for many milliseconds while another idles. A member
-  // may run anywhere but on the caller's core; the cores are those the first caller was allowed.
+  // may run anywhere but on the caller's core (-1: on that too); the cores are those the first caller
+  // was allowed.
   void keep_off(int core, pthread_t member) const {
-    if (core < 0) return;
     cpu_set_t others = cores_;
-    CPU_CLR(core, &others);
+    if (core >= 0) CPU_CLR(core, &others);
     if (CPU_COUNT(&others) > 0) pthread_setaffinity_np(member, sizeof others, &others);
   }
 
@@ -118,6 +118,7 @@ class Crew {
     for (int64_t turn = 0; turn < kTurns; ++turn, pause_a_little()) {
       if (inside_ == 0) return;
     }
+    for (std::thread& member : members_) keep_off(-1, member.native_handle());
     std::unique_lock<std::mutex> lock(sleep_);
     waiting_ = true;
     left_.wait(lock, [&] { return inside_ == 0; });
