@@ -73,7 +73,7 @@ def main() -> None:
     for turns in taken.values():
         del turns[0]
     text = report(args, taken)
-    _harness.write_results("serve_overhead", text)
+    _harness.write_results(f"serve_overhead-{args.model}", text)
     print(text)
 
 
