@@ -8,31 +8,36 @@ from peer_fornax import Fornax
 
 
 class Step(Fornax):
-    """The engine brings every row to where it decodes; then one and the same plan is repeated."""
+    """The engine generates once; then the steps in which all rows decode are run over again.
+
+    So the contexts grow as they do in the engine, and attention costs the same.
+    """
 
     def turn(self, prompts: list[list[int]], new: int, record: Record) -> None:
         from fornax.llm.sampling_params import SamplingParams
 
         engine, admission = self._parts.engine, self._parts.admission
-        room = self._parts.limits.max_model_len - len(prompts[0])
-        params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
+        room = self._parts.limits.max_model_len - len(prompts[0])  # rows do not begin together
+        most = min(new + len(prompts), room)
+        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
         for row, prompt in enumerate(prompts):
             engine.add(admission.request(prompt, params, request_id=str(row)))
-        plan = None
-        while plan is None or any(entry.count > 1 for entry in plan.entries):
+        plans = []
+        while engine.has_work:
             engine.turn()
-            ticket, _ = engine._inflight
-            plan = ticket.plan if len(ticket.plan.samples) == len(prompts) else None
-        engine.drain()
+            if engine._inflight is None:
+                continue
+            plan = engine._inflight[0].plan
+            if len(plan.samples) == len(prompts) and all(e.count == 1 for e in plan.entries):
+                plans.append(plan)
         ticket = None
-        for _ in range(new):
+        for plan in plans[:new]:
             bucket = engine.runner.forward(plan, {})
             if ticket is not None:
                 record.step(ticket.tokens())
             ticket = engine.runner.sample(plan, bucket, {}, set(), False, {})
-        record.step(ticket.tokens())
-        for row in range(len(prompts)):
-            engine.abort(str(row))
+        if ticket is not None:
+            record.step(ticket.tokens())
 
 
 if __name__ == "__main__":
