@@ -17,8 +17,8 @@ class Step(Fornax):
         from fornax.llm.sampling_params import SamplingParams
 
         engine, admission = self._parts.engine, self._parts.admission
-        room = self._parts.limits.max_model_len - len(prompts[0])  # rows do not begin together
-        most = min(new + len(prompts), room)
+        room = self._parts.limits.max_model_len - len(prompts[0])
+        most = min(new + len(prompts), room)  # more than `new`: rows do not begin together
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
         for row, prompt in enumerate(prompts):
             engine.add(admission.request(prompt, params, request_id=str(row)))

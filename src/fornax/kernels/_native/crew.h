@@ -99,9 +99,9 @@ class Crew {
 #endif
 
   void hire(int64_t wanted) {
-    if (static_cast<int64_t>(members_.size()) >= wanted) return;
+    wanted = std::min(wanted, cores() - 1);
     try {
-      while (static_cast<int64_t>(members_.size()) < std::min(wanted, cores() - 1)) {
+      while (static_cast<int64_t>(members_.size()) < wanted) {
         members_.emplace_back([this] { watch(); });
       }
     } catch (const std::system_error&) {  // the system has no thread left: fewer will do
