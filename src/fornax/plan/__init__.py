@@ -1,0 +1,1 @@
+"""Know before you rent: does a run compile, fit, and how fast will it be, on which slice."""
