@@ -7,6 +7,7 @@ reference page.
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "coordinator",
     "cxx",
     "documented",
+    "for_child",
     "full_traceback",
     "openai_api_key",
     "prepare_virtual_devices",
@@ -80,6 +82,12 @@ def coordinator() -> dict[str, str | None]:
         "num_processes": os.environ.get("FORNAX_NUM_PROCESSES"),
         "process_id": os.environ.get("FORNAX_PROCESS_ID"),
     }
+
+
+def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The environment of a child process: this one's, with `changes`; None leaves one out."""
+    whole: dict[str, str | None] = {**os.environ, **changes}
+    return {name: value for name, value in whole.items() if value is not None}
 
 
 def prepare_virtual_devices() -> None:
