@@ -1,0 +1,1 @@
+"""Chip, topology and operations to seconds."""

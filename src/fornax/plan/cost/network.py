@@ -1,0 +1,254 @@
+"""Seconds of a collective from the bytes it moves and the way its group is joined.
+
+Pure functions of numbers: no jax. `span.py` says how a group is joined.
+
+V is the size of the whole array in a group: what an all-gather gives, what a reduce-scatter or an
+all-reduce takes, what all members of an all-to-all hold together. A collective-permute, a send and
+a host transfer count the bytes of one device.
+
+Sources: rings, lines and several axes after "How to Scale Your Model", chapters on TPUs, sharding
+and GPUs (jax-ml.github.io/scaling-book). Lines of an all-to-all, links shared by strided groups and
+axes of unequal rates are the same arguments carried on: the busiest link, or the worst-placed chip.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "Kind",
+    "Link",
+    "Network",
+    "PhysicalAxis",
+    "Span",
+    "Transfer",
+    "collective_seconds",
+]
+
+Kind = Literal[
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "send-recv",
+    "host-transfer",
+]
+
+Link = Literal["chip", "ici", "dcn", "nvlink", "network", "host"]
+"""Inside a chip; between chips of a slice; between slices; between GPUs of a server; between
+servers; to the host's memory."""
+
+ON_CHIP = 6.0
+"""Rate between the two devices of a chip over that of one link (Google's page on TPU7x)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhysicalAxis:
+    """A group's members along one dimension of a torus."""
+
+    dimension: int
+    """Which dimension of the slice."""
+    size: int
+    """Members along it."""
+    ring: bool
+    """Whether the members close a ring over the wrap-around link."""
+    share: float = 1.0
+    """Groups whose traffic meets on every link."""
+
+    @property
+    def links(self) -> float:
+        """Links, one way, over which the worst-placed member is fed at once."""
+        return (2.0 if self.ring else 1.0) / self.share
+
+    @property
+    def hops(self) -> int:
+        """Steps from one member to the farthest."""
+        return self.size // 2 if self.ring else self.size - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """How the members of one group are joined: on a chip, along axes of a torus or over a switch,
+    across slices."""
+
+    cores: int = 1
+    """Members on one chip."""
+    axes: tuple[PhysicalAxis, ...] = ()
+    """Dimensions of the torus that the group has several members along."""
+    switched: int = 1
+    """Members joined by one switch (GPUs of one server)."""
+    slices: int = 1
+    """Slices, or GPU servers, that the group has members in."""
+    regular: bool = True
+    """False when the members fill no box of the torus; the times are then those of the box."""
+    switch: bool = False
+    """Whether the chips hang on switches (GPUs) rather than in a torus."""
+
+    @property
+    def chips(self) -> int:
+        """Members' chips in one slice or server."""
+        count = self.switched
+        for axis in self.axes:
+            count *= axis.size
+        return count
+
+    @property
+    def size(self) -> int:
+        """Members, when the group is regular."""
+        return self.cores * self.chips * self.slices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What the links of one chip carry, as far as programs reach it."""
+
+    link: float
+    """Bytes a second, one way, of one link of the torus, or of a GPU into its switch."""
+    outside: float
+    """Bytes a second, one way, of a chip's share of the network between slices or servers."""
+    host: float
+    """Bytes a second, one way, between a chip and its host's memory."""
+    hop_seconds: float = 1e-6
+    """Least time of one step between neighbours."""
+    outside_seconds: float = 2e-5
+    """Least time of one exchange between slices or servers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """Time of one collective."""
+
+    seconds: float
+    """From its start to its end on idle links."""
+    by_link: Mapping[str, float]
+    """Seconds each kind of link is busy."""
+    links: tuple[str, ...]
+    """Queues it occupies: `ici:0` for dimension 0 of the torus, `dcn`, `host`, ..."""
+
+    @property
+    def link(self) -> str:
+        """The kind of link that takes longest."""
+        return max(self.by_link, key=lambda name: self.by_link[name]) if self.by_link else "chip"
+
+
+def collective_seconds(kind: str, size: float, span: Span, network: Network) -> Transfer:
+    """Time of one collective in every group at once.
+
+    Args:
+      kind: a `Kind`.
+      size: V in bytes; for collective-permute, send-recv and host-transfer the bytes of one device.
+      span: how each group is joined.
+      network: rates.
+
+    Raises:
+      ValueError: for a kind that is not known.
+    """
+    if kind == "host-transfer":
+        return _transfer({"host": size / network.host}, ("host",))
+    if kind not in _PASSES and kind not in ("all-to-all", "collective-permute", "send-recv"):
+        raise ValueError(f"collective {kind!r} is not known")
+    if kind == "send-recv" or (kind == "collective-permute" and span.slices > 1):
+        name = "network" if span.switch else "dcn"
+        return _transfer({name: size / network.outside + network.outside_seconds}, (name,))
+    if kind == "collective-permute":
+        return _neighbours(size, span, network)
+    if span.size <= 1:
+        return _transfer({}, ())
+    if kind == "all-to-all":
+        return _exchange(size, span, network)
+    return _gather(size, span, network, _PASSES[kind])
+
+
+_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+"""An all-reduce is a reduce-scatter and an all-gather."""
+
+
+def _gather(size: float, span: Span, network: Network, passes: int) -> Transfer:
+    """All-gather, or reduce-scatter, its mirror; `passes` of them.
+
+    Every chip must receive what it lacks over the links it has: V (n - 1) / n, the slices' parts
+    first and divided over the group's chips, then the rest inside the slice.
+    """
+    busy: dict[str, float] = {}
+    inside = _inside_name(span)
+    if span.slices > 1:
+        lacks = size / span.chips * (span.slices - 1) / span.slices
+        outside = lacks / network.outside + network.outside_seconds
+        busy["network" if span.switch else "dcn"] = passes * outside
+    if span.chips > 1:
+        lacks = size * (span.chips - 1) / span.chips
+        busy[inside] = passes * (lacks / _rate(span, network) + _latency(span, network))
+    if span.cores > 1:
+        lacks = size * (span.cores - 1) / span.cores
+        busy["chip"] = passes * (lacks / (ON_CHIP * network.link) + network.hop_seconds)
+    return _transfer(busy, _queues(span), together=span.switch)
+
+
+def _exchange(size: float, span: Span, network: Network) -> Transfer:
+    """All-to-all: the busiest cut of the torus, beside what leaves the slice."""
+    busy: dict[str, float] = {}
+    if span.slices > 1:
+        leaves = size / (span.slices * span.chips) * (span.slices - 1) / span.slices
+        name = "network" if span.switch else "dcn"
+        busy[name] = leaves / network.outside + network.outside_seconds
+    if span.switched > 1:
+        leaves = size / span.slices / span.chips * (span.chips - 1) / span.chips
+        busy["nvlink"] = leaves / network.link + network.hop_seconds
+    if span.axes:
+        whole = size / span.slices
+        cuts = (
+            whole / 4 * axis.size / span.chips / (axis.links * network.link) for axis in span.axes
+        )
+        busy["ici"] = max(cuts) + _latency(span, network)
+    if span.cores > 1 and span.chips == 1:
+        busy["chip"] = size / span.slices / 4 / (ON_CHIP * network.link) + network.hop_seconds
+    return _transfer(busy, _queues(span), together=True)
+
+
+def _neighbours(size: float, span: Span, network: Network) -> Transfer:
+    """A shift by one place along the group: one link, or all the way back along a line."""
+    if span.chips == 1:
+        seconds = size / (ON_CHIP * network.link) + network.hop_seconds
+        return _transfer({"chip": seconds}, ())
+    share = max((axis.share for axis in span.axes), default=1.0)
+    hops = max((1 if axis.ring else axis.hops for axis in span.axes), default=1)
+    seconds = size * share / network.link + hops * network.hop_seconds
+    return _transfer({_inside_name(span): seconds}, _queues(span))
+
+
+def _inside_name(span: Span) -> str:
+    return "nvlink" if span.switch else "ici"
+
+
+def _rate(span: Span, network: Network) -> float:
+    """Bytes a second into the worst-placed chip of a group from its own slice."""
+    if span.switch:
+        return network.link
+    return network.link * sum(axis.links for axis in span.axes)
+
+
+def _latency(span: Span, network: Network) -> float:
+    hops = 1 if span.switch else sum(axis.hops for axis in span.axes)
+    return hops * network.hop_seconds
+
+
+def _queues(span: Span) -> tuple[str, ...]:
+    """The queues that a collective of this span stands in."""
+    names = [f"ici:{axis.dimension}" for axis in span.axes]
+    if span.switch and span.switched > 1:
+        names.append("nvlink")
+    if span.slices > 1:
+        names.append("network" if span.switch else "dcn")
+    return tuple(names)
+
+
+def _transfer(
+    busy: dict[str, float], queues: tuple[str, ...], *, together: bool = False
+) -> Transfer:
+    """`together`: all levels run at once in pieces, as NCCL's rings do. Otherwise what leaves the
+    slice comes before or after what stays; inside it a chip's own link runs beside the torus."""
+    inside = max((t for name, t in busy.items() if name in ("ici", "chip")), default=0.0)
+    others = [t for name, t in busy.items() if name not in ("ici", "chip")]
+    total = max([inside, *others]) if together else inside + sum(others)
+    return Transfer(seconds=total, by_link=busy, links=queues)
