@@ -1,0 +1,121 @@
+"""Bytes of main memory that one instruction reads and writes.
+
+Only what is touched counts: the slice of a stacked weight that a layer takes, the rows that a
+gather picks, the region that an update in place writes. Inside a fusion the demand runs backwards
+from the results: an elementwise operation needs as large a part of its operands as is needed of it.
+Arrays in the chip's vector memory or on the host cost no HBM traffic.
+"""
+
+from fornax.plan.hlo.module import Computation, Instruction, Module
+from fornax.plan.hlo.shapes import HBM, Shape, leaves
+
+FREE = frozenset(
+    ["parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "while", "conditional", "call", "opt-barrier", "domain", "add-dependency", "async-done", "async-update", "copy-done", "get-dimension-size"]
+)
+_PASSING = frozenset(["bitcast", "reshape", "copy", "transpose", "convert"])
+_SLICES = frozenset(["slice", "dynamic-slice", "gather"])
+
+
+def hbm_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Return the bytes read and written by one run of an instruction."""
+    opcode = instruction.opcode
+    if opcode in FREE:
+        return 0
+    operands = computation.operands(instruction)
+    if opcode == "fusion":
+        inner = module.computations[instruction.attributes["calls"].lstrip("%")]
+        return round(_fusion(inner, operands, instruction.shape))
+    if opcode in ("copy-start", "slice-start"):
+        destination, source = (instruction.shape.elements or (instruction.shape,) * 2)[:2]
+        moved = min(destination.bytes, source.bytes)
+        return moved * ((destination.space == HBM) + (source.space == HBM))
+    out = instruction.shape.bytes_in(HBM)
+    if opcode in ("dynamic-slice", "slice", "gather"):
+        touched = min(instruction.shape.bytes, operands[0].shape.bytes)
+        read = touched if operands[0].shape.space == HBM else 0
+        return out + read + sum(operand.shape.bytes_in(HBM) for operand in operands[1:])
+    if opcode == "dynamic-update-slice":
+        update = operands[1].shape
+        written = update.bytes if instruction.shape.space == HBM else 0
+        return written + update.bytes_in(HBM)
+    if opcode == "scatter":
+        updates, indices = operands[-1].shape, operands[len(operands) // 2].shape
+        return 3 * updates.bytes_in(HBM) + indices.bytes_in(HBM)
+    return out + sum(operand.shape.bytes_in(HBM) for operand in operands)
+
+
+def _fusion(inner: Computation, operands: list[Instruction], out: Shape) -> float:
+    needed, written = demand(inner)
+    total = 0.0
+    for number, operand in enumerate(operands):
+        parameter = inner.parameters.get(number)
+        if parameter is None:
+            continue
+        size = parameter.shape.size
+        share = min(needed.get(parameter.name, 0.0) / size, 1.0) if size else 0.0
+        total += share * operand.shape.bytes_in(HBM)
+    arrays = leaves(out)
+    shares = written if len(written) == len(arrays) else [1.0] * len(arrays)
+    return total + sum(a.bytes_in(HBM) * share for a, share in zip(arrays, shares, strict=True))
+
+
+def demand(inner: Computation) -> tuple[dict[str, float], list[float]]:
+    """Return elements needed of each instruction, and the share written of each result."""
+    results = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root]
+    needed: dict[str, float] = {}
+    written: list[float] = []
+    in_place: set[str] = set()
+    for result in results:
+        target = _through(inner, result, frozenset(["bitcast", "reshape"]))
+        if target.opcode == "dynamic-update-slice" and _is_in_place(inner, target):
+            in_place.add(target.name)
+            update = inner.operands(target)[1].shape.size
+            needed[target.name] = float(update)
+            written.append(update / max(target.shape.size, 1))
+        else:
+            needed[result.name] = float(result.shape.size)
+            written.append(1.0)
+    for instruction in reversed(inner.instructions):
+        amount = min(needed.get(instruction.name, 0.0), instruction.shape.size)
+        if amount and instruction.opcode != "tuple":
+            _ask(inner, instruction, amount, instruction.name in in_place, needed)
+    return needed, written
+
+
+def _ask(
+    inner: Computation,
+    user: Instruction,
+    amount: float,
+    in_place: bool,
+    needed: dict[str, float],
+) -> None:
+    """Add to `needed` what an instruction asks of its operands for `amount` of its elements."""
+    share = amount / max(user.shape.size, 1)
+    for position, operand in enumerate(inner.operands(user)):
+        size = float(operand.shape.size)
+        if user.opcode in _SLICES and position == 0:
+            needed[operand.name] = needed.get(operand.name, 0.0) + min(amount, size)
+            continue
+        if user.opcode == "dynamic-update-slice":
+            if in_place:
+                ask = 0.0 if position == 0 else size
+            else:
+                update = inner.operands(user)[1].shape.size
+                ask = max(amount - update, 0.0) if position == 0 else size
+        elif user.opcode in ("broadcast", "scatter", "dynamic-slice", "iota"):
+            ask = min(size, amount) if user.opcode == "broadcast" else size
+        else:
+            ask = size * share
+        needed[operand.name] = max(needed.get(operand.name, 0.0), ask)
+
+
+def _is_in_place(inner: Computation, update: Instruction) -> bool:
+    """Tell whether the array that is updated comes from outside of the fusion."""
+    base = _through(inner, inner.operands(update)[0], _PASSING)
+    return base.opcode == "parameter"
+
+
+def _through(inner: Computation, instruction: Instruction, opcodes: frozenset[str]) -> Instruction:
+    while instruction.opcode in opcodes:
+        instruction = inner.operands(instruction)[0]
+    return instruction
