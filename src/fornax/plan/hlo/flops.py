@@ -14,13 +14,20 @@ import numpy as np
 
 from fornax.plan.hlo.module import Computation, Instruction, Module
 
-_TRANSCENDENTAL = frozenset(
-    ["exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "tanh", "tan", "sine", "cosine", "sqrt", "rsqrt", "cbrt", "power", "atan2", "erf", "acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh"]
-)
-_ELEMENTWISE = frozenset(
-    ["add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "compare", "select", "clamp", "and", "or", "xor", "not", "remainder", "floor", "ceil", "sign", "round-nearest-afz", "round-nearest-even", "is-finite", "shift-left", "shift-right-logical", "shift-right-arithmetic", "popcnt", "count-leading-zeros", "stochastic-convert", "complex", "real", "imag"]
-)
-_REDUCTIONS = frozenset(["reduce", "reduce-window", "select-and-scatter", "scatter", "map"])
+_KINDS = {
+    "transcendental": (
+        "exponential exponential-minus-one log log-plus-one logistic tanh tan sine cosine sqrt "
+        "rsqrt cbrt power atan2 erf acos acosh asin asinh atanh cosh sinh"
+    ),
+    "elementwise": (
+        "add subtract multiply divide maximum minimum negate abs compare select clamp and or xor "
+        "not remainder floor ceil sign round-nearest-afz round-nearest-even is-finite shift-left "
+        "shift-right-logical shift-right-arithmetic popcnt count-leading-zeros stochastic-convert "
+        "complex real imag"
+    ),
+    "reduction": "reduce reduce-window select-and-scatter scatter map",
+}
+_KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,11 +59,12 @@ def work(module: Module, computation: Computation, instruction: Instruction) -> 
         return Work(flops=_dot(computation, instruction))
     if opcode == "convolution":
         return Work(flops=_convolution(computation, instruction))
-    if opcode in _ELEMENTWISE:
+    kind = _KIND_OF.get(opcode)
+    if kind == "elementwise":
         return Work(vector_flops=float(instruction.shape.size))
-    if opcode in _TRANSCENDENTAL:
+    if kind == "transcendental":
         return Work(transcendentals=float(instruction.shape.size))
-    if opcode in _REDUCTIONS:
+    if kind == "reduction":
         return _applied(module, instruction).times(_applications(computation, instruction))
     return Work()
 

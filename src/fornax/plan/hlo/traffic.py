@@ -9,9 +9,12 @@ Arrays in the chip's vector memory or on the host cost no HBM traffic.
 from fornax.plan.hlo.module import Computation, Instruction, Module
 from fornax.plan.hlo.shapes import HBM, Shape, leaves
 
-FREE = frozenset(
-    ["parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "while", "conditional", "call", "opt-barrier", "domain", "add-dependency", "async-done", "async-update", "copy-done", "get-dimension-size"]
+_FREE = (
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id while "
+    "conditional call opt-barrier domain add-dependency async-done async-update copy-done "
+    "get-dimension-size"
 )
+FREE = frozenset(_FREE.split())
 _PASSING = frozenset(["bitcast", "reshape", "copy", "transpose", "convert"])
 _SLICES = frozenset(["slice", "dynamic-slice", "gather"])
 
