@@ -31,6 +31,8 @@ class Calibration:
     """Share of the rate to the host's memory."""
     hop_seconds: float = 1e-6
     """Least time of one step between neighbours (Scaling book: about a microsecond)."""
+    cycles: float = 1.0
+    """Cycles that the compiler estimates, over those that pass."""
     overhead: float = 1e-6
     """Least time of one operation."""
     source: str = "not fitted: general figures"

@@ -7,12 +7,13 @@ that wraps, a line otherwise; members s places apart share their links with s - 
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from fornax.plan.cost.network import Network, PhysicalAxis, Span, Transfer
+from fornax.plan.cost.network import PhysicalAxis, Span
 
-__all__ = ["Place", "Torus", "permute_seconds", "span_of", "spans_of"]
+__all__ = ["Place", "Torus", "permute_span", "span_of", "spans_of"]
 
 
 class Place(Protocol):
@@ -137,45 +138,42 @@ def spans_of(
     return tuple(found)
 
 
-def permute_seconds(
-    pairs: Sequence[Sequence[int]],
-    size: float,
-    devices: Sequence[Place],
-    topology: Torus,
-    network: Network,
-) -> Transfer:
-    """Time of a collective-permute: each message goes the short way, dimension by dimension, and
-    the link that carries the most messages decides.
+def permute_span(pairs: Sequence[Sequence[int]], devices: Sequence[Place], topology: Torus) -> Span:
+    """How the partners of a collective-permute are joined.
+
+    Each message goes the short way, dimension by dimension. The span is a line as long as the
+    longest way, shared by as many as the messages on the busiest link.
 
     Args:
       pairs: source and target, positions in `devices`.
-      size: bytes of one message.
       devices: in the order of `mesh.devices.flat`.
       topology: the slice.
-      network: rates.
     """
-    load: dict[tuple[object, ...], int] = {}
-    farthest, outside, queues = 0, False, set()
+    load: Counter[tuple] = Counter()
+    farthest: dict[int, int] = {}
+    slices = 1
     for pair in pairs:
         source, target = (devices[int(index)] for index in pair)
         if source.slice != target.slice:
-            outside = True
+            slices = 2
             continue
-        route = list(_route(source, target, topology))
-        farthest = max(farthest, len(route))
-        for step in route:
-            load[step] = load.get(step, 0) + 1
-            queues.add(step[2])
-    switch = not topology.chip.torus
-    inside, beyond = ("nvlink", "network") if switch else ("ici", "dcn")
-    busy: dict[str, float] = {}
-    if load:
-        busy[inside] = max(load.values()) * size / network.link + farthest * network.hop_seconds
-    if outside:
-        busy[beyond] = size / network.outside + network.outside_seconds
-    names = ["nvlink"] if switch and load else [f"ici:{dimension}" for dimension in sorted(queues)]
-    names += [beyond] if outside else []
-    return Transfer(seconds=max(busy.values(), default=0.0), by_link=busy, links=tuple(names))
+        steps = Counter(step[2] for step in _steps(source, target, topology, load))
+        for dimension, count in steps.items():
+            farthest[dimension] = max(farthest.get(dimension, 0), count)
+    if not topology.chip.torus:
+        return Span(switched=2 if load else 1, slices=slices, switch=True)
+    share = float(max(load.values(), default=1))
+    axes = (
+        PhysicalAxis(dimension=dimension, size=count + 1, ring=False, share=share)
+        for dimension, count in sorted(farthest.items())
+    )
+    return Span(cores=1 if load else 2, axes=tuple(axes), slices=slices)
+
+
+def _steps(source: Place, target: Place, topology: Torus, load: Counter[tuple]) -> list[tuple]:
+    route = list(_route(source, target, topology))
+    load.update(route)
+    return route
 
 
 def _route(source: Place, target: Place, topology: Torus) -> Iterable[tuple]:

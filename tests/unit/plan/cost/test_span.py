@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from fornax.plan.cost.network import Network, PhysicalAxis, Span
-from fornax.plan.cost.span import permute_seconds, span_of, spans_of
+from fornax.plan.cost.network import Network, PhysicalAxis, Span, collective_seconds
+from fornax.plan.cost.span import permute_span, span_of, spans_of
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,14 @@ def test_a_mesh_axis_finds_its_dimensions():
 NETWORK = Network(link=100e9, outside=10e9, host=1e9, hop_seconds=0.0, outside_seconds=0.0)
 
 
+def permute(pairs, devices, topology):
+    span = permute_span(pairs, devices, topology)
+    return collective_seconds("collective-permute", 1e9, span, NETWORK)
+
+
 def test_a_ring_shift_uses_each_link_once():
     row = [Device((0, column)) for column in range(16)]
-    pairs = [(k, (k + 1) % 16) for k in range(16)]
-    found = permute_seconds(pairs, 1e9, row, V6E, NETWORK)
+    found = permute([(k, (k + 1) % 16) for k in range(16)], row, V6E)
     assert found.seconds == pytest.approx(1e9 / 100e9)
     assert found.links == ("ici:1",)
 
@@ -126,16 +130,19 @@ def test_a_ring_shift_uses_each_link_once():
 def test_a_shift_along_a_line_loads_the_way_back_once():
     row = [Device((0, column)) for column in range(8)]
     pairs = [(k, (k + 1) % 8) for k in range(8)]
-    assert permute_seconds(pairs, 1e9, row, V6E_64, NETWORK).seconds == pytest.approx(0.01)
+    assert permute(pairs, row, V6E_64).seconds == pytest.approx(0.01)
 
 
 def test_messages_over_the_same_link_add_up():
     row = [Device((0, column)) for column in range(8)]
-    pairs = [(k, k + 4) for k in range(4)]
-    assert permute_seconds(pairs, 1e9, row, V6E_64, NETWORK).seconds == pytest.approx(0.04)
+    assert permute([(k, k + 4) for k in range(4)], row, V6E_64).seconds == pytest.approx(0.04)
 
 
 def test_a_message_between_slices_takes_the_network():
     pair = [Device((0, 0), slice=0), Device((0, 0), slice=1)]
-    found = permute_seconds([(0, 1)], 1e9, pair, V6E, NETWORK)
-    assert found.by_link == {"dcn": pytest.approx(0.1)}
+    assert permute([(0, 1)], pair, V6E).by_link == {"dcn": pytest.approx(0.1)}
+
+
+def test_a_message_between_cores_stays_on_the_chip():
+    pair = [Device((0, 0, 0), core=0), Device((0, 0, 0), core=1)]
+    assert permute([(0, 1)], pair, TPU7X).by_link == {"chip": pytest.approx(1e9 / 600e9)}
