@@ -8,7 +8,7 @@ from fornax.plan.cost import queues
 from fornax.plan.cost.network import Network, Span, Transfer, collective_seconds
 from fornax.plan.cost.roofline import Rates, Timed, operation_seconds
 from fornax.plan.cost.span import Place, Torus, permute_span, spans_of
-from fornax.plan.hlo.facts import Collective, Done, Item, Loop, Operation, Run, Start
+from fornax.plan.hlo.facts import Collective, Done, Item, Loop, Operation, Run
 
 __all__ = ["Prices", "collective_spans", "collectives_of", "timed_items"]
 
@@ -81,24 +81,17 @@ def timed_items(schedule: Sequence[Item], prices: Prices) -> tuple[queues.Item, 
 
 
 def _timed(item: Item, prices: Prices) -> queues.Item:
-    match item:
-        case Loop():
-            body = timed_items(item.body, prices)
-            return queues.Loop(name=item.name, count=max(1, round(item.count)), body=body)
-        case Done():
-            return queues.Done(name=item.what.name)
-        case Run(what=Operation() as operation):
-            return queues.Compute(name=operation.name, seconds=prices.operation(operation).seconds)
-        case Start(what=Operation() as operation):
-            seconds = prices.operation(operation).seconds
-            return queues.Exchange(
-                name=operation.name, seconds=seconds, links=("memory",), waits=False
-            )
-        case _:
-            transfer = prices.collective(item.what)
-            return queues.Exchange(
-                name=item.what.name,
-                seconds=transfer.seconds,
-                links=transfer.links,
-                waits=isinstance(item, Run),
-            )
+    if isinstance(item, Loop):
+        body = timed_items(item.body, prices)
+        return queues.Loop(name=item.name, count=max(1, round(item.count)), body=body)
+    what, waits = item.what, isinstance(item, Run)
+    if isinstance(item, Done):
+        return queues.Done(name=what.name)
+    if isinstance(what, Collective):
+        transfer = prices.collective(what)
+        seconds, links = transfer.seconds, transfer.links
+    else:
+        seconds, links = prices.operation(what).seconds, ("memory",)
+        if waits:
+            return queues.Compute(name=what.name, seconds=seconds)
+    return queues.Exchange(name=what.name, seconds=seconds, links=links, waits=waits)
