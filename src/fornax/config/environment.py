@@ -13,6 +13,7 @@ from pathlib import Path
 __all__ = [
     "cache_dir",
     "compilation_cache_enabled",
+    "compiler_flags",
     "coordinator",
     "cxx",
     "documented",
@@ -21,6 +22,8 @@ __all__ = [
     "openai_api_key",
     "prepare_virtual_devices",
     "set_default_platform_quiet",
+    "tpu_compiler",
+    "virtual_cpus",
 ]
 
 _DOCUMENTED = {
@@ -88,6 +91,41 @@ def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:
     """The environment of a child process: this one's, with `changes`; None leaves one out."""
     whole: dict[str, str | None] = {**os.environ, **changes}
     return {name: value for name, value in whole.items() if value is not None}
+
+
+def tpu_compiler(accelerator: str) -> dict[str, str | None]:
+    """What a child needs in its environment (see `for_child`) to compile for TPUs without one.
+
+    Args:
+      accelerator: Cloud's name for the slice, such as `v5p-128`.
+    """
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": accelerator,
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+
+
+def virtual_cpus(count: int) -> dict[str, str | None]:
+    """What a child needs in its environment (see `for_child`) to see `count` CPU devices."""
+    flag = "--xla_force_host_platform_device_count"
+    others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(f"{flag}=")]
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([*others, f"{flag}={count}"]),
+        "NPROC": str(max(16, 2 * count)),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+
+
+def compiler_flags() -> dict[str, str]:
+    """The flags in the environment that change what XLA makes of a program."""
+    names = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def prepare_virtual_devices() -> None:

@@ -10,6 +10,7 @@ Every message is one paragraph: what was wrong, what is allowed, how to fix it.
   - KernelError      an operation that no implementation can run as asked
   - EngineError      inference
   - ClusterError     several processes: joining, losing, stopping
+  - PlanError        compiling ahead of time for hardware that is not here
 """
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "EngineError",
     "FornaxError",
     "KernelError",
+    "PlanError",
     "ShardingError",
 ]
 
@@ -54,3 +56,7 @@ class EngineError(FornaxError):
 
 class ClusterError(FornaxError):
     """Several processes that fail to join, stay together, or stop together."""
+
+
+class PlanError(FornaxError):
+    """A program that cannot be compiled ahead of time for the hardware asked for."""

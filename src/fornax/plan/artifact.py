@@ -163,9 +163,11 @@ def _unzip(path: Path) -> str:
 
 
 def _device(told: dict[str, Any]) -> DeviceFact:
-    return DeviceFact(**{**told, "coords": tuple(told["coords"])})
+    told["coords"] = tuple(told["coords"])
+    return DeviceFact(**told)
 
 
 def _array(told: dict[str, Any]) -> ArrayFact:
-    axes = tuple(tuple(entry) for entry in told["axes"])
-    return ArrayFact(**{**told, "shape": tuple(told["shape"]), "axes": axes})
+    told["shape"] = tuple(told["shape"])
+    told["axes"] = tuple(tuple(entry) for entry in told["axes"])
+    return ArrayFact(**told)

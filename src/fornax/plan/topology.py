@@ -12,7 +12,7 @@ from fornax.plan.processor import cpu_chip
 
 __all__ = ["Topology", "parse_topology", "topology_shapes"]
 
-_FORM = re.compile(r"(?:(?P<slices>\d+)\s*[*])?(?P<chip>[\w.-]+?)(?::(?P<shape>\d+(?:x\d+)*))?")
+_FORM = re.compile(r"(?:(?P<slices>\d+)\s*[*]\s*)?(?P<chip>[\w.-]+?)(?::(?P<shape>\d+(?:x\d+)*))?")
 _CUBE = 4
 _EXAMPLES = "v5p:4x4x4, 2*v6e:16x16 (two slices), h100:8, h100:4x8 (nodes x GPUs), cpu:8"
 _MOST_SLICES = 256

@@ -13,7 +13,15 @@ from fornax.train.run import TrainResult, train
 from fornax.train.run_dir import RunDirectory
 from fornax.train.task import Batch, Batches, Hosts, Loss, Task
 from fornax.train.tasks import next_token_loss, pretrain_task
-from fornax.train.weights import Loaded, is_run, load_decoder, load_run, model_config, run_config
+from fornax.train.weights import (
+    Loaded,
+    is_run,
+    load_decoder,
+    load_run,
+    model_config,
+    run_config,
+    with_model,
+)
 
 __all__ = [
     "Batch",
@@ -45,4 +53,5 @@ __all__ = [
     "summarise",
     "tokenizer_folder",
     "train",
+    "with_model",
 ]

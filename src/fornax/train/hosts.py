@@ -1,6 +1,5 @@
 """From each process's rows to one global batch, and which rows a process must read."""
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,13 +34,13 @@ def check_rows(batch_size: int, accumulate: int, mesh: Mesh, rules: Rules) -> No
 
 
 def find_hosts(batch_size: int, mesh: Mesh, rules: Rules) -> Hosts:
-    """Which block of a batch's rows this process's devices hold.
+    """Which part of a batch's rows this process's devices hold.
 
-    Processes that share a block (tensor parallelism across hosts) read the same rows.
+    Processes that share a part (tensor parallelism across hosts) read the same rows.
 
     Raises:
-      ShardingError: when a process's rows are not one block, or blocks differ in size: the data
-        could not be divided between hosts.
+      ShardingError: when the parts of two processes overlap or differ in size: the data could not
+        be divided between hosts.
     """
     rows = jax.ShapeDtypeStruct((batch_size,), np.int32)
     sharding = batch_shardings({"rows": rows}, mesh, rules)["rows"]
@@ -53,33 +52,28 @@ def find_hosts(batch_size: int, mesh: Mesh, rules: Rules) -> Hosts:
 
 
 def split_between(held: Mapping[int, set[tuple[int, int]]], batch_size: int, process: int) -> Hosts:
-    """The block of `process`, given which spans of rows each process's devices hold."""
-    blocks = {number: _block(number, spans) for number, spans in held.items()}
-    distinct = sorted(set(blocks.values()))
-    size = batch_size // len(distinct)
-    if distinct != [(i * size, (i + 1) * size) for i in range(len(distinct))]:
+    """The part of `process`, given which spans of rows each process's devices hold.
+
+    A part need not be one block: on a torus the devices of a host are neighbours in two
+    dimensions, and a mesh axis that winds through the torus meets them again and again.
+    """
+    parts = {number: tuple(sorted(spans)) for number, spans in held.items()}
+    distinct = sorted(set(parts.values()))
+    ordered = sorted(span for spans in distinct for span in spans)
+    edges = [0, *(stop for _, stop in ordered)]
+    sizes = {sum(stop - start for start, stop in spans) for spans in distinct}
+    if [start for start, _ in ordered] != edges[:-1] or edges[-1] != batch_size or len(sizes) > 1:
         raise ShardingError(
-            f"the mesh gives processes unequal rows of a batch: {distinct}; order its axes so that "
-            "each process holds one equal block"
+            f"the mesh gives processes unequal or overlapping rows of a batch: {distinct}; order "
+            "its axes so that each process holds an equal part, or the same as another"
         )
-    return Hosts(index=distinct.index(blocks[process]), count=len(distinct))
-
-
-def _block(process: int, spans: set[tuple[int, int]]) -> tuple[int, int]:
-    ordered = sorted(spans)
-    for (_, stop), (start, _) in itertools.pairwise(ordered):
-        if start != stop:
-            raise ShardingError(
-                f"the mesh scatters the rows of a batch over process {process}: {ordered}; order "
-                "its axes so that each process holds one block"
-            )
-    return ordered[0][0], ordered[-1][1]
+    return Hosts(index=distinct.index(parts[process]), count=len(distinct))
 
 
 def abstract_batch(
-    local: dict[str, np.ndarray], hosts: Hosts, mesh: Mesh, rules: Rules
+    local: Mapping[str, Any], hosts: Hosts, mesh: Mesh, rules: Rules
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the global batch looks like, with shardings, given one host's rows."""
+    """What the global batch looks like, with shardings, given one host's rows (or their shapes)."""
     shapes = {
         name: jax.ShapeDtypeStruct((x.shape[0] * hosts.count, *x.shape[1:]), x.dtype)
         for name, x in local.items()

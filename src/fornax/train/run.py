@@ -1,6 +1,5 @@
 """`train`: one call from a config and a run directory to a trained model, resuming if it can."""
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 
 from fornax.checkpoint import Checkpointer
-from fornax.config import Change, ConfigError, diff, dump_yaml, from_yaml, to_mapping
+from fornax.config import Change, dump_yaml, to_mapping
 from fornax.mesh import initialize
 from fornax.train import report
 from fornax.train.config import TrainConfig, TrainerConfig
@@ -26,7 +25,7 @@ from fornax.train.session import Start, prepare, start
 from fornax.train.signals import StopSignals, exit_code
 from fornax.train.task import Task
 from fornax.train.tasks import pretrain_task
-from fornax.train.weights import model_config
+from fornax.train.weights import with_model
 
 __all__ = ["TrainResult", "train"]
 
@@ -148,32 +147,11 @@ def _settle(
     """The config to go on with, its model filled in, and what changed since the checkpoint."""
     saved = None if checkpointer.latest_step() is None else checkpointer.read_config()
     if isinstance(config, TrainConfig):
-        config = _with_model(config, saved)
+        config = with_model(config, saved)
     changes = [] if saved is None else check_changes(saved, config, accept)
     for change in changes:
         shown.say(f"changed since the checkpoint: {change}")
     return config, changes
-
-
-def _with_model(config: TrainConfig, saved: str | None) -> TrainConfig:
-    """The config with the model of its checkpoint or of `init_from` where it names none."""
-    if saved is not None:
-        if config.model is not None:
-            return config
-        return dataclasses.replace(config, model=from_yaml(type(config), saved).model)
-    if config.init_from is None:
-        return config
-    found = model_config(config.init_from)
-    if config.model is None:
-        return dataclasses.replace(config, model=found)
-    changes = diff(found, config.model)
-    if changes:
-        listed = ", ".join(f"model.{change}" for change in changes)
-        raise ConfigError(
-            f"the model is not that of init_from={config.init_from}: {listed}. Set `model: null` "
-            "to take its own"
-        )
-    return config
 
 
 def _touches_data(changes: Sequence[Change]) -> bool:

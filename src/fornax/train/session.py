@@ -1,6 +1,6 @@
 """Everything a run needs before its first step: mesh, model, optimizer, state, data, programs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,7 @@ class Programs:
         if self.compiled is None:
             with self.ledger.phase("compile"):
                 self._shapes = self.shapes_of(rows)
-                where = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-                jitted = jax.jit(
-                    make_train_step(self.parts), donate_argnums=0, out_shardings=(where, None)
-                )
-                self.compiled = jitted.lower(self.abstract, self._shapes).compile()
+                self.compiled = self.lower_step(self._shapes).compile()
         return self.compiled(state, to_global(rows, self._shapes))
 
     def evaluate(self, state: TrainState, rows: Rows) -> Any:
@@ -54,12 +50,22 @@ class Programs:
         if self._evaluate is None:
             with self.ledger.phase("compile"):
                 self._eval_shapes = self.shapes_of(rows)
-                jitted = jax.jit(make_eval_step(self.parts))
-                self._evaluate = jitted.lower(self.abstract, self._eval_shapes).compile()
+                self._evaluate = self.lower_evaluation(self._eval_shapes).compile()
         return self._evaluate(state, to_global(rows, self._eval_shapes))
 
-    def shapes_of(self, rows: Rows) -> Any:
-        """The global batch that this host's rows are part of, as ShapeDtypeStructs."""
+    def lower_step(self, batch: Any) -> jax.stages.Lowered:
+        """The training step, traced for an abstract global batch; the state is donated."""
+        where = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        step = make_train_step(self.parts)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(where, None))
+        return jitted.lower(self.abstract, batch)
+
+    def lower_evaluation(self, batch: Any) -> jax.stages.Lowered:
+        """The evaluation step, traced for an abstract global batch."""
+        return jax.jit(make_eval_step(self.parts)).lower(self.abstract, batch)
+
+    def shapes_of(self, rows: Mapping[str, Any]) -> Any:
+        """The global batch that this host's rows (or their shapes) are part of, abstract."""
         return abstract_batch(rows, self.hosts, self.parts.mesh, self.parts.rules)
 
 

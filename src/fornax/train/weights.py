@@ -1,5 +1,6 @@
 """Weights from elsewhere: a Hugging Face directory, or the checkpoints of a Fornax run."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 
 from fornax import optim
 from fornax.checkpoint import CheckpointConfig, Checkpointer
-from fornax.config import from_yaml
+from fornax.config import diff, from_yaml
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.mesh import DEFAULT_RULES, Rules, tree_shardings
 from fornax.models import (
@@ -25,7 +26,15 @@ from fornax.train.config import TrainConfig
 from fornax.train.run_dir import RunDirectory
 from fornax.train.state import split_model
 
-__all__ = ["Loaded", "is_run", "load_decoder", "load_run", "model_config", "run_config"]
+__all__ = [
+    "Loaded",
+    "is_run",
+    "load_decoder",
+    "load_run",
+    "model_config",
+    "run_config",
+    "with_model",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,35 @@ def model_config(path: str | Path) -> DecoderConfig:
         return _model_of(run_config(path), path)
     _require_hugging_face(path)
     return config_from_hf(read_config(path))
+
+
+def with_model(config: TrainConfig, saved: str | None = None) -> TrainConfig:
+    """The config with the model of its checkpoint or of `init_from` where it names none.
+
+    Args:
+      config: a run.
+      saved: the config, as YAML, that its checkpoints were made with.
+
+    Raises:
+      ConfigError: when it names another model than that of `init_from`.
+    """
+    if saved is not None:
+        if config.model is not None:
+            return config
+        return dataclasses.replace(config, model=from_yaml(type(config), saved).model)
+    if config.init_from is None:
+        return config
+    found = model_config(config.init_from)
+    if config.model is None:
+        return dataclasses.replace(config, model=found)
+    changes = diff(found, config.model)
+    if changes:
+        listed = ", ".join(f"model.{change}" for change in changes)
+        raise ConfigError(
+            f"the model is not that of init_from={config.init_from}: {listed}. Set `model: null` "
+            "to take its own"
+        )
+    return config
 
 
 def load_decoder(

@@ -26,10 +26,11 @@ def test_one_process_reads_everything():
             {0: {(0, 4)}, 1: {(0, 4)}, 2: {(4, 8)}, 3: {(4, 8)}},
             {0: (0, 2), 1: (0, 2), 2: (1, 2), 3: (1, 2)},
         ),
+        ({0: {(0, 2), (4, 6)}, 1: {(2, 4), (6, 8)}}, {0: (0, 2), 1: (1, 2)}),
     ],
-    ids=["one device each", "two devices each", "tensor parallel", "both"],
+    ids=["one device each", "two devices each", "tensor parallel", "both", "interleaved"],
 )
-def test_each_process_reads_the_block_its_devices_hold(spans: Any, expected: Any):
+def test_each_process_reads_what_its_devices_hold(spans: Any, expected: Any):
     found = {p: split_between(spans, 8, p) for p in spans}
     assert {p: (hosts.index, hosts.count) for p, hosts in found.items()} == expected
 
@@ -37,11 +38,12 @@ def test_each_process_reads_the_block_its_devices_hold(spans: Any, expected: Any
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        ({0: {(0, 2), (4, 6)}, 1: {(2, 4), (6, 8)}}, "scatters the rows of a batch over process 0"),
-        ({0: {(0, 6)}, 1: {(6, 8)}}, "unequal rows"),
+        ({0: {(0, 4)}, 1: {(0, 2), (4, 6)}, 2: {(2, 4), (6, 8)}}, "overlapping rows"),
+        ({0: {(0, 6)}, 1: {(6, 8)}}, "unequal or"),
+        ({0: {(0, 4)}, 1: {(4, 6)}}, "unequal or"),
     ],
 )
-def test_rows_that_are_no_equal_blocks_are_refused(spans: Any, message: str):
+def test_rows_that_are_no_equal_parts_are_refused(spans: Any, message: str):
     with pytest.raises(ShardingError, match=message):
         split_between(spans, 8, 0)
 

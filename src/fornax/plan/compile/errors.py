@@ -1,0 +1,157 @@
+"""What can go wrong in the child that compiles, each as one paragraph."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fornax.config import errors
+from fornax.config.errors import FornaxError, PlanError
+from fornax.plan.artifact import Allocation
+from fornax.plan.bytes import show_bytes
+
+__all__ = [
+    "CompileError",
+    "MissingCompilerError",
+    "OutOfMemoryError",
+    "from_mapping",
+    "no_memory",
+    "to_mapping",
+]
+
+
+class CompileError(PlanError):
+    """The compiler refused the program, died, or took too long."""
+
+
+class MissingCompilerError(PlanError):
+    """libtpu, the TPU compiler, is not installed."""
+
+
+class OutOfMemoryError(PlanError):
+    """The program does not fit into a device: a result, with figures for advice."""
+
+    def __init__(
+        self,
+        program: str,
+        topology: str,
+        *,
+        used: int,
+        limit: int,
+        arguments: int = 0,
+        allocations: tuple[Allocation, ...] = (),
+    ) -> None:
+        """Say by how much it does not fit.
+
+        Args:
+          program: which one.
+          topology: for which chips.
+          used: bytes that it needs of a device.
+          limit: bytes that a device has.
+          arguments: bytes of those that are its arguments, 0 where the compiler did not say.
+          allocations: the largest of the rest, as the compiler lists them.
+        """
+        super().__init__(
+            f"{program} does not fit on {topology}: it needs {show_bytes(used)} of a device's "
+            f"{show_bytes(limit)}, {show_bytes(used - limit)} too much"
+        )
+        self.program = program
+        self.topology = topology
+        self.used = used
+        self.limit = limit
+        self.arguments = arguments
+        self.allocations = allocations
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50, "E": 2**60}
+_SIZE = r"([\d.]+)([KMGTPE]?)B?"
+_USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
+_TOTAL = re.compile(rf"Total hbm usage >= {_SIZE}:")
+_EARLY = re.compile(rf"Requires {_SIZE}, has {_SIZE} available")
+_ARGUMENTS = re.compile(rf"^\s*arguments\s+{_SIZE}\s*$", re.MULTILINE)
+_ENTRY = re.compile(r"^\s*\d+\. Size: ", re.MULTILINE)
+
+
+def no_memory(text: str, program: str, topology: str) -> OutOfMemoryError | None:
+    """The compiler's words as an error with figures, or None when they are about something else."""
+    found = _USED.search(text) or _EARLY.search(text)
+    if found is None:
+        return None
+    used, limit = _bytes(found[1], found[2]), _bytes(found[3], found[4])
+    arguments = _ARGUMENTS.search(text)
+    return OutOfMemoryError(
+        program,
+        topology,
+        used=used,
+        limit=limit,
+        arguments=_bytes(arguments[1], arguments[2]) if arguments else 0,
+        allocations=_allocations(text),
+    )
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS[unit])
+
+
+def _allocations(text: str) -> tuple[Allocation, ...]:
+    found = []
+    for entry in _ENTRY.split(text)[1:]:
+        entry = entry.split("=====")[0]
+        size = re.match(_SIZE, entry)
+        if size is None:
+            continue
+        told = _fields(entry)
+        unpadded = re.match(_SIZE, told.get("Unpadded size", ""))
+        operator = told.get("Operator", "")
+        source = re.search(r'source_file="([^"]*)" source_line=(\d+)', operator)
+        found.append(
+            Allocation(
+                bytes=_bytes(size[1], size[2]),
+                unpadded_bytes=_bytes(*(unpadded or size).groups()),
+                shape=told.get("Shape", ""),
+                op_name=_quoted(operator, "op_name"),
+                source=f"{source[1]}:{source[2]}" if source else "",
+                kind=told.get("Allocation type", ""),
+            )
+        )
+    return tuple(sorted(found, key=lambda a: -a.bytes))
+
+
+def _fields(entry: str) -> dict[str, str]:
+    lines = (line.strip().partition(": ") for line in entry.splitlines())
+    return {name: value for name, colon, value in lines if colon}
+
+
+def _quoted(text: str, name: str) -> str:
+    found = re.search(rf'{name}="((?:[^"\\]|\\.)*)"', text)
+    return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
+
+def to_mapping(error: FornaxError) -> dict[str, Any]:
+    """An error as plain data, to cross from the child or to be kept."""
+    if not isinstance(error, OutOfMemoryError):
+        return {"kind": type(error).__name__, "message": str(error)}
+    return {
+        "kind": "OutOfMemoryError",
+        "program": error.program,
+        "topology": error.topology,
+        "used": error.used,
+        "limit": error.limit,
+        "arguments": error.arguments,
+        "allocations": [dataclasses.asdict(a) for a in error.allocations],
+    }
+
+
+def from_mapping(told: Mapping[str, Any]) -> FornaxError:
+    """What `to_mapping` wrote, as an error again.
+
+    Raises:
+      KeyError, TypeError: when it is something else.
+    """
+    if told["kind"] == "OutOfMemoryError":
+        figures = {name: int(told[name]) for name in ("used", "limit", "arguments")}
+        listed = tuple(Allocation(**a) for a in told["allocations"])
+        return OutOfMemoryError(told["program"], told["topology"], allocations=listed, **figures)
+    kinds = {"CompileError": CompileError, "MissingCompilerError": MissingCompilerError}
+    kind = kinds.get(told["kind"]) or getattr(errors, told["kind"], CompileError)
+    return kind(told["message"])

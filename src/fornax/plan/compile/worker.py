@@ -1,0 +1,176 @@
+"""The child that compiles: `python -m fornax.plan.compile.worker`, started by `child.py`.
+
+It reads a request, one line of JSON, from standard input, and goes when that closes: its parent is
+gone. It tells what it does as lines of JSON on what was its standard output; libraries that print
+there are sent to standard error.
+"""
+
+import importlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from fornax.config.errors import FornaxError
+from fornax.plan.artifact import Artifact, DeviceFact, MemoryFacts
+from fornax.plan.compile.cache import versions
+from fornax.plan.compile.errors import CompileError, no_memory, to_mapping
+from fornax.plan.compile.request import Job, Lowering
+from fornax.plan.topology import Topology, parse_topology
+
+__all__ = ["main"]
+
+_BODY = re.compile(r'("body"\s*:\s*)"[A-Za-z0-9+/=]*"')
+_SHOWN = 600
+
+
+def main() -> None:
+    """Serve one request."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as out:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        told = json.loads(sys.stdin.readline())
+        threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+        def say(**event: Any) -> None:
+            out.write(json.dumps(event) + "\n")
+            out.flush()
+
+        try:
+            _serve(told, say)
+        except FornaxError as error:
+            say(event="error", **to_mapping(error))
+        except Exception as error:
+            say(event="error", **to_mapping(_explained(error, told)))
+
+
+def _leave_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _serve(told: dict[str, Any], say: Any) -> None:
+    say(event="phase", what="starting")
+    from fornax import kernels  # starts jax, in the environment that the parent made
+
+    topology = parse_topology(told["topology"])
+    module, _, function = told["builder"].partition(":")
+    with kernels.target_platform(topology.chip.platform):
+        job = Job(topology=topology, devices=_devices(topology), arguments=told["arguments"])
+        say(event="phase", what="laying out")
+        programs = getattr(importlib.import_module(module), function)(job)
+        for name, folder in told["programs"].items():
+            try:
+                artifact = _compile(name, topology, programs[name], told["options"], say)
+            except Exception as error:
+                found = no_memory(str(error), name, topology.name)
+                if found is None:
+                    raise
+                say(event="answer", program=name, error=to_mapping(found))
+            else:
+                artifact.save(Path(folder))
+                say(event="answer", program=name)
+
+
+def _devices(topology: Topology) -> list[Any]:
+    import jax
+
+    if topology.chip.platform == "cpu":
+        return list(jax.devices()[: topology.num_devices])
+    try:
+        return topology.devices()
+    except (RuntimeError, ValueError) as error:
+        raise CompileError(
+            f"the compiler does not know the topology {topology.name}: {_first_line(error)}; "
+            "choose a shape that Cloud offers, or upgrade libtpu"
+        ) from error
+
+
+def _compile(name: str, topology: Topology, trace: Any, options: dict, say: Any) -> Artifact:
+    say(event="phase", what=f"{name}: lowering")
+    begun = time.perf_counter()
+    program: Lowering = trace()
+    lowered = time.perf_counter()
+    say(event="phase", what=f"{name}: compiling")
+    compiled = program.lowered.compile(compiler_options=options or None)
+    done = time.perf_counter()
+    used = _used_arguments(program)
+    return Artifact(
+        program=name,
+        topology=topology.name,
+        mesh=dict(program.mesh.shape),
+        devices=tuple(map(_device, program.mesh.devices.flat)),
+        arguments=tuple(a for i, a in enumerate(program.arguments) if i in used),
+        memory=_memory(compiled),
+        hlo=_BODY.sub(r'\1""', compiled.as_text() or ""),
+        cost=_cost(compiled),
+        versions=versions(),
+        lower_seconds=lowered - begun,
+        compile_seconds=done - lowered,
+        notes=program.notes,
+        facts=dict(program.facts),
+    )
+
+
+def _used_arguments(program: Lowering) -> set[int]:
+    """Numbers of the arguments that the program reads: the others are never sent to a device."""
+    arguments = getattr(program.lowered, "_lowering").compile_args  # noqa: B009
+    kept = arguments.get("kept_var_idx")
+    return set(range(len(program.arguments))) if kept is None else set(kept)
+
+
+def _device(device: Any) -> DeviceFact:
+    return DeviceFact(
+        coords=tuple(getattr(device, "coords", None) or (device.id,)),
+        core=getattr(device, "core_on_chip", 0) or 0,
+        slice=getattr(device, "slice_index", 0) or 0,
+        process=device.process_index,
+    )
+
+
+def _memory(compiled: Any) -> MemoryFacts:
+    stats = compiled.memory_analysis()
+
+    def size(name: str) -> int:
+        return int(getattr(stats, name, 0) or 0)
+
+    hosted = ("argument", "output", "temp")
+    return MemoryFacts(
+        arguments=size("argument_size_in_bytes"),
+        outputs=size("output_size_in_bytes"),
+        aliased=size("alias_size_in_bytes"),
+        temporaries=size("temp_size_in_bytes"),
+        code=size("generated_code_size_in_bytes"),
+        peak=size("peak_memory_in_bytes"),
+        host=sum(size(f"host_{kind}_size_in_bytes") for kind in hosted),
+    )
+
+
+def _cost(compiled: Any) -> dict[str, float]:
+    told = compiled.cost_analysis() or {}
+    told = told[0] if isinstance(told, list) else told
+    return {name: float(value) for name, value in told.items()}
+
+
+def _explained(error: Exception, told: dict[str, Any]) -> FornaxError:
+    """An error of jax or of the compiler as one paragraph; the traceback goes to standard error."""
+    import traceback
+
+    traceback.print_exception(error)
+    programs = " and ".join(told["programs"])
+    return CompileError(
+        f"{programs} cannot be compiled for {told['topology']}: {type(error).__name__}: "
+        f"{_first_line(error)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+if __name__ == "__main__":
+    main()
