@@ -15,6 +15,7 @@ from fornax.config.errors import ConfigError
 __all__ = ["Section", "render", "table"]
 
 _NUMBER = re.compile(r"[-+<]?\d|—$")
+_LONG_WORD = re.compile(r"\S{33}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,10 @@ class Section:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
-    """An HTML table; every cell is escaped, and columns that hold numbers align right."""
+    """An HTML table; every cell is escaped, and columns that hold numbers align right.
+
+    Words too long for a column, such as paths, break anywhere.
+    """
     body = [[str(cell) for cell in row] for row in rows]
     numeric = [
         bool(body) and all(_NUMBER.match(row[column]) for row in body)
@@ -42,7 +46,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
     out.append("</tr></thead><tbody>")
     for row in body:
         out.append("<tr>")
-        out += [f"<td{a}>{escape(cell)}</td>" for a, cell in zip(align, row, strict=True)]
+        for cell, right in zip(row, align, strict=True):
+            breaks = ' class="w"' if _LONG_WORD.search(cell) else right
+            out.append(f"<td{breaks}>{escape(cell)}</td>")
         out.append("</tr>")
     out.append("</tbody></table>")
     return Markup("".join(out))

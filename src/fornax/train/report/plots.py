@@ -5,39 +5,41 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-__all__ = ["bars", "lines"]
+__all__ = ["bars", "figure", "lines", "svg"]
 
 _INK, _SOFT, _GRID = "#1c2330", "#5b6678", "#e3e7ee"
 _COLOURS = ("#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#b45309")
 
 
-def _figure(width: float, height: float):
+def figure(width: float, height: float):
+    """An empty picture of so many inches in the house's look: (figure, axes)."""
     import matplotlib as mpl
 
     mpl.use("Agg", force=False)
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.add_subplot()
+        made = Figure(figsize=(width, height), layout="constrained")
+        axes = made.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_GRID)
     axes.tick_params(colors=_SOFT, labelsize=9, length=0)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    return figure, axes
+    return made, axes
 
 
-def _svg(figure, label: str) -> Markup:
+def svg(made, label: str) -> Markup:
+    """The picture as inline SVG with an accessible name; its text stays text."""
     import matplotlib as mpl
 
     out = io.StringIO()
     options = {"svg.fonttype": "none", "svg.hashsalt": label, "font.family": "sans-serif"}
     with mpl.rc_context(options):
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        made.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
-    svg = text[text.index("<svg") :]
-    named = svg.replace("<svg", f'<svg role="img" aria-label="{Markup.escape(label)}"', 1)
+    drawn = text[text.index("<svg") :]
+    named = drawn.replace("<svg", f'<svg role="img" aria-label="{Markup.escape(label)}"', 1)
     return Markup(named)
 
 
@@ -58,7 +60,7 @@ def lines(
       log: logarithmic y axis.
       from_zero: start the y axis at 0.
     """
-    figure, axes = _figure(5.4, 2.7)
+    made, axes = figure(5.4, 2.7)
     axes.set_title(title, loc="left", fontsize=11, color=_INK)
     shown = [s for s in series if len(s[1])]
     for (label, steps, values), colour in zip(shown, _COLOURS, strict=False):
@@ -86,7 +88,7 @@ def lines(
     axes.set_ylabel(unit, fontsize=9, color=_SOFT)
     if len(shown) > 1:
         axes.legend(frameon=False, fontsize=9, labelcolor=_SOFT)
-    return _svg(figure, title)
+    return svg(made, title)
 
 
 def bars(
@@ -106,7 +108,7 @@ def bars(
       highlight: the label of the bar that is ours.
       fmt: how a value is written.
     """
-    figure, axes = _figure(7.2, 0.75 + 0.36 * len(items))
+    made, axes = figure(7.2, 0.75 + 0.36 * len(items))
     axes.set_title(title, loc="left", fontsize=11, color=_INK)
     labels = [label for label, _ in items]
     values = [value for _, value in items]
@@ -127,4 +129,4 @@ def bars(
     axes.grid(axis="x", color=_GRID, linewidth=0.8)
     axes.margins(x=0.12)
     axes.set_xlabel(unit, fontsize=9, color=_SOFT)
-    return _svg(figure, title)
+    return svg(made, title)
