@@ -25,17 +25,22 @@ def _from_condition(module: Module, loop: Instruction) -> int | None:
     if bound is None:
         return None
     index, limit, inclusive = bound
+    if isinstance(limit, Instruction):
+        limit = _start(module, loop, int(limit.attributes["index"]))
     start = _start(module, loop, index)
     step = _step(module, body, index)
-    if start is None or not step or step < 0:
+    if start is None or limit is None or not step or step < 0:
         return None
     return max(-(-(limit - start + inclusive) // step), 0)
 
 
 def _bound(
     module: Module, computation: Computation, root: Instruction
-) -> tuple[int, int, int] | None:
-    """Return the tuple index compared, the constant, and 1 if the bound itself is still run."""
+) -> tuple[int, int | Instruction, int] | None:
+    """Return the tuple index compared, the limit, and 1 if the limit itself is still run.
+
+    The limit is a number, or the element of the loop's state that holds it.
+    """
     if root.opcode == "fusion":
         inner = module.computations[root.attributes["calls"].lstrip("%")]
         arguments = dict(enumerate(computation.operands(root)))
@@ -50,10 +55,12 @@ def _bound(
         return None
     direction = compare.attributes.get("direction", "")
     left, right = sides
-    if left.opcode == "constant":
+    if left.opcode == "constant" or (
+        right.opcode == "get-tuple-element" and direction in ("GT", "GE")
+    ):
         left, right = right, left
         direction = {"GT": "LT", "GE": "LE"}.get(direction, "")
-    limit = constant_value(right)
+    limit = right if right.opcode == "get-tuple-element" else constant_value(right)
     if direction not in ("LT", "LE") or limit is None or left.opcode != "get-tuple-element":
         return None
     return int(left.attributes["index"]), limit, int(direction == "LE")

@@ -116,9 +116,7 @@ def _read_computations(
 
 
 def _closed(pending: list[str]) -> bool:
-    """Tell whether a `}` in the first column ends the computation, not a long constant."""
-    if len(pending) == 1:
-        return True
+    """Tell whether a `}` in the first column ends the computation, not an instruction's braces."""
     depth = 0
     for found in _BRACKET.finditer("\n".join(pending)):
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(found.group(), 0)

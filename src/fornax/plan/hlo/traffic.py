@@ -16,6 +16,7 @@ _FREE = (
 )
 FREE = frozenset(_FREE.split())
 _PASSING = frozenset(["bitcast", "reshape", "copy", "transpose", "convert"])
+_TRANSFERS = frozenset(["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "custom-call"])
 _SLICES = frozenset(["slice", "dynamic-slice", "gather"])
 
 
@@ -28,10 +29,8 @@ def hbm_bytes(module: Module, computation: Computation, instruction: Instruction
     if opcode == "fusion":
         inner = module.computations[instruction.attributes["calls"].lstrip("%")]
         return round(_fusion(inner, operands, instruction.shape))
-    if opcode in ("copy-start", "slice-start"):
-        destination, source = (instruction.shape.elements or (instruction.shape,) * 2)[:2]
-        moved = min(destination.bytes, source.bytes)
-        return moved * ((destination.space == HBM) + (source.space == HBM))
+    if opcode.endswith("-start"):
+        return _moved_ahead(instruction, [operand.shape for operand in operands])
     out = instruction.shape.bytes_in(HBM)
     if opcode in ("dynamic-slice", "slice", "gather"):
         touched = min(instruction.shape.bytes, operands[0].shape.bytes)
@@ -45,6 +44,18 @@ def hbm_bytes(module: Module, computation: Computation, instruction: Instruction
         updates, indices = operands[-1].shape, operands[len(operands) // 2].shape
         return 3 * updates.bytes_in(HBM) + indices.bytes_in(HBM)
     return out + sum(operand.shape.bytes_in(HBM) for operand in operands)
+
+
+def _moved_ahead(instruction: Instruction, operands: list[Shape]) -> int:
+    """Return the traffic of a copy, a slice or an update of a slice that runs on its own."""
+    elements = instruction.shape.elements or (instruction.shape, instruction.shape)
+    if instruction.opcode.startswith("dynamic-update-slice"):
+        moved, ends = operands[1], (operands[0], operands[1])
+    elif instruction.opcode == "copy-start":
+        moved, ends = elements[0], (elements[0], operands[0])
+    else:
+        moved, ends = elements[1], (elements[1], operands[0])
+    return moved.bytes * sum(leaves(end)[0].space == HBM for end in ends)
 
 
 def _fusion(inner: Computation, operands: list[Instruction], out: Shape) -> float:
@@ -70,7 +81,9 @@ def demand(inner: Computation) -> tuple[dict[str, float], list[float]]:
     in_place: set[str] = set()
     for result in results:
         target = _through(inner, result, frozenset(["bitcast", "reshape"]))
-        if target.opcode == "dynamic-update-slice" and _is_in_place(inner, target):
+        if target.opcode == "parameter" or target.opcode in _TRANSFERS:
+            written.append(0.0)
+        elif target.opcode == "dynamic-update-slice" and _is_in_place(inner, target):
             in_place.add(target.name)
             update = inner.operands(target)[1].shape.size
             needed[target.name] = float(update)
@@ -80,7 +93,7 @@ def demand(inner: Computation) -> tuple[dict[str, float], list[float]]:
             written.append(1.0)
     for instruction in reversed(inner.instructions):
         amount = min(needed.get(instruction.name, 0.0), instruction.shape.size)
-        if amount and instruction.opcode != "tuple":
+        if amount and instruction.opcode != "tuple" and instruction.opcode not in _TRANSFERS:
             _ask(inner, instruction, amount, instruction.name in in_place, needed)
     return needed, written
 
@@ -110,6 +123,24 @@ def _ask(
         else:
             ask = size * share
         needed[operand.name] = max(needed.get(operand.name, 0.0), ask)
+
+
+def updated_operands(module: Module, instruction: Instruction) -> list[tuple[int, int]]:
+    """Return (leaf of the result, operand) of arrays that an instruction updates in place."""
+    if instruction.opcode in ("dynamic-update-slice", "scatter"):
+        return [(0, 0)] if instruction.shape.elements is None else []
+    if instruction.opcode != "fusion":
+        return []
+    inner = module.computations[instruction.attributes["calls"].lstrip("%")]
+    results = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root]
+    found = []
+    for leaf, result in enumerate(results):
+        target = _through(inner, result, frozenset(["bitcast", "reshape"]))
+        if target.opcode in ("dynamic-update-slice", "scatter") and _is_in_place(inner, target):
+            base = _through(inner, inner.operands(target)[0], _PASSING)
+            if base.shape.bytes == result.shape.bytes:
+                found.append((leaf, base.parameter_number))
+    return found
 
 
 def _is_in_place(inner: Computation, update: Instruction) -> bool:
