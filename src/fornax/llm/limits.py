@@ -1,16 +1,17 @@
 """An engine's limits in figures: what the config leaves open, from the model and the device."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.config import EngineConfig
+from fornax.llm.target import Target, attached
 from fornax.models import DecoderConfig, cache_windows, page_bytes
 
-__all__ = ["Limits", "resolve_limits"]
+__all__ = ["Limits", "cache_shards", "divide_pages", "pages_needed", "resolve_limits"]
 
 _CPU_CACHE_SHARE = 0.25
 _CPU_CACHE_MOST = 4 << 30
@@ -40,7 +41,11 @@ class Limits:
 
 
 def resolve_limits(
-    config: EngineConfig, model: DecoderConfig, weights_dtype: jnp.dtype, weight_bytes: int
+    config: EngineConfig,
+    model: DecoderConfig,
+    weights_dtype: jnp.dtype,
+    weight_bytes: int,
+    target: Target | None = None,
 ) -> Limits:
     """Choose what `config` leaves open.
 
@@ -49,12 +54,14 @@ def resolve_limits(
       model: the model's.
       weights_dtype: of the weights.
       weight_bytes: that the weights take on each device.
+      target: what the engine is made for; None for this process's devices.
 
     Raises:
       ConfigError: limits beyond the model or against each other.
       EngineError: no memory for the cache.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    target = target or attached()
+    on_cpu = target.platform == "cpu"
     length = config.max_model_len or model.max_position_embeddings
     if length > model.max_position_embeddings:
         raise ConfigError(
@@ -70,15 +77,13 @@ def resolve_limits(
         )
     dtype = _cache_dtype(config, weights_dtype)
     sizes = page_bytes(model, config.block_size, dtype)
-    needs = [
-        _pages_needed(window, length, tokens, config.block_size) for window in cache_windows(model)
-    ]
+    needs = pages_needed(model, length, tokens, config.block_size)
     full = seqs * sum(need * size for need, size in zip(needs, sizes, strict=True))
-    budget = _budget(config, weight_bytes, full)
+    budget = _budget(config, model, weight_bytes, full, target)
     if config.num_gpu_blocks_override is not None:
         pages = [config.num_gpu_blocks_override for _ in needs]
     else:
-        pages = _divide(budget, needs, sizes, seqs)
+        pages = divide_pages(budget, needs, sizes, seqs)
     for window, have, need in zip(cache_windows(model), pages, needs, strict=True):
         if have < need:
             kind = "full attention" if window is None else f"a window of {window}"
@@ -105,21 +110,33 @@ def _cache_dtype(config: EngineConfig, weights_dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if full else jnp.bfloat16)
 
 
-def _pages_needed(window: int | None, length: int, tokens: int, page_size: int) -> int:
-    """Pages that one sequence of full length may hold at once."""
-    if window is not None:
-        length = min(length, window + tokens + page_size)
-    return math.ceil(length / page_size)
+def pages_needed(model: DecoderConfig, length: int, tokens: int, page_size: int) -> tuple[int, ...]:
+    """Pages of each group that one sequence of `length` tokens may hold at once.
+
+    A window's layers hold the window, and what a step of `tokens` tokens adds to it.
+    """
+    kept = [
+        length if window is None else min(length, window + tokens + page_size)
+        for window in cache_windows(model)
+    ]
+    return tuple(math.ceil(tokens / page_size) for tokens in kept)
 
 
-def _budget(config: EngineConfig, weight_bytes: int, wanted: int) -> int:
-    """Bytes for the cache on each device."""
+def cache_shards(model: DecoderConfig, tensor_parallel_size: int) -> int:
+    """How many devices share the cache: all, or it is whole on each if its heads do not divide."""
+    return 1 if model.kv_heads % tensor_parallel_size else tensor_parallel_size
+
+
+def _budget(
+    config: EngineConfig, model: DecoderConfig, weight_bytes: int, wanted: int, target: Target
+) -> int:
+    """Bytes for the cache on all devices together, each part of it counted once."""
+    shards = cache_shards(model, config.tensor_parallel_size)
     if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes * config.tensor_parallel_size
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        free = int(stats["bytes_limit"] * config.gpu_memory_utilization) - weight_bytes
-        return max(free, 0) * config.tensor_parallel_size
+        return config.kv_cache_memory_bytes * shards
+    if target.memory is not None:
+        free = int(target.memory * config.gpu_memory_utilization) - weight_bytes
+        return max(free, 0) * shards
     return min(wanted, _CPU_CACHE_MOST, int(_CPU_CACHE_SHARE * _host_memory()))
 
 
@@ -132,8 +149,15 @@ def _host_memory() -> int:
         return 8 << 30
 
 
-def _divide(budget: int, needs: list[int], sizes: tuple[int, ...], seqs: int) -> list[int]:
-    """Pages of each group: as many full sequences as fit, in the proportion that they need."""
+def divide_pages(budget: int, needs: Sequence[int], sizes: Sequence[int], seqs: int) -> list[int]:
+    """Pages of each group: as many full sequences as fit, in the proportion that they need.
+
+    Args:
+      budget: bytes on all devices together.
+      needs: pages of each group that a sequence needs.
+      sizes: bytes of a page of each group.
+      seqs: sequences that pages are wanted for, at most.
+    """
     per_sequence = sum(math.prod(pair) for pair in zip(needs, sizes, strict=True))
     share = min(budget / per_sequence, float(seqs)) if per_sequence else 0.0
     return [max(int(share * need), min(need, 1)) for need in needs]

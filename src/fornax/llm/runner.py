@@ -6,45 +6,37 @@ Legend: T tokens of the bucket, M samples of the bucket, R rows (sequences that 
 D model width, V vocabulary, W words of an allowed-token bitmask, K log probabilities a token.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from functools import cached_property, partial, wraps
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from fornax import kernels
-from fornax.llm.buckets import bucket_for, buckets, powers
+from fornax.llm.buckets import bucket_for
+from fornax.llm.compilation import (
+    COPIES,
+    POOLED,
+    SCORED,
+    Arrays,
+    Sizes,
+    abstract,
+    describe_arrays,
+    make_programs,
+)
 from fornax.llm.limits import Limits
 from fornax.llm.logprobs import Scores
-from fornax.llm.masks import full_mask, mask_words
+from fornax.llm.masks import full_mask
 from fornax.llm.plan import Plan
 from fornax.llm.programs import Programs
-from fornax.llm.sampler import (
-    RowParams,
-    Sampled,
-    SamplerState,
-    init_sampler_state,
-    load_row,
-    sample,
-    score,
-)
-from fornax.llm.step import Bind, StepLayout, make_step, placed
+from fornax.llm.sampler import RowParams, Sampled, SamplerState, init_sampler_state
+from fornax.llm.step import Bind
 from fornax.llm.weights import Weights
 from fornax.models import cache_windows, init_pages
 
 __all__ = ["Runner", "Ticket"]
-
-_COPIES = 16
-"""Page copies of one call; more take several."""
-_SCORED = 32
-"""Prompt tokens scored by one call."""
-_POOLED = 8
-"""Hidden rows read by one call."""
 
 
 @dataclass(frozen=True)
@@ -93,33 +85,29 @@ class Runner:
     ) -> None:
         self.weights = weights
         self.limits = limits
-        self.buckets = buckets(limits.max_num_batched_tokens)
+        self._sizes = Sizes.of(weights, limits, drafts)
         self._programs = programs
         self._name = name
-        self._bind = bind
-        # Programs take the leaves: to take the state apart at every call would cost as much as the
-        # call itself.
-        self._leaves, self._tree = jax.tree.flatten(weights.state if state is None else state)
+        state = weights.state if state is None else state
+        self._leaves, self._tree = jax.tree.flatten(state)
         self._vocab = weights.config.vocab_size
-        self._max_logprobs = min(max_logprobs, self._vocab)
         self._rows = limits.max_num_seqs
-        self._sample_sizes = powers(min(self._rows * (1 + drafts), self.buckets[-1]))
         groups = len(cache_windows(weights.config))
-        self._layouts = {
-            size: StepLayout(size, min(size, self._rows), limits.table_width, groups)
-            for size in self.buckets
-        }
         self._tables = [np.zeros((self._rows, limits.table_width), np.int32) for _ in range(groups)]
-        self._everywhere = self._replicated()
-        shape = (limits.max_num_batched_tokens, weights.config.hidden_size)
-        self._hidden = self._zeros(shape, weights.placement.compute_dtype)
+        kept = describe_arrays(weights, limits, self._sizes)
+        self._hidden = self._put(jnp.zeros(kept.hidden.shape, kept.hidden.dtype))
         self._sampler: SamplerState = self._put(init_sampler_state(self._rows, self._vocab))
         self._all_allowed = {
-            size: self._put(full_mask(self._vocab, size)) for size in self._sample_sizes
+            size: self._put(full_mask(self._vocab, size)) for size in self._sizes.samples
         }
         self._kv: tuple[jax.Array, ...] | None = None
         self.wake()
-        self._announce()
+        self._announce(bind, state, max_logprobs)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Tokens of the steps that are compiled."""
+        return self._sizes.steps
 
     # The cache.
 
@@ -181,7 +169,7 @@ class Runner:
             self._tables[update.group][update.row, update.index] = update.page
         self._copy(plan)
         bucket = bucket_for(plan.num_tokens, self.buckets)
-        layout = self._layouts[bucket]
+        layout = self._sizes.layouts[bucket]
         vector, parts = layout.empty()
         self._fill(plan, parts, adapters or {})
         program = self._programs.get((self._name, "step", bucket))
@@ -215,7 +203,7 @@ class Runner:
         pooled = self._pool([starts[s.entry] + s.offset for s in plan.pooled])
         sampled = None
         if plan.samples:
-            size = bucket_for(len(plan.samples), self._sample_sizes)
+            size = bucket_for(len(plan.samples), self._sizes.samples)
             vector = np.full((4, size), -1, np.int32)
             for index, one in enumerate(plan.samples):
                 if index not in dead:
@@ -265,9 +253,9 @@ class Runner:
     def _copy(self, plan: Plan) -> None:
         for group in range(len(self._tables)):
             pairs = [(c.source, c.target) for c in plan.copies if c.group == group]
-            for first in range(0, len(pairs), _COPIES):
-                vector = np.zeros((2, _COPIES), np.int32)
-                part = pairs[first : first + _COPIES]
+            for first in range(0, len(pairs), COPIES):
+                vector = np.zeros((2, COPIES), np.int32)
+                part = pairs[first : first + COPIES]
                 vector[:, : len(part)] = np.array(part, np.int32).T
                 copy = self._programs.get((self._name, "copy pages", group))
                 kv = list(self._kv or ())
@@ -284,109 +272,47 @@ class Runner:
 
     def _pool(self, places: Items[int]) -> tuple[jax.Array, ...]:
         parts = []
-        for first in range(0, len(places), _POOLED):
-            vector = np.zeros(_POOLED, np.int32)
-            vector[: len(places[first : first + _POOLED])] = places[first : first + _POOLED]
+        for first in range(0, len(places), POOLED):
+            vector = np.zeros(POOLED, np.int32)
+            vector[: len(places[first : first + POOLED])] = places[first : first + POOLED]
             program = self._programs.get((self._name, "pool"))
             parts.append(program(self._hidden, vector))
         return tuple(parts)
 
     def _score(self, start: int, targets: np.ndarray) -> tuple[Any, ...]:
         parts = []
-        for first in range(0, len(targets), _SCORED):
-            vector = np.full((2, _SCORED), -1, np.int32)
-            part = targets[first : first + _SCORED]
+        for first in range(0, len(targets), SCORED):
+            vector = np.full((2, SCORED), -1, np.int32)
+            part = targets[first : first + SCORED]
             vector[0, : len(part)] = start + first + np.arange(len(part))
             vector[1, : len(part)] = part
             program = self._programs.get((self._name, "score"))
             parts.append(program(self._leaves, self._hidden, vector))
         return tuple(parts)
 
-    # What is compiled.
-
-    def _announce(self) -> None:
-        leaves, kv = _abstract(self._leaves), _abstract(self._kv)
-        hidden, sampler = _abstract(self._hidden), _abstract(self._sampler)
-        name, announce = self._name, self._programs.announce
-        for size, layout in reversed(self._layouts.items()):
-            step = make_step(self.weights, layout, self.limits.max_model_len, self._bind)
-            vector = self._ints((layout.size,))
-            args = (leaves, kv, hidden, sampler.last_token, vector)
-            results = (tuple(pages.sharding for pages in kv), self._everywhere)
-            make = partial(self._compile, self._on_leaves(step), args, (1, 2), results)
-            announce((name, "step", size), make)
-        for size in self._sample_sizes:
-            mask = self._ints((size, mask_words(self._vocab)), jnp.uint32)
-            args = (leaves, hidden, sampler, self._ints((4, size)), mask)
-            make = partial(self._compile, self._on_leaves(self._sample), args, (2,))
-            announce((name, "sample", size), make)
-        row = jax.tree.map(np.asarray, RowParams.default(self._vocab))
-        args = (sampler, self._ints(()), jax.tree.map(lambda x: self._ints(x.shape, x.dtype), row))
-        announce((name, "load row"), partial(self._compile, load_row, args, (0,)))
-        for group, pages in enumerate(kv):
-            args = (pages, self._ints((2, _COPIES)))
-            make = partial(self._compile, _copy_pages, args, (0,), pages.sharding)
-            announce((name, "copy pages", group), make)
-        args = (hidden, self._ints((_POOLED,)))
-        announce((name, "pool"), partial(self._compile, _pool_rows, args, ()))
-        args = (leaves, hidden, self._ints((2, _SCORED)))
-        make = partial(self._compile, self._on_leaves(self._score_rows), args, ())
-        announce((name, "score"), make)
-
-    def _on_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with the leaves of its first argument, the state, in its place."""
-
-        @wraps(function)
-        def on_leaves(leaves: Any, *rest: Any) -> Any:
-            return function(self._tree.unflatten(leaves), *rest)
-
-        return on_leaves
-
-    def _compile(
-        self, function: Any, args: Any, donated: tuple[int, ...], results: Any = None
-    ) -> Any:
-        """Compile ahead of time; over a mesh, `results` lie where the next step wants them."""
-        where = {} if self._everywhere is None else {"out_shardings": results or self._everywhere}
-        with placed(self.weights):
-            jitted = jax.jit(function, donate_argnums=donated, **where)
-            return jitted.lower(*args).compile()
-
-    def _sample(
-        self, state: Any, hidden: jax.Array, sampler: SamplerState, vector: jax.Array, mask: Any
-    ) -> tuple[Sampled, SamplerState]:
-        places_M, rows_M, positions_M = vector[0], vector[1], vector[2]
-        logits_MV = self._logits(state, hidden[jnp.maximum(places_M, 0)])
-        return sample(
-            logits_MV,
-            sampler,
-            rows_M,
-            positions_M,
-            mask,
-            num_logprobs=self._max_logprobs,
-            want_logprobs=vector[3, 0] > 0,
+    def _announce(self, bind: Bind | None, state: Any, max_logprobs: int) -> None:
+        arrays = Arrays(
+            state=abstract(state),
+            kv=abstract(self._kv),
+            hidden=abstract(self._hidden),
+            sampler=abstract(self._sampler),
+            masks=abstract(self._all_allowed),
         )
-
-    def _score_rows(self, state: Any, hidden: jax.Array, vector: jax.Array) -> Any:
-        logits_MV = self._logits(state, hidden[jnp.maximum(vector[0], 0)])
-        return score(logits_MV, jnp.maximum(vector[1], 0), self._max_logprobs)
-
-    def _logits(self, state: Any, x_MD: jax.Array) -> jax.Array:
-        return self.weights.merge(state).logits(x_MD[None])[0]
+        programs = make_programs(
+            self.weights,
+            self.limits,
+            self._sizes,
+            arrays,
+            max_logprobs=max_logprobs,
+            bind=bind,
+        )
+        for key, program in programs.items():
+            self._programs.announce((self._name, *key), program.compile)
 
     # Arrays.
 
-    def _replicated(self) -> Any:
-        mesh = self.weights.placement.mesh
-        return None if mesh is None else NamedSharding(mesh, PartitionSpec())
-
     def _put(self, tree: Any) -> Any:
-        return jax.device_put(tree, self._everywhere)
-
-    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return self._put(jnp.zeros(shape, dtype))
-
-    def _ints(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._everywhere)
+        return jax.device_put(tree, self.weights.placement.everywhere)
 
 
 def _starts(plan: Plan) -> list[int]:
@@ -396,19 +322,3 @@ def _starts(plan: Plan) -> list[int]:
         starts.append(at)
         at += entry.count
     return starts
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
-    )
-
-
-def _copy_pages(kv_LPSCH: jax.Array, pairs: jax.Array) -> jax.Array:
-    return kernels.copy_pages(kv_LPSCH, pairs[0], pairs[1])
-
-
-def _pool_rows(hidden: jax.Array, places: jax.Array) -> jax.Array:
-    """Unit vectors: the final norm's output at each place."""
-    x_MD = hidden[places].astype(jnp.float32)
-    return x_MD / jnp.maximum(jnp.linalg.norm(x_MD, axis=-1, keepdims=True), 1e-12)

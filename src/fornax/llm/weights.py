@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from fornax import kernels
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.config import EngineConfig
-from fornax.mesh import DEFAULT_RULES, MeshConfig, Rules, make_mesh, merge_rules, tree_shardings
+from fornax.llm.target import Target, attached
+from fornax.mesh import DEFAULT_RULES, Rules, merge_rules, tree_shardings
 from fornax.models import (
     Decoder,
     DecoderConfig,
@@ -26,7 +28,7 @@ from fornax.models import (
 )
 from fornax.models.layers import Projection
 
-__all__ = ["Placement", "Weights", "load_weights"]
+__all__ = ["Placement", "Weights", "describe_weights", "load_weights"]
 
 Flat = dict[tuple[Any, ...], Any]
 
@@ -41,6 +43,13 @@ class Placement:
     """Precision of packed weights; None: plain arrays."""
     compute_dtype: jnp.dtype
     """Of activations."""
+    single: Sharding | None = None
+    """Without a mesh: where everything lies; None for JAX's default device."""
+
+    @property
+    def everywhere(self) -> Sharding | None:
+        """Where arrays lie that are not divided; None for JAX's default device."""
+        return self.single if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
 
 @dataclass(frozen=True)
@@ -107,26 +116,48 @@ def load_weights(source: Path | str | Decoder, config: EngineConfig) -> Weights:
     return _lay_out(model_config, dtype, _place(config, model_config, dtype), _flat(model))
 
 
-def _place(config: EngineConfig, model: DecoderConfig, dtype: jnp.dtype) -> Placement:
-    size, platform = config.tensor_parallel_size, jax.default_backend()
+def describe_weights(
+    model: DecoderConfig, config: EngineConfig, dtype: jnp.dtype, target: Target
+) -> Weights:
+    """The weights an engine for `target` would have, as shapes: nothing is read or allocated.
+
+    Args:
+      model: the model's config.
+      config: the engine's.
+      dtype: that the weights are stored in, where the engine's config does not choose one.
+      target: the devices.
+
+    Raises:
+      ConfigError, EngineError: a placement that the target cannot have.
+    """
+    dtype = jnp.dtype(dtype if config.dtype == "auto" else config.dtype)
+    with kernels.target_platform(target.platform):
+        return _lay_out(model, dtype, _place(config, model, dtype, target), None)
+
+
+def _place(
+    config: EngineConfig, model: DecoderConfig, dtype: jnp.dtype, target: Target | None = None
+) -> Placement:
+    target = target or attached()
+    size, platform = config.tensor_parallel_size, target.platform
     if config.quantization is not None and platform != "cpu":
         raise EngineError(
             f"quantization={config.quantization} runs on CPU only; leave it out on {platform}"
         )
     compute = jnp.dtype(jnp.float32) if platform == "cpu" else dtype
     if size > 1:
-        devices = jax.devices()
-        if len(devices) < size:
+        if target.num_devices < size:
+            has = "this process has" if target.attached else "there are"
             raise EngineError(
-                f"tensor_parallel_size={size} and this process has {len(devices)} devices; give "
-                "at most as many"
+                f"tensor_parallel_size={size} and {has} {target.num_devices} devices; give at "
+                "most as many"
             )
-        mesh = make_mesh(MeshConfig(fsdp=1, tensor=size), devices[:size])
-        return Placement(mesh, _rules(model, size), None, compute)
+        return Placement(target.mesh(size), _rules(model, size), None, compute)
     if platform != "cpu":
-        return Placement(None, DEFAULT_RULES, None, compute)
+        return Placement(None, DEFAULT_RULES, None, compute, target.single)
     stored = "float32" if dtype == jnp.float32 else "bfloat16"
-    return Placement(None, DEFAULT_RULES, config.quantization or stored, compute)
+    precision = config.quantization or stored
+    return Placement(None, DEFAULT_RULES, precision, compute, target.single)
 
 
 def _rules(model: DecoderConfig, size: int) -> Rules:
@@ -150,7 +181,10 @@ def _rules(model: DecoderConfig, size: int) -> Rules:
     return merge_rules(DEFAULT_RULES, whole)
 
 
-def _lay_out(config: DecoderConfig, dtype: jnp.dtype, where: Placement, given: Flat) -> Weights:
+def _lay_out(
+    config: DecoderConfig, dtype: jnp.dtype, where: Placement, given: Flat | None
+) -> Weights:
+    """Put the given arrays where they belong; None for shapes in their place."""
     packed = where.precision is not None
     if packed:
         kernels.build_native()  # all at once, rather than one after the other when they are needed
@@ -162,14 +196,27 @@ def _lay_out(config: DecoderConfig, dtype: jnp.dtype, where: Placement, given: F
         shardings = _flat(tree_shardings(state, where.mesh, where.rules))
     placed = []
     for path, variable in nnx.to_flat_state(state):
-        value = _find(given, path)
-        if packed and path[-1] == "kernel":
-            value = _pack(model, path, value, where)
+        place = shardings.get(path, where.single)
+        if given is None:
+            value = _describe(model, path, variable.get_value(), where, place)
         else:
-            value = jnp.asarray(value, dtype)
-            value = jax.device_put(value, shardings[path]) if shardings else value
+            value = _find(given, path)
+            if packed and path[-1] == "kernel":
+                value = _pack(model, path, value, where)
+            else:
+                value = jnp.asarray(value, dtype)
+                value = value if place is None else jax.device_put(value, place)
         placed.append((path, variable.replace(value)))
     return Weights(config, dtype, where, graphdef, nnx.from_flat_state(placed))
+
+
+def _describe(
+    model: Decoder, path: tuple[Any, ...], shape: Any, where: Placement, place: Sharding | None
+) -> Any:
+    """What `_lay_out` makes of an array of this shape and dtype."""
+    if where.precision is not None and path[-1] == "kernel":
+        shape = jax.eval_shape(lambda value: _pack(model, path, value, where), shape)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shape)
 
 
 def _find(given: Flat, path: tuple[Any, ...]) -> Any:
@@ -223,6 +270,6 @@ def _check_same(wanted: Flat, given: Flat) -> None:
         )
 
 
-def _bytes_on_one_device(leaf: jax.Array) -> int:
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return functools.reduce(lambda a, b: a * b, shape, leaf.dtype.itemsize)
+def _bytes_on_one_device(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize

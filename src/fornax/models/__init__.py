@@ -20,13 +20,16 @@ from fornax.models.paged_cache import (
     PagedCache,
     PageTables,
     cache_windows,
+    describe_pages,
     init_pages,
     page_bytes,
 )
+from fornax.models.remat import REMAT_NAMES, REMAT_POLICIES, Remat, RematPolicy
 from fornax.models.save import save_pretrained
-from fornax.models.scan import REMAT_POLICIES, RematPolicy, stack_layers
+from fornax.models.scan import stack_layers
 
 __all__ = [
+    "REMAT_NAMES",
     "REMAT_POLICIES",
     "Cache",
     "Decoder",
@@ -37,6 +40,7 @@ __all__ = [
     "LongRopeScaling",
     "PageTables",
     "PagedCache",
+    "Remat",
     "RematPolicy",
     "RopeConfig",
     "Sampling",
@@ -46,6 +50,7 @@ __all__ = [
     "config_from_hf",
     "config_to_hf",
     "create_decoder",
+    "describe_pages",
     "flops_per_token",
     "generate",
     "init_cache",

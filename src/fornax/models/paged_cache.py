@@ -5,6 +5,7 @@ P pages, S slots of a page, C key and value heads in turn (C = 2 K), N query hea
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,14 @@ from fornax import kernels
 from fornax.models.attend import AttendOptions, Place
 from fornax.models.config import DecoderConfig
 
-__all__ = ["PageTables", "PagedCache", "cache_windows", "init_pages", "page_bytes"]
+__all__ = [
+    "PageTables",
+    "PagedCache",
+    "cache_windows",
+    "describe_pages",
+    "init_pages",
+    "page_bytes",
+]
 
 
 def cache_windows(config: DecoderConfig) -> tuple[int | None, ...]:
@@ -91,15 +99,15 @@ class PagedCache:
         return o_TNH[None], replace(self, kv=everything)
 
 
-def init_pages(
+def describe_pages(
     config: DecoderConfig,
     num_pages: Sequence[int],
     page_size: int,
     dtype,
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = ("tensor",),
-) -> tuple[jax.Array, ...]:
-    """Empty pages kv_LPSCH for each group of `cache_windows`.
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The pages kv_LPSCH of each group of `cache_windows`, and how they are divided over a mesh.
 
     Args:
       config: the model's.
@@ -110,16 +118,13 @@ def init_pages(
       axes: mesh axes for the heads.
     """
     kinds = config.layer_kinds()
-    make = jnp.zeros
+    where = None
     if mesh is not None and mesh.size > 1:
-        shards = 1
-        for axis in axes:
-            shards *= mesh.shape[axis]
+        shards = math.prod(mesh.shape[axis] for axis in axes)
         heads = axes if config.kv_heads % shards == 0 else None
         where = NamedSharding(mesh, PartitionSpec(None, None, None, heads, None))
-        make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=where)
     return tuple(
-        make(
+        jax.ShapeDtypeStruct(
             (
                 sum(kind.window == window for kind in kinds),
                 pages,
@@ -128,9 +133,30 @@ def init_pages(
                 config.head_width,
             ),
             dtype,
+            sharding=where,
         )
         for window, pages in zip(cache_windows(config), num_pages, strict=True)
     )
+
+
+def init_pages(
+    config: DecoderConfig,
+    num_pages: Sequence[int],
+    page_size: int,
+    dtype,
+    mesh: Mesh | None = None,
+    axes: tuple[str, ...] = ("tensor",),
+) -> tuple[jax.Array, ...]:
+    """Empty pages, as `describe_pages` says."""
+
+    def make(pages: jax.ShapeDtypeStruct) -> jax.Array:
+        if pages.sharding is None:
+            return jnp.zeros(pages.shape, pages.dtype)
+        zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=pages.sharding)
+        return zeros(pages.shape, pages.dtype)
+
+    described = describe_pages(config, num_pages, page_size, dtype, mesh, axes)
+    return tuple(make(pages) for pages in described)
 
 
 def page_bytes(config: DecoderConfig, page_size: int, dtype) -> tuple[int, ...]:

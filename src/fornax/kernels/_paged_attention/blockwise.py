@@ -20,7 +20,8 @@ from fornax.kernels._paged_attention.layout import Tiles, cut
 __all__ = ["blockwise"]
 
 _BLOCK = 128
-_LARGEST_TILE = 64
+LARGEST_TILE = 64
+"""Queries of one row that one reading of the keys serves, at most."""
 _LOWEST = -1e30
 
 
@@ -30,7 +31,7 @@ def blockwise(inputs: PagedInputs) -> jax.Array:
     K = inputs.kv_heads
     S = inputs.kv_LPSCH.shape[2]
     dtype = jnp.promote_types(inputs.q_TNH.dtype, jnp.float32)
-    tiles = cut(inputs, _LARGEST_TILE)
+    tiles = cut(inputs, LARGEST_TILE)
     M, Q = tiles.token_MQ.shape
     pages = max(1, _BLOCK // S)
     table_RW = jnp.pad(inputs.page_table_RW, ((0, 0), (0, -inputs.page_table_RW.shape[1] % pages)))

@@ -19,7 +19,8 @@ from fornax.kernels._paged_attention.layout import Tiles, cut
 
 __all__ = ["declines", "gpu"]
 
-_ROWS = 64
+ROWS = 64
+"""Query heads of one key head that one reading of the keys serves, at most."""
 _FEWEST_ROWS = 16
 """A tensor core's product has no fewer."""
 _KEYS = 64
@@ -50,7 +51,7 @@ def gpu(inputs: PagedInputs, *, interpret: bool = False) -> jax.Array:
     _, N, H = inputs.q_TNH.shape
     L, P, S, C, _ = inputs.kv_LPSCH.shape
     K, G = C // 2, 2 * N // C
-    tiles = cut(inputs, max(1, _ROWS // pl.next_power_of_2(G)))
+    tiles = cut(inputs, max(1, ROWS // pl.next_power_of_2(G)))
     M, Q = tiles.token_MQ.shape
     X = max(_FEWEST_ROWS, pl.next_power_of_2(Q * G))
     table_MW = inputs.page_table_RW[tiles.row_M] + inputs.layer * P

@@ -16,7 +16,8 @@ _DTYPES = ("float32", "bfloat16")
 _BLOCK_BYTES = 2**21
 """Of keys and values in one of two buffers: a quarter of a TPU's fast memory at most in both."""
 _MOST_KEYS = 512
-_QUERIES = 32
+QUERIES = 32
+"""Queries that one reading of the keys serves, of whichever rows."""
 
 
 def declines(call: PagedCall) -> str | None:
@@ -64,7 +65,7 @@ def tpu(inputs: PagedInputs) -> jax.Array:
         sliding_window=inputs.window,
         soft_cap=inputs.softcap,
         num_kv_pages_per_block=_pages_of_block(inputs),
-        num_queries_per_block=min(_QUERIES, inputs.q_TNH.shape[0]),
+        num_queries_per_block=min(QUERIES, inputs.q_TNH.shape[0]),
     )
     padding_T = jnp.arange(inputs.q_TNH.shape[0]) >= start_R1[-1]
     return jnp.where(padding_T[:, None, None], 0, o_TNH)

@@ -1,0 +1,57 @@
+"""What an engine is made for: a platform, its devices, and what one of them can hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fornax.mesh import MESH_AXES, MeshConfig, make_mesh
+
+__all__ = ["Target", "attached"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Devices that are attached, that only a compiler knows, or that are merely counted."""
+
+    platform: str
+    """cpu, gpu or tpu."""
+    num_devices: int
+    memory: int | None
+    """Bytes that a device's allocator gives out; None where it does not say, as on CPU."""
+    devices: Sequence[Any] = ()
+    """The devices, attached or of a topology; none where they are merely counted."""
+    attached: bool = False
+    """Whether arrays can be made on the devices."""
+
+    def mesh(self, tensor: int) -> Mesh:
+        """The first `tensor` devices as a mesh that divides layers over them."""
+        config = MeshConfig(fsdp=1, tensor=tensor)
+        if self.devices:
+            return make_mesh(config, self.devices[:tensor])
+        sizes = config.resolved_sizes(tensor)
+        types = (AxisType.Auto,) * len(MESH_AXES)
+        # Its shapes are a mesh's; there is nothing that could run on it.
+        return cast("Mesh", AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types))
+
+    @property
+    def single(self) -> NamedSharding | None:
+        """Where the arrays of an engine on one device lie; None for JAX's default device."""
+        if self.attached or not self.devices:
+            return None
+        return NamedSharding(self.mesh(1), PartitionSpec())
+
+
+def attached() -> Target:
+    """The devices of this process."""
+    devices = jax.devices()
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return Target(
+        platform=jax.default_backend(),
+        num_devices=len(devices),
+        memory=stats.get("bytes_limit"),
+        devices=devices,
+        attached=True,
+    )
