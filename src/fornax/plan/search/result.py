@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fornax.config import dump_yaml
-from fornax.config.write import write_yaml
+from fornax.config.text import write_yaml
 from fornax.plan.analytic.result import Estimate
 from fornax.plan.topology import Topology
 from fornax.train import TrainConfig

@@ -1,0 +1,11 @@
+"""What a run would need and take, from closed forms: no compiler, no device."""
+
+from fornax.plan.analytic.estimate import estimate
+from fornax.plan.analytic.result import (
+    CollectiveEstimate,
+    Estimate,
+    MemoryEstimate,
+    OperationEstimate,
+)
+
+__all__ = ["CollectiveEstimate", "Estimate", "MemoryEstimate", "OperationEstimate", "estimate"]

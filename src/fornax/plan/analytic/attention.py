@@ -1,0 +1,111 @@
+"""What attention costs one device: products as its kernel executes them, and its memory traffic.
+
+Which kernel runs follows `fornax.kernels`: splash on TPU, the native one on a single CPU device,
+the one in plain XLA that goes by blocks of keys elsewhere.
+
+Legend: T queries of a device, S keys, N query heads, H head width.
+"""
+
+from dataclasses import dataclass
+
+from fornax.kernels._attention.blocks import LANES, Band, Blocks, choose_blocks, product_flops
+from fornax.plan.analytic.local import Local
+
+__all__ = ["AttentionWork", "attention_work"]
+
+_XLA_BLOCK = 256
+_DENSE = (2 * _XLA_BLOCK) ** 2
+_NATIVE_BLOCK = 64
+_FORWARD_SCORE_BYTES = 20
+"""Bytes moved a score by the kernel in plain XLA: float32 scores written and read twice, weights
+written and read, the running output once for each block."""
+_BACKWARD_SCORE_BYTES = 30
+"""The same backward: scores and slopes in float32, both in the compute dtype, read by products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWork:
+    """Attention of one layer over a micro-batch, on one device."""
+
+    kernel: str
+    forward_flops: float
+    backward_flops: float
+    forward_bytes: float
+    backward_bytes: float
+    scratch_bytes: float
+    """The largest temporary of the backward pass."""
+
+
+def attention_work(local: Local, window: int | None) -> AttentionWork:
+    """The work of a layer whose queries see `window` keys (None: all before them)."""
+    kernel = _kernel(local)
+    if kernel == "splash":
+        return _splash(local, window)
+    return _plain(local, window, kernel)
+
+
+def _kernel(local: Local) -> str:
+    platform = local.topology.chip.platform
+    if platform == "tpu" and local.length % LANES == 0:
+        return "splash"
+    if platform == "cpu" and local.context == 1:
+        return "native"
+    return "blockwise" if local.config.seq_len**2 > _DENSE else "xla"
+
+
+def _splash(local: Local, window: int | None) -> AttentionWork:
+    T, S, H = local.length, local.config.seq_len, local.model.head_width
+    item = local.compute_bytes
+    band = Band(least=0, most=None if window is None else window - 1)
+    blocks = choose_blocks(T, S, H, item, window)
+    calls = local.rows * local.shares.attention_heads
+    # Devices that share a row's length wait for the one with the last queries.
+    flops = product_flops(band, blocks, T, S, H, H, S - T)
+    forward = band.visited((T, S), (blocks.queries, blocks.keys), S - T)
+    backward = band.visited((T, S), (blocks.queries_backward, blocks.keys_backward), S - T)
+    parts = S // blocks.keys_backward if blocks.fused else 1
+    forward_rows = 2 * T + 2 * forward * blocks.keys
+    backward_rows = 2 * backward * blocks.queries_backward + 4 * S + parts * T
+    if not blocks.fused:
+        again = band.visited((T, S), (blocks.queries_backward, blocks.keys_dq), S - T)
+        backward_rows += 2 * again * blocks.keys_dq + 2 * T
+    return AttentionWork(
+        kernel="splash",
+        forward_flops=calls * flops["fwd"],
+        backward_flops=calls * (flops["dkv"] + flops["dq"]),
+        forward_bytes=calls * forward_rows * H * item,
+        backward_bytes=calls * backward_rows * H * item,
+        scratch_bytes=calls * _scratch_rows(blocks, T, S) * H * item,
+    )
+
+
+def _scratch_rows(blocks: Blocks, T: int, S: int) -> int:
+    """Rows of a head's width that the backward kernel writes: dq by parts, dk and dv by head."""
+    return (S // blocks.keys_backward if blocks.fused else 1) * T + 2 * S
+
+
+def _plain(local: Local, window: int | None, kernel: str) -> AttentionWork:
+    T, S, H = local.length, local.config.seq_len, local.model.head_width
+    calls = local.rows * local.shares.attention_heads
+    item = local.compute_bytes
+    rows = 2 * T + 2 * S
+    if kernel == "native":
+        band = Band(least=0, most=None if window is None else window - 1)
+        block = min(_NATIVE_BLOCK, S)
+        scores = calls * band.visited((T, S), (block, block)) * block * block
+        moved = (0.0, 0.0)  # a block's scores stay in the core's cache
+        scratch = 0.0
+    else:
+        padded = -(-S // _XLA_BLOCK) * _XLA_BLOCK if kernel == "blockwise" else S
+        scores = calls * T * padded
+        moved = (scores * _FORWARD_SCORE_BYTES, scores * _BACKWARD_SCORE_BYTES)
+        scratch = 2 * 4 * calls * T * (_XLA_BLOCK if kernel == "blockwise" else S)
+    products = 4 if kernel == "xla" else 5  # the others compute scores again
+    return AttentionWork(
+        kernel=kernel,
+        forward_flops=2 * 2 * H * scores,
+        backward_flops=2 * products * H * scores,
+        forward_bytes=moved[0] + calls * rows * H * item,
+        backward_bytes=moved[1] + 2 * calls * rows * H * item,
+        scratch_bytes=scratch,
+    )

@@ -1,0 +1,154 @@
+"""One decoder layer as a graph of what it computes: what each remat policy keeps and does again.
+
+The backward pass needs some of the layer's values. Those a policy keeps are memory; the others are
+computed again from the nearest kept ones, and what lies on the way is work done twice. Both follow
+from the graph, for any set of kept names.
+
+Sizes are of one device: N heads, K key/value heads and F hidden width are the device's shares.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fornax.models import DecoderConfig
+from fornax.plan.analytic.local import Shares
+from fornax.plan.analytic.policies import Policy
+
+__all__ = ["Node", "Replay", "layer_graph", "replay"]
+
+Kind = Literal["input", "product", "attention", "cheap"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A value of the layer."""
+
+    name: str
+    kind: Kind
+    needs: tuple[str, ...] = ()
+    """Values it is computed from."""
+    width: float = 0.0
+    """Elements a token, in the compute dtype."""
+    wide: float = 0.0
+    """Elements a token kept in float32 (the log-sum-exp of attention)."""
+    contract: int = 0
+    """Length of the sum of a product."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs a token of a product; attention is counted elsewhere."""
+        return 2.0 * self.contract * self.width if self.kind == "product" else 0.0
+
+
+Graph = Mapping[str, Node]
+
+
+@functools.cache
+def layer_graph(model: DecoderConfig, shares: Shares) -> tuple[Graph, frozenset[str]]:
+    """The layer's values, and which of them the backward pass uses.
+
+    Every product uses its input (for the gradient of its weights), every norm its input, attention
+    its inputs and outputs, the gate its two factors. Rotation and sums use nothing.
+    """
+    D, H = model.hidden_size, model.head_width
+    N, K, F = shares.heads, shares.kv_heads, shares.mlp
+    nodes: list[Node] = [Node(name="x", kind="input", width=D)]
+    used: set[str] = set()
+
+    def add(
+        name: str, kind: Kind, *needs: str, width: float, wide: float = 0.0, contract: int = 0
+    ) -> str:
+        nodes.append(
+            Node(name=name, kind=kind, needs=needs, width=width, wide=wide, contract=contract)
+        )
+        return name
+
+    def norm(name: str, of: str, wanted: bool) -> str:
+        if not wanted:
+            return of
+        used.add(of)
+        return add(name, "cheap", of, width=_width(nodes, of))
+
+    def product(name: str, of: str, contract: int, width: float) -> str:
+        used.add(of)
+        return add(name, "product", of, width=width, contract=contract)
+
+    before = model.norm_placement in ("pre", "sandwich")
+    after = model.norm_placement in ("post", "sandwich")
+    normed = model.qk_norm != "none"
+    into = norm("attention_norm", "x", before)
+    q = norm("q_norm", product("q_product", into, D, N * H), normed)
+    k = norm("k_norm", product("k_product", into, D, K * H), normed)
+    v = product("v_product", into, D, K * H)
+    q = add("q", "cheap", q, width=N * H)
+    k = add("k", "cheap", k, width=K * H)
+    v = add("v", "cheap", v, width=K * H)
+    o = add("o", "attention", q, k, v, width=N * H, wide=N)
+    used.update((q, k, v, o))
+    out = norm("post_attention_norm", product("o_product", o, N * H, D), after)
+    middle = add("middle", "cheap", "x", out, width=D)
+    into = norm("mlp_norm", middle, before)
+    gate = product("gate", into, D, F)
+    up = product("up", into, D, F)
+    used.update((gate, up))
+    h = add("h", "cheap", gate, up, width=F)
+    down = norm("post_mlp_norm", product("down", h, F, D), after)
+    add("y", "cheap", middle, down, width=D)
+    return {node.name: node for node in nodes}, frozenset(used)
+
+
+def _width(nodes: list[Node], name: str) -> float:
+    """Width of the node called `name`."""
+    return next(node.width for node in nodes if node.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What a policy makes of a layer."""
+
+    kept: tuple[Node, ...]
+    """Values kept on the device for the backward pass."""
+    offloaded: tuple[Node, ...]
+    """Values kept in the host's memory."""
+    again: tuple[Node, ...]
+    """Values computed again."""
+
+    @property
+    def product_flops(self) -> float:
+        """FLOPs a token of the products done again."""
+        return sum(node.flops for node in self.again)
+
+    @property
+    def attention_again(self) -> bool:
+        """Whether attention's forward pass runs twice."""
+        return any(node.kind == "attention" for node in self.again)
+
+
+@functools.cache
+def replay(model: DecoderConfig, shares: Shares, policy: Policy) -> Replay:
+    """Walk from what the backward pass uses to the nearest kept values."""
+    graph, used = layer_graph(model, shares)
+    if policy.keeps_all:
+        kept = [node for node in graph.values() if node.name in used or node.kind == "input"]
+        return Replay(kept=tuple(kept), offloaded=(), again=())
+    found: dict[str, None] = {}
+    again: dict[str, None] = {}
+    waiting = [name for name in graph if name in used]
+    while waiting:
+        node = graph[waiting.pop()]
+        if node.name in found or node.name in again:
+            continue
+        if policy.keeps(node.name, node.kind) or node.kind == "input":
+            found[node.name] = None
+        else:
+            again[node.name] = None
+            waiting.extend(node.needs)
+    found["x"] = None  # The scan keeps what it carries from layer to layer.
+    kept = [node for node in graph.values() if node.name in found]
+    return Replay(
+        kept=tuple(node for node in kept if not policy.offloads(node.name)),
+        offloaded=tuple(node for node in kept if policy.offloads(node.name)),
+        again=tuple(node for node in graph.values() if node.name in again),
+    )

@@ -1,0 +1,133 @@
+"""What one device holds of a step: its share of heads, widths, rows and length."""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from fornax.config.errors import ConfigError
+from fornax.mesh import MESH_AXES, Rules
+from fornax.models import DecoderConfig
+from fornax.plan.topology import Topology
+from fornax.train import TrainConfig
+from fornax.train.hosts import check_rows
+from fornax.train.step import batch_shardings
+
+__all__ = ["Local", "Shares", "localise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """One device's share of a layer's widths."""
+
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocab: int
+    attention_heads: int
+    """Query heads whose attention a device computes: all of them where heads do not divide."""
+    attention_kv_heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """A step from one device's point of view."""
+
+    config: TrainConfig
+    model: DecoderConfig
+    topology: Topology
+    mesh: Mapping[str, int]
+    """Mesh axis to size."""
+    rules: Rules
+    shares: Shares
+    rows: int
+    """Rows of a micro-batch."""
+    length: int
+    """Tokens of a row."""
+    compute_bytes: int
+    """Bytes of an element in the compute dtype."""
+    param_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on this device."""
+        return self.rows * self.length
+
+    @property
+    def context(self) -> int:
+        """Devices that share a row's length."""
+        return self.size("length")
+
+    def size(self, logical: str) -> int:
+        """Over how many devices a logical axis is divided."""
+        return math.prod(self.mesh[axis] for axis in self.rules[logical])
+
+    def axes(self, logical: str) -> tuple[str, ...]:
+        """The mesh axes, larger than one, that divide a logical axis."""
+        return tuple(axis for axis in self.rules[logical] if self.mesh[axis] > 1)
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        """The mesh without devices."""
+        return abstract_mesh(tuple(self.mesh.values()))
+
+
+@functools.cache
+def abstract_mesh(sizes: tuple[int, ...]) -> AbstractMesh:
+    """A mesh of the trainer's axes without devices."""
+    return AbstractMesh(sizes, MESH_AXES)
+
+
+def localise(config: TrainConfig, topology: Topology) -> Local:
+    """Divide a step over the devices of a topology, as the trainer would.
+
+    Raises:
+      ConfigError: when the model is not given, or the mesh has pipeline stages.
+      ShardingError: when model, batch or length do not divide over the mesh.
+    """
+    model = config.model
+    if model is None:
+        raise ConfigError("model is null; describe it, or let init_from be read first")
+    sizes = config.mesh.resolved_sizes(topology.num_devices)
+    if sizes["stage"] > 1:
+        raise ConfigError(
+            f"mesh.stage={sizes['stage']}: the trainer runs no pipeline, so stages would all "
+            "compute the same; use stage=1 and give the devices to fsdp"
+        )
+    rules = config.mesh.resolved_rules()
+    mesh: Any = abstract_mesh(tuple(sizes.values()))  # the trainer's own checks read sizes only
+    check_rows(config.batch_size, config.accumulate, mesh, rules)
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), np.int32)
+    batch_shardings({"tokens": tokens}, mesh, rules)
+
+    def share(total: int, logical: str) -> int:
+        return max(1, total // math.prod(sizes[axis] for axis in rules[logical]))
+
+    N, K = model.num_heads, model.kv_heads
+    heads = math.prod(sizes[axis] for axis in rules["activation_heads"])
+    divides = N % heads == 0 and K % heads == 0
+    return Local(
+        config=config,
+        model=model,
+        topology=topology,
+        mesh=MappingProxyType(sizes),
+        rules=rules,
+        shares=Shares(
+            heads=share(N, "heads"),
+            kv_heads=share(K, "kv_heads"),
+            mlp=share(model.intermediate_size, "mlp"),
+            vocab=share(model.vocab_size, "vocab"),
+            attention_heads=N // heads if divides else N,
+            attention_kv_heads=K // heads if divides else K,
+        ),
+        rows=config.batch_size // config.accumulate // math.prod(sizes[a] for a in rules["batch"]),
+        length=config.seq_len // math.prod(sizes[axis] for axis in rules["length"]),
+        compute_bytes=config.dtypes.compute_dtype.itemsize,
+        param_bytes=config.dtypes.param_dtype.itemsize,
+    )

@@ -1,0 +1,207 @@
+"""Peak bytes of one device by owner: the state exactly, the rest from what is alive at once.
+
+Three moments can be the peak: the loss, where the output projection's gradient and a chunk's logits
+stand beside everything the forward pass kept; the backward pass of a layer, with the gradients of
+all layers already allocated; and the update.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from fornax.plan.analytic.attention import attention_work
+from fornax.plan.analytic.flops import CHUNK, layer_replay
+from fornax.plan.analytic.layer import Node
+from fornax.plan.analytic.local import Local
+from fornax.plan.analytic.result import MemoryEstimate
+from fornax.plan.analytic.state import StateArray
+from fornax.plan.analytic.tiles import padded_bytes
+
+__all__ = ["estimate_memory"]
+
+_BATCH_ARRAYS = 5
+"""tokens, targets, segment_ids, positions, loss_weights: four bytes a token each."""
+_LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """What is alive at one moment beside the state and the batch."""
+
+    name: str
+    gradients: Mapping[str, float]
+    activations: Mapping[str, float]
+    temporaries: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(
+            sum(part.values()) for part in (self.gradients, self.activations, self.temporaries)
+        )
+
+
+def estimate_memory(local: Local, state: tuple[StateArray, ...]) -> MemoryEstimate:
+    """The largest of the three moments, of a chip."""
+    moments = (_loss(local, state), _backward(local, state), _update(local, state))
+    peak = max(moments, key=lambda moment: moment.total)
+    devices = local.topology.chip.devices
+    held = {
+        owner: sum(array.bytes for array in state if array.owner == owner)
+        for owner in ("parameters", "optimizer")
+    }
+    batch = _BATCH_ARRAYS * 4 * local.tokens * local.config.accumulate
+    parts = {**peak.gradients, **peak.activations, **peak.temporaries}
+    return MemoryEstimate(
+        parameters=held["parameters"] * devices,
+        optimizer=held["optimizer"] * devices,
+        batch=batch * devices,
+        gradients=round(sum(peak.gradients.values())) * devices,
+        activations=round(sum(peak.activations.values())) * devices,
+        temporaries=round(sum(peak.temporaries.values())) * devices,
+        other=_code(local) * devices,
+        host=round(_kept(local, offloaded=True)) * devices,
+        parts={name: round(size) * devices for name, size in parts.items() if size >= 1},
+        moment=peak.name,
+        usable=int(local.topology.chip.usable_bytes),
+    )
+
+
+def _code(local: Local) -> int:
+    """The program itself; scanned layers make it about the same for all models."""
+    return 40 * 2**20 if local.topology.chip.platform == "tpu" else 0
+
+
+def _value(local: Local, node: Node) -> float:
+    """Bytes of one of a layer's values."""
+    small = padded_bytes if local.topology.chip.platform == "tpu" else None
+    H = local.model.head_width
+    wide = 4.0 * local.tokens * node.wide
+    if small is None or node.width % H or node.name not in ("q", "k", "v", "o", "x"):
+        return local.tokens * node.width * local.compute_bytes + wide
+    return local.tokens * node.width * local.compute_bytes + wide
+
+
+def _kept(local: Local, *, offloaded: bool = False) -> float:
+    """Bytes of what all layers keep for the backward pass."""
+    found = layer_replay(local)
+    nodes = found.offloaded if offloaded else found.kept
+    size = sum(_value(local, node) for node in nodes)
+    if local.config.remat == "none" and not offloaded:
+        size += _intermediates(local)
+    return local.model.num_layers * size
+
+
+def _intermediates(local: Local) -> float:
+    """What a layer keeps without any policy, beyond the values the backward pass needs: three
+    float32 copies for each norm, four more of the MLP's width, and its weights in the compute
+    dtype."""
+    model, shares = local.model, local.shares
+    norms = {"sandwich": 4}.get(model.norm_placement, 2) * model.hidden_size
+    if model.qk_norm != "none":
+        norms += (shares.heads + shares.kv_heads) * model.head_width
+    wide = 3 * 4 * norms
+    return local.tokens * (wide + 4 * shares.mlp * local.compute_bytes)
+
+
+def _named(state: tuple[StateArray, ...], prefix: str) -> list[StateArray]:
+    return [a for a in state if a.owner == "parameters" and a.name.startswith(prefix)]
+
+
+def _count(arrays: list[StateArray]) -> int:
+    return sum(math.prod(array.shape) for array in arrays)
+
+
+def _gathered(local: Local, array: StateArray) -> int:
+    """Elements of an array with what `fsdp` and the like divide put together again."""
+    data = {*local.axes("batch"), *local.axes("length")}
+    axes = [axis for dim in array.axes for axis in dim if axis in data]
+    return math.prod(array.shape) * math.prod(local.mesh[axis] for axis in axes)
+
+
+def _cast(local: Local, state: tuple[StateArray, ...]) -> float:
+    """The layers' weights in the compute dtype: the cast is made once, before the loop."""
+    if local.param_bytes == local.compute_bytes:
+        return 0.0
+    return float(local.compute_bytes * _count(_named(state, "layers/")))
+
+
+def _sums(local: Local, state: tuple[StateArray, ...]) -> float:
+    """Float32 gradients added up over micro-batches."""
+    params = [array for array in state if array.owner == "parameters"]
+    return 4.0 * _count(params) if local.config.accumulate > 1 else 0.0
+
+
+def _head(local: Local) -> int:
+    """Elements of the gathered output projection of this device's vocabulary."""
+    return local.model.hidden_size * local.shares.vocab
+
+
+def _rotations(local: Local) -> float:
+    tables = 2 if local.model.local_rope is not None else 1
+    half = max(_LANES, local.model.head_width // 2)
+    return tables * 2 * 4.0 * local.tokens * half
+
+
+def _loss(local: Local, state: tuple[StateArray, ...]) -> _Moment:
+    item, head = local.compute_bytes, _head(local)
+    chunk = min(CHUNK, local.tokens)
+    stream = local.tokens * local.model.hidden_size * item
+    return _Moment(
+        "loss",
+        gradients={
+            "output projection's gradient (whole width)": 4.0 * head,
+            "sums over micro-batches": _sums(local, state),
+        },
+        activations={"kept by layers": _kept(local)},
+        temporaries={
+            "output projection (gathered)": float(item * head),
+            "logits of a chunk": chunk * local.shares.vocab * (4.0 + item),
+            "residual stream and its gradient": 3.0 * stream,
+            "weights in the compute dtype": _cast(local, state),
+            "rotations": _rotations(local),
+        },
+    )
+
+
+def _backward(local: Local, state: tuple[StateArray, ...]) -> _Moment:
+    item, model, shares = local.compute_bytes, local.model, local.shares
+    layers = _named(state, "layers/")
+    whole = sum(_gathered(local, array) for array in layers) // model.num_layers
+    work = max(
+        (attention_work(local, kind.window) for kind in set(model.layer_kinds())),
+        key=lambda found: found.scratch_bytes,
+    )
+    width = 4 * shares.mlp + 6 * model.hidden_size
+    width += 4 * (shares.heads + shares.kv_heads) * model.head_width
+    head = _count(_named(state, "lm_head")) or _count(_named(state, "embed/"))
+    return _Moment(
+        "backward",
+        gradients={
+            "layers' gradients": 4.0 * _count(layers),
+            "output projection's gradient": 4.0 * head,
+            "sums over micro-batches": _sums(local, state),
+        },
+        activations={"kept by layers": _kept(local)},
+        temporaries={
+            "a layer's weights (gathered)": float(item * whole),
+            "a layer's gradients (whole)": float(item * whole),
+            "a layer's working set": float(item * local.tokens * width),
+            "attention's backward pass": float(work.scratch_bytes),
+            "weights in the compute dtype": _cast(local, state),
+            "rotations": _rotations(local),
+        },
+    )
+
+
+def _update(local: Local, state: tuple[StateArray, ...]) -> _Moment:
+    params = [array for array in state if array.owner == "parameters"]
+    embedding = _count(_named(state, "embed/"))
+    return _Moment(
+        "update",
+        gradients={
+            "gradients": 4.0 * _count(params),
+            "sums over micro-batches": _sums(local, state),
+        },
+        activations={},
+        temporaries={"embedding's gradient (whole width)": 4.0 * embedding},
+    )

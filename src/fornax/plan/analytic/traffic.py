@@ -1,0 +1,172 @@
+"""What devices exchange in a step, as XLA's partitioner makes it of our sharding rules.
+
+A weight that `fsdp` divides is gathered before each use, in the compute dtype, and its gradient is
+reduced to where the parameter lies. Axes that divide the batch or its length but not the weight
+reduce the gradient too. Where `tensor` divides heads and widths, each branch's sum is reduced over
+it, forward and backward. Where `context` divides the length, keys and values are gathered.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fornax.plan.analytic.flops import layer_replay
+from fornax.plan.analytic.layer import layer_graph
+from fornax.plan.analytic.local import Local
+from fornax.plan.analytic.state import StateArray
+
+__all__ = ["Exchange", "exchanges"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One collective of a step, and how often it runs."""
+
+    name: str
+    kind: str
+    axes: tuple[str, ...]
+    group: int
+    bytes: int
+    """The whole array of a group; of a transfer to the host, the bytes of a device."""
+    count: int
+    dtype: str
+    waits: bool = False
+    """Whether the next computation needs its result, so that little can hide it."""
+
+
+def exchanges(local: Local, state: tuple[StateArray, ...]) -> tuple[Exchange, ...]:
+    """All exchanges of a step."""
+    found = [
+        *_weights(local, [array for array in state if array.owner == "parameters"]),
+        *_branches(local),
+        *_context(local),
+        *_offload(local),
+    ]
+    return tuple(exchange for exchange in found if exchange.bytes and exchange.count)
+
+
+def _group(local: Local, axes: tuple[str, ...]) -> int:
+    return math.prod(local.mesh[axis] for axis in axes)
+
+
+def _weights(local: Local, params: list[StateArray]) -> Iterable[Exchange]:
+    """Gathers of divided weights, reductions of all gradients; layers' arrays taken together."""
+    data = (*local.axes("batch"), *local.axes("length"))
+    sums: dict[tuple[str, tuple[str, ...], tuple[str, ...]], int] = {}
+    for array in params:
+        dividing = tuple(axis for dim in array.axes for axis in dim)
+        gathered = tuple(axis for axis in dividing if axis in data)
+        reduced = tuple(axis for axis in data if axis not in dividing)
+        place = _place(array.name, local.model.tie_embeddings)
+        key = (place, gathered, reduced)
+        sums[key] = sums.get(key, 0) + math.prod(array.shape)
+    for (place, gathered, reduced), count in sums.items():
+        layers = local.model.num_layers if place == "layer" else 1
+        whole = count // layers * _group(local, gathered)
+        runs = layers * local.config.accumulate
+        yield from _of_weight(local, place, whole, count // layers, gathered, reduced, runs)
+
+
+def _place(name: str, tied: bool) -> str:
+    if name.startswith("layers/"):
+        return "layer"
+    if name.startswith("embed/"):
+        return "tied embedding" if tied else "embedding"
+    return "output projection" if name.startswith("lm_head") else "final norm"
+
+
+def _of_weight(
+    local: Local,
+    place: str,
+    whole: int,
+    mine: int,
+    gathered: tuple[str, ...],
+    reduced: tuple[str, ...],
+    runs: int,
+) -> Iterable[Exchange]:
+    dtype, item = local.config.dtypes.compute, local.compute_bytes
+    if gathered:
+        group = _group(local, gathered)
+        common = {"axes": gathered, "group": group, "bytes": whole * item, "dtype": dtype}
+        yield Exchange(
+            name=f"gather {place} weights (forward)", kind="all-gather", count=runs, **common
+        )
+        if place == "layer":
+            yield Exchange(
+                name=f"gather {place} weights (backward)", kind="all-gather", count=runs, **common
+            )
+        yield Exchange(
+            name=f"reduce {place} gradients", kind="reduce-scatter", count=runs, **common
+        )
+    if reduced:
+        yield Exchange(
+            name=f"add up {place} gradients over replicas",
+            kind="all-reduce",
+            axes=reduced,
+            group=_group(local, reduced),
+            bytes=mine * item,
+            count=runs,
+            dtype=dtype,
+        )
+
+
+def _branches(local: Local) -> Iterable[Exchange]:
+    """Sums over `tensor` of what a branch adds to the residual stream, and of its gradients."""
+    axes = local.axes("activation_mlp")
+    if not axes:
+        return
+    graph, _ = layer_graph(local.model, local.shares)
+    again = {node.name for node in layer_replay(local).again}
+    runs = local.model.num_layers * local.config.accumulate
+    size = local.tokens * int(graph["x"].width) * local.compute_bytes
+    repeated = sum(name in again for name in ("o_product", "down"))
+    for name, count in (("forward", 2), ("backward", 2), ("computed again", repeated)):
+        yield Exchange(
+            name=f"add up branches over tensor shards ({name})",
+            kind="all-reduce",
+            axes=axes,
+            group=_group(local, axes),
+            bytes=size,
+            count=count * runs,
+            dtype=local.config.dtypes.compute,
+            waits=True,
+        )
+
+
+def _context(local: Local) -> Iterable[Exchange]:
+    """Keys and values of the whole row, forward, again, and their gradients back."""
+    axes = local.axes("length")
+    if not axes:
+        return
+    heads = local.shares.attention_kv_heads * local.model.head_width
+    size = 2 * local.rows * local.config.seq_len * heads * local.compute_bytes
+    runs = local.model.num_layers * local.config.accumulate
+    common = {
+        "axes": axes,
+        "group": _group(local, axes),
+        "bytes": size,
+        "dtype": local.config.dtypes.compute,
+        "waits": True,
+    }
+    yield Exchange(name="gather keys and values", kind="all-gather", count=2 * runs, **common)
+    yield Exchange(
+        name="reduce gradients of keys and values", kind="reduce-scatter", count=runs, **common
+    )
+
+
+def _offload(local: Local) -> Iterable[Exchange]:
+    """Activations to the host's memory and back."""
+    width = sum(
+        node.width * local.compute_bytes + 4 * node.wide for node in layer_replay(local).offloaded
+    )
+    runs = local.model.num_layers * local.config.accumulate
+    for name in ("to the host", "back from the host"):
+        yield Exchange(
+            name=f"move activations {name}",
+            kind="host-transfer",
+            axes=(),
+            group=1,
+            bytes=int(width * local.tokens),
+            count=runs,
+            dtype=local.config.dtypes.compute,
+        )
