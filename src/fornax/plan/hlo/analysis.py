@@ -280,7 +280,7 @@ class _Reader:
         asynchronous: bool,
         fused: str = "",
     ) -> Collective:
-        moved = transfer(self.module, computation, instruction, self.axes)
+        moved = transfer(self.module, computation, instruction, self.axes, fused=bool(fused))
         if moved.note:
             self.note(moved.note)
         own, ours = sources(self.module, instruction)

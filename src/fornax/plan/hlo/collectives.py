@@ -57,15 +57,25 @@ def collective_kind(instruction: Instruction) -> CollectiveKind | None:
 
 
 def transfer(
-    module: Module, computation: Computation, instruction: Instruction, axes: dict[str, int]
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    axes: dict[str, int],
+    *,
+    fused: bool = False,
 ) -> Transfer:
-    """Describe a collective."""
+    """Describe a collective.
+
+    In a fusion (`fused`) an all-reduce of which only a slice is kept is a reduce-scatter.
+    """
     attributes = instruction.attributes
     devices = math.prod(axes.values())
     # Of a slice, where there are several.
     local = min(int(module.header.get("num_partitions", devices)), devices)
     given = [operand.shape for operand in computation.operands(instruction)]
     kind = _KINDS[instruction.opcode.removesuffix("-start")]
+    if kind == "all-reduce" and fused and _keeps_a_part(computation, instruction):
+        kind = "reduce-scatter"
     groups: np.ndarray | None
     if kind == "send-recv":
         given = given[:1]
@@ -123,6 +133,16 @@ def result_of(instruction: Instruction) -> Shape:
     if not instruction.opcode.endswith("-start") or shape.elements is None:
         return shape
     return shape.elements[0] if instruction.opcode == "copy-start" else shape.elements[1]
+
+
+def _keeps_a_part(computation: Computation, instruction: Instruction) -> bool:
+    """Tell whether all that is used of an array is a slice."""
+    users = computation.users.get(instruction.name, [])
+    return bool(users) and all(
+        user.opcode == "dynamic-slice"
+        or (user.opcode in ("bitcast", "reshape") and _keeps_a_part(computation, user))
+        for user in users
+    )
 
 
 def _across_slices(instruction: Instruction, local: int, devices: int) -> np.ndarray | None:

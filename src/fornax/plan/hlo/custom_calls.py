@@ -24,7 +24,7 @@ _ATTRIBUTE = re.compile(r"(\w+) = (\S+?)(?: : \w+)?[,}]")
 _FREE_NAMES = (
     "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer annotate_device_placement "
     "MoveToHost MoveToDevice AssumeGatherIndicesInBound ConcatBitcast PartialReduce "
-    "ResizeBuffer MakeTpuBuffer"
+    "ResizeBuffer PrepareAsyncCallStart PrepareAsyncCallDone"
 )
 
 FREE_TARGETS = frozenset([*_FREE_NAMES.split(), "AsyncCollectiveStart", "AsyncCollectiveDone"])

@@ -12,7 +12,8 @@ import numpy as np
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LIST = re.compile(r"\{([\d,\s]*)\}")
-_MESH = re.compile(r"(?:@?mesh\w*)?<?\[?((?:\"?'?\w+'?\"?\s*=\s*\d+,?\s*)+)\]?>?\s*\{([^{}]*)\}")
+_MESH = re.compile(r"@?mesh\w*[<\[]+([^\]>]*)[\]>]+(?:, device_ids=\(([^{]*)\))?\s*\{([^{}]*)\}")
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _AXIS = re.compile(r"[\"']?(\w+)[\"']?\s*=\s*(\d+)")
 _PART = re.compile(r"[\"']?(\w+)[\"']?(?::\((\d+)\)(\d+))?")
 
@@ -56,26 +57,42 @@ def spanned_axes(groups: np.ndarray, axes: Mapping[str, int]) -> tuple[str, ...]
     )
 
 
-def _groups_of_axes(mesh: str, names: str) -> np.ndarray | None:
+def _groups_of_axes(mesh: str, order: str | None, names: str) -> np.ndarray | None:
     """Return the groups over axes of a mesh; `a:(2)4` is the part of `a` of size 4 after a 2."""
     sizes = {name: int(size) for name, size in _AXIS.findall(mesh)}
-    dims: list[tuple[str, int]] = []
-    wanted: set[int] = set()
     parts: dict[str, list[tuple[int, int]]] = {}
     for name, before, size in _PART.findall(names):
         if name not in sizes:
             return None
         parts.setdefault(name, []).append((int(before or 1), int(size or sizes[name])))
+    shape: list[int] = []
+    wanted: list[int] = []
     for name, size in sizes.items():
-        cuts = sorted({1, size, *itertools.chain(*((b, b * s) for b, s in parts.get(name, [])))})
-        for low, high in itertools.pairwise(cuts):
-            if any(b <= low and high <= b * s for b, s in parts.get(name, [])):
-                wanted.add(len(dims))
-            dims.append((name, high // low))
-    shape = [size for _, size in dims]
-    kept = [n for n in range(len(dims)) if n not in wanted]
-    ids = np.arange(math.prod(shape)).reshape(shape).transpose([*kept, *sorted(wanted)])
-    return ids.reshape(-1, math.prod(shape[n] for n in wanted))
+        spans = parts.get(name, [])
+        cuts = sorted({1, size, *itertools.chain(*((b, b * s) for b, s in spans))})
+        for low, high in itertools.pairwise(cuts if size > 1 else [1, 1]):
+            if any(b <= low and high <= b * s for b, s in spans):
+                wanted.append(len(shape))
+            shape.append(high // low)
+    ids = _device_ids(order, math.prod(shape))
+    if ids is None:
+        return None
+    kept = [n for n in range(len(shape)) if n not in wanted]
+    groups = ids.reshape(shape).transpose([*kept, *wanted])
+    return groups.reshape(-1, math.prod(shape[n] for n in wanted))
+
+
+def _device_ids(order: str | None, count: int) -> np.ndarray | None:
+    """Return the devices of a mesh in its order: by number, `[8,4]T(1,0)`, or a list."""
+    if order is None:
+        return np.arange(count)
+    iota = _ORDER.fullmatch(order.strip())
+    if iota:
+        dims, turn = _numbers(iota.group(1)), _numbers(iota.group(2) or "")
+        return np.arange(math.prod(dims)).reshape(dims).transpose(turn or range(len(dims))).ravel()
+    listed = re.fullmatch(r"[\[{]?([\d,\s]+)[\]}]?", order.strip())
+    ids = np.array(_numbers(listed.group(1))) if listed else np.zeros(0, int)
+    return ids if ids.size == count else None
 
 
 def _numbers(text: str) -> list[int]:

@@ -207,7 +207,10 @@ def split_attributes(text: str) -> dict[str, str]:
 
 def _add(attributes: dict[str, str], text: str) -> None:
     key, equals, value = text.strip().partition("=")
-    if equals:
+    if key == "device_ids" and "replica_groups" in attributes:
+        # `replica_groups=mesh['a'=8,'b'=4], device_ids=([8,4]T(1,0)) {'a'}` is one attribute.
+        attributes["replica_groups"] += f", {text.strip()}"
+    elif equals:
         attributes[key] = value
     elif key:
         attributes[key] = "true"

@@ -15,6 +15,8 @@ _ALIASED = re.compile(r"\{([\d, ]*)\}:\s*\((\d+), \{([\d, ]*)\}")
 _SAME = frozenset(
     ["bitcast", "opt-barrier", "while", "add-dependency", "async-update", "domain", "reshape"]
 )
+_NAMING = frozenset(["tuple", "get-tuple-element", "bitcast"])
+"""They name memory and read none."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -143,6 +145,8 @@ class Values:
 
     def _set_deaths(self) -> None:
         for time, instruction in enumerate(self.computation.instructions):
+            if instruction.opcode in _NAMING:
+                continue
             for name in instruction.operands:
                 for piece in self.of[name]:
                     piece.died = max(piece.died, time)
