@@ -1,0 +1,78 @@
+"""`fornax preflight`: is every parallel choice of a config numerically right?"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import arg
+
+from fornax.cli.arguments import NO_DEFAULT
+from fornax.cli.configured import ConfigArguments, read_config
+from fornax.config import ConfigError
+
+if TYPE_CHECKING:
+    from fornax.train import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(ConfigArguments):
+    """Check that a training run computes what it should on its mesh, before it is rented.
+
+    The config runs shrunk on eight virtual CPU devices: every mesh axis, attention, packing,
+    accumulation, remat and dtype of it, alone and together, against one device in float32. Its
+    data and weights are not read. Every key of the config is a flag too. The exit code is 2 when
+    a check fails.
+
+    examples:
+      fornax preflight --config recipes/stdlib.yaml
+      fornax preflight --config run.yaml --mesh.tensor 4 --accumulate 2 --quick
+      fornax preflight --config run.yaml --only mesh packing
+    """
+
+    quick: Annotated[bool, NO_DEFAULT] = False
+    """Check the choices together; one by one only if something fails."""
+    only: Annotated[tuple[str, ...], arg(metavar="GROUP ...", help_behavior_hint="")] = ()
+    """Groups to check: rules data attention packing accumulation remat mesh z_loss precision
+    checkpoint."""
+    json: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write the report as JSON."""
+
+
+def config_class() -> "type[TrainConfig]":
+    """The config whose keys are flags of this command."""
+    from fornax.train import TrainConfig
+
+    return TrainConfig
+
+
+def run(arguments: Arguments, overrides: Sequence[str]) -> int:
+    """Check and print; 0 when all is right, raises ConfigError when something is not."""
+    if not (arguments.config or overrides or arguments.help_config):
+        raise ConfigError(
+            "fornax preflight needs a config; name one with --config FILE, such as "
+            "--config recipes/stdlib.yaml, or give keys as flags"
+        )
+    config = read_config(config_class(), arguments, overrides)
+    if config is None:
+        return 0
+    from fornax.plan.preflight import preflight, show_check, show_report
+
+    report = preflight(
+        config,
+        quick=arguments.quick,
+        only=arguments.only,  # pyrefly: ignore[bad-argument-type]
+        progress=lambda check: print(show_check(check), flush=True),  # noqa: T201
+    )
+    if arguments.json:
+        try:
+            arguments.json.write_text(report.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the report to {arguments.json}: {error.strerror or error}; name "
+                "another file"
+            ) from error
+    if not report.ok:
+        raise ConfigError(report.paragraph())
+    print(f"\n{show_report(report)}")  # noqa: T201
+    return 0

@@ -1,0 +1,1 @@
+"""The checks of a preflight: each module turns a lab into questions."""
