@@ -62,7 +62,7 @@ _CLASS = {"gate": "mlp", "up": "mlp", "down": "mlp"}
 def _product(local: Local, node: Node, repeated: bool, runs: int) -> Iterable[Piece]:
     """Forward, the two products backward, and once more where the policy says so."""
     kind = _CLASS.get(node.name, "attention_projections")
-    M, K, N = local.tokens, node.contract, int(node.width)
+    M, K, N = local.tokens, node.contract, node.columns
     item = local.compute_bytes
     forward = 2 if repeated else 1
     yield _matmul(kind, (M, K, N), item, item, runs * forward)

@@ -35,11 +35,13 @@ class Node:
     """Elements a token kept in float32 (the log-sum-exp of attention)."""
     contract: int = 0
     """Length of the sum of a product."""
+    columns: int = 0
+    """Columns of a product before sums over devices are divided: `width`, or more."""
 
     @property
     def flops(self) -> float:
         """FLOPs a token of a product; attention is counted elsewhere."""
-        return 2.0 * self.contract * self.width if self.kind == "product" else 0.0
+        return 2.0 * self.contract * self.columns if self.kind == "product" else 0.0
 
 
 Graph = Mapping[str, Node]
@@ -52,56 +54,59 @@ def layer_graph(model: DecoderConfig, shares: Shares) -> tuple[Graph, frozenset[
     Every product uses its input (for the gradient of its weights), every norm its input, attention
     its inputs and outputs, the gate its two factors. Rotation and sums use nothing.
     """
-    D, H = model.hidden_size, model.head_width
+    D, H, S = model.hidden_size, model.head_width, shares.stream
     N, K, F = shares.heads, shares.kv_heads, shares.mlp
-    nodes: list[Node] = [Node(name="x", kind="input", width=D)]
+    nodes: list[Node] = [Node(name="x", kind="input", width=S)]
     used: set[str] = set()
 
-    def add(
-        name: str, kind: Kind, *needs: str, width: float, wide: float = 0.0, contract: int = 0
-    ) -> str:
-        nodes.append(
-            Node(name=name, kind=kind, needs=needs, width=width, wide=wide, contract=contract)
-        )
-        return name
+    def add(node: Node) -> str:
+        nodes.append(node)
+        return node.name
 
-    def norm(name: str, of: str, wanted: bool) -> str:
+    def cheap(name: str, *needs: str, width: float) -> str:
+        return add(Node(name=name, kind="cheap", needs=needs, width=width))
+
+    def norm(name: str, of: str, wanted: bool, width: float) -> str:
         if not wanted:
             return of
         used.add(of)
-        return add(name, "cheap", of, width=_width(nodes, of))
+        return cheap(name, of, width=width)
 
-    def product(name: str, of: str, contract: int, width: float) -> str:
+    def product(name: str, of: str, contract: int, columns: int, width: int) -> str:
         used.add(of)
-        return add(name, "product", of, width=width, contract=contract)
+        return add(
+            Node(
+                name=name,
+                kind="product",
+                needs=(of,),
+                width=width,
+                contract=contract,
+                columns=columns,
+            )
+        )
 
     before = model.norm_placement in ("pre", "sandwich")
     after = model.norm_placement in ("post", "sandwich")
     normed = model.qk_norm != "none"
-    into = norm("attention_norm", "x", before)
-    q = norm("q_norm", product("q_product", into, D, N * H), normed)
-    k = norm("k_norm", product("k_product", into, D, K * H), normed)
-    v = product("v_product", into, D, K * H)
-    q = add("q", "cheap", q, width=N * H)
-    k = add("k", "cheap", k, width=K * H)
-    v = add("v", "cheap", v, width=K * H)
-    o = add("o", "attention", q, k, v, width=N * H, wide=N)
+    into = norm("attention_norm", "x", before, D)
+    q = norm("q_norm", product("q_product", into, D, N * H, N * H), normed, N * H)
+    k = norm("k_norm", product("k_product", into, D, K * H, K * H), normed, K * H)
+    v = product("v_product", into, D, K * H, K * H)
+    q = cheap("q", q, width=N * H)
+    k = cheap("k", k, width=K * H)
+    v = cheap("v", v, width=K * H)
+    o = add(Node(name="o", kind="attention", needs=(q, k, v), width=N * H, wide=N))
     used.update((q, k, v, o))
-    out = norm("post_attention_norm", product("o_product", o, N * H, D), after)
-    middle = add("middle", "cheap", "x", out, width=D)
-    into = norm("mlp_norm", middle, before)
-    gate = product("gate", into, D, F)
-    up = product("up", into, D, F)
+    out = norm("post_attention_norm", product("o_product", o, N * H, D, S), after, S)
+    middle = cheap("middle", "x", out, width=S)
+    into = norm("mlp_norm", middle, before, D)
+    gate = product("gate", into, D, F, F)
+    up = product("up", into, D, F, F)
     used.update((gate, up))
-    h = add("h", "cheap", gate, up, width=F)
-    down = norm("post_mlp_norm", product("down", h, F, D), after)
-    add("y", "cheap", middle, down, width=D)
+    h = cheap("h", gate, up, width=F)
+    down = norm("post_mlp_norm", product("down", h, F, D, S), after, S)
+    cheap("y", middle, down, width=S)
     return {node.name: node for node in nodes}, frozenset(used)
-
-
-def _width(nodes: list[Node], name: str) -> float:
-    """Width of the node called `name`."""
-    return next(node.width for node in nodes if node.name == name)
 
 
 @dataclass(frozen=True, kw_only=True)

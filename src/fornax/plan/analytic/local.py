@@ -26,6 +26,8 @@ __all__ = ["Local", "Shares", "localise"]
 class Shares:
     """One device's share of a layer's widths."""
 
+    stream: int
+    """Of the residual stream's width."""
     heads: int
     kv_heads: int
     mlp: int
@@ -119,6 +121,7 @@ def localise(config: TrainConfig, topology: Topology) -> Local:
         mesh=MappingProxyType(sizes),
         rules=rules,
         shares=Shares(
+            stream=share(model.hidden_size, "activation_embed"),
             heads=share(N, "heads"),
             kv_heads=share(K, "kv_heads"),
             mlp=share(model.intermediate_size, "mlp"),

@@ -11,11 +11,9 @@ from collections.abc import Mapping
 
 from fornax.plan.analytic.attention import attention_work
 from fornax.plan.analytic.flops import CHUNK, layer_replay
-from fornax.plan.analytic.layer import Node
 from fornax.plan.analytic.local import Local
 from fornax.plan.analytic.result import MemoryEstimate
 from fornax.plan.analytic.state import StateArray
-from fornax.plan.analytic.tiles import padded_bytes
 
 __all__ = ["estimate_memory"]
 
@@ -71,21 +69,12 @@ def _code(local: Local) -> int:
     return 40 * 2**20 if local.topology.chip.platform == "tpu" else 0
 
 
-def _value(local: Local, node: Node) -> float:
-    """Bytes of one of a layer's values."""
-    small = padded_bytes if local.topology.chip.platform == "tpu" else None
-    H = local.model.head_width
-    wide = 4.0 * local.tokens * node.wide
-    if small is None or node.width % H or node.name not in ("q", "k", "v", "o", "x"):
-        return local.tokens * node.width * local.compute_bytes + wide
-    return local.tokens * node.width * local.compute_bytes + wide
-
-
 def _kept(local: Local, *, offloaded: bool = False) -> float:
     """Bytes of what all layers keep for the backward pass."""
     found = layer_replay(local)
     nodes = found.offloaded if offloaded else found.kept
-    size = sum(_value(local, node) for node in nodes)
+    widths = sum(node.width * local.compute_bytes + 4 * node.wide for node in nodes)
+    size = local.tokens * widths
     if local.config.remat == "none" and not offloaded:
         size += _intermediates(local)
     return local.model.num_layers * size
@@ -155,7 +144,7 @@ def _loss(local: Local, state: tuple[StateArray, ...]) -> _Moment:
         activations={"kept by layers": _kept(local)},
         temporaries={
             "output projection (gathered)": float(item * head),
-            "logits of a chunk": chunk * local.shares.vocab * (4.0 + item),
+            "logits of a chunk": 4.0 * chunk * local.shares.vocab,
             "residual stream and its gradient": 3.0 * stream,
             "weights in the compute dtype": _cast(local, state),
             "rotations": _rotations(local),

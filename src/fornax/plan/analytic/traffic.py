@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fornax.plan.analytic.flops import layer_replay
-from fornax.plan.analytic.layer import layer_graph
 from fornax.plan.analytic.local import Local
 from fornax.plan.analytic.state import StateArray
 
@@ -111,26 +110,39 @@ def _of_weight(
 
 
 def _branches(local: Local) -> Iterable[Exchange]:
-    """Sums over `tensor` of what a branch adds to the residual stream, and of its gradients."""
+    """Sums over `tensor` of what a branch adds to the residual stream, and of its gradients.
+
+    Where the stream itself is divided the sum is reduced to its parts, and each branch gathers its
+    input; together that moves as much.
+    """
     axes = local.axes("activation_mlp")
     if not axes:
         return
-    graph, _ = layer_graph(local.model, local.shares)
     again = {node.name for node in layer_replay(local).again}
     runs = local.model.num_layers * local.config.accumulate
-    size = local.tokens * int(graph["x"].width) * local.compute_bytes
-    repeated = sum(name in again for name in ("o_product", "down"))
-    for name, count in (("forward", 2), ("backward", 2), ("computed again", repeated)):
-        yield Exchange(
-            name=f"add up branches over tensor shards ({name})",
-            kind="all-reduce",
-            axes=axes,
-            group=_group(local, axes),
-            bytes=size,
-            count=count * runs,
-            dtype=local.config.dtypes.compute,
-            waits=True,
-        )
+    common = {
+        "axes": axes,
+        "group": _group(local, axes),
+        "bytes": local.tokens * local.model.hidden_size * local.compute_bytes,
+        "dtype": local.config.dtypes.compute,
+        "waits": True,
+    }
+    sums = sum(name in again for name in ("o_product", "down"))
+    if not local.axes("activation_embed"):
+        for when, count in (("forward", 2), ("backward", 2), ("computed again", sums)):
+            name = f"add up branches over tensor shards ({when})"
+            yield Exchange(name=name, kind="all-reduce", count=count * runs, **common)
+        return
+    inputs = 0 if local.config.remat == "none" else 2
+    for when, gathers, reductions in (
+        ("forward", 2, 2),
+        ("backward", 2, 2),
+        ("computed again", inputs, sums),
+    ):
+        name = f"gather branches' inputs ({when})"
+        yield Exchange(name=name, kind="all-gather", count=gathers * runs, **common)
+        name = f"reduce branches to their parts ({when})"
+        yield Exchange(name=name, kind="reduce-scatter", count=reductions * runs, **common)
 
 
 def _context(local: Local) -> Iterable[Exchange]:
