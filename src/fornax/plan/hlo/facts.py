@@ -44,9 +44,9 @@ class Operation:
     """False: a loop around it has an unknown trip count, taken as 1."""
     op_name: str
     source: str
-    """Innermost line outside of installed libraries: "fornax/models/layers.py:88 (MLP)"."""
+    """The line that asked for it, in a model or a user's file: "fornax/models/layers.py:88 (MLP)"."""
     fornax_source: str
-    """Innermost line inside of fornax; empty when none is on the stack."""
+    """Innermost line in fornax, kernels included; empty when none is on the stack."""
     cycles: float | None
     """The compiler's own estimate, where it prints one."""
     asynchronous: bool = False

@@ -1,15 +1,15 @@
 """The peak of memory, told in a user's terms: where, and which buffers, by name and source line."""
 
+from collections.abc import Mapping
 from typing import Literal
 
+from fornax.plan.hlo.contents import holder_of
 from fornax.plan.hlo.facts import Buffer, Peak
 from fornax.plan.hlo.liveness import Liveness, size_of
-from fornax.plan.hlo.module import Instruction, Module
+from fornax.plan.hlo.module import Computation, Module
 from fornax.plan.hlo.shapes import HBM, leaves
 from fornax.plan.hlo.sources import sources
 from fornax.plan.hlo.values import Piece
-
-_SILENT = frozenset(["AllocateBuffer", "ConcatBitcast"])
 
 
 def find_peak(module: Module, most: int = 40) -> Peak:
@@ -22,11 +22,16 @@ def find_peak(module: Module, most: int = 40) -> Peak:
         if leaf.space == HBM
     ]
     outputs = {id(piece.find()) for piece in values.of[module.entry.root.name]}
+    homes = {
+        instruction.name: computation
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+    }
     used = sum(map(size_of, arguments))
-    found = [_buffer(module, piece, "argument") for piece in arguments]
-    for piece in live.pieces:
+    found = [_buffer(module, homes, piece, "argument") for piece in arguments]
+    for piece in sorted(live.pieces, key=size_of, reverse=True)[:most]:
         kind = "output" if id(piece.find()) in outputs else "temporary"
-        found.append(_buffer(module, piece, kind))
+        found.append(_buffer(module, homes, piece, kind))
     found.sort(key=lambda buffer: buffer.bytes, reverse=True)
     where = live.path[-1] if live.path else module.entry.root
     return Peak(
@@ -39,23 +44,23 @@ def find_peak(module: Module, most: int = 40) -> Peak:
 
 
 def _buffer(
-    module: Module, piece: Piece, kind: Literal["argument", "output", "temporary"]
+    module: Module,
+    homes: Mapping[str, Computation],
+    piece: Piece,
+    kind: Literal["argument", "output", "temporary"],
 ) -> Buffer:
-    maker = _speaking(module, piece)
-    own, ours = sources(module, maker)
+    holder = piece.maker
+    if kind != "argument":
+        holder = holder_of(module, homes[piece.maker.name], piece.maker, piece.leaf)
+    own, ours = sources(module, holder)
     parts = len(leaves(piece.maker.shape)) > 1
     return Buffer(
         name=piece.maker.name + (f"{{{piece.leaf}}}" if parts else ""),
         bytes=size_of(piece),
         unpadded_bytes=piece.shape.unpadded_bytes,
         shape=str(piece.shape),
-        op_name=maker.op_name,
+        op_name=holder.op_name,
         source=own,
         fornax_source=ours,
         kind=kind,
     )
-
-
-def _speaking(module: Module, piece: Piece) -> Instruction:
-    """Return an instruction that says what a buffer is: its maker, or what first fills it."""
-    return piece.maker

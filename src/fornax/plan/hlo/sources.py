@@ -6,18 +6,23 @@ from fornax.plan.hlo.module import Frame, Instruction, Module
 
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "<string>")
 _PACKAGE = re.compile(r"/(?:src|site-packages|dist-packages)/(fornax/.*\.py)$")
+_SERVANTS = ("fornax/kernels/",)
+_SERVING_FUNCTIONS = frozenset(["Projection", "project"])
+"""What every layer calls: its line says less than the caller's."""
 
 
 def sources(module: Module, instruction: Instruction) -> tuple[str, str]:
-    """Return the innermost line outside of installed libraries, and the innermost in fornax.
+    """Return the line that asked for an instruction, and the innermost line in fornax.
 
-    Fornax's lines count as outside of libraries wherever it is installed; its paths begin at the
-    package. Empty where there is none.
+    The first is the innermost outside of installed libraries and of what serves all layers
+    (kernels, projections), so that it tells an attention's product from an MLP's. Fornax counts as
+    outside of libraries wherever it is installed; its paths begin at the package. Empty where
+    there is none.
     """
-    frames = list(module.stack(instruction))
-    own = next((frame for frame in frames if _ours(frame) or not _installed(frame)), None)
-    fornax = next((frame for frame in frames if _ours(frame)), None)
-    return _text(own), _text(fornax)
+    frames = [frame for frame in module.stack(instruction) if _ours(frame) or not _installed(frame)]
+    asking = next((frame for frame in frames if not _serves(frame)), None)
+    inner = next((frame for frame in frames if _ours(frame)), None)
+    return _text(asking or (frames[0] if frames else None)), _text(inner)
 
 
 def _ours(frame: Frame) -> bool:
@@ -26,6 +31,14 @@ def _ours(frame: Frame) -> bool:
 
 def _installed(frame: Frame) -> bool:
     return not frame.file or any(part in frame.file for part in _LIBRARIES)
+
+
+def _serves(frame: Frame) -> bool:
+    package = _PACKAGE.search(frame.file)
+    if package is None:
+        return False
+    owner = frame.function.partition(".")[0]
+    return package.group(1).startswith(_SERVANTS) or owner in _SERVING_FUNCTIONS
 
 
 def _text(frame: Frame | None) -> str:
