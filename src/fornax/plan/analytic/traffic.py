@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fornax.plan.analytic.flops import layer_replay
+from fornax.plan.analytic.flops import CHUNK, layer_replay
 from fornax.plan.analytic.local import Local
 from fornax.plan.analytic.state import StateArray
 
@@ -37,6 +37,8 @@ def exchanges(local: Local, state: tuple[StateArray, ...]) -> tuple[Exchange, ..
     """All exchanges of a step."""
     found = [
         *_weights(local, [array for array in state if array.owner == "parameters"]),
+        *_lookup(local),
+        *_vocabulary(local),
         *_branches(local),
         *_context(local),
         *_offload(local),
@@ -74,6 +76,64 @@ def _place(name: str, tied: bool) -> str:
     return "output projection" if name.startswith("lm_head") else "final norm"
 
 
+def _lookup(local: Local) -> Iterable[Exchange]:
+    """Embeddings of all tokens from a table whose width is divided, to the tokens' devices.
+
+    Each device looks up its part of the width for all tokens; an all-to-all turns parts of the
+    width into whole rows, in the table's dtype, and the gradient's goes back in the other.
+    """
+    model, dtypes = local.model, local.config.dtypes
+    width = tuple(axis for axis in local.axes("embed") if axis in local.rules["batch"])
+    numbers = local.tokens * model.hidden_size
+    runs = local.config.accumulate
+    if width:
+        group = _group(local, width)
+        for when, item, dtype in (
+            ("forward", local.param_bytes, dtypes.params),
+            ("backward", local.compute_bytes, dtypes.compute),
+        ):
+            yield Exchange(
+                name=f"exchange embeddings for tokens ({when})",
+                kind="all-to-all",
+                axes=width,
+                group=group,
+                bytes=numbers * group * item,
+                count=runs,
+                dtype=dtype,
+                waits=True,
+            )
+    words = local.axes("vocab")
+    if words:
+        yield Exchange(
+            name="add up embeddings over the vocabulary's parts",
+            kind="all-reduce",
+            axes=words,
+            group=_group(local, words),
+            bytes=numbers * local.param_bytes,
+            count=runs,
+            dtype=dtypes.params,
+            waits=True,
+        )
+
+
+def _vocabulary(local: Local) -> Iterable[Exchange]:
+    """Gradients of the final hidden states over the vocabulary's parts, a chunk at a time."""
+    words = local.axes("vocab")
+    if not words:
+        return
+    chunks = -(-local.tokens // CHUNK)
+    yield Exchange(
+        name="add up the loss's gradients over the vocabulary's parts",
+        kind="all-reduce",
+        axes=words,
+        group=_group(local, words),
+        bytes=4 * local.tokens // chunks * local.model.hidden_size,
+        count=chunks * local.config.accumulate,
+        dtype="float32",
+        waits=True,
+    )
+
+
 def _of_weight(
     local: Local,
     place: str,
@@ -84,18 +144,28 @@ def _of_weight(
     runs: int,
 ) -> Iterable[Exchange]:
     dtype, item = local.config.dtypes.compute, local.compute_bytes
-    if gathered:
+    if gathered and place != "embedding":
         group = _group(local, gathered)
-        common = {"axes": gathered, "group": group, "bytes": whole * item, "dtype": dtype}
-        yield Exchange(
-            name=f"gather {place} weights (forward)", kind="all-gather", count=runs, **common
-        )
-        if place == "layer":
+        common = {"axes": gathered, "group": group}
+        passes = ("forward", "backward") if place == "layer" else ("forward",)
+        for when in passes:
             yield Exchange(
-                name=f"gather {place} weights (backward)", kind="all-gather", count=runs, **common
+                name=f"gather {place} weights ({when})",
+                kind="all-gather",
+                bytes=whole * item,
+                count=runs,
+                dtype=dtype,
+                **common,
             )
+        # The loss adds its gradient up in float32 before it is reduced.
+        wide = place in ("tied embedding", "output projection")
         yield Exchange(
-            name=f"reduce {place} gradients", kind="reduce-scatter", count=runs, **common
+            name=f"reduce {place} gradients",
+            kind="reduce-scatter",
+            bytes=whole * (4 if wide else item),
+            count=runs,
+            dtype="float32" if wide else dtype,
+            **common,
         )
     if reduced:
         yield Exchange(
