@@ -44,7 +44,7 @@ class Operation:
     """False: a loop around it has an unknown trip count, taken as 1."""
     op_name: str
     source: str
-    """The line that asked for it, in a model or a user's file: "fornax/models/layers.py:88 (MLP)"."""
+    """The line that asked for it, in a model or a user's file: "fornax/models/layers.py:88 (f)"."""
     fornax_source: str
     """Innermost line in fornax, kernels included; empty when none is on the stack."""
     cycles: float | None

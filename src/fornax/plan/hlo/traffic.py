@@ -16,7 +16,7 @@ _FREE = (
 )
 FREE = frozenset(_FREE.split())
 _PASSING = frozenset(["bitcast", "reshape", "copy", "transpose", "convert"])
-_TRANSFERS = frozenset(["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "custom-call"])
+_TRANSFERS = frozenset(["all-gather", "all-reduce", "reduce-scatter", "all-to-all"])
 _SLICES = frozenset(["slice", "dynamic-slice", "gather"])
 
 
@@ -27,8 +27,8 @@ def hbm_bytes(module: Module, computation: Computation, instruction: Instruction
         return 0
     operands = computation.operands(instruction)
     if opcode == "fusion":
-        inner = module.computations[instruction.attributes["calls"].lstrip("%")]
-        return round(_fusion(inner, operands, instruction.shape))
+        inner = _called(module, instruction)
+        return round(_fusion(module, inner, operands, instruction.shape))
     if opcode.endswith("-start"):
         return _moved_ahead(instruction, [operand.shape for operand in operands])
     out = instruction.shape.bytes_in(HBM)
@@ -58,8 +58,8 @@ def _moved_ahead(instruction: Instruction, operands: list[Shape]) -> int:
     return moved.bytes * sum(leaves(end)[0].space == HBM for end in ends)
 
 
-def _fusion(inner: Computation, operands: list[Instruction], out: Shape) -> float:
-    needed, written = demand(inner)
+def _fusion(module: Module, inner: Computation, operands: list[Instruction], out: Shape) -> float:
+    needed, written = demand(module, inner)
     total = 0.0
     for number, operand in enumerate(operands):
         parameter = inner.parameters.get(number)
@@ -73,7 +73,7 @@ def _fusion(inner: Computation, operands: list[Instruction], out: Shape) -> floa
     return total + sum(a.bytes_in(HBM) * share for a, share in zip(arrays, shares, strict=True))
 
 
-def demand(inner: Computation) -> tuple[dict[str, float], list[float]]:
+def demand(module: Module, inner: Computation) -> tuple[dict[str, float], list[float]]:
     """Return elements needed of each instruction, and the share written of each result."""
     results = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root]
     needed: dict[str, float] = {}
@@ -81,7 +81,7 @@ def demand(inner: Computation) -> tuple[dict[str, float], list[float]]:
     in_place: set[str] = set()
     for result in results:
         target = _through(inner, result, frozenset(["bitcast", "reshape"]))
-        if target.opcode == "parameter" or target.opcode in _TRANSFERS:
+        if target.opcode == "parameter" or _is_transfer(target):
             written.append(0.0)
         elif target.opcode == "dynamic-update-slice" and _is_in_place(inner, target):
             in_place.add(target.name)
@@ -89,11 +89,17 @@ def demand(inner: Computation) -> tuple[dict[str, float], list[float]]:
             needed[target.name] = float(update)
             written.append(update / max(target.shape.size, 1))
         else:
-            needed[result.name] = float(result.shape.size)
-            written.append(1.0)
+            share = 1.0
+            if target.opcode == "fusion" and target.shape.elements is None:
+                share = demand(module, _called(module, target))[1][0]
+            needed[result.name] = share * result.shape.size
+            needed[target.name] = share * target.shape.size
+            written.append(share)
     for instruction in reversed(inner.instructions):
         amount = min(needed.get(instruction.name, 0.0), instruction.shape.size)
-        if amount and instruction.opcode != "tuple" and instruction.opcode not in _TRANSFERS:
+        if amount and instruction.opcode == "fusion":
+            _ask_nested(module, inner, instruction, amount, needed)
+        elif amount and instruction.opcode != "tuple" and not _is_transfer(instruction):
             _ask(inner, instruction, amount, instruction.name in in_place, needed)
     return needed, written
 
@@ -125,13 +131,39 @@ def _ask(
         needed[operand.name] = max(needed.get(operand.name, 0.0), ask)
 
 
+def _ask_nested(
+    module: Module,
+    inner: Computation,
+    user: Instruction,
+    amount: float,
+    needed: dict[str, float],
+) -> None:
+    """Add to `needed` what a fusion inside of a fusion asks of its operands."""
+    nested = _called(module, user)
+    wanted, written = demand(module, nested)
+    made = written[0] * user.shape.size if user.shape.elements is None else amount
+    share = min(amount / made, 1.0) if made else 0.0
+    for position, operand in enumerate(inner.operands(user)):
+        parameter = nested.parameters.get(position)
+        ask = share * wanted.get(parameter.name, 0.0) if parameter is not None else 0.0
+        needed[operand.name] = min(needed.get(operand.name, 0.0) + ask, float(operand.shape.size))
+
+
+def _is_transfer(instruction: Instruction) -> bool:
+    return instruction.opcode in _TRANSFERS or instruction.target.startswith("AsyncCollective")
+
+
+def _called(module: Module, fusion: Instruction) -> Computation:
+    return module.computations[fusion.attributes["calls"].lstrip("%")]
+
+
 def updated_operands(module: Module, instruction: Instruction) -> list[tuple[int, int]]:
     """Return (leaf of the result, operand) of arrays that an instruction updates in place."""
     if instruction.opcode in ("dynamic-update-slice", "scatter"):
         return [(0, 0)] if instruction.shape.elements is None else []
     if instruction.opcode != "fusion":
         return []
-    inner = module.computations[instruction.attributes["calls"].lstrip("%")]
+    inner = _called(module, instruction)
     results = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root]
     found = []
     for leaf, result in enumerate(results):
