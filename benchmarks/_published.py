@@ -257,7 +257,7 @@ def _collective(
 
 
 def _span_to(span: Span) -> list[Any]:
-    axes = [[a.dimension, a.size, a.ring, a.share] for a in span.axes]
+    axes = [[a.dimension, a.size, a.ring, a.share, a.way] for a in span.axes]
     return [span.cores, axes, span.switched, span.slices, span.regular, span.switch]
 
 
@@ -266,8 +266,8 @@ def _span_from(told: list[Any]) -> Span:
     return Span(
         cores=cores,
         axes=tuple(
-            PhysicalAxis(dimension=dimension, size=size, ring=ring, share=share)
-            for dimension, size, ring, share in axes
+            PhysicalAxis(dimension=dimension, size=size, ring=ring, share=share, way=way)
+            for dimension, size, ring, share, way in axes
         ),
         switched=switched,
         slices=slices,

@@ -33,6 +33,8 @@ class Calibration:
     """Least time of one step between neighbours (Scaling book: about a microsecond)."""
     cycles: float = 1.0
     """Cycles that the compiler estimates, over those that pass."""
+    clock: float | None = None
+    """Hz of the compiler's cycles, where it is not the hardware table's."""
     overhead: float = 1e-6
     """Least time of one operation."""
     source: str = "not fitted: general figures"

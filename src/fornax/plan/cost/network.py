@@ -55,6 +55,8 @@ class PhysicalAxis:
     """Whether the members close a ring over the wrap-around link."""
     share: float = 1.0
     """Groups whose traffic meets on every link."""
+    way: Literal[-1, 0, 1] = 0
+    """The one direction that is used, or 0 for both."""
 
     @property
     def links(self) -> float:
@@ -124,7 +126,8 @@ class Transfer:
     by_link: Mapping[str, float]
     """Seconds each kind of link is busy."""
     links: tuple[str, ...]
-    """Queues it occupies: `ici:0` for dimension 0 of the torus, `dcn`, `host`, ..."""
+    """Queues it occupies: `ici:0+` and `ici:0-` for the two ways along dimension 0 of the torus,
+    `dcn`, `host`, ..."""
 
     @property
     def link(self) -> str:
@@ -235,7 +238,11 @@ def _latency(span: Span, network: Network) -> float:
 
 def _queues(span: Span) -> tuple[str, ...]:
     """The queues that a collective of this span stands in."""
-    names = [f"ici:{axis.dimension}" for axis in span.axes]
+    names = [
+        f"ici:{axis.dimension}{way}"
+        for axis in span.axes
+        for way in {-1: "-", 0: "+-", 1: "+"}[axis.way]
+    ]
     if span.switch and span.switched > 1:
         names.append("nvlink")
     if span.slices > 1:

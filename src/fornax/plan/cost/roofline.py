@@ -23,11 +23,19 @@ class Rates:
         """Bytes a second."""
         return self.chip.memory_bandwidth / self.chip.devices * self.calibration.memory
 
-    def flops(self, operation: Operation) -> float:
-        """FLOP/s of products."""
-        share = {"attention": self.calibration.attention, "kernel": self.calibration.attention}
-        reached = share.get(operation.category, self.calibration.matmul)
-        return self.chip.peak(operation.dtype) / self.chip.devices * reached
+    @property
+    def clock(self) -> float | None:
+        """Cycles a second, as the compiler counts them; None where they are not known."""
+        return self.calibration.clock or self.chip.clock
+
+    def peak(self, operation: Operation) -> float:
+        """FLOP/s of products in the operation's dtype, all of it."""
+        return self.chip.peak(operation.dtype) / self.chip.devices
+
+    def share(self, operation: Operation) -> float:
+        """What the operation reaches of that."""
+        kernel = operation.category in ("attention", "kernel")
+        return self.calibration.attention if kernel else self.calibration.matmul
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +49,18 @@ class Timed:
 def operation_seconds(operation: Operation, rates: Rates) -> Timed:
     """Time of one run.
 
-    A roofline (Williams et al. 2009): arithmetic and memory traffic overlap, the longer decides.
-    Where the compiler prints its estimate of cycles, that counts as arithmetic time if it is
-    longer: it knows tiles that are padded and vector work that no count of FLOPs shows.
+    Where the compiler prints its estimate of cycles, that is taken: it knows tiles that are padded,
+    operands that do not stream and vector work that no count of FLOPs shows. Elsewhere a roofline
+    (Williams et al. 2009) decides: arithmetic and memory traffic overlap, the longer counts. No
+    time is below what peak arithmetic and the memory's rate allow.
     """
-    compute = operation.flops / rates.flops(operation) if operation.flops else 0.0
-    clock = rates.chip.clock
-    if operation.cycles is not None and clock:
-        compute = max(compute, operation.cycles / clock / rates.calibration.cycles)
     memory = operation.bytes / rates.memory
-    least = rates.calibration.overhead
+    least = operation.flops / rates.peak(operation)
+    if operation.cycles is not None and rates.clock:
+        compute = operation.cycles / rates.clock / rates.calibration.cycles
+    else:
+        compute = least / rates.share(operation)
     return Timed(
-        seconds=max(compute, memory, least), bound="compute" if compute >= memory else "memory"
+        seconds=max(compute, least, memory, rates.calibration.overhead),
+        bound="compute" if max(compute, least) >= memory else "memory",
     )

@@ -151,29 +151,33 @@ def permute_span(pairs: Sequence[Sequence[int]], devices: Sequence[Place], topol
     """
     load: Counter[tuple] = Counter()
     farthest: dict[int, int] = {}
+    ways: dict[int, set[int]] = {}
     slices = 1
     for pair in pairs:
         source, target = (devices[int(index)] for index in pair)
         if source.slice != target.slice:
             slices = 2
             continue
-        steps = Counter(step[2] for step in _steps(source, target, topology, load))
-        for dimension, count in steps.items():
+        route = list(_route(source, target, topology))
+        load.update(route)
+        for dimension, count in Counter(step[2] for step in route).items():
             farthest[dimension] = max(farthest.get(dimension, 0), count)
+        for _, _, dimension, way in route:
+            ways.setdefault(dimension, set()).add(way)
     if not topology.chip.torus:
         return Span(switched=2 if load else 1, slices=slices, switch=True)
     share = float(max(load.values(), default=1))
     axes = (
-        PhysicalAxis(dimension=dimension, size=count + 1, ring=False, share=share)
+        PhysicalAxis(
+            dimension=dimension,
+            size=count + 1,
+            ring=False,
+            share=share,
+            way=0 if len(ways[dimension]) > 1 else ways[dimension].pop(),
+        )
         for dimension, count in sorted(farthest.items())
     )
     return Span(cores=1 if load else 2, axes=tuple(axes), slices=slices)
-
-
-def _steps(source: Place, target: Place, topology: Torus, load: Counter[tuple]) -> list[tuple]:
-    route = list(_route(source, target, topology))
-    load.update(route)
-    return route
 
 
 def _route(source: Place, target: Place, topology: Torus) -> Iterable[tuple]:

@@ -97,7 +97,7 @@ def test_the_slowest_link_is_named():
     span = Span(axes=(line(4),), slices=2)
     found = collective_seconds("all-gather", GB, span, network())
     assert found.link == "dcn"
-    assert found.links == ("ici:0", "dcn")
+    assert found.links == ("ici:0+", "ici:0-", "dcn")
 
 
 def test_unknown_kinds_are_refused():

@@ -72,6 +72,14 @@ def test_arithmetic_or_memory_decides_whichever_takes_longer():
     assert (timed.seconds, timed.bound) == (pytest.approx(1), "memory")
 
 
+def test_the_compiler_s_cycles_count_but_never_beat_the_peak():
+    rates = Rates(chip=CHIP, calibration=dataclasses.replace(EXACT, clock=1e9, cycles=0.5))
+    padded = operation(flops=0.1 * SECOND, cycles=1e9)
+    assert operation_seconds(padded, rates).seconds == pytest.approx(2)
+    hopeful = operation(flops=SECOND, cycles=1)
+    assert operation_seconds(hopeful, rates).seconds == pytest.approx(1)
+
+
 def test_attention_reaches_its_own_share():
     rates = Rates(chip=CHIP, calibration=EXACT)
     kernel = operation(category="attention", flops=CHIP.peak("bfloat16"))

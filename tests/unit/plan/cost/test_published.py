@@ -1,0 +1,66 @@
+"""The table of published training speeds: rows that agree with themselves, and predictions, from
+kept facts, that stay as close to them as the results file says."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_published = _load("_published")
+plan_published = _load("plan_published")
+PUBLISHED = _published.load()
+
+
+@pytest.mark.parametrize("row", PUBLISHED.rows, ids=lambda row: row.id)
+def test_a_row_agrees_with_itself_and_is_a_fornax_run(row):
+    """Published seconds times published TFLOP/s are the model FLOPs of the row's config."""
+    model = PUBLISHED.models[row.model]
+    config = _published.config_of(row, model)
+    devices = _published.topology_of(row).num_devices
+    assert config.mesh.resolved_sizes(devices)["slice"] == _published.topology_of(row).slices
+    flops = _published.published_flops(row, model)
+    if row.step_seconds is not None:
+        assert flops / row.step_seconds == pytest.approx(row.tflops * 1e12, rel=2e-3)
+
+
+def test_every_row_names_where_it_was_published():
+    assert all(row.source.startswith("https://github.com/") for row in PUBLISHED.rows)
+    assert len({row.id for row in PUBLISHED.rows}) == len(PUBLISHED.rows)
+
+
+def test_facts_come_back_as_they_were_kept(tmp_path, monkeypatch):
+    row = next(row for row in PUBLISHED.rows if _published.kept(row) is not None)
+    facts = _published.kept(row)
+    monkeypatch.setattr(_published, "FACTS", tmp_path)
+    _published.keep(row, facts)
+    again = _published.kept(row)
+    topology = _published.topology_of(row)
+    first, second = (
+        plan_published.predict_schedule(one.schedule, one.spans, topology) for one in (facts, again)
+    )
+    assert first.step_seconds == second.step_seconds
+    assert first.by_category == second.by_category
+
+
+def test_rows_that_were_not_fitted_are_predicted_within_the_aim():
+    held = [
+        outcome.error
+        for outcome in plan_published.outcomes(PUBLISHED)
+        if outcome.row.id not in plan_published.FITTED
+    ]
+    assert len(held) >= 12
+    assert _published.median(held) < 0.15
