@@ -40,6 +40,23 @@ def holder_of(
     return told if told.op_name or told.frame else maker
 
 
+def telling(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    around: tuple[Computation, Instruction] | None = None,
+) -> Instruction:
+    """Return an instruction, or where it has no name in the source what it works on.
+
+    `around` is the fusion that holds it and the computation that this one stands in.
+    """
+    if instruction.op_name or not instruction.operands:
+        return instruction
+    place = _Place(computation, instruction, _Place(*around) if around else None)
+    told = _origin(module, _operand(place, 0), 0)
+    return told if told.op_name else instruction
+
+
 def _filler(
     module: Module, computation: Computation, room: Instruction, leaf: int, steps: int
 ) -> _Place | None:
