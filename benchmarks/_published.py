@@ -43,6 +43,8 @@ class Row:
     attention_flops: str
     """How that count takes attention: `full`, or `causal`, which halves it."""
     source: str
+    flags: str
+    """Which compiler options the run was made with: a key of the file's `flags`."""
     step_seconds: float | None = None
     """Published; None where only TFLOP/s are, and the time follows from them."""
     rules: dict[str, list[str]] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class Published:
     """The file."""
 
     models: Mapping[str, DecoderConfig]
+    flags: Mapping[str, Mapping[str, str]]
+    """Compiler options, as the published scripts and benchmark configs give them."""
     rows: tuple[Row, ...]
     excluded: tuple[tuple[str, str], ...]
     """What is left out, and why."""
@@ -66,7 +70,9 @@ def load() -> Published:
     told = json.loads((FOLDER / "maxtext.json").read_text(encoding="utf-8"))
     models = {name: from_mapping(DecoderConfig, model) for name, model in told["models"].items()}
     rows = tuple(Row(**row) for row in told["rows"])
-    return Published(models, rows, tuple((e["what"], e["why"]) for e in told["excluded"]))
+    return Published(
+        models, told["flags"], rows, tuple((e["what"], e["why"]) for e in told["excluded"])
+    )
 
 
 def topology_of(row: Row) -> Topology:

@@ -96,7 +96,8 @@ def compile_rows(published: Published, names: list[str]) -> None:
             continue
         config = _published.config_of(row, published.models[row.model])
         topology = _published.topology_of(row)
-        (artifact,) = compile_train(config, topology, programs=("train_step",))
+        options = dict(published.flags[row.flags])
+        (artifact,) = compile_train(config, topology, programs=("train_step",), options=options)
         facts = analyse(parse(artifact.hlo), dict(artifact.mesh))
         spans = collective_spans(facts.schedule, artifact.devices, topology)
         details = {
