@@ -1,0 +1,194 @@
+"""How an engine lies on the chips: how many share it, its weights, cache and steps as shapes.
+
+Everything here is the engine's own code (`fornax.llm`) called with devices that are only counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from fornax.config.errors import ConfigError, EngineError
+from fornax.llm.compilation import Arrays, Sizes, describe_arrays
+from fornax.llm.config import EngineConfig
+from fornax.llm.limits import Limits, cache_shards, pages_needed, resolve_limits
+from fornax.llm.target import Target
+from fornax.llm.weights import Weights, describe_weights
+from fornax.models import DecoderConfig, cache_windows, page_bytes
+from fornax.plan.serving.model import ServedModel
+from fornax.plan.topology import Topology
+
+__all__ = [
+    "Engine",
+    "check_devices",
+    "choose_tensor_parallel",
+    "describe_engine",
+    "described_weights",
+    "divides",
+    "target_of",
+]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine as shapes."""
+
+    model: ServedModel
+    config: EngineConfig
+    """With the tensor parallelism that was chosen."""
+    topology: Topology
+    target: Target
+    weights: Weights
+    limits: Limits
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes it compiles steps for."""
+        return Sizes.of(self.weights, self.limits)
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """What it keeps on its devices."""
+        return describe_arrays(self.weights, self.limits, self.sizes)
+
+    @property
+    def devices(self) -> int:
+        """JAX devices that one engine takes."""
+        return self.config.tensor_parallel_size
+
+    @property
+    def chips(self) -> float:
+        """Chips that one engine takes."""
+        return self.devices / self.topology.chip.devices
+
+    @property
+    def engines(self) -> int:
+        """Engines that the topology has room for."""
+        return self.topology.num_devices // self.devices
+
+    @property
+    def cache_shards(self) -> int:
+        """Devices that share the cache; 1 where each holds all of it."""
+        return cache_shards(self.model.config, self.devices)
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of a page of each group on one device."""
+        whole = page_bytes(self.model.config, self.limits.page_size, self.limits.cache_dtype)
+        return tuple(size // self.cache_shards for size in whole)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each group's layers."""
+        return cache_windows(self.model.config)
+
+    @property
+    def pages_per_sequence(self) -> tuple[int, ...]:
+        """Pages of each group that a sequence of full length may hold."""
+        limits = self.limits
+        return pages_needed(
+            self.model.config,
+            limits.max_model_len,
+            limits.max_num_batched_tokens,
+            limits.page_size,
+        )
+
+
+def target_of(topology: Topology, devices: tuple[Any, ...] = ()) -> Target:
+    """The engine's view of one slice or server of a topology.
+
+    Args:
+      topology: where it will run.
+      devices: compile-only devices, in the process that compiles.
+    """
+    chip = topology.chip
+    memory = None
+    if chip.platform != "cpu":
+        memory = int(chip.usable_bytes / chip.devices)
+    return Target(
+        platform=chip.platform,
+        num_devices=len(devices) or topology.num_devices,
+        memory=memory,
+        devices=devices,
+    )
+
+
+def parallel_sizes(model: DecoderConfig, topology: Topology) -> list[int]:
+    """Tensor parallelisms to choose from, the best first: as many devices of one slice or server
+    as divide the key/value heads too, then those that each hold the whole cache."""
+    most = topology.num_devices // topology.slices
+    if topology.chip.platform == "gpu":
+        most = topology.shape[-1] * topology.chip.devices
+    if topology.chip.platform == "cpu":
+        return [1]  # packed weights and the native kernels are for one device
+    sizes = [size for size in range(most, 0, -1) if divides(model, size)]
+    return sorted(sizes, key=lambda size: model.kv_heads % size != 0)
+
+
+def choose_tensor_parallel(
+    model: ServedModel, config: Callable[[int], EngineConfig], topology: Topology
+) -> EngineConfig:
+    """The engine's config with the first parallelism with which a full sequence finds room."""
+    sizes = parallel_sizes(model.config, topology)
+    for size in sizes:
+        try:
+            describe_engine(model, config(size), topology)
+        except EngineError:
+            continue
+        return config(size)
+    return config(sizes[0])
+
+
+def divides(model: DecoderConfig, size: int) -> bool:
+    """Whether the engine can divide the model's layers over `size` devices."""
+    heads, kv = model.num_heads, model.kv_heads
+    whole = heads % size == 0 and model.intermediate_size % size == 0
+    return whole and (kv % size == 0 or size % kv == 0)
+
+
+def describe_engine(
+    model: ServedModel, config: EngineConfig, topology: Topology, target: Target | None = None
+) -> Engine:
+    """An engine for the topology, as shapes.
+
+    Raises:
+      ConfigError, EngineError: a placement that cannot be, or limits that do not hold; an
+        `EngineError` from the limits means that a sequence of full length finds no room.
+    """
+    target = target or target_of(topology)
+    check_devices(model, config, topology)
+    weights = described_weights(model, config, target)
+    limits = resolve_limits(config, weights.config, weights.dtype, weights.nbytes, target)
+    return Engine(model, config, topology, target, weights, limits)
+
+
+def described_weights(model: ServedModel, config: EngineConfig, target: Target) -> Weights:
+    """The weights as shapes."""
+    return describe_weights(model.config, config, jnp.dtype(model.dtype), target)
+
+
+def check_devices(model: ServedModel, config: EngineConfig, topology: Topology) -> None:
+    """Say what is wrong with a tensor parallelism, and what would do.
+
+    Raises:
+      ConfigError: more devices than a slice has, or heads that do not divide.
+    """
+    size, has = config.tensor_parallel_size, topology.num_devices // topology.slices
+    fitting = [n for n in range(1, has + 1) if divides(model.config, n)]
+    choices = ", ".join(map(str, fitting))
+    if size > has:
+        one = " in a slice" if topology.slices > 1 else ""
+        raise ConfigError(
+            f"tensor_parallel_size={size} and {topology.name} has {has} devices{one}; use one of "
+            f"{choices}, or a larger slice"
+        )
+    if not divides(model.config, size):
+        m = model.config
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not fit the model's {m.num_heads} heads, "
+            f"{m.kv_heads} key/value heads and MLP width {m.intermediate_size}: it must divide "
+            f"heads and width, and divide the key/value heads or be a multiple of them; on "
+            f"{topology.name} use one of {choices}"
+        )

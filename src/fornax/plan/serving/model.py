@@ -1,0 +1,110 @@
+"""The model to be served: its config and the dtype its weights are stored in, no weights read."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fornax.config.errors import ConfigError
+from fornax.models import DecoderConfig, config_from_hf, num_parameters, read_config
+
+__all__ = ["ServedModel", "read_model"]
+
+_SUPPORTED = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A model by what its files say about it."""
+
+    name: str
+    config: DecoderConfig
+    dtype: str
+    """float32 or bfloat16: what an engine holds the weights in unless told otherwise."""
+    source: str
+    """One sentence on where shapes and dtype come from."""
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model holds."""
+        return num_parameters(self.config)
+
+
+def read_model(path: Path, dtype: str = "auto") -> ServedModel:
+    """Read what a directory says about its model; weights need not be there.
+
+    Args:
+      path: a Hugging Face directory, of which config.json is enough, or a Fornax run directory.
+      dtype: what the user chose, or "auto".
+
+    Raises:
+      ConfigError: when it is neither, the family is not known, or the dtype must be chosen.
+      CheckpointError: a damaged file.
+    """
+    path = path.expanduser()
+    if (path / "config.json").is_file():
+        return _hugging_face(path, dtype)
+    if path.is_file():
+        raise ConfigError(
+            f"{path} is a file; name the directory that holds the model's config.json, or a run"
+        )
+    from fornax.train import is_run, run_config
+
+    if not path.is_dir() or not is_run(path):
+        raise ConfigError(
+            f"{path} is neither a Hugging Face directory with a config.json nor a run directory "
+            "with checkpoints; check --model (config.json alone is enough, no weights are read)"
+        )
+    run = run_config(path)
+    if run.model is None:
+        raise ConfigError(f"the checkpoints of {path} do not say what their model is")
+    stored = dtype if dtype != "auto" else str(run.dtypes.param_dtype)
+    source = "shapes and dtype from the config saved with the run's latest checkpoint"
+    return ServedModel(name=path.name, config=run.model, dtype=stored, source=source)
+
+
+def _hugging_face(path: Path, dtype: str) -> ServedModel:
+    values = read_config(path)
+    config = config_from_hf(values)
+    if dtype != "auto":
+        stored, said = dtype, "dtype as asked"
+    else:
+        stored, said = _stored_dtype(path, values)
+    return ServedModel(
+        name=path.resolve().name,
+        config=config,
+        dtype=stored,
+        source=f"bytes from config.json, no weights were read; {said}",
+    )
+
+
+def _stored_dtype(path: Path, values: dict) -> tuple[str, str]:
+    """The dtype an engine would find, and where it is said."""
+    found = _header_dtypes(path)
+    where = "the headers of its safetensors files"
+    if not found:
+        inner = values.get("text_config") or {}
+        named = (v.get(key) for v in (values, inner) for key in ("dtype", "torch_dtype"))
+        found = {name for name in named if isinstance(name, str)}
+        where = "config.json"
+    if not found:
+        return "bfloat16", "config.json names no dtype, bfloat16 is assumed"
+    if len(found) == 1 and next(iter(found)) in _SUPPORTED:
+        return next(iter(found)), f"dtype from {where}"
+    raise ConfigError(
+        f"{path}: by {where} the weights are {' and '.join(sorted(found))}, which Fornax does not "
+        "serve as they are; choose --dtype bfloat16 or --dtype float32"
+    )
+
+
+def _header_dtypes(path: Path) -> set[str]:
+    """Dtypes of the weights by the files' headers; none where there are no whole weights."""
+    from fornax.models.safetensors_file import find_tensors
+
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        if not all((path / shard).is_file() for shard in shards):
+            return set()
+    elif not (path / "model.safetensors").is_file():
+        return set()
+    return {tensor.dtype.name for tensor in find_tensors(path).values()}

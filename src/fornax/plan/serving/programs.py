@@ -1,0 +1,101 @@
+"""The programs of an engine, traced for a topology's devices in the child that compiles."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from fornax.config import from_mapping, to_mapping
+from fornax.llm.compilation import Program, make_programs
+from fornax.llm.config import EngineConfig
+from fornax.llm.limits import Limits
+from fornax.models import DecoderConfig
+from fornax.plan.artifact import ArrayFact
+from fornax.plan.compile.arguments import array_facts
+from fornax.plan.compile.request import Job, Lowering, Request
+from fornax.plan.serving.layout import Engine, described_weights, target_of
+from fornax.plan.serving.model import ServedModel
+
+__all__ = ["build", "request_of"]
+
+
+def request_of(engine: Engine, programs: tuple[str, ...]) -> Request:
+    """What the child is asked for.
+
+    Args:
+      engine: as shapes.
+      programs: such as "step 256" and "sample 256".
+    """
+    limits = dataclasses.asdict(engine.limits)
+    return Request(
+        builder="fornax.plan.serving.programs:build",
+        arguments={
+            "model": to_mapping(engine.model.config),
+            "dtype": engine.model.dtype,
+            "engine": to_mapping(engine.config),
+            "limits": {**limits, "cache_dtype": str(limits["cache_dtype"])},
+        },
+        programs=programs,
+    )
+
+
+def build(job: Job) -> Mapping[str, Callable[[], Lowering]]:
+    """Every step and choice of tokens that the engine of `job.arguments` compiles."""
+    engine = _engine(job)
+    programs = make_programs(
+        engine.weights,
+        engine.limits,
+        engine.sizes,
+        engine.arrays,
+        max_logprobs=engine.config.max_logprobs,
+    )
+    named = {
+        f"{key[0]} {key[1]}": program
+        for key, program in programs.items()
+        if key[0] in ("step", "sample")
+    }
+    return {name: _lowering(engine, program) for name, program in named.items()}
+
+
+def _lowering(engine: Engine, program: Program) -> Callable[[], Lowering]:
+    def trace() -> Lowering:
+        return Lowering(
+            lowered=program.lower(),
+            mesh=engine.target.mesh(engine.devices),
+            arguments=_arguments(engine, program),
+        )
+
+    return trace
+
+
+def _arguments(engine: Engine, program: Program) -> tuple[ArrayFact, ...]:
+    """Facts of each argument; the first is the leaves of the state."""
+    names = ("kv", "hidden", "last_token", "vector")
+    if program.donated == (2,):  # a choice of tokens
+        names = ("hidden", "sampler", "vector", "mask")
+    found = array_facts({"params": engine.arrays.state}, lambda _: "parameters")
+    rest = [{name: one} for name, one in zip(names, program.arguments[1:], strict=True)]
+    return (*found, *array_facts(rest, lambda path: "cache" if "kv" in path else "other"))
+
+
+def _engine(job: Job) -> Engine:
+    told = job.arguments
+    model = ServedModel(
+        name="model",
+        config=from_mapping(DecoderConfig, told["model"]),
+        dtype=told["dtype"],
+        source="",
+    )
+    config = from_mapping(EngineConfig, told["engine"])
+    target = target_of(job.topology, tuple(job.devices))
+    weights = described_weights(model, config, target)
+    return Engine(model, config, job.topology, target, weights, _limits(told["limits"]))
+
+
+def _limits(told: Mapping[str, Any]) -> Limits:
+    changed: dict[str, Any] = {
+        "num_pages": tuple(told["num_pages"]),
+        "cache_dtype": jnp.dtype(told["cache_dtype"]),
+    }
+    return Limits(**{**told, **changed})

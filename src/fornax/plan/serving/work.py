@@ -1,0 +1,189 @@
+"""What an engine's steps read, compute and exchange on one device, in closed form.
+
+Legend: T tokens of a step, M samples of a step, D model width, V vocabulary, N query heads,
+K key/value heads, H head width.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from fornax import kernels
+from fornax.kernels import paged_attention_operation
+from fornax.kernels._paged_attention import blockwise, gpu, tpu
+from fornax.kernels._paged_attention.call import PagedCall
+from fornax.plan.serving.layout import Engine
+
+__all__ = ["Amounts", "Attention", "amounts", "attention_of"]
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Sizes that every step has, on one device."""
+
+    body_bytes: int
+    """Weights that every step reads: all but the embedding table and the output projection."""
+    body_products: int
+    """Multiplications with them that a token takes."""
+    head_bytes: int
+    """Of the output projection, tied or not."""
+    head_products: int
+    table_row_bytes: float
+    """Of the embedding table, for one token."""
+    token_bytes: int
+    """Of a row of activations between layers."""
+    reductions: int
+    """All-reduces of activations in a step."""
+    logits: int
+    """Of one sample, as they are made."""
+    vocab: int
+    """Of one sample, as they are chosen from."""
+    layers: int
+
+
+def amounts(engine: Engine) -> Amounts:
+    """Read them off the weights."""
+    found = {"embed": [0, 0], "lm_head": [0, 0], "layers": [0, 0]}
+    for path, variable in nnx.to_flat_state(engine.weights.state):
+        value = variable.get_value()
+        part = found[path[0] if path[0] in ("embed", "lm_head") else "layers"]
+        part[0] += _local_bytes(value)
+        if path[-1] in ("kernel", "embedding"):
+            part[1] += _local_size(value)
+    model, size = engine.model.config, engine.devices
+    tied = found["lm_head"][0] == 0
+    head = found["embed"] if tied else found["lm_head"]
+    width = engine.weights.placement.compute_dtype.itemsize
+    vocab = model.vocab_size // size if model.vocab_size % size == 0 else model.vocab_size
+    return Amounts(
+        body_bytes=found["layers"][0],
+        body_products=found["layers"][1],
+        head_bytes=head[0],
+        head_products=head[1],
+        table_row_bytes=found["embed"][0] / vocab,
+        token_bytes=model.hidden_size * width,
+        reductions=0 if size == 1 else 2 * model.num_layers + (vocab < model.vocab_size),
+        logits=vocab,
+        vocab=model.vocab_size,
+        layers=model.num_layers,
+    )
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The arrays of a weight, packed or plain."""
+    packed = isinstance(value, kernels.PackedWeight)
+    return [a for a in (value.values, value.scales) if a is not None] if packed else [value]
+
+
+def _local_shape(leaf: Any) -> tuple[int, ...]:
+    return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+
+
+def _local_bytes(value: Any) -> int:
+    return sum(math.prod(_local_shape(leaf)) * leaf.dtype.itemsize for leaf in _leaves(value))
+
+
+def _local_size(value: Any) -> int:
+    """Numbers of a weight, without what packing pads."""
+    if isinstance(value, kernels.PackedWeight):
+        return math.prod(value.shape)
+    return math.prod(_local_shape(value))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention over the paged cache, on one device."""
+
+    implementation: str
+    reasons: dict[str, str]
+    """Why implementations before it in the order of preference decline."""
+    layers: tuple[tuple[int, int | None], ...]
+    """Number of layers with each window."""
+    key_bytes: int
+    """Of one token's key and value in a layer, as far as a device reads them."""
+    pair_flops: int
+    """Of one query and one key in a layer."""
+    page_size: int
+    queries: int
+    """That one reading of the keys serves, and that are scored together."""
+    passes: int
+    """Times a key and value cross the memory's bus for one reading."""
+
+    def decode(self, batch: int, context: int) -> tuple[float, float]:
+        """Bytes and FLOPs of a step in which each of `batch` sequences has one token."""
+        nbytes = flops = 0.0
+        rows = min(self.queries, batch) if self.implementation == "pallas_tpu" else 1
+        for layers, window in self.layers:
+            keys = self._keys(context if window is None else min(context, window))
+            nbytes += layers * batch * (keys * self.passes + 1) * self.key_bytes
+            flops += layers * batch * keys * rows * self.pair_flops
+        return nbytes, flops
+
+    def prompt(self, start: int, stop: int) -> tuple[float, float]:
+        """Bytes and FLOPs of a step with tokens `start` to `stop` of one prompt."""
+        nbytes = flops = 0.0
+        for first in range(start, stop, self.queries):
+            last = min(first + self.queries, stop)
+            for layers, window in self.layers:
+                seen = last if window is None else min(last, window + self.queries)
+                keys = self._keys(seen)
+                nbytes += layers * keys * self.key_bytes * self.passes
+                flops += layers * keys * (last - first) * self.pair_flops
+        return nbytes, flops
+
+    def _keys(self, count: int) -> int:
+        """Keys that are read: whole pages."""
+        return -(-count // self.page_size) * self.page_size
+
+
+def attention_of(engine: Engine, tokens: int) -> Attention:
+    """How steps of `tokens` tokens attend."""
+    model, size, limits = engine.model.config, engine.devices, engine.limits
+    picks = bool(model.kv_heads % size)
+    local_kv = 1 if picks else model.kv_heads // size
+    call = PagedCall(
+        platform=engine.target.platform,
+        tokens=tokens,
+        rows=min(tokens, limits.max_num_seqs),
+        table_width=limits.table_width,
+        page_size=limits.page_size,
+        heads=model.num_heads // size,
+        kv_heads=local_kv,
+        head_dim=model.head_width,
+        dtype=engine.weights.placement.compute_dtype.name,
+        cache_dtype=str(limits.cache_dtype),
+        window=None,
+        softcap=model.attention_logit_softcap,
+        sinks=False,
+        picks_head=picks,
+    )
+    told = paged_attention_operation.explain(call)
+    chosen = next(name for name, reason in told.items() if reason == "can run it")
+    kinds = model.layer_kinds()
+    return Attention(
+        implementation=chosen,
+        reasons={name: told[name] for name in list(told)[: list(told).index(chosen)]},
+        layers=tuple(
+            (sum(kind.window == window for kind in kinds), window) for window in engine.windows
+        ),
+        key_bytes=2 * local_kv * model.head_width * limits.cache_dtype.itemsize,
+        pair_flops=4 * model.head_width * (model.num_heads // size),
+        page_size=limits.page_size,
+        queries=_queries(chosen, tokens, model.num_heads // size // local_kv),
+        passes=3 if chosen == "xla" else 1,
+    )
+
+
+def _queries(implementation: str, tokens: int, group: int) -> int:
+    """Queries for which a kernel reads the keys once; of a chunk, where it keeps them at hand."""
+    match implementation:
+        case "pallas_tpu":
+            return tpu.QUERIES
+        case "pallas_gpu":
+            return max(1, gpu.ROWS // group)
+        case "xla":
+            return blockwise.LARGEST_TILE
+        case _:
+            return tokens
