@@ -140,7 +140,10 @@ def _keeps_a_part(computation: Computation, instruction: Instruction) -> bool:
     users = computation.users.get(instruction.name, [])
     return bool(users) and all(
         user.opcode == "dynamic-slice"
-        or (user.opcode in ("bitcast", "reshape") and _keeps_a_part(computation, user))
+        or (
+            user.opcode in ("bitcast", "reshape", "get-tuple-element")
+            and _keeps_a_part(computation, user)
+        )
         for user in users
     )
 

@@ -18,6 +18,8 @@ _PASSING_NAMES = (
 _PASSING = frozenset(_PASSING_NAMES.split())
 _ROOM = frozenset(["AllocateBuffer"])
 _STEPS = 24
+_TURNS = 3
+"""How often a value is followed from one turn of a loop into the turn before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ def telling(
     if instruction.op_name or not instruction.operands:
         return instruction
     place = _Place(computation, instruction, _Place(*around) if around else None)
-    told = _origin(module, _operand(place, 0), 0)
+    written = 1 if instruction.opcode.startswith("dynamic-update-slice") else 0
+    told = _origin(module, _operand(place, written), 0)
     return told if told.op_name else instruction
 
 
@@ -117,29 +120,31 @@ def _written(module: Module, place: _Place, leaf: int) -> _Place:
 
 def _origin(module: Module, place: _Place, leaf: int) -> Instruction:
     """Go back through copies and conversions to what was computed."""
-    turned = False
+    turns = 0
     for _ in range(_STEPS):
         instruction = place.instruction
         if instruction.opcode == "fusion":
             inner = _inner(module, place, leaf)
-            if inner.instruction.opcode not in _PASSING and inner.instruction.opcode != "parameter":
-                told = inner.instruction
-                return told if told.op_name else instruction
+            told = inner.instruction
+            if told.opcode not in _PASSING and told.opcode != "parameter" and told.op_name:
+                return told
             place, leaf = inner, 0
         elif instruction.opcode == "parameter" and place.around is not None:
             place = _operand(place.around, instruction.parameter_number)
         elif instruction.opcode == "get-tuple-element":
             source = place.computation.operands(instruction)[0]
-            if source.opcode == "parameter" and not turned:
+            if source.opcode == "parameter" and turns < _TURNS:
                 following = _next_state(place.computation, instruction)
                 if following is not None:
-                    place, turned = following, True
+                    place, turns = following, turns + 1
                     continue
             if source.opcode not in ("fusion", "custom-call"):
                 return instruction
             leaf = int(instruction.attributes["index"])
             place = dataclasses.replace(place, instruction=source)
-        elif instruction.opcode in _PASSING and instruction.operands:
+        elif instruction.operands and (
+            instruction.opcode in _PASSING or not (instruction.op_name or instruction.frame)
+        ):
             place = _operand(place, 0)
         else:
             return instruction

@@ -15,7 +15,7 @@ from typing import Any
 from fornax.plan.hlo.facts import Category
 from fornax.plan.hlo.flops import Work
 from fornax.plan.hlo.module import Computation, Instruction
-from fornax.plan.hlo.shapes import HBM, Shape
+from fornax.plan.hlo.shapes import HBM, Shape, leaves
 
 _ATTENTION_NAME = re.compile(r"splash|flash|attention", re.IGNORECASE)
 _SPLASH_COSTS = re.compile(r"splash:((?:\w+=\d+,?)+)")
@@ -73,7 +73,7 @@ def _pallas(instruction: Instruction, shapes: list[Shape], traffic: int) -> Call
         moved = int(estimate.get("bytes_accessed", 0)) or traffic
         return CallCost(category, Work(flops=flops, transcendentals=functions), moved)
     if phase:
-        flops = _splash(phase.group(1), shapes)
+        flops = _splash(phase.group(1), shapes, instruction.shape)
         note = (
             f"{instruction.name}: a splash attention kernel that does not say its cost is taken "
             "as causal, without a window"
@@ -92,14 +92,18 @@ def kernel_name(instruction: Instruction) -> str:
     return parts[-1] if parts else instruction.name
 
 
-def _splash(phase: str, shapes: list[Shape]) -> float:
-    """Return FLOPs of a causal splash kernel: 2 products a score, dq 3, dkv (with dq) 5."""
+def _splash(phase: str, shapes: list[Shape], result: Shape) -> float:
+    """Return FLOPs of a causal splash kernel by its products a score.
+
+    fwd: q k, p v. dq: q k, do v, dq. dkv: q k, do v, dk, dv, and dq where it returns that too.
+    """
     arrays = [s.dims for s in shapes if s.dtype in ("bf16", "f32", "f16") and len(s.dims) >= 3]
     if len(arrays) < 2:
         return 0.0
     q, k = arrays[0], arrays[1]
-    scores = math.prod(q[:-1]) * k[-2] / 2
-    return scores * 2 * q[-1] * {"fwd": 2, "dq": 3, "dkv": 5}[phase]
+    made = [leaf for leaf in leaves(result) if leaf.size >= math.prod(k)]
+    products = {"fwd": 2, "dq": 3, "dkv": 4 if len(made) <= 2 else 5}[phase]
+    return math.prod(q) * k[-2] * products
 
 
 def _attention(products: int) -> Callable[[Instruction, list[Shape], int], CallCost]:
