@@ -7,7 +7,7 @@ from fornax.config.errors import ConfigError
 from fornax.models import flops_per_token
 from fornax.plan.analytic.attention import attention_work
 from fornax.plan.analytic.flops import step_pieces
-from fornax.plan.analytic.local import Local, localise
+from fornax.plan.analytic.local import Local, localise, windows
 from fornax.plan.analytic.memory import estimate_memory
 from fornax.plan.analytic.optimizer import update_pieces
 from fornax.plan.analytic.result import (
@@ -99,8 +99,7 @@ def _notes(local: Local) -> Iterable[str]:
         f"exchanges run beside computation, {HIDDEN_WAITS:.0%} of those whose result the "
         "next operation waits for"
     )
-    windows = {kind.window for kind in local.model.layer_kinds()}
-    kernels = {attention_work(local, window).kernel for window in windows}
+    kernels = {attention_work(local, window).kernel for window in windows(local.model)}
     if kernels & {"blockwise", "xla"}:
         yield (
             "attention runs as plain XLA operations here, which computes masked blocks too and "

@@ -5,13 +5,12 @@ forward pass; a remat policy adds those it computes again (`layer.py`), and atte
 blocks its kernel visits. Everything is of a step: all layers, all micro-batches.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fornax.plan.analytic.attention import attention_work
 from fornax.plan.analytic.layer import Node, Replay, layer_graph, replay
-from fornax.plan.analytic.local import Local
+from fornax.plan.analytic.local import Local, windows
 from fornax.plan.analytic.policies import policy_of
 
 __all__ = ["CHUNK", "Piece", "layer_replay", "step_pieces"]
@@ -84,10 +83,7 @@ def _matmul(
 
 
 def _attention(local: Local, again: Replay) -> Iterable[Piece]:
-    windows: dict[int | None, int] = defaultdict(int)
-    for kind in local.model.layer_kinds():
-        windows[kind.window] += 1
-    for window, layers in windows.items():
+    for window, layers in windows(local.model).items():
         work = attention_work(local, window)
         runs = layers * local.config.accumulate
         forward = runs * (2 if again.attention_again else 1)

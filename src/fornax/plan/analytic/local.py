@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from fornax.train import TrainConfig
 from fornax.train.hosts import check_rows
 from fornax.train.step import batch_shardings
 
-__all__ = ["Local", "Shares", "localise"]
+__all__ = ["Local", "Shares", "abstract_mesh", "localise", "windows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +74,6 @@ class Local:
     def axes(self, logical: str) -> tuple[str, ...]:
         """The mesh axes, larger than one, that divide a logical axis."""
         return tuple(axis for axis in self.rules[logical] if self.mesh[axis] > 1)
-
-    @property
-    def abstract_mesh(self) -> AbstractMesh:
-        """The mesh without devices."""
-        return abstract_mesh(tuple(self.mesh.values()))
 
 
 @functools.cache
@@ -134,3 +130,9 @@ def localise(config: TrainConfig, topology: Topology) -> Local:
         compute_bytes=config.dtypes.compute_dtype.itemsize,
         param_bytes=config.dtypes.param_dtype.itemsize,
     )
+
+
+@functools.cache
+def windows(model: DecoderConfig) -> Mapping[int | None, int]:
+    """How many layers see how many keys (None: all before them)."""
+    return Counter(kind.window for kind in model.layer_kinds())

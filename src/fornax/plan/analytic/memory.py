@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from fornax.plan.analytic.attention import attention_work
 from fornax.plan.analytic.flops import CHUNK, layer_replay
-from fornax.plan.analytic.local import Local
+from fornax.plan.analytic.local import Local, windows
 from fornax.plan.analytic.result import MemoryEstimate
 from fornax.plan.analytic.state import StateArray
 
@@ -157,7 +157,7 @@ def _backward(local: Local, state: tuple[StateArray, ...]) -> _Moment:
     layers = _named(state, "layers/")
     whole = sum(_gathered(local, array) for array in layers) // model.num_layers
     work = max(
-        (attention_work(local, kind.window) for kind in set(model.layer_kinds())),
+        (attention_work(local, window) for window in windows(model)),
         key=lambda found: found.scratch_bytes,
     )
     width = 4 * shares.mlp + 6 * model.hidden_size

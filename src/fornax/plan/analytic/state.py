@@ -19,7 +19,7 @@ from fornax.models import DecoderConfig, abstract_decoder
 from fornax.optim import OptimConfig
 from fornax.optim.shardings import state_shardings
 from fornax.optim.tree import flatten
-from fornax.plan.analytic.local import Local
+from fornax.plan.analytic.local import Local, abstract_mesh
 from fornax.plan.analytic.tiles import padded_bytes
 
 __all__ = ["StateArray", "state_arrays"]
@@ -65,12 +65,28 @@ def state_arrays(local: Local) -> tuple[StateArray, ...]:
       ConfigError: when the optimizer's rules do not fit the model.
     """
     config = local.config
-    shapes = _shapes(local.model, config.optim, config.dtypes, config.steps)
-    mesh = local.abstract_mesh
-    where = flatten(nnx.to_pure_dict(_checked(shapes.params, mesh, local.rules)))
+    return _state(
+        (local.model, config.optim, config.dtypes, config.steps),
+        tuple(local.mesh.values()),
+        tuple(sorted(local.rules.items())),
+        local.topology.chip.platform == "tpu",
+    )
+
+
+_What = tuple[DecoderConfig, OptimConfig, DtypePolicy, int]
+
+
+@functools.lru_cache(maxsize=512)
+def _state(
+    what: _What,
+    sizes: tuple[int, ...],
+    rules: tuple[tuple[str, tuple[str, ...]], ...],
+    tpu: bool,
+) -> tuple[StateArray, ...]:
+    shapes, mesh = _shapes(*what), abstract_mesh(sizes)
+    where = flatten(nnx.to_pure_dict(_checked(shapes.params, mesh, dict(rules))))
     params = flatten(nnx.to_pure_dict(shapes.params))
     beside = state_shardings(shapes.optimizer, shapes.built.views, where)
-    tpu = local.topology.chip.platform == "tpu"
     found = [_one("parameters", path, leaf, where[path], tpu) for path, leaf in params.items()]
     leaves = jax.tree_util.tree_flatten_with_path(shapes.optimizer)[0]
     for (path, leaf), sharding in zip(leaves, jax.tree.leaves(beside), strict=True):
