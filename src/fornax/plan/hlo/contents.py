@@ -54,6 +54,9 @@ def telling(
     """
     if instruction.op_name or not instruction.operands:
         return instruction
+    if instruction.opcode == "fusion":
+        told = _origin(module, _Place(computation, instruction), 0)
+        return told if told.op_name else instruction
     place = _Place(computation, instruction, _Place(*around) if around else None)
     written = 1 if instruction.opcode.startswith("dynamic-update-slice") else 0
     told = _origin(module, _operand(place, written), 0)
@@ -101,7 +104,10 @@ def _inside_loop(module: Module, loop: Instruction, leaf: int, steps: int) -> _P
 
 def _next_state(body: Computation, part: Instruction) -> _Place | None:
     """Return what a loop's body makes of an element of its state."""
-    if body.root.opcode != "tuple" or part.operands[0] != body.parameters[0].name:
+    state = body.parameters[0]
+    if body.root.opcode != "tuple" or part.operands[0] != state.name:
+        return None
+    if str(body.root.shape) != str(state.shape):  # A branch, not a loop's body.
         return None
     following = body.operands(body.root)[int(part.attributes["index"])]
     return None if following is part else _Place(body, following)

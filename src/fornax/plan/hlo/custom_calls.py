@@ -30,6 +30,8 @@ _FREE_NAMES = (
 FREE_TARGETS = frozenset([*_FREE_NAMES.split(), "AsyncCollectiveStart", "AsyncCollectiveDone"])
 """Targets that stand for no work of their own."""
 
+_MOVING_TARGETS = frozenset(["ZeroCrop", "GatherScatterIndicesBitpacked"])
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallCost:
@@ -54,6 +56,8 @@ def custom_call_cost(computation: Computation, instruction: Instruction) -> Call
         return CallCost("matmul", Work(flops=_product(shapes, instruction.shape)), traffic)
     if target in FREE_TARGETS:
         return CallCost("other", Work(), 0)
+    if target in _MOVING_TARGETS:
+        return CallCost("copy", Work(), traffic)
     note = f"{instruction.name}: no cost is known for custom call {target!r}; only its traffic"
     return CallCost("other", Work(), traffic, note)
 
@@ -66,6 +70,8 @@ def _pallas(instruction: Instruction, shapes: list[Shape], traffic: int) -> Call
         costs = dict(pair.split("=") for pair in named[-1].strip(",").split(","))
         if phase.group(1) in costs:
             return CallCost("attention", Work(flops=float(costs[phase.group(1)])), traffic)
+    if "ragged_paged_attention" in name and not named:
+        return _ragged(instruction, shapes)
     config = instruction.backend_config.get("custom_call_config", {})
     estimate: dict[str, Any] = config.get("cost_estimate") or {}
     if estimate:
@@ -135,12 +141,29 @@ def _paged_attention(instruction: Instruction, shapes: list[Shape], traffic: int
     layers, _, slots = shapes[1].dims[:3]
     context = shapes[3].dims[1] * slots
     flops = 4.0 * T * N * H * context
-    note = (
+    moved = traffic - shapes[1].bytes + shapes[1].bytes // layers
+    return CallCost("attention", Work(flops=flops), moved, _full(instruction, context))
+
+
+def _ragged(instruction: Instruction, shapes: list[Shape]) -> CallCost:
+    """Return the cost of JAX's paged attention for TPU, its contexts taken as full."""
+    table = next(s.dims for s in shapes if s.dtype == "s32" and len(s.dims) == 2)
+    q = next(s for s in shapes if s.dtype != "s32" and len(s.dims) == 3)
+    pages = next(s for s in shapes if s.dtype != "s32" and len(s.dims) == 4)
+    (T, N, H), (rows, width) = q.dims, table
+    context = width * pages.dims[1]
+    moved = q.bytes_in(HBM) + instruction.shape.bytes_in(HBM)
+    moved += rows * width * (pages.bytes // pages.dims[0])
+    return CallCost(
+        "attention", Work(4.0 * T * N * H * context), moved, _full(instruction, context)
+    )
+
+
+def _full(instruction: Instruction, context: int) -> str:
+    return (
         f"{instruction.name}: paged attention is counted for full contexts of {context} tokens; "
         "how long they are is known only when it runs"
     )
-    moved = traffic - shapes[1].bytes + shapes[1].bytes // layers
-    return CallCost("attention", Work(flops=flops), moved, note)
 
 
 def _paged_write(_: Instruction, shapes: list[Shape], __: int) -> CallCost:

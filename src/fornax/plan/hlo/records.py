@@ -38,7 +38,8 @@ class Recorder:
         self, computation: Computation, instruction: Instruction, visit: Visit
     ) -> Operation:
         """Return the record of what computes or copies on its own device."""
-        own, ours = sources(self.module, instruction)
+        told = telling(self.module, computation, instruction)
+        own, ours = sources(self.module, told)
         kind = category(self.module, computation, instruction)
         if instruction.opcode == "custom-call":
             cost = custom_call_cost(computation, instruction)
@@ -60,7 +61,7 @@ class Recorder:
             dtype=product_dtype(self.module, computation, instruction),
             count=visit.count,
             exact=visit.exact,
-            op_name=instruction.op_name,
+            op_name=told.op_name,
             source=own,
             fornax_source=ours,
             cycles=compiler_cycles(instruction),

@@ -15,6 +15,7 @@ _FREE = (
     "get-dimension-size"
 )
 FREE = frozenset(_FREE.split())
+_UPDATES = frozenset(["dynamic-update-slice", "scatter"])
 _PASSING = frozenset(["bitcast", "reshape", "copy", "transpose", "convert"])
 _TRANSFERS = frozenset(["all-gather", "all-reduce", "reduce-scatter", "all-to-all"])
 _SLICES = frozenset(["slice", "dynamic-slice", "gather"])
@@ -83,9 +84,9 @@ def demand(module: Module, inner: Computation) -> tuple[dict[str, float], list[f
         target = _through(inner, result, frozenset(["bitcast", "reshape"]))
         if target.opcode == "parameter" or _is_transfer(target):
             written.append(0.0)
-        elif target.opcode == "dynamic-update-slice" and _is_in_place(inner, target):
+        elif target.opcode in _UPDATES and _is_in_place(inner, target):
             in_place.add(target.name)
-            update = inner.operands(target)[1].shape.size
+            update = _update_of(inner, target).size
             needed[target.name] = float(update)
             written.append(update / max(target.shape.size, 1))
         else:
@@ -118,13 +119,13 @@ def _ask(
         if user.opcode in _SLICES and position == 0:
             needed[operand.name] = needed.get(operand.name, 0.0) + min(amount, size)
             continue
-        if user.opcode == "dynamic-update-slice":
+        if user.opcode in _UPDATES:
             if in_place:
                 ask = 0.0 if position == 0 else size
             else:
-                update = inner.operands(user)[1].shape.size
+                update = _update_of(inner, user).size
                 ask = max(amount - update, 0.0) if position == 0 else size
-        elif user.opcode in ("broadcast", "scatter", "dynamic-slice", "iota"):
+        elif user.opcode in ("broadcast", "dynamic-slice", "iota"):
             ask = min(size, amount) if user.opcode == "broadcast" else size
         else:
             ask = size * share
@@ -159,7 +160,7 @@ def _called(module: Module, fusion: Instruction) -> Computation:
 
 def updated_operands(module: Module, instruction: Instruction) -> list[tuple[int, int]]:
     """Return (leaf of the result, operand) of arrays that an instruction updates in place."""
-    if instruction.opcode in ("dynamic-update-slice", "scatter"):
+    if instruction.opcode in _UPDATES:
         return [(0, 0)] if instruction.shape.elements is None else []
     if instruction.opcode != "fusion":
         return []
@@ -168,11 +169,17 @@ def updated_operands(module: Module, instruction: Instruction) -> list[tuple[int
     found = []
     for leaf, result in enumerate(results):
         target = _through(inner, result, frozenset(["bitcast", "reshape"]))
-        if target.opcode in ("dynamic-update-slice", "scatter") and _is_in_place(inner, target):
+        if target.opcode in _UPDATES and _is_in_place(inner, target):
             base = _through(inner, inner.operands(target)[0], _PASSING)
             if base.shape.bytes == result.shape.bytes:
                 found.append((leaf, base.parameter_number))
     return found
+
+
+def _update_of(inner: Computation, instruction: Instruction) -> Shape:
+    """Return the shape of what an update writes into its first operand."""
+    operands = inner.operands(instruction)
+    return operands[1 if instruction.opcode == "dynamic-update-slice" else -1].shape
 
 
 def _is_in_place(inner: Computation, update: Instruction) -> bool:
