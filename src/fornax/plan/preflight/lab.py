@@ -37,7 +37,7 @@ class NotUsed(Exception):  # noqa: N818
 def without_remat(config: TrainConfig) -> TrainConfig:
     """The config with everything kept for the backward pass."""
     names = {field.name for field in dataclasses.fields(config)}
-    lists = {name: () for name in ("remat_save", "remat_offload") if name in names}
+    lists: Any = {name: () for name in ("remat_save", "remat_offload") if name in names}
     return dataclasses.replace(config, remat="none", **lists)
 
 

@@ -1,5 +1,6 @@
 """All questions of a preflight, asked in this process: it needs eight virtual CPU devices."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -45,7 +46,7 @@ def check(
             "process of its own, or set XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
     began = time.monotonic()
-    shrunk = shrink(config, quick=quick)
+    shrunk = shrink(config, depth="quick" if quick else "whole")
     lab = Lab(shrunk)
     questions = [q for q in _questions(lab, config, quick=quick) if not only or q.group in only]
     together = [q for q in questions if not (quick and q.alone)]
@@ -64,10 +65,26 @@ def check(
 
 def _ask(questions: list[Question], progress: Callable[[Check], None]) -> list[Check]:
     checks = []
-    for question in questions:
-        checks.append(answer(question))
-        progress(checks[-1])
+    with _quick_compilation():
+        for question in questions:
+            checks.append(answer(question))
+            progress(checks[-1])
     return checks
+
+
+@contextlib.contextmanager
+def _quick_compilation() -> Iterator[None]:
+    """Let LLVM leave machine code as it comes: half the compilation, and the programs are small.
+
+    What XLA makes of a program, its partition among devices above all, stays as it is.
+    """
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _questions(lab: Lab, config: TrainConfig, *, quick: bool) -> Iterator[Question]:

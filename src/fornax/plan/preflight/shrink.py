@@ -11,7 +11,7 @@ from fornax.data import Prefetch, PythonSource
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
 from fornax.models import DecoderConfig
 from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer
-from fornax.plan.preflight.shrink_model import shrink_model, smallest_multiple
+from fornax.plan.preflight.shrink_model import Depth, shrink_model, smallest_multiple
 from fornax.train import EvalConfig, TrainConfig
 
 __all__ = ["DEVICES", "Shrunk", "float32", "shrink", "with_mesh"]
@@ -35,7 +35,7 @@ class Shrunk:
     """The whole mesh; several, which hold every three axes together, where four do not fit."""
 
 
-def shrink(config: TrainConfig, *, seq_len: int = 64, quick: bool = False) -> Shrunk:
+def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") -> Shrunk:
     """Shrink a config.
 
     Sizes of the mesh become 2 each, and the axis that takes what is left takes what is left of
@@ -44,7 +44,7 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, quick: bool = False) -> Sh
     Args:
       config: the user's; its model resolved.
       seq_len: tokens of a row.
-      quick: repeat each kind of layer less often.
+      depth: how many layers; see `shrink_model`. `kinds` is for one device.
 
     Raises:
       ConfigError: when the config names no model.
@@ -61,7 +61,7 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, quick: bool = False) -> Sh
         return math.lcm(*(math.prod(widest[axis] for axis in rules[name]) for name in logical))
 
     model = shrink_model(
-        config.model, pieces=pieces, seq_len=seq_len, original_seq_len=config.seq_len, quick=quick
+        config.model, pieces=pieces, seq_len=seq_len, original_seq_len=config.seq_len, depth=depth
     )
     accumulate = min(config.accumulate, 2)
     shards = min(config.data.virtual_shards, _MOST_SHARDS)

@@ -7,15 +7,18 @@ import dataclasses
 import math
 from collections.abc import Callable
 from itertools import groupby
+from typing import Literal
 
 from fornax.models import DecoderConfig
 from fornax.models.config import LongRopeScaling, RopeConfig
 
-__all__ = ["shrink_model", "smallest_multiple"]
+__all__ = ["Depth", "shrink_model", "smallest_multiple"]
 
 _WIDTH = 64
 _VOCABULARY = 256
 _HEAD_WIDTHS = (16, 24, 32, 40, 48, 64, 80, 96, 128)
+
+Depth = Literal["whole", "quick", "kinds"]
 
 Pieces = Callable[..., int]
 """Logical axes to the number that sizes of all of them must be multiples of."""
@@ -27,7 +30,7 @@ def smallest_multiple(least: int, of: int) -> int:
 
 
 def shrink_model(
-    model: DecoderConfig, *, pieces: Pieces, seq_len: int, original_seq_len: int, quick: bool
+    model: DecoderConfig, *, pieces: Pieces, seq_len: int, original_seq_len: int, depth: Depth
 ) -> DecoderConfig:
     """Shrink a decoder.
 
@@ -35,15 +38,15 @@ def shrink_model(
     embeddings, norms, caps, biases, the kind of every rope. Windows still cut documents, where
     they cut rows of the original length. Weights start larger, so that activations have the size
     that they have at the full width. Patterns of layers keep their kinds and order: of equal
-    layers in a row two stay (one, when quick), and the whole pattern repeats twice, with what is
-    left over at its end.
+    layers in a row two stay (one, unless `whole`), and the pattern repeats twice, with what is
+    left over at its end; `kinds` has it once, without the rest.
 
     Args:
       model: the user's.
       pieces: what sizes must divide into.
       seq_len: tokens of a row.
       original_seq_len: tokens of a row of the user's.
-      quick: see above.
+      depth: how much of the pattern of layers; see above.
     """
     N, K = _heads(model, pieces)
     H = _head_width(model)
@@ -54,14 +57,16 @@ def shrink_model(
             D, H = D + 8 * N, H + 8
     F = round(D * min(model.intermediate_size / model.hidden_size, 4))
     kinds = _pattern(model)
-    kept = _compressed(kinds, 1 if quick else 2)
+    kept = _compressed(kinds, 2 if depth == "whole" else 1)
     share = seq_len / original_seq_len
     return dataclasses.replace(
         model,
         vocab_size=smallest_multiple(_VOCABULARY, pieces("vocab", "activation_vocab")),
         hidden_size=D,
         intermediate_size=smallest_multiple(F, pieces("mlp", "activation_mlp")),
-        num_layers=_depth(model, len(kinds), kept, pieces("layers")),
+        num_layers=len(kept)
+        if depth == "kinds"
+        else _depth(model, len(kinds), kept, pieces("layers")),
         attention_pattern=tuple(kinds[i][0] for i in kept),
         rope_pattern=tuple(kinds[i][1] for i in kept),
         num_heads=N,

@@ -9,12 +9,13 @@ import numpy as np
 from fornax import kernels
 from fornax.config.errors import KernelError
 from fornax.mesh import MeshConfig
-from fornax.plan.preflight.compare import Comparison
+from fornax.plan.preflight.compare import Comparison, compare_number
 from fornax.plan.preflight.inputs import alone, one_document, stirred
 from fornax.plan.preflight.lab import Failed, Lab, NotUsed, without_remat
 from fornax.plan.preflight.programs import Program
 from fornax.plan.preflight.question import Question
 from fornax.plan.preflight.shrink import float32, shrink, with_mesh
+from fornax.plan.preflight.tolerance import allowance
 from fornax.train import TrainConfig
 
 __all__ = ["numerics", "shown"]
@@ -32,7 +33,7 @@ def numerics(lab: Lab, config: TrainConfig, *, quick: bool) -> Iterator[Question
       config: the user's.
       quick: leave out what combines everything with each implementation of attention.
     """
-    yield from _attention(config, quick=quick)
+    yield from _attention(config)
     yield from _one_device(lab)
     yield from _meshes(lab)
     if not quick:
@@ -50,17 +51,16 @@ def _verify(lab: Lab, config: TrainConfig, implementation: str | None = None) ->
     return lambda: lab.verify(lab.program(config, implementation))
 
 
-def _attention(config: TrainConfig, *, quick: bool) -> Iterator[Question]:
+def _attention(config: TrainConfig) -> Iterator[Question]:
     """Each implementation on one device, on rows long enough that none declines."""
-    long = Lab(shrink(config, seq_len=_LONG, quick=True))
+    long = Lab(shrink(config, seq_len=_LONG, depth="kinds"))
 
     def ask(name: str) -> Comparison:
-        rows = {key: x[:_LONG_ROWS] for key, x in long_rows().items()}
         program = long.program(dataclasses.replace(long.single, batch_size=_LONG_ROWS), name)
         try:
-            return long.verify(program, rows=rows)
+            return long.verify(program, rows=long_rows())
         except KernelError as error:
-            raise NotUsed(str(error)) from error
+            raise NotUsed(_reason(error)) from error
 
     kept: list[dict[str, np.ndarray]] = []
 
@@ -76,7 +76,6 @@ def _attention(config: TrainConfig, *, quick: bool) -> Iterator[Question]:
                 name=f"{implementation.name} on {_LONG} tokens",
                 ask=lambda name=implementation.name: ask(name),
             )
-    del quick
 
 
 def _one_device(lab: Lab) -> Iterator[Question]:
@@ -143,7 +142,7 @@ def _attention_together(lab: Lab) -> Iterator[Question]:
         try:
             return lab.verify(lab.program(config, name))
         except KernelError as error:
-            raise NotUsed(str(error)) from error
+            raise NotUsed(_reason(error)) from error
 
     for implementation in kernels.attention_operation.implementations:
         if implementation.name not in ("reference", "splash"):
@@ -172,6 +171,11 @@ def _precision(lab: Lab) -> Iterator[Question]:
         )
 
 
+def _reason(error: KernelError) -> str:
+    """Why an implementation declines, without what to do about it."""
+    return str(error).partition("declines this call: ")[2].partition("; use one of")[0]
+
+
 def _also(config: TrainConfig) -> str:
     """What goes with the mesh."""
     parts = [f"accumulate {config.accumulate}"] if config.accumulate > 1 else []
@@ -195,11 +199,13 @@ def _documents(lab: Lab, program: Program) -> Comparison:
       Failed: when weights cross the end of a document, or padding has any.
     """
     check_row_ends(lab.rows)
+    model = lab.config.model
+    assert model is not None
     packed, chosen_BT = one_document(lab.rows)
     lonely = alone(packed, chosen_BT)
     expected = lab.expected("float32", lonely)
     found = lab.judge(program, program.run(lab.state, lonely), expected, lonely)
-    for rows in (packed, stirred(packed, chosen_BT, lab.single.model.vocab_size)):
+    for rows in (packed, stirred(packed, chosen_BT, model.vocab_size)):
         outcome = program.run(lab.state, rows)
         found = found.then(lab.judge(program, outcome, expected, rows))
     return found
@@ -236,9 +242,6 @@ def _z_loss(lab: Lab) -> Comparison:
     outcome = program.run(lab.state, lab.rows)
     expected = lab.expected("float32")
     found = lab.judge(program, outcome, expected, lab.rows)
-    from fornax.plan.preflight.compare import compare_number
-    from fornax.plan.preflight.tolerance import allowance
-
     factor = allowance("float32", lab.terms)
     allowed = expected.noise.of_loss(expected.loss, factor, lab.rows["tokens"].size)
     return found.then(
