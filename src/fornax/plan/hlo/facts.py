@@ -75,6 +75,9 @@ class Collective:
     op_name: str
     source: str
     fornax_source: str
+    argument: str = ""
+    """The argument of the program that it moves, if that is all that was done to it before:
+    "state.params['layers']['mlp']['up']['kernel']"."""
     channel: int | None = None
     fused: str = ""
     """Name of the fusion or async computation that holds it, if one does."""

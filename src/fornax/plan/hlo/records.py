@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from fornax.plan.hlo.behind import Callers
 from fornax.plan.hlo.collectives import transfer
 from fornax.plan.hlo.contents import telling
 from fornax.plan.hlo.custom_calls import FREE_TARGETS, custom_call_cost
@@ -29,6 +30,7 @@ class Recorder:
         self.module = module
         self.axes = axes
         self.notes: dict[str, None] = {}
+        self._callers = Callers(module)
 
     def note(self, text: str) -> None:
         """Keep a note, once."""
@@ -97,6 +99,7 @@ class Recorder:
             op_name=told.op_name,
             source=own,
             fornax_source=ours,
+            argument=self._callers.argument(computation, instruction),
             channel=moved.channel,
             fused="" if around is None else around[1].name,
         )

@@ -184,6 +184,12 @@ def test_buffers_at_the_peak_are_named_by_what_they_hold() -> None:
     assert all("/home/user/toys.py" in each.source for each in saved)
 
 
+def test_a_gather_of_weights_names_them() -> None:
+    gathers = by_kind(facts_of("mlp_v5e"), "all-gather")
+    assert {each.argument for each in gathers} == {"params['up']", "params['down']"}
+    assert {each.argument for each in by_kind(facts_of("mlp_v5e"), "all-reduce")} == {""}
+
+
 def test_the_heavier_branch_is_named() -> None:
     notes = facts_of("conditional").notes
     assert any("of 2 branches the one with the most work is counted" in note for note in notes)

@@ -1,0 +1,262 @@
+"""Loops, traffic and live memory on programs written by hand, where each number is plain."""
+
+import pytest
+
+from fornax.plan.hlo import ProgramFacts, analyse, parse
+
+MB = 1 << 20
+_BIG = "f32[256,1024]{1,0}"  # 1 MiB
+_STACK = "f32[8,256,1024]{2,1,0}"  # 8 MiB
+
+
+def facts_of(entry: str, *others: str, header: str = "") -> ProgramFacts:
+    """Analyse a module of an entry, given by its lines, and other computations."""
+    body = "\n".join(f"  {line}" for line in entry.strip().splitlines())
+    text = f"HloModule m, is_scheduled=true{header}\n\n" + "\n\n".join(others)
+    return analyse(
+        parse(f"{text}\n\nENTRY %main (x: f32[]) -> f32[] {{\n{body}\n}}\n"), {"data": 1}
+    )
+
+
+def computation(name: str, lines: str) -> str:
+    body = "\n".join(f"  {line}" for line in lines.strip().splitlines())
+    return f"%{name} (p: f32[]) -> f32[] {{\n{body}\n}}"
+
+
+def loop(condition: str, start: str = "constant(0)", step: str = "constant(1)") -> ProgramFacts:
+    """Analyse a loop whose body is one elementwise operation."""
+    state = "(s32[], f32[64]{0}, s32[])"
+    return facts_of(
+        f"""%x = f32[64]{{0}} parameter(0)
+%start = s32[] {start}
+%limit = s32[] constant(9)
+%state = {state} tuple(%start, %x, %limit)
+ROOT %loop = {state} while(%state), condition=%cond, body=%body""",
+        computation(
+            "body",
+            f"""%s = {state} parameter(0)
+%i = s32[] get-tuple-element(%s), index=0
+%v = f32[64]{{0}} get-tuple-element(%s), index=1
+%n = s32[] get-tuple-element(%s), index=2
+%one = s32[] {step}
+%next = s32[] add(%i, %one)
+%e = f32[64]{{0}} exponential(%v)
+ROOT %t = {state} tuple(%next, %e, %n)""",
+        ),
+        computation("cond", f"%s = {state} parameter(0)\n{condition}"),
+    )
+
+
+_INDEX = "%i = s32[] get-tuple-element(%s), index=0\n"
+
+
+@pytest.mark.parametrize(
+    ("condition", "start", "step", "runs"),
+    [
+        ("%n = s32[] constant(7)\nROOT %c = pred[] compare(%i, %n), direction=LT", 0, 1, 7),
+        ("%n = s32[] constant(7)\nROOT %c = pred[] compare(%i, %n), direction=LE", 0, 1, 8),
+        ("%n = s32[] constant(7)\nROOT %c = pred[] compare(%n, %i), direction=GT", 0, 1, 7),
+        ("%n = s32[] constant(7)\nROOT %c = pred[] compare(%i, %n), direction=LT", 1, 2, 3),
+        ("%n = s32[] constant(7)\nROOT %c = pred[] compare(%i, %n), direction=LT", 9, 1, 0),
+        (
+            "%n = s32[] get-tuple-element(%s), index=2\n"
+            "ROOT %c = pred[] compare(%i, %n), direction=LT",
+            0,
+            1,
+            9,
+        ),
+    ],
+)
+def test_loops_are_counted_by_their_condition(
+    condition: str, start: int, step: int, runs: int
+) -> None:
+    facts = loop(_INDEX + condition, f"constant({start})", f"constant({step})")
+    assert facts.transcendentals == 64 * runs
+    assert not facts.notes
+
+
+def test_a_condition_that_is_not_understood_is_said() -> None:
+    facts = loop(_INDEX + "%n = s32[] constant(7)\nROOT %c = pred[] compare(%i, %n), direction=NE")
+    assert facts.transcendentals == 64
+    assert "how often this loop runs is not known" in facts.notes[0]
+
+
+_UPDATE = computation(
+    "update",
+    f"""%p0 = {_STACK} parameter(0)
+%p1 = {_BIG} parameter(1)
+%p2 = s32[] parameter(2)
+%zero = s32[] constant(0)
+%b = f32[1,256,1024]{{2,1,0}} bitcast(%p1)
+ROOT %d = {_STACK} dynamic-update-slice(%p0, %b, %p2, %zero, %zero)""",
+)
+_TAKE = computation(
+    "take",
+    f"""%p0 = {_STACK} parameter(0)
+%p1 = s32[] parameter(1)
+%zero = s32[] constant(0)
+%e = {_STACK} multiply(%p0, %p0)
+%d = f32[1,256,1024]{{2,1,0}} dynamic-slice(%e, %p1, %zero, %zero)
+ROOT %b = {_BIG} bitcast(%d)""",
+)
+_NESTS = computation(
+    "nests",
+    f"""%p0 = {_STACK} parameter(0)
+%p1 = s32[] parameter(1)
+%inner = {_BIG} fusion(%p0, %p1), kind=kLoop, calls=%take
+ROOT %n = {_BIG} negate(%inner)""",
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "moved"),
+    [
+        (f"ROOT %r = {_BIG} negate(%big)", 2),
+        (f"ROOT %r = {_BIG} fusion(%stack, %i), kind=kLoop, calls=%take", 2),
+        (f"ROOT %r = {_BIG} fusion(%stack, %i), kind=kOutput, calls=%nests", 2),
+        (f"ROOT %r = {_STACK} fusion(%stack, %big, %i), kind=kLoop, calls=%update", 2),
+        (f"ROOT %r = {_STACK} dynamic-update-slice(%stack, %part, %i, %i, %i)", 2),
+        ("ROOT %r = f32[1,256,1024]{2,1,0} dynamic-slice(%stack, %i, %i, %i)", 2),
+        (f"ROOT %r = {_BIG} bitcast(%big)", 0),
+        ("ROOT %r = f32[256,1024]{1,0:S(1)} copy(%big)", 1),
+        ("ROOT %r = f32[256,1024]{1,0:S(1)} negate(%fast)", 0),
+        (f"ROOT %r = ({_BIG}, {_BIG}, u32[]) copy-start(%big)", 2),
+        (f"ROOT %r = (f32[256,1024]{{1,0:S(1)}}, {_BIG}, u32[]) copy-start(%big)", 1),
+    ],
+)
+def test_only_what_is_touched_is_traffic(line: str, moved: int) -> None:
+    facts = facts_of(
+        f"""%big = {_BIG} parameter(0)
+%stack = {_STACK} parameter(1)
+%part = f32[1,256,1024]{{2,1,0}} parameter(2)
+%i = s32[] parameter(3)
+%fast = f32[256,1024]{{1,0:S(1)}} parameter(4)
+{line}""",
+        _UPDATE,
+        _TAKE,
+        _NESTS,
+    )
+    assert facts.bytes == pytest.approx(moved * MB, rel=1e-4)
+
+
+def test_a_scatter_in_place_touches_its_rows() -> None:
+    rows = "f32[4,1024]{1,0}"
+    facts = facts_of(
+        f"""%stack = f32[65536,1024]{{1,0}} parameter(0)
+%indices = s32[4,1]{{1,0}} parameter(1)
+%rows = {rows} parameter(2)
+ROOT %s = f32[65536,1024]{{1,0}} fusion(%stack, %indices, %rows), kind=kCustom, calls=%scatter""",
+        computation(
+            "scatter",
+            f"""%p0 = f32[65536,1024]{{1,0}} parameter(0)
+%p1 = s32[4,1]{{1,0}} parameter(1)
+%p2 = {rows} parameter(2)
+ROOT %s = f32[65536,1024]{{1,0}} scatter(%p0, %p1, %p2), to_apply=%second""",
+        ),
+        computation("second", "%a = f32[] parameter(0)\nROOT %b = f32[] parameter(1)"),
+    )
+    assert facts.bytes == 2 * 4 * 1024 * 4 + 4 * 4
+
+
+def test_values_live_until_they_are_last_read() -> None:
+    facts = facts_of(
+        f"""%x = {_BIG} parameter(0)
+%a = f32[1024,256]{{1,0}} transpose(%x), dimensions={{1,0}}
+%b = f32[1024,256]{{1,0}} reverse(%a), dimensions={{0}}
+%c = f32[1024,256]{{1,0}} reverse(%b), dimensions={{1}}
+%d = f32[1024,256]{{1,0}} add(%b, %c)
+ROOT %e = f32[]{{:T(128)}} constant(0)"""
+    )
+    # b and c, and d takes the place of one of them.
+    assert facts.peak.temporaries == 2 * MB
+    assert facts.peak.bytes == 3 * MB
+    assert {buffer.kind for buffer in facts.peak.buffers} == {"argument", "temporary"}
+
+
+def test_an_output_in_the_place_of_an_argument_costs_nothing() -> None:
+    lines = f"%x = {_BIG} parameter(0)\nROOT %y = {_BIG} negate(%x)"
+    kept = facts_of(lines)
+    given_up = facts_of(lines, header=", input_output_alias={ {}: (0, {}, may-alias) }")
+    assert (kept.peak.bytes, given_up.peak.bytes) == (2 * MB, MB)
+    assert [buffer.kind for buffer in kept.peak.buffers] == ["argument", "output"]
+
+
+_SAVED = 'metadata={op_name="jit(f)/saved" source_file="/home/me/model.py" source_line=7}'
+
+
+def loop_with_stack(after: str) -> ProgramFacts:
+    """Analyse a loop that fills a stack, and what comes after it."""
+    state = f"(s32[], {_STACK}, {_BIG})"
+    return facts_of(
+        f"""%x = {_BIG} parameter(0)
+%zero = s32[] constant(0)
+%room = {_STACK} custom-call(), custom_call_target="AllocateBuffer"
+%weight = {_BIG} reverse(%x), dimensions={{0}}
+%state = {state} tuple(%zero, %room, %weight)
+%loop = {state} while(%state), condition=%cond, body=%body
+%filled = {_STACK} get-tuple-element(%loop), index=1
+%after = {_BIG} reverse(%x), dimensions={{1}}
+%later = {_BIG} reverse(%after), dimensions={{1}}
+{after}""",
+        _UPDATE,
+        computation(
+            "body",
+            f"""%s = {state} parameter(0)
+%i = s32[] get-tuple-element(%s), index=0
+%stack = {_STACK} get-tuple-element(%s), index=1
+%w = {_BIG} get-tuple-element(%s), index=2
+%one = s32[] constant(1)
+%next = s32[] add(%i, %one)
+%r = {_BIG} reverse(%w), dimensions={{0}}, {_SAVED}
+%u = {_STACK} fusion(%stack, %r, %i), kind=kLoop, calls=%update
+ROOT %t = {state} tuple(%next, %u, %w)""",
+        ),
+        computation(
+            "cond",
+            f"""%s = {state} parameter(0)
+%i = s32[] get-tuple-element(%s), index=0
+%n = s32[] constant(8)
+ROOT %c = pred[] compare(%i, %n), direction=LT""",
+        ),
+    )
+
+
+def test_a_loop_works_in_place_and_adds_its_bodys_peak() -> None:
+    facts = loop_with_stack(f"ROOT %end = {_BIG} slice(%filled), slice={{[0:1]}}")
+    # The stack, the weight, and the body's one value.
+    assert facts.peak.temporaries == pytest.approx(10 * MB, abs=4096)
+    assert facts.peak.instruction.startswith("loop > ")
+
+
+def test_what_no_one_reads_after_a_loop_is_dead() -> None:
+    facts = loop_with_stack(
+        f"""%more = {_STACK} reverse(%filled), dimensions={{0}}
+ROOT %end = {_BIG} slice(%more), slice={{[0:1]}}"""
+    )
+    # Two stacks and `later`; the weight died with the loop.
+    assert facts.peak.instruction == "more"
+    assert facts.peak.temporaries == pytest.approx(16 * MB, abs=4096)
+
+
+def test_a_stack_is_told_by_what_fills_it() -> None:
+    facts = loop_with_stack(f"ROOT %end = {_BIG} slice(%filled), slice={{[0:1]}}")
+    stack = facts.peak.buffers[0]
+    assert (stack.name, stack.bytes) == ("room", 8 * MB)
+    assert (stack.op_name, stack.source) == ("jit(f)/saved", "/home/me/model.py:7")
+
+
+def test_an_unknown_custom_call_is_named_and_its_traffic_counted() -> None:
+    facts = facts_of(
+        f'%x = {_BIG} parameter(0)\nROOT %y = {_BIG} custom-call(%x), custom_call_target="mystery"'
+    )
+    assert facts.bytes == 2 * MB
+    assert "no cost is known for custom call 'mystery'" in facts.notes[0]
+
+
+def test_a_library_product_is_counted_from_its_shapes() -> None:
+    facts = facts_of(
+        """%x = f32[64,96]{1,0} parameter(0)
+%w = f32[96,32]{1,0} parameter(1)
+ROOT %y = f32[64,32]{1,0} custom-call(%x, %w), custom_call_target="__onednn$matmul\""""
+    )
+    assert facts.flops == 2 * 64 * 96 * 32
