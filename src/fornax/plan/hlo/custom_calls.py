@@ -58,6 +58,8 @@ def custom_call_cost(computation: Computation, instruction: Instruction) -> Call
         return CallCost("other", Work(), 0)
     if target in _MOVING_TARGETS:
         return CallCost("copy", Work(), traffic)
+    if target == "TopK":
+        return CallCost("reduce", Work(vector_flops=float(shapes[0].size)), traffic)
     note = f"{instruction.name}: no cost is known for custom call {target!r}; only its traffic"
     return CallCost("other", Work(), traffic, note)
 

@@ -14,6 +14,7 @@ from fornax.plan.hlo import (
     Loop,
     Operation,
     ProgramFacts,
+    Run,
     Start,
     analyse,
     parse,
@@ -40,7 +41,7 @@ def memory_of(name: str) -> dict[str, int]:
     return json.loads((_FIXTURES / f"{name}.json").read_text())
 
 
-def flat(schedule: Iterable[Item]) -> list[Item]:
+def flat(schedule: Iterable[Item]) -> list[Run | Start | Done]:
     return [
         each
         for item in schedule
