@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(group: Group, words: list[str]) -> int:
     program = f"fornax {group.name}".strip()
+    if group.command and (not words or words[0].startswith("-")):
+        return _call(group.command, words)
     if not words or words[0] in _HELP:
         print(_list(group, program))  # noqa: T201
         return 0

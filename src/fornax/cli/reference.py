@@ -83,6 +83,8 @@ def requests_page() -> str:
 
 
 def _commands(group: Group) -> Iterator[Command]:
+    if group.command:
+        yield group.command
     for entry in group.commands.values():
         if isinstance(entry, Group):
             yield from _commands(entry)

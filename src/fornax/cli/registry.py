@@ -32,6 +32,8 @@ class Group:
     summary: str
     commands: Mapping[str, "Command | Group"]
     example: str
+    command: Command | None = None
+    """What the group's own name does when no command of it follows; None lists them."""
 
 
 def _table(*entries: "Command | Group") -> dict[str, "Command | Group"]:
@@ -74,6 +76,24 @@ BENCH = Group(
     ),
 )
 
+PLAN = Group(
+    name="plan",
+    summary="Does a run compile and fit, how fast would it be, on which chips",
+    example="fornax plan serve --model DIR --topology v6e:2x2",
+    command=Command(
+        name="plan",
+        summary="Does a run compile and fit, how fast would it be, on which chips",
+        module="plan",
+    ),
+    commands=_table(
+        Command(
+            name="plan serve",
+            summary="Can a model be served on chips, for how many sequences, how fast",
+            module="plan_serve",
+        ),
+    ),
+)
+
 ROOT = Group(
     name="",
     summary="The whole life of a model on JAX, in one stack.",
@@ -106,6 +126,12 @@ ROOT = Group(
             module="serve",
         ),
         BENCH,
+        PLAN,
+        Command(
+            name="preflight",
+            summary="Is every parallel choice of a config right? On virtual devices",
+            module="preflight",
+        ),
         Command(
             name="doctor",
             summary="Versions, devices, memory and disk, and what to mend",

@@ -34,18 +34,34 @@ class PriceTable:
                 raise ConfigError(f"chips.{chip}={price} is no price; use a number of 0 or more")
 
 
-def read_prices(path: Path) -> PriceTable:
+def read_prices(path: Path, chip: str | None = None) -> PriceTable:
     """Read a file of prices.
 
+    Args:
+      path: the file.
+      chip: a chip whose price is needed.
+
     Raises:
-      ConfigError: for a file that is no price table.
+      ConfigError: for a file that is no price table, or has no price for `chip`.
     """
     if not path.is_file():
         raise ConfigError(
             f"{path} does not exist; --price takes a YAML file such as `currency: EUR` and "
             "`chips: {v5p: 3.5}`, the price of one chip for an hour"
         )
-    return load(PriceTable, file=path)
+    prices = load(PriceTable, file=path)
+    if chip is not None:
+        _price(prices, chip)
+    return prices
+
+
+def _price(prices: PriceTable, chip: str) -> float:
+    if chip not in prices.chips:
+        raise ConfigError(
+            f"the price table has no price for {chip}, it has {', '.join(prices.chips)}; add "
+            f"`{chip}: PRICE` under chips"
+        )
+    return prices.chips[chip]
 
 
 def cost(prices: PriceTable, hardware: Hardware, run: Run, speed: Speed) -> Money:
@@ -54,12 +70,7 @@ def cost(prices: PriceTable, hardware: Hardware, run: Run, speed: Speed) -> Mone
     Raises:
       ConfigError: when the table has no price for the chip.
     """
-    price = prices.chips.get(hardware.chip)
-    if price is None:
-        raise ConfigError(
-            f"the price table has no price for {hardware.chip}, it has "
-            f"{', '.join(prices.chips)}; add `{hardware.chip}: PRICE` under chips"
-        )
+    price = _price(prices, hardware.chip)
     per_day = price * 24 * hardware.chips
     days = run.steps * speed.step_seconds / _DAY
     return Money(

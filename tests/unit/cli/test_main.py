@@ -20,7 +20,7 @@ RUN = [sys.executable, "-c", "import sys; from fornax.cli.main import main; sys.
 
 def commands(group: registry.Group) -> list[registry.Command]:
     """Every command below a group."""
-    found = []
+    found = [group.command] if group.command else []
     for entry in group.commands.values():
         found += commands(entry) if isinstance(entry, registry.Group) else [entry]
     return found

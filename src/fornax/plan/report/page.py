@@ -81,7 +81,7 @@ def _memory_section(plan: Plan) -> Section:
     memory = plan.main.memory
     body = memory_picture(plan.programs)
     if memory.buffers:
-        body += Markup("<h3>The largest buffers at the peak</h3>") + table(
+        body += Markup("<h3>The largest at the peak</h3>") + table(
             ("bytes", "padded", "owner", "shape", "array", "made at"),
             [
                 (

@@ -30,8 +30,10 @@ def render_table(plan: Plan, width: int = WIDTH) -> str:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print the plan; on a terminal no wider than it, and never wider than a hundred columns."""
-    console = console or Console(highlight=False)
+    """Print the plan: as wide as the terminal up to a hundred columns, a hundred elsewhere."""
+    if console is None:
+        console = Console(highlight=False)
+        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     console.width = min(console.width, WIDTH)
     for part in _parts(plan):
         console.print(part)
@@ -43,7 +45,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield _title("Memory of one chip" + (f", {main.name}" if len(plan.programs) > 1 else ""))
     yield _memory(main.memory)
     if main.memory.buffers:
-        yield _title("The largest buffers at the peak")
+        yield _title("The largest at the peak")
         yield _buffers(main.memory)
     if main.work:
         hardware = plan.hardware
@@ -120,7 +122,8 @@ def _buffers(memory: Memory) -> RenderableType:
         )
         for buffer in memory.buffers[:_ROWS]
     ]
-    return _grid(("bytes", "owner", "shape", "made at"), rows)
+    last = "made at" if any(buffer.source for buffer in memory.buffers) else "what"
+    return _grid(("bytes", "owner", "shape", last), rows)
 
 
 def _work(program: ProgramReport) -> RenderableType:
@@ -250,6 +253,8 @@ def _grid(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool = False
 ) -> RenderableType:
     body = [tuple(row) for row in rows]
+    shown = [c for c in range(len(head)) if not body or any(row[c] for row in body)]
+    head, body = [head[c] for c in shown], [tuple(row[c] for c in shown) for row in body]
     grid = _columns(head, [all(_numeric(row[c]) for row in body) for c in range(len(head))])
     for number, row in enumerate(body):
         if total and number == len(body) - 1:

@@ -1,0 +1,256 @@
+"""What to change when a plan does not fit: each change tried by estimate, the cheapest first."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fornax.config import FornaxError
+from fornax.optim import AdamW
+from fornax.plan.analytic import Estimate, estimate
+from fornax.plan.report.data import Advice
+from fornax.plan.report.words import count
+from fornax.plan.topology import Topology, topology_shapes
+from fornax.train import TrainConfig
+
+__all__ = ["advise"]
+
+_REMAT = ("none", "dots", "dots_no_batch", "save_attention", "full")
+"""From the most that is kept to the least."""
+_OFFLOADED = ("layer_input",)
+_PARALLEL = (2, 4, 8, 16)
+_SPLITS = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of one part of the config."""
+
+    part: str
+    """Two changes of one part exclude each other."""
+    words: str
+    flags: str
+    config: TrainConfig
+
+
+def advise(
+    config: TrainConfig, topology: Topology, *, scale: float = 1.0, most: int = 3
+) -> tuple[Advice, ...]:
+    """The changes with which `config` would fit and lose the least time, by estimate.
+
+    Single changes, and where fewer than `most` fit, pairs of them; then the smallest slice of the
+    same chip on which the config fits as it is.
+
+    Args:
+      config: what does not fit.
+      topology: where.
+      scale: how many times larger the compiler's figure was than the estimate's.
+      most: how many to name.
+    """
+    singles = list(_changes(config, topology))
+    found = [(change, seen) for change in singles if (seen := _try(change.config, topology))]
+    fitting = [one for one in found if _fits(one[1], scale)]
+    if len(fitting) < most:
+        fitting += _pairs(config, topology, found, scale)
+    fitting.sort(key=lambda one: _rate(one[1]))
+    said = [_say(change, seen, scale) for change, seen in fitting[:most]]
+    if len(said) < most:
+        said += _larger(config, topology, scale)
+    return tuple(said[:most])
+
+
+def _fits(seen: Estimate, scale: float) -> bool:
+    return seen.memory.total * scale <= seen.memory.usable
+
+
+def _rate(seen: Estimate) -> float:
+    """Seconds a token: a change of the batch must not look cheap."""
+    return seen.step_seconds / seen.tokens
+
+
+def _try(config: TrainConfig, topology: Topology) -> Estimate | None:
+    try:
+        return estimate(config, topology)
+    except FornaxError:
+        return None  # this change cannot run here, so it is no advice
+
+
+def _say(change: _Change, seen: Estimate, scale: float) -> Advice:
+    return Advice(
+        change=change.words,
+        flags=change.flags,
+        total_bytes=round(seen.memory.total * scale),
+        step_seconds=seen.step_seconds,
+    )
+
+
+def _changes(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
+    yield from _more_remat(config, topology)
+    yield from _smaller_batches(config)
+    yield from _other_meshes(config, topology)
+    yield from _smaller_types(config)
+
+
+def _more_remat(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
+    clean = dataclasses.replace(config, remat="full", remat_save=(), remat_offload=())
+    known = _REMAT.index(config.remat) if config.remat in _REMAT else 0
+    for policy in _REMAT[known + 1 :]:
+        yield _Change(
+            "remat",
+            f"recompute more ({policy})",
+            f"--remat {policy}",
+            dataclasses.replace(clean, remat=policy),
+        )
+    if topology.chip.platform != "cpu":
+        yield _Change(
+            "remat",
+            "keep only each layer's input, in the host's memory",
+            f"--remat names --remat-offload {' '.join(_OFFLOADED)}",
+            dataclasses.replace(clean, remat="names", remat_offload=_OFFLOADED),
+        )
+
+
+def _smaller_batches(config: TrainConfig) -> Iterator[_Change]:
+    for factor in _SPLITS:
+        micro = config.accumulate * factor
+        if config.batch_size % micro == 0:
+            yield _Change(
+                "batch",
+                f"accumulate over {micro} micro-batches",
+                f"--accumulate {micro}",
+                dataclasses.replace(config, accumulate=micro),
+            )
+
+
+def _other_meshes(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
+    try:
+        sizes = config.mesh.resolved_sizes(topology.num_devices)
+    except FornaxError:
+        return
+    if sizes["data"] > 1:
+        whole = sizes["fsdp"] * sizes["data"]
+        yield _mesh(config, f"shard the state over {whole} instead of {sizes['fsdp']} devices",
+                    data=1, fsdp=whole)  # fmt: skip
+    for axis, factor in itertools.product(("tensor", "context"), _PARALLEL):
+        if sizes["fsdp"] % factor == 0 and sizes["fsdp"] > factor:
+            wider = sizes[axis] * factor
+            yield _mesh(
+                config,
+                f"{axis} parallelism over {wider} devices",
+                **{axis: wider, "fsdp": sizes["fsdp"] // factor},
+            )
+
+
+def _mesh(config: TrainConfig, words: str, **sizes: Any) -> _Change:
+    flags = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
+    mesh = dataclasses.replace(config.mesh, **sizes)
+    return _Change("mesh", words, flags, dataclasses.replace(config, mesh=mesh))
+
+
+def _smaller_types(config: TrainConfig) -> Iterator[_Change]:
+    optimizer = config.optim.optimizer
+    wide = config.dtypes.params == "float32"
+    if wide and isinstance(optimizer, AdamW) and optimizer.mu_dtype is None:
+        halved = dataclasses.replace(optimizer, mu_dtype="bfloat16")
+        optim = dataclasses.replace(config.optim, optimizer=halved)
+        yield _Change(
+            "moments",
+            "keep Adam's first moment in bfloat16",
+            "--optim.optimizer.mu-dtype bfloat16",
+            dataclasses.replace(config, optim=optim),
+        )
+    for which in ("compute", "params"):
+        if getattr(config.dtypes, which) == "float32":
+            smaller: dict[str, Any] = {which: "bfloat16"}
+            dtypes = dataclasses.replace(config.dtypes, **smaller)
+            words = {"compute": "compute in bfloat16", "params": "keep the state in bfloat16"}
+            yield _Change(
+                which,
+                words[which],
+                f"--dtypes.{which} bfloat16",
+                dataclasses.replace(config, dtypes=dtypes),
+            )
+
+
+def _pairs(
+    config: TrainConfig,
+    topology: Topology,
+    found: Sequence[tuple[_Change, Estimate]],
+    scale: float,
+) -> list[tuple[_Change, Estimate]]:
+    """Two changes at once, of those that help by themselves but not enough."""
+    helping = [one for one in found if not _fits(one[1], scale)]
+    helping.sort(key=lambda one: one[1].memory.total)
+    fitting = []
+    for (first, _), (second, _) in itertools.combinations(helping[:10], 2):
+        if first.part == second.part:
+            continue
+        both = _Change(
+            f"{first.part}+{second.part}",
+            f"{first.words} and {second.words}",
+            f"{first.flags} {second.flags}",
+            _merge(config, first.config, second.config),
+        )
+        seen = _try(both.config, topology)
+        if seen and _fits(seen, scale):
+            fitting.append((both, seen))
+    return fitting
+
+
+def _merge(base: TrainConfig, first: TrainConfig, second: TrainConfig) -> TrainConfig:
+    """The changes of both; they touch different fields, except that dtypes are taken apart."""
+    changed = {
+        field.name: getattr(second, field.name)
+        for field in dataclasses.fields(TrainConfig)
+        if getattr(second, field.name) != getattr(base, field.name)
+    }
+    if "dtypes" in changed:
+        one, other = first.dtypes, second.dtypes
+        changed["dtypes"] = dataclasses.replace(
+            base.dtypes,
+            params=one.params if one.params != base.dtypes.params else other.params,
+            compute=one.compute if one.compute != base.dtypes.compute else other.compute,
+        )
+    return dataclasses.replace(first, **changed)
+
+
+def _larger(config: TrainConfig, topology: Topology, scale: float) -> Iterator[Advice]:
+    """The smallest larger slice, or number of nodes, on which the config fits as it is."""
+    for larger in _grow(topology):
+        seen = _try(config, larger)
+        if seen and _fits(seen, scale):
+            yield Advice(
+                change=f"{count(larger.num_chips)} chips, {larger.name}",
+                flags=f"--topology {larger.name}",
+                total_bytes=round(seen.memory.total * scale),
+                step_seconds=seen.step_seconds,
+            )
+            return
+
+
+def _grow(topology: Topology) -> Iterator[Topology]:
+    chip = topology.chip
+    if chip.platform == "tpu":
+        chips = topology.num_chips // topology.slices
+        shapes: list[tuple[int, ...]] = []
+        for shape in topology_shapes(chip):
+            size = _product(shape)
+            if size > chips and (not shapes or size >= 2 * _product(shapes[-1])):
+                shapes.append(shape)
+        yield from (dataclasses.replace(topology, shape=shape) for shape in shapes)
+        widest = shapes[-1] if shapes else topology.shape
+        for slices in (2, 4, 8):
+            yield dataclasses.replace(topology, shape=widest, slices=topology.slices * slices)
+    elif chip.platform == "gpu":
+        nodes, gpus = topology.shape
+        for factor in (2, 4, 8, 16, 32, 64):
+            grown = min(chip.node_chips, gpus * factor)
+            yield dataclasses.replace(topology, shape=(nodes * gpus * factor // grown, grown))
+
+
+def _product(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
