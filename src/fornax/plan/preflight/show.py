@@ -10,7 +10,7 @@ _NAME = 66
 
 def show_check(check: Check) -> str:
     """One line: status, group, what was checked, seconds; the reason where it is not ok."""
-    line = f"{check.status:<7}{check.group:<{_GROUP}} {check.name:<{_NAME}} {_measure(check):>14}"
+    line = f"{check.status:<7}{check.group:<{_GROUP}} {check.name:<{_NAME}} {_measure(check):>18}"
     line = f"{line} {check.seconds:6.1f} s"
     if check.status == "ok" and not check.detail:
         return line
@@ -18,10 +18,10 @@ def show_check(check: Check) -> str:
 
 
 def _measure(check: Check) -> str:
-    """How much of what rounding explains the largest difference is."""
+    """How much of its tolerance the largest difference takes."""
     if check.status != "ok":
         return ""
-    return "bit for bit" if check.margin is None else f"{check.margin:.1%} of noise"
+    return "bit for bit" if check.margin is None else f"{check.margin:.1%} of tolerance"
 
 
 def show_report(report: Report) -> str:

@@ -3,17 +3,18 @@
 The noise of a gradient is measured, not guessed: the reference runs again with every parameter
 moved by up to one rounding unit u of the compute dtype, at random. In float32 that draws every
 rounding of the whole computation anew, so the change is a sample of what rounding does to each
-gradient, cancellation included. Two allowances are made for it, both derived:
+gradient, cancellation included. Two things change that sample:
 
 - *Order.* A sum of n terms has a typical error of u sqrt(n) when added one by one and of
   u sqrt(log2 n) when added in pairs (Higham and Mary 2019). Devices, blocks and micro-batches
   change the order, at most from the best to the worst, so float32 differences are allowed
   sqrt(n / log2 n) times the noise, n being the longest sum in the model.
 - *Roundings.* In bfloat16 products still add up in float32, so order does not matter, but
-  activations are rounded where the reference rounds nothing. A layer rounds 7 weights, about 12
-  activations forward and twice that backward, and a relative error of an activation does to a
-  product what the same error of its weight does. Moving the weights alone shows 7 of these 43
-  equal, independent variances: the noise is allowed sqrt(43 / 7) times.
+  activations are rounded too, where moving the weights moves only weights. A weight's error is the
+  same for every token and adds up in a gradient; an activation's is another for each token and
+  averages out. And weights are moved by up to a whole unit, which has twice the variance of
+  rounding to the nearest. The noise of the weights alone therefore stands for
+  both, and is allowed once.
 
 Times three, for three standard deviations. A largest element is held against the noise's largest
 element, a root mean square against the noise's; the last place of the number itself is always free.
@@ -30,8 +31,7 @@ import numpy as np
 __all__ = ["Noise", "Tolerance", "allowance", "measure_noise", "unit"]
 
 _DEVIATIONS = 3.0
-_WEIGHTS, _FORWARD = 7, 12
-_PROBES = 4
+_PROBES = 8
 
 Arrays = Mapping[str, np.ndarray]
 Compute = Callable[[Arrays], tuple[float, Arrays]]
@@ -52,7 +52,7 @@ def allowance(dtype: str, terms: int) -> float:
     """
     if dtype == "float32":
         return _DEVIATIONS * math.sqrt(terms / math.log2(max(terms, 2)))
-    return _DEVIATIONS * math.sqrt((_WEIGHTS + 3 * _FORWARD) / _WEIGHTS)
+    return _DEVIATIONS
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from fornax import kernels
 from fornax.checkpoint import Checkpointer
 from fornax.kernels import linear_cross_entropy
 from fornax.kernels._attention import native
@@ -210,13 +211,15 @@ def test_a_z_loss_of_twice_its_weight(ask: Ask, monkeypatch: pytest.MonkeyPatch)
     assert "weight 0.0001" in failed(report)
 
 
-def test_a_loss_rounded_more_than_its_dtype_says(ask: Ask, monkeypatch: pytest.MonkeyPatch):
-    """Activations in three bits of fraction where bfloat16 has seven."""
+def test_products_rounded_more_than_their_dtype_says(ask: Ask, monkeypatch: pytest.MonkeyPatch):
+    """Activations of three bits of fraction, as of float8, where bfloat16 has seven."""
+    linear = kernels.linear
 
-    def rounded(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
-        return linear_cross_entropy(jax.lax.reduce_precision(x, 8, 3), *args, **kwargs)
+    def rounded(x: jax.Array, w: Any, **options: Any) -> jax.Array:
+        low = x.dtype == jnp.bfloat16
+        return linear(jax.lax.reduce_precision(x, 8, 3) if low else x, w, **options)
 
-    monkeypatch.setattr(pretrain, "linear_cross_entropy", rounded)
+    monkeypatch.setattr(kernels, "linear", rounded)
     report = ask("precision", **DATA)
     assert len(failed(report)) == 2
 
