@@ -17,6 +17,7 @@ from fornax.models.cache import Cache
 from fornax.models.config import DecoderConfig
 from fornax.models.layers import AttentionContext, DecoderLayer, Embed, Projection, RMSNorm
 from fornax.models.paged_cache import PagedCache
+from fornax.models.remat import Remat
 from fornax.models.rope import rotations
 from fornax.models.scan import run_layers, run_layers_cached, stack_layers
 
@@ -96,7 +97,8 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
         *,
-        remat: str = "none",
+        consecutive: bool | None = None,
+        remat: str | Remat = "none",
         unroll: int | bool = 1,
         implementation: str | None = None,
     ) -> jax.Array:
@@ -106,16 +108,22 @@ class Decoder(nnx.Module):
           tokens_BT: int32 token ids.
           positions_BT: see `__call__`.
           segment_ids_BT: see `__call__`.
-          remat: what the backward pass recomputes, one of `REMAT_POLICIES`.
+          consecutive: says that given positions count up by one with the index inside each
+            document, as in packed rows: kernels that mask by index need it. None: only where
+            positions are not given.
+          remat: what the backward pass recomputes: a `Remat`, or one of `REMAT_POLICIES`.
           unroll: how much of the layer loop is unrolled; True for all of it.
           implementation: attention implementation to force.
         """
+        if consecutive is None:
+            consecutive = positions_BT is None
         if positions_BT is None:
             positions_BT = document_positions(tokens_BT.shape, segment_ids_BT)
         context = AttentionContext(
             positions_BT=positions_BT,
             segment_ids_BT=segment_ids_BT,
             rotations=dict(rotations(self.config, positions_BT)),
+            consecutive=consecutive,
             implementation=implementation,
         )
         x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))

@@ -32,6 +32,8 @@ class AttentionContext:
     """int32 document of each query, 0 for padding; None when all is one document."""
     rotations: dict[str, Rotation]
     """Cosines and sines by `LayerKind.rope`."""
+    consecutive: bool = False
+    """Whether positions count up by one with the index inside each document."""
     implementation: str | None = None
     """Attention implementation to force; None lets `kernels.attention` choose."""
 
@@ -195,9 +197,9 @@ class Attention(nnx.Module):
             options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
             o_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, options)
             return self.o(o_BTNH), cache
-        q_BTNH = checkpoint_name(q_BTNH, "attention")
-        k_BTKH = checkpoint_name(k_BTKH, "attention")
-        v_BTKH = checkpoint_name(v_BTKH, "attention")
+        q_BTNH = checkpoint_name(q_BTNH, "query")
+        k_BTKH = checkpoint_name(k_BTKH, "key")
+        v_BTKH = checkpoint_name(v_BTKH, "value")
         o_BTNH = kernels.attention(
             q_BTNH,
             k_BTKH,
@@ -206,13 +208,14 @@ class Attention(nnx.Module):
             causal=True,
             positions_q_BT=context.positions_BT,
             positions_k_BS=context.positions_BT,
+            consecutive=context.consecutive,
             segment_ids_q_BT=context.segment_ids_BT,
             segment_ids_k_BS=context.segment_ids_BT,
             window=kind.window,
             softcap=self.softcap,
             implementation=context.implementation,
         )
-        return self.o(checkpoint_name(o_BTNH, "attention")), None
+        return checkpoint_name(self.o(o_BTNH), "attention_out"), None
 
 
 def _qk_norm(config: DecoderConfig, heads: int, dtype) -> RMSNorm | None:
@@ -243,8 +246,11 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Apply -> y [B, T, D]."""
         gate_BTF, up_BTF = project(x_BTD, self.gate, self.up)
+        gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
+        up_BTF = checkpoint_name(up_BTF, "mlp_up")
         h_BTF = _ACTIVATIONS[self.activation](gate_BTF) * up_BTF
-        return self.down(constrain(h_BTF, ("batch", "length", "activation_mlp")))
+        y_BTD = self.down(constrain(h_BTF, ("batch", "length", "activation_mlp")))
+        return checkpoint_name(y_BTD, "mlp_down")
 
 
 _ACTIVATIONS = {
@@ -280,6 +286,7 @@ class DecoderLayer(nnx.Module):
         cache: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Run the layer; returns x [B, T, D] and the updated cache layer."""
+        x_BTD = checkpoint_name(x_BTD, "layer_input")
         branch, cache = self.attention(_maybe(self.attention_norm, x_BTD), kind, context, cache)
         x_BTD = x_BTD + _maybe(self.post_attention_norm, branch)
         branch = self.mlp(_maybe(self.mlp_norm, x_BTD))

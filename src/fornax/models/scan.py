@@ -9,7 +9,7 @@ need. A pattern that does not repeat evenly becomes several scans over parts of 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +19,15 @@ from fornax.config.errors import ConfigError
 from fornax.models.attend import KeyValueCache, LayerCache, Place
 from fornax.models.config import LayerKind
 from fornax.models.layers import AttentionContext
+from fornax.models.remat import Remat, rematerialise
 
 __all__ = [
-    "REMAT_POLICIES",
-    "RematPolicy",
     "Segment",
     "plan_segments",
     "run_layers",
     "run_layers_cached",
     "stack_layers",
 ]
-
-RematPolicy = Literal["none", "full", "dots", "dots_no_batch", "save_attention"]
-"""What the backward pass finds saved: everything; only each layer's input; the results of matrix
-products, attention among them; those without a batch dimension; the inputs and outputs of
-attention."""
-
-REMAT_POLICIES: tuple[str, ...] = get_args(RematPolicy)
 
 
 def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
@@ -110,7 +102,7 @@ def run_layers(
     x_BTD: jax.Array,
     context: AttentionContext,
     *,
-    remat: str = "none",
+    remat: str | Remat = "none",
     unroll: int | bool = 1,
 ) -> jax.Array:
     """Run a stack of layers without a cache.
@@ -120,7 +112,7 @@ def run_layers(
       kinds: each layer's kind.
       x_BTD: the residual stream.
       context: what the layers share.
-      remat: a `RematPolicy`.
+      remat: what the backward pass computes again of each layer.
       unroll: periods that one step of the scan runs; True runs all without a loop.
 
     Raises:
@@ -129,44 +121,40 @@ def run_layers(
     graphdef, stack = nnx.split(layers)
 
     def body(segment: Segment, x_BTD: jax.Array, period: Any) -> tuple[jax.Array, None]:
+        # A scan of one step is no loop once compiled.
+        lone = segment.repeats == 1 or unroll is True
         for index, kind in enumerate(segment.kinds):
-            one = jax.tree.map(lambda leaf, i=index: leaf[i], period)
-            x_BTD, _ = nnx.merge(graphdef, one)(x_BTD, kind, context)
+            layer = functools.partial(_run_layer, graphdef, kind, context, index)
+            x_BTD = rematerialise(layer, remat, prevent_cse=lone)(period, x_BTD)
         return x_BTD, None
 
     for segment in plan_segments(kinds):
-        step = _rematerialise(functools.partial(body, segment), remat)
         shape = (segment.repeats, len(segment.kinds))
         part = jax.tree.map(functools.partial(_part, segment=segment, shape=shape), stack)
-        x_BTD, _ = jax.lax.scan(step, x_BTD, part, unroll=unroll)
+        x_BTD, _ = jax.lax.scan(functools.partial(body, segment), x_BTD, part, unroll=unroll)
     return x_BTD
+
+
+def _run_layer(
+    graphdef: Any,
+    kind: LayerKind,
+    context: AttentionContext,
+    index: int,
+    period: Any,
+    x_BTD: jax.Array,
+) -> jax.Array:
+    """Run the `index`-th layer of a period.
+
+    It picks its own parameters: picked outside, they would be saved, a second copy of the stack.
+    """
+    one = jax.tree.map(lambda leaf: leaf[index], period)
+    return nnx.merge(graphdef, one)(x_BTD, kind, context)[0]
 
 
 def _part(leaf: jax.Array, segment: Segment, shape: tuple[int, int]) -> jax.Array:
     if segment.stop - segment.start != leaf.shape[0]:
         leaf = leaf[segment.start : segment.stop]
     return leaf.reshape(shape + leaf.shape[1:])
-
-
-def _rematerialise(step: Callable, remat: str) -> Callable:
-    policies = jax.checkpoint_policies
-    match remat:
-        case "none":
-            return step
-        case "full":
-            policy = policies.nothing_saveable
-        case "dots":
-            names = policies.save_only_these_names("attention")
-            policy = policies.save_from_both_policies(policies.dots_saveable, names)
-        case "dots_no_batch":
-            policy = policies.dots_with_no_batch_dims_saveable
-        case "save_attention":
-            policy = policies.save_only_these_names("attention")
-        case _:
-            raise ConfigError(
-                f"remat={remat!r} is not known; use one of {', '.join(REMAT_POLICIES)}"
-            )
-    return jax.checkpoint(step, policy=policy, prevent_cse=False)
 
 
 CacheT = TypeVar("CacheT", bound=KeyValueCache)

@@ -7,7 +7,7 @@ from fornax.checkpoint import CheckpointConfig
 from fornax.config.errors import ConfigError
 from fornax.data import DataConfig
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
-from fornax.models import DecoderConfig, RematPolicy
+from fornax.models import DecoderConfig, Remat, RematPolicy
 from fornax.optim import OptimConfig
 from fornax.train.guard import SkipConfig
 
@@ -140,7 +140,13 @@ class TrainConfig(TrainerConfig):
     """Tokens a row."""
     remat: RematPolicy = "dots"
     """What the backward pass computes again instead of keeping. `dots` keeps the products, and is
-    faster than `none`, which also moves every norm and activation through memory."""
+    faster than `none`, which also moves every norm and activation through memory. `names` keeps the
+    activations that `remat_save` and `remat_offload` name."""
+    remat_save: tuple[str, ...] = ()
+    """With `remat: names`, activations of a layer kept on the device: layer_input, query, key,
+    value, attention, attention_out, mlp_gate, mlp_up, mlp_down."""
+    remat_offload: tuple[str, ...] = ()
+    """With `remat: names`, activations of a layer kept in the host's memory between the passes."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser of the logits (PaLM uses 1e-4)."""
     init_from: str | None = None
@@ -157,3 +163,12 @@ class TrainConfig(TrainerConfig):
             raise ConfigError(
                 "model and init_from are both null; describe a model, or name weights"
             )
+        self.resolved_remat()
+
+    def resolved_remat(self) -> Remat:
+        """`remat` with its names.
+
+        Raises:
+          ConfigError: for unknown names, or names that do not count.
+        """
+        return Remat(policy=self.remat, save=self.remat_save, offload=self.remat_offload)

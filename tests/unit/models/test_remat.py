@@ -11,12 +11,18 @@ from flax import nnx
 from tests.unit.models.conftest import decoder_of, tokens_of
 
 from fornax.config.errors import ConfigError
-from fornax.models import REMAT_POLICIES
+from fornax.mesh import MeshConfig, make_mesh, tree_shardings, use_mesh
+from fornax.models import REMAT_NAMES, REMAT_POLICIES, Remat
 
 IDS = np.array([[1] * 5 + [2] * 7, [0] * 3 + [1] * 9], np.int32)
 
 
-def _loss(name: str, remat: str) -> Any:
+POLICIES = tuple(policy for policy in REMAT_POLICIES if policy != "names")
+NAMED = Remat(policy="names", save=("query", "attention", "mlp_up"))
+OFFLOADED = Remat(policy="names", save=("mlp_up",), offload=("layer_input", "key", "attention"))
+
+
+def _loss(name: str, remat: str | Remat) -> Any:
     graphdef, state = nnx.split(decoder_of(name))
 
     def loss(state: Any) -> jax.Array:
@@ -28,13 +34,13 @@ def _loss(name: str, remat: str) -> Any:
 
 
 @functools.cache
-def _value_and_grad(name: str, remat: str) -> tuple[float, Any]:
+def _value_and_grad(name: str, remat: str | Remat) -> tuple[float, Any]:
     loss, state = _loss(name, remat)
     return jax.device_get(jax.jit(jax.value_and_grad(loss))(state))
 
 
-@pytest.mark.parametrize("remat", [policy for policy in REMAT_POLICIES if policy != "none"])
-def test_loss_and_gradients_are_those_without_remat(remat: str) -> None:
+@pytest.mark.parametrize("remat", [*POLICIES[1:], NAMED, OFFLOADED], ids=str)
+def test_loss_and_gradients_are_those_without_remat(remat: str | Remat) -> None:
     expected_loss, expected = _value_and_grad("windowed", "none")
     loss, gradients = _value_and_grad("windowed", remat)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -42,15 +48,30 @@ def test_loss_and_gradients_are_those_without_remat(remat: str) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-5 * max(1.0, np.abs(wanted).max()))
 
 
+def _stored(name: str, remat: str | Remat) -> int:
+    """Numbers kept for the backward pass."""
+    loss, state = _loss(name, remat)
+    _, vjp = jax.eval_shape(functools.partial(jax.vjp, loss), state)
+    return sum(leaf.size for leaf in jax.tree.leaves(vjp))
+
+
+@pytest.mark.parametrize("name", REMAT_NAMES)
+def test_a_named_activation_is_kept(name: str) -> None:
+    """Beside what is kept anyway: the layers' parameters, shared arrays, and each layer's input."""
+    least = _stored("biased", "full")
+    kept = _stored("biased", Remat(policy="names", save=(name,)))
+    assert (kept > least) == (name not in ("layer_input", "mlp_down")), kept
+
+
+def test_names_for_attention_are_save_attention() -> None:
+    names = Remat(policy="names", save=("query", "key", "value", "attention"))
+    assert _stored("biased", names) == _stored("biased", "save_attention")
+
+
 def test_policies_save_less_than_none() -> None:
     """Numbers stored for the backward pass, from all down to the layers' inputs."""
 
-    def stored(remat: str) -> int:
-        loss, state = _loss("biased", remat)
-        _, vjp = jax.eval_shape(functools.partial(jax.vjp, loss), state)
-        return sum(leaf.size for leaf in jax.tree.leaves(vjp))
-
-    sizes = {policy: stored(policy) for policy in REMAT_POLICIES}
+    sizes = {policy: _stored("biased", policy) for policy in POLICIES}
     assert sizes["full"] < sizes["save_attention"] < sizes["dots"] < sizes["none"]
     assert sizes["full"] < sizes["dots_no_batch"] < sizes["none"]
 
@@ -58,3 +79,39 @@ def test_policies_save_less_than_none() -> None:
 def test_an_unknown_policy_lists_the_known() -> None:
     with pytest.raises(ConfigError, match=r"remat='most' is not known; use one of none, full"):
         decoder_of("biased").hidden(tokens_of(1, 4), remat="most")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "names", "save": ("keys",)}, r"'keys' is none; use layer_input, query, key"),
+        ({"policy": "names", "save": ("key",), "offload": ("key",)}, "'key' stands twice"),
+        ({"policy": "full", "save": ("key",)}, "set remat to 'names'"),
+        ({"policy": "names"}, "keeps nothing without"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Remat(**arguments)
+
+
+@pytest.mark.parametrize("remat", ["dots", NAMED, OFFLOADED], ids=str)
+def test_gradients_on_a_mesh_are_those_of_one_device(remat: str | Remat) -> None:
+    _, expected = _value_and_grad("windowed", "none")
+    loss, state = _loss("windowed", remat)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
+    placed = jax.device_put(state, tree_shardings(state, mesh, MeshConfig().resolved_rules()))
+    with use_mesh(mesh):
+        found = jax.jit(jax.grad(loss))(placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * max(1.0, np.abs(other).max()))
+
+
+def test_offloaded_activations_wait_in_the_host_memory() -> None:
+    loss, state = _loss("biased", OFFLOADED)
+    text = str(jax.make_jaxpr(jax.grad(loss))(state))
+    assert "<host>" in text or "pinned_host" in text
+    loss, state = _loss("biased", NAMED)
+    text = str(jax.make_jaxpr(jax.grad(loss))(state))
+    assert "<host>" not in text
+    assert "pinned_host" not in text

@@ -33,6 +33,8 @@ class AttentionCall:
     sinks: bool
     positions: bool
     """Whether positions were given; without them a token's index is its position."""
+    consecutive: bool
+    """Whether, between two tokens of one document, positions differ as indexes do."""
     segments: bool
     length_shards: int
     """Devices over which the mesh in use divides the length."""
@@ -54,6 +56,7 @@ class AttentionInputs:
     causal: bool
     window: int | None
     softcap: float | None
+    consecutive: bool
 
 
 def fill(inputs: AttentionInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -103,6 +106,7 @@ def describe(inputs: AttentionInputs, length_shards: int) -> AttentionCall:
         softcap=inputs.softcap,
         sinks=inputs.sinks_N is not None,
         positions=inputs.positions_q_BT is not None,
+        consecutive=inputs.consecutive or inputs.positions_q_BT is None,
         segments=inputs.segment_ids_q_BT is not None,
         length_shards=length_shards,
     )

@@ -6,6 +6,7 @@ G query heads per key head (N = K * G), H head width.
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from fornax.kernels._attention.call import AttentionInputs, fill
 
@@ -65,7 +66,7 @@ def reference(inputs: AttentionInputs) -> jax.Array:
         total_BNT1 = total_BNT1 + jnp.exp(sink_N11 - maximum_BNT1)
     weights_BNTS = weights_BNTS / jnp.where(total_BNT1 == 0, 1, total_BNT1)
     o_BTNH = jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH, precision="highest")
-    return o_BTNH.astype(inputs.q_BTNH.dtype)
+    return checkpoint_name(o_BTNH.astype(inputs.q_BTNH.dtype), "attention")
 
 
 def dense(inputs: AttentionInputs) -> jax.Array:
@@ -97,4 +98,5 @@ def dense(inputs: AttentionInputs) -> jax.Array:
         total = total + jnp.exp(sinks - maximum)
     weights = (weights / jnp.where(total == 0, 1, total)).astype(q_BTNH.dtype)
     o_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
-    return o_BTKGH.reshape(B, T, N, v_BSKH.shape[3]).astype(q_BTNH.dtype)
+    o_BTNH = o_BTKGH.reshape(B, T, N, v_BSKH.shape[3]).astype(q_BTNH.dtype)
+    return checkpoint_name(o_BTNH, "attention")

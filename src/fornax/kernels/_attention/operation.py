@@ -5,7 +5,7 @@ Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads,
 
 import jax
 
-from fornax.kernels._attention import blockwise, native
+from fornax.kernels._attention import blockwise, native, splash
 from fornax.kernels._attention.call import AttentionCall, AttentionInputs, describe
 from fornax.kernels._attention.dense import dense, reference
 from fornax.kernels._attention.rehearsal import rehearse
@@ -19,6 +19,7 @@ attention_operation: Operation[AttentionCall] = Operation(
     "attention",
     (
         Implementation("native", native.native, native.declines),
+        Implementation("splash", splash.splash, splash.declines),
         Implementation("blockwise", blockwise.blockwise, blockwise.declines),
         Implementation("xla", dense, lambda call: None),
         Implementation("reference", reference, lambda call: None),
@@ -36,6 +37,7 @@ def attention(
     causal: bool = True,
     positions_q_BT: jax.Array | None = None,
     positions_k_BS: jax.Array | None = None,
+    consecutive: bool = False,
     segment_ids_q_BT: jax.Array | None = None,
     segment_ids_k_BS: jax.Array | None = None,
     window: int | None = None,
@@ -56,6 +58,9 @@ def attention(
         positions_q_BT: int32 position of each query (default: its index). Given for both or
             neither; needed when T differs from S and the mask depends on order.
         positions_k_BS: int32 position of each key. A cache's empty slots carry segment id 0.
+        consecutive: promises that queries and keys are the same tokens and that positions count up
+            by one with the index inside each document, as in packed rows; a kernel that masks by
+            index can then run. Nothing checks it.
         segment_ids_q_BT: int32 document of each query. Queries see keys of their own document only;
             0 is padding: it attends to nothing and its output is zeros.
         segment_ids_k_BS: int32 document of each key.
@@ -66,7 +71,8 @@ def attention(
         implementation: name of one implementation to run, no other.
 
     Returns:
-        o_BTNH in q's dtype (with the values' width); zeros where a query sees no key.
+        o_BTNH in q's dtype (with the values' width); zeros where a query sees no key. What the
+        backward pass needs of the result carries the checkpoint name "attention".
 
     Raises:
         KernelError: arguments that do not fit together, or `implementation` cannot run the call.
@@ -84,6 +90,7 @@ def attention(
         causal=causal,
         window=window,
         softcap=softcap,
+        consecutive=consecutive,
     )
     call = describe(inputs, length_shards())
     return attention_operation.choose(call, implementation).run(inputs)

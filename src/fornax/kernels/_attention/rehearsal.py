@@ -47,6 +47,7 @@ def rehearse(call: AttentionCall, run: Callable[[AttentionInputs], jax.Array]) -
                 causal=call.causal,
                 window=call.window,
                 softcap=call.softcap,
+                consecutive=call.consecutive,
             )
         )
         return jnp.sum(o_BTNH.astype(jnp.float32))

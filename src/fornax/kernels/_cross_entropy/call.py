@@ -50,7 +50,10 @@ class CrossEntropyCall:
 
 @dataclass(frozen=True)
 class CrossEntropyInputs:
-    """The arrays and options of one call; `chunk` is the whole mesh's tokens per chunk."""
+    """The arrays and options of one call; `chunk` is the whole mesh's tokens per chunk.
+
+    Arrays of tokens may have two leading dimensions, batch and length, instead of one.
+    """
 
     x_TD: jax.Array
     w_DV: jax.Array
@@ -77,15 +80,15 @@ def describe(inputs: CrossEntropyInputs) -> CrossEntropyCall:
         KernelError: shapes, dtypes or options that do not fit together.
     """
     x, w, targets, weights = inputs.x_TD, inputs.w_DV, inputs.targets_T, inputs.weights_T
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+    if x.ndim not in (2, 3) or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise KernelError(
-            f"linear_cross_entropy: x{x.shape} and w{w.shape} must be [T, D] and [D, V]; "
-            "flatten batch and length, and transpose tied embeddings"
+            f"linear_cross_entropy: x{x.shape} and w{w.shape} must be [T, D] (or [B, T, D]) and "
+            "[D, V]; transpose tied embeddings"
         )
-    if targets.shape != x.shape[:1] or weights.shape != x.shape[:1]:
+    if targets.shape != x.shape[:-1] or weights.shape != x.shape[:-1]:
         raise KernelError(
             f"linear_cross_entropy: targets{targets.shape} and weights{weights.shape} need one "
-            f"value per token: {x.shape[:1]}"
+            f"value per token: {x.shape[:-1]}"
         )
     if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
         raise KernelError(
@@ -103,8 +106,8 @@ def describe(inputs: CrossEntropyInputs) -> CrossEntropyCall:
         )
     return CrossEntropyCall(
         platform=current_platform(),
-        tokens=x.shape[0],
-        width=x.shape[1],
+        tokens=math.prod(x.shape[:-1]),
+        width=x.shape[-1],
         vocabulary=w.shape[1],
         dtype=jnp.dtype(x.dtype).name,
         z_loss=inputs.z_loss > 0,

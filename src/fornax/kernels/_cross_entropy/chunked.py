@@ -4,8 +4,9 @@ The logits of a chunk are turned into their gradient, and that into its share of
 `x` and `w`, while they are at hand: the backward pass only scales, so no logits are computed twice
 and [T, V] never exists. (The idea of Liger Kernel's fused linear cross entropy, Hsu et al. 2024.)
 
-A chunk takes every n-th token: whatever devices share the tokens in contiguous blocks, each holds
-its part of every chunk, and chunking moves nothing between them.
+On a mesh every device does so for its own tokens and its own part of the vocabulary. Where the
+tokens do not divide, XLA's partitioner divides the work: a chunk takes every n-th token, so
+whatever devices share the tokens in contiguous blocks, each holds its part of every chunk.
 
 Legend: T tokens, D model width, V vocabulary, n chunks, C tokens of a chunk (T = C * n, padded).
 """
@@ -17,22 +18,33 @@ import jax
 import jax.numpy as jnp
 
 from fornax.kernels._cross_entropy.call import CrossEntropyInputs, LossSums
+from fornax.kernels._cross_entropy.sharded import Division, divide
 
 __all__ = ["chunked"]
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
-_Options = tuple[float, float | None, int]  # z_loss, softcap, chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    z_loss: float
+    softcap: float | None
+    chunk: int
+    """Tokens of one device whose logits exist at once."""
+    division: Division
 
 
 def chunked(inputs: CrossEntropyInputs) -> LossSums:
     """Compute the sums with at most `inputs.chunk` rows of logits in memory."""
-    options = (inputs.z_loss, inputs.softcap, inputs.chunk)
     dtype = jnp.promote_types(inputs.x_TD.dtype, jnp.float32)
-    weights_T = inputs.weights_T.astype(dtype)
-    loss, z_loss, correct = _sums(options, inputs.x_TD, inputs.w_DV, inputs.targets_T, weights_T)
+    weights = inputs.weights_T.astype(dtype)
+    division = divide(inputs.x_TD, inputs.w_DV)
+    chunk = max(1, inputs.chunk // division.token_shards)
+    options = _Options(inputs.z_loss, inputs.softcap, chunk, division)
+    loss, z_loss, correct = _sums(options, inputs.x_TD, inputs.w_DV, inputs.targets_T, weights)
     return LossSums(
         loss_sum=loss,
-        weight_sum=jnp.sum(weights_T),
+        weight_sum=jnp.sum(weights),
         z_loss_sum=jax.lax.stop_gradient(z_loss),
         correct_sum=jax.lax.stop_gradient(correct),
     )
@@ -40,25 +52,62 @@ def chunked(inputs: CrossEntropyInputs) -> LossSums:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(
+    options: _Options, x: jax.Array, w_DV: jax.Array, targets: jax.Array, weights: jax.Array
+) -> _Sums:
+    division = options.division
+
+    def local(*arrays: jax.Array) -> _Sums:
+        x_TD, w_DV, targets_T, weights_T = _flat(*arrays)
+        sums = _forward(options, x_TD, division.whole_width(w_DV), targets_T, weights_T)
+        return division.over_tokens(sums)
+
+    return division.run(local, (x, w_DV, targets, weights), "sss")
+
+
+def _sums_fwd(
+    options: _Options, x: jax.Array, w_DV: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[_Sums, tuple[jax.Array, ...]]:
+    division = options.division
+
+    def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        x_TD, w_DV, targets_T, weights_T = _flat(*arrays)
+        whole_DV = division.whole_width(w_DV)
+        sums, dx_TD, dw_DV, loss_T = _gradients(options, x_TD, whole_DV, targets_T, weights_T)
+        dw_DV = division.own_width(dw_DV).astype(w_DV.dtype)
+        dx, loss = dx_TD.reshape(arrays[0].shape), loss_T.reshape(arrays[2].shape)
+        return *division.over_tokens(sums), dx, dw_DV, loss
+
+    loss_sum, z_loss_sum, correct_sum, *saved = division.run(
+        local, (x, w_DV, targets, weights), "sssxwt"
+    )
+    return (loss_sum, z_loss_sum, correct_sum), tuple(saved)
+
+
+def _flat(
+    x: jax.Array, w_DV: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    return x.reshape(-1, x.shape[-1]), w_DV, targets.reshape(-1), weights.reshape(-1)
+
+
+def _forward(
     options: _Options, x_TD: jax.Array, w_DV: jax.Array, targets_T: jax.Array, weights_T: jax.Array
 ) -> _Sums:
-    z_loss, softcap, chunk = options
-    xs, _ = _split(chunk, x_TD, targets_T, weights_T)
+    xs, _ = _split(options.chunk, x_TD, targets_T, weights_T)
 
     def step(sums: _Sums, chunk_: tuple[jax.Array, ...]) -> tuple[_Sums, None]:
         x_CD, targets_C, weights_C = chunk_
-        scored = _score(x_CD, w_DV, targets_C, weights_C, z_loss, softcap)
+        scored = _score(options, x_CD, w_DV, targets_C, weights_C)
         return _add(sums, scored, weights_C), None
 
     sums, _ = jax.lax.scan(step, _zeros(weights_T.dtype), xs)
     return sums
 
 
-def _sums_fwd(
+def _gradients(
     options: _Options, x_TD: jax.Array, w_DV: jax.Array, targets_T: jax.Array, weights_T: jax.Array
-) -> tuple[_Sums, tuple[jax.Array, ...]]:
-    z_loss, softcap, chunk = options
-    xs, join = _split(chunk, x_TD, targets_T, weights_T)
+) -> tuple[_Sums, jax.Array, jax.Array, jax.Array]:
+    """Return the sums, the gradients of the first one with respect to x and w, and the losses."""
+    xs, join = _split(options.chunk, x_TD, targets_T, weights_T)
     dtype = weights_T.dtype
 
     def step(
@@ -66,28 +115,29 @@ def _sums_fwd(
     ) -> tuple[tuple[_Sums, jax.Array], tuple[jax.Array, jax.Array]]:
         sums, dw_DV = carry
         x_CD, targets_C, weights_C = chunk_
-        scored = _score(x_CD, w_DV, targets_C, weights_C, z_loss, softcap)
-        dlogits_CV = _dlogits(scored, weights_C, z_loss, softcap).astype(x_CD.dtype)
+        scored = _score(options, x_CD, w_DV, targets_C, weights_C)
+        dlogits_CV = _dlogits(options, scored, weights_C).astype(x_CD.dtype)
         dx_CD = jnp.einsum("CV,DV->CD", dlogits_CV, w_DV, preferred_element_type=dtype)
+        dx_CD = options.division.over_vocabulary(jax.lax.psum, dx_CD)
         dw_DV += jnp.einsum("CD,CV->DV", x_CD, dlogits_CV, preferred_element_type=dtype)
         return (_add(sums, scored, weights_C), dw_DV), (dx_CD.astype(x_CD.dtype), scored.loss_C)
 
     start = (_zeros(dtype), jnp.zeros(w_DV.shape, dtype))
     (sums, dw_DV), (dx_nCD, loss_nC) = jax.lax.scan(step, start, xs)
-    return sums, (join(dx_nCD), dw_DV.astype(w_DV.dtype), join(loss_nC))
+    return sums, join(dx_nCD), dw_DV, join(loss_nC)
 
 
 def _sums_bwd(
     options: _Options, saved: tuple[jax.Array, ...], cotangents: _Sums
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     del options
-    dx_TD, dw_DV, loss_T = saved
+    dx, dw_DV, loss = saved
     scale = cotangents[0]  # the two other sums are cut off from gradients by the caller
 
     def scaled(gradient: jax.Array) -> jax.Array:
         return (gradient.astype(scale.dtype) * scale).astype(gradient.dtype)
 
-    return scaled(dx_TD), scaled(dw_DV), None, scaled(loss_T)
+    return scaled(dx), scaled(dw_DV), None, scaled(loss)
 
 
 _sums.defvjp(_sums_fwd, _sums_bwd)
@@ -107,24 +157,23 @@ class _Scored:
 
 
 def _score(
-    x_CD: jax.Array,
-    w_DV: jax.Array,
-    targets_C: jax.Array,
-    weights_C: jax.Array,
-    z_loss: float,
-    softcap: float | None,
+    options: _Options, x_CD: jax.Array, w_DV: jax.Array, targets_C: jax.Array, weights_C: jax.Array
 ) -> _Scored:
+    division = options.division
     logits_CV = jnp.dot(x_CD, w_DV, preferred_element_type=weights_C.dtype)
-    if softcap is not None:
-        logits_CV = softcap * jnp.tanh(logits_CV / softcap)
-    highest_C = jnp.max(logits_CV, axis=-1)
-    lse_C = highest_C + jnp.log(jnp.sum(jnp.exp(logits_CV - highest_C[:, None]), axis=-1))
-    index_1V = jax.lax.broadcasted_iota(targets_C.dtype, (1, logits_CV.shape[1]), 1)
+    if options.softcap is not None:
+        logits_CV = options.softcap * jnp.tanh(logits_CV / options.softcap)
+    V = logits_CV.shape[1]
+    highest_C = division.over_vocabulary(jax.lax.pmax, jnp.max(logits_CV, axis=-1))
+    total_C = jnp.sum(jnp.exp(logits_CV - highest_C[:, None]), axis=-1)
+    lse_C = highest_C + jnp.log(division.over_vocabulary(jax.lax.psum, total_C))
+    index_1V = jax.lax.broadcasted_iota(targets_C.dtype, (1, V), 1) + division.first_word(V)
     hit_CV = index_1V == targets_C[:, None]
     target_C = jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=-1)
-    known_C = (targets_C >= 0) & (targets_C < logits_CV.shape[1])
+    target_C = division.over_vocabulary(jax.lax.psum, target_C)
+    known_C = (targets_C >= 0) & (targets_C < V * division.vocabulary_shards)
     counted_C = weights_C != 0
-    z_loss_C = jnp.where(counted_C, z_loss * lse_C**2, 0)
+    z_loss_C = jnp.where(counted_C, options.z_loss * lse_C**2, 0)
     return _Scored(
         logits_CV=logits_CV,
         hit_CV=hit_CV,
@@ -135,15 +184,13 @@ def _score(
     )
 
 
-def _dlogits(
-    scored: _Scored, weights_C: jax.Array, z_loss: float, softcap: float | None
-) -> jax.Array:
+def _dlogits(options: _Options, scored: _Scored, weights_C: jax.Array) -> jax.Array:
     """Return the gradient of sum(weight * loss) with respect to x w, before the softcap."""
     softmax_CV = jnp.exp(scored.logits_CV - scored.lse_C[:, None])
-    pull_C = weights_C * (1 + 2 * z_loss * scored.lse_C)
+    pull_C = weights_C * (1 + 2 * options.z_loss * scored.lse_C)
     dlogits_CV = softmax_CV * pull_C[:, None] - jnp.where(scored.hit_CV, weights_C[:, None], 0)
-    if softcap is not None:
-        dlogits_CV *= 1 - (scored.logits_CV / softcap) ** 2
+    if options.softcap is not None:
+        dlogits_CV *= 1 - (scored.logits_CV / options.softcap) ** 2
     return jnp.where(weights_C[:, None] != 0, dlogits_CV, 0)
 
 

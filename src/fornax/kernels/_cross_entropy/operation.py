@@ -46,7 +46,8 @@ def linear_cross_entropy(
     the log of the sum of exp(logits_t). The z-loss is PaLM's (Chowdhery et al. 2022, section 5).
 
     Args:
-        x_TD: final hidden states, one floating dtype for x and w.
+        x_TD: final hidden states, one floating dtype for x and w. This, targets and weights may
+            also be [B, T, ...]: not flattened, a batch divided in length as well stays where it is.
         w_DV: output projection (a tied embedding transposed).
         targets_T: int32 index of the next token; any value where the weight is 0.
         weights_T: float32 weight per token; a token of weight 0 adds nothing, whatever it holds.

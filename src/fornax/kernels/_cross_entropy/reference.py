@@ -14,12 +14,13 @@ __all__ = ["reference"]
 def reference(inputs: CrossEntropyInputs) -> LossSums:
     """Compute the sums from whole logits [T, V], in float64 for float64 inputs, else float32."""
     dtype = jnp.promote_types(inputs.x_TD.dtype, jnp.float32)
-    weights_T = inputs.weights_T.astype(dtype)
-    logits_TV = jnp.dot(inputs.x_TD.astype(dtype), inputs.w_DV.astype(dtype), precision="highest")
+    weights_T = inputs.weights_T.astype(dtype).reshape(-1)
+    x_TD = inputs.x_TD.reshape(-1, inputs.x_TD.shape[-1])
+    logits_TV = jnp.dot(x_TD.astype(dtype), inputs.w_DV.astype(dtype), precision="highest")
     if inputs.softcap is not None:
         logits_TV = inputs.softcap * jnp.tanh(logits_TV / inputs.softcap)
     lse_T = jax.nn.logsumexp(logits_TV, axis=-1)
-    hit_TV = jax.nn.one_hot(inputs.targets_T, logits_TV.shape[1], dtype=bool)
+    hit_TV = jax.nn.one_hot(inputs.targets_T.reshape(-1), logits_TV.shape[1], dtype=bool)
     target_T = jnp.sum(jnp.where(hit_TV, logits_TV, 0), axis=-1)
     counted_T = weights_T != 0
     z_T = inputs.z_loss * lse_T**2

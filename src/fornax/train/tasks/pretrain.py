@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -15,22 +16,29 @@ from fornax.data import DataConfig, Dataset, Mixture, open_batches, read_manifes
 from fornax.data.files import Storage
 from fornax.kernels import linear_cross_entropy
 from fornax.mesh import Rules
-from fornax.models import Decoder, DecoderConfig, flops_per_token
+from fornax.models import Decoder, DecoderConfig, Remat, flops_per_token
 from fornax.train.config import TrainConfig
 from fornax.train.task import Batch, Batches, Hosts, Loss, Task
 from fornax.train.weights import load_decoder
 
-__all__ = ["next_token_loss", "pretrain_task"]
+__all__ = ["next_token_loss", "pretrain_task", "row_shapes"]
 
 
-def pretrain_task(config: TrainConfig) -> Task:
-    """The task of `fornax train`."""
+def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
+    """The task of `fornax train`.
+
+    Args:
+      config: the run, its model filled in.
+      read_data: whether to look at the dataset; False for a run that is only compiled, whose data
+        may be elsewhere.
+    """
     model = config.model
     if model is None:
         raise ValueError("resolve config.model from init_from before making the task")
 
-    check_vocabulary(config.data, model)
-    per_byte = tokens_per_byte(config.data)
+    if read_data:
+        check_vocabulary(config.data, model)
+    per_byte = tokens_per_byte(config.data) if read_data else None
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         return Decoder(
@@ -40,9 +48,11 @@ def pretrain_task(config: TrainConfig) -> Task:
             compute_dtype=config.dtypes.compute_dtype,
         )
 
+    remat = config.resolved_remat()
+
     def loss(decoder: Any, batch: Batch, key: jax.Array) -> Loss:
         del key
-        return next_token_loss(decoder, batch, remat=config.remat, z_loss=config.z_loss)
+        return next_token_loss(decoder, batch, remat=remat, z_loss=config.z_loss)
 
     def batches(split: str, hosts: Hosts) -> Batches:
         return open_batches(
@@ -73,6 +83,14 @@ def pretrain_task(config: TrainConfig) -> Task:
         unit="tokens",
         flops_per_unit=flops_per_token(model, config.seq_len),
     )
+
+
+def row_shapes(config: TrainConfig, hosts: Hosts) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a host's rows of one step look like, without reading any."""
+    shape = (config.batch_size // hosts.count, config.seq_len)
+    numbers = ("tokens", "targets", "segment_ids", "positions")
+    shapes = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in numbers}
+    return {**shapes, "loss_weights": jax.ShapeDtypeStruct(shape, np.float32)}
 
 
 def check_vocabulary(data: DataConfig, model: DecoderConfig) -> None:
@@ -118,25 +136,28 @@ def _summarise(means: dict[str, float], per_byte: float | None) -> dict[str, flo
 
 
 def next_token_loss(
-    decoder: Decoder, batch: Batch, *, remat: str = "none", z_loss: float = 0.0
+    decoder: Decoder, batch: Batch, *, remat: str | Remat = "none", z_loss: float = 0.0
 ) -> Loss:
     """Weighted cross entropy of the next token, in nats; logits [B, T, V] never exist whole.
 
     Args:
       decoder: the model.
-      batch: tokens, targets, segment_ids, positions int32 [B, T]; loss_weights float32 [B, T].
+      batch: tokens, targets, segment_ids, positions int32 [B, T], positions counting from 0 in each
+        document; loss_weights float32 [B, T].
       remat: what the backward pass computes again.
       z_loss: weight of the squared log-normaliser, part of `total` and of the metric `z_loss`.
 
     Returns:
       Sums over tokens; the metrics `cross_entropy` and `accuracy`, and `z_loss` when it counts.
     """
-    x_BTD = decoder.hidden(batch["tokens"], batch["positions"], batch["segment_ids"], remat=remat)
+    x_BTD = decoder.hidden(
+        batch["tokens"], batch["positions"], batch["segment_ids"], consecutive=True, remat=remat
+    )
     sums = linear_cross_entropy(
-        x_BTD.reshape(-1, x_BTD.shape[-1]),
+        x_BTD,
         decoder.output_weights().astype(x_BTD.dtype),
-        batch["targets"].reshape(-1),
-        batch["loss_weights"].reshape(-1),
+        batch["targets"],
+        batch["loss_weights"],
         z_loss=z_loss,
         softcap=decoder.config.final_logit_softcap,
     )

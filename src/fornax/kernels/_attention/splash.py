@@ -1,0 +1,172 @@
+"""Attention on TPU: JAX's splash attention kernel (flash attention that skips masked blocks).
+
+The kernel masks by index, so it takes calls whose positions differ as indexes do. Its cost is not
+known to the compiler: the scope around it says how many operations its products take on a device.
+
+Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head width.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fornax.kernels._attention.blocks import LANES, Band, Blocks, choose_blocks, product_flops
+from fornax.kernels._attention.call import AttentionCall, AttentionInputs
+from fornax.kernels._attention.sharded import Division, divide, length_axes
+
+__all__ = ["declines", "splash"]
+
+_INTERPRET = False
+"""Whether Pallas interprets the kernel instead of compiling it: for tests on CPU."""
+
+
+def declines(call: AttentionCall) -> str | None:
+    """Say why the TPU kernel cannot run `call`."""
+    if call.platform != "tpu":
+        return f"it runs on tpu, not on {call.platform}"
+    if call.dtype not in ("float32", "bfloat16"):
+        return f"it takes float32 and bfloat16, not {call.dtype}"
+    if call.queries != call.keys:
+        return f"it needs as many queries as keys, not {call.queries} and {call.keys}"
+    if not call.consecutive and (call.causal or call.window is not None):
+        return "it masks by index, and the call does not say that positions are consecutive"
+    length, rest = divmod(call.queries, call.length_shards)
+    if rest or length == 0 or length % LANES:
+        return f"it needs a multiple of {LANES} tokens a device, not {call.queries}" + (
+            f" over {call.length_shards}" if call.length_shards > 1 else ""
+        )
+    if 0 in (call.batch, call.heads, call.head_dim, call.value_dim):
+        return "an array is empty"
+    return None
+
+
+def splash(inputs: AttentionInputs) -> jax.Array:
+    """Compute attention, on each device for its own rows, heads and queries.
+
+    Where the mesh divides the length each device gathers the keys and values of all.
+    """
+    # Imported here: it pulls in Mosaic, which nobody else needs.
+    from jax.experimental.pallas.ops.tpu import splash_attention as upstream
+
+    division = divide(inputs.q_BTNH, inputs.k_BSKH)
+    length = length_axes() if division is not None else ()
+    shards = division.shards(length) if division is not None else 1
+    blocks = _blocks(inputs, shards)
+    kernel = upstream.make_splash_mha(
+        upstream.MultiHeadMask([_mask(upstream, inputs)] * _local_heads(inputs, division)),
+        block_sizes=upstream.BlockSizes(
+            block_q=blocks.queries,
+            block_kv=blocks.keys,
+            block_kv_compute=blocks.keys_compute,
+            block_q_dkv=blocks.queries_backward,
+            block_kv_dkv=blocks.keys_backward,
+            block_kv_dkv_compute=blocks.keys_backward_compute,
+            block_q_dq=None if blocks.fused else blocks.queries_backward,
+            block_kv_dq=None if blocks.fused else blocks.keys_dq,
+            use_fused_bwd_kernel=blocks.fused,
+        ),
+        head_shards=1,
+        q_seq_shards=shards,
+        attn_logits_soft_cap=inputs.softcap,
+        # Named, so that a remat policy that saves "attention" need not run the kernel again.
+        residual_checkpoint_name="attention",
+        interpret=_INTERPRET,
+    )
+    ids = ()
+    if inputs.segment_ids_q_BT is not None and inputs.segment_ids_k_BS is not None:
+        ids = (inputs.segment_ids_q_BT, inputs.segment_ids_k_BS)
+    sinks = () if inputs.sinks_N is None else (inputs.sinks_N,)
+    attend = functools.partial(_attend, upstream, inputs.scale, _scope(inputs, division, blocks))
+    arrays = (inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH)
+    if division is None:
+        return attend((), kernel, arrays, ids, sinks)
+    where = NamedSharding(division.mesh, PartitionSpec(None, length or None))
+    by_head = PartitionSpec(division.rows, length or None, division.heads, None)
+    by_row = PartitionSpec(division.rows, length or None), PartitionSpec(division.rows, None)
+    return jax.shard_map(
+        functools.partial(attend, length),
+        mesh=division.mesh,
+        in_specs=(
+            kernel.manual_sharding_spec(where),
+            (by_head,) * 3,
+            by_row[: len(ids)],
+            (PartitionSpec(division.heads),) * len(sinks),
+        ),
+        out_specs=by_head,
+        check_vma=False,
+    )(kernel, arrays, ids, sinks)
+
+
+def _attend(
+    upstream: Any,
+    scale: float,
+    scope: str,
+    length: tuple[str, ...],
+    kernel: Any,
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    ids: tuple[jax.Array, ...],
+    sinks: tuple[jax.Array, ...],
+) -> jax.Array:
+    """Run the kernel on one device's part; `length` are the mesh axes to gather keys over."""
+    q_BTNH, k_BSKH, v_BSKH = arrays
+    if length:
+        k_BSKH = jax.lax.all_gather(k_BSKH, length, axis=1, tiled=True)
+        v_BSKH = jax.lax.all_gather(v_BSKH, length, axis=1, tiled=True)
+    q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scale, k_BSKH, v_BSKH))
+    segments = upstream.SegmentIds(*ids) if ids else None
+    with jax.named_scope(scope):
+        o_BNTH = jax.vmap(
+            lambda q, k, v, segments: kernel(q, k, v, segments, *sinks),
+            in_axes=(0, 0, 0, None if segments is None else 0),
+        )(q_BNTH, k_BKSH, v_BKSH, segments)
+    o_BTNH = jnp.swapaxes(o_BNTH, 1, 2)
+    # The kernel lets padding see padding.
+    return jnp.where(ids[0][:, :, None, None] == 0, 0, o_BTNH) if ids else o_BTNH
+
+
+def _band(inputs: AttentionInputs) -> Band:
+    most = None if inputs.window is None else inputs.window - 1
+    if inputs.causal:
+        return Band(least=0, most=most)
+    return Band(least=None if most is None else -most, most=most)
+
+
+def _mask(upstream: Any, inputs: AttentionInputs) -> Any:
+    """Return the kernel's mask by index for one head."""
+    shape = (inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1])
+    band = _band(inputs)
+    if band.most is not None and band.least is not None:
+        return upstream.LocalMask(shape, window_size=(band.most, -band.least), offset=0)
+    return upstream.CausalMask(shape) if inputs.causal else upstream.FullMask(shape)
+
+
+def _local_heads(inputs: AttentionInputs, division: Division | None) -> int:
+    heads = inputs.q_BTNH.shape[2]
+    return heads if division is None else heads // division.shards(division.heads)
+
+
+def _blocks(inputs: AttentionInputs, shards: int) -> Blocks:
+    _, T, _, H = inputs.q_BTNH.shape
+    V = inputs.v_BSKH.shape[3]
+    itemsize = inputs.q_BTNH.dtype.itemsize
+    return choose_blocks(T // shards, T, max(H, V), itemsize, inputs.window)
+
+
+def _scope(inputs: AttentionInputs, division: Division | None, blocks: Blocks) -> str:
+    """Return a name that tells a reader of the compiled program what the kernels cost a device.
+
+    Where the length is divided it is the cost of the device with the last queries, the highest.
+    """
+    B, T, _, H = inputs.q_BTNH.shape
+    shards = 1
+    if division is not None:
+        B //= division.shards(division.rows)
+        shards = division.shards(length_axes())
+    first = T - T // shards
+    V = inputs.v_BSKH.shape[3]
+    flops = product_flops(_band(inputs), blocks, T // shards, T, H, V, first)
+    calls = B * _local_heads(inputs, division)
+    return "splash:" + ",".join(f"{name}={calls * count}" for name, count in flops.items())

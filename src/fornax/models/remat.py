@@ -1,0 +1,120 @@
+"""What the backward pass finds saved of each layer, and what it computes again.
+
+Activations of a layer carry names (`jax.ad_checkpoint.checkpoint_name`); a policy says which of
+them, or which kinds of products, are kept on the device, and which wait in the host's memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+
+from fornax.config.errors import ConfigError
+
+__all__ = ["REMAT_NAMES", "REMAT_POLICIES", "Remat", "RematPolicy", "rematerialise"]
+
+RematPolicy = Literal["none", "full", "dots", "dots_no_batch", "save_attention", "names"]
+"""What the backward pass finds saved: everything; only each layer's input; the results of matrix
+products, attention among them; those without a batch dimension; the inputs and outputs of
+attention; the activations named one by one."""
+
+REMAT_POLICIES: tuple[str, ...] = get_args(RematPolicy)
+
+REMAT_NAMES: tuple[str, ...] = (
+    "layer_input",
+    "query",
+    "key",
+    "value",
+    "attention",
+    "attention_out",
+    "mlp_gate",
+    "mlp_up",
+    "mlp_down",
+)
+"""A layer's activations, in the order they are made: its input [B, T, D]; what attention takes,
+after norms and rotation; what it returns, with the softmax's log-sum-exp; its output projection;
+the MLP's two inner projections [B, T, F]; its output projection."""
+
+_OF_ATTENTION = ("query", "key", "value", "attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remat:
+    """A policy, with its names where it is `names`."""
+
+    policy: RematPolicy = "none"
+    save: tuple[str, ...] = ()
+    """Activations kept on the device."""
+    offload: tuple[str, ...] = ()
+    """Activations kept in the host's memory between the passes."""
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        if self.policy not in REMAT_POLICIES:
+            raise ConfigError(
+                f"remat={self.policy!r} is not known; use one of {', '.join(REMAT_POLICIES)}"
+            )
+        named = (*self.save, *self.offload)
+        for name in named:
+            if name not in REMAT_NAMES:
+                raise ConfigError(
+                    f"remat_save and remat_offload take names of activations and {name!r} is none; "
+                    f"use {', '.join(REMAT_NAMES)}"
+                )
+            if named.count(name) > 1:
+                raise ConfigError(
+                    f"{name!r} stands twice in remat_save and remat_offload; an activation is kept "
+                    "in one place"
+                )
+        if named and self.policy != "names":
+            raise ConfigError(
+                f"remat={self.policy!r} keeps what it keeps; set remat to 'names' for remat_save "
+                "and remat_offload to count"
+            )
+        if not named and self.policy == "names":
+            raise ConfigError(
+                "remat='names' keeps nothing without remat_save and remat_offload; name "
+                f"activations ({', '.join(REMAT_NAMES)}), or set remat to 'full'"
+            )
+
+
+def rematerialise(layer: Callable, remat: str | Remat, *, prevent_cse: bool = False) -> Callable:
+    """`layer` whose backward pass finds saved only what `remat` says.
+
+    Args:
+      layer: a function of arrays whose activations carry the names of `REMAT_NAMES`.
+      remat: a policy, or the name of one that needs no names.
+      prevent_cse: whether the compiler must be kept from finding the second computation equal to
+        the first; not needed where the passes are loops of their own.
+
+    Raises:
+      ConfigError: for an unknown policy.
+    """
+    remat = Remat(policy=remat) if isinstance(remat, str) else remat  # pyrefly: ignore[bad-argument-type]
+    if remat.policy == "none":
+        return layer
+    return jax.checkpoint(layer, policy=_policy(remat), prevent_cse=prevent_cse)
+
+
+def _policy(remat: Remat) -> Any:
+    policies = jax.checkpoint_policies
+    match remat.policy:
+        case "full":
+            return policies.nothing_saveable
+        case "dots":
+            names = policies.save_only_these_names(*_OF_ATTENTION)
+            return policies.save_from_both_policies(policies.dots_saveable, names)
+        case "dots_no_batch":
+            return policies.dots_with_no_batch_dims_saveable
+        case "save_attention":
+            return policies.save_only_these_names(*_OF_ATTENTION)
+        case "names" if not remat.offload:
+            return policies.save_only_these_names(*remat.save)
+        case "names":
+            return policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(remat.save),
+                names_which_can_be_offloaded=list(remat.offload),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
