@@ -93,8 +93,9 @@ def _bound(
 
 def _notes(local: Local) -> Iterable[str]:
     rates = calibration_of(local.topology.chip)
+    share = rates.matmul_estimated
     yield (
-        f"predicted without compiling: matrix products at {rates.matmul:.0%} of the peak, "
+        f"predicted without compiling: matrix products at {share:.0%} of the peak, "
         f"attention at {rates.attention:.0%}, memory at {rates.memory:.0%} of its bandwidth; "
         f"exchanges run beside computation, {HIDDEN_WAITS:.0%} of those whose result the "
         "next operation waits for"

@@ -38,7 +38,7 @@ def class_seconds(local: Local, pieces: Iterable[Piece]) -> tuple[OperationEstim
     bandwidth = chip.memory_bandwidth / chip.devices * rates.memory
     classes: dict[str, list[float]] = {}
     for piece in pieces:
-        share = rates.attention if piece.kind == "attention" else rates.matmul
+        share = rates.attention if piece.kind == "attention" else rates.matmul_estimated
         work = piece.flops / (peak * share * _filled(piece, unit))
         moved = piece.bytes / bandwidth
         row = classes.setdefault(piece.kind, [0.0] * 5)

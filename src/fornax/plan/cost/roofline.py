@@ -49,18 +49,16 @@ class Timed:
 def operation_seconds(operation: Operation, rates: Rates) -> Timed:
     """Time of one run.
 
-    Where the compiler prints its estimate of cycles, that is taken: it knows tiles that are padded,
-    operands that do not stream and vector work that no count of FLOPs shows. Elsewhere a roofline
-    (Williams et al. 2009) decides: arithmetic and memory traffic overlap, the longer counts. No
-    time is below what peak arithmetic and the memory's rate allow.
+    A roofline (Williams et al. 2009): arithmetic and memory traffic overlap, the longer decides.
+    For products a share of the cycles that the compiler estimates is the least time: it knows
+    padded tiles and operands that do not stream. It is no more than a floor because whole programs
+    run faster than their estimated cycles add up to.
     """
     memory = operation.bytes / rates.memory
-    least = operation.flops / rates.peak(operation)
-    if operation.cycles is not None and rates.clock:
-        compute = operation.cycles / rates.clock / rates.calibration.cycles
-    else:
-        compute = least / rates.share(operation)
+    compute = operation.flops / (rates.peak(operation) * rates.share(operation))
+    if operation.cycles is not None and rates.clock and operation.category == "matmul":
+        compute = max(compute, rates.calibration.cycles * operation.cycles / rates.clock)
     return Timed(
-        seconds=max(compute, least, memory, rates.calibration.overhead),
-        bound="compute" if max(compute, least) >= memory else "memory",
+        seconds=max(compute, memory, rates.calibration.overhead),
+        bound="compute" if compute >= memory else "memory",
     )
