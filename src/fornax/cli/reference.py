@@ -17,12 +17,13 @@ from fornax.config.environment import documented
 
 
 def write_reference(directory: Path) -> list[Path]:
-    """Write `cli.md`, `config.md` and `requests.md`; return their paths."""
+    """Write `cli.md`, `config.md`, `requests.md` and `recipes.md`; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     pages = {
         "cli.md": commands_page(),
         "config.md": config_page(),
         "requests.md": requests_page(),
+        "recipes.md": _recipes_page(),
     }
     for name, text in pages.items():
         (directory / name).write_text(text, encoding="utf-8")
@@ -80,6 +81,12 @@ def requests_page() -> str:
             sampling_tables(),
         ]
     )
+
+
+def _recipes_page() -> str:
+    from fornax.plan.recipes import recipes_page
+
+    return recipes_page()
 
 
 def _commands(group: Group) -> Iterator[Command]:

@@ -39,8 +39,8 @@ def advise(
 ) -> tuple[Advice, ...]:
     """The changes with which `config` would fit and lose the least time, by estimate.
 
-    Single changes, and where fewer than `most` fit, pairs of them; then the smallest slice of the
-    same chip on which the config fits as it is.
+    Single changes, of different parts of the config first; where fewer than `most` fit, pairs of
+    them; then the smallest slice of the same chip on which the config fits as it is.
 
     Args:
       config: what does not fit.
@@ -54,10 +54,18 @@ def advise(
     if len(fitting) < most:
         fitting += _pairs(config, topology, found, scale)
     fitting.sort(key=lambda one: _rate(one[1]))
-    said = [_say(change, seen, scale) for change, seen in fitting[:most]]
+    said = [_say(change, seen, scale) for change, seen in _one_a_part(fitting)[:most]]
     if len(said) < most:
         said += _larger(config, topology, scale)
     return tuple(said[:most])
+
+
+def _one_a_part(found: Sequence[tuple[_Change, Estimate]]) -> list[tuple[_Change, Estimate]]:
+    """The first change of every part, then the others."""
+    first: dict[str, tuple[_Change, Estimate]] = {}
+    for one in found:
+        first.setdefault(one[0].part, one)
+    return [*first.values(), *(one for one in found if one not in first.values())]
 
 
 def _fits(seen: Estimate, scale: float) -> bool:

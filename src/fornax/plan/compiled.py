@@ -1,6 +1,7 @@
 """The plan of programs that the TPU compiler made, or refused for their memory."""
 
 import functools
+import math
 from collections.abc import Sequence
 
 from fornax.models import DecoderConfig, abstract_decoder
@@ -78,8 +79,20 @@ def _report(
         topology,
         rules=config.mesh.resolved_rules(),
         logical=logical_axes(config.model) if config.model else {},
+        residual=_residual(config, artifact),
         cached=not fresh,
     )
+
+
+def _residual(config: TrainConfig, artifact: Artifact) -> int:
+    """Elements of a micro-batch's residual stream that one shard of the batch holds."""
+    if config.model is None:
+        return 0
+    rules = config.mesh.resolved_rules()
+    shards = math.prod(artifact.mesh[axis] for axis in (*rules["batch"], *rules["length"]))
+    micro = config.accumulate if artifact.program == "train_step" else 1
+    tokens = config.batch_size * config.seq_len // micro // shards
+    return tokens * config.model.hidden_size
 
 
 def _refused(config: TrainConfig, topology: Topology, error: OutOfMemoryError) -> ProgramReport:

@@ -3,6 +3,7 @@
 from fornax.mesh import Rules
 from fornax.plan.artifact import Artifact
 from fornax.plan.cost import Prediction
+from fornax.plan.hlo.facts import Collective as Moved
 from fornax.plan.hlo.facts import ProgramFacts
 from fornax.plan.report.findings import LogicalAxes, unasked, whole_arrays
 from fornax.plan.report.owners import buffers_of, parts_of
@@ -13,7 +14,7 @@ from fornax.plan.report.program import (
     Memory,
     ProgramReport,
 )
-from fornax.plan.report.words import operation
+from fornax.plan.report.words import argument, operation
 from fornax.plan.topology import Topology
 
 __all__ = ["program_of_artifact"]
@@ -27,6 +28,7 @@ def program_of_artifact(
     *,
     rules: Rules,
     logical: LogicalAxes,
+    residual: int = 0,
     cached: bool = False,
 ) -> ProgramReport:
     """One compiled program, its figures per chip.
@@ -38,6 +40,7 @@ def program_of_artifact(
       topology: the chips.
       rules: the rule table it was traced with.
       logical: the logical axes of its parameters.
+      residual: elements of the residual stream that one shard of the batch holds.
       cached: whether an earlier compilation was found.
     """
     devices = topology.chip.devices
@@ -63,7 +66,7 @@ def program_of_artifact(
         collectives=collectives,
         findings=(
             *whole_arrays(artifact, logical, rules),
-            *unasked(collectives, rules, step),
+            *unasked(collectives, rules, step, residual),
         ),
         compilation=Compilation(
             lower_seconds=artifact.lower_seconds,
@@ -100,8 +103,13 @@ def _collectives(prediction: Prediction) -> tuple[Collective, ...]:
             count=round(one.collective.count),
             seconds=one.seconds,
             exposed_seconds=one.exposed_seconds,
-            what=operation(one.collective.op_name) or one.collective.name,
-            source=one.collective.fornax_source or one.collective.source,
+            what=_what(one.collective),
+            source=one.collective.source or one.collective.fornax_source,
         )
         for one in sorted(prediction.by_collective, key=lambda one: -one.seconds)
     )
+
+
+def _what(collective: Moved) -> str:
+    """The argument that is moved, else the operation that asked."""
+    return argument(collective.argument) or operation(collective.op_name) or collective.name

@@ -19,6 +19,8 @@ _LARGE = 64 << 20
 _DIVIDING = ("fsdp", "tensor", "expert", "stage")
 """Mesh axes that exist to divide parameters; `data` and `slice` replicate on purpose."""
 _SMALL_MOVE = 1 << 20
+_SMALL_SHARE = 1e-3
+"""Of the step's time."""
 _PLACES = (
     (re.compile(r"cross_entropy|loss|logits", re.IGNORECASE), "activation_vocab"),
     (re.compile(r"mlp", re.IGNORECASE), "activation_mlp"),
@@ -88,40 +90,59 @@ def _dividing_rule(
 
 
 def unasked(
-    collectives: Sequence[Collective], rules: Rules, step_seconds: float
+    collectives: Sequence[Collective], rules: Rules, step_seconds: float, residual: int = 0
 ) -> Iterator[Finding]:
     """Exchanges that the rule table does not lead to, the longest first.
 
-    The rules lead to gathers and reductions of parameters and gradients over the axes that divide
-    parameters and the batch, to reductions of activations over the axes that divide a contracted
-    dimension, and to gathers and permutations of keys and values over `context`.
+    The rules lead to gathers of parameters over the axes that divide `embed`, whole or a window at
+    a time beside a product; to reductions of gradients over the axes that divide the batch, and of
+    activations over those that divide a contracted dimension (as a scatter, and a gather of the
+    residual stream later); to gathers and permutations of keys and values over `context`.
+
+    Args:
+      collectives: the program's.
+      rules: the rule table it was traced with.
+      step_seconds: of its step.
+      residual: elements of a micro-batch's residual stream that one shard of the batch holds.
     """
-    for one in sorted(collectives, key=lambda one: -one.seconds):
-        large = one.moved >= _SMALL_MOVE and one.seconds >= 1e-3 * step_seconds
-        if large and not _asked(one, rules):
-            rule = _rule_at(one)
-            yield Finding(
-                kind="collective",
-                what=f"{one.kind} over {sides(one.axes)} of {one.what}",
-                bytes=one.moved,
-                seconds=one.seconds,
-                source=one.source,
-                fix=f"look at mesh.rules.{rule}, now {list(rules[rule])}" if rule else "",
-            )
+    groups: dict[tuple[str, tuple[str, ...], str, str], list[Collective]] = {}
+    for one in collectives:
+        if not _asked(one, rules, residual):
+            groups.setdefault((one.kind, one.axes, one.what, one.source), []).append(one)
+    found = [_unasked(members, rules) for members in groups.values()]
+    for finding in sorted(found, key=lambda finding: -finding.seconds):
+        if finding.bytes >= _SMALL_MOVE and finding.seconds >= _SMALL_SHARE * step_seconds:
+            yield finding
 
 
-def _asked(one: Collective, rules: Rules) -> bool:
+def _unasked(members: Sequence[Collective], rules: Rules) -> Finding:
+    one = members[0]
+    rule = _rule_at(one)
+    return Finding(
+        kind="collective",
+        what=f"{one.kind} over {sides(one.axes)} of {one.what}",
+        bytes=sum(member.moved for member in members),
+        seconds=sum(member.seconds for member in members),
+        source=one.source,
+        fix=f"look at mesh.rules.{rule}, now {list(rules[rule])}" if rule else "",
+    )
+
+
+def _asked(one: Collective, rules: Rules, residual: int) -> bool:
     axes = set(one.axes)
+    if one.kind in ("all-reduce", "reduce-scatter", "host-transfer", "send-recv"):
+        return True
+    if one.what.startswith("params/"):
+        return axes <= {"data", "slice", *rules["embed"]}
     match one.kind:
-        case "all-reduce" | "reduce-scatter" | "host-transfer" | "send-recv":
-            return True
         case "all-to-all":
             return axes <= {"expert"}
         case "collective-permute":
             return axes <= {"context", "stage"} or "dot_general" in one.what
         case _:
-            gathered = {"context", *rules.get("embed", ()), *rules.get("activation_embed", ())}
-            return axes <= gathered
+            if one.bytes in (2 * residual, 4 * residual):
+                return axes <= {"context", *rules["mlp"], *rules["heads"], *rules["vocab"]}
+            return axes <= {"context", *rules["embed"], *rules["activation_embed"]}
 
 
 def _rule_at(one: Collective) -> str | None:

@@ -14,7 +14,7 @@ from fornax.plan.hlo import parse_shape
 from fornax.plan.hlo.facts import Buffer as LiveBuffer
 from fornax.plan.hlo.facts import Peak
 from fornax.plan.report.program import Buffer, MemoryPart
-from fornax.plan.report.words import operation
+from fornax.plan.report.words import argument, operation
 
 __all__ = ["buffers_of", "parts_of"]
 
@@ -61,7 +61,7 @@ def buffers_of(artifact: Artifact, peak: Peak) -> tuple[Buffer, ...]:
             shape=buffer.shape,
             bytes=buffer.bytes,
             unpadded_bytes=buffer.unpadded_bytes,
-            source=buffer.fornax_source or buffer.source,
+            source=buffer.source or buffer.fornax_source,
         )
         for buffer in sorted(peak.buffers, key=lambda buffer: -buffer.bytes)[:_LARGEST]
     )
@@ -69,7 +69,7 @@ def buffers_of(artifact: Artifact, peak: Peak) -> tuple[Buffer, ...]:
 
 def _name(buffer: LiveBuffer) -> str:
     if buffer.kind == "argument":
-        return buffer.op_name or buffer.name
+        return argument(buffer.op_name) or buffer.name
     return operation(buffer.op_name) or buffer.name
 
 

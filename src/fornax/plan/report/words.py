@@ -2,7 +2,17 @@
 
 import re
 
-__all__ = ["count", "nbytes", "operation", "rate", "seconds", "shorten", "sides", "where"]
+__all__ = [
+    "argument",
+    "count",
+    "nbytes",
+    "operation",
+    "rate",
+    "seconds",
+    "shorten",
+    "sides",
+    "where",
+]
 
 GIB = 1 << 30
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
@@ -79,6 +89,12 @@ def operation(op_name: str) -> str:
     """The end of an operation's name, without the frames that tracing puts around everything."""
     parts = [part for part in op_name.split("/") if part and not _FRAMES.match(part)]
     return "/".join(parts[-3:]) or op_name
+
+
+def argument(path: str) -> str:
+    """An argument's path as names with slashes: state.params['mlp']['up'] is params/mlp/up."""
+    plain = re.sub(r"\['?([^'\]]*)'?\]", r"/\1", path)
+    return plain.removeprefix("state.").removeprefix("state/").replace(".", "/")
 
 
 def sides(axes: tuple[str, ...]) -> str:

@@ -1,0 +1,77 @@
+"""Every recipe loads, says what it is planned for, divides over it and fits it by estimate."""
+
+import dataclasses
+
+import pytest
+
+from fornax.models.families import family_by_name
+from fornax.plan.analytic import estimate
+from fornax.plan.recipes import Recipe, find_recipes, recipes_page
+from fornax.plan.topology import parse_topology
+
+RECIPES = find_recipes()
+MODELS = ("llama3-8b", "llama3-70b", "llama3-405b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b",
+          "gemma3-4b", "gemma3-27b")  # fmt: skip
+CHIPS = ("v5e", "v5p", "v6e", "tpu7x", "h100")
+PAIRS = [(recipe, name) for recipe in RECIPES for name in recipe.topologies]
+BILLIONS = {
+    "llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-405b": 405.85, "qwen3-0.6b": 0.596,
+    "qwen3-8b": 8.19, "qwen3-32b": 32.76, "gemma3-4b": 3.88, "gemma3-27b": 27.01,
+}  # fmt: skip
+
+
+def model_of(recipe: Recipe) -> str:
+    """The base recipe's name."""
+    return next(name for name in sorted(MODELS, key=len, reverse=True) if recipe.name in (name,)
+                or recipe.name.startswith(f"{name}."))  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "name"), PAIRS, ids=lambda x: getattr(x, "name", x))
+def test_a_recipe_fits_its_chips_with_room_to_spare(recipe: Recipe, name: str):
+    topology = parse_topology(name)
+    config = recipe.config()
+    seen = estimate(config, topology)
+    assert seen.memory.total < 0.9 * seen.memory.usable
+    assert config.data.virtual_shards % topology.num_hosts == 0
+    assert config.batch_size % config.data.virtual_shards == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_has_a_recipe_for_every_kind_of_chip(model: str):
+    chips = {
+        parse_topology(name).chip.name
+        for recipe, name in PAIRS
+        if model_of(recipe) == model
+    }  # fmt: skip
+    missing = {"v5e"} if model == "llama3-405b" else set()
+    assert chips == set(CHIPS) - missing
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_recipes_model_is_its_bases(recipe: Recipe):
+    base = next(one for one in RECIPES if one.name == model_of(recipe))
+    assert recipe.config().model == base.config().model
+    assert (
+        f"recipes/{recipe.name}.yaml --topology {recipe.topologies[0]}" in recipe.path.read_text()
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_recipes_model_has_the_size_it_is_named_for(model: str):
+    from fornax.models import config_from_hf, config_to_hf, num_parameters
+
+    config = next(one for one in RECIPES if one.name == model).config().model
+    assert config is not None
+    assert num_parameters(config) / 1e9 == pytest.approx(BILLIONS[model], rel=2e-3)
+    assert family_by_name(str(config.family)) is not None
+    told = config_from_hf(config_to_hf(config))
+    same = dataclasses.replace(
+        config, scale_residual_init=told.scale_residual_init, head_dim=config.head_width
+    )
+    assert told == same
+
+
+def test_the_table_has_a_row_for_every_pair():
+    rows = [line for line in recipes_page().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(PAIRS)
+    assert all(row.count("|") == rows[0].count("|") for row in rows)
