@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fornax.config.errors import ConfigError
 from fornax.models import flops_per_token
 from fornax.plan.analytic.attention import attention_work
-from fornax.plan.analytic.flops import step_pieces
+from fornax.plan.analytic.flops import repeated_flops, step_pieces
 from fornax.plan.analytic.local import Local, localise, windows
 from fornax.plan.analytic.memory import estimate_memory
 from fornax.plan.analytic.optimizer import update_pieces
@@ -56,6 +56,7 @@ def estimate(config: TrainConfig, topology: Topology) -> Estimate:
         operations=tuple(_of_chip(row, per_chip) for row in operations),
         collectives=collectives,
         model_flops=tokens * flops_per_token(model, config.seq_len) / topology.num_chips,
+        repeated_flops=repeated_flops(local) * per_chip,
         compute_seconds=compute,
         communication_seconds=communication,
         exposed_seconds=exposed,

@@ -13,7 +13,7 @@ from fornax.plan.analytic.layer import Node, Replay, layer_graph, replay
 from fornax.plan.analytic.local import Local, windows
 from fornax.plan.analytic.policies import policy_of
 
-__all__ = ["CHUNK", "Piece", "layer_replay", "step_pieces"]
+__all__ = ["CHUNK", "Piece", "layer_replay", "repeated_flops", "step_pieces"]
 
 CHUNK = 1024
 """Tokens of a device whose logits exist at once, `linear_cross_entropy`'s default."""
@@ -35,6 +35,16 @@ class Piece:
 def layer_replay(local: Local) -> Replay:
     """What the remat policy makes of a layer on this device."""
     return replay(local.model, local.shares, policy_of(local.config.resolved_remat()))
+
+
+def repeated_flops(local: Local) -> float:
+    """FLOPs of a device's step that are the remat policy's: done a second time."""
+    again = layer_replay(local)
+    once = local.model.num_layers * local.tokens * again.product_flops
+    if again.attention_again:
+        for window, layers in windows(local.model).items():
+            once += layers * attention_work(local, window).forward_flops
+    return once * local.config.accumulate
 
 
 def step_pieces(local: Local) -> tuple[Piece, ...]:

@@ -117,6 +117,8 @@ class Estimate:
     collectives: tuple[CollectiveEstimate, ...]
     model_flops: float
     """Of a chip's share of a step, counted by `fornax.models.flops_per_token`."""
+    repeated_flops: float
+    """Of the executed FLOPs those that the remat policy does a second time."""
     compute_seconds: float
     """All operations, without any exchange."""
     communication_seconds: float

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from fornax.config.errors import ConfigError, FornaxError
 from fornax.models import DecoderConfig
@@ -13,6 +13,10 @@ from fornax.train import TrainConfig
 
 __all__ = ["Found", "find_candidates"]
 
+_DIVIDES = "does not divide over the mesh"
+_MORE = "more micro-batches than memory asks for"
+_ROOMY = 0.85
+"""A plan that takes no more than this share of the usable memory fits though estimates miss."""
 _HOPELESS = 1.15
 """A plan that is estimated at more than this share of the usable memory is given up."""
 
@@ -47,21 +51,18 @@ def find_candidates(config: TrainConfig, topology: Topology, *, any_batch: bool)
     considered = 0
     for group in _groups(config, model, topology, any_batch):
         fitting: list[Estimate] = []
-        for one in group:
+        for one in _walk(group, topology, counts):
             considered += 1
-            found = _try(one, topology)
-            if isinstance(found, str):
-                counts[found] += 1
-                continue
-            if closest is None or found.memory.total < closest.memory.total:
-                closest = found
-            if found.memory.total > _HOPELESS * found.memory.usable:
+            if closest is None or one.memory.total < closest.memory.total:
+                closest = one
+            if one.memory.total > _HOPELESS * one.memory.usable:
                 counts["does not fit in memory"] += 1
             else:
-                fitting.append(found)
+                fitting.append(one)
         front = _undominated(fitting)
         counts["another plan on the same mesh is faster and smaller"] += len(fitting) - len(front)
         fronts += [one for one in front if given is None or one.config != given.config]
+    considered += sum(counts[reason] for reason in (_DIVIDES, _MORE))
     fronts.sort(key=lambda one: (one.step_seconds / one.tokens, one.memory.total))
     return Found(
         fronts=tuple(fronts),
@@ -80,29 +81,44 @@ def _given(config: TrainConfig, topology: Topology) -> tuple[Estimate | None, st
         return None, str(error)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """One mesh and batch size, without its remat policy and micro-batches."""
+
+    config: TrainConfig
+    micro_batches: Sequence[int]
+
+
 def _groups(
     config: TrainConfig, model: DecoderConfig, topology: Topology, any_batch: bool
-) -> Iterator[Iterable[TrainConfig]]:
-    """All plans of one mesh and batch size after another."""
-    for batch_size in batch_sizes(config, topology, anything=any_batch):
-        for mesh in meshes(config, model, topology):
+) -> Iterator[_Group]:
+    """All meshes for one batch size after another."""
+    for batch_size in batch_sizes(config, anything=any_batch):
+        for mesh in meshes(config, batch_size, model, topology):
             counts = micro_batches(batch_size, mesh)
-            if not counts:
+            if counts:
+                changed = dataclasses.replace(
+                    config, accumulate=1, batch_size=batch_size, mesh=mesh
+                )
+                yield _Group(changed, counts)
+
+
+def _walk(group: _Group, topology: Topology, counts: Counter[str]) -> Iterator[Estimate]:
+    """For each remat policy the fewest micro-batches that fit, and those before.
+
+    More of them save memory and never time.
+    """
+    for kept in rematted(group.config, topology):
+        for place, number in enumerate(group.micro_batches):
+            try:
+                found = estimate(dataclasses.replace(kept, accumulate=number), topology)
+            except FornaxError:
+                counts[_DIVIDES] += 1
                 continue
-            base = dataclasses.replace(config, accumulate=1, batch_size=batch_size, mesh=mesh)
-            yield [
-                dataclasses.replace(one, accumulate=count)
-                for count in counts
-                for one in rematted(base, topology)
-            ]
-
-
-def _try(config: TrainConfig, topology: Topology) -> Estimate | str:
-    """The estimate, or the kind of reason why there is none."""
-    try:
-        return estimate(config, topology)
-    except FornaxError:
-        return "does not divide over the mesh"
+            yield found
+            if found.memory.total <= _ROOMY * found.memory.usable:
+                counts[_MORE] += len(group.micro_batches) - place - 1
+                break
 
 
 def _undominated(found: list[Estimate]) -> list[Estimate]:

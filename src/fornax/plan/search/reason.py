@@ -69,10 +69,9 @@ def _exchange_words(estimate: Estimate) -> str:
 
 
 def _keep_words(estimate: Estimate) -> str:
-    flops = estimate.flops
-    again = max(0.0, flops / max(estimate.model_flops, 1.0) - 1)
     config = estimate.config
-    if config.remat in ("none", "dots"):
-        return "no matrix product is computed twice"
-    moved = " and moved to the host and back" if config.remat_offload else ""
-    return f"{again:.0%} more arithmetic than the model's own{moved}"
+    moved = " and kept values go to the host and back" if config.remat_offload else ""
+    again = estimate.repeated_flops / estimate.flops
+    if again < 0.005:
+        return f"no product is computed twice{moved}"
+    return f"{again:.0%} of the arithmetic is done a second time to save memory{moved}"

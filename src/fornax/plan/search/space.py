@@ -20,6 +20,8 @@ _MOST_TENSOR = 64
 _MOST_CONTEXT = 64
 _TOKENS_FOR_CONTEXT = 1024
 """Below this many tokens a device of a row, dividing the length gains nothing."""
+_LONG = 32768
+"""Tokens of a row from which dividing it is tried though there are rows for every device."""
 _MOST_MICRO_BATCHES = 64
 
 
@@ -68,8 +70,13 @@ def rematted(config: TrainConfig, topology: Topology) -> Iterator[TrainConfig]:
         )
 
 
-def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Iterator[MeshConfig]:
-    """Mesh shapes that use every device, the least divided first."""
+def meshes(
+    config: TrainConfig, batch_size: int, model: DecoderConfig, topology: Topology
+) -> Iterator[MeshConfig]:
+    """Mesh shapes that use every device, the least divided first.
+
+    A row's length is divided only where it is long, or rows are fewer than devices.
+    """
     slices = topology.slices if topology.chip.platform == "tpu" else 1
     inside = topology.num_devices // slices
     close = topology.shape[-1] if topology.chip.platform == "gpu" else inside
@@ -79,12 +86,14 @@ def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Ite
         for size in _divisors(min(close, inside))
         if size <= _MOST_TENSOR and (size == 1 or _splits(model, size)) and inside % size == 0
     ]
+    divided = config.seq_len >= _LONG or batch_size < topology.num_devices
     contexts = [
         size
         for size in _divisors(inside)
         if size == 1
         or (
-            size <= _MOST_CONTEXT
+            divided
+            and size <= _MOST_CONTEXT
             and config.seq_len % size == 0
             and config.seq_len // size >= _TOKENS_FOR_CONTEXT
             and rules["length"] == ("context",)
@@ -120,17 +129,13 @@ def micro_batches(batch_size: int, mesh: MeshConfig) -> Sequence[int]:
     return [count for count in _divisors(rows) if count <= _MOST_MICRO_BATCHES]
 
 
-def batch_sizes(config: TrainConfig, topology: Topology, *, anything: bool) -> Sequence[int]:
+def batch_sizes(config: TrainConfig, *, anything: bool) -> Sequence[int]:
     """The config's own batch size, or that and others around it."""
     if not anything:
         return (config.batch_size,)
-    sizes = {config.batch_size}
-    sizes |= {config.batch_size * 2**power for power in range(1, 5)}
-    sizes |= {topology.num_devices * rows for rows in (1, 2, 3, 4, 6, 8)}
-    size = config.batch_size
-    while size % 2 == 0 and size > 1 and len(sizes) < 16:
-        size //= 2
-        sizes.add(size)
+    sizes = {config.batch_size * 2**power for power in range(4)}
+    halves = (config.batch_size // 2**power for power in (1, 2))
+    sizes |= {size for size in halves if size and config.batch_size % size == 0}
     return sorted(sizes)
 
 
