@@ -31,6 +31,7 @@ def analyse(module: Module, axes: Mapping[str, int]) -> ProgramFacts:
     """
     reader = _Reader(module, dict(axes))
     schedule = reader.walk(module.entry, Visit())
+    reader.note_unfinished()
     begun = tuple(_begun(schedule))
     operations = tuple(what for what in begun if isinstance(what, Operation))
     collectives = tuple(what for what in begun if isinstance(what, Collective))
@@ -55,7 +56,7 @@ class _Reader:
     def __init__(self, module: Module, axes: dict[str, int]) -> None:
         self.module = module
         self.recorder = Recorder(module, axes)
-        self._pending: dict[tuple[str, str], Operation | Collective] = {}
+        self._pending: dict[tuple[str, str], list[Operation | Collective]] = {}
 
     def walk(self, computation: Computation, visit: Visit) -> tuple[Item, ...]:
         """Return the schedule of a computation and of all that it calls."""
@@ -64,6 +65,11 @@ class _Reader:
             for instruction in computation.instructions
             for item in self._items(computation, instruction, visit)
         )
+
+    def note_unfinished(self) -> None:
+        """Name what was started and never waited for."""
+        for what in (each for waiting in self._pending.values() for each in waiting):
+            self.recorder.note(f"{what.name}: starts and is never waited for")
 
     def _items(
         self, computation: Computation, instruction: Instruction, visit: Visit
@@ -142,7 +148,7 @@ class _Reader:
             what = dataclasses.replace(
                 self.recorder.operation(computation, instruction, visit), asynchronous=True
             )
-        self._pending[computation.name, _key(instruction)] = what
+        self._pending.setdefault((computation.name, _key(instruction)), []).append(what)
         yield Start(what)
 
     def _done(self, computation: Computation, instruction: Instruction) -> Iterator[Item]:
@@ -151,9 +157,9 @@ class _Reader:
         start = computation.operands(instruction)[0]
         while start.opcode.endswith("-update"):
             start = computation.operands(start)[0]
-        what = self._pending.pop((computation.name, _key(start)), None)
-        if what is not None:
-            yield Done(what)
+        waiting = self._pending.get((computation.name, _key(start)))
+        if waiting:
+            yield Done(waiting.pop(0))
         elif instruction.opcode != "recv-done":
             self.recorder.note(f"{instruction.name}: what it waits for was not found")
 
@@ -189,9 +195,20 @@ class _Reader:
             if each.target not in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
                 continue
             overlapped = True
-            for operand in holder.operands(each):
-                if collective_kind(operand):
-                    yield from self._fused_end(computation, instruction, holder, operand, visit)
+            starts = each.target == "AsyncCollectiveStart"
+            for operand in filter(collective_kind, holder.operands(each)):
+                channel = operand.attributes.get("channel_id", "")
+                waiting = self._pending.setdefault((computation.name, f"channel {channel}"), [])
+                if starts:
+                    what = self.recorder.collective(
+                        holder, operand, visit, asynchronous=True, around=(computation, instruction)
+                    )
+                    waiting.append(what)
+                    yield Start(what)
+                elif waiting:
+                    yield Done(waiting.pop(0))
+                else:
+                    self.recorder.note(f"{instruction.name}: what it waits for was not found")
         config = any("async_collective_fusion_config" in c.backend_config for _, c in found)
         if found and not overlapped and not config:
             for holder, each in found:
@@ -201,25 +218,6 @@ class _Reader:
         rest = self.recorder.operation(computation, instruction, visit)
         if not found or rest.flops or (config and not overlapped):
             yield Run(rest)
-
-    def _fused_end(
-        self,
-        computation: Computation,
-        fusion: Instruction,
-        holder: Computation,
-        collective: Instruction,
-        visit: Visit,
-    ) -> Iterator[Item]:
-        """Yield the start of a collective whose channel is not yet open, else its end."""
-        key = (computation.name, "channel " + collective.attributes.get("channel_id", ""))
-        if key in self._pending:
-            yield Done(self._pending.pop(key))
-        else:
-            what = self.recorder.collective(
-                holder, collective, visit, asynchronous=True, around=(computation, fusion)
-            )
-            self._pending[key] = what
-            yield Start(what)
 
     def _called(self, instruction: Instruction, key: str) -> Computation:
         return self.module.computations[instruction.attributes[key].lstrip("%")]

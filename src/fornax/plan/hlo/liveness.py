@@ -87,6 +87,8 @@ class Liveness:
         for time, instruction in enumerate(values.computation.instructions):
             if instruction.opcode not in _ELEMENTWISE_SHARING:
                 continue
+            if "aliasing_operands" in instruction.backend_config:
+                continue  # The compiler said what shares; `Values` has read it.
             for made in values.of[instruction.name]:
                 piece = made.find()
                 if piece.born != time or piece.external:
