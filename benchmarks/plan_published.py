@@ -3,89 +3,124 @@
     python benchmarks/plan_published.py [--write] [--fit]
     python benchmarks/plan_published.py --compile [ROW ...]      # needs libtpu, minutes a row
 
-Predictions come from the facts kept in `published/facts`; `--compile` makes those of rows that have
-none. One row of each kind of chip, its smallest slice, was used to fit the chip's calibration (see
-`fornax.plan.cost.calibration`); errors are reported apart for the rows that were not.
+Every row is predicted by the closed forms of `fornax.plan.analytic`; rows whose program was
+compiled (`--compile` keeps the facts that matter in `published/facts`) from their schedule too. One
+row of each kind of chip, its smallest slice, was used to fit the chip's calibration (see
+`fornax.plan.cost.calibration`); errors are reported for the rows that were not.
 """
 
 import argparse
 import datetime
 import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import _published
 from _published import Facts, Published, Row
-from fornax.plan.cost import Prediction, calibration_of, predict_schedule
+from fornax.plan.analytic import Estimate, estimate
+from fornax.plan.analytic import time as analytic_time
+from fornax.plan.cost import Calibration, Prediction, calibration_of, predict_schedule
+from fornax.plan.topology import Topology
 
 RESULTS = Path(__file__).parent / "results"
 
 FITTED = ("8b-v6e-8", "32b-v5p-128", "16b-v5e-256", "70b-tpu7x-64")
-"""The smallest slice in each kind of chip's table: the calibration has seen these rows."""
+"""The smallest slice in each kind of chip's table: closed forms have been fitted to these rows."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row's prediction."""
+    """One row's predictions."""
 
     row: Row
     published: float
-    prediction: Prediction
-    facts: Facts
+    estimated: Estimate
+    compiled: Prediction | None
+    """None for a row that was not compiled."""
+    facts: Facts | None
     retold: bool
     """Whether the facts are those of the two-slice program with another number of slices."""
 
     @property
-    def error(self) -> float:
-        return self.prediction.step_seconds / self.published - 1
+    def estimated_error(self) -> float:
+        """Signed, relative."""
+        return self.estimated.step_seconds / self.published - 1
+
+    @property
+    def compiled_error(self) -> float | None:
+        """Signed, relative."""
+        return None if self.compiled is None else self.compiled.step_seconds / self.published - 1
 
 
-def facts_of(row: Row, published: Published) -> tuple[Facts, bool] | None:
+def facts_of(row: Row, published: Published) -> tuple[Facts | None, bool]:
     """A row's facts; for more than two slices those of two will do."""
     own = _published.kept(row)
-    if own is not None:
+    topology = _published.topology_of(row)
+    if own is not None or topology.slices <= 2:
         return own, False
-    slices = _published.topology_of(row).slices
     for other in published.rows:
-        same = other.model == row.model and other.remat == row.remat and slices > 2
-        if same and _published.topology_of(other).slices == 2:
-            alike = _published.topology_of(other).shape == _published.topology_of(row).shape
-            found = _published.kept(other) if alike else None
-            if found is not None:
-                return _published.with_slices(found, slices), True
-    return None
+        there = _published.topology_of(other)
+        alike = (other.model, other.remat, there.shape) == (row.model, row.remat, topology.shape)
+        found = _published.kept(other) if alike and there.slices == 2 else None
+        if found is not None:
+            return _published.with_slices(found, topology.slices), True
+    return None, False
+
+
+def outcome(row: Row, published: Published) -> Outcome:
+    """A row, predicted."""
+    model, topology = published.models[row.model], _published.topology_of(row)
+    facts, retold = facts_of(row, published)
+    return Outcome(
+        row=row,
+        published=_published.published_seconds(row, model),
+        estimated=estimate(_published.config_of(row, model), topology),
+        compiled=predict_schedule(facts.schedule, facts.spans, topology) if facts else None,
+        facts=facts,
+        retold=retold,
+    )
 
 
 def outcomes(published: Published) -> list[Outcome]:
-    """Every row that has facts, predicted."""
-    found = []
-    for row in published.rows:
-        facts = facts_of(row, published)
-        if facts is not None:
-            topology = _published.topology_of(row)
-            prediction = predict_schedule(facts[0].schedule, facts[0].spans, topology)
-            seconds = _published.published_seconds(row, published.models[row.model])
-            found.append(Outcome(row, seconds, prediction, *facts))
+    """Every row, predicted."""
+    return [outcome(row, published) for row in published.rows]
+
+
+def fit(published: Published, row: Row) -> dict[str, float]:
+    """The shares of peak in products at which a row's predictions are what was published."""
+    model, topology = published.models[row.model], _published.topology_of(row)
+    goal = _published.published_seconds(row, model)
+    config, (facts, _) = _published.config_of(row, model), facts_of(row, published)
+    known = calibration_of(topology.chip)
+
+    def estimated(share: float) -> float:
+        tried = replace(known, matmul_estimated=share)
+        with mock.patch.object(analytic_time, "calibration_of", return_value=tried):
+            return estimate(config, topology).step_seconds
+
+    found = {"matmul_estimated": _solve(estimated, goal)}
+    if facts is not None:
+        found["matmul"] = _solve(lambda share: _scheduled(facts, topology, known, share), goal)
     return found
 
 
-def fitted_matmul(published: Published, row: Row) -> float | None:
-    """The share of peak in products at which the row's prediction is what was published."""
-    facts = facts_of(row, published)
-    if facts is None:
-        return None
-    topology = _published.topology_of(row)
-    goal = _published.published_seconds(row, published.models[row.model])
-    low, high = 0.1, 1.5
-    for _ in range(40):
+def _scheduled(facts: Facts, topology: Topology, known: Calibration, share: float) -> float:
+    tried = replace(known, matmul=share)
+    return predict_schedule(facts.schedule, facts.spans, topology, tried).step_seconds
+
+
+def _solve(seconds: Callable[[float], float], goal: float) -> float:
+    """The share at which falling `seconds` meet `goal`, within 0.1 and 2."""
+    low, high = 0.1, 2.0
+    for _ in range(30):
         middle = (low + high) / 2
-        tried = replace(calibration_of(topology.chip), matmul=middle)
-        seconds = predict_schedule(facts[0].schedule, facts[0].spans, topology, tried).step_seconds
-        low, high = (middle, high) if seconds > goal else (low, middle)
-    return middle
+        low, high = (middle, high) if seconds(middle) > goal else (low, middle)
+    return round(middle, 3)
 
 
-def compile_rows(published: Published, names: list[str]) -> None:
+def compile_rows(published: Published, names: Sequence[str]) -> None:
     """Compile rows without facts (or those named) and keep what predictions need."""
     from fornax.plan.compile import compile_train
     from fornax.plan.cost.schedule import collective_spans
@@ -110,72 +145,84 @@ def compile_rows(published: Published, names: list[str]) -> None:
         print(f"{row.id}: {path.stat().st_size} bytes kept", flush=True)
 
 
-HEAD = ("row", "published s", "predicted s", "error", "bound", "exposed", "hidden … none hidden")
+HEAD = (
+    *("row", "published s", "estimated s", "error", "GiB"),
+    *("compiled s", "error", "bound", "exposed", "all hidden … none"),
+)
 
 
-def table(found: list[Outcome]) -> list[str]:
+def table(found: Iterable[Outcome]) -> list[str]:
     """The rows as Markdown."""
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for one in found:
-        told = one.prediction
-        marks = " (fitted)" * (one.row.id in FITTED) + " (as 2 slices)" * one.retold
+        marks = " (fitted)" * (one.row.id in FITTED)
         step = f"{one.published:.3f}" if one.row.step_seconds else f"{one.published:.2f}*"
-        exposed = told.exposed_communication_seconds / told.step_seconds
-        span = f"{told.optimistic_seconds:.2f} … {told.pessimistic_seconds:.2f}"
-        lines.append(
-            f"| {one.row.id}{marks} | {step} | {told.step_seconds:.3f} | {one.error:+.1%} "
-            f"| {told.bound} | {exposed:.0%} | {span} |"
+        told = one.estimated
+        first = (
+            f"| {one.row.id}{marks} | {step} | {told.step_seconds:.2f} "
+            f"| {one.estimated_error:+.1%} | {told.memory.total / 2**30:.1f} "
         )
+        lines.append(first + _compiled(one))
     return lines
 
 
-def summary(found: list[Outcome]) -> list[str]:
+def _compiled(one: Outcome) -> str:
+    told, error = one.compiled, one.compiled_error
+    if told is None or error is None:
+        return "| | | | | |"
+    exposed = told.exposed_communication_seconds / told.step_seconds
+    return (
+        f"| {told.step_seconds:.2f}{' (as 2 slices)' * one.retold} | {error:+.1%} | {told.bound} "
+        f"| {exposed:.0%} | {told.optimistic_seconds:.2f} … {told.pessimistic_seconds:.2f} |"
+    )
+
+
+def summary(found: Sequence[Outcome]) -> list[str]:
     """Median and worst, apart for rows that the calibration has not seen."""
-    held = [one for one in found if one.row.id not in FITTED]
-    groups = [("held out, all", held), ("held out and compiled", [o for o in held if not o.retold])]
+    held = [(one.row, one.estimated_error) for one in found if one.row.id not in FITTED]
+    compiled = [(o.row, o.compiled_error) for o in found if o.compiled_error is not None]
+    groups = [("estimated, all held out", held)]
     groups += [
-        (f"held out, {name}", [one for one in held if _published.generation(one.row) == name])
-        for name in sorted({_published.generation(one.row) for one in held})
+        (f"estimated, {name}", [pair for pair in held if _published.generation(pair[0]) == name])
+        for name in sorted({_published.generation(row) for row, _ in held})
     ]
+    groups += [("compiled, none fitted", compiled)]
     lines = ["| rows | count | median error | worst |", "|---|---|---|---|"]
     for name, some in groups:
         if some:
-            middle = _published.median([one.error for one in some])
-            worst = max(some, key=lambda one: abs(one.error))
-            lines.append(
-                f"| {name} | {len(some)} | {middle:.1%} | {worst.error:+.1%} ({worst.row.id}) |"
-            )
+            middle = _published.median([error for _, error in some])
+            row, worst = max(some, key=lambda pair: abs(pair[1]))
+            lines.append(f"| {name} | {len(some)} | {middle:.1%} | {worst:+.1%} ({row.id}) |")
     return lines
 
 
-def report(published: Published, found: list[Outcome]) -> str:
+def report(published: Published, found: Sequence[Outcome]) -> str:
     """The whole results file."""
-    missing = [row.id for row in published.rows if row.id not in {o.row.id for o in found}]
     sources = {one.row.source: one.row.id for one in reversed(found)}
-    differs = [f"- {one.row.id}: {one.row.differs}" for one in found if one.row.differs]
+    differs = [f"- {one.row.id}: {one.row.differs}." for one in found if one.row.differs]
     lines = [
         "# Predicted step times beside published ones",
         "",
-        f"{datetime.date.today().isoformat()}. Published: MaxText's results (addresses below); "
-        "predicted: `fornax.plan` on Fornax's own train step, compiled by libtpu for the same "
-        "slice, batch, sequence, remat and mesh. Nothing ran. * follows from published TFLOP/s.",
+        f"{datetime.date.today().isoformat()}. Published: MaxText's results (addresses below). "
+        "Estimated: `fornax.plan.analytic`, closed forms, nothing compiled. Compiled: Fornax's own "
+        "train step, made by libtpu for the same slice, batch, sequence, remat, mesh and compiler "
+        "options, predicted from its schedule. Nothing ran here. * follows from published TFLOP/s.",
         "",
         *summary(found),
         "",
         *table(found),
         "",
-        "Exposed: share of the predicted step in which the core waits for a transfer. Last column: "
-        "the step with every transfer hidden as far as links allow, and with none hidden.",
+        "GiB: a chip's memory by the estimate. Exposed: share of the step in which the core waits "
+        "for a transfer. Last column: every transfer hidden as far as links allow, and none.",
         "",
         "## Not the same run",
         "",
-        "- all: Fornax's own blocks of the attention kernel, loss in chunks, today's compiler.",
+        "- all: Fornax's own blocks of the attention kernel, its loss in chunks, today's compiler.",
         *differs,
         "",
         "## Left out",
         "",
         *(f"- {what}: {why}." for what, why in published.excluded),
-        *(f"- {name}: not compiled." for name in missing),
         "",
         "## Sources",
         "",
@@ -196,7 +243,7 @@ def main() -> None:
         compile_rows(published, args.compile)
     if args.fit:
         rows = {row.id: row for row in published.rows}
-        print(json.dumps({name: fitted_matmul(published, rows[name]) for name in FITTED}))
+        print(json.dumps({name: fit(published, rows[name]) for name in FITTED}, indent=1))
     text = report(published, outcomes(published))
     print(text)
     if args.write:

@@ -96,7 +96,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     shape = tuple(sizes.values())
     if sizes["slice"] > 1 and len({getattr(d, "slice_index", 0) for d in chosen}) > 1:
         grid = mesh_utils.create_hybrid_device_mesh(
-            (1, *shape[1:]), (shape[0], *(1 for _ in shape[1:])), chosen
+            (1, *shape[1:]),
+            (shape[0], *(1 for _ in shape[1:])),
+            chosen,
+            allow_split_physical_axes=True,
         )
     else:
         grid = mesh_utils.create_device_mesh(shape, chosen, allow_split_physical_axes=True)

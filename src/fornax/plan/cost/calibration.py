@@ -24,7 +24,7 @@ class Calibration:
     products: what they leave out counts here."""
     attention: float = 0.50
     """Share of peak FLOP/s in attention kernels, of the FLOPs they execute."""
-    memory: float = 0.85
+    memory: float = 0.80
     """Share of the memory bandwidth in element-wise work, reductions and copies."""
     links: float = 0.90
     """Share of a link's rate inside a slice or server."""
@@ -53,10 +53,10 @@ it by the compiler's own cycles, and v6e's peak then means the 1.75 GHz that v5p
 
 CALIBRATIONS: Mapping[str, Calibration] = {
     "v5e": Calibration(
-        matmul_estimated=0.87, source="matmul_estimated: MaxText's 16B on one v5e-256"
+        matmul_estimated=0.84, source="matmul_estimated: MaxText's 16B on one v5e-256"
     ),
     "v5p": Calibration(
-        matmul_estimated=0.86, source="matmul_estimated: MaxText's 32B on v5p-128 (64 chips)"
+        matmul_estimated=0.84, source="matmul_estimated: MaxText's 32B on v5p-128 (64 chips)"
     ),
     "v6e": Calibration(
         matmul_estimated=0.62,

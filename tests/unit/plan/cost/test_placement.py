@@ -42,6 +42,11 @@ def test_slices_are_joined_by_the_slice_axis_alone():
     assert (both.slices, both.chips) == (2, 16)
 
 
+def test_a_dimension_may_be_split_in_several_slices_too():
+    found = span("2*v6e:16x16", ["tensor"], slice=2, tensor=4)
+    assert [(a.size, a.ring) for a in found.axes] == [(4, False)]
+
+
 def test_the_two_devices_of_a_chip_are_neighbours():
     found = span("tpu7x:2x2x2", ["tensor"], tensor=2)
     assert (found.cores, found.axes) == (2, ())
