@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from fornax.plan.cost.network import PhysicalAxis, Span
 
@@ -173,11 +173,18 @@ def permute_span(pairs: Sequence[Sequence[int]], devices: Sequence[Place], topol
             size=count + 1,
             ring=False,
             share=share,
-            way=0 if len(ways[dimension]) > 1 else ways[dimension].pop(),
+            way=_way(ways[dimension]),
         )
         for dimension, count in sorted(farthest.items())
     )
     return Span(cores=1 if load else 2, axes=tuple(axes), slices=slices)
+
+
+def _way(used: set[int]) -> Literal[-1, 0, 1]:
+    """The direction that all steps take, 0 for both."""
+    if len(used) > 1:
+        return 0
+    return 1 if 1 in used else -1
 
 
 def _route(source: Place, target: Place, topology: Torus) -> Iterable[tuple]:
