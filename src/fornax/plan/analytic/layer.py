@@ -38,6 +38,9 @@ class Node:
     columns: int = 0
     """Columns of a product before sums over devices are divided: `width`, or more."""
 
+    heads: bool = False
+    """Whether its last dimension is a head's width, which a TPU pads to whole lanes."""
+
     @property
     def flops(self) -> float:
         """FLOPs a token of a product; attention is counted elsewhere."""
@@ -64,7 +67,8 @@ def layer_graph(model: DecoderConfig, shares: Shares) -> tuple[Graph, frozenset[
         return node.name
 
     def cheap(name: str, *needs: str, width: float) -> str:
-        return add(Node(name=name, kind="cheap", needs=needs, width=width))
+        heads = name in ("q", "k", "v", "q_norm", "k_norm")
+        return add(Node(name=name, kind="cheap", needs=needs, width=width, heads=heads))
 
     def norm(name: str, of: str, wanted: bool, width: float) -> str:
         if not wanted:
@@ -82,6 +86,7 @@ def layer_graph(model: DecoderConfig, shares: Shares) -> tuple[Graph, frozenset[
                 width=width,
                 contract=contract,
                 columns=columns,
+                heads=name in ("q_product", "k_product", "v_product"),
             )
         )
 
@@ -95,7 +100,7 @@ def layer_graph(model: DecoderConfig, shares: Shares) -> tuple[Graph, frozenset[
     q = cheap("q", q, width=N * H)
     k = cheap("k", k, width=K * H)
     v = cheap("v", v, width=K * H)
-    o = add(Node(name="o", kind="attention", needs=(q, k, v), width=N * H, wide=N))
+    o = add(Node(name="o", kind="attention", needs=(q, k, v), width=N * H, wide=N, heads=True))
     used.update((q, k, v, o))
     out = norm("post_attention_norm", product("o_product", o, N * H, D, S), after, S)
     middle = cheap("middle", "x", out, width=S)

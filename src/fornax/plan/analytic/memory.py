@@ -73,11 +73,22 @@ def _kept(local: Local, *, offloaded: bool = False) -> float:
     """Bytes of what all layers keep for the backward pass."""
     found = layer_replay(local)
     nodes = found.offloaded if offloaded else found.kept
-    widths = sum(node.width * local.compute_bytes + 4 * node.wide for node in nodes)
-    size = local.tokens * widths
+    lanes = _lanes(local)
+    size = 0.0
+    for node in nodes:
+        width = node.width * (lanes if node.heads and not offloaded else 1.0)
+        size += local.tokens * (width * local.compute_bytes + 4 * node.wide)
     if local.config.remat == "none" and not offloaded:
         size += _intermediates(local)
     return local.model.num_layers * size
+
+
+def _lanes(local: Local) -> float:
+    """How much larger an array is whose last dimension is a head's width."""
+    if local.topology.chip.platform != "tpu":
+        return 1.0
+    H = local.model.head_width
+    return -(-H // _LANES) * _LANES / H
 
 
 def _intermediates(local: Local) -> float:
@@ -153,33 +164,44 @@ def _loss(local: Local, state: tuple[StateArray, ...]) -> _Moment:
 
 
 def _backward(local: Local, state: tuple[StateArray, ...]) -> _Moment:
-    item, model, shares = local.compute_bytes, local.model, local.shares
+    item = local.compute_bytes
     layers = _named(state, "layers/")
-    whole = sum(_gathered(local, array) for array in layers) // model.num_layers
-    work = max(
-        (attention_work(local, window) for window in windows(model)),
-        key=lambda found: found.scratch_bytes,
-    )
-    width = 4 * shares.mlp + 6 * model.hidden_size
-    width += 4 * (shares.heads + shares.kv_heads) * model.head_width
-    head = _count(_named(state, "lm_head")) or _count(_named(state, "embed/"))
+    largest = max(_gathered(local, array) for array in layers) // local.model.num_layers
     return _Moment(
         "backward",
         gradients={
             "layers' gradients": 4.0 * _count(layers),
-            "output projection's gradient": 4.0 * head,
+            # Compilers reduce it late: it stays whole while the layers go backward.
+            "output projection's gradient (whole width)": 4.0 * _head(local),
             "sums over micro-batches": _sums(local, state),
         },
         activations={"kept by layers": _kept(local)},
         temporaries={
-            "a layer's weights (gathered)": float(item * whole),
-            "a layer's gradients (whole)": float(item * whole),
-            "a layer's working set": float(item * local.tokens * width),
-            "attention's backward pass": float(work.scratch_bytes),
+            "a weight and its gradient (gathered)": 2.0 * item * largest,
+            "a layer's working set": local.tokens * _working_set(local),
             "weights in the compute dtype": _cast(local, state),
             "rotations": _rotations(local),
         },
     )
+
+
+def _working_set(local: Local) -> float:
+    """Bytes a token of a layer's own values while it goes backward.
+
+    The largest of three: the MLP's, with gate, up, their product and four of the stream's width;
+    attention's kernel, with what it takes, gives and scratches; the rotations' in float32, where
+    half a head's width is padded to whole lanes.
+    """
+    model, shares, item = local.model, local.shares, local.compute_bytes
+    D, F, H = model.hidden_size, shares.mlp, model.head_width
+    lanes = _lanes(local)
+    N, K = shares.heads * lanes, shares.kv_heads * lanes
+    half = 2 * max(_LANES, H // 2) if local.topology.chip.platform == "tpu" else H
+    scratch = max(attention_work(local, window).scratch_bytes for window in windows(model))
+    mlp = item * (4 * D + 3 * F)
+    attention = item * (3 * D + 3 * N * H + 2 * K * H) + scratch / local.tokens
+    rotations = 4 * N * (half + H) + item * (3 * D + 3 * N * H + F)
+    return float(max(mlp, attention, rotations))
 
 
 def _update(local: Local, state: tuple[StateArray, ...]) -> _Moment:
