@@ -8,7 +8,7 @@ from fornax.mesh.hardware import find_chip
 from fornax.plan.cost import Calibration, PhysicalAxis, Span, predict_schedule
 from fornax.plan.cost.roofline import Rates, operation_seconds
 from fornax.plan.cost.schedule import collective_spans
-from fornax.plan.hlo.facts import Collective, Done, Loop, Operation, Run, Start
+from fornax.plan.hlo.facts import Category, Collective, Done, Loop, Operation, Run, Start
 from fornax.plan.topology import parse_topology
 
 TOPOLOGY = parse_topology("v6e:16x16")
@@ -19,7 +19,7 @@ EXACT = Calibration(
 NOWHERE = {"computation": "entry", "op_name": "", "source": "", "fornax_source": ""}
 
 
-def operation(name="product", *, category="matmul", flops=0.0, moved=0, cycles=None):
+def operation(name="product", *, category: Category = "matmul", flops=0.0, moved=0, cycles=None):
     return Operation(
         name=name,
         opcode="fusion",
@@ -36,10 +36,10 @@ def operation(name="product", *, category="matmul", flops=0.0, moved=0, cycles=N
     )
 
 
-def gather(name="gather", *, size, kind="all-gather", groups=()):
+def gather(name="gather", *, size, groups=()):
     return Collective(
         name=name,
-        kind=kind,
+        kind="all-gather",
         axes=("fsdp",),
         groups=groups,
         group_size=16,

@@ -105,11 +105,13 @@ def test_a_mesh_axis_finds_its_dimensions():
     """fsdp 16 x tensor 4 on v5p 4x4x4: the tensor groups are rings of the last dimension."""
     ids = np.arange(64).reshape(16, 4)
     devices = devices_of(V5P)
-    assert spans_of(ids, devices, V5P) == (Span(axes=(axis(2, 4, True),)),)
-    assert spans_of(ids.T, devices, V5P) == (Span(axes=(axis(0, 4, True), axis(1, 4, True))),)
+    assert spans_of(ids.tolist(), devices, V5P) == (Span(axes=(axis(2, 4, True),)),)
+    assert spans_of(ids.T.tolist(), devices, V5P) == (
+        Span(axes=(axis(0, 4, True), axis(1, 4, True))),
+    )
     (everything,) = spans_of([], devices, V5P)
     assert everything.chips == 64
-    assert spans_of(np.arange(64).reshape(64, 1), devices, V5P) == ()
+    assert spans_of(np.arange(64).reshape(64, 1).tolist(), devices, V5P) == ()
 
 
 NETWORK = Network(link=100e9, outside=10e9, host=1e9, hop_seconds=0.0, outside_seconds=0.0)
