@@ -164,6 +164,8 @@ class Module:
     entry: Computation
     frames: Mapping[int, tuple[Frame, int]]
     """Number -> the frame and its caller's number (0: none)."""
+    lines: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """What `sources` found, by the innermost frame's number."""
 
     @property
     def is_scheduled(self) -> bool:

@@ -19,10 +19,15 @@ def sources(module: Module, instruction: Instruction) -> tuple[str, str]:
     outside of libraries wherever it is installed; its paths begin at the package. Empty where
     there is none.
     """
+    if instruction.frame and instruction.frame in module.lines:
+        return module.lines[instruction.frame]
     frames = [frame for frame in module.stack(instruction) if _ours(frame) or not _installed(frame)]
     asking = next((frame for frame in frames if not _serves(frame)), None)
     inner = next((frame for frame in frames if _ours(frame)), None)
-    return _text(asking or (frames[0] if frames else None)), _text(inner)
+    found = _text(asking or (frames[0] if frames else None)), _text(inner)
+    if instruction.frame:
+        module.lines[instruction.frame] = found
+    return found
 
 
 def _ours(frame: Frame) -> bool:

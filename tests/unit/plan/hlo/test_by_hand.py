@@ -260,3 +260,31 @@ def test_a_library_product_is_counted_from_its_shapes() -> None:
 ROOT %y = f32[64,32]{1,0} custom-call(%x, %w), custom_call_target="__onednn$matmul\""""
     )
     assert facts.flops == 2 * 64 * 96 * 32
+
+
+def pallas_call(op_name: str, config: str = "{}") -> ProgramFacts:
+    return facts_of(
+        f"""%q = bf16[8,512,128]{{2,1,0}} parameter(0)
+ROOT %y = bf16[8,512,128]{{2,1,0}} custom-call(%q, %q, %q), custom_call_target="tpu_custom_call", \
+metadata={{op_name="{op_name}"}}, backend_config={{"custom_call_config":{config}}}"""
+    )
+
+
+def test_our_attention_says_what_it_costs_in_its_scope() -> None:
+    scope = "jit(step)/while/body/splash:fwd=1000,dkv=2000,dq=300/vmap()"
+    for phase, flops in {"fwd_residuals": 1000, "dkv_no_residuals": 2000, "dq": 300}.items():
+        facts = pallas_call(f"{scope}/splash_mha_{phase}/pallas_call")
+        (operation,) = facts.operations
+        assert (operation.category, operation.flops) == ("attention", flops)
+        assert not facts.notes
+
+
+def test_a_kernel_without_an_estimate_is_named() -> None:
+    facts = pallas_call("jit(step)/my_kernel/pallas_call")
+    assert facts.flops == 0
+    assert facts.bytes == 4 * 8 * 512 * 128 * 2
+    assert "'my_kernel' carries no cost estimate" in facts.notes[0]
+    told = pallas_call(
+        "jit(step)/my_kernel", '{"cost_estimate":{"flops":"7","bytes_accessed":"9"}}'
+    )
+    assert (told.flops, told.bytes, told.notes) == (7, 9, ())

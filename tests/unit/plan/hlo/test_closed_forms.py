@@ -37,8 +37,10 @@ def facts_of(function: Callable[..., Any], *arguments: Any) -> ProgramFacts:
     return analyse(parse(text), {"data": 1})
 
 
-def train_facts(remat: str, implementation: str, config: DecoderConfig = CONFIG) -> ProgramFacts:
+@functools.cache
+def compile_training(remat: str, implementation: str) -> jax.stages.Compiled:
     """Compile loss and gradients of a decoder on CPU."""
+    config = CONFIG
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
     def loss(params: Any, tokens_BT: jax.Array) -> jax.Array:
@@ -49,7 +51,13 @@ def train_facts(remat: str, implementation: str, config: DecoderConfig = CONFIG)
         return jnp.mean(jax.nn.logsumexp(logits_BTV, -1) - own_BT)
 
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
-    return facts_of(jax.value_and_grad(loss), params, tokens)
+    return jax.jit(jax.value_and_grad(loss)).lower(params, tokens).compile()
+
+
+def train_facts(remat: str, implementation: str) -> ProgramFacts:
+    text = compile_training(remat, implementation).as_text()
+    assert text is not None
+    return analyse(parse(text), {"data": 1})
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
@@ -166,3 +174,46 @@ def test_sliding_windows_hide_scores() -> None:
     facts = facts_of(attend, *arrays((B, T, N, H), (B, T, 2, H), (B, T, 2, H)))
     pairs = 128 * T - 127 * 128 / 2
     assert facts.flops == pytest.approx(4 * B * N * H * pairs, rel=1e-6)
+
+
+@pytest.mark.parametrize(("remat", "implementation"), [("none", "xla"), ("full", "native")])
+def test_the_peak_is_within_two_percent_of_the_compilers_memory(
+    remat: str, implementation: str
+) -> None:
+    memory = compile_training(remat, implementation).memory_analysis()
+    assert memory is not None
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    used += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    assert train_facts(remat, implementation).peak.bytes == pytest.approx(used, rel=0.02)
+
+
+def test_lines_are_those_of_the_model() -> None:
+    facts = train_facts("none", "xla")
+    products = [each for each in facts.operations if each.flops]
+    lines = {each.source for each in products}
+    assert any("(Attention.__call__)" in line for line in lines)
+    assert any("(MLP.__call__)" in line for line in lines)
+    assert all(line.startswith("fornax/models/") for line in lines)
+    assert any("fornax/kernels/" in each.fornax_source for each in products)
+
+
+def test_collectives_of_a_mesh_of_cpus_name_their_axes() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def exchange(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.psum(x, "data"), jax.lax.all_gather(x, "fsdp", tiled=True)
+
+    spec = jax.sharding.PartitionSpec
+    mapped = jax.shard_map(
+        exchange,
+        mesh=mesh,
+        in_specs=spec(("data", "fsdp")),
+        out_specs=(spec("fsdp"), spec("data")),
+        check_vma=False,
+    )
+    text = jax.jit(mapped).lower(*arrays((64, 32))).compile().as_text()
+    assert text is not None
+    found = {each.kind: each for each in analyse(parse(text), dict(mesh.shape)).collectives}
+    assert (found["all-reduce"].axes, found["all-reduce"].bytes) == (("data",), 8 * 32 * 4)
+    assert (found["all-gather"].axes, found["all-gather"].bytes) == (("fsdp",), 32 * 32 * 4)
+    assert found["all-gather"].source.endswith("(exchange)")
