@@ -74,7 +74,7 @@ def program_of_artifact(
             code_bytes=artifact.memory.code,
             hlo_bytes=len(artifact.hlo),
             cached=cached,
-            versions=dict(artifact.versions),
+            versions={name: version for name, version in artifact.versions.items() if version},
         ),
         notes=tuple(dict.fromkeys((*artifact.notes, *facts.notes, *prediction.notes))),
     )

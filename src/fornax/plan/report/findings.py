@@ -15,7 +15,7 @@ __all__ = ["LogicalAxes", "unasked", "whole_arrays"]
 LogicalAxes = Mapping[str, tuple[str | None, ...]]
 """A parameter's path, such as `layers/mlp/up/kernel`, to the logical axes of its dimensions."""
 
-_LARGE = 64 << 20
+_LARGE = 16 << 20
 _DIVIDING = ("fsdp", "tensor", "expert", "stage")
 """Mesh axes that exist to divide parameters; `data` and `slice` replicate on purpose."""
 _SMALL_MOVE = 1 << 20

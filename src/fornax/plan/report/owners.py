@@ -26,6 +26,8 @@ _ARGUMENTS = (
     ("batch", re.compile(r"^batch\b")),
     ("cache", re.compile(r"\bcache\b")),
 )
+_LOSS = re.compile(r"cross_entropy|next_token_loss")
+"""The loss turns its logits into gradients at once: they are kept for nothing."""
 _LARGEST = 12
 
 
@@ -101,7 +103,8 @@ def _owner(buffer: LiveBuffer, parameters: frozenset[int]) -> str:
     backward = "transpose(" in buffer.op_name
     if backward and _elements(buffer.shape) in parameters:
         return "gradients"
-    if "jvp(" in buffer.op_name and not backward:
+    loss = _LOSS.search(f"{buffer.op_name} {buffer.source} {buffer.fornax_source}")
+    if "jvp(" in buffer.op_name and not backward and not loss:
         return "activations"
     return "temporaries"
 

@@ -1,0 +1,106 @@
+"""`fornax plan` from a config to a report, through a real compiler: XLA's own, and the TPU's."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from fornax.cli.main import main
+from fornax.config import from_mapping
+from fornax.plan.analytic import estimate
+from fornax.plan.compile import compile_train
+from fornax.plan.compile.progress import Quiet
+from fornax.plan.compiled import compiled_programs
+from fornax.plan.recipes import find_recipes
+from fornax.plan.report import ProgramReport
+from fornax.plan.topology import parse_topology
+from fornax.train import TrainConfig
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+SMALL = [
+    (recipe, name)
+    for recipe in find_recipes()
+    if recipe.name == "qwen3-0.6b"
+    for name in recipe.topologies
+    if parse_topology(name).chip.platform == "tpu"
+]
+TOY = {
+    "model": {"vocab_size": 65536, "hidden_size": 256, "num_layers": 2, "num_heads": 4},
+    "seq_len": 64,
+    "batch_size": 8,
+    "mesh": {"fsdp": 2, "tensor": 2, "rules": {"vocab": []}},
+    "remat": "full",
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> ProgramReport:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORNAX_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        config, topology = from_mapping(TrainConfig, TOY), parse_topology("cpu:4")
+        [report] = compiled_programs(config, topology, ("train_step",), Quiet())
+        [artifact] = compile_train(config, topology, programs=("train_step",), progress=Quiet())
+        assert report.memory.total == artifact.memory.total
+        return report
+
+
+@pytest.mark.slow
+class TestToy:
+    """A decoder on four virtual CPU devices, its vocabulary left whole on purpose."""
+
+    def test_memory_has_owners(self, toy):
+        parts = {part.owner: part.bytes for part in toy.memory.parts}
+        assert parts["optimizer"] == pytest.approx(2 * parts["parameters"], rel=0.01)
+        assert all(buffer.owner for buffer in toy.memory.buffers)
+
+    def test_the_peaks_buffers_have_lines_of_the_source(self, toy):
+        lines = [buffer.source for buffer in toy.memory.buffers if buffer.source]
+        assert lines
+        assert any("models/" in line or "train/" in line for line in lines)
+
+    def test_what_is_whole_is_named_with_its_rule(self, toy):
+        whole = [finding for finding in toy.findings if finding.kind == "replicated"]
+        assert {finding.what.split()[0] for finding in whole} >= {"params/embed/embedding"}
+        assert all("mesh.rules.vocab, now []" in finding.fix for finding in whole)
+
+    def test_work_and_exchanges_were_read(self, toy):
+        config, topology = from_mapping(TrainConfig, TOY), parse_topology("cpu:4")
+        guess = estimate(config, topology)
+        assert toy.flops == pytest.approx(guess.flops, rel=0.1)
+        kinds = {(one.kind, one.axes) for one in toy.collectives}
+        assert ("all-gather", ("fsdp",)) in kinds
+        assert any(axes == ("tensor",) for _, axes in kinds)
+        assert toy.step_seconds > 0
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("recipe", "name"), SMALL, ids=lambda one: getattr(one, "name", one))
+def test_a_small_recipe_is_compiled_and_a_second_plan_is_immediate(recipe, name, tmp_path, capsys):
+    words = ["plan", "--config", str(recipe.path), "--topology", name, "--programs", "train"]
+    assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
+    out = capsys.readouterr().out
+    assert "Compiled by the TPU compiler" in out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["summary"]["fits"] is True
+    assert found["origin"] == "compiled"
+    [program] = found["programs"]
+    owners = {part["owner"]: part["bytes"] for part in program["memory"]["parts"]}
+    guess = estimate(recipe.config(), parse_topology(name))
+    assert owners["parameters"] == pytest.approx(guess.memory.parameters, rel=0.01)
+    begun = time.monotonic()
+    assert main(words) == 0
+    assert time.monotonic() - begun < 10
+    assert "kept from an earlier plan" in capsys.readouterr().out
+
+
+def test_without_libtpu_the_extra_is_named(capsys):
+    import importlib.util
+
+    if importlib.util.find_spec("libtpu") is not None:
+        pytest.skip("libtpu is installed here")
+    recipe = RECIPES / "qwen3-0.6b.yaml"
+    assert main(["plan", "--config", str(recipe), "--topology", "v5e:2x4"]) == 2
+    err = capsys.readouterr().err
+    assert "pip install 'fornax-ai[tpu]'" in err
+    assert "--predicted" in err
