@@ -264,11 +264,11 @@ def _collective(
 
 def _span_to(span: Span) -> list[Any]:
     axes = [[a.dimension, a.size, a.ring, a.share, a.way] for a in span.axes]
-    return [span.cores, axes, span.switched, span.slices, span.regular, span.switch]
+    return [span.cores, axes, span.switched, span.slices, span.regular, span.shared, span.switch]
 
 
 def _span_from(told: list[Any]) -> Span:
-    cores, axes, switched, slices, regular, switch = told
+    cores, axes, switched, slices, regular, shared, switch = told
     return Span(
         cores=cores,
         axes=tuple(
@@ -278,6 +278,7 @@ def _span_from(told: list[Any]) -> Span:
         switched=switched,
         slices=slices,
         regular=regular,
+        shared=shared,
         switch=switch,
     )
 

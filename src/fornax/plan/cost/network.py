@@ -84,6 +84,8 @@ class Span:
     """Slices, or GPU servers, that the group has members in."""
     regular: bool = True
     """False when the members fill no box of the torus; the times are then those of the box."""
+    shared: float = 1.0
+    """Groups that a chip has members in: they share its links to the outside and to the host."""
     switch: bool = False
     """Whether the chips hang on switches (GPUs) rather than in a torus."""
 
@@ -148,12 +150,13 @@ def collective_seconds(kind: str, size: float, span: Span, network: Network) -> 
       ValueError: for a kind that is not known.
     """
     if kind == "host-transfer":
-        return _transfer({"host": size / network.host}, ("host",))
+        return _transfer({"host": size * span.shared / network.host}, ("host",))
     if kind not in _PASSES and kind not in ("all-to-all", "collective-permute", "send-recv"):
         raise ValueError(f"collective {kind!r} is not known")
     if kind == "send-recv" or (kind == "collective-permute" and span.slices > 1):
         name = "network" if span.switch else "dcn"
-        return _transfer({name: size / network.outside + network.outside_seconds}, (name,))
+        outside = size * span.shared / network.outside + network.outside_seconds
+        return _transfer({name: outside}, (name,))
     if kind == "collective-permute":
         return _neighbours(size, span, network)
     if span.size <= 1:
@@ -176,7 +179,7 @@ def _gather(size: float, span: Span, network: Network, passes: int) -> Transfer:
     busy: dict[str, float] = {}
     inside = _inside_name(span)
     if span.slices > 1:
-        lacks = size / span.chips * (span.slices - 1) / span.slices
+        lacks = size * span.shared / span.chips * (span.slices - 1) / span.slices
         outside = lacks / network.outside + network.outside_seconds
         busy["network" if span.switch else "dcn"] = passes * outside
     if span.chips > 1:
@@ -192,7 +195,8 @@ def _exchange(size: float, span: Span, network: Network) -> Transfer:
     """All-to-all: the busiest cut of the torus, beside what leaves the slice."""
     busy: dict[str, float] = {}
     if span.slices > 1:
-        leaves = size / (span.slices * span.chips) * (span.slices - 1) / span.slices
+        leaves = size * span.shared / (span.slices * span.chips)
+        leaves *= (span.slices - 1) / span.slices
         name = "network" if span.switch else "dcn"
         busy[name] = leaves / network.outside + network.outside_seconds
     if span.switched > 1:

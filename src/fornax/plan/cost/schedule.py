@@ -64,7 +64,8 @@ class Prices:
 
     def collective(self, collective: Collective) -> Transfer:
         """One collective: of groups that are joined differently, the slowest."""
-        spans = self.spans.get(collective.name) or (Span(),)
+        alone = Span(shared=float(self.rates.chip.devices))
+        spans = self.spans.get(collective.name) or (alone,)
         times = (
             collective_seconds(collective.kind, collective.bytes, span, self.network)
             for span in spans

@@ -83,7 +83,7 @@ def span_of(members: Sequence[Place], topology: Torus) -> Span:
     regular = box == len(chips) and len(inside) * len(slices) == len(members)
     if not regular:
         axes = tuple(_thinned(axis, box / len(chips)) for axis in axes)
-    return Span(cores=cores, axes=axes, slices=len(slices), regular=regular)
+    return Span(cores=cores, axes=axes, slices=len(slices), regular=regular, shared=shared)
 
 
 def _axes(
@@ -177,7 +177,8 @@ def permute_span(pairs: Sequence[Sequence[int]], devices: Sequence[Place], topol
         )
         for dimension, count in sorted(farthest.items())
     )
-    return Span(cores=1 if load else 2, axes=tuple(axes), slices=slices)
+    shared = float(topology.chip.devices)
+    return Span(cores=1 if load else 2, axes=tuple(axes), slices=slices, shared=shared)
 
 
 def _way(used: set[int]) -> Literal[-1, 0, 1]:

@@ -93,6 +93,13 @@ def test_host_and_send_use_their_own_links():
     assert (sent.seconds, sent.link) == (GB / OUTSIDE, "dcn")
 
 
+def test_devices_of_a_chip_share_what_leaves_it():
+    one, both = Span(slices=2), Span(slices=2, shared=2)
+    for kind in ("all-gather", "send-recv", "host-transfer", "all-to-all"):
+        alone = collective_seconds(kind, GB, one, network()).seconds
+        assert collective_seconds(kind, GB, both, network()).seconds == pytest.approx(2 * alone)
+
+
 def test_the_slowest_link_is_named():
     span = Span(axes=(line(4),), slices=2)
     found = collective_seconds("all-gather", GB, span, network())

@@ -73,7 +73,9 @@ def test_a_strided_group_shares_its_ring():
 def test_one_core_of_each_chip_shares_links_with_the_other_core():
     one = [device for device in devices_of(TPU7X) if device.core == 0]
     assert {a.share for a in span_of(one, TPU7X).axes} == {2}
+    assert span_of(one, TPU7X).shared == 2
     whole = span_of(devices_of(TPU7X), TPU7X)
+    assert whole.shared == 1
     assert whole.cores == 2
     assert {a.share for a in whole.axes} == {1}
     assert whole.size == 128
