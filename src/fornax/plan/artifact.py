@@ -69,10 +69,11 @@ class MemoryFacts:
     aliased: int
     """Outputs that lie where an argument was."""
     temporaries: int
-    """The arena reserved for everything in between, its gaps included."""
+    """The arena reserved for everything in between, its gaps included: of a TPU as its compiler's
+    buffer assignment has it, else as `memory_analysis` does."""
     code: int
     peak: int
-    """The most that is alive at once, as the compiler counts it."""
+    """As `memory_analysis` has it; libtpu adds the largest heap of any memory, be it the host's."""
     host: int = 0
     """Bytes in the host's memory: arguments, outputs and temporaries that are offloaded."""
 

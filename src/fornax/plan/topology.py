@@ -80,6 +80,8 @@ class Topology:
 
         host = (*self.host_shape, *(1,) * (3 - len(self.host_shape)))
         options: dict[str, Any] = {"chips_per_host_bounds": host}
+        if self.chip.name == "v4":
+            options["chip_config_name"] = "megacore"  # two cores as one device, as jobs have it
         if self.slices > 1:
             options["num_slices"] = self.slices
         sizes = "x".join(map(str, self.shape))

@@ -88,9 +88,10 @@ def keep(
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        if isinstance(found, Artifact):
-            found.save(made)
-        else:
+        artifact = found if isinstance(found, Artifact) else found.artifact
+        if artifact is not None:
+            artifact.save(made)
+        if isinstance(found, OutOfMemoryError):
             write_whole(made / "error.json", json.dumps(to_mapping(found)).encode())
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
@@ -117,7 +118,11 @@ def _load(folder: Path) -> Artifact | OutOfMemoryError | None:
         if (folder / "error.json").is_file():
             told = json.loads((folder / "error.json").read_text(encoding="utf-8"))
             error: FornaxError = from_mapping(told)
-            return error if isinstance(error, OutOfMemoryError) else None
+            if not isinstance(error, OutOfMemoryError):
+                return None
+            if (folder / "artifact.json").is_file():
+                error.artifact = Artifact.load(folder)
+            return error
         return Artifact.load(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -140,6 +140,8 @@ def _answer(event: Mapping[str, Any], folder: Path) -> Artifact | OutOfMemoryErr
         return Artifact.load(folder)
     error = from_mapping(event["error"])
     assert isinstance(error, OutOfMemoryError)
+    if (folder / "artifact.json").is_file():
+        error.artifact = Artifact.load(folder)
     return error
 
 

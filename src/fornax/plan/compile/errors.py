@@ -7,7 +7,7 @@ from typing import Any
 
 from fornax.config import errors
 from fornax.config.errors import FornaxError, PlanError
-from fornax.plan.artifact import Allocation
+from fornax.plan.artifact import Allocation, Artifact
 from fornax.plan.bytes import show_bytes
 
 __all__ = [
@@ -40,6 +40,7 @@ class OutOfMemoryError(PlanError):
         limit: int,
         arguments: int = 0,
         allocations: tuple[Allocation, ...] = (),
+        artifact: Artifact | None = None,
     ) -> None:
         """Say by how much it does not fit.
 
@@ -49,7 +50,8 @@ class OutOfMemoryError(PlanError):
           used: bytes that it needs of a device.
           limit: bytes that a device has.
           arguments: bytes of those that are its arguments, 0 where the compiler did not say.
-          allocations: the largest of the rest, as the compiler lists them.
+          allocations: the largest of the rest, where the compiler lists them.
+          artifact: the program all the same, as far as the compiler came.
         """
         super().__init__(
             f"{program} does not fit on {topology}: it needs {show_bytes(used)} of a device's "
@@ -61,12 +63,13 @@ class OutOfMemoryError(PlanError):
         self.limit = limit
         self.arguments = arguments
         self.allocations = allocations
+        self.artifact = artifact
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50, "E": 2**60}
 _SIZE = r"([\d.]+)([KMGTPE]?)B?"
 _USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
-_TOTAL = re.compile(rf"Total hbm usage >= {_SIZE}:")
+_NEEDS = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 _EARLY = re.compile(rf"Requires {_SIZE}, has {_SIZE} available")
 _ARGUMENTS = re.compile(rf"^\s*arguments\s+{_SIZE}\s*$", re.MULTILINE)
 _ENTRY = re.compile(r"^\s*\d+\. Size: ", re.MULTILINE)
@@ -74,7 +77,7 @@ _ENTRY = re.compile(r"^\s*\d+\. Size: ", re.MULTILINE)
 
 def no_memory(text: str, program: str, topology: str) -> OutOfMemoryError | None:
     """The compiler's words as an error with figures, or None when they are about something else."""
-    found = _USED.search(text) or _EARLY.search(text)
+    found = _USED.search(text) or _NEEDS.search(text) or _EARLY.search(text)
     if found is None:
         return None
     used, limit = _bytes(found[1], found[2]), _bytes(found[3], found[4])

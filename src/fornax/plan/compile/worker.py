@@ -5,10 +5,12 @@ gone. It tells what it does as lines of JSON on what was its standard output; li
 there are sent to standard error.
 """
 
+import dataclasses
 import importlib
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -17,8 +19,10 @@ from typing import Any
 
 from fornax.config.errors import FornaxError
 from fornax.plan.artifact import Artifact, DeviceFact, MemoryFacts
+from fornax.plan.compile import dump
 from fornax.plan.compile.cache import versions
-from fornax.plan.compile.errors import CompileError, no_memory, to_mapping
+from fornax.plan.compile.dump import Dumped
+from fornax.plan.compile.errors import CompileError, OutOfMemoryError, no_memory, to_mapping
 from fornax.plan.compile.request import Job, Lowering
 from fornax.plan.topology import Topology, parse_topology
 
@@ -63,15 +67,13 @@ def _serve(told: dict[str, Any], say: Any) -> None:
         say(event="phase", what="laying out")
         programs = getattr(importlib.import_module(module), function)(job)
         for name, folder in told["programs"].items():
-            try:
-                artifact = _compile(name, topology, programs[name], told["options"], say)
-            except Exception as error:
-                found = no_memory(str(error), name, topology.name)
-                if found is None:
-                    raise
+            found = _compile(name, topology, programs[name], told["options"], Path(folder), say)
+            if isinstance(found, OutOfMemoryError):
+                if found.artifact is not None:
+                    found.artifact.save(Path(folder))
                 say(event="answer", program=name, error=to_mapping(found))
             else:
-                artifact.save(Path(folder))
+                found.save(Path(folder))
                 say(event="answer", program=name)
 
 
@@ -89,14 +91,45 @@ def _devices(topology: Topology) -> list[Any]:
         ) from error
 
 
-def _compile(name: str, topology: Topology, trace: Any, options: dict, say: Any) -> Artifact:
+def _compile(
+    name: str, topology: Topology, trace: Any, given: dict, folder: Path, say: Any
+) -> Artifact | OutOfMemoryError:
     say(event="phase", what=f"{name}: lowering")
     begun = time.perf_counter()
     program: Lowering = trace()
     lowered = time.perf_counter()
     say(event="phase", what=f"{name}: compiling")
-    compiled = program.lowered.compile(compiler_options=options or None)
-    done = time.perf_counter()
+    written = folder / "dump"
+    options = dict(given)
+    if topology.chip.platform == "tpu":
+        options |= dump.options(written)
+    compiled, refused = None, None
+    try:
+        compiled = program.lowered.compile(compiler_options=options or None)
+    except Exception as error:
+        refused = no_memory(str(error), name, topology.name)
+        if refused is None:
+            raise
+    seconds = (lowered - begun, time.perf_counter() - lowered)
+    dumped = dump.read(written)
+    shutil.rmtree(written, ignore_errors=True)
+    if refused is None:
+        return _artifact(name, topology, program, seconds, compiled, dumped)
+    if dumped is not None:
+        refused.artifact = _artifact(name, topology, program, seconds, None, dumped)
+        refused.used = max(refused.used, dumped.total)
+    return refused
+
+
+def _artifact(
+    name: str,
+    topology: Topology,
+    program: Lowering,
+    seconds: tuple[float, float],
+    compiled: Any,
+    dumped: Dumped | None,
+) -> Artifact:
+    """What is known of a program that was compiled, or (None) refused for its memory."""
     used = _used_arguments(program)
     return Artifact(
         program=name,
@@ -104,15 +137,27 @@ def _compile(name: str, topology: Topology, trace: Any, options: dict, say: Any)
         mesh=dict(program.mesh.shape),
         devices=tuple(map(_device, program.mesh.devices.flat)),
         arguments=tuple(a for i, a in enumerate(program.arguments) if i in used),
-        memory=_memory(compiled),
-        hlo=_BODY.sub(r'\1""', compiled.as_text() or ""),
+        memory=_memory(compiled, dumped),
+        hlo=_BODY.sub(r'\1""', _text(compiled, dumped)),
         cost=_cost(compiled),
         versions=versions(),
-        lower_seconds=lowered - begun,
-        compile_seconds=done - lowered,
+        lower_seconds=seconds[0],
+        compile_seconds=seconds[1],
         notes=program.notes,
         facts=dict(program.facts),
     )
+
+
+def _text(compiled: Any, dumped: Dumped | None) -> str:
+    """The optimized program; jaxlib cannot read that of every libtpu, which then wrote it down."""
+    if compiled is None:
+        return "" if dumped is None else dumped.hlo
+    try:
+        return compiled.as_text() or ""
+    except Exception:
+        if dumped is None:
+            raise
+        return dumped.hlo
 
 
 def _used_arguments(program: Lowering) -> set[int]:
@@ -131,14 +176,14 @@ def _device(device: Any) -> DeviceFact:
     )
 
 
-def _memory(compiled: Any) -> MemoryFacts:
-    stats = compiled.memory_analysis()
+def _memory(compiled: Any, dumped: Dumped | None) -> MemoryFacts:
+    stats = None if compiled is None else compiled.memory_analysis()
 
     def size(name: str) -> int:
         return int(getattr(stats, name, 0) or 0)
 
     hosted = ("argument", "output", "temp")
-    return MemoryFacts(
+    found = MemoryFacts(
         arguments=size("argument_size_in_bytes"),
         outputs=size("output_size_in_bytes"),
         aliased=size("alias_size_in_bytes"),
@@ -147,10 +192,21 @@ def _memory(compiled: Any) -> MemoryFacts:
         peak=size("peak_memory_in_bytes"),
         host=sum(size(f"host_{kind}_size_in_bytes") for kind in hosted),
     )
+    if dumped is None:
+        return found
+    if stats is not None:
+        return dataclasses.replace(found, temporaries=dumped.temporaries)
+    return dataclasses.replace(
+        found,
+        arguments=dumped.arguments,
+        outputs=dumped.outputs,
+        aliased=dumped.aliased,
+        temporaries=dumped.temporaries,
+    )
 
 
 def _cost(compiled: Any) -> dict[str, float]:
-    told = compiled.cost_analysis() or {}
+    told = {} if compiled is None else compiled.cost_analysis() or {}
     told = told[0] if isinstance(told, list) else told
     return {name: float(value) for name, value in told.items()}
 
