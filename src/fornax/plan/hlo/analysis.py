@@ -223,8 +223,9 @@ class _Reader:
         return self.module.computations[instruction.attributes[key].lstrip("%")]
 
     def _inside(self, instruction: Instruction) -> Computation | None:
-        name = instruction.attributes.get("calls", "").lstrip("%")
-        return self.module.computations.get(name)
+        attributes = instruction.attributes
+        key = "to_apply" if instruction.opcode == "call-start" else "calls"
+        return self.module.computations.get(attributes.get(key, "").lstrip("%"))
 
 
 def _key(start: Instruction) -> str:

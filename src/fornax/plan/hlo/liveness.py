@@ -13,6 +13,7 @@ from fornax.plan.hlo.values import Piece, Values, leaf_at
 _ELEMENTWISE_SHARING = frozenset(
     ["fusion", "add", "subtract", "multiply", "divide", "select", "convert", "negate", "all-reduce"]
 )
+_CALLING = frozenset(["while", "conditional", "call", "call-start", "async-start"])
 ALIGNMENT = 512
 
 
@@ -77,7 +78,7 @@ class Liveness:
         return dataclasses.replace(best, pieces=live + best.pieces)
 
     def _called(self, instruction: Instruction) -> Live:
-        if instruction.opcode not in ("while", "conditional", "call", "async-start"):
+        if instruction.opcode not in _CALLING:
             return Live(0, (), ())
         lives = [self.inside(n) for n in instruction.called() if n in self.module.computations]
         return max(lives, key=lambda live: live.bytes, default=Live(0, (), ()))

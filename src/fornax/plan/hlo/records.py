@@ -150,7 +150,7 @@ def deep(module: Module, computation: Computation) -> Iterator[tuple[Computation
     """Yield the instructions of a computation and of the fusions and calls in it."""
     for instruction in computation.instructions:
         yield computation, instruction
-        if instruction.opcode in ("fusion", "call", "async-start"):
+        if instruction.opcode in ("fusion", "call", "call-start", "async-start"):
             for name in instruction.called():
                 if name in module.computations:
                     yield from deep(module, module.computations[name])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fornax.plan.hlo import ProgramFacts, analyse, parse
+from fornax.plan.hlo import Done, Operation, ProgramFacts, Run, Start, analyse, parse
 
 MB = 1 << 20
 _BIG = "f32[256,1024]{1,0}"  # 1 MiB
@@ -288,3 +288,34 @@ def test_a_kernel_without_an_estimate_is_named() -> None:
         "jit(step)/my_kernel", '{"cost_estimate":{"flops":"7","bytes_accessed":"9"}}'
     )
     assert (told.flops, told.bytes, told.notes) == (7, 9, ())
+
+
+@pytest.mark.parametrize(
+    ("opcode", "key"),
+    [("async-start", "calls"), ("fusion-start", "calls"), ("call-start", "to_apply")],
+)
+def test_work_in_the_background_is_one_operation(opcode: str, key: str) -> None:
+    done = opcode.replace("start", "done")
+    facts = facts_of(
+        f"""%x = {_BIG} parameter(0)
+%s = (({_BIG}), {_BIG}, u32[]) {opcode}(%x), {key}=%background
+%other = {_BIG} negate(%x)
+%d = {_BIG} {done}(%s)
+ROOT %r = {_BIG} add(%d, %other)""",
+        computation(
+            "background",
+            f"""%p = {_BIG} parameter(0)
+%e = {_BIG} exponential(%p)
+ROOT %l = {_BIG} log(%e)""",
+        ),
+    )
+    first, between, last, _ = facts.schedule
+    assert isinstance(first, Start)
+    assert isinstance(last, Done)
+    assert first.what is last.what
+    work = first.what
+    assert isinstance(work, Operation)
+    assert (work.name, work.asynchronous, work.transcendentals) == ("s", True, 2 * 256 * 1024)
+    assert isinstance(between, Run)
+    assert between.what.name == "other"
+    assert len(facts.operations) == 3
