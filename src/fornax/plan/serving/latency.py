@@ -109,13 +109,11 @@ class Clock:
         return Body((read if waits else 0.0) + small, 0.0 if waits else compute, exchange)
 
     def choice(self, samples: int) -> float:
-        """In closed form, the output projection and the choice of that many tokens."""
+        """In closed form, the output projection and the greedy choice of that many tokens."""
         a, rates = self.amounts, self.rates
         compute = 2 * samples * a.head_products / rates.flops
         product = max(a.head_bytes / rates.bandwidth, compute)
-        gathered = 4.0 * samples * a.vocab if a.logits < a.vocab else 0.0
-        exchange = rates.exchange("all-gather", gathered) if gathered else 0.0
-        return product + samples * a.vocab * _LOGIT_BYTES / rates.bandwidth + exchange
+        return product + samples * a.logits * _LOGIT_BYTES / rates.bandwidth
 
     def decode(self, batch: int, context: int) -> Step:
         """A step in which each of `batch` sequences of `context` tokens gets one more."""

@@ -71,8 +71,8 @@ def plan_serve(
     """Plan an engine on a topology.
 
     For TPUs the very steps that would run are compiled: the largest decoding step, the largest
-    prefill step, a step of one token, and their choices of tokens. GPUs and CPUs, and anything with
-    `predicted`, come from closed forms.
+    prefill step, a step of one token, and the largest choice of tokens. GPUs and CPUs, and
+    anything with `predicted`, come from closed forms.
 
     Args:
       model: a Hugging Face directory, of which config.json is enough, or a run directory.
@@ -113,7 +113,7 @@ def _compile(engine: Engine, cache: bool, progress: Progress | None) -> dict[str
     steps, samples = engine.sizes.steps, engine.sizes.samples
     decode = min(size for size in steps if size >= engine.limits.max_num_seqs)
     sizes = {f"step {size}": size for size in dict.fromkeys((decode, steps[-1], steps[0]))}
-    sizes |= {f"sample {size}": size for size in dict.fromkeys((samples[-1], samples[0]))}
+    sizes[f"sample {samples[-1]}"] = samples[-1]
     request = request_of(engine, tuple(sizes))
     try:
         artifacts = compile_programs(request, engine.topology, cache=cache, progress=progress)
@@ -258,7 +258,7 @@ def _bucket(one: _Compiled, clock: Clock, engine: Engine) -> Bucket:
         arguments=memory.arguments * each,
         lower_seconds=one.artifact.lower_seconds,
         compile_seconds=one.artifact.compile_seconds,
-        exchanges=exchanges_of(one.facts),
+        exchanges=exchanges_of(one.facts) if kind == "step" else (),
     )
 
 

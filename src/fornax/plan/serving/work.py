@@ -37,9 +37,7 @@ class Amounts:
     reductions: int
     """All-reduces of activations in a step."""
     logits: int
-    """Of one sample, as they are made."""
-    vocab: int
-    """Of one sample, as they are chosen from."""
+    """Of one sample."""
     layers: int
 
 
@@ -66,7 +64,6 @@ def amounts(engine: Engine) -> Amounts:
         token_bytes=model.hidden_size * width,
         reductions=0 if size == 1 else 2 * model.num_layers + (vocab < model.vocab_size),
         logits=vocab,
-        vocab=model.vocab_size,
         layers=model.num_layers,
     )
 

@@ -1,0 +1,41 @@
+"""Small models to serve, as config.json and in memory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fornax.models import DecoderConfig, config_to_hf
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+
+MODELS = {
+    "llama": DecoderConfig(**_SIZES),
+    "tied": DecoderConfig(**{**_SIZES, "num_kv_heads": 2}, tie_embeddings=True),
+    "windowed": DecoderConfig(
+        **_SIZES, sliding_window=24, attention_pattern=("sliding", "sliding", "full", "sliding")
+    ),
+}
+
+
+def write_config(folder: Path, config: DecoderConfig, **more: Any) -> Path:
+    """A directory with nothing but config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config_to_hf(config), **more}))
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A small Llama without weights."""
+    return write_config(tmp_path / "llama", MODELS["llama"], torch_dtype="bfloat16")

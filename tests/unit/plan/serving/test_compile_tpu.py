@@ -1,0 +1,72 @@
+"""An engine's own steps through the TPU compiler, against the shapes that were planned."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tests.unit.plan.serving.conftest import write_config
+
+from fornax.models import DecoderConfig
+from fornax.plan.compile import compile_programs
+from fornax.plan.compile.progress import Quiet
+from fornax.plan.serving import ServingConfig, plan_serve
+from fornax.plan.serving.layout import describe_engine
+from fornax.plan.serving.memory import local_bytes
+from fornax.plan.serving.model import read_model
+from fornax.plan.serving.programs import request_of
+from fornax.plan.topology import parse_topology
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, the TPU compiler, is not installed",
+    ),
+]
+
+# Sizes that the TPU's tiles divide, so that nothing is padded.
+MODEL = DecoderConfig(
+    vocab_size=1024,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    max_position_embeddings=2048,
+    tie_embeddings=True,
+)
+CONFIG = ServingConfig(max_num_seqs=32, max_num_batched_tokens=256, max_model_len=1024)
+
+
+def test_decode_and_prefill_compile_and_take_what_was_planned(tmp_path: Path) -> None:
+    model = read_model(write_config(tmp_path / "llama", MODEL, torch_dtype="bfloat16"))
+    topology = parse_topology("v6e:2x2")
+    engine = describe_engine(model, CONFIG.engine(4), topology)
+    request = request_of(engine, ("step 32", "step 256"))
+    for artifact in compile_programs(request, topology, cache=False, progress=Quiet()):
+        assert "tpu_custom_call" in artifact.hlo
+        owned = artifact.owned()
+        assert owned["parameters"] == engine.weights.nbytes
+        assert owned["cache"] == local_bytes(engine.arrays.kv)
+        assert artifact.memory.arguments == pytest.approx(sum(owned.values()), rel=1e-3)
+        # Pages are written in place: nothing of the cache's size is made.
+        assert artifact.memory.aliased >= owned["cache"]
+        assert artifact.memory.temporaries < owned["cache"] / 4
+
+
+def test_a_compiled_plan_agrees_with_closed_forms(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "llama", MODEL, torch_dtype="bfloat16")
+    topology = parse_topology("v6e:2x2")
+    plan = plan_serve(folder, topology, CONFIG, cache=False, progress=Quiet())
+    assert plan.origin == "compiled"
+    steps = {bucket.size: bucket for bucket in plan.buckets if bucket.program == "step"}
+    assert set(steps) == {1, 32, 256}
+    # two all-reduces a layer, and one of the embeddings
+    assert steps[32].exchanges == (f"5 x all-reduce of {32 * 512 * 2:,} bytes",)
+    for bucket in steps.values():
+        assert 0.3 < bucket.seconds / bucket.predicted_seconds < 3
+    closed = plan_serve(folder, topology, CONFIG, predicted=True)
+    assert plan.memory.weights == closed.memory.weights
+    assert plan.memory.cache == closed.memory.cache
+    assert {point.origin for point in plan.decode} == {"compiled", "predicted"}

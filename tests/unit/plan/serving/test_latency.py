@@ -1,0 +1,130 @@
+"""Bounds on latency against arithmetic done by hand."""
+
+import pytest
+from tests.unit.plan.serving.conftest import MODELS
+from tests.unit.plan.serving.test_layout import planned, served
+
+from fornax.llm.config import EngineConfig
+from fornax.mesh.hardware import find_chip
+from fornax.plan.serving.latency import Body, Clock, Rates
+from fornax.plan.serving.layout import Engine, describe_engine
+from fornax.plan.serving.points import Clocks, decode_points, largest_batches, prompt_points
+from fornax.plan.serving.work import amounts, attention_of
+from fornax.plan.topology import Topology, parse_topology
+
+
+def clock_of(engine: Engine, **changes: float) -> Clock:
+    """Memory of one byte a second, arithmetic and links that cost nothing unless changed."""
+    rates = {"flops": 1e30, "attention": 1e30, "bandwidth": 1.0, "link": 1e30, **changes}
+    link = rates.pop("link")
+    return Clock(
+        rates=Rates(**rates, exchange=lambda kind, size: size / link),
+        amounts=amounts(engine),
+        steps=engine.sizes.steps,
+        samples=engine.sizes.samples,
+        attention=lambda tokens: attention_of(engine, tokens),
+        bodies={},
+        choices={},
+    )
+
+
+def test_decoding_reads_weights_once_and_the_cache_for_every_sequence() -> None:
+    engine = planned("llama", "float32", 1)
+    model = MODELS["llama"]
+    table = model.vocab_size * model.hidden_size * 4
+    body = engine.weights.nbytes - 2 * table  # but the table's rows and the output projection
+    step = clock_of(engine).decode(batch=2, context=64)
+    assert step.weights == body + 2 * model.hidden_size * 4
+    key = 2 * 4 * 16 * 4
+    assert step.cache == 4 * 2 * (64 + 1) * key  # layers, sequences, read and one written
+    assert step.sampling == table + 2 * model.vocab_size * 8
+    assert step.exchange == step.compute == 0
+
+
+def test_windows_bound_what_is_read() -> None:
+    clock = clock_of(planned("windowed", "float32", 1))
+    key = 2 * 4 * 16 * 4
+    near, far = clock.decode(1, 24), clock.decode(1, 128)
+    assert near.cache == 4 * (24 + 1) * key
+    assert far.cache - near.cache == (128 - 24) * key  # one layer of four sees everything
+
+
+def test_arithmetic_counts_the_bucket() -> None:
+    engine = planned("llama", "float32", 1)
+    clock = clock_of(engine, bandwidth=1e30, flops=1.0, attention=1e30)
+    model = MODELS["llama"]
+    width = model.hidden_size * 16
+    layer = width * (2 * 8 + 2 * 4) + 3 * model.hidden_size * model.intermediate_size
+    assert clock.body(12).compute == 2 * 12 * 4 * layer
+    assert clock.decode(3, 8).compute == 2 * 4 * 4 * layer  # a bucket of four
+
+
+def test_parallelism_divides_the_work_and_exchanges_activations() -> None:
+    one, four = planned("llama", "float32", 1), planned("llama", "float32", 4)
+    whole, part = amounts(one), amounts(four)
+    assert part.body_products * 4 == whole.body_products
+    assert part.reductions == 2 * 4 + 1  # after attention and MLP of each layer; the embedding
+    clock = clock_of(four, link=1.0)
+    activations = 9 * 2 * MODELS["llama"].hidden_size * 4
+    assert clock.decode(2, 8).exchange == activations
+    assert amounts(planned("tied", "float32", 4)).reductions == 9
+
+
+def test_a_prompt_goes_in_chunks() -> None:
+    engine = planned("llama", "float32", 1)
+    step, count = clock_of(engine).prompt(80)
+    assert count == 3  # of 32 tokens at most
+    assert step.sampling == clock_of(engine).choice(1)
+    assert clock_of(engine).prompt(81)[0].seconds > step.seconds
+
+
+def test_a_compiled_body_takes_the_place_of_the_closed_form() -> None:
+    engine = planned("llama", "float32", 1)
+    plain = clock_of(engine)
+    clock = Clock(
+        plain.rates, plain.amounts, plain.steps, plain.samples, plain.attention,
+        bodies={4: Body(weights=1.0, compute=2.0, exchange=3.0, compiled=True)},
+        choices={4: 0.5},
+    )  # fmt: skip
+    step = clock.decode(4, 8)
+    assert (step.weights, step.compute, step.exchange, step.sampling) == (1.0, 2.0, 3.0, 0.5)
+    assert step.compiled
+    assert not clock.decode(2, 8).compiled
+
+
+def test_points_end_where_the_cache_does() -> None:
+    engine = planned("llama", "float32", 1, num_gpu_blocks_override=24)
+    clock = clock_of(engine, bandwidth=1e9, flops=1e9, attention=1e9)
+    clocks = Clocks(clock, clock)
+    points = decode_points(engine, clocks, [64, 128])
+    # 24 pages of 8 tokens: three sequences of 64, one of 128
+    assert [(p.context, p.batch) for p in points] == [(64, 1), (64, 3), (128, 1)]
+    for point in points:
+        assert point.tokens_per_second_per_chip == pytest.approx(point.batch / point.seconds)
+    (prompt,) = prompt_points(engine, clocks, [128])
+    assert prompt.steps == 4
+
+
+def test_finds_the_largest_batch_within_a_time() -> None:
+    engine = planned("llama", "float32", 1)
+    clock = clock_of(engine)
+    limit = clock.decode(2, 64).seconds
+    found = largest_batches(engine, Clocks(clock, clock), [64, 128], limit)
+    assert [(one.batch, one.limited_by) for one in found] == [(2, "latency"), (1, "latency")]
+    (none,) = largest_batches(engine, Clocks(clock, clock), [64], 1.0)
+    assert none.batch == 0
+    (most,) = largest_batches(engine, Clocks(clock, clock), [64], 1e30)
+    assert (most.batch, most.limited_by) == (4, "max_num_seqs")
+
+
+def test_knows_which_kernel_runs_and_what_it_reads_twice() -> None:
+    model = served(MODELS["llama"], "bfloat16")  # heads of width 16: no TPU kernel
+    config = EngineConfig(max_model_len=512, tensor_parallel_size=4)
+    tpu = attention_of(describe_engine(model, config, parse_topology("v6e:2x2")), 256)
+    assert tpu.implementation == "xla"
+    assert "multiple of 128" in tpu.reasons["pallas_tpu"]
+    gpu = Topology(chip=find_chip("h100"), shape=(1, 4))
+    found = attention_of(describe_engine(model, config, gpu), 256)
+    assert found.implementation == "pallas_gpu"
+    # a prompt's keys are read again for every block of its queries
+    assert found.prompt(0, 512)[0] > 2 * found.decode(1, 512)[0]
