@@ -20,9 +20,17 @@ import jax
 from fornax.config.errors import KernelError
 from fornax.kernels import choices, tuning
 
-__all__ = ["Call", "Implementation", "Operation", "current_platform", "target_platform"]
+__all__ = [
+    "Call",
+    "Implementation",
+    "Operation",
+    "current_platform",
+    "interpreting",
+    "target_platform",
+]
 
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
+_interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
 
 
 class Call(Protocol):
@@ -110,22 +118,30 @@ def current_platform() -> str:
     return _target.get() or jax.default_backend()
 
 
+def interpreting() -> bool:
+    """Return whether Pallas kernels are interpreted where they would be compiled."""
+    return _interpreting.get()
+
+
 @contextlib.contextmanager
-def target_platform(platform: str) -> Iterator[None]:
+def target_platform(platform: str, *, interpret: bool = False) -> Iterator[None]:
     """Choose implementations for `platform` inside this block, whatever device is attached.
 
     For compiling ahead of time, for instance for a TPU from a machine that has none.
 
     Args:
         platform: `cpu`, `gpu` or `tpu`.
+        interpret: run its Pallas kernels on the device at hand, interpreted: slow, to check their
+            numbers.
 
     Raises:
         KernelError: for another name.
     """
     if platform not in ("cpu", "gpu", "tpu"):
         raise KernelError(f"target_platform={platform!r} is unknown; use one of: cpu, gpu, tpu")
-    token = _target.set(platform)
+    token, other = _target.set(platform), _interpreting.set(interpret)
     try:
         yield
     finally:
         _target.reset(token)
+        _interpreting.reset(other)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fornax.kernels._attention.blocks import LANES, Band, Blocks, choose_blocks, product_flops
 from fornax.kernels._attention.call import AttentionCall, AttentionInputs
 from fornax.kernels._attention.sharded import Division, divide, length_axes
+from fornax.kernels.registry import interpreting
 
 __all__ = ["declines", "splash"]
 
@@ -73,7 +74,7 @@ def splash(inputs: AttentionInputs) -> jax.Array:
         attn_logits_soft_cap=inputs.softcap,
         # Named, so that a remat policy that saves "attention" need not run the kernel again.
         residual_checkpoint_name="attention",
-        interpret=_INTERPRET,
+        interpret=_INTERPRET or interpreting(),
     )
     ids = ()
     if inputs.segment_ids_q_BT is not None and inputs.segment_ids_k_BS is not None:

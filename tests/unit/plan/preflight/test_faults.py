@@ -31,6 +31,7 @@ def failed(report: Any) -> dict[str, str]:
     return {check.name: check.detail for check in report.checks if not check.ok}
 
 
+@pytest.mark.slow
 def test_key_heads_on_the_wrong_axis(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     """Queries divided by heads, keys not: each device pairs its queries with the wrong keys."""
 
@@ -54,6 +55,7 @@ def test_key_heads_on_the_wrong_axis(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     assert report.first_failure.name == "tensor=2"
 
 
+@pytest.mark.slow
 def test_a_loss_without_its_psum(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     """Each device keeps the sum over its own tokens."""
 
@@ -77,6 +79,7 @@ def test_a_loss_without_its_psum(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     assert "weights of the batch add up to" in found["data=2"] or "loss differs" in found["data=2"]
 
 
+@pytest.mark.slow
 def test_an_attention_that_ignores_segments(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     fill = native.fill
 
@@ -91,6 +94,7 @@ def test_an_attention_that_ignores_segments(ask: Ask, monkeypatch: pytest.Monkey
     assert "xla on 640 tokens" not in found
 
 
+@pytest.mark.slow
 def test_accumulation_by_means(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     """The mean of the micro-batches' means, each micro-batch counting the same."""
 
@@ -165,6 +169,7 @@ def test_a_checkpoint_left_in_its_old_layout(ask: Ask, monkeypatch: pytest.Monke
     assert "params/embed/embedding came back laid out as" in next(iter(found.values()))
 
 
+@pytest.mark.slow
 def test_a_remat_that_recomputes_something_else(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     """As with a dropout key that is another the second time."""
     from fornax.models import scan
@@ -202,6 +207,7 @@ def test_rows_read_by_two_hosts(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     assert "host 1 should read row 8 of batch 0, not row 0" in found["rows of 2 hosts"]
 
 
+@pytest.mark.slow
 def test_a_z_loss_of_twice_its_weight(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     def twice(*args: Any, z_loss: float, **kwargs: Any) -> Any:
         return linear_cross_entropy(*args, z_loss=2 * z_loss, **kwargs)
@@ -211,6 +217,7 @@ def test_a_z_loss_of_twice_its_weight(ask: Ask, monkeypatch: pytest.MonkeyPatch)
     assert "weight 0.0001" in failed(report)
 
 
+@pytest.mark.slow
 def test_products_rounded_more_than_their_dtype_says(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     """Activations of three bits of fraction, as of float8, where bfloat16 has seven."""
     linear = kernels.linear

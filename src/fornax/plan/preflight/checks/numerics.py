@@ -1,5 +1,6 @@
 """Questions about numbers: every choice of a config alone, in pairs, and all together."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ __all__ = ["numerics", "shown"]
 _LONG = 640
 """Tokens at which every implementation of attention takes the call."""
 _LONG_ROWS = 2
+_OF_TPU = "splash"
+"""The implementation that is interpreted here: it is slow, so a quick preflight leaves it out."""
 
 
 def numerics(lab: Lab, config: TrainConfig, *, quick: bool) -> Iterator[Question]:
@@ -37,7 +40,7 @@ def numerics(lab: Lab, config: TrainConfig, *, quick: bool) -> Iterator[Question
     yield from _one_device(lab)
     yield from _meshes(lab)
     if not quick:
-        yield from _attention_together(lab)
+        yield from _attention_together(lab, config)
     yield from _precision(lab)
 
 
@@ -57,8 +60,14 @@ def _attention(config: TrainConfig) -> Iterator[Question]:
 
     def ask(name: str) -> Comparison:
         program = long.program(dataclasses.replace(long.single, batch_size=_LONG_ROWS), name)
+        platform = (
+            kernels.target_platform("tpu", interpret=True)
+            if name == _OF_TPU
+            else contextlib.nullcontext()
+        )
         try:
-            return long.verify(program, rows=long_rows())
+            with platform:
+                return long.verify(program, rows=long_rows())
         except KernelError as error:
             raise NotUsed(_reason(error)) from error
 
@@ -75,6 +84,7 @@ def _attention(config: TrainConfig) -> Iterator[Question]:
                 group="attention",
                 name=f"{implementation.name} on {_LONG} tokens",
                 ask=lambda name=implementation.name: ask(name),
+                alone=implementation.name == _OF_TPU,
             )
 
 
@@ -132,25 +142,26 @@ def _meshes(lab: Lab) -> Iterator[Question]:
         )
 
 
-def _attention_together(lab: Lab) -> Iterator[Question]:
-    """Every implementation that takes rows of this length on the whole mesh."""
+def _attention_together(lab: Lab, config: TrainConfig) -> Iterator[Question]:
+    """On the whole mesh, the implementations that the trainer does not choose here of itself."""
     if not lab.shrunk.axes:
         return
-    config = float32(lab.config)
+    long = Lab(shrink(config, seq_len=_LONG, depth="quick"))
 
     def ask(name: str) -> Comparison:
+        here = long if name == "blockwise" else lab
         try:
-            return lab.verify(lab.program(config, name))
+            return here.verify(here.program(float32(here.config), name))
         except KernelError as error:
             raise NotUsed(_reason(error)) from error
 
-    for implementation in kernels.attention_operation.implementations:
-        if implementation.name not in ("reference", "splash"):
-            yield Question(
-                group="attention",
-                name=f"{implementation.name} on {shown(config.mesh)}{_also(config)}",
-                ask=lambda name=implementation.name: ask(name),
-            )
+    small = float32(lab.config)
+    for name in ("blockwise", "xla"):
+        yield Question(
+            group="attention",
+            name=f"{name} on {shown(small.mesh)}{_also(small)}",
+            ask=lambda name=name: ask(name),
+        )
 
 
 def _precision(lab: Lab) -> Iterator[Question]:
