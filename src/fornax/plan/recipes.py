@@ -8,7 +8,7 @@ from pathlib import Path
 import fornax
 from fornax.config import ConfigError, load
 from fornax.plan.analytic import Estimate, estimate
-from fornax.plan.report.say import BOUNDS
+from fornax.plan.report.say import bound_words
 from fornax.plan.report.words import count, nbytes, seconds
 from fornax.plan.topology import Topology, parse_topology
 from fornax.train import TrainConfig
@@ -101,5 +101,5 @@ def _cells(recipe: Recipe, topology: Topology, seen: Estimate) -> tuple[str, ...
         f"{seen.utilisation:.1%}",
         f"{seen.tokens_per_second_per_chip:,.0f}",
         count(seen.tokens / seen.step_seconds * 86_400),
-        BOUNDS[seen.bound],
+        bound_words(seen.bound, topology.chip.platform),
     )

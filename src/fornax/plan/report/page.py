@@ -10,7 +10,7 @@ from fornax.plan.report.data import Plan
 from fornax.plan.report.gather import exchanges
 from fornax.plan.report.pictures import memory_picture, roofline_picture
 from fornax.plan.report.program import ProgramReport
-from fornax.plan.report.say import BOUNDS, TITLES, verdicts
+from fornax.plan.report.say import TITLES, bound_words, link_words, verdicts
 from fornax.plan.report.words import count, nbytes, rate, seconds, sides, where
 from fornax.train.report import Section, render, table
 
@@ -49,7 +49,7 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
             ("tokens a day", count(plan.speed.tokens_per_day)),
         ]
     found += [
-        ("bound by", BOUNDS[main.bound]),
+        ("bound by", bound_words(main.bound, plan.hardware.platform)),
         ("fits" if plan.fits else "DOES NOT FIT", f"{share:.0%} of {nbytes(memory.usable)}"),
     ]
     if plan.money:
@@ -63,7 +63,7 @@ def _sections(plan: Plan) -> Iterable[Section]:
     if main.work:
         yield _roofline_section(plan)
     if main.collectives:
-        yield _communication_section(main)
+        yield _communication_section(main, plan.hardware.platform)
     yield from _findings_sections(main)
     if plan.options or plan.searched:
         yield _options_section(plan)
@@ -133,12 +133,12 @@ def _roofline_section(plan: Plan) -> Section:
     )
 
 
-def _communication_section(program: ProgramReport) -> Section:
+def _communication_section(program: ProgramReport, platform: str) -> Section:
     rows = [
         (
             row.kind,
             sides(row.axes),
-            row.link,
+            link_words(row.link, platform),
             f"{row.count:,}",
             nbytes(row.moved),
             seconds(row.seconds),

@@ -3,7 +3,7 @@
 from fornax.plan.report.data import Money, Plan
 from fornax.plan.report.words import count, nbytes, seconds
 
-__all__ = ["BOUNDS", "TITLES", "paid", "too_large", "verdicts"]
+__all__ = ["BOUNDS", "TITLES", "bound_words", "link_words", "paid", "too_large", "verdicts"]
 
 BOUNDS = {
     "compute": "arithmetic",
@@ -13,6 +13,26 @@ BOUNDS = {
     "host": "the link to the host",
 }
 """What a step waits for, in words."""
+
+_LINKS = {
+    "gpu": {"ici": "nvlink", "dcn": "network"},
+    "cpu": {"ici": "memory", "dcn": "memory", "nvlink": "memory", "network": "memory"},
+}
+_BOUNDS = {
+    "gpu": {"ici": "NVLink inside a node", "dcn": "the network between nodes"},
+    "cpu": {"ici": "exchanges between devices", "dcn": "exchanges between devices"},
+}
+
+
+def link_words(link: str, platform: str) -> str:
+    """A link as it is called where it is."""
+    return _LINKS.get(platform, {}).get(link, link)
+
+
+def bound_words(bound: str, platform: str) -> str:
+    """What a step waits for, in words."""
+    return _BOUNDS.get(platform, {}).get(bound, BOUNDS[bound])
+
 
 TITLES = {
     "replicated": "Large arrays that every chip holds whole",
@@ -24,16 +44,17 @@ TITLES = {
 def verdicts(plan: Plan) -> list[str]:
     """Speed and fit, one sentence each."""
     main, memory = plan.main, plan.main.memory
+    bound = bound_words(main.bound, plan.hardware.platform)
     said = []
     if plan.speed:
         speed = plan.speed
         said.append(
             f"step {seconds(speed.step_seconds)}, MFU {speed.mfu:.1%} (executed {speed.hfu:.1%}), "
             f"{speed.tokens_per_second_per_chip:,.0f} tokens/s/chip, "
-            f"{count(speed.tokens_per_day)} tokens/day; bound by {BOUNDS[speed.bound]}"
+            f"{count(speed.tokens_per_day)} tokens/day; bound by {bound}"
         )
     else:
-        said.append(f"{main.name} {seconds(main.step_seconds)}; bound by {BOUNDS[main.bound]}")
+        said.append(f"{main.name} {seconds(main.step_seconds)}; bound by {bound}")
     said.append(
         f"between {seconds(main.optimistic_seconds)} with all communication hidden and "
         f"{seconds(main.pessimistic_seconds)} with none"

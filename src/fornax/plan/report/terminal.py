@@ -12,7 +12,7 @@ from rich.text import Text
 from fornax.plan.report.data import Plan, Run
 from fornax.plan.report.gather import Exchange, exchanges
 from fornax.plan.report.program import Memory, ProgramReport
-from fornax.plan.report.say import TITLES, paid, verdicts
+from fornax.plan.report.say import TITLES, link_words, paid, verdicts
 from fornax.plan.report.words import count, nbytes, rate, seconds, shorten, sides, where
 
 __all__ = ["print_plan", "render_table"]
@@ -30,10 +30,12 @@ def render_table(plan: Plan, width: int = WIDTH) -> str:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print the plan: as wide as the terminal up to a hundred columns, a hundred elsewhere."""
+    """Print the plan: as wide as the terminal up to a hundred columns, as plain text elsewhere."""
     if console is None:
         console = Console(highlight=False)
-        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+        if not console.is_terminal:
+            print(render_table(plan), end="")  # noqa: T201
+            return
     console.width = min(console.width, WIDTH)
     for part in _parts(plan):
         console.print(part)
@@ -54,7 +56,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
             f"{count(hardware.memory_bandwidth, 'B/s')})"
         )
         yield _work(main)
-    yield from _communication(main)
+    yield from _communication(main, plan.hardware.platform)
     yield from _findings(main)
     yield from _others(plan)
     yield from _compilation(main)
@@ -148,21 +150,22 @@ def _work(program: ProgramReport) -> RenderableType:
     return _grid(head, rows, total=True)
 
 
-def _communication(program: ProgramReport) -> Iterator[RenderableType]:
+def _communication(program: ProgramReport, platform: str) -> Iterator[RenderableType]:
     rows = exchanges(program.collectives)
     if not rows:
         return
     yield _title("Communication of a step, one chip")
     yield _grid(
-        ("exchange", "over", "link", "times", "bytes", "time", "exposed"), map(_exchange, rows)
+        ("exchange", "over", "link", "times", "bytes", "time", "exposed"),
+        (_exchange(row, platform) for row in rows),
     )
 
 
-def _exchange(row: Exchange) -> tuple[str, ...]:
+def _exchange(row: Exchange, platform: str) -> tuple[str, ...]:
     return (
         row.kind,
         sides(row.axes),
-        row.link,
+        link_words(row.link, platform),
         f"{row.count:,}",
         nbytes(row.moved),
         seconds(row.seconds),
