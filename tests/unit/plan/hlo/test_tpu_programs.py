@@ -26,6 +26,7 @@ _AXES = {
     "mlp_v5e": {"data": 1, "fsdp": 4, "tensor": 2},
     "mlp_v6e": {"data": 1, "fsdp": 16, "tensor": 1},
     "collectives": {"data": 2, "fsdp": 4},
+    "across": {"data": 2, "fsdp": 2, "tensor": 2},
     "conditional": {"data": 1, "fsdp": 2, "tensor": 2},
     "offload": {"data": 1, "fsdp": 2, "tensor": 2},
     "slices": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -169,6 +170,20 @@ def test_what_crosses_slices_is_a_collective_of_one_device_a_slice(programs: Fix
     assert sum(each.bytes * each.count for each in weights) == 2 * 4 * 1024 * 2048 * 2 // 4
     inside = [each for each in facts.collectives if each.axes == ("fsdp",)]
     assert {each.groups for each in inside} == {((0, 2), (1, 3))}
+
+
+def test_each_kind_across_slices(programs: Fixtures) -> None:
+    facts = programs.facts("across")
+    found = {each.kind: each for each in facts.collectives if each.axes == ("data",)}
+    shard = 2048 * 1024 * 4
+    assert {kind: each.bytes for kind, each in found.items()} == {
+        "all-gather": 2 * shard,
+        "all-reduce": shard // 2,  # What is left to each after a reduce-scatter in its slice.
+        "reduce-scatter": shard,
+        "all-to-all": 2 * shard,
+        "send-recv": shard,
+    }
+    assert all(each.asynchronous and each.group_size == 2 for each in found.values())
 
 
 def test_offloaded_activations_are_transfers_to_the_host(programs: Fixtures) -> None:
