@@ -151,8 +151,8 @@ class Lab:
             raise Failed(f"the step was skipped: its loss is {outcome.loss} and not finite")
         dtypes = program.config.dtypes
         factor = allowance(dtypes.compute, self.terms)
-        tokens = rows["tokens"].size
-        allowed = expected.noise.of_loss(expected.loss, factor, tokens)
+        tokens = int(np.count_nonzero(rows["loss_weights"]))
+        allowed = expected.noise.of_loss(expected.loss, factor, tokens, dtypes.compute)
         found = compare_number("loss", outcome.loss, expected.loss, allowed)
         tolerances = {
             path: expected.noise.tolerance(path, value, factor, unit(dtypes.params))

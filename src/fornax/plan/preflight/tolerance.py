@@ -31,7 +31,9 @@ import numpy as np
 __all__ = ["Noise", "Tolerance", "allowance", "measure_noise", "unit"]
 
 _DEVIATIONS = 3.0
-_PROBES = 8
+_PROBES, _ORDER_PROBES = 16, 8
+"""Moves. A loss is one number, whose noise few samples would often show too small; in float32 the
+allowance for order is many times the noise, and half as many do."""
 
 Arrays = Mapping[str, np.ndarray]
 Compute = Callable[[Arrays], tuple[float, Arrays]]
@@ -88,9 +90,15 @@ class Noise:
             largest=factor * self.largest[path] + 2 * u * float(wide.max(initial=0.0)),
         )
 
-    def of_loss(self, loss: float, factor: float, terms: int) -> Tolerance:
-        """What the loss, a float32 sum of `terms` terms, may differ by."""
-        allowed = factor * self.loss + unit("float32") * math.sqrt(terms) * abs(loss)
+    def of_loss(self, loss: float, factor: float, terms: int, dtype: str) -> Tolerance:
+        """What the loss, a mean over `terms` tokens added up in float32, may differ by.
+
+        Beside the noise of the weights, each token's own activations are rounded to `dtype`:
+        errors of a unit of its loss that differ from token to token, and average out.
+        """
+        own = unit(dtype) * abs(loss) / math.sqrt(terms)
+        added_up = unit("float32") * math.sqrt(terms) * abs(loss)
+        allowed = factor * (self.loss + own) + added_up
         return Tolerance(rms=allowed, largest=allowed)
 
 
@@ -111,7 +119,7 @@ def measure_noise(
     losses: list[float] = []
     squares: dict[str, list[float]] = {path: [] for path in arrays}
     largest: dict[str, list[float]] = {path: [] for path in arrays}
-    for _ in range(_PROBES):
+    for _ in range(_ORDER_PROBES if u == unit("float32") else _PROBES):
         moved = {path: _moved(value, u, rng) for path, value in params.items()}
         other_loss, other = compute(moved)
         losses.append(other_loss - loss)

@@ -254,7 +254,7 @@ def _z_loss(lab: Lab) -> Comparison:
     expected = lab.expected("float32")
     found = lab.judge(program, outcome, expected, lab.rows)
     factor = allowance("float32", lab.terms)
-    allowed = expected.noise.of_loss(expected.loss, factor, lab.rows["tokens"].size)
+    allowed = expected.noise.of_loss(expected.loss, factor, lab.rows["tokens"].size, "float32")
     return found.then(
         compare_number("the z-loss", outcome.metrics["z_loss"], expected.z_loss, allowed)
     )
