@@ -6,6 +6,7 @@ that updates it, and from there, as from a copy, back to what was computed.
 """
 
 import dataclasses
+import re
 
 from fornax.plan.hlo.module import Computation, Instruction, Module
 from fornax.plan.hlo.shapes import leaves
@@ -18,6 +19,8 @@ _PASSING_NAMES = (
 _PASSING = frozenset(_PASSING_NAMES.split())
 _ROOM = frozenset(["AllocateBuffer"])
 _STEPS = 24
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]*"')
+_READERS = 5
 _TURNS = 3
 """How often a value is followed from one turn of a loop into the turn before."""
 
@@ -56,11 +59,32 @@ def telling(
         return instruction
     if instruction.opcode == "fusion":
         told = _origin(module, _Place(computation, instruction), 0)
-        return told if told.op_name else instruction
-    place = _Place(computation, instruction, _Place(*around) if around else None)
-    written = 1 if instruction.opcode.startswith("dynamic-update-slice") else 0
-    told = _origin(module, _operand(place, written), 0)
-    return told if told.op_name else instruction
+    else:
+        place = _Place(computation, instruction, _Place(*around) if around else None)
+        written = 1 if instruction.opcode.startswith("dynamic-update-slice") else 0
+        told = _origin(module, _operand(place, written), 0)
+    if told.frame or told.source[0]:
+        return told
+    # An argument has a name and no line: the line is that of who reads it.
+    reader = _reader(*(around or (computation, instruction)))
+    return reader or (told if told.op_name else instruction)
+
+
+def _reader(computation: Computation, instruction: Instruction) -> Instruction | None:
+    """Return the nearest instruction with a name that reads what one makes.
+
+    What is sent comes back by the receive of the same name: a collective across slices.
+    """
+    rendezvous = _RENDEZVOUS.search(instruction.rest)
+    front = [instruction]
+    if rendezvous:
+        front = [e for e in computation.instructions if rendezvous.group() in e.rest]
+    for _ in range(_READERS):
+        front = [user for each in front for user in computation.users.get(each.name, [])]
+        found = next((user for user in front if user.op_name), None)
+        if found is not None:
+            return found
+    return None
 
 
 def _filler(

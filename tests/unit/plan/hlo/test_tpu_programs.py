@@ -184,6 +184,7 @@ def test_each_kind_across_slices(programs: Fixtures) -> None:
         "send-recv": shard,
     }
     assert all(each.asynchronous and each.group_size == 2 for each in found.values())
+    assert found["all-to-all"].source.endswith(" (each)")
 
 
 def test_offloaded_activations_are_transfers_to_the_host(programs: Fixtures) -> None:
