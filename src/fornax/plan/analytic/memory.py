@@ -20,6 +20,8 @@ __all__ = ["estimate_memory"]
 _BATCH_ARRAYS = 5
 """tokens, targets, segment_ids, positions, loss_weights: four bytes a token each."""
 _LANES = 128
+_PASSED_ROUND = 8
+"""Most devices of a ring over which weights are passed round in parts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +166,7 @@ def _loss(local: Local, state: tuple[StateArray, ...]) -> _Moment:
 
 
 def _backward(local: Local, state: tuple[StateArray, ...]) -> _Moment:
-    item = local.compute_bytes
     layers = _named(state, "layers/")
-    largest = max(_gathered(local, array) for array in layers) // local.model.num_layers
     return _Moment(
         "backward",
         gradients={
@@ -177,7 +177,7 @@ def _backward(local: Local, state: tuple[StateArray, ...]) -> _Moment:
         },
         activations={"kept by layers": _kept(local)},
         temporaries={
-            "a weight and its gradient (gathered)": 2.0 * item * largest,
+            "weights and their gradients (gathered)": _whole_weights(local, layers),
             "a layer's working set": local.tokens * _working_set(local),
             "weights in the compute dtype": _cast(local, state),
             "rotations": _rotations(local),
@@ -185,12 +185,27 @@ def _backward(local: Local, state: tuple[StateArray, ...]) -> _Moment:
     )
 
 
+def _whole_weights(local: Local, layers: list[StateArray]) -> float:
+    """Weights of a layer put together for its products, and gradients before they are divided.
+
+    Over few devices the compiler passes parts of a weight round while it multiplies, so that one
+    weight and its gradient are whole at most (seen with 8); over many it gathers all of a layer
+    ahead, and two gradients wait for their reduction (seen with 256).
+    """
+    counts = sorted(_gathered(local, array) // local.model.num_layers for array in layers)
+    data = {*local.axes("batch"), *local.axes("length")}
+    axes = {axis for array in layers for dim in array.axes for axis in dim if axis in data}
+    if math.prod(local.mesh[axis] for axis in axes) <= _PASSED_ROUND:
+        return 2.0 * local.compute_bytes * counts[-1]
+    return local.compute_bytes * (float(sum(counts)) + 2.0 * counts[-1])
+
+
 def _working_set(local: Local) -> float:
     """Bytes a token of a layer's own values while it goes backward.
 
-    The largest of three: the MLP's, with gate, up, their product and four of the stream's width;
-    attention's kernel, with what it takes, gives and scratches; the rotations' in float32, where
-    half a head's width is padded to whole lanes.
+    The largest of three: the MLP's, with gate, up, their product, four of the stream's width and
+    what was computed again for attention's turn; attention's kernel, with what it takes, gives and
+    scratches; the rotations' in float32, where half a head's width is padded to whole lanes.
     """
     model, shares, item = local.model, local.shares, local.compute_bytes
     D, F, H = model.hidden_size, shares.mlp, model.head_width
@@ -198,7 +213,9 @@ def _working_set(local: Local) -> float:
     N, K = shares.heads * lanes, shares.kv_heads * lanes
     half = 2 * max(_LANES, H // 2) if local.topology.chip.platform == "tpu" else H
     scratch = max(attention_work(local, window).scratch_bytes for window in windows(model))
-    mlp = item * (4 * D + 3 * F)
+    found = layer_replay(local)
+    ahead = [node for node in (*found.again, *found.offloaded) if node.name in ("q", "k", "v", "o")]
+    mlp = item * (4 * D + 3 * F + lanes * sum(node.width for node in ahead))
     attention = item * (3 * D + 3 * N * H + 2 * K * H) + scratch / local.tokens
     rotations = 4 * N * (half + H) + item * (3 * D + 3 * N * H + F)
     return float(max(mlp, attention, rotations))
