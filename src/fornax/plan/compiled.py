@@ -15,7 +15,7 @@ from fornax.plan.report.compiled import program_of_artifact
 from fornax.plan.report.findings import LogicalAxes
 from fornax.plan.report.predicted import program_of_estimate
 from fornax.plan.report.program import ProgramReport
-from fornax.plan.report.refused import memory_of_refusal
+from fornax.plan.report.refused import refused_program
 from fornax.plan.topology import Topology
 from fornax.train import TrainConfig
 
@@ -30,8 +30,8 @@ def compiled_programs(
 ) -> list[ProgramReport]:
     """The programs of a training run as the compiler made them.
 
-    A training step that does not fit is reported too: with the compiler's figure of its memory,
-    and with times from closed forms.
+    A program that does not fit is reported too, with the compiler's figure of its memory; those
+    after it are not compiled. Times of a training step are then from closed forms.
 
     Raises:
       MissingCompilerError: when libtpu is not installed.
@@ -39,11 +39,17 @@ def compiled_programs(
       ShardingError, ConfigError: when the run could not be laid out over the chips.
     """
     watched = Watched(progress or choose(topology.name))
+    refused = []
     try:
         artifacts = compile_train(config, topology, programs=programs, progress=watched)
     except OutOfMemoryError as error:
-        return [_refused(config, topology, error)]
-    return [_report(config, topology, one, one.program in watched.seen) for one in artifacts]
+        refused = [_refused(config, topology, error)]
+        before = tuple(programs)[: tuple(programs).index(error.program)]
+        artifacts = (
+            compile_train(config, topology, programs=before, progress=watched) if before else []
+        )
+    found = [_report(config, topology, one, one.program in watched.seen) for one in artifacts]
+    return [*found, *refused]
 
 
 class Watched:
@@ -96,8 +102,7 @@ def _residual(config: TrainConfig, artifact: Artifact) -> int:
 
 
 def _refused(config: TrainConfig, topology: Topology, error: OutOfMemoryError) -> ProgramReport:
-    guessed = program_of_estimate(estimate(config, topology))
-    return memory_of_refusal(guessed, error, topology)
+    return refused_program(program_of_estimate(estimate(config, topology)), error, topology)
 
 
 @functools.cache

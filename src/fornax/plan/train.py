@@ -48,7 +48,7 @@ def plan_train(
         plan = _predicted(config, topology, name, programs)
     else:
         plan = _compiled(config, topology, name, programs or programs_of(config))
-    if plan.fits:
+    if plan.main.memory.fits:
         return plan
     guess = estimate(config, topology).memory.total
     scale = plan.main.memory.total / guess if plan.origin == "compiled" and guess else 1.0

@@ -4,37 +4,77 @@ import dataclasses
 
 from fornax.plan.compile import OutOfMemoryError
 from fornax.plan.report.program import Buffer, Memory, MemoryPart, ProgramReport
-from fornax.plan.report.words import nbytes
+from fornax.plan.report.words import nbytes, operation
 from fornax.plan.topology import Topology
 
-__all__ = ["memory_of_refusal"]
+__all__ = ["refused_program"]
 
 _STATE = ("parameters", "optimizer", "batch")
 _LARGEST = 12
 
 
-def memory_of_refusal(
+def refused_program(
     guessed: ProgramReport, error: OutOfMemoryError, topology: Topology
 ) -> ProgramReport:
-    """The estimate of the program with the memory that the compiler said it needs.
+    """A report with the memory that the compiler said the program needs.
 
-    The state is known exactly; what the compiler needs beyond it is divided among the other owners
-    as the estimate divides it.
+    The state is known exactly. What a training step needs beyond it is divided among the other
+    owners as the estimate divides it, and its times are the estimate's; of another program both
+    are unknown.
+
+    Args:
+      guessed: the estimate of the training step.
+      error: what the compiler said.
+      topology: the chips.
     """
     devices = topology.chip.devices
-    used = error.used * devices
-    state = sum(part.bytes for part in guessed.memory.parts if part.owner in _STATE)
-    rest = guessed.memory.total - state
-    factor = max(0, used - state) / rest if rest else 0.0
-    parts = tuple(
-        part
-        if part.owner in _STATE
-        else MemoryPart(owner=part.owner, bytes=round(part.bytes * factor))
-        for part in guessed.memory.parts
+    trains = error.program == guessed.name
+    memory = Memory(
+        parts=_parts(guessed, error.used * devices, trains),
+        usable=error.limit * devices,
+        host=guessed.memory.host if trains else 0,
+        buffers=_buffers(error) or (guessed.memory.buffers if trains else ()),
     )
-    buffers = tuple(
+    said = (
+        f"the compiler refuses {error.program}: it needs {nbytes(error.used)} of a device's "
+        f"{nbytes(error.limit)}. The total is the compiler's; "
+    )
+    if trains:
+        said += "how it divides among owners, and all times, are estimates"
+        return dataclasses.replace(guessed, memory=memory, notes=(said, *guessed.notes))
+    return ProgramReport(
+        name=error.program,
+        memory=memory,
+        flops=0.0,
+        bytes=0.0,
+        step_seconds=0.0,
+        compute_seconds=0.0,
+        exposed_seconds=0.0,
+        optimistic_seconds=0.0,
+        pessimistic_seconds=0.0,
+        bound="memory",
+        notes=(f"{said}its time is not known",),
+    )
+
+
+def _parts(guessed: ProgramReport, used: int, trains: bool) -> tuple[MemoryPart, ...]:
+    sizes = {part.owner: part.bytes for part in guessed.memory.parts}
+    state = sum(sizes[owner] for owner in _STATE if owner in sizes)
+    room = max(0, used - state)
+    if trains:
+        rest = sum(sizes.values()) - state
+        factor = room / rest if rest else 0.0
+        found = {o: size if o in _STATE else round(size * factor) for o, size in sizes.items()}
+    else:
+        found = {owner: size if owner in _STATE else 0 for owner, size in sizes.items()}
+        found["temporaries"] = room
+    return tuple(MemoryPart(owner=owner, bytes=size) for owner, size in found.items())
+
+
+def _buffers(error: OutOfMemoryError) -> tuple[Buffer, ...]:
+    return tuple(
         Buffer(
-            name=one.op_name or one.kind,
+            name=operation(one.op_name) or one.kind,
             owner="",
             shape=one.shape.partition("{")[0],
             bytes=one.bytes,
@@ -42,21 +82,4 @@ def memory_of_refusal(
             source=one.source,
         )
         for one in error.allocations[:_LARGEST]
-    )
-    memory = Memory(
-        parts=parts,
-        usable=error.limit * devices,
-        host=guessed.memory.host,
-        buffers=buffers or guessed.memory.buffers,
-    )
-    return dataclasses.replace(
-        guessed,
-        name=error.program,
-        memory=memory,
-        notes=(
-            f"the compiler refuses {error.program}: it needs {nbytes(error.used)} of a device's "
-            f"{nbytes(error.limit)}. The total is the compiler's; how it divides among gradients, "
-            "activations and temporaries, and all times, are estimates",
-            *guessed.notes,
-        ),
     )

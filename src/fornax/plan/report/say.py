@@ -94,7 +94,10 @@ def too_large(plan: Plan) -> str | None:
         f"{nbytes(memory.over)} too much; "
     )
     if not plan.advice:
-        return text + "no single change of the config that was tried makes it fit; use more chips"
+        return (
+            text
+            + "no change of the config that was tried makes it fit; use a smaller batch_size or more chips"
+        )
     changes = (
         f"({number}) {one.change}{f', {one.flags}' if one.flags else ''}: "
         f"{nbytes(one.total_bytes)}, {seconds(one.step_seconds)} a step"

@@ -70,4 +70,4 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would_help(make_plan
 def test_without_advice_it_says_so(make_plan):
     text = too_large(dataclasses.replace(make_plan(fits=False), advice=()))
     assert text is not None
-    assert text.endswith("use more chips")
+    assert text.endswith("use a smaller batch_size or more chips")
