@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import _published
-from _published import Facts, Published, Row
+from _published import Facts, Published, Row, generation
 from fornax.plan.analytic import Estimate, estimate
 from fornax.plan.analytic import time as analytic_time
 from fornax.plan.cost import Calibration, Prediction, calibration_of, predict_schedule
@@ -181,10 +181,12 @@ def summary(found: Sequence[Outcome]) -> list[str]:
     """Median and worst, apart for rows that the calibration has not seen."""
     held = [(one.row, one.estimated_error) for one in found if one.row.id not in FITTED]
     compiled = [(o.row, o.compiled_error) for o in found if o.compiled_error is not None]
-    groups = [("estimated, all held out", held)]
+    known = {(one.row.model, generation(one.row)) for one in found if one.row.id in FITTED}
+    others = [pair for pair in held if (pair[0].model, generation(pair[0])) not in known]
+    groups = [("estimated, all held out", held), ("estimated, other models", others)]
     groups += [
-        (f"estimated, {name}", [pair for pair in held if _published.generation(pair[0]) == name])
-        for name in sorted({_published.generation(row) for row, _ in held})
+        (f"estimated, {name}", [pair for pair in held if generation(pair[0]) == name])
+        for name in sorted({generation(row) for row, _ in held})
     ]
     groups += [("compiled, none fitted", compiled)]
     lines = ["| rows | count | median error | worst |", "|---|---|---|---|"]
