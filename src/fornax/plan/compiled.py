@@ -30,8 +30,7 @@ def compiled_programs(
 ) -> list[ProgramReport]:
     """The programs of a training run as the compiler made them.
 
-    A program that does not fit is reported too, with the compiler's figure of its memory; those
-    after it are not compiled. Times of a training step are then from closed forms.
+    A program that does not fit is reported too; those after it are not compiled.
 
     Raises:
       MissingCompilerError: when libtpu is not installed.
@@ -48,7 +47,7 @@ def compiled_programs(
         artifacts = (
             compile_train(config, topology, programs=before, progress=watched) if before else []
         )
-    found = [_report(config, topology, one, one.program in watched.seen) for one in artifacts]
+    found = [_report(config, topology, one, fresh=one.program in watched.seen) for one in artifacts]
     return [*found, *refused]
 
 
@@ -75,7 +74,7 @@ class Watched:
 
 
 def _report(
-    config: TrainConfig, topology: Topology, artifact: Artifact, fresh: bool
+    config: TrainConfig, topology: Topology, artifact: Artifact, *, fresh: bool
 ) -> ProgramReport:
     facts = analyse(parse(artifact.hlo), dict(artifact.mesh))
     return program_of_artifact(
@@ -102,6 +101,9 @@ def _residual(config: TrainConfig, artifact: Artifact) -> int:
 
 
 def _refused(config: TrainConfig, topology: Topology, error: OutOfMemoryError) -> ProgramReport:
+    """What is known of a program that does not fit: the program itself, or the compiler's words."""
+    if error.artifact is not None:
+        return _report(config, topology, error.artifact, fresh=True)
     return refused_program(program_of_estimate(estimate(config, topology)), error, topology)
 
 

@@ -95,8 +95,8 @@ def too_large(plan: Plan) -> str | None:
     )
     if not plan.advice:
         return (
-            text
-            + "no change of the config that was tried makes it fit; use a smaller batch_size or more chips"
+            f"{text}no change of the config that was tried makes it fit; use a smaller batch_size "
+            "or more chips"
         )
     changes = (
         f"({number}) {one.change}{f', {one.flags}' if one.flags else ''}: "
