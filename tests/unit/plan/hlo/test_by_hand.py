@@ -319,3 +319,48 @@ ROOT %l = {_BIG} log(%e)""",
     assert isinstance(between, Run)
     assert between.what.name == "other"
     assert len(facts.operations) == 3
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "out", "window", "labels", "flops"),
+    [
+        ("64,96", "96,32", "64,32", "", "bf_io->bf", 2 * 64 * 96 * 32),
+        ("3,64,96", "96,32,1", "3,64,32", "size=1", "0bf_io0->0bf", 2 * 3 * 64 * 96 * 32),
+        # Contracted over two dimensions, and an outer product along one (a window that is padded).
+        (
+            "3,64,2,16,1",
+            "2,16,8,32,1",
+            "3,64,8,32,1",
+            "size=1x8x2 pad=0_0x7_7x0_0 rhs_reversal=0x1x0",
+            "0b2f1_2i1o0->0b1f2",
+            2 * (3 * 64) * (2 * 16) * (8 * 32),
+        ),
+        (
+            "48,2,16,1",
+            "3,64,2,16",
+            "48,3,64,1",
+            "size=3x2 pad=2_2x0_0 rhs_reversal=1x0",
+            "b1f0_0o1i->b0f1",
+            2 * 48 * (3 * 64) * (2 * 16),
+        ),
+        ("3,64,2,16", "3,64,48,1", "2,16,48,1", "size=1x3", "1f0b_1io0->0bf1", 2 * 192 * 32 * 48),
+        # A batch of products: the window's dilation keeps each with its own.
+        (
+            "4,64,96",
+            "4,96,32",
+            "4,64,32",
+            "size=4 stride=3 pad=0_0 lhs_dilate=4",
+            "0bf_0io->0bf",
+            2 * 4 * 64 * 96 * 32,
+        ),
+    ],
+)
+def test_products_as_the_tpu_compiler_writes_them(
+    left: str, right: str, out: str, window: str, labels: str, flops: int
+) -> None:
+    facts = facts_of(
+        f"""%a = bf16[{left}] parameter(0)
+%b = bf16[{right}] parameter(1)
+ROOT %c = bf16[{out}] convolution(%a, %b), window={{{window}}}, dim_labels={labels}"""
+    )
+    assert facts.flops == flops
