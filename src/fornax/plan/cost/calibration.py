@@ -60,8 +60,9 @@ CALIBRATIONS: Mapping[str, Calibration] = {
     ),
     "v6e": Calibration(
         matmul_estimated=0.62,
+        host=1.0,
         clock=918e12 / _PEAK_CYCLE,
-        source="matmul_estimated: MaxText's Llama 3.1 8B on v6e-8",
+        source="matmul_estimated and host: MaxText's Llama 3.1 8B on v6e-8",
     ),
     "tpu7x": Calibration(
         matmul_estimated=0.70,
