@@ -138,10 +138,17 @@ class Replay:
 
 @functools.cache
 def replay(model: DecoderConfig, shares: Shares, policy: Policy) -> Replay:
-    """Walk from what the backward pass uses to the nearest kept values."""
+    """Walk from what the backward pass uses to the nearest kept values.
+
+    Without a policy norms and activations keep values of their own, which are none of the graph's:
+    `memory.py` adds them.
+    """
     graph, used = layer_graph(model, shares)
     if policy.keeps_all:
-        kept = [node for node in graph.values() if node.name in used or node.kind == "input"]
+        names = {"q", "k", "v", "o", "gate", "up"}
+        for node in graph.values():
+            names.update(node.needs if node.kind == "product" else ())
+        kept = [node for node in graph.values() if node.name in names]
         return Replay(kept=tuple(kept), offloaded=(), again=())
     found: dict[str, None] = {}
     again: dict[str, None] = {}

@@ -15,7 +15,7 @@ from fornax.plan.analytic.local import Local, windows
 from fornax.plan.analytic.result import MemoryEstimate
 from fornax.plan.analytic.state import StateArray
 
-__all__ = ["estimate_memory"]
+__all__ = ["estimate_memory", "kept_bytes"]
 
 _BATCH_ARRAYS = 5
 """tokens, targets, segment_ids, positions, loss_weights: four bytes a token each."""
@@ -59,7 +59,7 @@ def estimate_memory(local: Local, state: tuple[StateArray, ...]) -> MemoryEstima
         activations=round(sum(peak.activations.values())) * devices,
         temporaries=round(sum(peak.temporaries.values())) * devices,
         other=_code(local) * devices,
-        host=round(_kept(local, offloaded=True)) * devices,
+        host=round(kept_bytes(local, offloaded=True)) * devices,
         parts={name: round(size) * devices for name, size in parts.items() if size >= 1},
         moment=peak.name,
         usable=int(local.topology.chip.usable_bytes),
@@ -71,7 +71,7 @@ def _code(local: Local) -> int:
     return 40 * 2**20 if local.topology.chip.platform == "tpu" else 0
 
 
-def _kept(local: Local, *, offloaded: bool = False) -> float:
+def kept_bytes(local: Local, *, offloaded: bool = False) -> float:
     """Bytes of what all layers keep for the backward pass."""
     found = layer_replay(local)
     nodes = found.offloaded if offloaded else found.kept
@@ -94,15 +94,14 @@ def _lanes(local: Local) -> float:
 
 
 def _intermediates(local: Local) -> float:
-    """What a layer keeps without any policy, beyond the values the backward pass needs: three
-    float32 copies for each norm, four more of the MLP's width, and its weights in the compute
-    dtype."""
+    """What a layer keeps besides where no policy says what to keep: of each norm three float32
+    arrays of its width, of the activation three or (GELU) five of the MLP's."""
     model, shares = local.model, local.shares
-    norms = {"sandwich": 4}.get(model.norm_placement, 2) * model.hidden_size
+    norms = (4 if model.norm_placement == "sandwich" else 2) * model.hidden_size
     if model.qk_norm != "none":
         norms += (shares.heads + shares.kv_heads) * model.head_width
-    wide = 3 * 4 * norms
-    return local.tokens * (wide + 4 * shares.mlp * local.compute_bytes)
+    inner = (3 if model.activation == "silu" else 5) * shares.mlp
+    return local.tokens * (3.0 * 4 * norms + inner * local.compute_bytes)
 
 
 def _named(state: tuple[StateArray, ...], prefix: str) -> list[StateArray]:
@@ -154,7 +153,7 @@ def _loss(local: Local, state: tuple[StateArray, ...]) -> _Moment:
             "output projection's gradient (whole width)": 4.0 * head,
             "sums over micro-batches": _sums(local, state),
         },
-        activations={"kept by layers": _kept(local)},
+        activations={"kept by layers": kept_bytes(local)},
         temporaries={
             "output projection (gathered)": float(item * head),
             "logits of a chunk": 4.0 * chunk * local.shares.vocab,
@@ -175,7 +174,7 @@ def _backward(local: Local, state: tuple[StateArray, ...]) -> _Moment:
             "output projection's gradient (whole width)": 4.0 * _head(local),
             "sums over micro-batches": _sums(local, state),
         },
-        activations={"kept by layers": _kept(local)},
+        activations={"kept by layers": kept_bytes(local)},
         temporaries={
             "weights and their gradients (gathered)": _whole_weights(local, layers),
             "a layer's working set": local.tokens * _working_set(local),

@@ -15,6 +15,7 @@ from fornax.models import DecoderConfig, Remat, abstract_decoder
 from fornax.plan.analytic.flops import step_pieces
 from fornax.plan.analytic.layer import replay
 from fornax.plan.analytic.local import localise
+from fornax.plan.analytic.memory import kept_bytes
 from fornax.plan.analytic.policies import policy_of
 from fornax.plan.topology import parse_topology
 from fornax.train import TrainConfig
@@ -96,6 +97,17 @@ def test_kept_values_are_those_that_differentiation_keeps(model: str, remat: str
     predicted = ROWS * LENGTH * sum(2 * node.width + 4 * node.wide for node in found.kept)
     traced = _kept_bytes(config, policy)
     assert predicted == traced
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_without_a_policy_norms_and_activations_keep_values_of_their_own(model: str) -> None:
+    """Differentiation also keeps attention's output twice, which the compiler makes one, and a few
+    numbers a token of each norm."""
+    config, policy = _model(**MODELS[model]), Remat(policy="none")
+    local = localise(_config(config, policy), parse_topology("h100:1"))
+    predicted = kept_bytes(local) / LAYERS
+    output = ROWS * LENGTH * 5 * 32 * 2
+    assert predicted == pytest.approx(_kept_bytes(config, policy) - output, rel=0.02)
 
 
 def _dot_flops(jaxpr: Any, times: float = 1.0) -> float:
