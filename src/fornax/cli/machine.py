@@ -39,6 +39,7 @@ def examine() -> list[Finding]:
         _versions,
         _devices,
         _compiler,
+        _tpu_compiler,
         _cores,
         _memory,
         _disks,
@@ -171,6 +172,25 @@ def _first_line(path: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return "does not run"
     return next(iter(done.stdout.splitlines()), "no version")
+
+
+def _tpu_compiler() -> Iterator[Finding]:
+    """The compiler that `fornax plan` asks; a run on TPUs has the version that jax asks for."""
+    version = _installed("libtpu")
+    wanted = next((r.specifier for r in _requirements("jax", "tpu") if r.name == "libtpu"), None)
+    fix = f"pip install '{_DISTRIBUTION}[tpu]'"
+    if version is None:
+        value = f"none (plans for TPUs are then predicted only; {fix})"
+        yield Finding(name="TPU compiler", value=value)
+    elif wanted is not None and not wanted.contains(version, prereleases=True):
+        yield Finding(
+            name="TPU compiler",
+            value=f"libtpu {version}",
+            problem=f"this jax goes with libtpu {wanted}; plans may differ from runs, or fail",
+            fix=fix,
+        )
+    else:
+        yield Finding(name="TPU compiler", value=f"libtpu {version}")
 
 
 def _cores() -> Iterator[Finding]:

@@ -131,6 +131,7 @@ class Artifact:
         """Write `artifact.json` and `hlo.txt.gz` into `folder`."""
         told = dataclasses.asdict(dataclasses.replace(self, hlo=""))
         told["format"] = _FORMAT
+        told["hlo_size"] = len(self.hlo)
         write_whole(folder / "hlo.txt.gz", gzip.compress(self.hlo.encode(), 6, mtime=0))
         write_whole(folder / "artifact.json", json.dumps(told).encode())
 
@@ -150,17 +151,20 @@ class Artifact:
             told["arguments"] = tuple(_array(array) for array in told["arguments"])
             told["memory"] = MemoryFacts(**told["memory"])
             told["notes"] = tuple(told["notes"])
-            told["hlo"] = _unzip(folder / "hlo.txt.gz")
+            told["hlo"] = _unzip(folder / "hlo.txt.gz", told.pop("hlo_size"))
             return cls(**told)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{folder} holds no artifact: {error}") from error
 
 
-def _unzip(path: Path) -> str:
+def _unzip(path: Path, size: int) -> str:
     try:
-        return gzip.decompress(path.read_bytes()).decode()
+        text = gzip.decompress(path.read_bytes()).decode()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+    if len(text) != size:
+        raise ValueError(f"{path} is damaged: {len(text)} of {size} characters")
+    return text
 
 
 def _device(told: dict[str, Any]) -> DeviceFact:

@@ -20,8 +20,8 @@ def only(findings) -> Finding:
 def test_a_sound_machine_reports_everything_and_returns_0(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    names = ["fornax", "python", "jax", "flax", "devices", "compiler", "cores", "memory"]
-    for name in [*names, "disk here", "cache", "extras"]:
+    names = ["fornax", "python", "jax", "flax", "devices", "compiler", "TPU compiler", "cores"]
+    for name in [*names, "memory", "disk here", "cache", "extras"]:
         assert any(line.startswith(f"{name} ") for line in out.splitlines())
 
 
@@ -133,3 +133,23 @@ def test_an_extra_is_there_only_when_all_that_it_names_is(monkeypatch):
     assert not machine._complete("top", "x")
     there.add("c")
     assert machine._complete("top", "x")
+
+
+@pytest.mark.parametrize(
+    ("installed", "value", "problem"),
+    [
+        (None, "none (plans for TPUs are then predicted only; pip install 'fornax-ai[tpu]')", ""),
+        ("0.0.1", "libtpu 0.0.1", "this jax goes with libtpu ==0.0.77.*"),
+        ("0.0.77.2", "libtpu 0.0.77.2", ""),
+    ],
+)
+def test_the_tpu_compiler_is_told_and_held_to_what_jax_asks_for(
+    monkeypatch, installed, value, problem
+):
+    wanted = [machine.Requirement("libtpu==0.0.77.*"), machine.Requirement("requests")]
+    monkeypatch.setattr(machine, "_installed", lambda p: installed)
+    monkeypatch.setattr(machine, "_requirements", lambda package, extra: wanted)
+    found = only(machine._tpu_compiler())
+    assert found.value == value
+    assert found.problem.startswith(problem)
+    assert bool(found.fix) == bool(problem)

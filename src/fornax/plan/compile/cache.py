@@ -166,7 +166,7 @@ def _source(builder: str) -> str:
         if path.relative_to(root).parts[0] not in _ELSEWHERE or "compile" in path.parts
     ]
     found: Any = importlib.util.find_spec(builder)
-    if found is not None and found.origin:
+    if found is not None and found.has_location:
         files.append(Path(found.origin))
     digest = hashlib.sha256()
     for path in files:

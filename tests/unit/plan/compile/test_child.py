@@ -1,0 +1,181 @@
+"""The child that compiles: what it gives; whatever becomes of it is told in a paragraph."""
+
+import importlib.util
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fornax.config.errors import FornaxError, ShardingError
+from fornax.plan.compile import (
+    CompileError,
+    MissingCompilerError,
+    Request,
+    compile_program,
+    compile_programs,
+    compile_train,
+)
+from fornax.plan.compile.progress import Lines, Quiet
+from fornax.plan.topology import parse_topology
+from fornax.train import TrainConfig
+
+
+def ask(builder: str, *programs: str, **arguments: Any) -> Request:
+    return Request(builder=builder, arguments=arguments, programs=programs or ("square",))
+
+
+class Recorded(Quiet):
+    """Remembers the phases."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.closed = False
+
+    def phase(self, what: str) -> None:
+        self.phases.append(what)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_programs_come_in_the_order_asked_for_and_their_phases_are_shown(toy: str) -> None:
+    shown = Recorded()
+    cube, square = compile_programs(
+        ask(toy, "cube", "square"), parse_topology("cpu:2"), progress=shown
+    )
+    assert (cube.program, square.program) == ("cube", "square")
+    assert (cube.topology, dict(cube.mesh)["fsdp"], len(cube.devices)) == ("cpu:2", 2, 2)
+    assert cube.hlo.startswith("HloModule jit")
+    assert cube.notes == ("toy",)
+    [x] = cube.arguments  # the other one is not read, so it is never sent to a device
+    assert (x.name, x.axes, x.bytes_global, x.bytes_device) == ("x", (("fsdp",), ()), 512, 256)
+    assert cube.memory.arguments == 256
+    assert shown.phases == [
+        *("starting", "laying out", "cube: lowering", "cube: compiling"),
+        *("square: lowering", "square: compiling"),
+    ]
+    assert shown.closed
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [
+        ("shard", ShardingError, "^embed: dimension 0 of size 3 does not divide$"),
+        ("bug", CompileError, "square cannot be compiled for cpu:2: ValueError: two lines"),
+        ("exit", CompileError, "compiling square for cpu:2 ended with exit code 3"),
+    ],
+)
+def test_failures_are_passed_on(toy: str, what: str, kind: type[FornaxError], said: str) -> None:
+    with pytest.raises(kind, match=said) as caught:
+        compile_program(ask(toy, what=what), parse_topology("cpu:2"), progress=Quiet())
+    assert "\n" not in str(caught.value)
+
+
+def _await(file: Path) -> int:
+    for _ in range(600):
+        if file.is_file() and file.read_text():
+            return int(file.read_text())
+        time.sleep(0.1)
+    raise AssertionError("the child never came to its builder")
+
+
+@pytest.mark.fault
+def test_a_killed_child_is_told(toy: str, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    killer = threading.Thread(target=lambda: os.kill(_await(pid), signal.SIGKILL))
+    killer.start()
+    with pytest.raises(CompileError, match=r"was killed from outside .* taken up to .* free some"):
+        compile_program(
+            ask(toy, what="sleep", pid=str(pid)), parse_topology("cpu:2"), progress=Quiet()
+        )
+    killer.join()
+
+
+@pytest.mark.fault
+def test_a_child_that_takes_too_long_is_stopped(toy: str, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    with pytest.raises(CompileError, match="took longer than 12 s and was stopped"):
+        compile_program(
+            ask(toy, what="sleep", pid=str(pid)),
+            parse_topology("cpu:2"),
+            progress=Quiet(),
+            limit_seconds=12,
+        )
+    _gone(_await(pid))
+
+
+@pytest.mark.fault
+def test_an_interrupt_leaves_no_child(toy: str, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    class Interrupted(Quiet):
+        def tick(self) -> None:
+            if pid.is_file() and pid.read_text():
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_program(
+            ask(toy, what="sleep", pid=str(pid)), parse_topology("cpu:2"), progress=Interrupted()
+        )
+    _gone(_await(pid))
+
+
+@pytest.mark.fault
+def test_a_child_goes_with_its_parent(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "fornax.plan.compile.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert child.stdin is not None
+    child.stdin.close()  # as when the parent is gone before it asked
+    assert child.wait(timeout=60) != 0
+
+
+def _gone(pid: int) -> None:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_a_missing_compiler_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingCompilerError, match=re.escape("pip install 'fornax-ai[tpu]'")):
+        compile_train(TrainConfig(), parse_topology("v5e:2x2"), cache=False)
+
+
+def test_a_gpu_has_no_compiler_here() -> None:
+    with pytest.raises(MissingCompilerError, match="without such a GPU"):
+        compile_train(TrainConfig(), parse_topology("h100:8"), cache=False)
+
+
+def test_lines_for_a_log_and_a_counter_for_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, marks in ((io.StringIO(), "\n"), (Terminal(), "\r")):
+        shown = Lines("v5e:2x2", stream)
+        shown.phase("lowering")
+        shown.tick()
+        shown.phase("compiling")
+        shown.close()
+        told = stream.getvalue()
+        assert marks in told
+        assert (
+            re.sub(r"\r[^\n]*\r", "", told).splitlines()[-1].startswith("v5e:2x2  compiling  0 s")
+        )
+        assert told.count("\n") == 2
