@@ -1,9 +1,9 @@
 """Estimated memory against what the TPU compiler reported for real train steps.
 
-`compiled.json` keeps, for each step, its configuration and the bytes of `memory_analysis`:
-arguments and generated code; the peak of what is alive; and the FLOPs of its products (libtpu
-0.0.42, jax 0.10.2). The peak is the reader's, which equals the compiler's own to 0.01 % and, unlike
-that, leaves out what lies in the host's memory.
+`compiled.json` keeps, for each step, its configuration, the bytes of its arguments and code, the
+FLOPs of its products, and what it needs: arguments, code and the compiler's arena for temporaries
+or, where that was not kept, the peak of what is alive in it, which is 1 to 2 % less. (The size that
+`memory_analysis` of libtpu 0.0.42 gives for temporaries is another, larger figure.)
 """
 
 import json
@@ -31,7 +31,7 @@ def test_total_is_within_ten_percent_of_the_compilers(name: str) -> None:
     row = COMPILED[name]
     found = _estimate(row)
     devices = found.topology.chip.devices
-    assert found.memory.total / devices == pytest.approx(row["peak"] + row["code"], rel=0.10)
+    assert found.memory.total / devices == pytest.approx(row["needs"], rel=0.10)
 
 
 @pytest.mark.parametrize("name", COMPILED)
