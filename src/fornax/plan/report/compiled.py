@@ -62,7 +62,7 @@ def program_of_artifact(
         optimistic_seconds=prediction.optimistic_seconds,
         pessimistic_seconds=prediction.pessimistic_seconds,
         bound=prediction.bound,
-        work=_work(prediction, devices),
+        work=_work(prediction, facts, devices),
         collectives=collectives,
         findings=(
             *whole_arrays(artifact, logical, rules),
@@ -80,11 +80,15 @@ def program_of_artifact(
     )
 
 
-def _work(prediction: Prediction, devices: int) -> tuple[ClassOfWork, ...]:
+def _work(prediction: Prediction, facts: ProgramFacts, devices: int) -> tuple[ClassOfWork, ...]:
+    """A row a category; the arithmetic of one without products is that of its elements."""
+    elements: dict[str, float] = {}
+    for one in facts.operations:
+        elements[one.category] = elements.get(one.category, 0.0) + one.vector_flops * one.count
     return tuple(
         ClassOfWork(
             name=name,
-            flops=time.flops * devices,
+            flops=(time.flops or elements.get(name, 0.0)) * devices,
             bytes=time.bytes * devices,
             seconds=time.seconds,
             bound="memory" if time.memory_bound_seconds > time.seconds / 2 else "compute",

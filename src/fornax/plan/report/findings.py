@@ -19,7 +19,7 @@ _LARGE = 16 << 20
 _DIVIDING = ("fsdp", "tensor", "expert", "stage")
 """Mesh axes that exist to divide parameters; `data` and `slice` replicate on purpose."""
 _SMALL_MOVE = 1 << 20
-_SMALL_SHARE = 1e-3
+_SMALL_SHARE = 5e-3
 """Of the step's time."""
 _PLACES = (
     (re.compile(r"cross_entropy|loss|logits", re.IGNORECASE), "activation_vocab"),
