@@ -46,7 +46,9 @@ class Engine:
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes it compiles steps for."""
-        return Sizes.of(self.weights, self.limits)
+        speculation = self.config.speculative_config
+        drafts = 0 if speculation is None else speculation.num_speculative_tokens
+        return Sizes.of(self.weights, self.limits, drafts)
 
     @cached_property
     def arrays(self) -> Arrays:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fornax.config.errors import ConfigError, EngineError
-from fornax.llm.config import EngineConfig
+from fornax.llm.config import DraftModel, EngineConfig
 from fornax.plan.artifact import Artifact
-from fornax.plan.compile import OutOfMemoryError, compile_programs
+from fornax.plan.compile import MissingCompilerError, OutOfMemoryError, compile_programs
 from fornax.plan.compile.progress import Progress
 from fornax.plan.cost import Calibration, calibration_of, network_of
 from fornax.plan.hlo.facts import ProgramFacts
@@ -91,6 +91,7 @@ def plan_serve(
         when the compiler is missing or refuses.
     """
     config = config or ServingConfig()
+    _check(config)
     served = read_model(Path(model), config.dtype)
     if isinstance(config, ServingConfig):
         config = choose_tensor_parallel(served, config.engine, topology)
@@ -98,6 +99,20 @@ def plan_serve(
     compiles = not predicted and topology.chip.platform == "tpu"
     found = _compile(engine, cache, progress) if compiles else {}
     return _plan(engine, found, itl_seconds, contexts, prompts)
+
+
+def _check(config: EngineConfig) -> None:
+    """Refuse what the plan would leave out."""
+    if config.enable_lora:
+        raise ConfigError(
+            "enable_lora=True: the plan does not count adapters; leave it out, and leave room for "
+            "max_loras adapters by hand"
+        )
+    if isinstance(config.speculative_config, DraftModel):
+        raise ConfigError(
+            "speculative_config.type=draft_model: the plan counts one model; leave it out, and "
+            "plan the draft model by itself"
+        )
 
 
 def _engine(served: ServedModel, config: EngineConfig, topology: Topology) -> Engine:
@@ -117,6 +132,8 @@ def _compile(engine: Engine, cache: bool, progress: Progress | None) -> dict[str
     request = request_of(engine, tuple(sizes))
     try:
         artifacts = compile_programs(request, engine.topology, cache=cache, progress=progress)
+    except MissingCompilerError as error:
+        raise MissingCompilerError(f"{error}; or predict with --predicted") from error
     except OutOfMemoryError as error:
         total = error.used * engine.topology.chip.devices
         raise too_large(engine.model, engine.config, engine.topology, total) from error
@@ -334,6 +351,8 @@ def _notes(
             f"{model.kv_heads} key/value heads do not divide over {engine.devices} devices: each "
             f"holds the whole cache; tensor_parallel_size={model.kv_heads} would divide it"
         )
+    if engine.config.speculative_config is not None:
+        notes.append("speculation counts in memory only: times are those of one token a step")
     if attention(engine.limits.max_num_seqs).implementation == "xla":
         notes.append(
             "attention runs without a kernel of its own: pages are gathered through memory, "

@@ -1,5 +1,6 @@
 """The whole plan: what it says, what it writes, what it refuses."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tests.unit.plan.serving.conftest import MODELS, write_config
 from fornax.cli.commands import plan_serve as command
 from fornax.config import ConfigError, from_mapping
 from fornax.config.errors import EngineError, PlanError
+from fornax.llm import DraftModel, NGram
 from fornax.models import DecoderConfig
 from fornax.plan.serving import ServePlan, ServingConfig, plan_serve, render_table, write_page
 from fornax.plan.topology import parse_topology
@@ -108,8 +110,27 @@ def test_refuses_what_the_engine_refuses(llama: Path) -> None:
         predicted(llama, "v6e:2x2", contexts=[600])
     with pytest.raises(ConfigError, match="tensor_parallel_size=-1 must be 1 or more"):
         ServingConfig(tensor_parallel_size=-1)
+    with pytest.raises(ConfigError, match="does not count adapters"):
+        predicted(llama, "v6e:2x2", ServingConfig(enable_lora=True))
+    draft = ServingConfig(speculative_config=DraftModel(model=llama))
+    with pytest.raises(ConfigError, match="plan the draft model by itself"):
+        predicted(llama, "v6e:2x2", draft)
     with pytest.raises(ConfigError, match="below max_num_seqs"):
         ServingConfig(max_num_seqs=8, max_num_batched_tokens=4)
+
+
+def test_speculation_needs_larger_choices(llama: Path) -> None:
+    plain = predicted(llama, "v6e:2x2", ServingConfig(max_num_seqs=8))
+    config = ServingConfig(max_num_seqs=8, speculative_config=NGram(num_speculative_tokens=3))
+    plan = predicted(llama, "v6e:2x2", config)
+    assert plan.memory.sampler > plain.memory.sampler  # masks for four tokens a sequence
+    assert any("speculation" in note for note in plan.notes)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_without_the_compiler_says_how_to_do_without(llama: Path) -> None:
+    with pytest.raises(PlanError, match=r"fornax-ai\[tpu\].*--predicted"):
+        plan_serve(llama, parse_topology("v6e:2x2"), cache=False)
 
 
 def test_the_command_writes_json_and_a_page(llama: Path, tmp_path: Path, capsys) -> None:
