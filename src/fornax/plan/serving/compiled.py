@@ -1,6 +1,7 @@
 """From a compiled step to its time without attention, which depends on what the sequences hold."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from fornax.plan.artifact import Artifact
 from fornax.plan.cost import Calibration, Prediction, predict_schedule
@@ -9,10 +10,19 @@ from fornax.plan.hlo.facts import Item, Loop, Operation, ProgramFacts
 from fornax.plan.serving.latency import Body
 from fornax.plan.topology import Topology
 
-__all__ = ["body_of", "choice_of", "exchanges_of", "unknown_of", "without_attention"]
+__all__ = ["Compiled", "body_of", "choice_of", "exchanges_of", "unknown_of", "without_attention"]
 
 
 _PACKAGE = "kernels/_paged_attention/"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program that was compiled, and what was read from it."""
+
+    artifact: Artifact
+    facts: ProgramFacts
+    size: int
 
 
 def body_of(

@@ -1,24 +1,27 @@
 """The plan of serving a model: memory, the largest cache, bounds on latency and throughput."""
 
-import dataclasses
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.config import DraftModel, EngineConfig
-from fornax.plan.artifact import Artifact
 from fornax.plan.compile import MissingCompilerError, OutOfMemoryError, compile_programs
 from fornax.plan.compile.progress import Progress
-from fornax.plan.cost import Calibration, calibration_of, network_of
-from fornax.plan.hlo.facts import ProgramFacts
+from fornax.plan.cost import calibration_of
+from fornax.plan.hlo import analyse, parse
 from fornax.plan.serving.advice import advise, too_large
-from fornax.plan.serving.compiled import body_of, choice_of, exchanges_of, unknown_of
+from fornax.plan.serving.clocks import (
+    PUBLISHED,
+    attention_by_size,
+    bucket_of,
+    clock_of,
+    code_bytes,
+)
+from fornax.plan.serving.compiled import Compiled
 from fornax.plan.serving.config import ServingConfig
-from fornax.plan.serving.data import Advice, Bucket, EngineReport, ServePlan
-from fornax.plan.serving.latency import Body, Clock, Rates
+from fornax.plan.serving.data import Advice, ServePlan
+from fornax.plan.serving.describe import engine_report, how_words, notes_of
 from fornax.plan.serving.layout import Engine, choose_tensor_parallel, describe_engine
-from fornax.plan.serving.links import exchange_seconds, first_devices
 from fornax.plan.serving.memory import guessed_temporaries, memory_of
 from fornax.plan.serving.model import ServedModel, read_model
 from fornax.plan.serving.points import (
@@ -29,31 +32,10 @@ from fornax.plan.serving.points import (
     prompt_points,
 )
 from fornax.plan.serving.programs import request_of
-from fornax.plan.serving.work import Attention, amounts, attention_of
+from fornax.plan.serving.work import amounts
 from fornax.plan.topology import Topology
 
 __all__ = ["plan_serve"]
-
-_PUBLISHED = Calibration(
-    matmul=1.0,
-    attention=1.0,
-    memory=1.0,
-    links=1.0,
-    outside=1.0,
-    host=1.0,
-    overhead=0.0,
-    hop_seconds=0.0,
-    source="published rates",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Compiled:
-    """A program that was compiled, and what was read from it."""
-
-    artifact: Artifact
-    facts: ProgramFacts
-    size: int
 
 
 def plan_serve(
@@ -124,7 +106,7 @@ def _engine(served: ServedModel, config: EngineConfig, topology: Topology) -> En
         raise too_large(served, config, topology) from error
 
 
-def _compile(engine: Engine, cache: bool, progress: Progress | None) -> dict[str, _Compiled]:
+def _compile(engine: Engine, cache: bool, progress: Progress | None) -> dict[str, Compiled]:
     steps, samples = engine.sizes.steps, engine.sizes.samples
     decode = min(size for size in steps if size >= engine.limits.max_num_seqs)
     sizes = {f"step {size}": size for size in dict.fromkeys((decode, steps[-1], steps[0]))}
@@ -137,33 +119,32 @@ def _compile(engine: Engine, cache: bool, progress: Progress | None) -> dict[str
     except OutOfMemoryError as error:
         total = error.used * engine.topology.chip.devices
         raise too_large(engine.model, engine.config, engine.topology, total) from error
-    from fornax.plan.hlo import analyse, parse
-
     found = {}
     for artifact in artifacts:
         facts = analyse(parse(artifact.hlo), dict(artifact.mesh))
-        found[artifact.program] = _Compiled(artifact, facts, sizes[artifact.program])
+        found[artifact.program] = Compiled(artifact, facts, sizes[artifact.program])
     return found
 
 
 def _plan(
     engine: Engine,
-    found: dict[str, _Compiled],
+    found: dict[str, Compiled],
     itl_seconds: float | None,
     contexts: Sequence[int],
     prompts: Sequence[int],
 ) -> ServePlan:
     sizes = amounts(engine)
-    attention = _remembered(engine)
+    attention = attention_by_size(engine)
     calibration = calibration_of(engine.topology.chip)
     clocks = Clocks(
-        _clock(engine, found, _PUBLISHED, attention), _clock(engine, found, calibration, attention)
+        clock_of(engine, found, PUBLISHED, attention),
+        clock_of(engine, found, calibration, attention),
     )
     temporaries = max(
         (one.artifact.memory.temporaries for one in found.values()),
         default=guessed_temporaries(engine, sizes),
     )
-    memory = memory_of(engine, temporaries, _code(engine, found))
+    memory = memory_of(engine, temporaries, code_bytes(engine, found))
     contexts = _lengths(engine, contexts)
     advice: list[Advice] = []
     if not memory.fits:
@@ -176,8 +157,8 @@ def _plan(
         platform=engine.topology.chip.platform,
         num_chips=engine.topology.num_chips,
         origin="compiled" if found else "predicted",
-        how=_how(engine, found),
-        engine=_report(engine, attention),
+        how=how_words(engine, found),
+        engine=engine_report(engine, attention),
         memory=memory,
         decode=tuple(decode_points(engine, clocks, contexts)),
         prompts=tuple(prompt_points(engine, clocks, _lengths(engine, prompts))),
@@ -185,9 +166,9 @@ def _plan(
         largest=tuple(largest_batches(engine, clocks, contexts, itl_seconds))
         if itl_seconds is not None
         else (),
-        buckets=tuple(_bucket(one, clocks.expected, engine) for one in found.values()),
+        buckets=tuple(bucket_of(one, clocks.expected, engine) for one in found.values()),
         advice=tuple(advice),
-        notes=_notes(engine, found, calibration, attention),
+        notes=notes_of(engine, found, calibration, attention),
     )
 
 
@@ -200,178 +181,3 @@ def _lengths(engine: Engine, asked: Sequence[int]) -> tuple[int, ...]:
                 "lengths within it"
             )
     return tuple(sorted(set(asked))) or contexts_of(engine)
-
-
-def _remembered(engine: Engine) -> Callable[[int], Attention]:
-    known: dict[int, Attention] = {}
-
-    def attention(tokens: int) -> Attention:
-        if tokens not in known:
-            known[tokens] = attention_of(engine, tokens)
-        return known[tokens]
-
-    return attention
-
-
-def _clock(
-    engine: Engine,
-    found: dict[str, _Compiled],
-    calibration: Calibration,
-    attention: Callable[[int], Attention],
-) -> Clock:
-    topology = engine.topology
-    chip, dtype = topology.chip, engine.weights.placement.compute_dtype.name
-    # Packed weights on CPU are multiplied by native kernels, of which nothing is published.
-    peak = max(chip.peak_flops.values()) if chip.platform == "cpu" else chip.peak(dtype)
-    places = first_devices(topology, engine.devices)
-    bodies: dict[int, Body] = {}
-    choices: dict[int, float] = {}
-    for name, one in found.items():
-        if name.startswith("step"):
-            bodies[one.size] = body_of(one.artifact, one.facts, topology, calibration)
-        else:
-            choices[one.size] = choice_of(one.artifact, one.facts, topology, calibration)
-        places = list(one.artifact.devices)
-    return Clock(
-        rates=Rates(
-            flops=peak / chip.devices * calibration.matmul,
-            attention=peak / chip.devices * calibration.attention,
-            bandwidth=chip.memory_bandwidth / chip.devices * calibration.memory,
-            exchange=exchange_seconds(topology, network_of(chip, calibration), places),
-            overhead=0.0 if chip.platform == "cpu" else calibration.overhead,
-        ),
-        amounts=amounts(engine),
-        steps=engine.sizes.steps,
-        samples=engine.sizes.samples,
-        attention=attention,
-        bodies=bodies,
-        choices=choices,
-    )
-
-
-def _code(engine: Engine, found: dict[str, _Compiled]) -> int:
-    """Bytes of all programs: those that were compiled, and the others as large as the largest."""
-    total = 0
-    for kind, count in (("step", len(engine.sizes.steps)), ("sample", len(engine.sizes.samples))):
-        known = [o.artifact.memory.code for n, o in found.items() if n.startswith(kind)]
-        total += sum(known) + (count - len(known)) * max(known, default=0)
-    return total
-
-
-def _bucket(one: _Compiled, clock: Clock, engine: Engine) -> Bucket:
-    kind, size = one.artifact.program.split()
-    if kind == "step":
-        seconds, guess = clock.bodies[one.size].seconds, clock.body(one.size).seconds
-    else:
-        seconds, guess = clock.choices[one.size], clock.choice(one.size)
-    each, memory = engine.topology.chip.devices, one.artifact.memory
-    return Bucket(
-        program=kind,
-        size=int(size),
-        seconds=seconds,
-        predicted_seconds=guess,
-        temporaries=memory.temporaries * each,
-        code=memory.code * each,
-        arguments=memory.arguments * each,
-        lower_seconds=one.artifact.lower_seconds,
-        compile_seconds=one.artifact.compile_seconds,
-        exchanges=exchanges_of(one.facts) if kind == "step" else (),
-    )
-
-
-def _report(engine: Engine, attention: Callable[[int], Attention]) -> EngineReport:
-    limits, topology = engine.limits, engine.topology
-    return EngineReport(
-        tensor_parallel_size=engine.devices,
-        chips=engine.chips,
-        engines=engine.engines,
-        hosts=topology.num_hosts,
-        dtype=str(engine.weights.dtype),
-        compute_dtype=str(engine.weights.placement.compute_dtype),
-        cache_dtype=str(limits.cache_dtype),
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        page_size=limits.page_size,
-        attention=_attention(attention(limits.max_num_seqs)),
-        command=_command(engine),
-    )
-
-
-def _attention(attention: Attention) -> str:
-    """The implementation, and why one for the same platform does not run."""
-    name = attention.implementation
-    declined = {"xla": ("pallas_tpu", "pallas_gpu", "native")}.get(name, ())
-    reasons = [
-        f"{other}: {attention.reasons[other]}"
-        for other in declined
-        if other in attention.reasons and "it runs on" not in attention.reasons[other]
-    ]
-    return f"{name} ({'; '.join(reasons)})" if reasons else name
-
-
-def _command(engine: Engine) -> str:
-    default, config = EngineConfig(), engine.config
-    words = ["fornax", "serve", engine.model.name]
-    for field in dataclasses.fields(EngineConfig):
-        value = getattr(config, field.name)
-        if value != getattr(default, field.name) and isinstance(value, int | float | str):
-            flag = f"--{field.name.replace('_', '-')}"
-            words += [flag] if value is True else [flag, str(value)]
-    return shlex.join(words)
-
-
-def _how(engine: Engine, found: dict[str, _Compiled]) -> str:
-    if found:
-        names = ", ".join(found)
-        return (
-            f"The engine's own programs, compiled for these chips ({names}); attention and other "
-            f"sizes in closed form. {engine.model.source[0].upper()}{engine.model.source[1:]}."
-        )
-    return (
-        f"From closed forms and the hardware table; nothing was compiled. "
-        f"{engine.model.source[0].upper()}{engine.model.source[1:]}."
-    )
-
-
-def _notes(
-    engine: Engine,
-    found: dict[str, _Compiled],
-    calibration: Calibration,
-    attention: Callable[[int], Attention],
-) -> tuple[str, ...]:
-    model, topology = engine.model.config, engine.topology
-    notes = [
-        "times leave out the host's work between steps and the queue of requests; the first token "
-        "is that of a prompt that comes to an idle engine with nothing of it in the cache",
-        f"rates that programs reach: {calibration.source}",
-    ]
-    if engine.devices > 1 and model.kv_heads % engine.devices:
-        notes.append(
-            f"{model.kv_heads} key/value heads do not divide over {engine.devices} devices: each "
-            f"holds the whole cache; tensor_parallel_size={model.kv_heads} would divide it"
-        )
-    if engine.config.speculative_config is not None:
-        notes.append("speculation counts in memory only: times are those of one token a step")
-    if attention(engine.limits.max_num_seqs).implementation == "xla":
-        notes.append(
-            "attention runs without a kernel of its own: pages are gathered through memory, "
-            "counted as three passes over the keys read"
-        )
-    if topology.num_hosts > 1 and engine.devices > topology.num_devices // topology.num_hosts:
-        notes.append(
-            f"the engine spans more than one of the {topology.num_hosts} hosts: Fornax's engine "
-            "runs in one process, which must see all its chips"
-        )
-    left = topology.num_devices - engine.engines * engine.devices
-    if left:
-        notes.append(f"{left} of {topology.num_devices} devices are left over")
-    steps = [one for name, one in found.items() if name.startswith("step")]
-    if not found:
-        notes.append("temporaries are a guess: one layer's activations, or the logits")
-    if found:
-        notes.append(
-            "tokens are chosen greedily: penalties, filters, random draws and log probabilities "
-            "stand in branches of the program and are not counted"
-        )
-    return tuple(dict.fromkeys([*notes, *unknown_of(one.facts for one in steps)]))
