@@ -5,13 +5,14 @@ PYTHON ?= python3
 VENV := .venv
 PARITY := .venv-parity
 VLLM := .venv-vllm
+TPU := .venv-tpu
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format parity vllm-test bench docs docs-serve examples clean
+.PHONY: help install quickstart test test-all lint format parity tpu-test vllm-test bench docs docs-serve examples clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -40,6 +41,9 @@ format: $(VENV)/.dev ## Rewrite files in the project's style
 parity: $(PARITY)/.ready ## Compare with torch and transformers, in an environment of their own
 	$(PARITY)/bin/python -m pytest tests/parity $(PYTEST_ARGS)
 
+tpu-test: $(TPU)/.ready ## Compile with the real TPU compiler, in an environment of its own
+	$(TPU)/bin/python -m pytest -m tpu --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+
 vllm-test: $(VLLM)/.ready ## Run inside real vLLM, in an environment of its own
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(PYTEST_ARGS)
 
@@ -61,7 +65,7 @@ examples: $(VENV)/.base ## Run every example
 	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
 clean: ## Remove the environments and what tools left behind
-	rm -rf $(VENV) $(PARITY) $(VLLM) $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PARITY) $(TPU) $(VLLM) $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -83,6 +87,11 @@ $(VENV)/.docs: $(VENV)/.base
 $(PARITY)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python $(PIP) -e '.[dev,parity]'
+	@touch $@
+
+$(TPU)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TPU)
+	$(TPU)/bin/python $(PIP) -e '.[dev,tpu]'
 	@touch $@
 
 # vLLM bounds some packages lower than constraints.txt pins them.

@@ -79,7 +79,10 @@ class Topology:
         from jax.experimental import topologies
 
         host = (*self.host_shape, *(1,) * (3 - len(self.host_shape)))
+        wrap = (*self.wrap, *(False,) * (3 - len(self.wrap)))
         options: dict[str, Any] = {"chips_per_host_bounds": host}
+        if any(wrap):  # left out, the compiler takes every axis for a line
+            options["wrap"] = wrap
         if self.chip.name == "v4":
             options["chip_config_name"] = "megacore"  # two cores as one device, as jobs have it
         if self.slices > 1:

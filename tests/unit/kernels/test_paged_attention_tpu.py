@@ -56,6 +56,7 @@ assert not [line for line in text.splitlines() if " copy(" in line and "[4,200,1
 """
 
 
+@pytest.mark.tpu
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"
 )

@@ -163,8 +163,10 @@ def _source(builder: str) -> str:
     files = [
         path
         for path in sorted(root.rglob("*.py"))
-        if path.relative_to(root).parts[0] not in _ELSEWHERE or "compile" in path.parts
+        if path.relative_to(root).parts[0] not in _ELSEWHERE
+        or path.is_relative_to(root / "plan" / "compile")
     ]
+    files.append(root / "plan" / "topology.py")
     found: Any = importlib.util.find_spec(builder)
     if found is not None and found.has_location:
         files.append(Path(found.origin))
