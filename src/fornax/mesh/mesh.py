@@ -89,15 +89,22 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       devices: devices to use; all of them when None.
 
     Raises:
-      ShardingError: when the sizes do not multiply to the number of devices.
+      ShardingError: when the sizes do not multiply to the number of devices, or the axis `slice` is
+        not the number of slices that they are in.
     """
     chosen = list(jax.devices() if devices is None else devices)
     sizes = config.resolved_sizes(len(chosen))
     shape = tuple(sizes.values())
-    if sizes["slice"] > 1 and len({getattr(d, "slice_index", 0) for d in chosen}) > 1:
+    slices = len({getattr(d, "slice_index", 0) or 0 for d in chosen})
+    if slices > 1:
+        if sizes["slice"] != slices:
+            raise ShardingError(
+                f"the devices are in {slices} slices and the mesh has slice={sizes['slice']}; set "
+                f"`mesh.slice` to {slices}: only that axis crosses the network between slices"
+            )
         grid = mesh_utils.create_hybrid_device_mesh(
             (1, *shape[1:]),
-            (shape[0], *(1 for _ in shape[1:])),
+            (slices, *(1 for _ in shape[1:])),
             chosen,
             allow_split_physical_axes=True,
         )

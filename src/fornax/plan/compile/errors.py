@@ -152,9 +152,14 @@ def from_mapping(told: Mapping[str, Any]) -> FornaxError:
       KeyError, TypeError: when it is something else.
     """
     if told["kind"] == "OutOfMemoryError":
-        figures = {name: int(told[name]) for name in ("used", "limit", "arguments")}
-        listed = tuple(Allocation(**a) for a in told["allocations"])
-        return OutOfMemoryError(told["program"], told["topology"], allocations=listed, **figures)
+        return OutOfMemoryError(
+            told["program"],
+            told["topology"],
+            used=int(told["used"]),
+            limit=int(told["limit"]),
+            arguments=int(told["arguments"]),
+            allocations=tuple(Allocation(**a) for a in told["allocations"]),
+        )
     kinds = {"CompileError": CompileError, "MissingCompilerError": MissingCompilerError}
     kind = kinds.get(told["kind"]) or getattr(errors, told["kind"], CompileError)
     return kind(told["message"])
