@@ -1,0 +1,48 @@
+"""This machine's CPU as a chip: measured once, kept, shared by virtual devices."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fornax.config.errors import FornaxError
+from fornax.plan import processor
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORNAX_CACHE_DIR", str(tmp_path))
+    return tmp_path / "plans" / "cpu.json"
+
+
+def test_figures_are_measured_once_and_make_sense(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = processor.cpu_chip()
+    assert 1e9 < whole.peak("float32") < 1e14
+    assert 1e8 < whole.memory_bandwidth < 1e13
+    assert 2**28 < whole.usable_bytes < whole.memory_bytes
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    eighth = processor.cpu_chip(8)
+    assert eighth.peak() == pytest.approx(whole.peak() / 8)
+    assert eighth.memory_bytes == pytest.approx(whole.memory_bytes / 8)
+    told = json.loads(cache.read_text())
+    for damaged in ({**told, "key": {"processor": "another"}}, {**told, "flops": {}}, []):
+        cache.write_text(json.dumps(damaged))
+        with pytest.raises(AssertionError, match="measured again"):
+            processor.cpu_chip()
+
+
+def test_a_measurement_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: Any, **options: Any) -> None:
+        raise subprocess.CalledProcessError(1, command, stderr="one\nno jax here\n")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(FornaxError, match="measuring this CPU failed: no jax here"):
+        processor.cpu_chip()
