@@ -9,11 +9,12 @@ import sys
 import pytest
 
 _COMPILE = """
-import json, sys
+import json, re, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from fornax import kernels
+from fornax.kernels._attention.blocks import choose_blocks
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
 topology = topologies.get_topology_desc(topology_name=sys.argv[1], platform="tpu")
@@ -40,9 +41,12 @@ for case in json.loads(sys.argv[2]):
     with kernels.target_platform("tpu"), use_mesh(mesh):
         lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays, ids, ids)
     text = lowered.compile().as_text()
-    calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
-    assert len(calls) == (2 if T <= 8192 else 3), len(calls)
-    assert all("splash:fwd=" in line for line in calls)
+    calls = text.count('custom_call_target="tpu_custom_call"')
+    costs = re.findall(r'op_name="[^"]*splash:fwd=[0-9]+,dkv=[0-9]+,dq=[0-9]+/[^"]*_call"', text)
+    itemsize = jnp.dtype(dtype).itemsize
+    blocks = choose_blocks(T // mesh.shape["context"], T, H, itemsize, case.get("window"))
+    assert calls == (2 if blocks.fused else 3), (calls, blocks)
+    assert len(costs) >= calls
 """
 
 _CASES = [
@@ -63,7 +67,6 @@ _MANY = [
     {"T": 8192, "dtype": "float32"},
     {"T": 8192, "dtype": "float32", "H": 256, "softcap": 30.0},
     {"T": 32768, "mesh": {"context": 4}},
-    {"T": 131072, "mesh": {"context": 4}},
 ]
 
 
@@ -72,6 +75,7 @@ def _compile(topology: str, cases: list[dict]) -> None:
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs: several may compile at once
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": topology.split(":")[0] + "-4",
     }
@@ -81,7 +85,7 @@ def _compile(topology: str, cases: list[dict]) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
 

@@ -63,7 +63,8 @@ class Blocks:
 def choose_blocks(T: int, S: int, H: int, itemsize: int, window: int | None) -> Blocks:
     """Choose blocks that divide T and S and fit a TPU core's default share of fast memory.
 
-    Large blocks read keys less often; blocks beyond the window would only hold masked scores.
+    Large blocks read keys less often. Blocks beyond the window would only hold masked scores, and
+    those beyond a quarter of the length leave a causal mask little to skip.
 
     Args:
         T: queries of one device, a multiple of 128.
@@ -74,7 +75,7 @@ def choose_blocks(T: int, S: int, H: int, itemsize: int, window: int | None) -> 
     """
     # Twice the bytes of a row, half the rows: 128 numbers of bfloat16 are the measure.
     heavy = max(1, (-(-H // LANES) * LANES * itemsize) // (2 * LANES))
-    reach = max(_COMPUTE, -(-window // LANES) * LANES) if window is not None else S
+    reach = max(_COMPUTE, min(S // 4, S if window is None else -(-window // LANES) * LANES))
     keys = _divisor(S, min(_KEYS // heavy, reach))
     keys_backward = _divisor(S, min(_KEYS_BACKWARD // heavy, reach))
     return Blocks(
