@@ -140,7 +140,7 @@ def sum_gradients(
         number, micro = item
         loss, other, grads = carry
         more_loss, other, more = gradients(other, micro, jax.random.fold_in(key, number))
-        sums = jax.tree.map(jnp.add, (loss, grads), (more_loss, more))
+        sums = jax.tree.map(jnp.add, (loss, grads), (more_loss, _keep_apart(parts, more)))
         return (sums[0], other, sums[1]), None
 
     micro_batches = _split_rows(batch, parts.accumulate)
@@ -158,6 +158,15 @@ def _lay_out(parts: StepParts, grads: Any) -> Any:
     if parts.mesh.size == 1:
         return grads
     return jax.lax.with_sharding_constraint(grads, parts.param_shardings)
+
+
+def _keep_apart(parts: StepParts, grads: Any) -> Any:
+    """Gradients whose reduction over devices XLA does not merge with what is done to them next.
+
+    libtpu 0.0.42 moves reductions out of the loop over micro-batches, and stops with an internal
+    error where FSDP's are among them.
+    """
+    return grads if parts.mesh.size == 1 else jax.lax.optimization_barrier(grads)
 
 
 def _split_rows(batch: Batch, count: int) -> Batch:
