@@ -84,7 +84,7 @@ def demand(module: Module, inner: Computation) -> tuple[dict[str, float], list[f
         target = _through(inner, result, frozenset(["bitcast", "reshape"]))
         if target.opcode == "parameter" or _is_transfer(target):
             written.append(0.0)
-        elif target.opcode in _UPDATES and _is_in_place(inner, target):
+        elif target.opcode in _UPDATES and _base(module, inner, target).opcode == "parameter":
             in_place.add(target.name)
             update = _update_of(inner, target).size
             needed[target.name] = float(update)
@@ -169,9 +169,9 @@ def updated_operands(module: Module, instruction: Instruction) -> list[tuple[int
     found = []
     for leaf, result in enumerate(results):
         target = _through(inner, result, frozenset(["bitcast", "reshape"]))
-        if target.opcode in _UPDATES and _is_in_place(inner, target):
-            base = _through(inner, inner.operands(target)[0], _PASSING)
-            if base.shape.bytes == result.shape.bytes:
+        if target.opcode in _UPDATES:
+            base = _base(module, inner, target)
+            if base.opcode == "parameter" and base.shape.bytes == result.shape.bytes:
                 found.append((leaf, base.parameter_number))
     return found
 
@@ -182,10 +182,22 @@ def _update_of(inner: Computation, instruction: Instruction) -> Shape:
     return operands[1 if instruction.opcode == "dynamic-update-slice" else -1].shape
 
 
-def _is_in_place(inner: Computation, update: Instruction) -> bool:
-    """Tell whether the array that is updated comes from outside of the fusion."""
-    base = _through(inner, inner.operands(update)[0], _PASSING)
-    return base.opcode == "parameter"
+def _base(module: Module, inner: Computation, update: Instruction) -> Instruction:
+    """Return where the array that is updated comes from: in place, a parameter of the fusion.
+
+    A nested fusion that only passes its operand on (another tiling of bfloat16, say) is looked
+    through as the operations themselves are.
+    """
+    found = inner.operands(update)[0]
+    while True:
+        found = _through(inner, found, _PASSING)
+        if found.opcode != "fusion":
+            return found
+        nested = _called(module, found)
+        passed = _through(nested, nested.root, _PASSING)
+        if passed.opcode != "parameter":
+            return found
+        found = inner.operands(found)[passed.parameter_number]
 
 
 def _through(inner: Computation, instruction: Instruction, opcodes: frozenset[str]) -> Instruction:

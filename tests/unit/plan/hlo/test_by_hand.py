@@ -106,6 +106,21 @@ _NESTS = computation(
 %inner = {_BIG} fusion(%p0, %p1), kind=kLoop, calls=%take
 ROOT %n = {_BIG} negate(%inner)""",
 )
+_RETILE = computation(
+    "retile",
+    f"""%p0 = {_STACK} parameter(0)
+ROOT %c = f32[8,256,1024]{{2,1,0:T(8,128)}} copy(%p0)""",
+)
+_NESTED_UPDATE = f"""%p0 = {_STACK} parameter(0)
+%p1 = {_BIG} parameter(1)
+%p2 = s32[] parameter(2)
+%zero = s32[] constant(0)
+%f = {_STACK} fusion(%p0), kind=kLoop, output_to_operand_aliasing={{{{}}: (0, {{}})}}, calls=%retile
+%b = f32[1,256,1024]{{2,1,0}} bitcast(%p1)
+ROOT %d = {_STACK} dynamic-update-slice(%f, %b, %p2, %zero, %zero)"""
+_RETILED = computation("retiled", _NESTED_UPDATE)
+_DOUBLE = computation("double", f"%p0 = {_STACK} parameter(0)\nROOT %a = {_STACK} add(%p0, %p0)")
+_ELSEWHERE = computation("elsewhere", _NESTED_UPDATE.replace("%retile", "%double"))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +130,8 @@ ROOT %n = {_BIG} negate(%inner)""",
         (f"ROOT %r = {_BIG} fusion(%stack, %i), kind=kLoop, calls=%take", 2),
         (f"ROOT %r = {_BIG} fusion(%stack, %i), kind=kOutput, calls=%nests", 2),
         (f"ROOT %r = {_STACK} fusion(%stack, %big, %i), kind=kLoop, calls=%update", 2),
+        (f"ROOT %r = {_STACK} fusion(%stack, %big, %i), kind=kLoop, calls=%retiled", 2),
+        (f"ROOT %r = {_STACK} fusion(%stack, %big, %i), kind=kLoop, calls=%elsewhere", 16),
         (f"ROOT %r = {_STACK} dynamic-update-slice(%stack, %part, %i, %i, %i)", 2),
         ("ROOT %r = f32[1,256,1024]{2,1,0} dynamic-slice(%stack, %i, %i, %i)", 2),
         (f"ROOT %r = {_BIG} bitcast(%big)", 0),
@@ -135,6 +152,10 @@ def test_only_what_is_touched_is_traffic(line: str, moved: int) -> None:
         _UPDATE,
         _TAKE,
         _NESTS,
+        _RETILE,
+        _RETILED,
+        _DOUBLE,
+        _ELSEWHERE,
     )
     assert facts.bytes == pytest.approx(moved * MB, rel=1e-4)
 
