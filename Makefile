@@ -23,10 +23,10 @@ quickstart: $(VENV)/.base ## Set up, then take raw text to a portable model (ARG
 	$(BIN)/fornax quickstart $(ARGS)
 
 test: $(VENV)/.dev ## Set up, then run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not slow" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not slow and not tpu" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev ## The tests, the slow ones included
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not tpu" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## Style, types, import contracts
 	$(BIN)/ruff check .

@@ -96,7 +96,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     sizes = config.resolved_sizes(len(chosen))
     shape = tuple(sizes.values())
     slices = len({getattr(d, "slice_index", 0) or 0 for d in chosen})
-    if slices > 1:
+    # Nodes of GPUs count as slices to jax, and any axis may span them.
+    if slices > 1 and (sizes["slice"] > 1 or chosen[0].platform == "tpu"):
         if sizes["slice"] != slices:
             raise ShardingError(
                 f"the devices are in {slices} slices and the mesh has slice={sizes['slice']}; set "

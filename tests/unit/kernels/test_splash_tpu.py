@@ -96,12 +96,14 @@ needs_libtpu = pytest.mark.skipif(
 
 
 @needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.slow
 def test_tpu_compiler_takes_the_kernel() -> None:
     _compile("v5e:2x2", _CASES)
 
 
 @needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_blocks_fit_every_generation(topology: str) -> None:

@@ -37,3 +37,8 @@ def test_only_the_axis_slice_crosses_between_slices():
 def test_another_number_of_slices_is_refused(size: int):
     with pytest.raises(ShardingError, match=r"in 2 slices and .* slice=\d; set `mesh.slice` to 2"):
         make_mesh(MeshConfig(slice=size), described(2))
+
+
+def test_any_axis_may_span_nodes_of_gpus():
+    gpus = [dataclasses.replace(d, platform="gpu", device_kind="NVIDIA H100") for d in described(2)]
+    assert make_mesh(MeshConfig(fsdp=8), gpus).shape["fsdp"] == 8

@@ -6,7 +6,7 @@ Everything is per chip, as users rent it; `Chip.devices` says how many JAX devic
 - Compute Engine: Google's page on TPU machine types.
 - Scaling book: "How to Scale Your Model", parts 2 (TPUs) and 12 (GPUs).
 - Lockwood: glennklockwood.com/garden/processors, which cites NVIDIA's data sheets.
-- compiler: what libtpu answers of a program that does not fit (0.0.42.1 and 0.0.51 agree).
+- compiler: what libtpu answers 0.0.42.1 answers of a program that does not fit.
 - derived: arithmetic on other fields.
 """
 

@@ -17,6 +17,7 @@ from fornax.plan.serving.programs import request_of
 from fornax.plan.topology import parse_topology
 
 pytestmark = [
+    pytest.mark.tpu,
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
