@@ -14,6 +14,7 @@ import shutil
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = ["main"]
 
 _BODY = re.compile(r'("body"\s*:\s*)"[A-Za-z0-9+/=]*"')
 _SHOWN = 600
+_AT_ONCE = 2
 
 
 def main() -> None:
@@ -39,9 +41,12 @@ def main() -> None:
         told = json.loads(sys.stdin.readline())
         threading.Thread(target=_leave_with_parent, daemon=True).start()
 
+        lock = threading.Lock()
+
         def say(**event: Any) -> None:
-            out.write(json.dumps(event) + "\n")
-            out.flush()
+            with lock:
+                out.write(json.dumps(event) + "\n")
+                out.flush()
 
         try:
             _serve(told, say)
@@ -66,15 +71,30 @@ def _serve(told: dict[str, Any], say: Any) -> None:
         job = Job(topology=topology, devices=_devices(topology), arguments=told["arguments"])
         say(event="phase", what="laying out")
         programs = getattr(importlib.import_module(module), function)(job)
-        for name, folder in told["programs"].items():
-            found = _compile(name, topology, programs[name], told["options"], Path(folder), say)
-            if isinstance(found, OutOfMemoryError):
-                if found.artifact is not None:
-                    found.artifact.save(Path(folder))
-                say(event="answer", program=name, error=to_mapping(found))
-            else:
-                found.save(Path(folder))
+        folders = {name: Path(folder) for name, folder in told["programs"].items()}
+        traced = {name: _trace(name, programs[name], say) for name in folders}
+
+        def finish(name: str) -> None:
+            found = _compile(name, topology, traced[name], told["options"], folders[name])
+            if not isinstance(found, OutOfMemoryError):
+                found.save(folders[name])
                 say(event="answer", program=name)
+                return
+            if found.artifact is not None:
+                found.artifact.save(folders[name])
+            say(event="answer", program=name, error=to_mapping(found))
+
+        say(event="phase", what=f"compiling {' and '.join(folders)}")
+        # Most of a compilation runs on one core.
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(finish, folders))
+
+
+def _trace(name: str, trace: Any, say: Any) -> tuple[Lowering, float]:
+    """A program lowered, and the seconds it took."""
+    say(event="phase", what=f"lowering {name}")
+    begun = time.perf_counter()
+    return trace(), time.perf_counter() - begun
 
 
 def _devices(topology: Topology) -> list[Any]:
@@ -92,13 +112,14 @@ def _devices(topology: Topology) -> list[Any]:
 
 
 def _compile(
-    name: str, topology: Topology, trace: Any, given: dict, folder: Path, say: Any
+    name: str,
+    topology: Topology,
+    traced: tuple[Lowering, float],
+    given: dict,
+    folder: Path,
 ) -> Artifact | OutOfMemoryError:
-    say(event="phase", what=f"{name}: lowering")
+    program, lower_seconds = traced
     begun = time.perf_counter()
-    program: Lowering = trace()
-    lowered = time.perf_counter()
-    say(event="phase", what=f"{name}: compiling")
     written = folder / "dump"
     options = dict(given)
     if topology.chip.platform == "tpu":
@@ -110,7 +131,7 @@ def _compile(
         refused = no_memory(str(error), name, topology.name)
         if refused is None:
             raise
-    seconds = (lowered - begun, time.perf_counter() - lowered)
+    seconds = (lower_seconds, time.perf_counter() - begun)
     dumped = dump.read(written)
     shutil.rmtree(written, ignore_errors=True)
     if refused is None:

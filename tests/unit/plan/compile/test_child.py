@@ -59,8 +59,8 @@ def test_programs_come_in_the_order_asked_for_and_their_phases_are_shown(toy: st
     assert (x.name, x.axes, x.bytes_global, x.bytes_device) == ("x", (("fsdp",), ()), 512, 256)
     assert cube.memory.arguments == 256
     assert shown.phases == [
-        *("starting", "laying out", "cube: lowering", "cube: compiling"),
-        *("square: lowering", "square: compiling"),
+        *("starting", "laying out", "lowering cube", "lowering square"),
+        "compiling cube and square",
     ]
     assert shown.closed
 
@@ -100,6 +100,7 @@ def test_a_killed_child_is_told(toy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_a_child_that_takes_too_long_is_stopped(toy: str, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with pytest.raises(CompileError, match="took longer than 12 s and was stopped"):

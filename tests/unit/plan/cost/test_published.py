@@ -70,10 +70,17 @@ def test_rows_that_were_not_fitted_are_predicted_within_the_aim():
 
 
 def test_compiled_programs_are_predicted_within_the_aim():
-    """From the kept schedules of every row that was compiled."""
-    found = [plan_published.outcome(row, PUBLISHED).compiled_error for row in COMPILED]
+    """From the kept schedules of every row that was compiled and not fitted to."""
+    held = [row for row in COMPILED if row.id not in plan_published.PROGRAM_FITTED]
+    found = [plan_published.outcome(row, PUBLISHED).compiled_error for row in held]
     assert len(found) >= 3
     assert _published.median(found) < 0.15
+
+
+@pytest.mark.parametrize("row", COMPILED, ids=lambda row: row.id)
+def test_a_compiled_row_that_misses_says_why(row):
+    error = plan_published.outcome(row, PUBLISHED).compiled_error
+    assert (row.missed is not None) == (abs(error) > plan_published.MISS)
 
 
 def test_the_fitted_rows_meet_what_was_published():

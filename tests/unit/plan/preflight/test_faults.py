@@ -138,6 +138,7 @@ def rolled(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, moved)
 
 
+@pytest.mark.slow
 def test_a_stale_checkpoint_sharding(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     """Devices restore the parts that they held under another mesh."""
     restore = Checkpointer.restore
