@@ -51,6 +51,8 @@ class Row:
     mu_dtype: str | None = None
     differs: str | None = None
     """Where Fornax's run is not the published one."""
+    missed: str | None = None
+    """Why the prediction from its compiled program is far off, where it is."""
 
 
 @dataclass(frozen=True)
