@@ -33,9 +33,19 @@ class Dumped:
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
-def options(folder: Path) -> Mapping[str, object]:
-    """Compiler options that make it write into `folder`."""
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+def options(folder: Path, *, lines: bool) -> Mapping[str, object]:
+    """Compiler options that make it write into `folder`.
+
+    Args:
+      folder: where to.
+      lines: write source lines into the program's text too, which takes a fifth of the time of a
+        compilation and says nothing new where the executable can be asked.
+    """
+    return {
+        "xla_dump_to": str(folder),
+        "xla_dump_hlo_as_text": True,
+        "xla_dump_disable_metadata": not lines,
+    }
 
 
 def read(folder: Path) -> Dumped | None:

@@ -121,17 +121,25 @@ def _compile(
     program, lower_seconds = traced
     begun = time.perf_counter()
     written = folder / "dump"
-    options = dict(given)
-    if topology.chip.platform == "tpu":
-        options |= dump.options(written)
-    compiled, refused = None, None
-    try:
-        compiled = program.lowered.compile(compiler_options=options or None)
-    except Exception as error:
-        refused = no_memory(str(error), name, topology.name)
-        if refused is None:
-            raise
+
+    def attempt(*, lines: bool) -> Any:
+        options = dict(given)
+        if topology.chip.platform == "tpu":
+            options |= dump.options(written, lines=lines)
+        try:
+            return program.lowered.compile(compiler_options=options or None)
+        except Exception as error:
+            found = no_memory(str(error), name, topology.name)
+            if found is None:
+                raise
+            return found
+
+    found = attempt(lines=False)
     seconds = (lower_seconds, time.perf_counter() - begun)
+    if isinstance(found, OutOfMemoryError) and topology.chip.platform == "tpu":
+        shutil.rmtree(written, ignore_errors=True)
+        found = attempt(lines=True)  # its text is all that there is
+    compiled, refused = (None, found) if isinstance(found, OutOfMemoryError) else (found, None)
     dumped = dump.read(written)
     shutil.rmtree(written, ignore_errors=True)
     if refused is None:
