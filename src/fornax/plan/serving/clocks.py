@@ -21,6 +21,7 @@ PUBLISHED = Calibration(
     host=1.0,
     overhead=0.0,
     hop_seconds=0.0,
+    cycles=0.0,
     source="published rates",
 )
 
