@@ -105,6 +105,6 @@ def test_tpu_compiler_takes_the_kernel() -> None:
 @needs_libtpu
 @pytest.mark.tpu
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_blocks_fit_every_generation(topology: str) -> None:
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "tpu7x:2x2x1"])
+def test_blocks_fit_the_smallest_fast_memories(topology: str) -> None:
     _compile(topology, _MANY)
