@@ -16,23 +16,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "Kind",
     "Link",
     "Network",
     "PhysicalAxis",
     "Span",
     "Transfer",
     "collective_seconds",
-]
-
-Kind = Literal[
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "collective-permute",
-    "send-recv",
-    "host-transfer",
 ]
 
 Link = Literal["chip", "ici", "dcn", "nvlink", "network", "host"]
@@ -141,7 +130,7 @@ def collective_seconds(kind: str, size: float, span: Span, network: Network) -> 
     """Time of one collective in every group at once.
 
     Args:
-      kind: a `Kind`.
+      kind: a `CollectiveKind` of `fornax.plan.hlo`.
       size: V in bytes; for collective-permute, send-recv and host-transfer the bytes of one device.
       span: how each group is joined.
       network: rates.

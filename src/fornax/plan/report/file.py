@@ -1,4 +1,4 @@
-"""A plan as JSON and back."""
+"""The files that a plan is written to: JSON, and back."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 from fornax.config import ConfigError, from_mapping, to_mapping
 from fornax.plan.report.data import Plan
 
-__all__ = ["read_json", "to_json", "write_json"]
+__all__ = ["make_folder", "read_json", "to_json", "write_json", "write_values"]
 
 FORMAT = 1
 
@@ -33,7 +33,16 @@ def write_json(plan: Plan, path: Path) -> Path:
     Raises:
       ConfigError: when the file cannot be written.
     """
-    text = json.dumps(to_json(plan), indent=1, allow_nan=False) + "\n"
+    return write_values(to_json(plan), path)
+
+
+def write_values(values: dict[str, Any], path: Path) -> Path:
+    """Write plain values as JSON to `path` in one replacement.
+
+    Raises:
+      ConfigError: when the file cannot be written.
+    """
+    text = json.dumps(values, indent=1, allow_nan=False) + "\n"
     temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +54,20 @@ def write_json(plan: Plan, path: Path) -> Path:
             "that can be written"
         ) from error
     return path
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder that the file `path` goes into.
+
+    Raises:
+      ConfigError: when it cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder of {path}: {error.strerror or error}; name another file"
+        ) from error
 
 
 def read_json(path: Path) -> Plan:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from fornax.config import ConfigError
 from fornax.plan.report.data import Plan
+from fornax.plan.report.file import make_folder
 from fornax.plan.report.gather import exchanges
 from fornax.plan.report.pictures import memory_picture, roofline_picture
 from fornax.plan.report.program import ProgramReport
-from fornax.plan.report.say import TITLES, bound_words, link_words, verdicts
+from fornax.plan.report.say import TITLES, bound_words, exchange_cells, verdicts
 from fornax.plan.report.words import count, nbytes, rate, seconds, sides, where
-from fornax.train.report import Section, render, table
+from fornax.train.report import Section, bullets, render, table
 
 __all__ = ["write_page"]
 
@@ -23,12 +23,7 @@ def write_page(plan: Plan, path: Path) -> Path:
     Raises:
       ConfigError: when the file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder of {path}: {error.strerror or error}; name another file"
-        ) from error
+    make_folder(path)
     return render(
         path,
         title=f"{plan.name} on {plan.hardware.topology}",
@@ -74,7 +69,7 @@ def _sections(plan: Plan) -> Iterable[Section]:
         yield _programs_section(plan)
     notes = dict.fromkeys([*plan.notes, *(n for p in plan.programs for n in p.notes)])
     if notes:
-        yield Section(title="Notes", body=_list(notes))
+        yield Section(title="Notes", body=bullets(notes))
 
 
 def _memory_section(plan: Plan) -> Section:
@@ -134,18 +129,7 @@ def _roofline_section(plan: Plan) -> Section:
 
 
 def _communication_section(program: ProgramReport, platform: str) -> Section:
-    rows = [
-        (
-            row.kind,
-            sides(row.axes),
-            link_words(row.link, platform),
-            f"{row.count:,}",
-            nbytes(row.moved),
-            seconds(row.seconds),
-            seconds(row.exposed_seconds),
-        )
-        for row in exchanges(program.collectives)
-    ]
+    rows = [exchange_cells(row, platform) for row in exchanges(program.collectives)]
     longest = sorted(program.collectives, key=lambda one: -one.seconds)[:12]
     each = [
         (
@@ -268,8 +252,3 @@ def _programs_section(plan: Plan) -> Section:
             ("program", "memory", "FLOPs", "time", "trace + compile", "code", "HLO text"), rows
         ),
     )
-
-
-def _list(lines: Iterable[str]) -> Markup:
-    items = Markup("").join(Markup("<li>{}</li>").format(line) for line in lines)
-    return Markup("<ul>{}</ul>").format(items)

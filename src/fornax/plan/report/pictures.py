@@ -8,11 +8,11 @@ from markupsafe import Markup
 from fornax.plan.report.data import Hardware
 from fornax.plan.report.program import ClassOfWork, ProgramReport
 from fornax.plan.report.words import nbytes, rate
-from fornax.train.report import figure, svg
+from fornax.train.report import INK, SOFT, figure, svg
 
 __all__ = ["memory_picture", "roofline_picture"]
 
-_INK, _SOFT, _LINE, _ALARM = "#1c2330", "#5b6678", "#cbd2dd", "#b91c1c"
+_LINE, _ALARM = "#cbd2dd", "#b91c1c"
 OWNER_COLOURS = {
     "parameters": "#c2410c",
     "optimizer": "#f59e0b",
@@ -32,7 +32,7 @@ def memory_picture(programs: Sequence[ProgramReport]) -> Markup:
     """A stacked bar a program, in GiB, and the line that a program must not cross."""
     title = "Memory of one chip, GiB"
     picture, axes = figure(7.6, 1.45 + 0.5 * len(programs))
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
     names = [program.name for program in programs]
     owners = _owners(programs)
     left = [0.0] * len(programs)
@@ -51,7 +51,7 @@ def memory_picture(programs: Sequence[ProgramReport]) -> Markup:
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     usable = programs[0].memory.usable / _GIB
     over = any(not program.memory.fits for program in programs)
-    colour = _ALARM if over else _INK
+    colour = _ALARM if over else INK
     axes.axvline(usable, color=colour, linewidth=1.5, linestyle=(0, (4, 2)))
     reach = max([usable, *left]) * 1.16
     axes.set_xlim(0, reach)
@@ -74,7 +74,7 @@ def memory_picture(programs: Sequence[ProgramReport]) -> Markup:
             textcoords="offset points",
             fontsize=9,
             va="center",
-            color=_ALARM if end > usable else _INK,
+            color=_ALARM if end > usable else INK,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.85},
         )
     axes.set_yticks(range(len(names)), names)
@@ -84,7 +84,7 @@ def memory_picture(programs: Sequence[ProgramReport]) -> Markup:
     axes.legend(
         frameon=False,
         fontsize=9,
-        labelcolor=_SOFT,
+        labelcolor=SOFT,
         ncols=4,
         loc="upper left",
         bbox_to_anchor=(0, -0.16 - 0.12 / len(names)),
@@ -112,7 +112,7 @@ def roofline_picture(work: Sequence[ClassOfWork], hardware: Hardware) -> Markup:
     title = "Roofline of one chip"
     shown = [one for one in work if one.flops and one.bytes and one.seconds]
     picture, axes = figure(7.6, 4.4)
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.set_xscale("log")
     axes.set_yscale("log")
     ridge = hardware.peak_flops / hardware.memory_bandwidth
@@ -120,7 +120,7 @@ def roofline_picture(work: Sequence[ClassOfWork], hardware: Hardware) -> Markup:
     high = max([one.intensity for one in shown] + [ridge * 10]) * 3
     roof_x = [low, ridge, high]
     roof_y = [low * hardware.memory_bandwidth, hardware.peak_flops, hardware.peak_flops]
-    axes.plot(roof_x, roof_y, color=_INK, linewidth=1.5)
+    axes.plot(roof_x, roof_y, color=INK, linewidth=1.5)
     axes.fill_between(roof_x, roof_y, color="#f6f8fb")
     whole = sum(one.seconds for one in work) or 1.0
     points = []
@@ -145,11 +145,11 @@ def roofline_picture(work: Sequence[ClassOfWork], hardware: Hardware) -> Markup:
         textcoords="offset points",
         ha="right",
         fontsize=9,
-        color=_INK,
+        color=INK,
     )
     axes.grid(axis="both", color="#e3e7ee", linewidth=0.8)
-    axes.set_xlabel("FLOPs a byte of memory traffic", fontsize=9, color=_SOFT)
-    axes.set_ylabel("FLOP/s", fontsize=9, color=_SOFT)
+    axes.set_xlabel("FLOPs a byte of memory traffic", fontsize=9, color=SOFT)
+    axes.set_ylabel("FLOP/s", fontsize=9, color=SOFT)
     return svg(picture, title)
 
 

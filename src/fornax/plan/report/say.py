@@ -1,9 +1,19 @@
 """The sentences that every form of a plan has."""
 
 from fornax.plan.report.data import Money, Plan
-from fornax.plan.report.words import count, nbytes, seconds
+from fornax.plan.report.gather import Exchange
+from fornax.plan.report.words import count, nbytes, seconds, sides
 
-__all__ = ["BOUNDS", "TITLES", "bound_words", "link_words", "paid", "too_large", "verdicts"]
+__all__ = [
+    "BOUNDS",
+    "TITLES",
+    "bound_words",
+    "exchange_cells",
+    "link_words",
+    "paid",
+    "too_large",
+    "verdicts",
+]
 
 BOUNDS = {
     "compute": "arithmetic",
@@ -32,6 +42,19 @@ def link_words(link: str, platform: str) -> str:
 def bound_words(bound: str, platform: str) -> str:
     """What a step waits for, in words."""
     return _BOUNDS.get(platform, {}).get(bound, BOUNDS[bound])
+
+
+def exchange_cells(row: Exchange, platform: str) -> tuple[str, ...]:
+    """Kind, axes, link, runs, bytes, time and exposed time of exchanges, for a table."""
+    return (
+        row.kind,
+        sides(row.axes),
+        link_words(row.link, platform),
+        f"{row.count:,}",
+        nbytes(row.moved),
+        seconds(row.seconds),
+        seconds(row.exposed_seconds),
+    )
 
 
 TITLES = {

@@ -1,32 +1,26 @@
 """A plan as tables for a terminal, one hundred columns wide."""
 
-import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
-from rich import box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
-from rich.table import Table as Grid
 from rich.text import Text
 
 from fornax.plan.report.data import Plan, Run
-from fornax.plan.report.gather import Exchange, exchanges
+from fornax.plan.report.gather import exchanges
+from fornax.plan.report.layout import WIDTH, bar, columns, grid, heading, indented, plain
 from fornax.plan.report.program import Memory, ProgramReport
-from fornax.plan.report.say import TITLES, link_words, paid, verdicts
-from fornax.plan.report.words import count, nbytes, rate, seconds, shorten, sides, where
+from fornax.plan.report.say import TITLES, exchange_cells, paid, verdicts
+from fornax.plan.report.words import count, nbytes, rate, seconds, shorten, where
 
 __all__ = ["print_plan", "render_table"]
 
-WIDTH = 100
-_BAR = 24
 _ROWS = 8
 
 
 def render_table(plan: Plan, width: int = WIDTH) -> str:
     """The plan as plain text."""
-    out = io.StringIO()
-    print_plan(plan, Console(file=out, width=width, color_system=None, legacy_windows=False))
-    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+    return plain(lambda console: print_plan(plan, console), width)
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -44,14 +38,14 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 def _parts(plan: Plan) -> Iterator[RenderableType]:
     main = plan.main
     yield from _head(plan)
-    yield _title("Memory of one chip" + (f", {main.name}" if len(plan.programs) > 1 else ""))
+    yield heading("Memory of one chip" + (f", {main.name}" if len(plan.programs) > 1 else ""))
     yield _memory(main.memory)
     if main.memory.buffers:
-        yield _title("The largest at the peak")
+        yield heading("The largest at the peak")
         yield _buffers(main.memory)
     if main.work:
         hardware = plan.hardware
-        yield _title(
+        yield heading(
             f"Work of a step, one chip (peak {rate(hardware.peak_flops)}, "
             f"{count(hardware.memory_bandwidth, 'B/s')})"
         )
@@ -62,10 +56,10 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield from _compilation(main)
     yield from _options(plan)
     for table in plan.tables:
-        yield _title(table.title)
+        yield heading(table.title)
         if table.lead:
-            yield _indented(table.lead)
-        yield _grid(table.head, table.rows)
+            yield indented(table.lead)
+        yield grid(table.head, table.rows)
     yield from _notes(plan)
 
 
@@ -80,10 +74,10 @@ def _head(plan: Plan) -> Iterator[RenderableType]:
     yield Text(plan.how)
     yield ""
     if plan.run:
-        yield _indented(_run(plan.run))
-    yield from map(_indented, verdicts(plan))
+        yield indented(_run(plan.run))
+    yield from map(indented, verdicts(plan))
     if plan.money:
-        yield _indented(paid(plan.money))
+        yield indented(paid(plan.money))
 
 
 def _run(run: Run) -> str:
@@ -96,22 +90,17 @@ def _run(run: Run) -> str:
     )
 
 
-def _memory(memory: Memory) -> Grid:
+def _memory(memory: Memory) -> RenderableType:
     total = max(memory.total, 1)
-    grid = _columns(("", "bytes", "share", ""))
+    shown = columns(("", "bytes", "share", ""))
     for part in memory.parts:
         if part.bytes:
             share = part.bytes / total
-            grid.add_row(part.owner, nbytes(part.bytes), f"{share:.1%}", _bar(share))
-    grid.add_section()
-    grid.add_row("all", nbytes(memory.total), "", "")
-    grid.add_row("usable", nbytes(memory.usable), "", "")
-    return grid
-
-
-def _bar(share: float) -> Text:
-    filled = round(share * _BAR)
-    return Text("█" * filled, style="dark_orange3")
+            shown.add_row(part.owner, nbytes(part.bytes), f"{share:.1%}", bar(share))
+    shown.add_section()
+    shown.add_row("all", nbytes(memory.total), "", "")
+    shown.add_row("usable", nbytes(memory.usable), "", "")
+    return shown
 
 
 def _buffers(memory: Memory) -> RenderableType:
@@ -125,7 +114,7 @@ def _buffers(memory: Memory) -> RenderableType:
         for buffer in memory.buffers[:_ROWS]
     ]
     last = "made at" if any(buffer.source for buffer in memory.buffers) else "what"
-    return _grid(("bytes", "owner", "shape", last), rows)
+    return grid(("bytes", "owner", "shape", last), rows)
 
 
 def _work(program: ProgramReport) -> RenderableType:
@@ -147,29 +136,17 @@ def _work(program: ProgramReport) -> RenderableType:
         ("all", count(program.flops), nbytes(program.bytes), "", "", seconds(whole), "", "")
     )
     head = ("class", "FLOPs", "bytes", "FLOP/B", "FLOP/s", "time", "", "bound by")
-    return _grid(head, rows, total=True)
+    return grid(head, rows, total=True)
 
 
 def _communication(program: ProgramReport, platform: str) -> Iterator[RenderableType]:
     rows = exchanges(program.collectives)
     if not rows:
         return
-    yield _title("Communication of a step, one chip")
-    yield _grid(
+    yield heading("Communication of a step, one chip")
+    yield grid(
         ("exchange", "over", "link", "times", "bytes", "time", "exposed"),
-        (_exchange(row, platform) for row in rows),
-    )
-
-
-def _exchange(row: Exchange, platform: str) -> tuple[str, ...]:
-    return (
-        row.kind,
-        sides(row.axes),
-        link_words(row.link, platform),
-        f"{row.count:,}",
-        nbytes(row.moved),
-        seconds(row.seconds),
-        seconds(row.exposed_seconds),
+        (exchange_cells(row, platform) for row in rows),
     )
 
 
@@ -178,20 +155,20 @@ def _findings(program: ProgramReport) -> Iterator[RenderableType]:
         found = [finding for finding in program.findings if finding.kind == kind]
         if not found:
             continue
-        yield _title(title)
+        yield heading(title)
         for finding in found[:_ROWS]:
             place = f" at {where(finding.source)}" if finding.source else ""
             cost = f", {seconds(finding.seconds)}" if finding.seconds else ""
             fix = f": {finding.fix}" if finding.fix else ""
-            yield _indented(f"{nbytes(finding.bytes)}{cost}  {finding.what}{place}{fix}")
+            yield indented(f"{nbytes(finding.bytes)}{cost}  {finding.what}{place}{fix}")
         if len(found) > _ROWS:
-            yield _indented(f"and {len(found) - _ROWS} more in --json")
+            yield indented(f"and {len(found) - _ROWS} more in --json")
 
 
 def _others(plan: Plan) -> Iterator[RenderableType]:
     if len(plan.programs) < 2:
         return
-    yield _title("All programs")
+    yield heading("All programs")
     rows = [
         (
             program.name,
@@ -204,7 +181,7 @@ def _others(plan: Plan) -> Iterator[RenderableType]:
         )
         for program in plan.programs
     ]
-    yield _grid(("program", "memory", "fits", "FLOPs", "time", "exposed", "bound by"), rows)
+    yield grid(("program", "memory", "fits", "FLOPs", "time", "exposed", "bound by"), rows)
 
 
 def _compilation(program: ProgramReport) -> Iterator[RenderableType]:
@@ -213,8 +190,8 @@ def _compilation(program: ProgramReport) -> Iterator[RenderableType]:
         return
     when = " (kept from an earlier plan)" if made.cached else ""
     versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-    yield _title("Compilation")
-    yield _indented(
+    yield heading("Compilation")
+    yield indented(
         f"traced in {seconds(made.lower_seconds)}, compiled in {seconds(made.compile_seconds)}"
         f"{when}; {nbytes(made.code_bytes)} of code, {nbytes(made.hlo_bytes)} of HLO text"
         + (f"; {versions}" if versions else "")
@@ -223,11 +200,11 @@ def _compilation(program: ProgramReport) -> Iterator[RenderableType]:
 
 def _options(plan: Plan) -> Iterator[RenderableType]:
     if plan.searched:
-        yield _title("Search")
-        yield _indented(plan.searched)
+        yield heading("Search")
+        yield indented(plan.searched)
     for number, option in enumerate(plan.options, 1):
         origin = "compiled" if option.compiled else "estimated"
-        yield _indented(
+        yield indented(
             f"{number}. {seconds(option.step_seconds)} a step, "
             f"{option.tokens_per_second_per_chip:,.0f} tokens/s/chip, "
             f"{nbytes(option.total_bytes)} ({origin})"
@@ -239,42 +216,9 @@ def _options(plan: Plan) -> Iterator[RenderableType]:
 def _notes(plan: Plan) -> Iterator[RenderableType]:
     notes = [*plan.notes, *(note for program in plan.programs for note in program.notes)]
     if notes:
-        yield _title("Notes")
+        yield heading("Notes")
     for note in dict.fromkeys(notes):
-        yield _indented(f"- {note}")
-
-
-def _title(text: str) -> Text:
-    return Text(f"\n{text}", style="bold dark_orange3")
-
-
-def _indented(text: str) -> Padding:
-    return Padding(Text(text), (0, 0, 0, 1), expand=False)
-
-
-def _grid(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool = False
-) -> RenderableType:
-    body = [tuple(row) for row in rows]
-    shown = [c for c in range(len(head)) if not body or any(row[c] for row in body)]
-    head, body = [head[c] for c in shown], [tuple(row[c] for c in shown) for row in body]
-    grid = _columns(head, [all(_numeric(row[c]) for row in body) for c in range(len(head))])
-    for number, row in enumerate(body):
-        if total and number == len(body) - 1:
-            grid.add_section()
-        grid.add_row(*row)
-    return grid
-
-
-def _columns(head: Sequence[str], numeric: Sequence[bool] = (False, True, True, False)) -> Grid:
-    grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), expand=False)
-    for title, right in zip(head, numeric, strict=True):
-        grid.add_column(title, justify="right" if right else "left", overflow="fold")
-    return grid
-
-
-def _numeric(cell: str) -> bool:
-    return not cell or cell[0].isdigit() or cell in ("—", "-")
+        yield indented(f"- {note}")
 
 
 def _plural(number: int, noun: str) -> str:

@@ -5,15 +5,14 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from fornax.config import ConfigError
+from fornax.plan.report.file import make_folder
 from fornax.plan.report.words import nbytes, seconds
 from fornax.plan.serving.data import ServePlan
 from fornax.plan.serving.words import BOUNDS, LIMITS, facts_of, parts_of, verdicts
-from fornax.train.report import Section, figure, render, svg, table
+from fornax.train.report import INK, SOFT, Section, bullets, figure, render, svg, table
 
 __all__ = ["write_page"]
 
-_INK, _SOFT = "#1c2330", "#5b6678"
 _PARTS = ("#c2410c", "#047857", "#7c3aed", "#60a5fa", "#94a3b8")
 _LINES = ("#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#b45309")
 _GIB = 1 << 30
@@ -25,12 +24,7 @@ def write_page(plan: ServePlan, path: Path) -> Path:
     Raises:
       ConfigError: when the file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder of {path}: {error.strerror or error}; name another file"
-        ) from error
+    make_folder(path)
     return render(
         path,
         title=f"Serving {plan.name} on {plan.topology}",
@@ -92,16 +86,16 @@ def _sections(plan: ServePlan) -> Iterator[Section]:
     )
     if plan.itl_seconds is not None:
         yield _largest(plan, plan.itl_seconds)
-    yield Section(title="The engine", body=_list(facts_of(plan)) + _cache_table(plan))
+    yield Section(title="The engine", body=bullets(facts_of(plan)) + _cache_table(plan))
     if plan.buckets:
         yield _programs(plan)
-    yield Section(title="Notes", body=_list(plan.notes))
+    yield Section(title="Notes", body=bullets(plan.notes))
 
 
 def _memory_picture(plan: ServePlan) -> Markup:
     title = "Memory of one chip, GiB"
     picture, axes = figure(7.6, 1.7)
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
     left = 0.0
     for (name, size), colour in zip(parts_of(plan.memory), _PARTS, strict=True):
         axes.barh(
@@ -111,7 +105,7 @@ def _memory_picture(plan: ServePlan) -> Markup:
     usable = plan.memory.usable / _GIB
     axes.axvline(
         usable,
-        color=_INK if plan.memory.fits else "#b91c1c",
+        color=INK if plan.memory.fits else "#b91c1c",
         linewidth=1.5,
         linestyle=(0, (4, 2)),
         label=f"usable {usable:.1f} GiB",
@@ -119,7 +113,7 @@ def _memory_picture(plan: ServePlan) -> Markup:
     axes.set_xlim(0, max(usable, left) * 1.1)
     axes.grid(axis="y", visible=False)
     axes.legend(
-        frameon=False, fontsize=9, labelcolor=_SOFT, ncols=3, loc="upper left",
+        frameon=False, fontsize=9, labelcolor=SOFT, ncols=3, loc="upper left",
         bbox_to_anchor=(0, -0.25),
     )  # fmt: skip
     return svg(picture, title)
@@ -128,7 +122,7 @@ def _memory_picture(plan: ServePlan) -> Markup:
 def _latency_picture(plan: ServePlan) -> Markup:
     title = "Time between tokens over batch, ms"
     picture, axes = figure(7.2, 3.2)
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
     contexts = sorted({p.context for p in plan.decode})
     for context, colour in zip(contexts, _LINES * len(contexts), strict=False):
         points = [p for p in plan.decode if p.context == context]
@@ -150,13 +144,13 @@ def _latency_picture(plan: ServePlan) -> Markup:
             linestyle=(0, (2, 2)),
         )
     if plan.itl_seconds is not None:
-        axes.axhline(plan.itl_seconds * 1e3, color=_SOFT, linewidth=1, linestyle=(0, (4, 2)))
+        axes.axhline(plan.itl_seconds * 1e3, color=SOFT, linewidth=1, linestyle=(0, (4, 2)))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("sequences (dotted: at least, at published rates)", fontsize=9, color=_SOFT)
-    axes.set_ylabel("ms", fontsize=9, color=_SOFT)
-    axes.legend(frameon=False, fontsize=9, labelcolor=_SOFT)
+    axes.set_xlabel("sequences (dotted: at least, at published rates)", fontsize=9, color=SOFT)
+    axes.set_ylabel("ms", fontsize=9, color=SOFT)
+    axes.legend(frameon=False, fontsize=9, labelcolor=SOFT)
     return svg(picture, title)
 
 
@@ -239,8 +233,3 @@ def _programs(plan: ServePlan) -> Section:
             ],
         ),
     )
-
-
-def _list(lines: tuple[str, ...] | list[str]) -> Markup:
-    items = Markup("").join(Markup("<li>{}</li>").format(line) for line in lines)
-    return Markup("<ul>{}</ul>").format(items)

@@ -1,33 +1,24 @@
 """A serving plan as tables for a terminal, one hundred columns wide, and as JSON."""
 
-import io
-import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich import box
 from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from fornax.config import ConfigError, to_mapping
+from fornax.config import to_mapping
+from fornax.plan.report.file import write_values
+from fornax.plan.report.layout import WIDTH, bar, columns, grid, heading, indented, plain
 from fornax.plan.report.words import nbytes, seconds
 from fornax.plan.serving.data import MemoryReport, ServePlan
 from fornax.plan.serving.words import BOUNDS, LIMITS, facts_of, parts_of, verdicts
 
 __all__ = ["print_plan", "render_table", "too_large_words", "write_json"]
 
-WIDTH = 100
-_BAR = 24
-
 
 def render_table(plan: ServePlan, width: int = WIDTH) -> str:
     """The plan as plain text."""
-    out = io.StringIO()
-    print_plan(plan, Console(file=out, width=width, color_system=None, legacy_windows=False))
-    return out.getvalue()
+    return plain(lambda console: print_plan(plan, console), width)
 
 
 def print_plan(plan: ServePlan, console: Console | None = None) -> None:
@@ -44,18 +35,7 @@ def write_json(plan: ServePlan, path: Path) -> Path:
     Raises:
       ConfigError: when the file cannot be written.
     """
-    text = json.dumps({"format": 1, **to_mapping(plan)}, indent=1, allow_nan=False) + "\n"
-    temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the plan to {path}: {error.strerror or error}; name a file in a folder "
-            "that can be written"
-        ) from error
-    return path
+    return write_values({"format": 1, **to_mapping(plan)}, path)
 
 
 def too_large_words(plan: ServePlan) -> str | None:
@@ -78,13 +58,13 @@ def _parts(plan: ServePlan) -> Iterator[RenderableType]:
     yield Text.assemble((f"Serving {plan.name}", "bold"), f" on {plan.topology}: {chips}")
     yield Text.assemble((f"{plan.origin.capitalize()}. ", "bold"), plan.how)
     yield ""
-    yield from (_indented(line) for line in (*facts_of(plan), *verdicts(plan)))
-    yield _title("Memory of one chip")
+    yield from (indented(line) for line in (*facts_of(plan), *verdicts(plan)))
+    yield heading("Memory of one chip")
     yield _memory(plan.memory)
-    yield _title("Cache")
+    yield heading("Cache")
     yield _cache(plan.memory)
-    yield _title("Time between tokens, every sequence of the batch at the same context")
-    yield _grid(
+    yield heading("Time between tokens, every sequence of the batch at the same context")
+    yield grid(
         ("context", "batch", "time", "at least", "tokens/s/chip", "waits for", ""),
         (
             (
@@ -99,8 +79,8 @@ def _parts(plan: ServePlan) -> Iterator[RenderableType]:
             for p in plan.decode
         ),
     )
-    yield _title("Time to the first token of a prompt on an idle engine")
-    yield _grid(
+    yield heading("Time to the first token of a prompt on an idle engine")
+    yield grid(
         ("prompt", "steps", "time", "at least", "tokens/s/chip", "waits for", ""),
         (
             (
@@ -118,25 +98,24 @@ def _parts(plan: ServePlan) -> Iterator[RenderableType]:
     yield from _largest(plan)
     yield from _programs(plan)
     if plan.notes:
-        yield _title("Notes")
-    yield from (_indented(f"- {note}") for note in plan.notes)
+        yield heading("Notes")
+    yield from (indented(f"- {note}") for note in plan.notes)
 
 
-def _memory(memory: MemoryReport) -> Table:
-    grid = _columns(("", "bytes", "share", ""), (False, True, True, False))
+def _memory(memory: MemoryReport) -> RenderableType:
+    shown = columns(("", "bytes", "share", ""))
     for name, size in parts_of(memory):
         if size:
             share = size / memory.usable
-            filled = "█" * round(share * _BAR)
-            grid.add_row(name, nbytes(size), f"{share:.1%}", Text(filled, style="dark_orange3"))
-    grid.add_section()
-    grid.add_row("all", nbytes(memory.total), f"{memory.total / memory.usable:.1%}", "")
-    grid.add_row("usable", nbytes(memory.usable), "", "")
-    return grid
+            shown.add_row(name, nbytes(size), f"{share:.1%}", bar(share))
+    shown.add_section()
+    shown.add_row("all", nbytes(memory.total), f"{memory.total / memory.usable:.1%}", "")
+    shown.add_row("usable", nbytes(memory.usable), "", "")
+    return shown
 
 
 def _cache(memory: MemoryReport) -> RenderableType:
-    return _grid(
+    return grid(
         ("layers", "attention", "a token", "pages", "pages of a full sequence"),
         (
             (
@@ -154,8 +133,8 @@ def _cache(memory: MemoryReport) -> RenderableType:
 def _largest(plan: ServePlan) -> Iterator[RenderableType]:
     if plan.itl_seconds is None:
         return
-    yield _title(f"The largest batch within {seconds(plan.itl_seconds)} between tokens")
-    yield _grid(
+    yield heading(f"The largest batch within {seconds(plan.itl_seconds)} between tokens")
+    yield grid(
         ("context", "batch", "time", "tokens/s/chip", "limited by"),
         (
             (
@@ -173,8 +152,8 @@ def _largest(plan: ServePlan) -> Iterator[RenderableType]:
 def _programs(plan: ServePlan) -> Iterator[RenderableType]:
     if not plan.buckets:
         return
-    yield _title("Compiled programs (a step's time is that without attention)")
-    yield _grid(
+    yield heading("Compiled programs (a step's time is that without attention)")
+    yield grid(
         ("program", "size", "time", "closed form", "temporaries", "code", "trace + compile"),
         (
             (
@@ -191,28 +170,4 @@ def _programs(plan: ServePlan) -> Iterator[RenderableType]:
     )
     for one in plan.buckets:
         if one.exchanges:
-            yield _indented(f"{one.program} {one.size}: {', '.join(one.exchanges)}")
-
-
-def _title(text: str) -> Text:
-    return Text(f"\n{text}", style="bold dark_orange3")
-
-
-def _indented(text: str) -> Padding:
-    return Padding(Text(text), (0, 0, 0, 1))
-
-
-def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    body = [tuple(row) for row in rows]
-    numeric = [all(row[c][:1].isdigit() for row in body) for c in range(len(head))]
-    grid = _columns(head, numeric)
-    for row in body:
-        grid.add_row(*row)
-    return grid
-
-
-def _columns(head: Sequence[str], numeric: Sequence[bool]) -> Table:
-    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-    for title, right in zip(head, numeric, strict=True):
-        grid.add_column(title, justify="right" if right else "left", overflow="fold")
-    return grid
+            yield indented(f"{one.program} {one.size}: {', '.join(one.exchanges)}")

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from fornax.config.errors import ConfigError
 
-__all__ = ["Section", "render", "table"]
+__all__ = ["Section", "bullets", "render", "table"]
 
 _NUMBER = re.compile(r"[-+<]?\d|—$")
 _LONG_WORD = re.compile(r"\S{33}")
@@ -52,6 +52,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
         out.append("</tr>")
     out.append("</tbody></table>")
     return Markup("".join(out))
+
+
+def bullets(lines: Iterable[str]) -> Markup:
+    """An HTML list; every line is escaped."""
+    items = Markup("").join(Markup("<li>{}</li>").format(line) for line in lines)
+    return Markup("<ul>{}</ul>").format(items)
 
 
 def render(

@@ -7,7 +7,9 @@ from markupsafe import Markup
 
 __all__ = ["bars", "figure", "lines", "svg"]
 
-_INK, _SOFT, _GRID = "#1c2330", "#5b6678", "#e3e7ee"
+INK, SOFT = "#1c2330", "#5b6678"
+"""Of titles and lines; of axes and legends."""
+_GRID = "#e3e7ee"
 _COLOURS = ("#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#b45309")
 
 
@@ -23,7 +25,7 @@ def figure(width: float, height: float):
         axes = made.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_GRID)
-    axes.tick_params(colors=_SOFT, labelsize=9, length=0)
+    axes.tick_params(colors=SOFT, labelsize=9, length=0)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     return made, axes
@@ -61,7 +63,7 @@ def lines(
       from_zero: start the y axis at 0.
     """
     made, axes = figure(5.4, 2.7)
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
     shown = [s for s in series if len(s[1])]
     for (label, steps, values), colour in zip(shown, _COLOURS, strict=False):
         marker = "o" if len(steps) < 25 and len(shown) > 1 else None
@@ -84,10 +86,10 @@ def lines(
         axes.set_yscale("log")
     if from_zero and shown:
         axes.set_ylim(bottom=0)
-    axes.set_xlabel("step", fontsize=9, color=_SOFT)
-    axes.set_ylabel(unit, fontsize=9, color=_SOFT)
+    axes.set_xlabel("step", fontsize=9, color=SOFT)
+    axes.set_ylabel(unit, fontsize=9, color=SOFT)
     if len(shown) > 1:
-        axes.legend(frameon=False, fontsize=9, labelcolor=_SOFT)
+        axes.legend(frameon=False, fontsize=9, labelcolor=SOFT)
     return svg(made, title)
 
 
@@ -109,7 +111,7 @@ def bars(
       fmt: how a value is written.
     """
     made, axes = figure(7.2, 0.75 + 0.36 * len(items))
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
     labels = [label for label, _ in items]
     values = [value for _, value in items]
     colours = [_COLOURS[0] if label == highlight else "#94a3b8" for label in labels]
@@ -121,12 +123,12 @@ def bars(
             xytext=(5, 0),
             textcoords="offset points",
             fontsize=9,
-            color=_INK,
+            color=INK,
             va="center",
         )
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=_GRID, linewidth=0.8)
     axes.margins(x=0.12)
-    axes.set_xlabel(unit, fontsize=9, color=_SOFT)
+    axes.set_xlabel(unit, fontsize=9, color=SOFT)
     return svg(made, title)
