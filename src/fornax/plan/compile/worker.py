@@ -136,16 +136,20 @@ def _compile(
 
     found = attempt(lines=False)
     seconds = (lower_seconds, time.perf_counter() - begun)
-    if isinstance(found, OutOfMemoryError) and topology.chip.platform == "tpu":
+    platform = topology.chip.platform
+    text = None if isinstance(found, OutOfMemoryError) else _text(found, platform)
+    if text is None and platform == "tpu":
         shutil.rmtree(written, ignore_errors=True)
-        found = attempt(lines=True)  # its text is all that there is
+        found = attempt(lines=True)  # what the compiler writes down is all that there is
     compiled, refused = (None, found) if isinstance(found, OutOfMemoryError) else (found, None)
     dumped = dump.read(written)
     shutil.rmtree(written, ignore_errors=True)
+    if text is None:
+        text = "" if dumped is None else dumped.hlo
     if refused is None:
-        return _artifact(name, topology, program, seconds, compiled, dumped)
+        return _artifact(name, topology, program, seconds, text, compiled, dumped)
     if dumped is not None:
-        refused.artifact = _artifact(name, topology, program, seconds, None, dumped)
+        refused.artifact = _artifact(name, topology, program, seconds, text, None, dumped)
         refused.used = max(refused.used, dumped.total)
     return refused
 
@@ -155,6 +159,7 @@ def _artifact(
     topology: Topology,
     program: Lowering,
     seconds: tuple[float, float],
+    text: str,
     compiled: Any,
     dumped: Dumped | None,
 ) -> Artifact:
@@ -167,7 +172,7 @@ def _artifact(
         devices=tuple(map(_device, program.mesh.devices.flat)),
         arguments=tuple(a for i, a in enumerate(program.arguments) if i in used),
         memory=_memory(compiled, dumped),
-        hlo=_BODY.sub(r'\1""', _text(compiled, dumped)),
+        hlo=_BODY.sub(r'\1""', text),
         cost=_cost(compiled),
         versions=versions(),
         lower_seconds=seconds[0],
@@ -177,16 +182,19 @@ def _artifact(
     )
 
 
-def _text(compiled: Any, dumped: Dumped | None) -> str:
-    """The optimized program; jaxlib cannot read that of every libtpu, which then wrote it down."""
-    if compiled is None:
-        return "" if dumped is None else dumped.hlo
+def _text(compiled: Any, platform: str) -> str | None:
+    """The optimized program; None where jaxlib cannot read what libtpu made, which writes it down.
+
+    Raises:
+      Exception: what reading raised on any other platform, where nothing else has the text.
+    """
     try:
         return compiled.as_text() or ""
-    except Exception:
-        if dumped is None:
+    except Exception as error:
+        if platform != "tpu":
             raise
-        return dumped.hlo
+        sys.stderr.write(f"jaxlib cannot read the compiled program: {error}\n")
+        return None
 
 
 def _used_arguments(program: Lowering) -> set[int]:
