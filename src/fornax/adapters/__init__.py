@@ -1,0 +1,1 @@
+"""Low-rank adapters on any NNX model: LoRA, DoRA, rsLoRA, QLoRA, and PEFT's files."""

@@ -1,0 +1,1 @@
+"""How good a model is: perplexity, verified generations, comparisons, pass@k, task suites."""

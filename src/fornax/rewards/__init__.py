@@ -1,0 +1,1 @@
+"""Reward functions and verifiers, run apart from the program that asks for them."""

@@ -1,0 +1,1 @@
+"""The role of Tunix: supervised tuning, preference, reinforcement learning, distillation."""
