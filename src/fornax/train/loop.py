@@ -50,7 +50,7 @@ class Loop:
         self.signal: int | None = None
         self.evaluation: dict[str, float] | None = None
         self._evaluations: dict[int, dict[str, float]] = {}
-        self._pending: deque[tuple[int, Any]] = deque()
+        self._pending: deque[tuple[int, Any, dict[str, float]]] = deque()
         self._saved = self.start.step
         self._profiling = False
         self._in_flight = 0 if _devices_share_threads() else 1
@@ -65,7 +65,7 @@ class Loop:
                 reason = "signal"
                 break
             with self.ledger.phase("wait_for_data"):
-                rows = next(self.batches, None)
+                rows = self._next_rows()
             if rows is None:
                 reason = "data"
                 break
@@ -77,11 +77,20 @@ class Loop:
             self.checkpointer.wait()
         return reason
 
+    def _next_rows(self) -> dict[str, Any] | None:
+        follow, state = self.programs.parts.task.follow, self.state
+        if follow is not None:
+            follow(self.step, lambda: self.programs.model(state))
+        return next(self.batches, None)
+
     def _take(self, rows: dict[str, Any]) -> None:
         self._start_profile()
+        observe = self.programs.parts.task.observe
+        observed = {} if observe is None else dict(observe())
         self.state, metrics = self.programs.step(self.state, rows)
         self.step += 1
-        self._pending.append((self.step, metrics))
+        observed["compilations"] = self.programs.compilations
+        self._pending.append((self.step, metrics, observed))
         evaluates = self._due(self.config.eval.every) or (
             self.config.eval.every is not None and self.step == self.config.steps
         )
@@ -103,8 +112,9 @@ class Loop:
     def _drain(self, in_flight: int) -> None:
         """Record steps, waiting for them, until no more than `in_flight` are left."""
         while len(self._pending) > in_flight:
-            step, metrics = self._pending.popleft()
+            step, metrics, observed = self._pending.popleft()
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            numbers |= observed
             evaluation = self._evaluations.pop(step, None)
             self.recorder.step(step, numbers, time.time(), evaluation)
 

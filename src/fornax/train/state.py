@@ -2,11 +2,11 @@
 
 The model is split: its structure (graphdef) is static, its arrays live here as plain nested dicts,
 so that `jax.jit` sees only arrays, can be given a sharding for each, and takes all of them over
-(donation).
+(donation). Parameters that are not trained are no part of it: steps read them beside it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,15 @@ from fornax.mesh import Rules, tree_shardings, use_mesh
 from fornax.optim import Built
 from fornax.train.guard import GuardState, SkipConfig, start_guard
 
-__all__ = ["ModelParts", "TrainState", "abstract_state", "as_tree", "fresh_state", "split_model"]
+__all__ = [
+    "ModelParts",
+    "TrainState",
+    "abstract_frozen",
+    "abstract_state",
+    "as_tree",
+    "fresh_state",
+    "split_model",
+]
 
 
 @jax.tree_util.register_dataclass
@@ -53,12 +61,19 @@ class ModelParts:
 
     graphdef: Any
     params: nnx.State
+    """What is trained."""
+    frozen: Any
+    """Parameters that are not: shapes, or the arrays that `merge` is to put in."""
     other: nnx.State
     rngs: nnx.State
 
+    def holding(self, frozen: Any) -> "ModelParts":
+        """The same with the arrays of the frozen parameters."""
+        return replace(self, frozen=frozen)
+
     def merge(self, params: Any, other: Any, key: jax.Array) -> Any:
         """The model with these arrays, its random streams started from `key`."""
-        return nnx.merge(self.graphdef, params, other, self._streams(key))
+        return nnx.merge(self.graphdef, params, self.frozen, other, self._streams(key))
 
     @staticmethod
     def other_of(model: Any) -> Any:
@@ -77,10 +92,17 @@ class ModelParts:
         return jax.tree.unflatten(tree, fresh)
 
 
-def split_model(model: nnx.Module) -> ModelParts:
-    """Take a model (of arrays, or of shapes from `nnx.eval_shape`) apart."""
-    graphdef, params, rngs, other = nnx.split(model, nnx.Param, nnx.RngState, ...)
-    return ModelParts(graphdef=graphdef, params=params, other=other, rngs=rngs)
+def split_model(model: nnx.Module, trained: Any = nnx.Param) -> ModelParts:
+    """Take a model (of arrays, or of shapes from `nnx.eval_shape`) apart.
+
+    Args:
+      model: the model.
+      trained: an NNX filter; parameters it does not find are frozen.
+    """
+    graphdef, params, frozen, rngs, other = nnx.split(
+        model, nnx.All(nnx.Param, trained), nnx.Param, nnx.RngState, ...
+    )
+    return ModelParts(graphdef=graphdef, params=params, frozen=frozen, other=other, rngs=rngs)
 
 
 def fresh_state(params: Any, other: Any, optim: Built, skip: SkipConfig, seed: int) -> TrainState:
@@ -94,6 +116,16 @@ def fresh_state(params: Any, other: Any, optim: Built, skip: SkipConfig, seed: i
         guard=start_guard(skip),
         rng=jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1)),
     )
+
+
+def abstract_frozen(parts: ModelParts, mesh: Mesh, rules: Rules) -> Any:
+    """The frozen parameters, as ShapeDtypeStructs that carry their shardings, nested dicts.
+
+    Raises:
+      ShardingError: for a parameter without logical axes, or one that does not divide.
+    """
+    shapes = nnx.to_pure_dict(parts.frozen)
+    return _with_shardings(shapes, nnx.to_pure_dict(tree_shardings(parts.frozen, mesh, rules)))
 
 
 def abstract_state(
@@ -120,6 +152,10 @@ def abstract_state(
         guard=jax.tree.map(lambda _: replicated, shapes.guard),
         rng=replicated,
     )
+    return _with_shardings(shapes, shardings)
+
+
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,

@@ -8,7 +8,7 @@ the micro-batches' weights are, the result is that of one large batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -44,28 +44,43 @@ class StepParts:
 
 
 def batch_shardings(batch: Batch, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
-    """Where the arrays of a batch lie: rows over `batch`, and `[B, T]` arrays over `length` too."""
+    """Where the arrays of a batch lie: rows over `batch`, the dimension of length over `length`."""
+    tokens = batch.get("tokens")
 
-    def axes(ndim: int) -> tuple[str | None, ...]:
-        return ("batch", "length") if ndim == 2 else ("batch", *(None,) * (ndim - 1))
+    def axes(x: Any) -> tuple[str | None, ...]:
+        names: list[str | None] = ["batch", *[None] * (x.ndim - 1)]
+        length = (1 if x.ndim == 2 else None) if tokens is None else _length_of(x, tokens)
+        if length is not None:
+            names[length] = "length"
+        return tuple(names)
 
     return {
-        name: named_sharding(mesh, axes(x.ndim), rules, shape=x.shape, name=f"batch[{name!r}]")
+        name: named_sharding(mesh, axes(x), rules, shape=x.shape, name=f"batch[{name!r}]")
         for name, x in batch.items()
     }
 
 
-def make_train_step(parts: StepParts) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The function (state, batch) -> (state, metrics); pure, to be jitted.
+def _length_of(x: Any, tokens: Any) -> int | None:
+    """Which dimension of `x` runs along the tokens: the one where theirs does, else the last."""
+    size, usual = tokens.shape[-1], tokens.ndim - 1
+    found = [dim for dim in range(1, x.ndim) if x.shape[dim] == size]
+    if not found:
+        return None
+    return usual if usual in found else found[-1]
+
+
+def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics]]:
+    """The function (state, batch, frozen parameters) -> (state, metrics); pure, to be jitted.
 
     Metrics are float32 scalars: `loss`, `grad_norm` (before clipping), `weight`, `learning_rate`,
     `skipped` (0 or 1) and the means of the task's own metrics.
     """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, frozen: Any = None) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        held = replace(parts, model=parts.model.holding(frozen or {}))
         with use_mesh(parts.mesh, parts.rules):
-            loss, other, grads = sum_gradients(parts, state.params, state.other, batch, key)
+            loss, other, grads = sum_gradients(held, state.params, state.other, batch, key)
         scale = jnp.where(loss.weight > 0, 1 / jnp.where(loss.weight > 0, loss.weight, 1), 0)
         mean = loss.total * scale
         norm = optax.tree.norm(_means(grads, scale, state.params)).astype(jnp.float32)
@@ -182,17 +197,17 @@ def _split_rows(batch: Batch, count: int) -> Batch:
     return {name: split(x) for name, x in batch.items()}
 
 
-def make_eval_step(parts: StepParts) -> Callable[[TrainState, Batch], Loss]:
-    """The function (state, batch) -> sums over one evaluation batch; pure, to be jitted.
+def make_eval_step(parts: StepParts) -> Callable[..., Loss]:
+    """The function (state, batch, frozen parameters) -> sums over one evaluation batch; pure.
 
     It evaluates the optimizer's averaged parameters where it keeps an average.
     """
 
-    def evaluate(state: TrainState, batch: Batch) -> Loss:
+    def evaluate(state: TrainState, batch: Batch, frozen: Any = None) -> Loss:
         key = jax.random.key(0)
         with use_mesh(parts.mesh, parts.rules):
             params = parts.optim.eval_params(state.params, state.optimizer)
-            model = parts.model.merge(params, state.other, key)
+            model = parts.model.holding(frozen or {}).merge(params, state.other, key)
             model.eval()
             if parts.task.evaluate is not None:
                 return parts.task.evaluate(model, batch)

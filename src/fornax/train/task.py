@@ -11,7 +11,8 @@ from flax import nnx
 __all__ = ["Batch", "Batches", "Hosts", "Loss", "Task"]
 
 Batch = Mapping[str, Any]
-"""Arrays whose first dimension is rows; a second one, where there are exactly two, is length."""
+"""Arrays whose first dimension is rows. Another is length: the one as long as the last of `tokens`,
+or, in a batch without `tokens`, the second of exactly two."""
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +83,18 @@ class Task:
     """Evaluation means (`loss` and the metrics) to what is reported, e.g. with perplexity."""
     pretrained: Callable[[jax.sharding.Mesh, Any], nnx.Module] | None = None
     """(mesh, rules) to a model with weights to start from, instead of `build`'s."""
+    trained: Any = nnx.Param
+    """An NNX filter: which parameters are trained. Every other `nnx.Param` is frozen: it has no
+    gradient and no optimizer state, a step neither copies nor replaces it, and no checkpoint holds
+    it. A run that goes on gets it where it first came from, `pretrained` or `build`."""
+    follow: Callable[[int, Callable[[], nnx.Module]], None] | None = None
+    """(steps done, model), called before each batch is asked for: a stream that depends on the
+    weights, such as one of samples from the model, takes them here. `model()` is the model after
+    that step; its arrays are the trainer's own, and gone once its next step starts."""
+    observe: Callable[[], Mapping[str, float]] | None = None
+    """Numbers, counted on the host, of the rows that were just taken; recorded with their step."""
+    steps_per_epoch: float | None = None
+    """Steps of one pass over the training rows; None where a pass has no end, or none is known."""
     unit: str = "tokens"
     """What `Loss.weight` counts: the name of the throughput."""
     flops_per_unit: float | None = None
