@@ -140,7 +140,7 @@ def sum_gradients(
     ) -> tuple[jax.Array, tuple[Loss, Any]]:
         model_key, loss_key = jax.random.split(key)
         model = parts.model.merge(params, other, model_key)
-        loss = parts.task.loss(model, batch, loss_key)
+        loss = parts.task.loss(model, {**batch, **measured}, loss_key)
         return loss.total, (loss, parts.model.other_of(model))
 
     def gradients(other: Any, batch: Batch, key: jax.Array) -> tuple[Loss, Any, Any]:
@@ -148,6 +148,7 @@ def sum_gradients(
         grads, (loss, other) = grad(params, other, batch, key)
         return loss, other, _lay_out(parts, grads)
 
+    measured = _measured(parts, params, other, batch, parts.accumulate)
     if parts.accumulate == 1:
         return gradients(other, batch, jax.random.fold_in(key, 0))
 
@@ -165,6 +166,30 @@ def sum_gradients(
     start = (zeros[0], other, zeros[2])
     numbered = (jnp.arange(parts.accumulate), micro_batches)
     return jax.lax.scan(add, start, numbered)[0]
+
+
+def _measured(
+    parts: StepParts, params: Any, other: Any, batch: Batch, accumulate: int
+) -> dict[str, jax.Array]:
+    """The means over the whole batch that the task measures before its loss."""
+    measure = parts.task.measure
+    if measure is None:
+        return {}
+
+    def sums(micro: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
+        model = parts.model.merge(params, other, jax.random.key(0))
+        model.eval()
+        return measure(model, micro)
+
+    if accumulate == 1:
+        found = sums(batch)
+    else:
+        found = jax.lax.map(sums, _split_rows(batch, accumulate))
+        found = jax.tree.map(lambda parts_A: jnp.sum(parts_A, axis=0), found)
+    return {
+        f"measured/{name}": total / jnp.where(weight > 0, weight, 1)
+        for name, (total, weight) in found.items()
+    }
 
 
 def _lay_out(parts: StepParts, grads: Any) -> Any:
@@ -207,7 +232,9 @@ def make_eval_step(parts: StepParts) -> Callable[..., Loss]:
         key = jax.random.key(0)
         with use_mesh(parts.mesh, parts.rules):
             params = parts.optim.eval_params(state.params, state.optimizer)
-            model = parts.model.holding(frozen or {}).merge(params, state.other, key)
+            held = replace(parts, model=parts.model.holding(frozen or {}))
+            batch = {**batch, **_measured(held, params, state.other, batch, 1)}
+            model = held.model.merge(params, state.other, key)
             model.eval()
             if parts.task.evaluate is not None:
                 return parts.task.evaluate(model, batch)

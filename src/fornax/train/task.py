@@ -77,6 +77,10 @@ class Task:
     batch or a micro-batch of it."""
     batches: Callable[[str, Hosts], Batches]
     """(split, hosts) to a stream; splits are `train` and `eval`."""
+    measure: Callable[[Any, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None = None
+    """(model, batch) to sums and weights by name, for a loss that depends on means over the whole
+    batch: they are added up over its micro-batches first, without gradient or randomness, and the
+    loss of each micro-batch finds the means in its batch, as scalars `measured/NAME`."""
     evaluate: Callable[[Any, Batch], Loss] | None = None
     """(model, batch) to sums that add up over the evaluation; None: `loss` without randomness."""
     summarise: Callable[[dict[str, float]], dict[str, float]] = dict
