@@ -1,6 +1,7 @@
 """A conversation becomes a prompt: the model's own Jinja template, in a sandbox."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,15 +21,21 @@ from fornax.llm.text.chat_messages import Content, mark_final, plain, prepare
 __all__ = ["ChatTemplate", "special_tokens"]
 
 
+_BEGIN, _END = "\ue000what the model wrote begins\ue000", "\ue000what the model wrote ends\ue000"
+_MARKS = {"begin_of_generation": _BEGIN, "end_of_generation": _END}
+
+
 class _Generation(Extension):
-    """`{% generation %}`: marks what the model wrote, for training; here its body as it is."""
+    """`{% generation %}`: marks what the model wrote, for training; its body between two variables
+    that only `render_marked` gives a value."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 reads this attribute)
 
-    def parse(self, parser: Parser) -> nodes.Node:
+    def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+        begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in _MARKS)
+        return [node.set_lineno(line) for node in (begin, nodes.Scope(body), end)]
 
 
 def _raise(message: str) -> NoReturn:
@@ -134,20 +141,44 @@ class ChatTemplate:
         prepared = prepare(messages, self._content[name])
         final = mark_final(prepared) if continue_final_message else None
         given = {
-            **self._special_tokens,
             **plain(variables or {}),
             "messages": prepared,
             "tools": None if tools is None else plain(tools),
             "documents": None if documents is None else plain(documents),
             "add_generation_prompt": add_generation_prompt,
         }
+        text = self._render(name, given)
+        return text if final is None else final.cut(text)
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A whole conversation, and the spans of characters that `{% generation %}` marks in it.
+
+        Without marks in the template there are no spans. Raises `EngineError` as `render` does.
+        """
+        name = self._pick(None, bool(tools))
+        given = {
+            **plain(variables or {}),
+            "messages": prepare(messages, self._content[name]),
+            "tools": None if tools is None else plain(tools),
+            "documents": None,
+            "add_generation_prompt": False,
+            **_MARKS,
+        }
+        return _spans(self._render(name, given))
+
+    def _render(self, name: str, given: Mapping[str, Any]) -> str:
         try:
-            text = self._compiled[name].render(given)
+            return self._compiled[name].render({**self._special_tokens, **given})
         except Exception as error:  # a template may fail in any way that a program may
             raise EngineError(
                 f"the chat template refuses this conversation ({error}): change its messages"
             ) from error
-        return text if final is None else final.cut(text)
 
     def _pick(self, name: str | None, has_tools: bool) -> str:
         if name is None:
@@ -158,6 +189,20 @@ class ChatTemplate:
                 f"{', '.join(sorted(self.sources))}"
             )
         return name
+
+
+def _spans(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text without the marks, and where they stood; pairs that hold nothing are left out."""
+    pieces, spans, begin, place = [], [], 0, 0
+    for piece in re.split(f"({_BEGIN}|{_END})", text):
+        if piece == _BEGIN:
+            begin = place
+        elif piece == _END:
+            spans.append((begin, place))
+        else:
+            pieces.append(piece)
+            place += len(piece)
+    return "".join(pieces), [(a, b) for a, b in spans if a < b]
 
 
 def _compile(name: str, source: str) -> jinja2.Template:
