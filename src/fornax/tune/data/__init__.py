@@ -1,0 +1,1 @@
+"""Data of post-training: conversations, pairs, prompts to tokens, masks and batches."""

@@ -1,0 +1,170 @@
+"""Files of records, read to the end: JSON Lines, JSON, Parquet, and `save_to_disk` folders."""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fornax.config.errors import DataError
+from fornax.data import HuggingFace
+from fornax.data.files import Storage, is_remote
+from fornax.data.records import Source, decode
+from fornax.data.sources.jsonl import JsonlSource
+from fornax.data.sources.parquet import ParquetSource
+from fornax.tune.data.problems import Problems
+
+__all__ = ["Line", "Paths", "read_lines"]
+
+Paths = str | Path | Sequence[str | Path]
+"""A file, a folder, a glob, or several of them."""
+
+_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_ARRAYS = (".json", ".json.gz")
+_TABLES = (".parquet",)
+_KNOWN = (*_LINES, *_ARRAYS, *_TABLES)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A record and where it lies."""
+
+    where: str
+    """`FILE:LINE` of JSON Lines and JSON, `FILE:row N` (from 1) of tables."""
+    fields: dict[str, Any]
+
+
+def read_lines(
+    paths: Paths,
+    problems: Problems,
+    *,
+    columns: Mapping[str, str] | None = None,
+    storage: Storage | None = None,
+) -> Iterator[Line]:
+    """The records of all files; what is no JSON object becomes a problem.
+
+    Args:
+      paths: files, folders or globs; gs:// and s3:// too.
+      problems: takes up records that cannot be read.
+      columns: our name of a field to the name that the files use.
+      storage: opens remote files.
+
+    Raises:
+      DataError: a path without a file, a file of an unknown kind or damaged as a whole, or no
+        records at all.
+    """
+    storage = storage or Storage()
+    empty = True
+    for file in _files(paths, storage):
+        for line in _read(file, storage, problems):
+            empty = False
+            yield Line(line.where, _renamed(line.fields, columns)) if columns else line
+    if empty and not problems.count:
+        raise DataError(f"{_shown(paths)} has no records; write at least one line")
+
+
+def _shown(paths: Paths) -> str:
+    return str(paths) if isinstance(paths, str | Path) else ", ".join(map(str, paths))
+
+
+def _files(paths: Paths, storage: Storage) -> list[str]:
+    found: list[str] = []
+    for path in (paths,) if isinstance(paths, str | Path) else paths:
+        if _is_saved_dataset(path):
+            found.append(str(path))
+            continue
+        files = storage.expand(path)
+        if Path(path).is_dir():
+            files = [file for file in files if file.endswith(_KNOWN)]
+            if not files:
+                raise DataError(f"{path} holds no {', '.join(_KNOWN)} file; name a file")
+        found.extend(files)
+    return found
+
+
+def _is_saved_dataset(path: str | Path) -> bool:
+    return not is_remote(path) and (Path(path) / "state.json").is_file()
+
+
+def _read(file: str, storage: Storage, problems: Problems) -> Iterator[Line]:
+    if _is_saved_dataset(file):
+        return _rows(file, HuggingFace(path=file, columns=()).open(storage))
+    if file.endswith(_LINES):
+        return _lines(JsonlSource([file], storage), problems)
+    if file.endswith(_ARRAYS):
+        return _array(file, storage, problems)
+    if file.endswith(_TABLES):
+        return _rows(file, ParquetSource([file], (), storage))
+    raise DataError(
+        f"{file} is of no known kind; name it after one of {', '.join(_KNOWN)}, or name a folder "
+        "made by save_to_disk"
+    )
+
+
+def _lines(source: JsonlSource, problems: Problems) -> Iterator[Line]:
+    for index in range(len(source)):
+        place = source.locate(index)
+        where = ":".join(place.rsplit(" line ", 1))
+        try:
+            yield Line(where, source[index])
+        except DataError as error:
+            problems.add(where, str(error).removeprefix(place).strip())
+
+
+def _rows(file: str, source: Source) -> Iterator[Line]:
+    for index in range(len(source)):
+        yield Line(f"{file}:row {index + 1}", _without_nulls(source[index]))
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row without the fields that a table gives every row; a message keeps its `content`."""
+    if isinstance(value, dict):
+        return {
+            key: _without_nulls(item)
+            for key, item in value.items()
+            if item is not None or (key == "content" and "role" in value)
+        }
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _array(file: str, storage: Storage, problems: Problems) -> Iterator[Line]:
+    """The objects of one JSON array, each with its line."""
+    data = storage.local(file).read_bytes()
+    text = decode(gzip.decompress(data) if file.endswith(".gz") else data, file)
+    decoder, place, line, counted = json.JSONDecoder(), _skip(text, 0), 1, 0
+    if text[place : place + 1] != "[":
+        raise DataError(f"{file} is no JSON array of objects; name JSON Lines files .jsonl")
+    place = _skip(text, place + 1)
+    while text[place : place + 1] != "]":
+        line, counted = line + text.count("\n", counted, place), place
+        where = f"{file}:{line}"
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except ValueError as error:
+            problems.add(where, f"is not valid JSON ({error}): mend it")
+            return
+        if isinstance(value, dict):
+            yield Line(where, value)
+        else:
+            problems.add(where, f"is {type(value).__name__}, it must be a JSON object")
+        place = _skip(text, place)
+        if text[place : place + 1] == ",":
+            place = _skip(text, place + 1)
+        elif text[place : place + 1] != "]":
+            problems.add(where, "is followed by neither a comma nor the array's end: mend it")
+            return
+
+
+def _skip(text: str, place: int) -> int:
+    while text[place : place + 1].isspace():
+        place += 1
+    return place
+
+
+def _renamed(fields: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    missing = [theirs for theirs in columns.values() if theirs not in fields]
+    taken = set(columns.values())
+    renamed = {key: value for key, value in fields.items() if key not in taken}
+    given = {ours: fields[theirs] for ours, theirs in columns.items() if theirs not in missing}
+    return renamed | given
