@@ -73,7 +73,7 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
     """The function (state, batch, frozen parameters) -> (state, metrics); pure, to be jitted.
 
     Metrics are float32 scalars: `loss`, `grad_norm` (before clipping), `weight`, `learning_rate`,
-    `skipped` (0 or 1) and the means of the task's own metrics.
+    `skipped` (0 or 1), and the means and maxima of the task's own.
     """
 
     def step(state: TrainState, batch: Batch, frozen: Any = None) -> tuple[TrainState, Metrics]:
@@ -96,6 +96,7 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
             rng=state.rng,
         )
         metrics = {name: total / weight for name, (total, weight) in loss.metrics.items()}
+        metrics |= loss.maxima
         metrics |= {
             "loss": mean,
             "grad_norm": norm,
@@ -156,16 +157,23 @@ def sum_gradients(
         number, micro = item
         loss, other, grads = carry
         more_loss, other, more = gradients(other, micro, jax.random.fold_in(key, number))
-        sums = jax.tree.map(jnp.add, (loss, grads), (more_loss, _keep_apart(parts, more)))
-        return (sums[0], other, sums[1]), None
+        grads = jax.tree.map(jnp.add, grads, _keep_apart(parts, more))
+        return (_both(loss, more_loss), other, grads), None
 
     micro_batches = _split_rows(batch, parts.accumulate)
     first = jax.tree.map(lambda x: x[0], micro_batches)
     shapes = jax.eval_shape(gradients, other, first, key)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    start = (zeros[0], other, zeros[2])
+    least = jax.tree.map(lambda x: x - jnp.inf, zeros[0].maxima)
+    start = (replace(zeros[0], maxima=least), other, zeros[2])
     numbered = (jnp.arange(parts.accumulate), micro_batches)
     return jax.lax.scan(add, start, numbered)[0]
+
+
+def _both(one: Loss, other: Loss) -> Loss:
+    """The loss of two micro-batches together."""
+    sums = jax.tree.map(jnp.add, replace(one, maxima={}), replace(other, maxima={}))
+    return replace(sums, maxima=jax.tree.map(jnp.maximum, one.maxima, other.maxima))
 
 
 def _measured(

@@ -1,7 +1,7 @@
 """What the trainer asks of a task: a model, a loss of weighted sums, batches. It owns no loop."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -30,6 +30,8 @@ class Loss:
     """float32 scalar: the sum of weights (in pretraining: how many tokens are predicted)."""
     metrics: dict[str, tuple[jax.Array, jax.Array]]
     """Further means to report: name to (float32 sum, float32 weight)."""
+    maxima: dict[str, jax.Array] = field(default_factory=dict)
+    """Further numbers to report (float32), of which the largest over all micro-batches counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

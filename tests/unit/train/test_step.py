@@ -44,6 +44,7 @@ def squared(model: Any, batch: Any, key: jax.Array) -> Loss:
             "first_row": (jnp.sum(batch["x"][:, 0] * batch["weight"]), weight),
             "drawn": (jax.random.uniform(key) * weight, weight),
         },
+        maxima={"highest": jnp.max(batch["x"]) - 100},
     )
 
 
@@ -104,6 +105,7 @@ def test_accumulation_is_exact_under_unequal_weights(accumulate: int):
     expected = np.average(rows()["x"][:, 0], weights=rows()["weight"])
     assert float(metrics["first_row"]) == pytest.approx(expected, rel=1e-5)
     assert float(metrics["weight"]) == pytest.approx(rows()["weight"].sum(), rel=1e-6)
+    assert float(metrics["highest"]) == np.float32(rows()["x"].max()) - np.float32(100)
 
 
 def test_a_mean_of_micro_batch_means_would_be_caught():
