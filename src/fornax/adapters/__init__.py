@@ -1,1 +1,20 @@
 """Low-rank adapters on any NNX model: LoRA, DoRA, rsLoRA, QLoRA, and PEFT's files."""
+
+from fornax.adapters.attach import attach, detach, disabled, is_adapted
+from fornax.adapters.config import LoRA
+from fornax.adapters.merge import merge, merged, merged_params, unmerge
+from fornax.adapters.module import LoRAParam, QuantizedParam
+
+__all__ = [
+    "LoRA",
+    "LoRAParam",
+    "QuantizedParam",
+    "attach",
+    "detach",
+    "disabled",
+    "is_adapted",
+    "merge",
+    "merged",
+    "merged_params",
+    "unmerge",
+]

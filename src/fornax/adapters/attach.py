@@ -1,0 +1,237 @@
+"""Putting adapters on a model in place, taking them off, and looking past them.
+
+Legend: R rank.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fornax.adapters.config import LoRA
+from fornax.adapters.kinds import Site, kind_of
+from fornax.adapters.module import (
+    LoRAParam,
+    QuantizedParam,
+    Spec,
+    adapted_class,
+    base_kernel,
+    dora_norm,
+    is_adapted_module,
+)
+from fornax.adapters.quantize import Blocks, block_size, quantize
+from fornax.adapters.rules import first_match, select
+from fornax.config.errors import ConfigError
+from fornax.models import Decoder
+
+__all__ = ["adapted_modules", "attach", "detach", "disabled", "is_adapted", "make_plain"]
+
+_OF_ADAPTER = ("lora", "lora_a", "lora_b", "lora_magnitude", "lora_dropout")
+_READ_DIRECTLY = ("lm_head",)
+"""Modules of a Decoder whose kernel is read, not called: an adapter there would do nothing."""
+
+
+def attach(model: nnx.Module, config: LoRA, *, rngs: nnx.Rngs) -> list[str]:
+    """Put adapters on a model, in place; until trained they change nothing.
+
+    The modules keep their paths and those of their parameters; beside a kernel there are then
+    `lora_a` and `lora_b` (and `lora_magnitude`), which are `LoRAParam`s. Layers that are stacked
+    get stacked adapters.
+
+    Args:
+        model: any NNX model with `models.Projection`, `nnx.Linear`, `nnx.LinearGeneral` or
+            `nnx.Einsum` modules; may be abstract.
+        config: what is adapted, and how.
+        rngs: draws A; seeds dropout.
+
+    Returns:
+        Paths of the adapted modules, such as layers/attention/q.
+
+    Raises:
+        ConfigError: a pattern that finds no module that can be adapted, naming near ones, or a
+            model with adapters already.
+    """
+    sites, others = _sites(model)
+    if is_adapted(model):
+        raise ConfigError("the model has adapters already; merge them, or detach them first")
+    paths = select(config.targets, list(sites), others, where="lora.targets")
+    for name in ("rank_pattern", "alpha_pattern"):
+        select(getattr(config, name), paths, {**others}, where=f"lora.{name}")
+    modules = dict(_modules(model))
+    for path in paths:
+        _adapt(path, modules[path], sites[path], config, rngs)
+    return paths
+
+
+def detach(model: nnx.Module) -> None:
+    """Take the adapters off, in place; the base's weights stay, dequantized where they were not."""
+    for _, module in list(adapted_modules(model)):
+        make_plain(module, base_kernel(module))
+
+
+def make_plain(module: Any, kernel: jax.Array) -> None:
+    """Turn an adapted module back into one of its base's class, with this kernel."""
+    like = module.kernel_base if module.lora.merged else module.kernel
+    module.kernel = nnx.Param(kernel, **like.get_metadata())
+    for name in (*_OF_ADAPTER, "kernel_scale", "kernel_base"):
+        if name in vars(module):
+            delattr(module, name)
+    object.__setattr__(module, "__class__", type(module).adapted_from)
+
+
+@contextmanager
+def disabled(model: nnx.Module) -> Iterator[Any]:
+    """Inside, the model computes what its base does: a reference without a second copy.
+
+    Works on concrete models and while tracing.
+
+    Example:
+        with adapters.disabled(model):
+            reference = models.token_logprobs(model, tokens_BT, targets_BT)
+    """
+    found = [module for _, module in adapted_modules(model)]
+    specs = [module.lora for module in found]
+    try:
+        for module, spec in zip(found, specs, strict=True):
+            if spec.merged:
+                raise ConfigError("the adapters are merged; call unmerge first")
+            _set_spec(module, dataclasses.replace(spec, active=False))
+        yield model
+    finally:
+        for module, spec in zip(found, specs, strict=True):
+            _set_spec(module, spec)
+
+
+def is_adapted(model: nnx.Module) -> bool:
+    """Whether the model has adapters."""
+    return any(True for _ in adapted_modules(model))
+
+
+def adapted_modules(model: nnx.Module) -> Iterator[tuple[str, Any]]:
+    """The modules with adapters, by path."""
+    return ((path, module) for path, module in _modules(model) if is_adapted_module(module))
+
+
+def _set_spec(module: Any, spec: Spec) -> None:
+    # Not by assignment: NNX forbids it below the trace that made the module, and this is undone.
+    vars(module)["lora"] = spec
+
+
+def _modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
+    found = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    return iter(sorted(found.items()))
+
+
+def _sites(model: nnx.Module) -> tuple[dict[str, Site], dict[str, str]]:
+    """Where adapters may go, and what else there is."""
+    modules = dict(_modules(model))
+    sites: dict[str, Site] = {}
+    others: dict[str, str] = {}
+    for path, module in modules.items():
+        kind = kind_of(module)
+        above, _, name = path.rpartition("/")
+        if isinstance(modules.get(above), Decoder) and name in _READ_DIRECTLY:
+            others[path] = "its kernel is read by the loss, not called"
+            continue
+        site = None if kind is None else kind.site(module)
+        if site is None:
+            if path:
+                others[path] = type(module).__name__
+        else:
+            sites[path] = site
+    return sites, others
+
+
+def _adapt(path: str, module: Any, site: Site, config: LoRA, rngs: nnx.Rngs) -> None:
+    rank = first_match(config.rank_pattern, path, config.rank)
+    alpha = first_match(config.alpha_pattern, path, config.alpha)
+    alpha = 2 * rank if alpha is None else alpha
+    spec = Spec(
+        site=site,
+        rank=rank,
+        scale=alpha / (math.sqrt(rank) if config.rslora else rank),
+        dora=config.dora,
+        dropout=config.dropout > 0,
+    )
+    kernel = module.kernel
+    shape, axes = kernel.get_value().shape, kernel.get_metadata().get("axes")
+    make = _Maker(shape, axes, abstract=isinstance(kernel.get_value(), jax.ShapeDtypeStruct))
+    object.__setattr__(module, "__class__", adapted_class(type(module)))
+    module.lora = spec
+    module.lora_a = make.param(
+        LoRAParam, site.a, rank, _start_of_a(config, site, shape, rank, rngs)
+    )
+    module.lora_b = make.param(LoRAParam, site.b, rank, lambda shape: jnp.zeros(shape))
+    if config.dropout:
+        module.lora_dropout = _dropout(config, site, shape, rngs)
+    if config.quantize is not None:
+        _hold_quantized(path, module, config, make)
+    if config.dora:
+        module.lora_magnitude = make.param(
+            LoRAParam, lambda values, _: site.magnitude(values), None, lambda _: dora_norm(module)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """Makes variables beside a kernel."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...] | None
+    abstract: bool
+
+    def param(self, kind: type, pick: Any, rank: int | None, values: Any) -> Any:
+        """A variable whose shape and logical axes `pick` takes from the kernel's."""
+        shape = pick(self.shape, rank)
+        axes = {} if self.axes is None else {"axes": pick(self.axes, None)}
+        return kind(self.values(lambda: values(shape)), **axes)
+
+    def values(self, make: Any) -> Any:
+        return jax.eval_shape(make) if self.abstract else make()
+
+
+def _start_of_a(config: LoRA, site: Site, kernel: tuple[int, ...], rank: int, rngs: Any) -> Any:
+    inputs = math.prod(site.of(kernel, site.inputs))
+
+    def draw(shape: tuple[int, ...]) -> jax.Array:
+        if config.init == "gaussian":
+            return jax.random.normal(rngs.params(), shape) / rank
+        bound = 1 / math.sqrt(inputs)
+        return jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
+
+    return draw
+
+
+def _dropout(config: LoRA, site: Site, kernel: tuple[int, ...], rngs: nnx.Rngs) -> nnx.Dropout:
+    """Dropout with a random stream for each stacked layer."""
+    stack = kernel[: site.stacked]
+    stream = nnx.Rngs(dropout=rngs.params())["dropout"]
+    dropout = nnx.Dropout(config.dropout, rngs=stream)
+    if stack:
+        dropout.rngs = stream.split(stack)
+    return dropout
+
+
+def _hold_quantized(path: str, module: Any, config: LoRA, make: _Maker) -> None:
+    kernel, site = module.kernel.get_value(), module.lora.site
+    assert config.quantize is not None
+    axis = site.stacked + site.inputs[-1] - kernel.ndim
+    size = block_size(kernel.shape[axis], config.quantize_block, config.quantize, path)
+    blocks = Blocks(config.quantize, axis, size, jnp.dtype(kernel.dtype).name)
+    quantize_one = jax.jit(quantize, static_argnums=1)
+    if make.abstract:
+        codes, scale = jax.eval_shape(lambda: quantize_one(kernel, blocks))
+    else:
+        codes, scale = quantize_one(kernel, blocks)
+    of_scale = {}
+    if make.axes is not None:  # blocks are few: their axis is not spread over devices
+        position = kernel.ndim + axis
+        of_scale = {"axes": (*make.axes[:position], None, *make.axes[position + 1 :])}
+    module.lora = dataclasses.replace(module.lora, blocks=blocks)
+    module.kernel = QuantizedParam(codes, **module.kernel.get_metadata())
+    module.kernel_scale = QuantizedParam(scale, **of_scale)

@@ -1,0 +1,138 @@
+"""A linear module with an adapter: the module's own class, extended.
+
+y = W x + s B A x, and with DoRA y = m / |W + s B A| (W x + s B A x), the norm over the inputs of each
+output and taken as a constant by the gradient (Liu et al. 2024, section 4.3).
+
+The base's parameters keep their names: what laid them out, loaded or sharded them goes on working.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fornax.adapters.kinds import Kind, Site, kind_of
+from fornax.adapters.quantize import Blocks, dequantize
+
+__all__ = [
+    "LoRAParam",
+    "QuantizedParam",
+    "Spec",
+    "adapted_class",
+    "base_kernel",
+    "dora_norm",
+    "is_adapted_module",
+]
+
+
+class LoRAParam(nnx.Param):
+    """A parameter of an adapter."""
+
+
+class QuantizedParam(nnx.Param):
+    """Codes or scales of a quantized base weight: never trained."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is fixed about a module's adapter."""
+
+    site: Site
+    rank: int
+    scale: float
+    """What B A is multiplied by."""
+    dora: bool = False
+    dropout: bool = False
+    blocks: Blocks | None = None
+    """How the base kernel is quantized; None where it is an array."""
+    active: bool = True
+    """False: the module computes what its base does."""
+    merged: bool = False
+    """Whether the kernel holds the adapter's product already, and `kernel_base` the base's."""
+
+
+def _call(self: Any, x: jax.Array, *arguments: Any, **named: Any) -> jax.Array:
+    """The base's output for x, and the adapter's."""
+    spec: Spec = self.lora
+    y = _base_output(self, x, *arguments, **named)
+    if not spec.active or spec.merged:
+        return y
+    kind = kind_of(self)
+    assert kind is not None
+    given = self.lora_dropout(x) if spec.dropout else x
+    a, b = (part.get_value().astype(y.dtype) for part in (self.lora_a, self.lora_b))
+    delta = kind.through(self, given.astype(y.dtype), a, b * spec.scale, *arguments, **named)
+    if not spec.dora:
+        return y + delta
+    return y + delta + _turned(self, kind, y, delta, *arguments, **named)
+
+
+def _turned(
+    module: Any, kind: Kind, y: jax.Array, delta: jax.Array, *arguments: Any, **named: Any
+) -> jax.Array:
+    """What DoRA adds: (m / |W + s B A| - 1) (W x + s B A x), the base's bias left out."""
+    change = module.lora_magnitude.get_value() / dora_norm(module) - 1
+    base = y
+    if module.bias is not None:
+        base = y - kind.bias(
+            module, module.bias.get_value().astype(y.dtype), y, *arguments, **named
+        )
+    factor = kind.spread(module, change.astype(y.dtype), y, *arguments, **named)
+    return factor * (base + delta)
+
+
+def dora_norm(module: Any) -> jax.Array:
+    """|W + s B A| of each output, float32, a constant to the gradient."""
+    spec: Spec = module.lora
+    a, b = (jax.lax.stop_gradient(v.get_value()) for v in (module.lora_a, module.lora_b))
+    kernel = jax.lax.stop_gradient(base_kernel(module))
+    return jnp.sqrt(jnp.maximum(spec.site.squares(kernel, a, b * spec.scale), 0))
+
+
+def base_kernel(module: Any) -> jax.Array:
+    """The base's kernel as an array, stacked or not."""
+    spec: Spec = module.lora
+    kernel = module.kernel_base if spec.merged else module.kernel
+    if spec.blocks is None:
+        return kernel.get_value()
+    return dequantize(kernel.get_value(), module.kernel_scale.get_value(), spec.blocks)
+
+
+def _base_output(module: Any, x: jax.Array, *arguments: Any, **named: Any) -> jax.Array:
+    base = type(module).adapted_from
+    spec: Spec = module.lora
+    if spec.blocks is None or spec.merged:
+        return base.__call__(module, x, *arguments, **named)
+    blocks = spec.blocks
+
+    # The weights in full are made where they are used, in both passes, and never kept.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+    def product(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
+        plain = object.__new__(base)
+        kernel = nnx.Param(dequantize(codes, scale, blocks))
+        vars(plain).update({**vars(module), "kernel": kernel})
+        return base.__call__(plain, x, *arguments, **named)
+
+    return product(x, module.kernel.get_value(), module.kernel_scale.get_value())
+
+
+@functools.cache
+def adapted_class(base: type) -> type:
+    """The class of a `base` module with an adapter; the same for each call.
+
+    Its objects have these attributes more than the base's:
+        lora: the `Spec`.
+        lora_a: A transposed, float32 [*stack, *batch, *inputs, R].
+        lora_b: B transposed, float32 [*stack, *batch, R, *outputs].
+        lora_magnitude: float32 [*stack, *batch, *outputs], with DoRA.
+        lora_dropout: an `nnx.Dropout`, where there is some.
+    """
+    return type(f"Adapted{base.__name__}", (base,), {"__call__": _call, "adapted_from": base})
+
+
+def is_adapted_module(module: nnx.Module) -> bool:
+    """Whether a module is of an `adapted_class`."""
+    return hasattr(type(module), "adapted_from")
