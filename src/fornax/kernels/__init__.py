@@ -4,6 +4,12 @@ from fornax.config.errors import KernelError
 from fornax.kernels._attention import attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
 from fornax.kernels._linear import Weight, linear, linears
+from fornax.kernels._logprobs import (
+    TokenLogprobs,
+    linear_logprobs,
+    logits_logprobs,
+    logprobs_operation,
+)
 from fornax.kernels._native import build_all as build_native
 from fornax.kernels._norm import rms_norm
 from fornax.kernels._packed import PackedWeight, pack
@@ -23,6 +29,7 @@ __all__ = [
     "LossSums",
     "Operation",
     "PackedWeight",
+    "TokenLogprobs",
     "Weight",
     "attention",
     "attention_operation",
@@ -32,7 +39,10 @@ __all__ = [
     "cross_entropy_operation",
     "linear",
     "linear_cross_entropy",
+    "linear_logprobs",
     "linears",
+    "logits_logprobs",
+    "logprobs_operation",
     "pack",
     "paged_attention",
     "paged_attention_operation",

@@ -16,6 +16,7 @@ from fornax.models.decoder import Decoder
 from fornax.models.families import config_from_hf, config_to_hf
 from fornax.models.generation import Sampling, generate, stream
 from fornax.models.load import load_pretrained, read_config
+from fornax.models.logprobs import TokenLogprobs, logits_logprobs, token_logprobs
 from fornax.models.paged_cache import (
     PagedCache,
     PageTables,
@@ -44,6 +45,7 @@ __all__ = [
     "RematPolicy",
     "RopeConfig",
     "Sampling",
+    "TokenLogprobs",
     "YarnScaling",
     "abstract_decoder",
     "cache_windows",
@@ -56,10 +58,12 @@ __all__ = [
     "init_cache",
     "init_pages",
     "load_pretrained",
+    "logits_logprobs",
     "num_parameters",
     "page_bytes",
     "read_config",
     "save_pretrained",
     "stack_layers",
     "stream",
+    "token_logprobs",
 ]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from fornax.kernels._cross_entropy.call import CrossEntropyInputs, LossSums
 from fornax.kernels._cross_entropy.sharded import Division, divide
 
-__all__ = ["chunked"]
+__all__ = ["chunked", "split_rows"]
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -92,7 +92,7 @@ def _flat(
 def _forward(
     options: _Options, x_TD: jax.Array, w_DV: jax.Array, targets_T: jax.Array, weights_T: jax.Array
 ) -> _Sums:
-    xs, _ = _split(options.chunk, x_TD, targets_T, weights_T)
+    xs, _ = split_rows(options.chunk, x_TD, targets_T, weights_T)
 
     def step(sums: _Sums, chunk_: tuple[jax.Array, ...]) -> tuple[_Sums, None]:
         x_CD, targets_C, weights_C = chunk_
@@ -107,7 +107,7 @@ def _gradients(
     options: _Options, x_TD: jax.Array, w_DV: jax.Array, targets_T: jax.Array, weights_T: jax.Array
 ) -> tuple[_Sums, jax.Array, jax.Array, jax.Array]:
     """Return the sums, the gradients of the first one with respect to x and w, and the losses."""
-    xs, join = _split(options.chunk, x_TD, targets_T, weights_T)
+    xs, join = split_rows(options.chunk, x_TD, targets_T, weights_T)
     dtype = weights_T.dtype
 
     def step(
@@ -207,7 +207,7 @@ def _add(sums: _Sums, scored: _Scored, weights_C: jax.Array) -> _Sums:
     )
 
 
-def _split(chunk: int, *arrays: jax.Array):
+def split_rows(chunk: int, *arrays: jax.Array):
     """Cut arrays of T rows into n chunks of every n-th row; also return the inverse of it."""
     T = arrays[0].shape[0]
     n = max(1, -(-T // chunk))

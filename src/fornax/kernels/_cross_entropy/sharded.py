@@ -51,14 +51,21 @@ class Division:
     def _size(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
 
-    def run(self, work: Callable[..., Any], arrays: tuple[jax.Array, ...], outputs: str) -> Any:
-        """Run `work` on each device's part of (x, w, targets, weights).
+    def run(
+        self,
+        work: Callable[..., Any],
+        arrays: tuple[jax.Array, ...],
+        outputs: str,
+        inputs: str = "xwtt",
+    ) -> Any:
+        """Run `work` on each device's part of the arrays.
 
         Args:
             work: takes and returns one device's part.
-            arrays: x [*tokens, D], w [D, V], targets [*tokens], weights [*tokens].
-            outputs: one letter a result: `s` the same on all devices, `x`, `w` or `t` laid out as
-                x, w or the targets are.
+            arrays: in the order of `inputs`.
+            outputs: one letter a result: `s` the same on all devices, `x`, `w`, `t` or `l` laid out
+                as x [*tokens, D], w [D, V], the targets [*tokens] or logits [*tokens, V] are.
+            inputs: one such letter an array.
         """
         if self.mesh is None:
             return work(*arrays)
@@ -67,11 +74,12 @@ class Division:
             "x": PartitionSpec(*(axes or None for axes in self.tokens), None),
             "w": PartitionSpec(self.width or None, self.vocabulary or None),
             "t": PartitionSpec(*(axes or None for axes in self.tokens)),
+            "l": PartitionSpec(*(axes or None for axes in self.tokens), self.vocabulary or None),
         }
         mapped = jax.shard_map(
             work,
             mesh=self.mesh,
-            in_specs=tuple(specs[kind] for kind in "xwtt"),
+            in_specs=tuple(specs[kind] for kind in inputs),
             out_specs=tuple(specs[kind] for kind in outputs),
             check_vma=False,
         )

@@ -1,0 +1,64 @@
+"""The one function that says how likely a model finds given tokens, for every user of it.
+
+Legend: B batch, T tokens of a row, D model width, V vocabulary.
+"""
+
+import jax
+
+from fornax.kernels import TokenLogprobs, linear_logprobs, logits_logprobs
+from fornax.models.decoder import Decoder
+from fornax.models.remat import Remat
+
+__all__ = ["TokenLogprobs", "logits_logprobs", "token_logprobs"]
+
+
+def token_logprobs(
+    decoder: Decoder,
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    positions_BT: jax.Array | None = None,
+    segment_ids_BT: jax.Array | None = None,
+    temperature: float | jax.Array = 1.0,
+    entropy: bool = False,
+    remat: str | Remat = "none",
+    chunk: int = 1024,
+) -> TokenLogprobs:
+    """Log-probability of each target after the tokens before it, and the entropy of its choice.
+
+    log softmax(logits / temperature) at the target, the model's softcap applied to the logits
+    first. Logits of more than `chunk` tokens never exist at once.
+
+    Args:
+      decoder: the model; gradients reach whichever of its parameters are differentiated.
+      tokens_BT: int32 token ids.
+      targets_BT: int32 token that follows each token, inside the same document. A negative one
+        gives 0 without a gradient.
+      positions_BT: int32 position in the document, counting up by one with the index inside each,
+        as in packed rows. None: counted here.
+      segment_ids_BT: int32 document of each token, 0 for padding (whose values mean nothing).
+      temperature: the one that the tokens were sampled at, or 1; one number or one a token.
+      entropy: whether to return it too.
+      remat: what the backward pass computes again.
+      chunk: tokens per device whose logits exist at once.
+
+    Returns:
+      float32 values [B, T] in nats, differentiable; `entropy` is None where not asked for.
+
+    Raises:
+      KernelError: a temperature that is not above 0, or shapes that do not fit together.
+
+    Example:
+      >>> found = token_logprobs(decoder, tokens_BT, targets_BT, temperature=0.7)
+      >>> per_sequence_B = jnp.sum(found.logprobs * mask_BT, axis=1)
+    """
+    x_BTD = decoder.hidden(tokens_BT, positions_BT, segment_ids_BT, consecutive=True, remat=remat)
+    return linear_logprobs(
+        x_BTD,
+        decoder.output_weights().astype(x_BTD.dtype),
+        targets_BT,
+        temperature=temperature,
+        softcap=decoder.config.final_logit_softcap,
+        entropy=entropy,
+        chunk=chunk,
+    )
