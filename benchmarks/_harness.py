@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -42,6 +42,8 @@ class Turn:
     """Processor time, user and system, of the contestant's process during the turn."""
     faults: int
     """Pages that the kernel had to map during the turn."""
+    peak_bytes: int = 0
+    """Most memory that the process held so far."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ def timed(turn: Callable[[], Any]) -> Turn:
     wall = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Turn(wall, cpu, after.ru_minflt - before.ru_minflt)
+    return Turn(wall, cpu, after.ru_minflt - before.ru_minflt, after.ru_maxrss * 1024)
 
 
 def serve(make: Callable[[], tuple[Callable[[], Any], dict[str, Any]]]) -> None:
@@ -90,7 +92,7 @@ def serve(make: Callable[[], tuple[Callable[[], Any], dict[str, Any]]]) -> None:
         _say(answers, {"ready": details})
         for _ in sys.stdin:
             taken = timed(turn)
-            _say(answers, {"wall": taken.wall_s, "cpu": taken.cpu_s, "faults": taken.faults})
+            _say(answers, asdict(taken))
 
 
 @contextlib.contextmanager
@@ -178,7 +180,7 @@ def _take_turns(
             stdin.flush()
             said = _hear(workers[name], name)
             if number >= warmups:
-                results[name].turns.append(Turn(said["wall"], said["cpu"], said["faults"]))
+                results[name].turns.append(Turn(**said))
 
 
 def _hear(worker: subprocess.Popen[str], name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ PEER_MODEL := safetensors==0.8.*
 PEER_TORCH := torch==2.13.0
 LLAMACPP_CMAKE := -DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF
 
-.PHONY: bench-peers bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino bench-llm clean-peers
+.PHONY: bench-peers bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino bench-peers-tunix bench-llm bench-tune clean-peers
 
 bench-peers: bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino ## Install what bench-llm compares with
 
@@ -23,6 +23,11 @@ bench-llm: bench-peers ## The LLM engine beside its peers; results in benchmarks
 	$(PARITY)/bin/python benchmarks/llm_throughput.py --peers $(PEERS)
 	$(PARITY)/bin/python benchmarks/llm_trace.py
 	$(PARITY)/bin/python benchmarks/serve_overhead.py
+
+bench-peers-tunix: $(PEERS)/tunix/.ready # TRL runs in the environment of `make parity`.
+
+bench-tune: $(PARITY)/.ready bench-peers-tunix ## Post-training beside TRL and Tunix; results in benchmarks/results
+	$(PARITY)/bin/python benchmarks/post_training.py --peers $(PEERS)
 
 clean-peers:
 	rm -rf $(PEERS)
@@ -43,4 +48,9 @@ $(PEERS)/openvino/.ready: benchmarks/peers.mk
 	$(PYTHON) -m venv $(PEERS)/openvino
 	$(PEERS)/openvino/bin/python $(PEER_PIP) openvino-genai==2026.4.1.0 openvino==2026.4.1 optimum-intel==2.2.0 nncf==3.4.0 $(PEER_TORCH)
 	$(PEERS)/openvino/bin/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
+
+$(PEERS)/tunix/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/tunix
+	$(PEERS)/tunix/bin/python $(PEER_PIP) google-tunix==0.1.7
 	@touch $@
