@@ -117,9 +117,13 @@ def virtual_cpus(count: int) -> dict[str, str | None]:
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join([*others, f"{flag}={count}"]),
-        "NPROC": str(max(16, 2 * count)),
+        "NPROC": _threads_for(count),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
+
+
+def _threads_for(virtual_devices: int) -> str:
+    return str(max(16, 2 * virtual_devices))
 
 
 def compiler_flags() -> dict[str, str]:
@@ -138,7 +142,7 @@ def prepare_virtual_devices() -> None:
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
     if match and int(match.group(1)) > (os.cpu_count() or 1):
-        os.environ.setdefault("NPROC", str(max(16, 2 * int(match.group(1)))))
+        os.environ.setdefault("NPROC", _threads_for(int(match.group(1))))
 
 
 def set_default_platform_quiet() -> None:

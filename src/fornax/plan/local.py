@@ -4,7 +4,16 @@ from fornax.config import ConfigError
 from fornax.mesh.hardware import chip_of
 from fornax.plan.topology import Topology, parse_topology
 
-__all__ = ["local_topology"]
+__all__ = ["local_topology", "named_or_local"]
+
+
+def named_or_local(name: str | None) -> Topology:
+    """The topology of this name; without one, this machine's.
+
+    Raises:
+      ConfigError: for a name that is none, or devices whose topology has to be named.
+    """
+    return parse_topology(name) if name else local_topology()
 
 
 def local_topology() -> Topology:

@@ -72,11 +72,12 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     config = read_config(config_class(), arguments, overrides)
     if config is None:
         return 0
+    from fornax.plan.local import named_or_local
     from fornax.plan.price import priced, read_prices
     from fornax.plan.report import print_plan, write_json, write_page
     from fornax.plan.report.say import too_large
 
-    topology = _topology(arguments.topology)
+    topology = named_or_local(arguments.topology)
     prices = read_prices(arguments.price, topology.chip.name) if arguments.price else None
     plan, config = _plan(arguments, config, topology)
     plan = priced(plan, prices) if prices else plan
@@ -119,13 +120,6 @@ def _plan(
         programs=chosen,
         budget=arguments.budget,
     )
-
-
-def _topology(text: str | None) -> "Topology":
-    from fornax.plan.local import local_topology
-    from fornax.plan.topology import parse_topology
-
-    return parse_topology(text) if text else local_topology()
 
 
 def _write_config(config: "TrainConfig", path: Path) -> None:

@@ -70,12 +70,11 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
         )
     if arguments.itl_ms is not None and not arguments.itl_ms > 0:
         raise ConfigError(f"itl_ms={arguments.itl_ms:g} is no time; give milliseconds above 0")
-    from fornax.plan.local import local_topology
+    from fornax.plan.local import named_or_local
     from fornax.plan.serving import plan_serve, too_large_words, write_json, write_page
     from fornax.plan.serving.terminal import print_plan
-    from fornax.plan.topology import parse_topology
 
-    topology = parse_topology(arguments.topology) if arguments.topology else local_topology()
+    topology = named_or_local(arguments.topology)
     plan = plan_serve(
         arguments.model,
         topology,
