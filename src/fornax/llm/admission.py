@@ -90,8 +90,12 @@ class Admission:
         prompt: str | None = None,
         cache_salt: str | None = None,
         constrain_after: tuple[int, ...] = (),
+        token_logprobs: bool = False,
     ) -> Request:
         """Prepare a request for `Engine.add`.
+
+        With `token_logprobs` its outputs have the sampled tokens' log probabilities as plain
+        numbers, much cheaper than `SamplingParams.logprobs`.
 
         Raises:
           EngineError: a prompt or parameters that cannot be honoured; it names them.
@@ -108,6 +112,9 @@ class Admission:
             self._completion(index, prompt_ids, params, origin, ends, rules, seed + index)
             for index in range(params.n)
         ]
+        if token_logprobs:
+            for completion in completions:
+                completion.token_logprobs = []
         return Request(
             request_id=request_id,
             prompt=prompt,

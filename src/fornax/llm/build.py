@@ -90,6 +90,7 @@ def build_engine(
         limits,
         programs,
         max_logprobs=config.max_logprobs,
+        logprobs_mode=config.logprobs_mode,
         drafts=_drafts(config),
         state=None if adapters is None else adapters.attach(weights.state),
         bind=None if adapters is None else bind,

@@ -18,6 +18,7 @@ import numpy as np
 
 from fornax import kernels
 from fornax.llm.buckets import buckets, powers
+from fornax.llm.config import LogprobsMode
 from fornax.llm.limits import Limits
 from fornax.llm.masks import mask_words
 from fornax.llm.sampler import (
@@ -156,6 +157,7 @@ def make_programs(
     arrays: Arrays,
     *,
     max_logprobs: int,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
     bind: Bind | None = None,
 ) -> dict[tuple[Any, ...], Program]:
     """All programs of an engine, the largest steps first.
@@ -169,6 +171,7 @@ def make_programs(
       sizes: to compile for.
       arrays: shapes of what is on the devices.
       max_logprobs: K, at most.
+      logprobs_mode: of which distribution, see `EngineConfig`.
       bind: gives weights with adapters each token's adapter; None without adapters.
 
     Returns:
@@ -202,7 +205,14 @@ def make_programs(
         logits_MV = logits(state, hidden[jnp.maximum(places_M, 0)])
         wanted = vector[3, 0] > 0
         return sample(
-            logits_MV, sampler, rows_M, positions_M, mask, num_logprobs=most, want_logprobs=wanted
+            logits_MV,
+            sampler,
+            rows_M,
+            positions_M,
+            mask,
+            num_logprobs=most,
+            want_logprobs=wanted,
+            logprobs_mode=logprobs_mode,
         )
 
     def score_rows(state: Any, hidden: jax.Array, vector: jax.Array) -> Any:

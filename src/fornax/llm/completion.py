@@ -44,6 +44,8 @@ class Completion:
     num_tokens: int = 0
     versions: list[int] = field(default_factory=list)
     logprobs: list[Mapping[int, Logprob]] | None = None
+    token_logprobs: list[float] | None = None
+    """Of the sampled tokens alone, as plain numbers; None if nobody asks for them."""
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -56,6 +58,11 @@ class Completion:
     def finished(self) -> bool:
         """Whether it has ended."""
         return self.finish_reason is not None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities of its tokens are wanted, in either form."""
+        return self.params.logprobs is not None or self.token_logprobs is not None
 
     @property
     def may_draft(self) -> bool:
@@ -142,6 +149,7 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             versions=self.versions[first:],
+            token_logprobs=None if self.token_logprobs is None else self.token_logprobs[first:],
         )
         self._sent_text, self._sent_tokens = len(self.text), self.num_tokens
         self._sent_finish = self.finished

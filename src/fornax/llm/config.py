@@ -6,7 +6,10 @@ from typing import Literal
 
 from fornax.config.errors import ConfigError
 
-__all__ = ["DraftModel", "EngineConfig", "NGram", "Speculation"]
+__all__ = ["DraftModel", "EngineConfig", "LogprobsMode", "NGram", "Speculation"]
+
+LogprobsMode = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
+"""The values of `EngineConfig.logprobs_mode`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,11 @@ class EngineConfig:
     """Rank of an adapter, at most."""
     max_logprobs: int = 20
     """Log probabilities a request may ask for at each position."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """Whose log probabilities sampled tokens get. raw_logprobs: the model's own distribution.
+    scaled_logprobs: after masks, biases, penalties and the temperature. processed_logprobs: after
+    top-k, top-p and min-p too, the distribution that the token was drawn from. Greedy requests
+    count as temperature 1. Prompt tokens always get the model's own."""
     compile_threads: int = 2
     """Threads that compile the steps."""
 

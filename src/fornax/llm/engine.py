@@ -268,7 +268,7 @@ class Engine:
                 masks[index] = mask
                 if not mask.any():
                     self._failed[sample.sequence.request_id] = _NO_TOKEN
-            logprobs = logprobs or completion.params.logprobs is not None
+            logprobs = logprobs or completion.wants_logprobs
         scores = {
             index: targets
             for index, entry in enumerate(plan.entries)
@@ -349,6 +349,8 @@ class Engine:
         if completion.params.logprobs is not None:
             wanted = completion.params.logprobs
             logprobs = pick(ticket.logprobs, first, kept, wanted, self._token_text)
+        if completion.token_logprobs is not None:
+            completion.token_logprobs += ticket.token_logprobs[first : first + len(kept)]
         try:
             completion.record(kept, version, logprobs)
         except EngineError as error:

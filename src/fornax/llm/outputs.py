@@ -29,7 +29,7 @@ class Logprob:
     """The log probability of one token at one position."""
 
     logprob: float
-    """In nats, of the model's distribution before temperature, penalties and masks."""
+    """In nats; `EngineConfig.logprobs_mode` says of which distribution."""
     rank: int
     """1 for the most likely token."""
     decoded_token: str | None = None
@@ -53,6 +53,8 @@ class CompletionOutput:
     """The stop token or stop string that ended it; None for the end-of-text token and others."""
     versions: list[int] = field(default_factory=list)
     """For each of `token_ids`: version of the weights that made it."""
+    token_logprobs: list[float] | None = None
+    """For each of `token_ids`: its log probability; None unless the request was admitted so."""
 
     @property
     def finished(self) -> bool:

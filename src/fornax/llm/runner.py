@@ -26,6 +26,7 @@ from fornax.llm.compilation import (
     describe_arrays,
     make_programs,
 )
+from fornax.llm.config import LogprobsMode
 from fornax.llm.limits import Limits
 from fornax.llm.logprobs import Scores
 from fornax.llm.masks import full_mask
@@ -62,6 +63,12 @@ class Ticket:
         assert self.sampled is not None, "nothing was sampled"
         return Scores.read(self.sampled)
 
+    @cached_property
+    def token_logprobs(self) -> list[float]:
+        """Log probability of each of the plan's samples, if wanted; waits for the device."""
+        assert self.sampled is not None, "nothing was sampled"
+        return np.asarray(self.sampled.logprobs)[: len(self.plan.samples)].tolist()
+
     def embeddings(self) -> np.ndarray:
         """float32 [pooled samples, D]; waits for the device."""
         rows = [np.asarray(part) for part in self.pooled]
@@ -78,6 +85,7 @@ class Runner:
         programs: Programs,
         *,
         max_logprobs: int,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
         drafts: int = 0,
         name: str = "model",
         state: Any = None,
@@ -102,7 +110,7 @@ class Runner:
         }
         self._kv: tuple[jax.Array, ...] | None = None
         self.wake()
-        self._announce(bind, state, max_logprobs)
+        self._announce(bind, state, max_logprobs, logprobs_mode)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -290,7 +298,9 @@ class Runner:
             parts.append(program(self._leaves, self._hidden, vector))
         return tuple(parts)
 
-    def _announce(self, bind: Bind | None, state: Any, max_logprobs: int) -> None:
+    def _announce(
+        self, bind: Bind | None, state: Any, max_logprobs: int, logprobs_mode: LogprobsMode
+    ) -> None:
         arrays = Arrays(
             state=abstract(state),
             kv=abstract(self._kv),
@@ -304,6 +314,7 @@ class Runner:
             self._sizes,
             arrays,
             max_logprobs=max_logprobs,
+            logprobs_mode=logprobs_mode,
             bind=bind,
         )
         for key, program in programs.items():

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fornax.kernels import logits_logprobs
 from fornax.llm import lanes
 from fornax.llm.adjust import adjust, adjusts
+from fornax.llm.config import LogprobsMode
 from fornax.llm.filters import filtered
 from fornax.llm.sampler_state import (
     Choice,
@@ -38,7 +40,7 @@ __all__ = [
 
 
 class Scored(NamedTuple):
-    """Log probabilities, in nats, under the model's own distribution."""
+    """Log probabilities, in nats."""
 
     logprobs: jax.Array
     """float32 [M], of the targets."""
@@ -70,6 +72,7 @@ def sample(
     *,
     num_logprobs: int,
     want_logprobs: jax.Array | bool,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> tuple[Sampled, SamplerState]:
     """Choose a token for each sample, and note it in its row.
 
@@ -82,6 +85,7 @@ def sample(
         mask_MW: uint32, allowed tokens.
         num_logprobs: K.
         want_logprobs: whether some sample's log probabilities are wanted.
+        logprobs_mode: of which distribution, see `EngineConfig`.
     """
     all_R = state.rows
     choice = jax.tree.map(lambda leaf_R: leaf_R[jnp.maximum(rows_M, 0)], all_R.choice)
@@ -91,15 +95,27 @@ def sample(
     def adjusted() -> jax.Array:
         return adjust(logits_MV, all_R.change, rows_M, mask_MW)
 
+    def scored(target_M: jax.Array) -> Scored:
+        if logprobs_mode == "raw_logprobs":
+            return score(logits_MV, target_M, num_logprobs)
+        x_MV = lax.cond(changing, adjusted, lambda: logits_MV)
+        if logprobs_mode == "processed_logprobs":
+            x_MV = _cut(x_MV, choice)
+        scale_M = _scale(choice)
+        # The trainer's own function of logits, so that its log-probs differ by rounding alone.
+        own = logits_logprobs(x_MV, target_M, temperature=scale_M)
+        found = score(x_MV / scale_M[:, None], target_M, num_logprobs)
+        return found._replace(logprobs=own.logprobs)
+
     tokens_M = lax.cond(
         changing | jnp.any(choice.temperature > 0),
         lambda: _choose(lax.cond(changing, adjusted, lambda: logits_MV), choice, positions_M),
         lambda: _most_likely(*_in_lanes(logits_MV)),
     )
     target_M = jnp.maximum(tokens_M, 0)
-    scored = lax.cond(
+    found = lax.cond(
         want_logprobs,
-        lambda: score(logits_MV, target_M, num_logprobs),
+        lambda: scored(target_M),
         lambda: _unscored(len(tokens_M), num_logprobs),
     )
     noted_M = jnp.where(rows_M >= 0, rows_M, len(state.last_token))
@@ -108,7 +124,7 @@ def sample(
         last_token=state.last_token.at[noted_M].set(target_M, mode="drop"),
         rows=replace(all_R, change=replace(all_R.change, counts=counts)),
     )
-    return Sampled(tokens_M, *scored), state
+    return Sampled(tokens_M, *found), state
 
 
 def score(logits_MV: jax.Array, targets_M: jax.Array, k: int) -> Scored:
@@ -151,17 +167,39 @@ def _choose(x_MV: jax.Array, choice: Choice, positions_M: jax.Array) -> jax.Arra
 
 
 def _draw(x_MGL: jax.Array, max_M: jax.Array, choice: Choice, positions_M: jax.Array) -> jax.Array:
-    scale_M = jnp.where(choice.temperature > 0, choice.temperature, 1.0)
-    depth_MGL = (max_M[:, None, None] - x_MGL) / scale_M[:, None, None]
+    depth_MGL = (max_M[:, None, None] - x_MGL) / _scale(choice)[:, None, None]
     weight_MGL = jnp.exp(-depth_MGL)
-    cutting = (choice.top_k < x_MGL[0].size) | (choice.top_p < 1) | (choice.min_p > 0)
     uniforms_M2 = jax.vmap(_uniforms)(choice.key, positions_M)
     kept_MGL = lax.cond(
-        jnp.any(cutting & (choice.temperature > 0)),
+        _cuts(choice, x_MGL[0].size),
         lambda: filtered(depth_MGL, weight_MGL, choice),
         lambda: weight_MGL,
     )
     return lanes.pick(kept_MGL, uniforms_M2)
+
+
+def _cut(x_MV: jax.Array, choice: Choice) -> jax.Array:
+    """Logits, -inf for the tokens that the filters leave out."""
+    samples, vocab_size = x_MV.shape
+
+    def cut() -> jax.Array:
+        x_MGL, max_M = _in_lanes(x_MV)
+        depth_MGL = (max_M[:, None, None] - x_MGL) / _scale(choice)[:, None, None]
+        kept_MGL = filtered(depth_MGL, jnp.exp(-depth_MGL), choice) > 0
+        kept_MV = kept_MGL.reshape(samples, -1)[:, :vocab_size]
+        return jnp.where(kept_MV | (choice.temperature <= 0)[:, None], x_MV, -jnp.inf)
+
+    return lax.cond(_cuts(choice, vocab_size), cut, lambda: x_MV)
+
+
+def _scale(choice: Choice) -> jax.Array:
+    return jnp.where(choice.temperature > 0, choice.temperature, 1.0)
+
+
+def _cuts(choice: Choice, vocab_size: int) -> jax.Array:
+    """Whether a filter leaves tokens out in some sample; bool."""
+    cutting_M = (choice.top_k < vocab_size) | (choice.top_p < 1) | (choice.min_p > 0)
+    return jnp.any(cutting_M & (choice.temperature > 0))
 
 
 def _uniforms(key: jax.Array, position: jax.Array) -> jax.Array:

@@ -72,7 +72,7 @@ class Weights:
         """Bytes on one device."""
         return sum(_bytes_on_one_device(leaf) for leaf in jax.tree.leaves(self.state))
 
-    def adopt(self, params: Any) -> "Weights":
+    def adopt(self, params: Any, *, copy: bool = False) -> "Weights":
         """Other parameters of the same model.
 
         Arrays whose dtype and sharding agree are taken as they are, without a copy, unless weights
@@ -80,14 +80,30 @@ class Weights:
 
         Args:
           params: a `Decoder`, its `nnx.State`, or the nested mapping of its arrays; all of them.
+          copy: whether to copy those arrays too, so that the caller may give them up.
 
         Raises:
           EngineError: names or shapes that are not the model's.
         """
         given = _flat(params)
-        wanted = _flat(abstract_decoder(self.config, dtype=self.dtype))
-        _check_same(wanted, given)
-        return _lay_out(self.config, self.dtype, self.placement, given)
+        mine = nnx.to_flat_state(self.state)
+        _check_same(self._shapes(mine), given)
+        placed = []
+        for path, variable in mine:
+            value, now = _find(given, path), variable.get_value()
+            if isinstance(now, kernels.PackedWeight):
+                placed.append((path, variable.replace(_pack_like(now, value))))
+                continue
+            new = jax.device_put(jnp.asarray(value, now.dtype), now.sharding)
+            placed.append((path, variable.replace(_copied(new) if copy else new)))
+        return dataclasses.replace(self, state=nnx.from_flat_state(placed))
+
+    def _shapes(self, mine: Any) -> dict[tuple[Any, ...], tuple[int, ...]]:
+        """Path to shape of the parameters as the model itself has them."""
+        shapes = {path: tuple(variable.get_value().shape) for path, variable in mine}
+        if self.config.tie_embeddings:
+            shapes = {path: shape for path, shape in shapes.items() if path[0] != "lm_head"}
+        return shapes
 
 
 def load_weights(source: Path | str | Decoder, config: EngineConfig) -> Weights:
@@ -219,6 +235,21 @@ def _describe(
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shape)
 
 
+def _pack_like(now: kernels.PackedWeight, value: Any) -> kernels.PackedWeight:
+    """Other values of a packed weight, on the device where it lies."""
+    (device,) = now.values.devices()
+    return kernels.pack(
+        jax.device_put(jnp.asarray(value, now.dtype), device),
+        inputs=len(now.inputs),
+        precision=now.precision,
+        stacked=now.stacked,
+        implementation=now.implementation,
+    )
+
+
+_copied = jax.jit(jnp.copy)
+
+
 def _find(given: Flat, path: tuple[Any, ...]) -> Any:
     if path not in given and path[0] == "lm_head":  # packed apart from the table it equals
         return given["embed", "embedding"].T
@@ -254,14 +285,14 @@ def _flat(params: Any) -> Flat:
     return found
 
 
-def _check_same(wanted: Flat, given: Flat) -> None:
+def _check_same(wanted: Mapping[tuple[Any, ...], tuple[int, ...]], given: Flat) -> None:
     names = {path: "/".join(map(str, path)) for path in wanted.keys() | given.keys()}
     problems = [f"missing {names[path]}" for path in wanted.keys() - given.keys()]
     problems += [f"unknown {names[path]}" for path in given.keys() - wanted.keys()]
     problems += [
-        f"{names[path]} has shape {tuple(given[path].shape)}, not {tuple(wanted[path].shape)}"
+        f"{names[path]} has shape {tuple(given[path].shape)}, not {wanted[path]}"
         for path in wanted.keys() & given.keys()
-        if tuple(given[path].shape) != tuple(wanted[path].shape)
+        if tuple(given[path].shape) != wanted[path]
     ]
     if problems:
         raise EngineError(

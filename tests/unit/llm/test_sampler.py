@@ -22,7 +22,7 @@ LOAD = jax.jit(load_row)
 FILTER = jax.jit(filtered)
 BISECT = jax.jit(limit_of_row)
 SCORE = jax.jit(score, static_argnums=2)
-SAMPLE = jax.jit(sample, static_argnames="num_logprobs")
+SAMPLE = jax.jit(sample, static_argnames=("num_logprobs", "logprobs_mode"))
 
 
 def logits_of(samples, seed=0, scale=4.0, vocab=V):
@@ -48,7 +48,7 @@ def state_of(rows, vocab=V, output=(), prompt=(), first_seed=0):
     return state
 
 
-def run(logits, state, rows=None, positions=None, mask=None, want=False):
+def run(logits, state, rows=None, positions=None, mask=None, want=False, **options):
     samples, vocab = logits.shape
     rows = np.arange(samples) if rows is None else rows
     positions = np.zeros(samples) if positions is None else positions
@@ -60,6 +60,7 @@ def run(logits, state, rows=None, positions=None, mask=None, want=False):
         everything(samples, vocab) if mask is None else mask,
         num_logprobs=min(K, vocab),
         want_logprobs=np.bool_(want),
+        **options,
     )
 
 
@@ -354,3 +355,36 @@ def test_sums_do_not_depend_on_the_number_of_rows():
         part = SCORE(logits[:rows], np.zeros(rows, np.int32), 5)
         assert np.array_equal(part.logprobs, whole.logprobs[:rows])
         assert np.array_equal(part.top_logprobs, whole.top_logprobs[:rows])
+
+
+def log_softmax(x):
+    """In float64; the last axis."""
+    x = x.astype(np.float64) - x.max()
+    return x - np.log(np.exp(x).sum())
+
+
+@pytest.mark.parametrize("mode", ["scaled_logprobs", "processed_logprobs"])
+def test_logprobs_are_of_the_distribution_that_tokens_are_drawn_from(mode):
+    params = [
+        SamplingParams(temperature=0.5, top_k=7, logit_bias={3: 2.0}),
+        SamplingParams(temperature=1.7, top_p=0.6, repetition_penalty=1.3),
+        SamplingParams(temperature=1.0, min_p=0.05),
+        SamplingParams(temperature=1.3),
+        SamplingParams(temperature=0.0, top_k=2),
+    ]
+    logits = logits_of(5, scale=3.0)
+    out, _ = run(logits, state_of(params, prompt=(5, 6)), want=True, logprobs_mode=mode)
+    for row, one in enumerate(params):
+        x = logits[row].astype(np.float64)
+        if row == 0:
+            x[3] += 2.0
+        if row == 1:
+            x[[5, 6]] = np.where(x[[5, 6]] > 0, x[[5, 6]] / 1.3, x[[5, 6]] * 1.3)
+        if mode == "processed_logprobs" and not one.greedy:
+            kept = list(kept_by_definition(x, one))
+            x[np.setdiff1d(np.arange(V), kept)] = -np.inf
+        expected = log_softmax(x / (one.temperature or 1.0))
+        token = out.tokens[row]
+        np.testing.assert_allclose(out.logprobs[row], expected[token], atol=2e-6)
+        assert out.ranks[row] == 1 + (expected > expected[token]).sum()
+        np.testing.assert_allclose(out.top_logprobs[row], np.sort(expected)[::-1][:K], atol=2e-6)

@@ -1,0 +1,290 @@
+"""Completions by the serving engine, in this process, over the trainer's own weights."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fornax.config.errors import EngineError
+from fornax.data import Tokenizer
+from fornax.llm import EngineConfig, RequestOutputKind, SamplingParams
+from fornax.llm.build import build_engine
+from fornax.llm.engine import Failure
+from fornax.llm.outputs import CompletionOutput, RequestOutput
+from fornax.llm.stats import RequestStats, StepStats
+from fornax.models import Decoder
+from fornax.tune.rollout.completion import Completion
+from fornax.tune.rollout.sampler import SamplerStats
+from fornax.tune.rollout.settings import SampleSettings
+
+__all__ = ["LLMSampler"]
+
+
+class LLMSampler:
+    """Continuous batching over a paged cache; completions of one prompt share its pages.
+
+    The log-prob of a token is that of the distribution it was drawn from: log-softmax of the
+    logits over the temperature, at temperature 1 for greedy requests. Where top-k, top-p or min-p
+    leave tokens out it counts those that stay, unless `filtered_logprobs` is False.
+
+    Example:
+      sampler = LLMSampler(decoder, tokenizer=tokenizer)
+      sampler.update(nnx.state(decoder), version=1)
+      groups = sampler.sample([[1, 5, 9]], SampleSettings(n=4, max_tokens=32), seeds=[7])
+    """
+
+    def __init__(
+        self,
+        model: Decoder | str | Path,
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        eos_ids: Sequence[int] | None = None,
+        engine: EngineConfig | None = None,
+        filtered_logprobs: bool = True,
+        share: bool = False,
+    ) -> None:
+        """Make an engine and compile its steps.
+
+        Args:
+          model: a decoder, or a Hugging Face directory.
+          tokenizer: gives completions their text and finds stop texts; None leaves text empty,
+            unless the directory has a tokenizer.
+          eos_ids: tokens that end a completion; None takes the model's own.
+          engine: limits; None for the defaults.
+          filtered_logprobs: whether log-probs count only the tokens that filters keep. False gives
+            the trainer's log-probs, which know no filter.
+          share: whether to use the arrays of `update` themselves where they need no new layout.
+            They must then live until the next update; a trainer that donates its state gives them
+            up at its next step. By default they are copied.
+
+        Raises:
+          CheckpointError, ConfigError, DataError, EngineError: what is wrong with any of these.
+        """
+        mode = "processed_logprobs" if filtered_logprobs else "scaled_logprobs"
+        config = dataclasses.replace(
+            engine or EngineConfig(), logprobs_mode=mode, max_logprobs=0, enable_lora=False
+        )
+        self._figures = _Figures()
+        parts = build_engine(model, config, tokenizer=tokenizer, observer=self._figures)
+        self._engine, self._admission, self._programs = (
+            parts.engine,
+            parts.admission,
+            parts.programs,
+        )
+        self._limits = parts.limits
+        self._figures.slots = parts.limits.max_num_seqs
+        self._eos = None if eos_ids is None else tuple(eos_ids)
+        self._has_text = parts.tokenizer is not None
+        self._share = share
+        self._seeds: dict[str, int] = {}
+        self._ids = itertools.count()
+        self._closed = False
+        self._updates, self._update_seconds = 0, 0.0
+        self._programs.compile_all()
+        self._programs.wait()
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once, at most."""
+        return self._limits.max_num_seqs
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its completion together, at most."""
+        return self._limits.max_model_len
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self._engine.version
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is queued or runs."""
+        return bool(self._seeds)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Completions of each prompt, in order.
+
+        Raises:
+          EngineError: a prompt or settings that the engine cannot honour; nothing stays queued.
+        """
+        if len(prompts) != len(seeds):
+            raise EngineError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
+        names: list[str] = []
+        found: dict[str, list[Completion]] = {}
+        try:
+            for prompt, seed in zip(prompts, seeds, strict=True):
+                names.append(self.submit(prompt, settings, seed))
+            while len(found) < len(names):
+                found.update(self.poll())
+        finally:
+            for name in names:
+                if name not in found:
+                    self.cancel(name)
+        return [found[name] for name in names]
+
+    def submit(self, prompt: Sequence[int], settings: SampleSettings, seed: int) -> str:
+        """Queue a request; returns its name.
+
+        Raises:
+          EngineError: a prompt or settings that the engine cannot honour, or no tokenizer for
+            stop texts.
+        """
+        self._check_open()
+        self.wake()
+        name = str(next(self._ids))
+        self._engine.add(
+            self._admission.request(
+                np.asarray(prompt, np.int32).tolist(),
+                self._params(settings, seed),
+                request_id=name,
+                token_logprobs=True,
+            )
+        )
+        self._seeds[name] = seed
+        return name
+
+    def poll(self) -> list[tuple[str, list[Completion]]]:
+        """Go one step of the engine on; returns the requests that are done now.
+
+        Raises:
+          EngineError: a request failed; weights that are not numbers, most often.
+        """
+        self._check_open()
+        outputs = self._engine.turn() if self._engine.has_work else []
+        done = []
+        for output in outputs:
+            if isinstance(output, Failure):
+                raise EngineError(output.message)
+            if isinstance(output, RequestOutput):
+                seed = self._seeds.pop(output.request_id)
+                found = [_completion(each, seed + each.index) for each in output.outputs]
+                done.append((output.request_id, found))
+        return done
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, at whatever point it is."""
+        if self._seeds.pop(request_id, None) is not None:
+            self._engine.abort(request_id)
+
+    def update(self, params: Any, version: int) -> None:
+        """Go on with other weights; what runs is computed anew under them, tokens stay.
+
+        Args:
+          params: a `Decoder`, its `nnx.State`, or nested mappings of its arrays, all of them and
+            without adapters.
+          version: what tokens are tagged with from now on.
+
+        Raises:
+          EngineError: names or shapes that are not the model's.
+        """
+        self._check_open()
+        began = time.monotonic()
+        weights = self._engine.runner.weights.adopt(params, copy=not self._share)
+        self._engine.update_weights(weights, version)
+        self._updates += 1
+        self._update_seconds += time.monotonic() - began
+
+    def sleep(self) -> None:
+        """Give the cache's memory back until the next request."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """Take the cache's memory again."""
+        self._engine.wake()
+
+    def stats(self) -> SamplerStats:
+        """Sums so far."""
+        return dataclasses.replace(
+            self._figures.sums(), updates=self._updates, update_seconds=self._update_seconds
+        )
+
+    def close(self) -> None:
+        """Give memory and threads back; the sampler is of no use after it."""
+        if self._closed:
+            return
+        self._closed = True
+        for name in list(self._seeds):
+            self.cancel(name)
+        self._engine.sleep()
+        self._admission.close()
+        self._programs.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the sampler is closed; make another one")
+
+    def _params(self, settings: SampleSettings, seed: int) -> SamplingParams:
+        stops = settings.stop_token_ids + (self._eos or () if not settings.ignore_eos else ())
+        return SamplingParams(
+            n=settings.n,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            seed=seed,
+            stop=settings.stop,
+            stop_token_ids=stops,
+            ignore_eos=settings.ignore_eos or self._eos is not None,
+            max_tokens=settings.max_tokens,
+            min_tokens=settings.min_tokens,
+            detokenize=self._has_text,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def _completion(output: CompletionOutput, seed: int) -> Completion:
+    return Completion(
+        tokens=np.array(output.token_ids, np.int32),
+        logprobs=np.array(output.token_logprobs, np.float32),
+        versions=np.array(output.versions, np.int32),
+        mask=np.ones(len(output.token_ids), np.int8),
+        finish_reason=output.finish_reason or "abort",
+        text=output.text,
+        seed=seed,
+    )
+
+
+class _Figures:
+    """The engine's observer: sums over its steps."""
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self._sums = {"tokens": 0, "prompt_tokens": 0, "steps": 0, "running": 0, "preemptions": 0}
+        self._seconds = 0.0
+        self._compilations = 0
+
+    def step(self, stats: StepStats) -> None:
+        sums = self._sums
+        sums["tokens"] += stats.generation_tokens
+        sums["prompt_tokens"] += stats.prompt_tokens
+        sums["steps"] += 1
+        sums["running"] += stats.running
+        sums["preemptions"] += stats.preemptions
+        self._seconds += stats.seconds
+        self._compilations += len(stats.compiled)
+
+    def first_token(self, seconds: float) -> None:
+        """Nobody asks for it."""
+
+    def inter_token(self, seconds: float) -> None:
+        """Nobody asks for it."""
+
+    def finished(self, stats: RequestStats) -> None:
+        """Nobody asks for it."""
+
+    def sums(self) -> SamplerStats:
+        """So far."""
+        return SamplerStats(
+            **self._sums,
+            seconds=self._seconds,
+            slots=self.slots * self._sums["steps"],
+            compilations=self._compilations,
+        )
