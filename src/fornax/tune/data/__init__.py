@@ -1,1 +1,66 @@
-"""Data of post-training: conversations, pairs, prompts to tokens, masks and batches."""
+"""Data of post-training: conversations, pairs and prompts to tokens, masks and batches."""
+
+from fornax.tune.data.answers import kto_batches, preference_batches
+from fornax.tune.data.codec import Codec
+from fornax.tune.data.encoded import Encoded, Limit, TooLong
+from fornax.tune.data.feed import Feed, IndexStream, Picks
+from fornax.tune.data.load import (
+    LabelledTokens,
+    Loaded,
+    PairTokens,
+    PromptTokens,
+    load_examples,
+    load_labelled,
+    load_pairs,
+    load_prompts,
+    load_texts,
+)
+from fornax.tune.data.problems import Problems
+from fornax.tune.data.read import read_examples, read_labelled, read_pairs, read_prompts
+from fornax.tune.data.records import Chat, Completion, Example, Labelled, Pair, Prompt, Text
+from fornax.tune.data.rows import RowStream, bucket, buckets_up_to, pad_rows
+from fornax.tune.data.sft import PackedStream, sft_batches
+from fornax.tune.data.state import array_state, from_array_state
+from fornax.tune.data.summary import Summary
+
+__all__ = [
+    "Chat",
+    "Codec",
+    "Completion",
+    "Encoded",
+    "Example",
+    "Feed",
+    "IndexStream",
+    "Labelled",
+    "LabelledTokens",
+    "Limit",
+    "Loaded",
+    "PackedStream",
+    "Pair",
+    "PairTokens",
+    "Picks",
+    "Problems",
+    "Prompt",
+    "PromptTokens",
+    "RowStream",
+    "Summary",
+    "Text",
+    "TooLong",
+    "array_state",
+    "bucket",
+    "buckets_up_to",
+    "from_array_state",
+    "kto_batches",
+    "load_examples",
+    "load_labelled",
+    "load_pairs",
+    "load_prompts",
+    "load_texts",
+    "pad_rows",
+    "preference_batches",
+    "read_examples",
+    "read_labelled",
+    "read_pairs",
+    "read_prompts",
+    "sft_batches",
+]

@@ -1,10 +1,9 @@
 """Files to records: what each line may hold, and errors that name file and line."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fornax.config.errors import DataError
-from fornax.data.files import Storage
 from fornax.tune.data.fields import Fields, common_prefix, parts_of
 from fornax.tune.data.lines import Line, Paths, read_lines
 from fornax.tune.data.messages import check_messages, is_messages
@@ -17,7 +16,6 @@ __all__ = [
     "parse_labelled",
     "parse_pair",
     "parse_prompt",
-    "parse_records",
     "read_examples",
     "read_labelled",
     "read_pairs",
@@ -30,27 +28,14 @@ Columns = Mapping[str, str]
 """Our name of a field to the name that the files use: `{"prompt": "question"}`."""
 
 
-def parse_records(
-    paths: Paths,
-    parse: Callable[[Line], list[_Record]],
-    problems: Problems,
-    *,
-    columns: Columns | None = None,
-    storage: Storage | None = None,
-) -> Iterator[_Record]:
-    """The records of all lines that hold one; the other lines become problems."""
-    for line in read_lines(paths, problems, columns=columns, storage=storage):
-        found: list[_Record] = []
-        with problems.of(line.where):
-            found = parse(line)
-        yield from found
-
-
 def _read(
     paths: Paths, parse: Callable[[Line], list[_Record]], columns: Columns | None
 ) -> list[_Record]:
     problems = Problems()
-    records = list(parse_records(paths, parse, problems, columns=columns))
+    records: list[_Record] = []
+    for line in read_lines(paths, problems, columns=columns):
+        with problems.of(line.where):
+            records.extend(parse(line))
     problems.check()
     return records
 

@@ -1,0 +1,82 @@
+"""Pieces of text to ids: at a text's beginning, and going on after other tokens."""
+
+import re
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+
+from fornax.data import Tokenizer
+
+__all__ = ["Pieces"]
+
+
+class Pieces:
+    """A tokenizer that knows its special tokens in text, as the engine's does.
+
+    `fornax.data` reads texts as data, in which no special token can be spelled. Here a prompt
+    written with the markers of a chat means them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._backend: Backend = Backend.from_str(tokenizer.backend.to_str())
+        self._backend.encode_special_tokens = False
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._head = self._beginning()
+        self._anchor = self._ids("\n")
+        self._adds_space = self._ids("\na") != [*self._anchor, *self._ids("a")]
+        self.bos_id = self._head[0] if self._head else tokenizer.bos_id
+        added = self._backend.get_added_tokens_decoder().values()
+        special = sorted((t.content for t in added if t.special and t.content.strip()), key=len)
+        self._special = re.compile("|".join(map(re.escape, reversed(special)))) if special else None
+
+    def _ids(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _beginning(self) -> list[int]:
+        """Ids that the tokenizer itself puts before a text."""
+        plain, whole = self._ids("a"), self._backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start]
+        return []
+
+    def located(self, text: str, *, follows: bool = False) -> tuple[list[int], np.ndarray]:
+        """Ids of a text that spells all of its special tokens, and their places in it.
+
+        Args:
+          text: begins a text, or goes on after other tokens.
+          follows: which of the two. Tokenizers that put a space before every text would put one
+            between a prompt and its completion; with them a text that follows is encoded behind a
+            line break, whose tokens are then taken away.
+
+        Returns:
+          The ids, and the characters where each begins and ends, int64 `[n, 2]`.
+        """
+        if follows and self._adds_space:
+            found = self._backend.encode("\n" + text, add_special_tokens=False)
+            count = len(self._anchor)
+            if found.ids[:count] == self._anchor:
+                offsets = np.asarray(found.offsets[count:], np.int64).reshape(-1, 2)
+                return found.ids[count:], np.maximum(offsets - 1, 0)
+        found = self._backend.encode(text, add_special_tokens=False)
+        return found.ids, np.asarray(found.offsets, np.int64).reshape(-1, 2)
+
+    def begin(self, text: str) -> np.ndarray:
+        """Ids of a text's beginning, int32 `[n]`: the tokenizer's own first tokens, never twice."""
+        ids = self._ids(text)
+        repeated = bool(self._head) and ids[: len(self._head)] == self._head
+        return np.asarray(ids if repeated else [*self._head, *ids], np.int32)
+
+    def go_on(self, text: str) -> np.ndarray:
+        """Ids of a text that follows other tokens, int32 `[n]`."""
+        return np.asarray(self.located(text, follows=True)[0], np.int32)
+
+    def special_in(self, text: str) -> str | None:
+        """The first special token that a text spells."""
+        found = self._special.search(text) if self._special else None
+        return found.group() if found else None
+
+    def show(self, ids: np.ndarray | list[int]) -> str:
+        """Text of ids, special tokens included."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
