@@ -3,6 +3,7 @@
 Legend: B batch, T query tokens, S cache tokens, D model width, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -101,6 +102,7 @@ class Decoder(nnx.Module):
         remat: str | Remat = "none",
         unroll: int | bool = 1,
         implementation: str | None = None,
+        disturb: Callable[[jax.Array], jax.Array] | None = None,
     ) -> jax.Array:
         """The final norm's output x [B, T, D], for a loss that makes logits piece by piece.
 
@@ -114,6 +116,7 @@ class Decoder(nnx.Module):
           remat: what the backward pass recomputes: a `Remat`, or one of `REMAT_POLICIES`.
           unroll: how much of the layer loop is unrolled; True for all of it.
           implementation: attention implementation to force.
+          disturb: applied to the embeddings x [B, T, D]: noise, in training.
         """
         if consecutive is None:
             consecutive = positions_BT is None
@@ -126,7 +129,10 @@ class Decoder(nnx.Module):
             consecutive=consecutive,
             implementation=implementation,
         )
-        x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))
+        x_BTD = self.embed(tokens_BT)
+        if disturb is not None:
+            x_BTD = disturb(x_BTD)
+        x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
         x_BTD = run_layers(
             self.layers, self.config.layer_kinds(), x_BTD, context, remat=remat, unroll=unroll
         )

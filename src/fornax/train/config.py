@@ -103,8 +103,9 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         """Check numbers and combinations."""
         for name in ("steps", "batch_size", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be 1 or more")
         if self.save_every is not None and self.save_every < 1:
             raise ConfigError(f"save_every={self.save_every} must be 1 or more, or null")
         if not 0 <= self.seed < 2**32:
@@ -121,7 +122,7 @@ class TrainerConfig:
                 f"profile_steps={list(self.profile_steps)} must be the first and the last step to "
                 "capture, such as [10, 12]"
             )
-        if self.profile_steps and self.profile_steps[1] > self.steps:
+        if self.profile_steps and self.steps and self.profile_steps[1] > self.steps:
             raise ConfigError(
                 f"profile_steps={list(self.profile_steps)} reaches beyond steps={self.steps}; "
                 "profile steps of the run"

@@ -52,7 +52,7 @@ class TrainResult:
 
 def train(
     config: TrainerConfig,
-    run_dir: str | Path,
+    run_dir: str | Path | RunDirectory,
     *,
     task: Task | None = None,
     accept_changes: Sequence[str] = (),
@@ -66,7 +66,7 @@ def train(
     Args:
       config: the run. A `TrainConfig` says everything for pretraining; another task brings its
         own subclass of `TrainerConfig`.
-      run_dir: where everything is written.
+      run_dir: where everything is written; a `RunDirectory` may be locked already.
       task: what is trained; None pretrains as `config` says.
       accept_changes: patterns of keys (`optim.schedule.*`) that may differ from the config that
         the checkpoints were made with.
@@ -82,7 +82,7 @@ def train(
     initialize(config.processes)
     shown = choose(progress) if isinstance(progress, str) else progress
     first = jax.process_index() == 0
-    directory = RunDirectory(run_dir)
+    directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
     with ExitStack() as stack:
         if first:
             stack.enter_context(directory)
@@ -156,7 +156,8 @@ def _settle(
 
 def _touches_data(changes: Sequence[Change]) -> bool:
     """Whether the change of a data position's meaning was accepted."""
-    return any(c.path in ("batch_size", "seq_len") or c.path.startswith("data.") for c in changes)
+    of_data = ("batch_size", "seq_len", "data", "max_length")
+    return any(c.path in of_data or c.path.startswith("data.") for c in changes)
 
 
 def _task(config: TrainerConfig, task: Task | None) -> Task:

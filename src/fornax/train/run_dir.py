@@ -107,6 +107,8 @@ class RunDirectory:
         Raises:
           ConfigError: when another process trains here.
         """
+        if self._lock is not None:
+            return
         descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -101,6 +101,8 @@ class Task:
     """Numbers, counted on the host, of the rows that were just taken; recorded with their step."""
     steps_per_epoch: float | None = None
     """Steps of one pass over the training rows; None where a pass has no end, or none is known."""
+    notes: tuple[str, ...] = ()
+    """What there is to say of model and data before the first step, a line each."""
     unit: str = "tokens"
     """What `Loss.weight` counts: the name of the throughput."""
     flops_per_unit: float | None = None

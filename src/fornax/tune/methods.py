@@ -1,0 +1,115 @@
+"""The table of methods: the config and the task of each, imported when it is asked for."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fornax.tune.config import TuneConfig
+
+__all__ = ["METHODS", "Method", "method_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to tune a model."""
+
+    name: str
+    """What it is called after `fornax tune`."""
+    summary: str
+    """What it does, in a line."""
+    config: str
+    """module:class of its config, a `TuneConfig`."""
+    task: str
+    """module:function: (config, origin, run directory) to its `train.Task`. It reads and checks the
+    data."""
+    example: str
+    """What a user types after `fornax tune`."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Flags that stand for keys of another name."""
+
+    def config_class(self) -> "type[TuneConfig]":
+        """The config's class."""
+        return _find(self.config)
+
+    def make(self) -> Callable[..., Any]:
+        """The function that makes the task."""
+        return _find(self.task)
+
+
+def _find(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _table(*methods: Method) -> dict[str, Method]:
+    return {method.name: method for method in methods}
+
+
+METHODS: Mapping[str, Method] = _table(
+    Method(
+        name="sft",
+        summary="Imitate answers: conversations, or prompts with completions",
+        config="fornax.tune.config:SFTConfig",
+        task="fornax.tune.tasks.sft:make",
+        example="sft --model DIR --data chats.jsonl --lora.rank 16 --out runs/sft",
+    ),
+    Method(
+        name="dpo",
+        summary="Prefer the better of two answers: DPO, IPO, SimPO, ORPO, CPO",
+        config="fornax.tune.configs.preference:PreferenceConfig",
+        task="fornax.tune.tasks.preference:make",
+        example="dpo --model DIR --data pairs.jsonl --out runs/dpo",
+    ),
+    Method(
+        name="kto",
+        summary="Prefer answers labelled good to answers labelled bad",
+        config="fornax.tune.configs.preference:KTOConfig",
+        task="fornax.tune.tasks.kto:make",
+        example="kto --model DIR --data labelled.jsonl --lora.rank 16 --out runs/kto",
+    ),
+    Method(
+        name="reward",
+        summary="A reward model: score the better of two answers higher",
+        config="fornax.tune.configs.reward_model:RewardModelConfig",
+        task="fornax.tune.tasks.reward_model:make",
+        example="reward --model DIR --data pairs.jsonl --out runs/reward",
+    ),
+    Method(
+        name="grpo",
+        summary="Reinforce sampled answers by rewards within groups: GRPO and its kin",
+        config="fornax.tune.rl.config:GRPOConfig",
+        task="fornax.tune.tasks.grpo:make",
+        example="grpo --model DIR --data prompts.jsonl --reward file.py:score --out runs/grpo",
+    ),
+    Method(
+        name="ppo",
+        summary="Reinforce sampled answers with a learned value function",
+        config="fornax.tune.rl.config:PPOConfig",
+        task="fornax.tune.tasks.ppo:make",
+        example="ppo --model DIR --data prompts.jsonl --reward file.py:score --out runs/ppo",
+    ),
+    Method(
+        name="distill",
+        summary="Match a teacher's next-token distributions",
+        config="fornax.tune.configs.distill:DistillConfig",
+        task="fornax.tune.tasks.distill:make",
+        example="distill --teacher DIR --student DIR --data text.jsonl --out runs/distill",
+        aliases={"student": "model"},
+    ),
+)
+
+
+def method_of(config: "TuneConfig") -> Method:
+    """The method that a config is of.
+
+    Raises:
+      TypeError: when it is of none.
+    """
+    cls = type(config)
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    for method in METHODS.values():
+        if method.config == name:
+            return method
+    raise TypeError(f"{name} is the config of no method; those are {', '.join(METHODS)}")

@@ -1,0 +1,176 @@
+"""Where tuning starts: the model's config and tokenizer, and the model with its adapters."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from fornax import adapters
+from fornax.config.errors import ConfigError, DataError
+from fornax.data import Tokenizer, load_tokenizer
+from fornax.llm.text import ChatTemplate, special_tokens
+from fornax.mesh import Rules
+from fornax.models import Decoder, DecoderConfig
+from fornax.train import load_decoder, model_config, tokenizer_folder
+from fornax.tune.config import TuneConfig
+
+__all__ = ["Origin", "Policy", "policy", "read_origin"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What is known of the model to start from, short of its weights."""
+
+    path: Path
+    model_config: DecoderConfig
+    tokenizer: Tokenizer
+    """Encodes special tokens that a text spells out, as chat templates do."""
+    tokenizer_path: Path
+    """The folder it came from."""
+    template: ChatTemplate | None
+    """The chat template; None where the model has none."""
+    eos_ids: tuple[int, ...]
+    """Tokens that end a completion; the first is the tokenizer's own, where it has one."""
+    pad_id: int
+    """What fills rows: the tokenizer's padding, else an end token. No loss ever counts it."""
+
+
+def read_origin(config: TuneConfig) -> Origin:
+    """Read what `config.model` is; no weight is loaded.
+
+    Raises:
+      ConfigError: when it is neither a run nor a Hugging Face directory, or has no tokenizer.
+      DataError: when the tokenizer, or the template given, cannot be read or is too large.
+    """
+    path = Path(config.model).expanduser()
+    model = model_config(path)
+    if config.max_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_length={config.max_length} is beyond the {model.max_position_embeddings} "
+            f"positions that {path} is made for; lower it"
+        )
+    folder = tokenizer_folder(path)
+    if folder is None:
+        raise ConfigError(
+            f"no tokenizer lies with {path}; put its tokenizer.json and tokenizer_config.json there"
+        )
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} ids and the model "
+            f"{model.vocab_size}; give the model its own tokenizer"
+        )
+    tokenizer.backend.encode_special_tokens = False
+    eos_ids = _eos_ids(model, tokenizer, path)
+    pads = [tokenizer.pad_id, *eos_ids, 0]
+    return Origin(
+        path=path,
+        model_config=model,
+        tokenizer=tokenizer,
+        tokenizer_path=folder,
+        template=_template(config, folder, path, tokenizer),
+        eos_ids=eos_ids,
+        pad_id=next(x for x in pads if x is not None),
+    )
+
+
+def _eos_ids(model: DecoderConfig, tokenizer: Tokenizer, path: Path) -> tuple[int, ...]:
+    """The tokenizer's, the model's and those of generation_config.json, each once."""
+    own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    file = path / "generation_config.json"
+    more: Any = None
+    if file.is_file():
+        try:
+            more = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{file} is not a JSON mapping: {error}; mend or remove it") from error
+    listed = more if isinstance(more, list) else [] if more is None else [more]
+    return tuple(dict.fromkeys([*own, *model.eos_token_ids, *listed]))
+
+
+def _template(
+    config: TuneConfig, folder: Path, path: Path, tokenizer: Tokenizer
+) -> ChatTemplate | None:
+    found = ChatTemplate.find(folder) or (ChatTemplate.find(path) if path.is_dir() else None)
+    if config.template is None:
+        return found
+    file = Path(config.template).expanduser()
+    try:
+        source = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"template={config.template} cannot be read: {error}; name a file of Jinja text"
+        ) from error
+    if found is not None:
+        return found.with_source(source)
+    return ChatTemplate(source, special_tokens(tokenizer))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The model to be trained: what a `train.Task` needs of it."""
+
+    build: Callable[[nnx.Rngs], Any]
+    """A decoder with fresh weights, adapters attached."""
+    pretrained: Callable[[Mesh, Rules], Any]
+    """The decoder with its weights, laid on the mesh, adapters attached."""
+    trained: Any
+    """NNX filter of what is trained."""
+    adapted: tuple[str, ...]
+    """Paths of the modules with adapters; empty where all is trained."""
+    parameters: int
+    """All parameters, adapters included."""
+    trained_parameters: int
+    """Those that are trained."""
+
+    @property
+    def text(self) -> str:
+        """What is trained, in a line."""
+        share = self.trained_parameters / self.parameters
+        trained = f"{self.trained_parameters:,} of {self.parameters:,} parameters are trained"
+        if not self.adapted:
+            return trained
+        return f"{trained} ({share:.2%}): adapters on {', '.join(self.adapted)}"
+
+
+def policy(config: TuneConfig, origin: Origin) -> Policy:
+    """The model that `config` trains.
+
+    Raises:
+      ConfigError: when a pattern of `config.lora` matches no module.
+    """
+    dtypes = {"dtype": config.dtypes.param_dtype, "compute_dtype": config.dtypes.compute_dtype}
+    adapted: list[str] = []
+
+    def adapt(decoder: Decoder, rngs: nnx.Rngs) -> Decoder:
+        if config.lora is not None:
+            adapted[:] = adapters.attach(decoder, config.lora, rngs=rngs)
+        return decoder
+
+    def build(rngs: nnx.Rngs) -> Decoder:
+        return adapt(Decoder(origin.model_config, rngs=rngs, **dtypes), rngs)
+
+    def pretrained(mesh: Mesh, rules: Rules) -> Decoder:
+        decoder = load_decoder(origin.path, mesh=mesh, rules=rules, **dtypes)
+        return adapt(decoder, nnx.Rngs(config.seed))
+
+    trained = nnx.Param if config.lora is None else adapters.LoRAParam
+    abstract = nnx.eval_shape(lambda: build(nnx.Rngs(config.seed)))
+    return Policy(
+        build=build,
+        pretrained=pretrained,
+        trained=trained,
+        adapted=tuple(adapted),
+        parameters=_count(nnx.state(abstract, nnx.Param)),
+        trained_parameters=_count(nnx.state(abstract, trained)),
+    )
+
+
+def _count(state: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
