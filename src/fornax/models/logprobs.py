@@ -1,9 +1,10 @@
 """The one function that says how likely a model finds given tokens, for every user of it.
 
-Legend: B batch, T tokens of a row, D model width, V vocabulary.
+Legend: B batch, T tokens of a row, K tokens kept of it, D model width, V vocabulary.
 """
 
 import jax
+import jax.numpy as jnp
 
 from fornax.kernels import TokenLogprobs, linear_logprobs, logits_logprobs
 from fornax.models.decoder import Decoder
@@ -21,6 +22,7 @@ def token_logprobs(
     segment_ids_BT: jax.Array | None = None,
     temperature: float | jax.Array = 1.0,
     entropy: bool = False,
+    keep_BK: jax.Array | None = None,
     remat: str | Remat = "none",
     chunk: int = 1024,
 ) -> TokenLogprobs:
@@ -39,11 +41,14 @@ def token_logprobs(
       segment_ids_BT: int32 document of each token, 0 for padding (whose values mean nothing).
       temperature: the one that the tokens were sampled at, or 1; one number or one a token.
       entropy: whether to return it too.
+      keep_BK: int32 indices into each row of the only tokens wanted, for instance those of a
+        completion: the others never meet the vocabulary. An index may stand twice.
       remat: what the backward pass computes again.
       chunk: tokens per device whose logits exist at once.
 
     Returns:
-      float32 values [B, T] in nats, differentiable; `entropy` is None where not asked for.
+      float32 values [B, T] (or [B, K]) in nats, differentiable; `entropy` is None where not asked
+      for.
 
     Raises:
       KernelError: a temperature that is not above 0, or shapes that do not fit together.
@@ -53,6 +58,11 @@ def token_logprobs(
       >>> per_sequence_B = jnp.sum(found.logprobs * mask_BT, axis=1)
     """
     x_BTD = decoder.hidden(tokens_BT, positions_BT, segment_ids_BT, consecutive=True, remat=remat)
+    if keep_BK is not None:
+        temperature = jnp.broadcast_to(jnp.asarray(temperature), targets_BT.shape)
+        temperature = jnp.take_along_axis(temperature, keep_BK, axis=1)
+        targets_BT = jnp.take_along_axis(targets_BT, keep_BK, axis=1)
+        x_BTD = jnp.take_along_axis(x_BTD, keep_BK[:, :, None], axis=1)
     return linear_logprobs(
         x_BTD,
         decoder.output_weights().astype(x_BTD.dtype),

@@ -53,3 +53,20 @@ def test_agrees_with_the_logits_of_a_packed_batch_in_value_and_gradient() -> Non
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4)
     assert found[0][1].logprobs[0, 7] == 0
+
+
+def test_tokens_kept_have_the_values_of_all_tokens() -> None:
+    decoder = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(1)
+    tokens_BT, targets_BT = jnp.asarray(rng.integers(0, 48, (2, 2, 6)), jnp.int32)
+    keep_BK = jnp.asarray([[3, 4, 5], [0, 5, 5]], jnp.int32)
+    temperature_BT = jnp.asarray(rng.uniform(0.5, 2.0, (2, 6)), jnp.float32)
+    step = jax.jit(
+        lambda keep: (
+            token_logprobs(
+                decoder, tokens_BT, targets_BT, temperature=temperature_BT, keep_BK=keep
+            ).logprobs
+        )
+    )
+    expected = jnp.take_along_axis(step(None), keep_BK, axis=1)
+    np.testing.assert_allclose(step(keep_BK), expected, rtol=1e-6)
