@@ -1,0 +1,26 @@
+"""Reinforcement learning on the trainer: rollouts, rewards, advantages, and the rows they become.
+
+`fornax.tune.tasks.grpo` and `fornax.tune.tasks.ppo` put the parts together.
+"""
+
+from fornax.tune.rl.algorithms import (
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    Algorithm,
+    DrGRPO,
+    GroupAlgorithm,
+    ReinforcePlusPlus,
+)
+
+__all__ = [
+    "DAPO",
+    "GRPO",
+    "GSPO",
+    "RLOO",
+    "Algorithm",
+    "DrGRPO",
+    "GroupAlgorithm",
+    "ReinforcePlusPlus",
+]

@@ -1,0 +1,202 @@
+"""A round: prompts in an order that can be resumed, completions of them, and their rewards."""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from fornax.config.errors import DataError
+from fornax.rewards import Sample, Score
+from fornax.tune.data import PromptTokens
+from fornax.tune.rl.credit import zero_variance
+from fornax.tune.rl.rollouts import Collected, Rollout
+from fornax.tune.rollout import Completion, Sampler, SampleSettings, sample_seed
+
+__all__ = ["Collector", "Draw", "Drawn", "Judge", "draw_completions", "prompt_number"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A completion before it is judged."""
+
+    prompt: np.ndarray
+    """int32 tokens before it."""
+    completion: Completion
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What an environment gave."""
+
+
+Draw = Callable[[Sampler, Sequence[PromptTokens], SampleSettings, Sequence[int]], list[list[Drawn]]]
+"""(sampler, prompts, settings, seeds) to `settings.n` completions for each prompt."""
+
+
+class Judge(Protocol):
+    """What a `RewardPool` is to a collector."""
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """One score a sample, in order."""
+        ...
+
+
+def draw_completions(
+    sampler: Sampler,
+    prompts: Sequence[PromptTokens],
+    settings: SampleSettings,
+    seeds: Sequence[int],
+) -> list[list[Drawn]]:
+    """Plain completions: one answer of the model to each prompt."""
+    groups = sampler.sample([p.tokens.tolist() for p in prompts], settings, seeds)
+    return [
+        [Drawn(prompt=prompt.tokens, completion=completion) for completion in group]
+        for prompt, group in zip(prompts, groups, strict=True)
+    ]
+
+
+def prompt_number(position: int, count: int, seed: int) -> int:
+    """Which of `count` prompts comes at a position of a stream that shuffles them each epoch."""
+    epoch, place = divmod(position, count)
+    return int(_order(count, seed, epoch)[place])
+
+
+@functools.lru_cache(maxsize=4)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, 7, epoch]).permutation(count)
+
+
+@dataclass(kw_only=True)
+class Collector:
+    """Makes rounds, one after the other; where it stands is `position` alone."""
+
+    prompts: Sequence[PromptTokens]
+    settings: SampleSettings
+    groups: int
+    """Prompts of a round."""
+    seed: int
+    shuffle: bool = True
+    """Whether each pass over the prompts has an order of its own."""
+    judge: Judge | None
+    """The reward functions; None where an environment gives all rewards."""
+    draw: Draw = draw_completions
+    max_resamples: int = 0
+    """Above 0: groups whose rewards are all alike are replaced, asking so many times more."""
+    position: int = 0
+    """Prompts drawn so far."""
+
+    def __call__(self, sampler: Sampler, number: int) -> Collected:
+        """Draw and judge round `number`, with what weights the sampler has now."""
+        before, began = sampler.stats(), time.monotonic()
+        kept: list[list[Rollout]] = []
+        asked = alike = resamples = 0
+        rewarding = 0.0
+        while True:
+            count = self._how_many(self.groups - len(kept), asked, alike)
+            groups, seconds = self._groups(sampler, count, number)
+            rewarding += seconds
+            asked += len(groups)
+            flat = [zero_variance([r.reward for r in group]) for group in groups]
+            alike += sum(flat)
+            if not self.max_resamples:
+                kept += groups
+                break
+            kept += [group for group, same in zip(groups, flat, strict=True) if not same]
+            if len(kept) >= self.groups or resamples == self.max_resamples:
+                break
+            resamples += 1
+        rollouts = [r for group in kept[: self.groups] for r in group]
+        versions = [int(v) for r in rollouts for v in r.versions[r.versions >= 0]]
+        used = sampler.stats().minus(before)
+        seconds = time.monotonic() - began
+        return Collected(
+            number=number,
+            version=min(versions, default=-1),
+            position=self.position,
+            rollouts=rollouts,
+            numbers={
+                "zero_variance_groups": alike / asked,
+                "groups_sampled": float(asked),
+                "groups_missing": float(max(self.groups - len(kept), 0)),
+                "rollout_seconds": seconds,
+                "rollout_tokens_per_second": used.tokens / max(used.seconds, 1e-9),
+                "rollout_occupancy": used.occupancy,
+                "rollout_compilations": float(used.compilations),
+                "reward_seconds": rewarding,
+            },
+        )
+
+    def _how_many(self, missing: int, asked: int, alike: int) -> int:
+        """Prompts to ask for, if groups go on to differ as often as they did."""
+        if not asked:
+            return missing
+        useful = max((asked - alike) / asked, 0.25)
+        return min(math.ceil(missing / useful), self.groups)
+
+    def _which(self, place: int) -> int:
+        count = len(self.prompts)
+        return prompt_number(place, count, self.seed) if self.shuffle else place % count
+
+    def _groups(
+        self, sampler: Sampler, count: int, number: int
+    ) -> tuple[list[list[Rollout]], float]:
+        places = range(self.position, self.position + count)
+        self.position += count
+        picked = [self.prompts[self._which(place)] for place in places]
+        seeds = [sample_seed(self.seed, number, place) for place in places]
+        drawn = self.draw(sampler, picked, self.settings, seeds)
+        began = time.monotonic()
+        samples = [
+            Sample(
+                prompt=prompt.prompt,
+                completion=each.completion.text,
+                record=prompt.record,
+                tokens=tuple(each.completion.tokens.tolist()),
+            )
+            for prompt, group in zip(picked, drawn, strict=True)
+            for each in group
+        ]
+        scores = self.judge.score(samples) if self.judge is not None else None
+        if scores is not None and number == 0:
+            _require_numbers(scores)
+        found: list[list[Rollout]] = []
+        for i, (prompt, group) in enumerate(zip(picked, drawn, strict=True)):
+            rollouts = []
+            for j, each in enumerate(group):
+                score = None if scores is None else scores[i * self.settings.n + j]
+                rollouts.append(_rollout(each, score, where=prompt.where, group=places[i]))
+            found.append(rollouts)
+        return found, time.monotonic() - began
+
+
+def _rollout(drawn: Drawn, score: Score | None, *, where: str, group: int) -> Rollout:
+    completion = drawn.completion
+    parts = {**(score.parts if score is not None else {}), **drawn.rewards}
+    return Rollout(
+        prompt=np.asarray(drawn.prompt, np.int32),
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        mask=completion.mask,
+        finish_reason=completion.finish_reason,
+        truncated=completion.truncated,
+        text=completion.text,
+        where=where,
+        group=group,
+        reward=(score.total if score is not None else 0.0) + sum(drawn.rewards.values()),
+        parts=parts,
+        failures=len(score.notes) if score is not None else 0,
+    )
+
+
+def _require_numbers(scores: Sequence[Score]) -> None:
+    """Refuse to start where a reward function never gives a number."""
+    for name in scores[0].parts if scores else ():
+        if all(np.isnan(score.parts.get(name, np.nan)) for score in scores):
+            notes = [score.notes[name] for score in scores if name in score.notes]
+            why = f": {notes[0]}" if notes else ""
+            raise DataError(
+                f"the reward {name} gave no number for any of the first {len(scores)} "
+                f"completions{why}. Correct it before training: all would be rewarded alike"
+            )

@@ -1,0 +1,73 @@
+"""From a config to what a run works with: policy, prompts, rewards, sampler."""
+
+from pathlib import Path
+from typing import Any
+
+from fornax.config.errors import ConfigError
+from fornax.llm import EngineConfig
+from fornax.rewards import RewardPool, RewardSpec
+from fornax.tune.data import Codec, Limit, load_prompts
+from fornax.tune.policy import Origin, policy
+from fornax.tune.rl.config import RLConfig
+from fornax.tune.rl.task import Parts
+from fornax.tune.rollout import LLMSampler, Sampler
+
+__all__ = ["make_parts", "reward_pool"]
+
+
+def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
+    """Read prompts, start the reward functions, describe policy and sampler.
+
+    Raises:
+      ConfigError: no reward, or one that cannot be used.
+      DataError: prompts that cannot be read, or leave no room for an answer; with their lines.
+    """
+    codec = Codec(
+        origin.tokenizer,
+        template=origin.template,
+        eos_ids=origin.eos_ids,
+        variables=config.template_variables,
+    )
+    # A prompt and the longest answer to it fit the window together, so that none is cut by it.
+    room = config.max_length - config.rollout.max_tokens
+    limit = Limit(max_length=room, too_long=config.too_long)
+    loaded = load_prompts(config.data, codec, limit, columns=config.columns or None)
+    prompts = loaded.items
+    pool = reward_pool(config, out)
+    for prompt in prompts:
+        pool.check(prompt.record, prompt.where)
+    made = policy(config, origin)
+    return Parts(
+        build=made.build,
+        pretrained=made.pretrained,
+        trained=made.trained,
+        prompts=prompts,
+        judge=pool,
+        sampler=lambda model: _sampler(config, origin, model),
+        decode=lambda tokens: origin.tokenizer.decode(list(tokens), skip_special_tokens=False),
+        notes=(loaded.summary.text(), made.text),
+        out=out,
+    )
+
+
+def reward_pool(config: RLConfig, out: Path) -> RewardPool:
+    """The reward functions' processes; failures go to `rewards.log` of the run directory."""
+    if not config.reward:
+        raise ConfigError(
+            "no reward says what a good completion is; name a function of yours with "
+            "--reward my_rewards.py:score, or a built-in verifier such as --reward math"
+        )
+    specs = [
+        RewardSpec(function=reward) if isinstance(reward, str) else reward
+        for reward in config.reward
+    ]
+    return RewardPool(specs, workers=config.reward_workers, log=out / "rewards.log")
+
+
+def _sampler(config: RLConfig, origin: Origin, model: Any) -> Sampler:
+    most = min(config.completions, 64)
+    engine = EngineConfig(
+        max_model_len=config.max_length,
+        max_num_seqs=config.rollout.max_num_seqs or most,
+    )
+    return LLMSampler(model, tokenizer=origin.tokenizer, eos_ids=origin.eos_ids, engine=engine)

@@ -1,0 +1,123 @@
+"""What was sampled and how it was judged: one record a completion, kept whole in a checkpoint."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Collected", "Rollout", "from_arrays", "to_arrays"]
+
+_ARRAYS = {
+    "prompt": np.int32,
+    "tokens": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "mask": np.int8,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A completion (or a whole conversation with an environment) with its reward."""
+
+    prompt: np.ndarray
+    """int32 tokens before the completion."""
+    tokens: np.ndarray
+    """int32 [n]: all that follows the prompt, the end token and an environment's words included."""
+    logprobs: np.ndarray
+    """float32 [n]: the sampler's log-probabilities; 0 where `mask` is 0."""
+    versions: np.ndarray
+    """int32 [n]: optimizer steps behind the weights that drew each token; -1 where not drawn."""
+    mask: np.ndarray
+    """int8 [n]: 1 where the model drew the token."""
+    finish_reason: str
+    """Why it ended."""
+    truncated: bool
+    """Whether it ran out of tokens or turns."""
+    text: str
+    """The completion's text."""
+    where: str
+    """The file and line its prompt is from."""
+    group: int
+    """Which prompt of the rollout it answers; completions of one group share it."""
+    reward: float
+    """The weighted sum of the reward functions."""
+    parts: Mapping[str, float]
+    """Each reward function's score, before its weight; NaN where it gave none."""
+    failures: int = 0
+    """Reward functions that failed on it."""
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """The prompt and what follows it."""
+        return np.concatenate([self.prompt, self.tokens])
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def drawn(self) -> int:
+        """Tokens that the model drew."""
+        return int(np.sum(self.mask))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """The rollouts of one round, groups together and complete."""
+
+    number: int
+    """Which round it is, from 0."""
+    version: int
+    """Optimizer steps behind the oldest weights that drew a token of it; -1: it has none."""
+    position: int
+    """Prompts drawn from the data after it."""
+    rollouts: list[Rollout]
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What is reported of it."""
+
+
+def to_arrays(collected: Collected) -> dict[str, np.ndarray]:
+    """A round as arrays, to be stored; `from_arrays` gives it back exactly."""
+    rollouts = collected.rollouts
+    arrays = {
+        name: np.concatenate([np.zeros(0, dtype), *(getattr(r, name) for r in rollouts)])
+        for name, dtype in _ARRAYS.items()
+    }
+    plain = {
+        "number": collected.number,
+        "version": collected.version,
+        "position": collected.position,
+        "numbers": collected.numbers,
+        "rollouts": [_plain(rollout) for rollout in rollouts],
+        "lengths": [[len(r.prompt), len(r.tokens)] for r in rollouts],
+    }
+    arrays["plain"] = np.frombuffer(json.dumps(plain).encode(), np.uint8)
+    return {name: np.asarray(x) for name, x in arrays.items()}
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray]) -> Collected:
+    """The round that `to_arrays` stored."""
+    plain = json.loads(arrays["plain"].tobytes())
+    prompts = _split(arrays["prompt"], [prompt for prompt, _ in plain["lengths"]])
+    sizes = [completion for _, completion in plain["lengths"]]
+    columns = {name: _split(arrays[name], sizes) for name in _ARRAYS if name != "prompt"}
+    rollouts = [
+        Rollout(prompt=prompts[i], **{name: c[i] for name, c in columns.items()}, **rest)
+        for i, rest in enumerate(plain["rollouts"])
+    ]
+    kept = ("number", "version", "position", "numbers")
+    return Collected(rollouts=rollouts, **{name: plain[name] for name in kept})
+
+
+def _plain(rollout: Rollout) -> dict[str, Any]:
+    fields = (f.name for f in dataclasses.fields(rollout) if f.name not in _ARRAYS)
+    return {name: getattr(rollout, name) for name in fields}
+
+
+def _split(array: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    return np.split(array, np.cumsum(sizes)[:-1]) if len(sizes) else []
