@@ -1,1 +1,6 @@
-"""Reward functions and verifiers, run apart from the program that asks for them."""
+"""Rewards: functions of the user's and built-in verifiers, run in processes that may fail."""
+
+from fornax.rewards.pool import RewardPool
+from fornax.rewards.spec import Message, RewardSpec, Sample, Score
+
+__all__ = ["Message", "RewardPool", "RewardSpec", "Sample", "Score"]

@@ -1,0 +1,214 @@
+"""Finding a reward function and calling it in its own form; runs inside a worker process."""
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fornax.config import nearest
+from fornax.config.errors import ConfigError
+from fornax.rewards.spec import RewardSpec, Sample
+from fornax.rewards.verifiers import BUILT_IN, build
+
+__all__ = ["Function", "as_score", "describe_failure", "load_function", "missing_columns"]
+
+_FORMS = (
+    "use score(prompt, completion, **record) -> float, or the batched form "
+    "score(prompts, completions, **columns) -> list of float"
+)
+_GIVEN_ONE = ("prompt", "completion", "completion_ids")
+_GIVEN_MANY = ("prompts", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A reward function, and how it wants to be called."""
+
+    call: Callable[..., Any]
+    batched: bool
+    is_async: bool
+    names: tuple[str, ...] | None
+    """The arguments it takes by name; None takes all."""
+    columns: tuple[str, ...]
+    """Columns of the data that it cannot do without."""
+    module: ModuleType | None = None
+    """The user's module, which may keep state."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the module offers `get_state()` and `set_state(state)`."""
+        return hasattr(self.module, "get_state") and hasattr(self.module, "set_state")
+
+    def arguments(self, sample: Sample) -> dict[str, Any]:
+        """What a call for one sample is given."""
+        given = {
+            **sample.record,
+            "prompt": sample.prompt,
+            "completion": sample.completion,
+            "completion_ids": list(sample.tokens),
+        }
+        return self._chosen(given)
+
+    def batch_arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """What one call for many samples is given; a column some lack holds None there.
+
+        Completions of chats are lists of one message, as TRL gives them.
+        """
+        columns = {name: None for sample in samples for name in sample.record}
+        given = {name: [sample.record.get(name) for sample in samples] for name in columns}
+        given["prompts"] = [sample.prompt for sample in samples]
+        given["completions"] = [
+            sample.completion
+            if isinstance(sample.prompt, str)
+            else [{"role": "assistant", "content": sample.completion}]
+            for sample in samples
+        ]
+        given["completion_ids"] = [list(sample.tokens) for sample in samples]
+        return self._chosen(given)
+
+    def _chosen(self, given: dict[str, Any]) -> dict[str, Any]:
+        if self.names is None:
+            return given
+        return {name: given[name] for name in self.names if name in given}
+
+
+def load_function(spec: RewardSpec) -> Function:
+    """Import what a spec names and look at its signature.
+
+    Raises:
+      ConfigError: no such file, module or function, or arguments that no form has.
+    """
+    if spec.function in BUILT_IN:
+        call, columns = build(spec.function, spec.options)
+        return Function(call, batched=False, is_async=False, names=None, columns=columns)
+    if spec.options:
+        raise ConfigError(f"{spec.function} takes no options; only built-in verifiers do")
+    place, colon, name = spec.function.rpartition(":")
+    if not colon or not place or not name:
+        guess = nearest(spec.function, BUILT_IN)
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(
+            f"{spec.function} is no reward; {hint}name a function as FILE.py:NAME or one of "
+            f"{', '.join(BUILT_IN)}"
+        )
+    module = _module(place)
+    call = getattr(module, name, None)
+    if call is None:
+        raise ConfigError(_missing(module, place, name))
+    return _inspect(call, module, spec.function)
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        try:
+            return importlib.import_module(place)
+        except Exception as error:
+            raise ConfigError(f"{place} cannot be imported: {_said(error)}") from error
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        guess = nearest(path.name, beside)
+        hint = f"did you mean {guess}?" if guess else "check the path"
+        raise ConfigError(f"there is no reward file {place}; {hint}")
+    name = f"fornax_reward_{path.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[name]
+        raise ConfigError(f"{place}:{error.lineno}: {error.msg}; mend the reward file") from error
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{place} raises when it is imported: {_said(error)}") from error
+    return module
+
+
+def _missing(module: ModuleType, place: str, name: str) -> str:
+    has = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and not key.startswith("_") and not isinstance(value, type)
+    ]
+    guess = nearest(name, has)
+    hint = f"did you mean {guess}? " if guess else ""
+    listed = f"It has {', '.join(has)}" if has else "It has no functions"
+    return f"{place} has no function {name}; {hint}{listed}"
+
+
+def _inspect(call: Any, module: ModuleType, label: str) -> Function:
+    if not callable(call):
+        raise ConfigError(f"{label} is a {type(call).__name__}, not a function; {_FORMS}")
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{label} has no signature that can be read; {_FORMS}") from error
+    shown = f"{label}({', '.join(map(str, parameters))})"
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in named]
+    if positional:
+        raise ConfigError(f"{shown} takes {', '.join(positional)} by position only; {_FORMS}")
+    batched = "completions" in names or ("prompts" in names and "completion" not in names)
+    wanted = "completions" if batched else "completion"
+    if wanted not in names and not takes_all:
+        guess = nearest(wanted, names)
+        hint = f"is {guess} meant as {wanted}? " if guess else ""
+        raise ConfigError(f"{shown} takes no argument named {wanted}; {hint}{_FORMS}")
+    given = _GIVEN_MANY if batched else _GIVEN_ONE
+    columns = [p.name for p in named if p.default is p.empty and p.name not in given]
+    return Function(
+        call,
+        batched=batched,
+        is_async=inspect.iscoroutinefunction(call)
+        or inspect.iscoroutinefunction(getattr(call, "__call__", None)),  # noqa: B004
+        names=None if takes_all else tuple(names),
+        columns=tuple(columns),
+        module=module,
+    )
+
+
+def as_score(value: Any) -> tuple[float | None, str]:
+    """A value a function gave as a number, or None and what is wrong with it.
+
+    None stays None without a complaint: the reward does not apply to this sample.
+    """
+    if value is None:
+        return None, ""
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()
+    if not isinstance(value, int | float):
+        return None, f"gave a {type(value).__name__}, not a number"
+    number = float(value)
+    if not math.isfinite(number):
+        return None, f"gave {number}"
+    return number, ""
+
+
+def describe_failure(error: BaseException) -> str:
+    """An exception of a user's function in one line."""
+    return f"raised {_said(error)}"
+
+
+def missing_columns(function: Function, record: Mapping[str, Any]) -> list[str]:
+    """Columns that a function needs and a record lacks."""
+    return [name for name in function.columns if name not in record]
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

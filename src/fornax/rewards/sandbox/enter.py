@@ -1,0 +1,145 @@
+"""The sandbox's own program: closes itself in, then runs what it was given. Standard library only.
+
+Run as `python enter.py IN OUT`, file descriptors with a JSON object and for the answers. The
+first process makes the spaces, the second is the first in them and ends all when it ends, the
+third runs the program.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+
+try:
+    import kernel  # pyrefly: ignore[missing-import]
+except (ImportError, AttributeError, OSError):  # no C library as on Linux
+    kernel = None
+
+_IN, _OUT = map(int, sys.argv[1:3])
+
+
+def _main() -> None:
+    with os.fdopen(_IN, "rb") as file:
+        job = json.load(file)
+    held = {"time"}
+    separated = kernel is not None and _try(held, (), lambda: kernel.separate(nobody=job["nobody"]))
+    if separated:
+        held |= {"network", "signals"}
+    second = os.fork()
+    if second:
+        _, status = os.waitpid(second, 0)
+        os._exit(_code(status))
+    if kernel is not None:
+        kernel.die_with_parent()
+    if separated:
+        _try(
+            held, ("writes", "disk"), lambda: kernel.private_folder(job["folder"], job["files_mb"])
+        )
+    os.chdir(job["folder"])
+    third = os.fork()
+    if third:
+        os.close(_OUT)
+        _, status = os.waitpid(third, 0)
+        os._exit(_code(status))
+    _close_in(job, held, separated)
+    lacking = sorted(set(job["required"]) - held)
+    _answer({"held": sorted(held), "lacking": lacking})
+    if lacking:  # nothing runs that is not held
+        os._exit(125)
+    _run(job)
+
+
+def _try(held, kinds, step) -> bool:
+    try:
+        step()
+    except OSError:
+        return False
+    held.update(kinds)
+    return True
+
+
+def _code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+def _close_in(job: dict, held: set, separated: bool) -> None:
+    mebi = 1 << 20
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: job["cpu_seconds"],
+        resource.RLIMIT_FSIZE: job["files_mb"] * mebi,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_AS: job["memory_mb"] * mebi,
+    }
+    for kind, value in limits.items():
+        resource.setrlimit(kind, (value, value))
+    held |= {"memory", "file size"}
+    # In a user space of its own the kernel counts only the processes of this sandbox.
+    if job["processes"] > 1 and separated and os.getuid() != 0:
+        count = job["processes"] + 2  # the two that wait for the program
+        resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
+        held.add("processes")
+    if kernel is None:
+        return
+    scoped = []
+    if _try(
+        held,
+        ("reads", "writes"),
+        lambda: scoped.append(kernel.only_files(job["readable"], [job["folder"], "/dev/null"])),
+    ):
+        held |= {"signals"} if scoped[0] else set()
+    alone = job["processes"] == 1
+    kinds = ("network", "signals", *(("processes",) if alone else ()))
+    _try(held, kinds, lambda: kernel.refuse_calls(forks=alone, signals="signals" not in held))
+
+
+def _answer(value: dict) -> None:
+    os.write(_OUT, json.dumps(value).encode() + b"\n")
+
+
+def _run(job: dict) -> None:
+    """Run the program, then each test in its name space; the answer carries the caller's token."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    token, tests = job["token"], job["tests"]
+    sys.path[0] = job["folder"]
+    sys.path.extend(job["packages"])
+    sys.argv = ["program.py"]
+    space = {"__name__": "__main__" if tests is None else "program", "__builtins__": __builtins__}
+    code, source = 0, job["program"]
+    del job
+    try:
+        exec(compile(source, "program.py", "exec"), space)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        _answer({"error": f"SystemExit: {error.code}"[:300]})
+    except BaseException as error:
+        code = 1
+        _answer({"error": f"{type(error).__name__}: {error}"[:300]})
+    if tests is not None and code == 0:
+        passed = [_passes(test, space) for test in tests]
+        _answer({"token": token, "passed": passed})
+    _flush()
+    os._exit(code)
+
+
+def _passes(test: str, space: dict) -> bool:
+    try:
+        exec(compile(test, "test.py", "exec"), space)
+    except BaseException as error:
+        _answer({"error": f"{type(error).__name__}: {error}"[:300]})
+        return False
+    return True
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,213 @@
+"""The pool scores in order, survives what functions do to it, and refuses what cannot work."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fornax.config.errors import ConfigError, DataError
+from fornax.rewards import RewardPool, RewardSpec, Sample, Score
+
+
+def _samples(*completions: str, **record: str) -> list[Sample]:
+    return [Sample("p", completion, record) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "rewards.log"
+
+
+@pytest.fixture(scope="module")
+def pool(reward_file: Path, log: Path) -> Iterator[RewardPool]:
+    spec = RewardSpec(
+        function=f"{reward_file}:score", timeout_seconds=0.8, failure_score=-1.0, weight=2.0
+    )
+    with RewardPool([spec], workers=2, log=log) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("exit", "ended its process with exit status 3"),
+        ("segfault", "ended its process with SIGSEGV"),
+        ("hang", "took over 0.8 s"),
+        ("raise", "raised ValueError: not this one"),
+        ("nan", "gave nan"),
+        ("text", "gave a str, not a number"),
+    ],
+)
+def test_a_fault_is_one_failed_sample_and_one_line_in_the_log(
+    pool: RewardPool, log: Path, fault: str, reason: str
+) -> None:
+    before = len(log.read_text().splitlines())
+    scores = pool.score(_samples("a", "bb", fault, "cccc", "a"))
+    assert [score.total for score in scores] == [2.0, 4.0, -2.0, 8.0, 2.0]
+    assert scores[2].parts["score"] != scores[2].parts["score"]
+    assert [score.notes for score in scores] == [{}, {}, {"score": reason}, {}, {}]
+    [line] = log.read_text().splitlines()[before:]
+    assert line.endswith(f"score: sample 2: {reason}")
+
+
+def test_none_means_the_reward_does_not_apply(pool: RewardPool) -> None:
+    [score] = pool.score(_samples("none"))
+    assert (score.total, score.notes) == (0.0, {})
+    assert score.parts["score"] != score.parts["score"]
+
+
+def test_a_thousand_cheap_rewards_take_well_under_a_second(pool: RewardPool) -> None:
+    samples = _samples(*("x" * (n % 7) for n in range(1000)))
+    pool.score(samples[:8])
+    began = time.monotonic()
+    scores = pool.score(samples)
+    assert time.monotonic() - began < 0.8
+    assert [score.total for score in scores] == [2.0 * (n % 7) for n in range(1000)]
+
+
+def test_nothing_to_score_is_no_scores(pool: RewardPool) -> None:
+    assert pool.score([]) == []
+
+
+def test_several_functions_of_every_form_add_up_with_their_weights(reward_file: Path) -> None:
+    specs = [
+        RewardSpec(function=f"{reward_file}:batch", weight=3.0),
+        RewardSpec(function=f"{reward_file}:later", weight=0.5, timeout_seconds=1.0),
+        RewardSpec(function=f"{reward_file}:later_batch", name="again"),
+        RewardSpec(function=f"{reward_file}:modules"),
+        RewardSpec(function=f"{reward_file}:drawn", weight=0.0),
+    ]
+    with RewardPool(specs, workers=1) as pool:
+        began = time.monotonic()
+        scores = pool.score(_samples("yes", "no", *["no"] * 30, answer="yes"))
+        assert time.monotonic() - began < 2.0, "async calls wait for one another"
+        again = pool.score(_samples("no", "yes", answer="yes"))
+    parts = {"batch": 1.0, "later": 3.0, "again": 3.0, "modules": 0.0}
+    drawn = scores[0].parts["drawn"]
+    assert scores[0] == Score(3.0 + 1.5 + 3.0, {**parts, "drawn": drawn})
+    assert scores[1].total == 1.0 + 2.0
+    assert [s.parts["drawn"] for s in again] == [scores[1].parts["drawn"], drawn]
+
+
+def test_only_the_culprit_of_a_batch_fails(reward_file: Path, tmp_path: Path) -> None:
+    specs = [
+        RewardSpec(function=f"{reward_file}:batch", weight=1.0),
+        RewardSpec(function=f"{reward_file}:later", weight=1.0, timeout_seconds=0.5),
+    ]
+    with RewardPool(specs, workers=2, log=tmp_path / "log") as pool:
+        scores = pool.score(_samples("yes", "exit", "no", "short", "hang", answer="yes"))
+        blocked = pool.score(_samples("block", "a", answer="a"))
+    assert [set(score.notes) for score in scores] == [set(), {"batch"}, set(), set(), {"later"}]
+    assert scores[3].parts["batch"] == 1.0, "alone, a list of one score is right"
+    assert "ended its process" in scores[1].notes["batch"]
+    assert scores[4].notes["later"] == "took over 0.5 s"
+    assert [set(score.notes) for score in blocked] == [{"later"}, set()]
+
+
+def test_a_chat_gives_batched_functions_messages(reward_file: Path) -> None:
+    chat = [{"role": "user", "content": "q"}]
+    with RewardPool([RewardSpec(function=f"{reward_file}:chats")], workers=1) as pool:
+        assert [s.total for s in pool.score([Sample(chat, "abc"), Sample(chat, "d")])] == [4.0, 2.0]
+
+
+def test_state_is_kept_through_a_crash_and_a_new_pool(stateful_file: Path, tmp_path: Path) -> None:
+    specs = [RewardSpec(function=f"{stateful_file}:novel")]
+    with RewardPool(specs, workers=2, log=tmp_path / "log") as pool:
+        assert pool.state() == {"novel": []}
+        assert [s.total for s in pool.score(_samples("a", "b", "a"))] == [1.0, 1.0, 0.0]
+        assert [s.total for s in pool.score(_samples("exit", "a", "c"))] == [0.0, 0.0, 1.0]
+        state = pool.state()
+    assert state == {"novel": ["a", "b", "a", "a", "c"]}
+    with RewardPool(specs, workers=1, log=tmp_path / "log") as pool:
+        pool.restore(state)
+        assert [s.total for s in pool.score(_samples("c", "d"))] == [0.0, 1.0]
+        with pytest.raises(ConfigError, match="other, which is not here"):
+            pool.restore({"other": 1})
+
+
+def test_a_line_without_a_needed_column_is_told_before_and_scored_as_failure(
+    reward_file: Path, tmp_path: Path
+) -> None:
+    spec = RewardSpec(function=f"{reward_file}:needs")
+    with RewardPool([spec], workers=1, log=tmp_path / "log") as pool:
+        pool.check({"answer": "x"})
+        with pytest.raises(DataError, match=r"data.jsonl:3: .*needs the column answer.*has label"):
+            pool.check({"label": "x"}, "data.jsonl:3")
+        [score] = pool.score(_samples("x", label="x"))
+    assert "needs the column answer" in score.notes["needs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_reward.py:score", r"no reward file .*did you mean my_rewards.py\?"),
+        ("my_rewards.py:scores", r"no function scores; did you mean score\? It has score, batch"),
+        ("my_rewards.py:not_a_function", "is a int, not a function; use score"),
+        ("my_rewards.py:wrong", r"wrong\(text, answer\) takes no argument named completion"),
+        ("my_rewards.py:positional", "takes completion by position only"),
+        ("broken.py:score", r"broken.py:2: .*mend the reward file"),
+        ("raising.py:score", r"raises when it is imported: ModuleNotFoundError"),
+    ],
+)
+def test_a_reward_file_is_checked_at_the_start(reward_file: Path, name: str, message: str) -> None:
+    (reward_file.parent / "broken.py").write_text("x = 1\ndef score(\n")
+    (reward_file.parent / "raising.py").write_text("import no_such_module_here\n")
+    with pytest.raises(ConfigError, match=message):
+        RewardPool([RewardSpec(function=str(reward_file.parent / name))], workers=1)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([], "there is no reward"),
+        ([RewardSpec(function="maths")], "did you mean math"),
+        ([RewardSpec(function="regex"), RewardSpec(function="regex")], "two rewards have one name"),
+        ([RewardSpec(function="regex", options={"patern": "x"})], "pattern"),
+        ([RewardSpec(function="regex", options={"pattern": "("})], "no regular expression"),
+    ],
+)
+def test_rewards_that_make_no_sense_are_refused(specs: list[RewardSpec], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RewardPool(specs, workers=1)
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    for bad in ({"weight": float("nan")}, {"timeout_seconds": 0.0}, {"function": ""}):
+        with pytest.raises(ConfigError):
+            RewardSpec(**{"function": "math", **bad})
+
+
+def test_workers_end_when_their_parent_is_killed_even_inside_a_call(reward_file: Path) -> None:
+    program = f"""
+    import threading, time
+    from fornax.rewards import RewardPool, RewardSpec, Sample
+    pool = RewardPool([RewardSpec(function="{reward_file}:score")], workers=1)
+    print(pool._crew.workers[0].pid, flush=True)
+    pool.score([Sample("p", "hang")])
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    time.sleep(0.3)
+    os.kill(worker, 0)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{worker}").exists() and "Z" not in _state(worker):
+        assert time.monotonic() < deadline, "the worker outlived its parent"
+        time.sleep(0.02)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2]
+    except FileNotFoundError:
+        return "Z"
