@@ -44,7 +44,7 @@ class TuneConfig(TrainerConfig):
     """Whether each pass takes the examples in an order of its own."""
     virtual_shards: int | None = None
     """Parts that the data's position is kept in: hosts must divide it and it must divide
-    batch_size; null takes the largest that divides batch_size, 8 at most."""
+    batch_size; null takes the first of 8, 4, 2 and 1 that does."""
     lora: LoRA | None = None
     """Train adapters and leave the model as it is; null trains all of it."""
     template: str | None = None
@@ -93,7 +93,7 @@ class TuneConfig(TrainerConfig):
         """`virtual_shards`, resolved."""
         if self.virtual_shards is not None:
             return self.virtual_shards
-        return max(n for n in range(1, 9) if self.batch_size % n == 0)
+        return next(count for count in (8, 4, 2, 1) if self.batch_size % count == 0)
 
     def resolved_remat(self) -> Remat:
         """`remat` as the models take it.

@@ -4,6 +4,7 @@ Legend: B batch, T tokens of a row, D model width, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -136,7 +137,12 @@ def _summarise(means: dict[str, float], per_byte: float | None) -> dict[str, flo
 
 
 def next_token_loss(
-    decoder: Decoder, batch: Batch, *, remat: str | Remat = "none", z_loss: float = 0.0
+    decoder: Decoder,
+    batch: Batch,
+    *,
+    remat: str | Remat = "none",
+    z_loss: float = 0.0,
+    disturb: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Loss:
     """Weighted cross entropy of the next token, in nats; logits [B, T, V] never exist whole.
 
@@ -146,12 +152,18 @@ def next_token_loss(
         document; loss_weights float32 [B, T].
       remat: what the backward pass computes again.
       z_loss: weight of the squared log-normaliser, part of `total` and of the metric `z_loss`.
+      disturb: applied to the embeddings [B, T, D].
 
     Returns:
       Sums over tokens; the metrics `cross_entropy` and `accuracy`, and `z_loss` when it counts.
     """
     x_BTD = decoder.hidden(
-        batch["tokens"], batch["positions"], batch["segment_ids"], consecutive=True, remat=remat
+        batch["tokens"],
+        batch["positions"],
+        batch["segment_ids"],
+        consecutive=True,
+        remat=remat,
+        disturb=disturb,
     )
     sums = linear_cross_entropy(
         x_BTD,

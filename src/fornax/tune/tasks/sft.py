@@ -1,0 +1,105 @@
+"""Supervised fine-tuning: the next token of what the assistant wrote.
+
+Legend: B rows, T tokens of a row, D model width.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fornax.train import Batch, Hosts, Loss, Task, next_token_loss
+from fornax.tune.config import SFTConfig
+from fornax.tune.data import Encoded, Loaded, PackedStream, RowStream, load_examples, sft_batches
+from fornax.tune.policy import Origin, policy
+from fornax.tune.splits import feed_of, load_splits
+
+__all__ = ["make", "neftune"]
+
+
+def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
+    """The task of `fornax tune sft`; reads and checks the data.
+
+    Args:
+      config: the run.
+      origin: the model to start from.
+      out: the run directory; nothing is written there.
+
+    Raises:
+      ConfigError: when adapters match no module.
+      DataError: naming file and line of what cannot be trained on.
+    """
+    del out
+    trained = policy(config, origin)
+    full = config.loss_on == "all"
+    splits = load_splits(config, origin, load_examples, full=full)
+    remat = config.resolved_remat()
+
+    def loss(decoder: Any, batch: Batch, key: jax.Array) -> Loss:
+        disturb = None
+        if config.neftune_alpha is not None:
+            disturb = neftune(config.neftune_alpha, batch["segment_ids"], key)
+        return next_token_loss(decoder, batch, remat=remat, z_loss=config.z_loss, disturb=disturb)
+
+    def stream(split: str, hosts: Hosts) -> PackedStream | RowStream:
+        feed = feed_of(config, hosts, train=split == "train")
+        return sft_batches(splits[split], feed, config.max_length, packing=config.packing)
+
+    return Task(
+        build=trained.build,
+        loss=loss,
+        evaluate=lambda decoder, batch: next_token_loss(decoder, batch),
+        batches=stream,
+        summarise=_summarise,
+        pretrained=trained.pretrained,
+        trained=trained.trained,
+        steps_per_epoch=float(stream("train", Hosts()).batches_per_epoch()),
+        notes=(trained.text, *_described(splits)),
+        unit="trained_tokens",
+    )
+
+
+def _described(splits: dict[str, Loaded[Encoded]]) -> list[str]:
+    """A line on each file, and on what of it is held back."""
+    lines = list(dict.fromkeys(part.summary.text() for part in splits.values()))
+    if "eval" in splits:
+        lines.append(f"{len(splits['eval']):,} examples to evaluate on")
+    return lines
+
+
+def _summarise(means: dict[str, float]) -> dict[str, float]:
+    return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}
+
+
+def neftune(
+    alpha: float, segment_ids_BT: jax.Array, key: jax.Array
+) -> Callable[[jax.Array], jax.Array]:
+    """Noise for embeddings: uniform in +-alpha / sqrt(L D), L the tokens of the example.
+
+    Jain et al. 2023 (arXiv:2310.05914). Several examples in a row have each its own L; padding
+    gets no noise.
+
+    Args:
+      alpha: strength; 5 to 15 in the paper.
+      segment_ids_BT: int32 example of each token, 0 for padding.
+      key: random key.
+
+    Returns:
+      A function of embeddings [B, T, D].
+
+    Example:
+      >>> decoder.hidden(tokens_BT, disturb=neftune(5.0, segment_ids_BT, key))
+    """
+    same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    lengths_BT = jnp.sum(same_BTT, axis=2, dtype=jnp.float32)
+    scale_BT = jnp.where(segment_ids_BT > 0, alpha * jax.lax.rsqrt(lengths_BT), 0.0)
+
+    def disturb(x_BTD: jax.Array) -> jax.Array:
+        noise_BTD = jax.random.uniform(key, x_BTD.shape, jnp.float32, -1.0, 1.0)
+        width = math.sqrt(x_BTD.shape[-1])
+        return x_BTD + (noise_BTD * (scale_BT[..., None] / width)).astype(x_BTD.dtype)
+
+    return disturb
