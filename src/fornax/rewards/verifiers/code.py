@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from fornax.config.errors import ConfigError
 from fornax.rewards.sandbox import REQUIRED, Limits, run_program
-from fornax.rewards.verifiers.python_source import source
+from fornax.rewards.verifiers.python_source import signature, source
 
 __all__ = ["TABLE", "CodeOptions"]
 
@@ -35,7 +35,8 @@ def _code(options: CodeOptions) -> tuple[Callable[..., float], tuple[str, ...]]:
 
     def verify(prompt: Any, completion: str, **record: Any) -> float:
         tests = read_tests(record[options.column])
-        program = source(prompt if isinstance(prompt, str) else "", completion)
+        head = prompt if isinstance(prompt, str) and signature(prompt) else ""
+        program = source(head, completion)
         if program is None:
             return 0.0
         given = {"limits": options.limits, "packages": options.packages, "required": required}
