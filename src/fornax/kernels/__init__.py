@@ -4,6 +4,7 @@ from fornax.config.errors import KernelError
 from fornax.kernels._attention import attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
 from fornax.kernels._linear import Weight, linear, linears
+from fornax.kernels._linear_loss import LogitsLoss, linear_loss
 from fornax.kernels._logprobs import (
     TokenLogprobs,
     linear_logprobs,
@@ -26,6 +27,7 @@ from fornax.kernels.tuning import autotuning
 __all__ = [
     "Implementation",
     "KernelError",
+    "LogitsLoss",
     "LossSums",
     "Operation",
     "PackedWeight",
@@ -40,6 +42,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_loss",
     "linears",
     "logits_logprobs",
     "logprobs_operation",
