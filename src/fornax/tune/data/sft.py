@@ -24,6 +24,7 @@ __all__ = ["PackedStream", "sft_batches"]
 
 _LEARNED = np.int32(1 << 30)
 """Added to a token that is learned, so that its mask travels with it through the packing."""
+_MOST_BINS = 64
 
 
 def sft_batches(
@@ -85,12 +86,19 @@ class _Flagged:
         return self._identity
 
 
+def _bins(items: Sequence[Encoded], max_length: int, shards: int) -> int:
+    """Rows that a shard fills at a time: at most what an epoch gives it, for those are shuffled
+    among themselves, and epochs of a small set must not mix."""
+    rows = sum(item.length for item in items) / max_length / shards
+    return max(1, min(_MOST_BINS, int(rows)))
+
+
 class PackedStream(Iterator[Batch]):
     """Packed rows `[R, max_length]`, as `train.task.Batches`: see `sft_batches`."""
 
     def __init__(self, items: Sequence[Encoded], feed: Feed, max_length: int):
         self._config = DataConfig(
-            packing=BestFit(),
+            packing=BestFit(bins=_bins(items, max_length, feed.shards)),
             shuffle=feed.shuffle,
             seed=feed.seed,
             epochs=feed.epochs,

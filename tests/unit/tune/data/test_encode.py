@@ -115,7 +115,8 @@ def test_a_completion_is_apart_from_its_prompt_and_ends() -> None:
     made = codec()
     found = made.completion("def f(x):", " return x")
     eos = made.eos_ids[0]
-    assert found.tokens[-1] == eos and found.mask[-1]
+    assert found.tokens[-1] == eos
+    assert found.mask[-1]
     np.testing.assert_array_equal(found.tokens[: found.prompt], made.prompt("def f(x):"))
     assert _learned(made, found) == [" return x<|endoftext|>"]
     again = made.completion("def f(x):", " return x<|endoftext|>")

@@ -1,0 +1,285 @@
+"""Batches: every token in its place, one order for any number of hosts, exact positions."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fornax.config.errors import ConfigError, DataError
+from fornax.tune.data import (
+    Encoded,
+    Feed,
+    IndexStream,
+    LabelledTokens,
+    Loaded,
+    PairTokens,
+    Summary,
+    buckets_up_to,
+    kto_batches,
+    preference_batches,
+    sft_batches,
+)
+
+LENGTH = 32
+ARRAYS = ("tokens", "targets", "segment_ids", "positions", "loss_weights")
+Stream = Any
+
+
+def _sequence(number: int, length: int, prompt: int) -> Encoded:
+    """A sequence whose tokens say where they come from: 100 * number + place."""
+    tokens = np.arange(length, dtype=np.int32) + 100 * number
+    return Encoded(tokens=tokens, mask=np.arange(length) >= prompt, prompt=prompt)
+
+
+def _loaded(items: list[Any]) -> Loaded[Any]:
+    return Loaded(items=items, summary=Summary(name="test"))
+
+
+def _examples(count: int, seed: int = 0) -> Loaded[Encoded]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, LENGTH + 1, count).tolist()
+    return _loaded([_sequence(i + 1, n, int(rng.integers(1, n))) for i, n in enumerate(lengths)])
+
+
+def _pairs(count: int) -> Loaded[PairTokens]:
+    rng = np.random.default_rng(1)
+    return _loaded(
+        [
+            PairTokens(
+                chosen=_sequence(2 * i + 1, int(rng.integers(4, 30)), 3),
+                rejected=_sequence(2 * i + 2, int(rng.integers(4, 30)), 3),
+                margin=float(i),
+            )
+            for i in range(count)
+        ]
+    )
+
+
+def _labelled(count: int) -> Loaded[LabelledTokens]:
+    rng = np.random.default_rng(2)
+    return _loaded(
+        [
+            LabelledTokens(sequence=_sequence(i + 1, int(rng.integers(4, 30)), 3), label=i % 3 > 0)
+            for i in range(count)
+        ]
+    )
+
+
+def _packed(feed: Feed) -> Stream:
+    return sft_batches(_examples(37), feed, LENGTH)
+
+
+def _padded(feed: Feed) -> Stream:
+    return sft_batches(_examples(37), feed, LENGTH, packing="none", buckets=(8, 16, 32))
+
+
+def _paired(feed: Feed) -> Stream:
+    logps = {"reference_logps": np.arange(42, dtype=np.float32).reshape(21, 2)}
+    return preference_batches(_pairs(21), feed, LENGTH, columns=logps, buckets=(16, 32))
+
+
+def _kto(feed: Feed) -> Stream:
+    return kto_batches(_labelled(21), feed, LENGTH, buckets=(16, 32))
+
+
+STREAMS = (_packed, _padded, _paired, _kto)
+
+
+def _learned(batch: dict[str, np.ndarray]) -> Iterator[tuple[int, int]]:
+    """Each learned target, with the token it is predicted from, checked for isolation."""
+    seen = batch["loss_weights"] > 0
+    assert set(np.unique(batch["loss_weights"])) <= {0.0, 1.0}
+    assert (batch["segment_ids"][seen] > 0).all()
+    np.testing.assert_array_equal(batch["targets"][seen], batch["tokens"][seen] + 1)
+    np.testing.assert_array_equal(
+        batch["positions"][batch["segment_ids"] > 0],
+        batch["tokens"][batch["segment_ids"] > 0] % 100,
+    )
+    yield from zip(batch["tokens"][seen].tolist(), batch["targets"][seen].tolist(), strict=True)
+
+
+@settings(max_examples=25)
+@given(
+    count=st.integers(1, 60),
+    seed=st.integers(0, 5),
+    rows=st.sampled_from([1, 2, 8]),
+    epochs=st.integers(1, 2),
+    packing=st.sampled_from(["best_fit", "none"]),
+)
+def test_every_learned_token_comes_once_in_an_epoch(
+    count: int, seed: int, rows: int, epochs: int, packing: Any
+) -> None:
+    loaded = _examples(count, seed)
+    feed = Feed(batch_size=rows, seed=seed, epochs=epochs)
+    with_batches = sft_batches(loaded, feed, LENGTH, packing=packing)
+    found = sorted(pair for batch in with_batches for pair in _learned(batch))
+    with_batches.close()
+    expected = [
+        (int(item.tokens[i]) - 1, int(item.tokens[i]))
+        for item in loaded.items
+        for i in np.flatnonzero(item.mask)
+    ]
+    assert found == sorted(expected * epochs)
+
+
+def test_packed_rows_hold_several_examples_apart() -> None:
+    stream = _packed(Feed(batch_size=4, epochs=1))
+    batches = list(stream)
+    assert len(batches) == stream.batches_per_epoch()
+    assert {batch["tokens"].shape for batch in batches} == {(4, LENGTH)}
+    assert max(int(batch["segment_ids"].max()) for batch in batches) > 1
+    for batch in batches:
+        for tokens, segments in zip(batch["tokens"], batch["segment_ids"], strict=True):
+            owners = {s: set((tokens[segments == s] // 100).tolist()) for s in set(segments) - {0}}
+            assert all(len(numbers) == 1 for numbers in owners.values())
+
+
+def test_padded_rows_take_the_shortest_length_that_holds_the_batch() -> None:
+    for batch in _padded(Feed(batch_size=2, epochs=1)):
+        longest = int((batch["segment_ids"] > 0).sum(1).max())
+        assert batch["tokens"].shape == (2, next(n for n in (8, 16, 32) if n >= longest))
+    assert buckets_up_to(500) == (64, 128, 256, 500)
+    assert buckets_up_to(20) == (20,)
+
+
+@pytest.mark.parametrize("make", STREAMS)
+def test_hosts_together_read_the_batches_of_one(make: Callable[[Feed], Stream]) -> None:
+    whole = make(Feed(batch_size=8, seed=3))
+    for hosts in (2, 4):
+        parts = [
+            make(Feed(batch_size=8, seed=3, virtual_shards=8, host_index=h, host_count=hosts))
+            for h in range(hosts)
+        ]
+        for expected, *found in itertools.islice(zip(whole, *parts, strict=False), 4):
+            for name, array in expected.items():
+                np.testing.assert_array_equal(np.concatenate([f[name] for f in found]), array)
+        _close([whole, *parts])
+        whole = make(Feed(batch_size=8, seed=3))
+    _close([whole])
+
+
+@pytest.mark.parametrize("make", STREAMS)
+def test_a_position_goes_on_exactly_on_other_hosts(make: Callable[[Feed], Stream]) -> None:
+    whole = make(Feed(batch_size=8, seed=3, virtual_shards=8))
+    halves = [
+        make(Feed(batch_size=8, seed=3, virtual_shards=8, host_index=h, host_count=2))
+        for h in range(2)
+    ]
+    for _ in range(3):
+        for stream in (whole, *halves):
+            next(stream)
+    state = json.loads(json.dumps(halves[0].state() | halves[1].state()))
+    assert sorted(state) == [str(shard) for shard in range(8)]
+    again = make(Feed(batch_size=8, seed=3, virtual_shards=8))
+    again.restore({int(shard): value for shard, value in state.items()})
+    for _ in range(3):
+        expected, found = next(whole), next(again)
+        assert expected.keys() == found.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array)
+    _close([whole, again, *halves])
+
+
+@pytest.mark.parametrize("make", STREAMS)
+def test_a_position_of_another_order_is_refused(make: Callable[[Feed], Stream]) -> None:
+    first = make(Feed(batch_size=8, seed=3))
+    next(first)
+    other = make(Feed(batch_size=8, seed=4))
+    with pytest.raises(DataError, match="seed was 3 and is 4"):
+        other.restore(first.state())
+    other.restore(first.state(), allow_changes=True)
+    next(other)
+    _close([first, other])
+
+
+def _close(streams: list[Stream]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+def test_a_position_in_other_examples_is_refused() -> None:
+    feed = Feed(batch_size=4)
+    stream = sft_batches(_examples(9), feed, LENGTH, packing="none")
+    other = sft_batches(_examples(9, seed=1), feed, LENGTH, packing="none")
+    with pytest.raises(DataError, match="tokens was"):
+        other.restore(stream.state())
+
+
+def test_epochs_are_shuffled_by_the_seed_and_complete() -> None:
+    def picks(**options: Any) -> list[int]:
+        stream = IndexStream(10, Feed(batch_size=4, epochs=2, **options))
+        assert (stream.batches_per_epoch(), stream.total_batches()) == (3, 5)
+        return [int(i) for pick in stream for i in pick.index]
+
+    first = picks(seed=1)
+    assert first == picks(seed=1) != picks(seed=2)
+    assert sorted(first[:10]) == sorted(first[10:]) == list(range(10))
+    assert first[:10] != first[10:]
+    assert picks(shuffle=False) == [*range(10), *range(10)]
+    last = list(IndexStream(3, Feed(batch_size=2, epochs=1)))[-1]
+    assert (last.index.tolist()[1], last.epoch.tolist()) == (-1, [0, -1])
+
+
+def test_pairs_stand_side_by_side_with_their_columns() -> None:
+    pairs = _pairs(21).items
+    seen = []
+    for batch in _paired(Feed(batch_size=8, epochs=1)):
+        assert all(batch[name].shape == (8, 2, batch["tokens"].shape[2]) for name in ARRAYS)
+        list(_learned(batch))
+        for row, example in enumerate(batch["example"].tolist()):
+            if example < 0:
+                assert not batch["segment_ids"][row].any()
+                assert not batch["reference_logps"][row].any()
+                continue
+            seen.append(example)
+            for side, sequence in enumerate((pairs[example].chosen, pairs[example].rejected)):
+                tokens = batch["tokens"][row, side, : sequence.length]
+                np.testing.assert_array_equal(tokens, sequence.tokens)
+                assert batch["loss_weights"][row, side].sum() == sequence.trained
+            assert batch["margin"][row] == example
+            assert batch["reference_logps"][row].tolist() == [2 * example, 2 * example + 1]
+    assert sorted(seen) == list(range(21))
+
+
+def test_kto_rows_carry_the_completion_of_their_neighbour() -> None:
+    items = _labelled(21).items
+    for batch in _kto(Feed(batch_size=8, epochs=1)):
+        examples = [e for e in batch["example"].tolist() if e >= 0]
+        for row, example in enumerate(examples):
+            own = items[example].sequence
+            other = items[examples[(row + 1) % len(examples)]].sequence
+            swapped = [*own.tokens[:3], *other.tokens[3:]]
+            length = min(len(swapped), batch["tokens"].shape[2])
+            assert batch["tokens"][row, 1, :length].tolist() == swapped[:length]
+            assert batch["loss_weights"][row, 1].sum() == length - 3
+            assert batch["desirable"][row] == items[example].label
+    with pytest.raises(ConfigError, match="no other completion"):
+        _kto(Feed(batch_size=1))
+
+
+def test_columns_must_fit() -> None:
+    for columns, said in (
+        ({"a": np.zeros(3)}, "3 rows for 21"),
+        ({"tokens": np.zeros(21)}, "taken"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            preference_batches(_pairs(21), Feed(batch_size=8), LENGTH, columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": 0}, "must be at least 1"),
+        ({"batch_size": 6, "virtual_shards": 4}, "does not divide into 4 virtual shards"),
+        ({"batch_size": 6, "host_count": 4}, "do not divide over 4 hosts"),
+        ({"batch_size": 8, "epochs": 0}, "epochs=0"),
+    ],
+)
+def test_a_feed_that_cannot_be_dealt_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Feed(**options)
