@@ -1,6 +1,6 @@
 """The log-probability of whole completions, by the one log-prob function of the models.
 
-Legend: N sequences, T tokens of a row, K kept positions of a row, D model width.
+Legend: N sequences, T tokens of a row, K kept positions of a row.
 
 Prompts need no logits: with `keep` [N, K], the positions whose next token belongs to the
 completion, only those go through the vocabulary projection, the dearest product of a small model.
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fornax.kernels import linear_logprobs
-from fornax.models import Decoder, Remat
+from fornax.models import Decoder, Remat, token_logprobs
+from fornax.tune.losses import average
 
 __all__ = ["Completions", "completion_logprobs", "keep_positions", "kept_room"]
 
@@ -30,7 +30,7 @@ class Completions(NamedTuple):
     @property
     def averages(self) -> jax.Array:
         """Log-prob per token; 0 for an empty completion."""
-        return self.logps / jnp.maximum(self.lengths, 1)
+        return average(self.logps, self.lengths)
 
 
 def completion_logprobs(
@@ -53,27 +53,19 @@ def completion_logprobs(
     def flat(name: str) -> jax.Array:
         return batch[name].reshape(-1, batch[name].shape[-1])
 
-    x_NTD = model.hidden(
-        flat("tokens"), flat("positions"), flat("segment_ids"), consecutive=True, remat=remat
-    )
-    targets_NK, weights_NK = flat("targets"), flat("loss_weights")
-    lengths_N = jnp.sum(weights_NK > 0, axis=-1)
-    if "keep" in batch:
-        keep_NK = flat("keep")
-        kept = jnp.arange(keep_NK.shape[-1]) < lengths_N[:, None]
-        x_NTD = jnp.take_along_axis(x_NTD, keep_NK[..., None], axis=1)
-        targets_NK = jnp.take_along_axis(targets_NK, keep_NK, axis=1)
-    else:
-        kept = weights_NK > 0
-    found = linear_logprobs(
-        x_NTD,
-        model.output_weights().astype(x_NTD.dtype),
-        jnp.where(kept, targets_NK, -1),
-        softcap=model.config.final_logit_softcap,
+    weights_NT = flat("loss_weights")
+    found = token_logprobs(
+        model,
+        flat("tokens"),
+        jnp.where(weights_NT > 0, flat("targets"), -1),  # a negative target counts 0
+        positions_BT=flat("positions"),
+        segment_ids_BT=flat("segment_ids"),
+        keep_BK=flat("keep") if "keep" in batch else None,
+        remat=remat,
     )
     return Completions(
         logps=jnp.sum(found.logprobs, axis=-1).reshape(shape),
-        lengths=lengths_N.astype(jnp.float32).reshape(shape),
+        lengths=jnp.sum(weights_NT > 0, axis=-1).astype(jnp.float32).reshape(shape),
     )
 
 

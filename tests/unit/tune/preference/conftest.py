@@ -3,12 +3,18 @@
 Legend: P pairs, T tokens of a row.
 """
 
+import dataclasses
+import json
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fornax.models import Decoder, DecoderConfig, create_decoder
+from fornax.data import load_tokenizer, train_bpe
+from fornax.models import Decoder, DecoderConfig, create_decoder, save_pretrained
 
 V = 48
 CONFIG = DecoderConfig(
@@ -44,3 +50,44 @@ def rows() -> Any:
 @pytest.fixture(scope="session")
 def decoder() -> Decoder:
     return create_decoder(CONFIG, seed=1)
+
+
+WORDS = ("good", "fine", "bad", "poor", "red", "blue", "tea", "milk")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bytes, three special tokens and a few words."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_bpe([" ".join(WORDS) * 20], 280).save(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_dir(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in a Hugging Face directory, with its tokenizer."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    size = load_tokenizer(tokenizer_dir).vocab_size
+    config = dataclasses.replace(CONFIG, vocab_size=size)
+    save_pretrained(create_decoder(config, seed=1), path, tokenizer_dir)
+    return path
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Forty pairs: what is chosen ends in a good word."""
+    rng = random.Random(0)
+    lines = [
+        {
+            "prompt": f"{rng.choice(WORDS[4:])} {rng.choice(WORDS[4:])} is",
+            "chosen": f" {rng.choice(WORDS[:2])}",
+            "rejected": f" {rng.choice(WORDS[2:4])} {rng.choice(WORDS[4:])}",
+        }
+        for _ in range(40)
+    ]
+    return write_lines(tmp_path_factory.mktemp("data") / "pairs.jsonl", lines)

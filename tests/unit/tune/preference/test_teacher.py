@@ -1,0 +1,122 @@
+"""A teacher on a mesh of its own says what its decoder says; what is stored of it comes back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from fornax.config.errors import ConfigError, DataError
+from fornax.data import Tokenizer, train_bpe
+from fornax.mesh import DEFAULT_RULES, MeshConfig, make_mesh, tree_shardings
+from fornax.models import Decoder
+from fornax.train.task import Hosts
+from fornax.tune.teacher import Teacher
+from fornax.tune.teacher_store import TopKey, TopStore, write_top
+from fornax.tune.tokens import check_same_tokens, shared_vocabulary
+
+K = 5
+
+
+@pytest.fixture(scope="module")
+def teacher(decoder: Decoder) -> Teacher:
+    """On eight devices, four of which share rows."""
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    graphdef, state = nnx.split(decoder)
+    state = jax.device_put(state, tree_shardings(state, mesh, DEFAULT_RULES))
+    laid_out = nnx.merge(graphdef, state)
+    return Teacher(laid_out, mesh=mesh, rules=DEFAULT_RULES, hosts=Hosts())
+
+
+def batches(rows: Any) -> Iterator[dict[str, np.ndarray]]:
+    """Seven examples and one row that fills, in two batches."""
+    whole = rows((8,), seed=3)
+    for begin in (0, 4):
+        part = {name: x[begin : begin + 4] for name, x in whole.items()}
+        example = np.arange(begin, begin + 4, dtype=np.int32)
+        yield {**part, "example": np.where(example < 7, example, -1)}
+
+
+@pytest.fixture(scope="module")
+def positions(rows: Any) -> list[int]:
+    return [int(n) for n in rows((8,), seed=3)["loss_weights"][:7].sum(-1)]
+
+
+KEY = TopKey(data="d", k=K, temperature=2.0, teacher="t")
+
+
+@pytest.fixture(scope="module")
+def store(
+    teacher: Teacher, rows: Any, positions: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    path = tmp_path_factory.mktemp("logits")
+    write_top(path, KEY, teacher, batches(rows), positions)
+    return path
+
+
+def test_hidden_states_are_the_decoders(teacher: Teacher, decoder: Decoder, rows: Any):
+    batch = next(batches(rows))
+    alone = decoder.hidden(
+        batch["tokens"], batch["positions"], batch["segment_ids"], consecutive=True
+    )
+    np.testing.assert_allclose(teacher.hidden(batch), alone, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(teacher.output_weights(), decoder.output_weights())
+
+
+def test_stored_tokens_are_the_likeliest_at_the_trained_positions(
+    store: Path, decoder: Decoder, rows: Any
+):
+    for batch in batches(rows):
+        found = TopStore(store, KEY).columns(batch)
+        logits = np.asarray(decoder(batch["tokens"], segment_ids_BT=batch["segment_ids"]))
+        logps = np.asarray(jax.nn.log_softmax(logits / 2.0))
+        trained = (batch["loss_weights"] > 0) & (batch["example"][:, None] >= 0)
+        best = np.sort(logps, axis=-1)[..., ::-1][..., :K]
+        np.testing.assert_allclose(
+            found["teacher_logprobs"][trained], best[trained], rtol=1e-4, atol=1e-5
+        )
+        picked = np.take_along_axis(logps, found["teacher_ids"], axis=-1)
+        np.testing.assert_allclose(
+            found["teacher_logprobs"][trained], picked[trained], rtol=1e-4, atol=1e-5
+        )
+        assert not found["teacher_logprobs"][~trained].any()
+
+
+@pytest.mark.parametrize("part", ["data", "k", "temperature", "teacher"])
+def test_logits_of_something_else_are_refused(store: Path, part: str):
+    other = {**vars(KEY), part: 3 if part in ("k", "temperature") else "other"}
+    with pytest.raises(ConfigError, match=rf"{part}="):
+        TopStore(store, TopKey(**other))
+
+
+def test_a_teacher_that_is_gone_need_not_be_named(store: Path):
+    TopStore(store, TopKey(**{**vars(KEY), "teacher": None}))
+
+
+def test_a_folder_without_logits_says_who_can_write_them(tmp_path: Path):
+    with pytest.raises(DataError, match="--teacher"):
+        TopStore(tmp_path, KEY)
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> tuple[Tokenizer, Tokenizer]:
+    return tuple(train_bpe([text * 9], 270) for text in ("abc abd abe ", "xyz xyw xyv "))
+
+
+def test_vocabularies_that_differ_are_an_error_naming_tokens(
+    tokenizers: tuple[Tokenizer, Tokenizer],
+):
+    one, other = tokenizers
+    names = {"names": ("teacher", "big"), "others": ("model", "small")}
+    check_same_tokens(one, one, **names)
+    with pytest.raises(ConfigError, match=r"teacher=big .* model=small .*missing"):
+        check_same_tokens(one, other, **names)
+
+
+def test_padded_vocabularies_compare_what_both_have():
+    assert shared_vocabulary(152, 160, 150) == 152
+    with pytest.raises(ConfigError, match="only 152 outputs"):
+        shared_vocabulary(152, 160, 155)
