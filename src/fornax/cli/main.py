@@ -78,8 +78,9 @@ def _list(group: Group, program: str) -> str:
 
 def _run_dir(words: Sequence[str]) -> Path | None:
     """The run directory named on the command line: there the traceback of a bug is written."""
+    wanted = "--out" if words[:1] == ["tune"] else "--run-dir"
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, inline, value = word.partition("=")
-        if flag.replace("_", "-") == "--run-dir":
+        if flag.replace("_", "-") == wanted:
             return Path(value if inline else following)
     return None

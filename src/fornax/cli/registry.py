@@ -3,7 +3,9 @@
 import dataclasses
 import importlib
 from collections.abc import Mapping
-from types import ModuleType
+from typing import Any
+
+from fornax.tune.methods import METHODS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,15 +15,18 @@ class Command:
     name: str
     summary: str
     module: str
+    of: str | None = None
+    """What the module's `command` makes this command of; None: the module is the command."""
 
-    def load(self) -> ModuleType:
+    def load(self) -> Any:
         """Import the module of the command.
 
         It has `Arguments`, a dataclass whose docstring is the help, and `run(arguments)`. One that
         reads a config also has `config_class()`; its `run` takes the flags that change the config
         as a second argument.
         """
-        return importlib.import_module(f"fornax.cli.commands.{self.module}")
+        module = importlib.import_module(f"fornax.cli.commands.{self.module}")
+        return module if self.of is None else module.command(self.of)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,18 @@ DATA = Group(
             summary="A picture of the pipeline with the measured time of each stage",
             module="data_visualize",
         ),
+    ),
+)
+
+TUNE = Group(
+    name="tune",
+    summary="Post-training: imitation, preferences, reinforcement, distillation",
+    example=f"fornax tune {METHODS['sft'].example}",
+    commands=_table(
+        *(
+            Command(name=f"tune {name}", summary=method.summary, module="tune", of=name)
+            for name, method in METHODS.items()
+        )
     ),
 )
 
@@ -109,6 +126,7 @@ ROOT = Group(
             summary="Train a model from a config, or resume a run",
             module="train",
         ),
+        TUNE,
         DATA,
         Command(
             name="convert",

@@ -1,8 +1,9 @@
 """The command line as a patch: flags become a tree that is laid over the mapping from the file.
 
 `--model.num-layers 4`, `--model.num_layers=4`, `--model.tie-embeddings` and
-`--no-model.tie-embeddings` are flags. A tuple takes every word up to the next flag. A word that
-begins with `[` or `{` is YAML where the key takes a list or a mapping; it replaces the file's.
+`--no-model.tie-embeddings` are flags. A tuple takes every word up to the next flag, and those after
+the same flag again. A word that begins with `[` or `{` is YAML where the key takes a list or a
+mapping; it replaces the file's.
 """
 
 import dataclasses
@@ -85,7 +86,7 @@ def parse_flags(cls: type, arguments: Sequence[str]) -> Flags:
                     f"--{flag}={shorten(value)} is not a switch; write --{flag} alone"
                 )
             value = Words(("false",))
-        _insert(patch, path, value, origins, origin)
+        _insert(patch, path, value, origins, origin, more=_takes_many(annotations))
     return Flags(patch=patch, origins=origins, positional=tuple(positional))
 
 
@@ -177,8 +178,15 @@ def patch_from_mapping(cls: type, overrides: Mapping[str, Any]) -> Flags:
 
 
 def _insert(
-    patch: Patch, path: KeyPath, value: Any, origins: dict[KeyPath, str], origin: str
+    patch: Patch,
+    path: KeyPath,
+    value: Any,
+    origins: dict[KeyPath, str],
+    origin: str,
+    *,
+    more: bool = False,
 ) -> None:
+    """Put a value into the patch; with `more` the words of a flag given again join the first's."""
     name = printable(".".join(path))
     node = patch
     for depth, segment in enumerate(path[:-1], 1):
@@ -191,6 +199,9 @@ def _insert(
         if isinstance(before, Patch):
             inner = printable(f"{name}.{next(iter(before))}")
             raise ConfigError(f"{name} and {inner} are both given; put {inner} inside {name}")
+        if more and isinstance(before, Words) and not any(w[:1] in "[{" for w in (*before, *value)):
+            node[path[-1]] = Words((*before, *value))
+            return
         raise ConfigError(
             f"{name} is given twice, as {shorten(before)} and {shorten(value)}; give it once"
         )

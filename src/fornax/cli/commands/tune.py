@@ -1,0 +1,114 @@
+"""`fornax tune METHOD`: a command for each method, the keys of its config as flags."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import yaml
+from tyro.conf import arg
+
+from fornax.cli.configured import ConfigArguments, read_config
+from fornax.config import ConfigError
+from fornax.tune.methods import METHODS, Method
+
+if TYPE_CHECKING:
+    from fornax.tune import TuneConfig
+
+_HELP = """{summary}.
+
+Every key of the config is a flag too, such as --epochs 3, --batch-size 16, --max-length 2048,
+--optim.learning-rate 1e-5 or --lora.rank 16; --help-config lists them all. The data is checked
+before any weight is loaded. The same command goes on with a run that was stopped.
+
+examples:
+  fornax tune {example}
+  fornax tune {name} --out runs/{name} --epochs 4 --accept-changes epochs steps
+  fornax tune {name} --help-config lora
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(ConfigArguments):
+    """The flags of every method besides the keys of its config."""
+
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """The run directory: where everything is written (default: runs/ and the method's name)."""
+    accept_changes: Annotated[tuple[str, ...], arg(metavar="KEY ...", help_behavior_hint="")] = ()
+    """Keys, or patterns of them, that may differ from those the checkpoints were made with."""
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    """What is shown; auto is a bar on a terminal and lines elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tune:
+    """The command of one method."""
+
+    method: Method
+    Arguments: type[Arguments]
+
+    def config_class(self) -> "type[TuneConfig]":
+        """The config whose keys are flags of this command."""
+        return self.method.config_class()
+
+    def run(self, arguments: Arguments, overrides: Sequence[str]) -> int:
+        """Tune; 0 when the run is done, 128 + signal when it was asked to stop."""
+        from fornax.train import RunDirectory
+        from fornax.tune import tune
+
+        name = self.method.name
+        out = arguments.out or Path("runs") / name
+        saved = RunDirectory(out).config
+        known = saved if saved.is_file() and arguments.config is None else None
+        if not (arguments.config or known or overrides or arguments.help_config):
+            raise ConfigError(
+                f"{out} has no run to go on with; begin one with --model DIR --data FILE, or "
+                "name the directory of a run with --out DIR"
+            )
+        words = _renamed(overrides, self.method.aliases)
+        words += _one_length(words, _mapping(known or arguments.config))
+        config = read_config(self.config_class(), arguments, words, file=known)
+        if config is None:
+            return 0
+        result = tune(
+            config, out, accept_changes=arguments.accept_changes, progress=arguments.progress
+        )
+        return result.exit_code
+
+
+def command(name: str) -> Tune:
+    """The command of the method called `name`."""
+    method = METHODS[name]
+    text = _HELP.format(summary=method.summary, example=method.example, name=name)
+    return Tune(method, type("Arguments", (Arguments,), {"__doc__": text}))
+
+
+def _renamed(words: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
+    """The words with flags under the names of their keys."""
+    found = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        key = aliases.get(flag[2:]) if flag.startswith("--") else None
+        found.append(word if key is None else f"--{key}{equals}{value}")
+    return found
+
+
+def _one_length(words: Sequence[str], before: Mapping[str, Any]) -> list[str]:
+    """Flags that make a length given now replace the one of the file, however that is written.
+
+    A run's own config has the steps that its epochs came to; they are counted again.
+    """
+    given = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
+    if "steps" in given and "epochs" not in given:
+        return ["--epochs=null"]
+    counted = before.get("epochs") is not None or "epochs" in given
+    return ["--steps=null"] if counted and "steps" not in given else []
+
+
+def _mapping(file: Path | None) -> Mapping[str, Any]:
+    """What a config file holds, where it can be read; reading it properly comes later."""
+    try:
+        value = None if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
