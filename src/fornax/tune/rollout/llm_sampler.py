@@ -82,7 +82,7 @@ class LLMSampler:
         self._share = share
         self._seeds: dict[str, int] = {}
         self._ids = itertools.count()
-        self._closed = False
+        self._closed = self._interrupted = False
         self._updates, self._update_seconds = 0, 0.0
         self._programs.compile_all()
         self._programs.wait()
@@ -158,6 +158,8 @@ class LLMSampler:
           EngineError: a request failed; weights that are not numbers, most often.
         """
         self._check_open()
+        if self._interrupted:
+            raise EngineError("sampling was interrupted; it goes on after the next update")
         outputs = self._engine.turn() if self._engine.has_work else []
         done = []
         for output in outputs:
@@ -174,6 +176,10 @@ class LLMSampler:
         if self._seeds.pop(request_id, None) is not None:
             self._engine.abort(request_id)
 
+    def interrupt(self) -> None:
+        """Make `poll` and `sample` raise EngineError until the next `update`; from any thread."""
+        self._interrupted = True
+
     def update(self, params: Any, version: int) -> None:
         """Go on with other weights; what runs is computed anew under them, tokens stay.
 
@@ -186,6 +192,7 @@ class LLMSampler:
           EngineError: names or shapes that are not the model's.
         """
         self._check_open()
+        self._interrupted = False
         began = time.monotonic()
         weights = self._engine.runner.weights.adopt(params, copy=not self._share)
         self._engine.update_weights(weights, version)

@@ -1,0 +1,223 @@
+"""Messages to tokens and back, so that what the model wrote is never tokenised anew."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from fornax.config.errors import EngineError
+from fornax.llm.text.tools import gather, tool_parser
+from fornax.tune.data import Codec
+from fornax.tune.rollout.completion import Completion
+from fornax.tune.rollout.environment import Message
+
+__all__ = ["ChatFraming", "Framing", "TextFraming"]
+
+_MARK = "FORNAXMARKSTHEEND"
+"""Stands for the model's words where a template is asked what it puts after them."""
+
+
+class Framing(Protocol):
+    """How a conversation is written down."""
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens up to where the model begins to speak."""
+        ...
+
+    def go_on(
+        self,
+        history: Sequence[Message],
+        answers: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        last: int,
+    ) -> list[int]:
+        """Tokens between the model's words and where it speaks again.
+
+        Args:
+          history: the conversation; its last message is the model's.
+          answers: what the environment says to it.
+          tools: functions in OpenAI's form.
+          last: the model's last token.
+        """
+        ...
+
+    def read(self, completion: Completion) -> Message:
+        """The model's words as a message."""
+        ...
+
+
+class TextFraming:
+    """Plain text for models without a chat template: what is said stands one after the other."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of the contents, one after the other."""
+        _no_tools(tools)
+        return self._codec.prompt(_contents(messages)).tolist()
+
+    def go_on(
+        self,
+        history: Sequence[Message],
+        answers: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        last: int,
+    ) -> list[int]:
+        """Tokens of the answers' contents."""
+        del history, tools, last
+        text = _safe(self._codec, _contents(answers))
+        return self._codec.pieces.go_on(text).tolist()
+
+    def read(self, completion: Completion) -> Message:
+        """The text."""
+        return {"role": "assistant", "content": completion.text}
+
+
+class ChatFraming:
+    """The model's own chat template.
+
+    Args:
+      codec: tokenizer, end tokens and chat template.
+      parser: how the model writes tool calls, by vLLM's names (`hermes`, `llama3_json`, …); None:
+        it calls no tools.
+      variables: further variables of the template.
+
+    Raises `EngineError` for a template that nothing can follow, and for an unknown parser.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        parser: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        if codec.template is None:
+            raise EngineError(
+                "the model has no chat template; give the codec one, or use TextFraming"
+            )
+        self._codec = codec
+        self._template = codec.template
+        self._parser = parser
+        self._variables = dict(variables or {})
+        if parser is not None:
+            tool_parser(parser)
+        ask: Message = {"role": "user", "content": "?"}
+        said: Message = {"role": "assistant", "content": _MARK}
+        self._end = _after_mark(self._render([ask, said], (), ask=False))
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of the template, up to the beginning of the assistant's turn."""
+        if self._parser is None:
+            _no_tools(tools)
+        plain = [dict(message) for message in messages]
+        functions = [dict(tool) for tool in tools] or None
+        return self._codec.prompt(plain, functions, self._variables).tolist()
+
+    def go_on(
+        self,
+        history: Sequence[Message],
+        answers: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        last: int,
+    ) -> list[int]:
+        """Tokens of the end of the model's turn, as far as it did not write it, and the answers."""
+        answers = [_safe_message(self._codec, each) for each in answers]
+        pieces = self._codec.pieces
+        ids = pieces.go_on(self._end + self._between(history, answers, tools)).tolist()
+        ends = pieces.go_on(self._end).tolist()
+        if last in self._codec.eos_ids and last in ends:
+            return ids[ends.index(last) + 1 :]
+        return ids
+
+    def read(self, completion: Completion) -> Message:
+        """The text, and the tool calls in it."""
+        if self._parser is None:
+            return {"role": "assistant", "content": completion.text}
+        ids = completion.tokens.tolist()
+        while ids and ids[-1] in self._codec.eos_ids:
+            ids.pop()
+        parser = tool_parser(self._parser)
+        content, calls = gather([*parser.push(self._codec.pieces.show(ids)), *parser.finish()])
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call{number:05d}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(calls)
+            ]
+        return message
+
+    def _between(
+        self,
+        history: Sequence[Message],
+        answers: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:
+        """What the template writes after the end of the model's turn."""
+        try:
+            before = self._render(history, tools, ask=False)
+            whole = self._render([*history, *answers], tools, ask=True)
+        except EngineError:  # arguments that are no JSON, most often: the model wrote them
+            before, whole = "?", ""
+        if whole.startswith(before) and before.endswith(self._end):
+            return whole[len(before) :]
+        # The template writes earlier turns differently once others follow. What the model wrote
+        # stays as it is; a conversation of two turns shows what comes after it.
+        short = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        rest = _after_mark(self._render([*short, *answers], tools, ask=True))
+        if not rest.startswith(self._end):
+            raise EngineError(
+                f"the chat template ends a turn with {self._end!r} or otherwise, depending on what "
+                "follows, so that a conversation cannot go on after the model's own tokens; use "
+                "another template"
+            )
+        return rest[len(self._end) :]
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, ask: bool
+    ) -> str:
+        return self._template.render(
+            messages,
+            tools=list(tools) or None,
+            add_generation_prompt=ask,
+            variables=self._variables,
+        )
+
+
+def _after_mark(text: str) -> str:
+    before, found, after = text.rpartition(_MARK)
+    del before
+    if not found:
+        raise EngineError(
+            "the chat template leaves the assistant's words out or changes them, so that a "
+            "conversation cannot go on after the model's own tokens; use another template"
+        )
+    return after
+
+
+def _contents(messages: Sequence[Message]) -> str:
+    return "".join(str(message.get("content") or "") for message in messages)
+
+
+def _no_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    if tools:
+        raise EngineError(
+            "the environment has tools and nothing reads the model's calls; use ChatFraming with "
+            "the model's tool parser, such as parser='hermes'"
+        )
+
+
+def _safe_message(codec: Codec, message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": _safe(codec, content)} if isinstance(content, str) else message
+
+
+def _safe(codec: Codec, text: str) -> str:
+    """Text in which special tokens that an environment spells are text: what a tool prints, which
+    the model may have asked it to, must not end a turn."""
+    while (found := codec.pieces.special_in(text)) is not None:
+        text = text.replace(found, f"{found[0]} {found[1:]}")
+    return text

@@ -1,0 +1,249 @@
+"""Many conversations at once through one continuous batch.
+
+While an environment thinks, the others' turns are drawn. A turn's prompt is the tokens of the one
+before it and the environment's tokens, so the cache still holds most of it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+
+from fornax.config.errors import ConfigError
+from fornax.tune.rollout.completion import Completion
+from fornax.tune.rollout.environment import Environment, Limits, Message, Trajectory, Turn
+from fornax.tune.rollout.framing import Framing
+from fornax.tune.rollout.sampler import StreamSampler
+from fornax.tune.rollout.settings import SampleSettings
+
+__all__ = ["run_trajectories"]
+
+_WORKERS = 16
+
+
+def run_trajectories(
+    sampler: StreamSampler,
+    framing: Framing,
+    environments: Sequence[Environment],
+    records: Sequence[Mapping[str, Any]],
+    settings: SampleSettings,
+    seeds: Sequence[int],
+    limits: Limits,
+    *,
+    task_seeds: Sequence[int] | None = None,
+) -> list[Trajectory]:
+    """Let the model and each environment talk until they are done; results are in order.
+
+    A trajectory depends on its record and its seeds alone, not on what else runs or on how long
+    environments take.
+
+    Args:
+      sampler: draws the model's turns.
+      framing: how messages become tokens.
+      environments: one for each trajectory.
+      records: one for each, given to `reset`.
+      settings: of the model's turns; `n` must be 1, `max_tokens` is of one turn.
+      seeds: one for each trajectory, for all the model's turns.
+      limits: of each trajectory.
+      task_seeds: one for each, given to `reset`; None takes `seeds`. Trajectories of one group have
+        the same.
+
+    Raises:
+      ConfigError: lists of unequal lengths, or `n` above 1.
+      EngineError: from the sampler, or a template that cannot go on after the model's tokens. An
+        environment that raises ends its own trajectory only.
+    """
+    task_seeds = seeds if task_seeds is None else task_seeds
+    if settings.n != 1:
+        raise ConfigError(
+            f"n={settings.n}: give each trajectory an environment of its own, and n=1"
+        )
+    counts = {len(environments), len(records), len(seeds), len(task_seeds)}
+    if len(counts) > 1:
+        raise ConfigError(
+            f"{len(environments)} environments, {len(records)} records, {len(seeds)} seeds and "
+            f"{len(task_seeds)} task seeds; give one of each for every trajectory"
+        )
+    if not environments:
+        return []
+    tasks = [_Task(each, seed) for each, seed in zip(environments, seeds, strict=True)]
+    with ThreadPoolExecutor(min(_WORKERS, len(tasks)), "fornax-environment") as pool:
+        loop = _Loop(sampler, framing, settings, limits, pool)
+        try:
+            loop.run(tasks, records, task_seeds)
+        finally:
+            loop.stop()
+            for task in tasks:
+                getattr(task.environment, "close", lambda: None)()
+    return [task.trajectory() for task in tasks]
+
+
+class _Task:
+    """One trajectory in the making."""
+
+    def __init__(self, environment: Environment, seed: int) -> None:
+        self.environment = environment
+        self.seed = seed
+        self.messages: list[Message] = []
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.prompt: list[int] = []
+        self.parts: list[Completion] = []
+        self.length = 0
+        self.turns = 0
+        self.rewards: dict[str, float] = {}
+        self.ended = ""
+        self.error = ""
+
+    def tokens(self) -> list[int]:
+        """The prompt and all that followed."""
+        return [*self.prompt, *(token for part in self.parts for token in part.tokens.tolist())]
+
+    def add(self, part: Completion) -> None:
+        """Note what was said."""
+        self.parts.append(part)
+        self.length += len(part)
+
+    def reward(self, rewards: Mapping[str, float]) -> None:
+        """Add a turn's rewards."""
+        for name, value in rewards.items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + float(value)
+
+    def fail(self, error: Exception) -> None:
+        """End because the environment raised."""
+        self.ended = "error"
+        self.error = f"{type(error).__name__}: {error}"
+
+    def trajectory(self) -> Trajectory:
+        """What became of it."""
+
+        def joined(name: str, dtype: Any) -> np.ndarray:
+            return np.concatenate([np.empty(0, dtype), *(getattr(p, name) for p in self.parts)])
+
+        own = [part for part in self.parts if part.mask.any()]
+        completion = Completion(
+            tokens=joined("tokens", np.int32),
+            logprobs=joined("logprobs", np.float32),
+            versions=joined("versions", np.int32),
+            mask=joined("mask", np.int8),
+            finish_reason=self.ended,
+            text=own[-1].text if own else "",
+            seed=self.seed,
+        )
+        return Trajectory(
+            prompt=np.array(self.prompt, np.int32),
+            completion=completion,
+            rewards=self.rewards,
+            turns=self.turns,
+            messages=tuple(self.messages),
+            error=self.error,
+        )
+
+
+class _Loop:
+    """Moves tasks between the engine and their environments until all have ended."""
+
+    def __init__(
+        self,
+        sampler: StreamSampler,
+        framing: Framing,
+        settings: SampleSettings,
+        limits: Limits,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self._sampler, self._framing, self._pool = sampler, framing, pool
+        self._settings, self._limits = settings, limits
+        self._drawing: dict[str, _Task] = {}
+        self._thinking: dict[Future, _Task] = {}
+
+    def run(
+        self,
+        tasks: Sequence[_Task],
+        records: Sequence[Mapping[str, Any]],
+        task_seeds: Sequence[int],
+    ) -> None:
+        for task, record, seed in zip(tasks, records, task_seeds, strict=True):
+            self._thinking[self._pool.submit(task.environment.reset, record, seed)] = task
+        while self._drawing or self._thinking:
+            # With nothing to draw there is nothing to do but wait for an environment.
+            limit = 0 if self._drawing else None
+            answered = wait(self._thinking, limit, FIRST_COMPLETED).done if self._thinking else ()
+            for future in sorted(answered, key=lambda each: tasks.index(self._thinking[each])):
+                self._answered(self._thinking.pop(future), future)
+            if self._drawing:
+                for name, completions in self._sampler.poll():
+                    self._spoke(self._drawing.pop(name), completions[0])
+
+    def stop(self) -> None:
+        """Leave nothing queued."""
+        for name in self._drawing:
+            self._sampler.cancel(name)
+        for future in self._thinking:
+            future.cancel()
+
+    def _answered(self, task: _Task, future: Future) -> None:
+        error = future.exception()
+        if error is not None:
+            if not isinstance(error, Exception):
+                raise error
+            task.fail(error)
+            return
+        if not task.turns:
+            task.messages = list(future.result())
+            task.tools = tuple(task.environment.tools)
+            task.prompt = self._framing.begin(task.messages, task.tools)
+            self._speak(task)
+            return
+        turn: Turn = future.result()
+        task.reward(turn.rewards)
+        if turn.done:
+            task.messages += turn.messages
+            task.ended = "done"
+        elif task.turns >= self._limits.max_turns:
+            task.ended = "turns"
+        else:
+            self._go_on(task, turn.messages)
+
+    def _go_on(self, task: _Task, answers: Sequence[Message]) -> None:
+        last = int(task.parts[-1].tokens[-1])
+        added = self._framing.go_on(task.messages, answers, task.tools, last)
+        task.messages += answers
+        if self._room(task) <= len(added):
+            task.ended = "length"  # the model would not get to answer: it need not see them
+            return
+        count = len(added)
+        task.add(
+            Completion(
+                tokens=np.array(added, np.int32),
+                logprobs=np.zeros(count, np.float32),
+                versions=np.full(count, -1, np.int32),
+                mask=np.zeros(count, np.int8),
+                finish_reason="",
+                text="",
+                seed=task.seed,
+            )
+        )
+        self._speak(task)
+
+    def _room(self, task: _Task) -> int:
+        """Tokens that may still come."""
+        whole = self._sampler.max_model_len - len(task.prompt)
+        return min(whole, self._limits.max_tokens) - task.length
+
+    def _speak(self, task: _Task) -> None:
+        most = min(self._settings.max_tokens, max(self._room(task), 1))
+        settings = dataclasses.replace(
+            self._settings, max_tokens=most, min_tokens=min(self._settings.min_tokens, most)
+        )
+        self._drawing[self._sampler.submit(task.tokens(), settings, task.seed)] = task
+
+    def _spoke(self, task: _Task, completion: Completion) -> None:
+        task.add(completion)
+        task.turns += 1
+        message = self._framing.read(completion)
+        task.messages.append(message)
+        if completion.truncated:
+            task.ended = "length"
+        else:
+            self._thinking[self._pool.submit(task.environment.step, message)] = task
