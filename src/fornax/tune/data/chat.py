@@ -164,14 +164,25 @@ class ChatEncoder:
             inside = np.flatnonzero((offsets[:, 0] < stop) & (offsets[:, 1] > start))
             mask[inside] = True
             after = int(inside[-1]) + 1 if len(inside) else len(ids)
-            last = inside[ends[inside]]
-            if upto_end and len(last):
-                mask[last[-1] + 1 : after] = False
-            if not len(last):
+            end = self._turn_end(ids, inside[ends[inside]])
+            if upto_end and end is not None:
+                mask[end + 1 : after] = False
+            if end is None:
                 if after >= len(ids) or not ends[after]:
                     raise self._no_end(text, start, stop)
                 mask[after] = True
         return encoded(self._checked_start(ids), mask)
+
+    def _turn_end(self, ids: np.ndarray, ends: np.ndarray) -> int | None:
+        """The first of a turn's last end tokens: what follows it is ends and space alone."""
+        if not len(ends):
+            return None
+        found = last = int(ends[-1])
+        for place in ends[::-1].tolist():
+            if self._pieces.show(np.setdiff1d(ids[place:last], ids[ends])).strip():
+                break
+            found = place
+        return found
 
     def _split(self, text: str, starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 `[n]` and their places in characters `[n, 2]`, no token across a start.
