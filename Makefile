@@ -73,7 +73,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python $(PIP) -e '.[serve]'
+	$(BIN)/python $(PIP) -e '.[serve,tune]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
