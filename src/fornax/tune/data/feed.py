@@ -4,6 +4,7 @@ Legend: B examples of a global batch, N examples, V virtual shards. Host h of H 
 h B/H to (h + 1) B/H of every global batch, whatever H is.
 """
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -117,13 +118,17 @@ class IndexStream(Iterator[Picks]):
 
     def batches_per_epoch(self) -> int:
         """Batches that one pass over the examples takes, the last one perhaps not full."""
-        return -(-self.count // self.feed.batch_size)
+        return self.batches_in(1)
+
+    def batches_in(self, epochs: float) -> int:
+        """Batches until every example was given `epochs` times, the last one perhaps not full."""
+        return math.ceil(self.count * epochs / self.feed.batch_size)
 
     def total_batches(self) -> int | None:
         """Batches of all epochs; None without end."""
         if self.feed.epochs is None:
             return None
-        return -(-self.count * self.feed.epochs // self.feed.batch_size)
+        return self.batches_in(self.feed.epochs)
 
     def __iter__(self) -> "IndexStream":
         return self

@@ -96,8 +96,12 @@ class RowStream(Iterator[Batch]):
         bucket(int(self._lengths.max()), self._buckets)
 
     def batches_per_epoch(self) -> int:
-        """Batches that one pass over the examples takes."""
-        return self._picks.batches_per_epoch()
+        """Batches that one pass over the examples takes, the last one perhaps not full."""
+        return self.batches_in(1)
+
+    def batches_in(self, epochs: float) -> int:
+        """Batches until every example was given `epochs` times."""
+        return self._picks.batches_in(epochs)
 
     def __iter__(self) -> "RowStream":
         return self

@@ -3,6 +3,7 @@
 Legend: R rows of this host, T tokens of a row.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -123,8 +124,16 @@ class PackedStream(Iterator[Batch]):
         return Pipeline(self._config, order, (self._part,), self._max_length, self._rows)
 
     def batches_per_epoch(self) -> int:
-        """Batches that one pass over the examples takes; packs them once to count."""
-        return count_batches(self._pipeline(1))
+        """Batches that one pass over the examples takes, the last one perhaps not full."""
+        return self.batches_in(1)
+
+    def batches_in(self, epochs: float) -> int:
+        """Batches until every example was given `epochs` times; packs them to count.
+
+        Of an endless stream the last of them also hold examples of the next epoch.
+        """
+        whole = math.ceil(epochs)
+        return math.ceil(count_batches(self._pipeline(whole)) * epochs / whole)
 
     def __iter__(self) -> "PackedStream":
         return self

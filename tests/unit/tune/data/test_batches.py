@@ -131,6 +131,7 @@ def test_packed_rows_hold_several_examples_apart() -> None:
     stream = _packed(Feed(batch_size=4, epochs=1))
     batches = list(stream)
     assert len(batches) == stream.batches_per_epoch()
+    assert stream.batches_per_epoch() <= stream.batches_in(1.5) <= stream.batches_in(2)
     assert {batch["tokens"].shape for batch in batches} == {(4, LENGTH)}
     assert max(int(batch["segment_ids"].max()) for batch in batches) > 1
     for batch in batches:
@@ -214,6 +215,7 @@ def test_epochs_are_shuffled_by_the_seed_and_complete() -> None:
     def picks(**options: Any) -> list[int]:
         stream = IndexStream(10, Feed(batch_size=4, epochs=2, **options))
         assert (stream.batches_per_epoch(), stream.total_batches()) == (3, 5)
+        assert stream.batches_in(0.3) == 1
         return [int(i) for pick in stream for i in pick.index]
 
     first = picks(seed=1)

@@ -47,7 +47,7 @@ def test_tools_and_their_answers_are_read(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "be"}, USER, CALLS, RESULT, ANSWER]
     for tools in (TOOLS, json.dumps(TOOLS)):
         path = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
-        assert read_examples(path)[0].tools == TOOLS  # type: ignore[union-attr]
+        assert read_examples(path)[0].tools == TOOLS
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_prompts_keep_their_other_columns(tmp_path: Path) -> None:
 def test_columns_of_other_names_are_renamed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "1 + 1?", "answer": "2"}])
     found = read_examples(path, columns={"prompt": "question", "completion": "answer"})
-    assert (found[0].prompt, found[0].completion) == ("1 + 1?", "2")  # type: ignore[union-attr]
+    assert (found[0].prompt, found[0].completion) == ("1 + 1?", "2")
 
 
 def test_one_reading_of_every_kind_of_file(tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_one_reading_of_every_kind_of_file(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write("\n".join(map(json.dumps, lines)))
     pq.write_table(pa.Table.from_pylist(lines), tmp_path / "a.parquet")
-    expected = [record.messages for record in read_examples(write(tmp_path / "a.jsonl", lines))]  # type: ignore[union-attr]
+    expected = [record.messages for record in read_examples(write(tmp_path / "a.jsonl", lines))]
     for name in ("a.json", "a.jsonl.gz", "a.parquet"):
         found = read_examples(tmp_path / name)
-        assert [record.messages for record in found] == expected, name  # type: ignore[union-attr]
+        assert [record.messages for record in found] == expected, name
     assert len(read_examples(tmp_path)) == 8
 
 
