@@ -83,6 +83,11 @@ class DistillConfig(TuneConfig):
     """Divides both models' logits: above 1, what the teacher finds unlikely counts for more."""
     hard_weight: float = 0.0
     """Weight of the data's own next token (cross entropy), added to the divergence."""
+    loss_on: Literal["completion", "all"] = "completion"
+    """Which tokens count: what the assistant wrote (in plain text, everything), or every token."""
+    packing: Literal["best_fit", "none"] | None = None
+    """Whether several examples share a row, each blind to the others; null packs, but not stored
+    logits and drawn completions, whose examples have rows of their own."""
     logits: TeacherLogits = field(default_factory=FullLogits)
     """Where the teacher's logits come from."""
     on_policy: OnPolicy | None = None
@@ -105,8 +110,18 @@ class DistillConfig(TuneConfig):
                 "distillation needs a teacher; name one with --teacher, or stored logits with "
                 "--logits.type top_k --logits.path DIR"
             )
+        if self.packing == "best_fit" and not self.packs:
+            raise ConfigError(
+                "stored logits and on_policy need a row for each example; leave packing out"
+            )
         if self.on_policy is not None and isinstance(self.logits, TopLogits):
             raise ConfigError(
                 "on_policy asks the teacher about completions that are not drawn yet, which stored "
                 "logits cannot answer; use logits.type=full"
             )
+
+    @property
+    def packs(self) -> bool:
+        """Whether examples share rows."""
+        alone = self.on_policy is not None or isinstance(self.logits, TopLogits)
+        return self.packing != "none" and not alone
