@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -104,12 +106,20 @@ def _linear(inputs: int, x: jax.Array, w: jax.Array) -> jax.Array:
     return _product(x, w, inputs=inputs)
 
 
-@_linear.defjvp
-def _linear_jvp(inputs: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _linear_jvp(inputs: int, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    """Of an argument that is not differentiated, a frozen weight say, no product is made."""
     x, w = primals
     dx, dw = tangents
-    dy = _product(dx, w, inputs=inputs) + _tangent.bind(x, dw, inputs=inputs)
-    return _product(x, w, inputs=inputs), dy
+    y = _product(x, w, inputs=inputs)
+    parts = []
+    if not isinstance(dx, SymbolicZero):
+        parts.append(_product(dx, w, inputs=inputs))
+    if not isinstance(dw, SymbolicZero):
+        parts.append(_tangent.bind(x, dw, inputs=inputs))
+    return y, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(y)
+
+
+_linear.defjvp(_linear_jvp, symbolic_zeros=True)
 
 
 def _x_cotangent(dy: jax.Array, x: Any, w: jax.Array, *, inputs: int) -> jax.Array:

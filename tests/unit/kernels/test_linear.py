@@ -84,3 +84,11 @@ def test_forward_mode_agrees() -> None:
     _, ours = jax.jvp(linear, (x, w), (x + 1, w - 1))
     _, plain = jax.jvp(jnp.matmul, (x, w), (x + 1, w - 1))
     np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_weight_costs_no_product_of_its_own() -> None:
+    """Only the forward product and the input's cotangent are made, not a product with zeros."""
+    x, w = jnp.ones((8, 6)), jnp.ones((6, 5))
+    traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sin(linear(x, w)).sum()))(x)
+    assert str(traced).count("dot_general[") == 2
+    assert "linear_tangent" not in str(traced)
