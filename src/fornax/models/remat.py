@@ -12,7 +12,7 @@ import jax
 
 from fornax.config.errors import ConfigError
 
-__all__ = ["REMAT_NAMES", "REMAT_POLICIES", "Remat", "RematPolicy", "rematerialise"]
+__all__ = ["REMAT_NAMES", "REMAT_POLICIES", "Remat", "RematPolicy", "keep_uncut", "rematerialise"]
 
 RematPolicy = Literal["none", "full", "dots", "dots_no_batch", "save_attention", "names"]
 """What the backward pass finds saved: everything; only each layer's input; the results of matrix
@@ -95,6 +95,15 @@ def rematerialise(layer: Callable, remat: str | Remat, *, prevent_cse: bool = Fa
     if remat.policy == "none":
         return layer
     return jax.checkpoint(layer, policy=_policy(remat), prevent_cse=prevent_cse)
+
+
+def keep_uncut(layer: Callable) -> Callable:
+    """`layer` whose backward pass cuts its parameters from the stack again, and finds all else."""
+    return jax.checkpoint(layer, policy=_is_no_cut, prevent_cse=False)
+
+
+def _is_no_cut(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive not in (jax.lax.slice_p, jax.lax.squeeze_p)
 
 
 def _policy(remat: Remat) -> Any:

@@ -19,7 +19,7 @@ from fornax.config.errors import ConfigError
 from fornax.models.attend import KeyValueCache, LayerCache, Place
 from fornax.models.config import LayerKind
 from fornax.models.layers import AttentionContext
-from fornax.models.remat import Remat, rematerialise
+from fornax.models.remat import Remat, keep_uncut, rematerialise
 
 __all__ = [
     "Segment",
@@ -124,12 +124,17 @@ def run_layers(
         # A scan of one step is no loop once compiled.
         lone = segment.repeats == 1 or unroll is True
         for index, kind in enumerate(segment.kinds):
-            layer = functools.partial(_run_layer, graphdef, kind, context, index)
+            # What the loop hands over as it is stays where it is; what is cut from it would be
+            # saved for the backward pass, a second copy of the stack.
+            alone = len(segment.kinds) == 1
+            layer = functools.partial(_run_layer, graphdef, kind, context, None if alone else index)
+            layer = layer if alone else keep_uncut(layer)
             x_BTD = rematerialise(layer, remat, prevent_cse=lone)(period, x_BTD)
         return x_BTD, None
 
     for segment in plan_segments(kinds):
-        shape = (segment.repeats, len(segment.kinds))
+        period = len(segment.kinds)
+        shape = (segment.repeats, period) if period > 1 else (segment.repeats,)
         part = jax.tree.map(functools.partial(_part, segment=segment, shape=shape), stack)
         x_BTD, _ = jax.lax.scan(functools.partial(body, segment), x_BTD, part, unroll=unroll)
     return x_BTD
@@ -139,19 +144,19 @@ def _run_layer(
     graphdef: Any,
     kind: LayerKind,
     context: AttentionContext,
-    index: int,
+    index: int | None,
     period: Any,
     x_BTD: jax.Array,
 ) -> jax.Array:
-    """Run the `index`-th layer of a period.
+    """Run the `index`-th layer of a period, or the only one of it when `index` is None.
 
     It picks its own parameters: picked outside, they would be saved, a second copy of the stack.
     """
-    one = jax.tree.map(lambda leaf: leaf[index], period)
+    one = period if index is None else jax.tree.map(lambda leaf: leaf[index], period)
     return nnx.merge(graphdef, one)(x_BTD, kind, context)[0]
 
 
-def _part(leaf: jax.Array, segment: Segment, shape: tuple[int, int]) -> jax.Array:
+def _part(leaf: jax.Array, segment: Segment, shape: tuple[int, ...]) -> jax.Array:
     if segment.stop - segment.start != leaf.shape[0]:
         leaf = leaf[segment.start : segment.stop]
     return leaf.reshape(shape + leaf.shape[1:])
