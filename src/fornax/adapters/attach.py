@@ -228,7 +228,7 @@ def _hold_quantized(path: str, module: Any, config: LoRA, make: _Maker) -> None:
         codes, scale = jax.eval_shape(lambda: quantize_one(kernel, blocks))
     else:
         codes, scale = quantize_one(kernel, blocks)
-    of_scale = {}
+    of_scale: dict[str, Any] = {}
     if make.axes is not None:  # blocks are few: their axis is not spread over devices
         position = kernel.ndim + axis
         of_scale = {"axes": (*make.axes[:position], None, *make.axes[position + 1 :])}

@@ -1,7 +1,7 @@
 """A linear module with an adapter: the module's own class, extended.
 
-y = W x + s B A x, and with DoRA y = m / |W + s B A| (W x + s B A x), the norm over the inputs of each
-output and taken as a constant by the gradient (Liu et al. 2024, section 4.3).
+y = W x + s B A x, and with DoRA y = m / |W + s B A| (W x + s B A x), the norm over the inputs of
+each output and taken as a constant by the gradient (Liu et al. 2024, section 4.3).
 
 The base's parameters keep their names: what laid them out, loaded or sharded them goes on working.
 """
@@ -77,9 +77,8 @@ def _turned(
     change = module.lora_magnitude.get_value() / dora_norm(module) - 1
     base = y
     if module.bias is not None:
-        base = y - kind.bias(
-            module, module.bias.get_value().astype(y.dtype), y, *arguments, **named
-        )
+        bias = module.bias.get_value().astype(y.dtype)
+        base = y - kind.bias(module, bias, y, *arguments, **named)
     factor = kind.spread(module, change.astype(y.dtype), y, *arguments, **named)
     return factor * (base + delta)
 
@@ -102,20 +101,43 @@ def base_kernel(module: Any) -> jax.Array:
 
 
 def _base_output(module: Any, x: jax.Array, *arguments: Any, **named: Any) -> jax.Array:
-    base = type(module).adapted_from
     spec: Spec = module.lora
     if spec.blocks is None or spec.merged:
-        return base.__call__(module, x, *arguments, **named)
-    blocks = spec.blocks
+        return type(module).adapted_from.__call__(module, x, *arguments, **named)
+    y = _product_of_codes(module, spec.blocks, x, *arguments, **named)
+    if module.bias is None:
+        return y
+    kind = kind_of(module)
+    assert kind is not None
+    bias = module.bias.get_value().astype(y.dtype)
+    return y + kind.bias(module, bias, y, *arguments, **named)
 
-    # The weights in full are made where they are used, in both passes, and never kept.
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
-    def product(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
+
+def _product_of_codes(
+    module: Any, blocks: Blocks, x: jax.Array, *arguments: Any, **named: Any
+) -> jax.Array:
+    """The base's product, without its bias; both passes make the weights anew, neither keeps them.
+
+    A rule of its own, because `jax.checkpoint` would leave them to the policy of one around it.
+    """
+    base = type(module).adapted_from
+
+    def apply(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
         plain = object.__new__(base)
         kernel = nnx.Param(dequantize(codes, scale, blocks))
-        vars(plain).update({**vars(module), "kernel": kernel})
+        vars(plain).update({**vars(module), "kernel": kernel, "bias": None, "use_bias": False})
         return base.__call__(plain, x, *arguments, **named)
 
+    def forward(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, Any]:
+        return apply(x, *weights), weights
+
+    def backward(weights: Any, dy: jax.Array) -> tuple[jax.Array, None, None]:
+        _, of_x = jax.vjp(lambda x: apply(x, *weights), jnp.zeros(like.shape, like.dtype))
+        return of_x(dy)[0], None, None
+
+    like = jax.typeof(x)
+    product = jax.custom_vjp(apply)
+    product.defvjp(forward, backward)
     return product(x, module.kernel.get_value(), module.kernel_scale.get_value())
 
 

@@ -57,19 +57,19 @@ class Blocks:
     """Dtype of the kernel that it stands for."""
 
 
-def block_size(width: int, most: int, format: Quantization, where: str) -> int:
+def block_size(width: int, most: int, bits: Quantization, where: str) -> int:
     """The largest block that divides an axis.
 
     Args:
         width: of the axis.
         most: the largest block allowed.
-        format: of the codes.
+        bits: format of the codes.
         where: the kernel's name, for errors.
 
     Raises:
         ConfigError: for an odd axis whose codes of four bits cannot be paired.
     """
-    if format != "int8" and width % 2:
+    if bits != "int8" and width % 2:
         raise ConfigError(
             f"{where} has {width} inputs, an odd number: codes of four bits come in pairs. Use "
             "int8, or leave this module out of the targets"
@@ -95,7 +95,7 @@ def quantize(kernel: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
         codes = (jnp.clip(jnp.round(unit), -7, 7) + 8).astype(jnp.uint8)
     else:
         middles = (NF4[1:] + NF4[:-1]) / 2
-        codes = sum((unit > middle).astype(jnp.uint8) for middle in middles)
+        codes = jnp.searchsorted(middles, unit, method="compare_all").astype(jnp.uint8)
     pairs = _cut(codes, axis, 2)
     low, high = (jax.lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     return low | (high << 4), scale
