@@ -14,7 +14,10 @@ import jax.numpy as jnp
 from fornax.config.errors import ConfigError
 from fornax.tune.losses._arrays import Metrics, per_sequence_sum, reported, wide
 
-__all__ = ["kl_penalty", "policy_gradient", "truncated_importance", "value_loss"]
+__all__ = ["Ratio", "kl_penalty", "policy_gradient", "truncated_importance", "value_loss"]
+
+Ratio = Literal["token", "sequence", "product"]
+"""Of each token, of its sequence as a mean in the logarithm (GSPO), or as a product."""
 
 _FAR = 60.0
 """Log-ratios are kept within this, so that their exp times an advantage of 0 is still 0."""
@@ -29,7 +32,7 @@ def policy_gradient(
     clip_low: float | None = 0.2,
     clip_high: float | None = 0.2,
     clip_c: float | None = None,
-    ratio: Literal["token", "sequence"] = "token",
+    ratio: Ratio = "token",
     segment_ids_BT: jax.Array | None = None,
     is_weights_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
@@ -42,6 +45,8 @@ def policy_gradient(
       token that became far likelier cannot dominate.
     - ratio="sequence" is GSPO (Zheng et al. 2025): every token has its sequence's
       r = exp(mean of (logp - old logp)). Ranges are then far narrower, 3e-4 and 4e-4 in the paper.
+    - ratio="product": every token has r = exp(sum of (logp - old logp)), the completion being one
+      action (RLOO; Ahmadian et al. 2024). Weight its tokens so that each sequence's sum to 1.
     - Both clips None: no clipping. Where old logps equal the new ones the gradient is that of
       REINFORCE, -A grad logp, for all of these.
 
@@ -78,10 +83,12 @@ def policy_gradient(
     own_BT = mask_BT != 0
     log_ratio_BT = jnp.where(own_BT, logps_BT - jax.lax.stop_gradient(old_logps_BT), 0)
     log_ratio_BT = jnp.clip(log_ratio_BT, -_FAR, _FAR)
-    if ratio == "sequence":
+    if ratio != "token":
         total_BT = per_sequence_sum(log_ratio_BT, segment_ids_BT)
-        count_BT = per_sequence_sum(own_BT.astype(total_BT.dtype), segment_ids_BT)
-        used_BT = jnp.where(own_BT, total_BT / jnp.maximum(count_BT, 1), 0)
+        if ratio == "sequence":
+            count_BT = per_sequence_sum(own_BT.astype(total_BT.dtype), segment_ids_BT)
+            total_BT = total_BT / jnp.maximum(count_BT, 1)
+        used_BT = jnp.where(own_BT, jnp.clip(total_BT, -_FAR, _FAR), 0)
     else:
         used_BT = log_ratio_BT
     ratio_BT = jnp.exp(used_BT)
@@ -265,7 +272,7 @@ def value_loss(
 def _check_clips(
     clip_low: float | None, clip_high: float | None, clip_c: float | None, ratio: str
 ) -> None:
-    _check_name("ratio", ratio, ("token", "sequence"))
+    _check_name("ratio", ratio, ("token", "sequence", "product"))
     if clip_low is not None and not 0 <= clip_low <= 1:
         raise ConfigError(f"clip_low={clip_low} must be between 0 and 1; 0.2 is usual")
     if clip_high is not None and not clip_high >= 0:
