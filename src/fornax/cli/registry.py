@@ -129,6 +129,11 @@ ROOT = Group(
         TUNE,
         DATA,
         Command(
+            name="eval",
+            summary="How good is a model: text, verified answers, pass@k, comparisons, tasks",
+            module="eval",
+        ),
+        Command(
             name="convert",
             summary="Between Hugging Face directories and Fornax checkpoints",
             module="convert",

@@ -1,0 +1,160 @@
+"""Completions of prompts by the serving engine, judged by rewards: means, failures, pass@k."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fornax.evaluate.config import EvaluateConfig
+from fornax.evaluate.statistics import Estimate, mean, pass_at_k, share
+from fornax.evaluate.subject import Subject
+from fornax.llm import EngineConfig
+from fornax.rewards import RewardPool, Sample, Score
+from fornax.tune.data import Limit, PromptTokens, load_prompts
+from fornax.tune.rollout import Completion, LLMSampler, sample_seed
+
+__all__ = ["Answered", "Generative", "answer", "judge_by_rewards", "read_prompts", "summarise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """A prompt and its judged completions."""
+
+    prompt: PromptTokens
+    completions: list[Completion]
+    scores: list[Score]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generative:
+    """How well a model answers prompts."""
+
+    prompts: int
+    samples: int
+    """Completions, of all prompts together."""
+    reward: Estimate
+    """Mean total reward; the interval is over prompts."""
+    parts: dict[str, Estimate]
+    """Mean of each reward where it applies and did not fail."""
+    failures: dict[str, int]
+    """Samples on which each reward failed."""
+    passes: dict[int, Estimate]
+    """pass@k by k."""
+    tokens: Estimate
+    """Mean length of a completion, its end included."""
+    truncated: Estimate
+    """Share of completions that ran out of tokens."""
+
+
+def read_prompts(subject: Subject, config: EvaluateConfig) -> list[PromptTokens]:
+    """The prompts, with room for their completions in the model's window.
+
+    Raises:
+      DataError: lines that cannot be used, with file and number.
+      ConfigError: a completion leaves no room for prompts.
+    """
+    room = subject.max_positions - config.sampling.max_tokens
+    limit = Limit(max_length=max(2, room))
+    found = load_prompts(str(config.prompts), subject.codec, limit, columns=config.columns).items
+    return found[: config.limit]
+
+
+def answer(
+    subject: Subject, prompts: Sequence[PromptTokens], config: EvaluateConfig
+) -> list[list[Completion]]:
+    """The completions of each prompt; the same for the same weights, prompts and seed."""
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    seqs = min(config.max_num_seqs, len(prompts) * config.sampling.n)
+    engine = EngineConfig(
+        max_num_seqs=seqs,
+        max_model_len=longest + config.sampling.max_tokens,
+        max_num_batched_tokens=min(512, 1 << max(seqs, longest, 16).bit_length()),
+    )
+    sampler = LLMSampler(
+        subject.decoder,
+        tokenizer=subject.origin.tokenizer,
+        eos_ids=subject.origin.eos_ids,
+        engine=engine,
+    )
+    try:
+        seeds = [sample_seed(config.seed, 0, number) for number in range(len(prompts))]
+        return sampler.sample(
+            [prompt.tokens.tolist() for prompt in prompts], config.sampling, seeds
+        )
+    finally:
+        sampler.close()
+
+
+def judge_by_rewards(
+    prompts: Sequence[PromptTokens],
+    completions: Sequence[Sequence[Completion]],
+    pool: RewardPool,
+) -> list[Answered]:
+    """The completions with what the pool's rewards say of them."""
+    samples = [
+        Sample(prompt.prompt, each.text, prompt.record, tuple(each.tokens.tolist()))
+        for prompt, group in zip(prompts, completions, strict=True)
+        for each in group
+    ]
+    left = iter(pool.score(samples))
+    return [
+        Answered(prompt=prompt, completions=list(group), scores=[next(left) for _ in group])
+        for prompt, group in zip(prompts, completions, strict=True)
+    ]
+
+
+def open_pool(config: EvaluateConfig, prompts: Sequence[PromptTokens], log: Path) -> RewardPool:
+    """The pool of `config.reward`, checked against the columns of every prompt.
+
+    Raises:
+      ConfigError, DataError: a reward that cannot be used.
+    """
+    pool = RewardPool(config.rewards, workers=config.reward_workers, log=log)
+    try:
+        for prompt in prompts:
+            pool.check(prompt.record, prompt.where)
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+def summarise(
+    answered: Sequence[Answered], names: Sequence[str], config: EvaluateConfig
+) -> Generative:
+    """The figures of judged completions.
+
+    Args:
+      answered: of each prompt.
+      names: of the rewards.
+      config: intervals, thresholds, k.
+    """
+    more = {"confidence": config.confidence, "seed": config.seed}
+    totals = [[score.total for score in each.scores] for each in answered]
+    parts = {
+        name: mean([_mean([s.parts[name] for s in each.scores]) for each in answered], **more)
+        for name in names
+    }
+    samples = [len(group) for group in totals]
+    passed = [sum(total >= config.threshold for total in group) for group in totals]
+    every = [completion for each in answered for completion in each.completions]
+    return Generative(
+        prompts=len(answered),
+        samples=len(every),
+        reward=mean([_mean(group) for group in totals], **more),
+        parts=parts,
+        failures={
+            name: sum(name in score.notes for each in answered for score in each.scores)
+            for name in names
+        },
+        passes={k: pass_at_k(samples, passed, k, **more) for k in sorted(set(config.k))},
+        tokens=mean([_mean([len(c) for c in each.completions]) for each in answered], **more),
+        truncated=share(
+            [_mean([float(c.truncated) for c in each.completions]) for each in answered], **more
+        ),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    kept = [value for value in values if not math.isnan(value)]
+    return sum(kept) / len(kept) if kept else math.nan
