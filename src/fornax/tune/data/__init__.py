@@ -1,6 +1,7 @@
 """Data of post-training: conversations, pairs and prompts to tokens, masks and batches."""
 
 from fornax.tune.data.answers import kto_batches, preference_batches
+from fornax.tune.data.checks import doubled_beginnings, template_fault, without_end
 from fornax.tune.data.codec import Codec
 from fornax.tune.data.encoded import Encoded, Limit, TooLong
 from fornax.tune.data.feed import Feed, IndexStream, Picks
@@ -49,6 +50,7 @@ __all__ = [
     "array_state",
     "bucket",
     "buckets_up_to",
+    "doubled_beginnings",
     "from_array_state",
     "kto_batches",
     "load_examples",
@@ -63,4 +65,6 @@ __all__ = [
     "read_pairs",
     "read_prompts",
     "sft_batches",
+    "template_fault",
+    "without_end",
 ]
