@@ -45,6 +45,9 @@ class Loaded(Generic[_Item]):
 
     items: list[_Item]
     summary: Summary
+    records: list[int] = field(default_factory=list)
+    """The record, counted from 0 over all lines, that each item comes from: what must stay together
+    when some are held back."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -212,15 +215,17 @@ def _load(
     name = str(paths) if isinstance(paths, str) else ", ".join(map(str, _listed(paths)))
     summary = Summary(name=name)
     items: list[_Item] = []
+    records: list[int] = []
     for line in read_lines(paths, problems, columns=columns):
         summary.records += 1
         with problems.of(line.where):
             for record in parse(line):
                 items.extend(make(record, summary))
+        records.extend([summary.records - 1] * (len(items) - len(records)))
     problems.check()
     if not items:
         raise DataError(f"{summary.text()}: nothing is left; raise max_length")
-    return Loaded(items=items, summary=summary)
+    return Loaded(items=items, summary=summary, records=records)
 
 
 def _listed(paths: Paths) -> list[Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.tune.data.chats import chat, codec, write
+from tests.unit.tune.data.chats import FORGETFUL, chat, codec, write
 
 from fornax.config.errors import ConfigError, DataError
 from fornax.tune.data import (
@@ -107,3 +107,13 @@ def test_labels_and_texts_are_loaded(tmp_path: Path, plain: Codec) -> None:
     assert [item.label for item in found.items] == [False, True]
     texts = load_texts(path, plain, Limit(max_length=24))
     assert all(item.trained == item.length - 1 for item in texts.items)
+
+
+def test_items_know_the_record_they_come_from(tmp_path: Path) -> None:
+    made = codec(FORGETFUL)
+    messages = chat("one", "two", "three", "what")
+    messages[1]["reasoning_content"] = "is"
+    path = write(tmp_path / "a.jsonl", [{"text": "a"}, {"messages": messages}, {"text": "b"}])
+    found = load_examples(path, made, Limit(max_length=64))
+    assert found.records == [0, 1, 1, 2]
+    assert found.summary.split == 1
