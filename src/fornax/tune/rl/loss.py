@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from fornax.models import TokenLogprobs
 from fornax.train.task import Batch, Loss
 from fornax.tune import losses
 from fornax.tune.rl.algorithms import Estimator
@@ -31,9 +32,7 @@ class PolicyLoss:
     importance: Importance | None = None
 
 
-def policy_loss(
-    options: PolicyLoss, batch: Batch, logps_RT: jax.Array, entropy_RT: jax.Array
-) -> Loss:
+def policy_loss(options: PolicyLoss, batch: Batch, policy_RT: TokenLogprobs) -> Loss:
     """Sums over the tokens that the model drew, weighed as the rows say.
 
     The log-probabilities before the step are the row's `old_logps`; rows without them are trained
@@ -44,9 +43,10 @@ def policy_loss(
       options: what is added up.
       batch: loss_mask, token_weights, advantages, sampler_logps and perhaps old_logps and
         ref_logps, float32 [R, T]; sequence_weights float32 [R]; segment_ids int32 [R, T].
-      logps_RT: float32, of the targets, at the temperature they were drawn at.
-      entropy_RT: float32, of the distribution at that temperature.
+      policy_RT: float32, of the targets, at the temperature they were drawn at, with entropy.
     """
+    logps_RT, entropy_RT = policy_RT
+    assert entropy_RT is not None, "ask for the entropy too"
     mask_RT = batch["loss_mask"]
     old_RT = batch.get("old_logps", jax.lax.stop_gradient(logps_RT))
     importance = options.importance or Importance()

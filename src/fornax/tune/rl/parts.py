@@ -44,7 +44,7 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
         prompts=prompts,
         judge=pool,
         sampler=lambda model: _sampler(config, origin, model),
-        decode=lambda tokens: origin.tokenizer.decode(list(tokens), skip_special_tokens=False),
+        decode=lambda tokens: origin.tokenizer.decode(tokens, special=True),
         notes=(loaded.summary.text(), made.text),
         out=out,
     )

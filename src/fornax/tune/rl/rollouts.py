@@ -106,10 +106,11 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> Collected:
     prompts = _split(arrays["prompt"], [prompt for prompt, _ in plain["lengths"]])
     sizes = [completion for _, completion in plain["lengths"]]
     columns = {name: _split(arrays[name], sizes) for name in _ARRAYS if name != "prompt"}
-    rollouts = [
-        Rollout(prompt=prompts[i], **{name: c[i] for name, c in columns.items()}, **rest)
-        for i, rest in enumerate(plain["rollouts"])
-    ]
+    columns["prompt"] = prompts
+    rollouts = []
+    for number, rest in enumerate(plain["rollouts"]):
+        fields: dict[str, Any] = {name: column[number] for name, column in columns.items()}
+        rollouts.append(Rollout(**fields, **rest))
     kept = ("number", "version", "position", "numbers")
     return Collected(rollouts=rollouts, **{name: plain[name] for name in kept})
 

@@ -1,4 +1,4 @@
-"""Where rounds come from: drawn with the newest weights, or while the round before is trained on."""
+"""Where rounds come from: drawn with the newest weights, or ahead, while the one before trains."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,8 +83,8 @@ class Ahead:
 
     def state(self) -> dict[str, Any]:
         """See `Source.state`; a round being drawn is waited for."""
-        pending = {} if self._rollouts is None else self._rollouts.state()
-        return {"pending": pending, "position": self.collector.position}
+        pending = self._pending if self._rollouts is None else self._rollouts.state()
+        return {"pending": pending or {}, "position": self.collector.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Source.restore`."""
@@ -103,8 +103,8 @@ class Ahead:
         self._rollouts = AsyncRollouts(
             self._sampler,
             self.collector,
-            to_arrays,
-            from_arrays,
+            save=to_arrays,
+            load=from_arrays,
             updates_per_batch=self.steps_per_round,
             max_staleness=self.max_staleness * self.steps_per_round,
         )

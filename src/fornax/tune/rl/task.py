@@ -24,7 +24,7 @@ from fornax.tune.rl.rollouts import Collected, Rollout
 from fornax.tune.rl.rounds import Layout, Round, Rows, Scored, make_round
 from fornax.tune.rl.rows import row_counts
 from fornax.tune.rl.samples import SamplesFile
-from fornax.tune.rl.scorer import Forward, Scorer
+from fornax.tune.rl.scorer import Forward, Scorer, mesh_of
 from fornax.tune.rl.sources import Ahead, OnPolicy
 from fornax.tune.rl.stream import Controller, RolloutStream, Source
 from fornax.tune.rl.value_head import without_value_head
@@ -159,7 +159,7 @@ def _preparation(
         seed=config.seed,
         mask_truncated=method.mask_truncated,
     )
-    score = _scores(config, parts, method, mesh, rules)
+    score = _scores(config, parts, method, rules)
 
     def prepare(collected: Collected, current: Callable[[], nnx.Module]) -> Round:
         if score is None:
@@ -171,7 +171,7 @@ def _preparation(
 
 
 def _scores(
-    config: RLConfig, parts: Parts, method: Method, mesh: Mesh, rules: Rules
+    config: RLConfig, parts: Parts, method: Method, rules: Rules
 ) -> Callable[[nnx.Module, Rows], Mapping[str, np.ndarray]] | None:
     """(model, rows) to everything that must be known before the first step; None: nothing."""
     own, other = method.score, method.reference
@@ -187,14 +187,14 @@ def _scores(
                 found |= other(model, rows)
         return found
 
-    policy = Scorer(mesh=mesh, rules=rules, forward=forward)
-    reference = Scorer(mesh=mesh, rules=rules, forward=other or forward)
+    policy = Scorer(rules=rules, forward=forward)
+    reference = Scorer(rules=rules, forward=other or forward)
 
     def score(model: nnx.Module, rows: Rows) -> Mapping[str, np.ndarray]:
         found = policy(model, rows) if own is not None or switched else {}
         if other is not None and not switched:
             if not copies:
-                copies.append(_frozen_copy(config, parts, mesh, rules))
+                copies.append(_frozen_copy(config, parts, mesh_of(model), rules))
             found |= reference(copies[0], rows)
         return found
 

@@ -1,0 +1,164 @@
+"""PPO: a value head says what reward was to be expected at each token.
+
+Legend: R rows, T tokens of a row, D model width.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from fornax.kernels import TokenLogprobs, linear_logprobs
+from fornax.mesh import Rules
+from fornax.train.task import Batch, Loss, Task
+from fornax.tune import losses
+from fornax.tune.policy import Origin
+from fornax.tune.rl.config import PPOConfig
+from fornax.tune.rl.credit import Credit, divergence, gae_credit
+from fornax.tune.rl.kl import KLController
+from fornax.tune.rl.loss import PolicyLoss, policy_loss
+from fornax.tune.rl.parts import make_parts
+from fornax.tune.rl.rollouts import Rollout
+from fornax.tune.rl.rounds import Scored
+from fornax.tune.rl.task import Method, Parts, rl_task
+from fornax.tune.rl.value_head import ValueParam, attach_value_head
+
+__all__ = ["make", "ppo_task", "with_value_head"]
+
+
+def make(config: PPOConfig, origin: Origin, out: Path) -> Task:
+    """The task of `fornax tune ppo`."""
+    return ppo_task(config, make_parts(config, origin, out))
+
+
+def with_value_head(parts: Parts) -> Parts:
+    """The same, with a value head on the policy, trained with it."""
+    pretrained = parts.pretrained
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        return attach_value_head(parts.build(rngs))
+
+    def load(mesh: Mesh, rules: Rules) -> nnx.Module:
+        assert pretrained is not None
+        return attach_value_head(pretrained(mesh, rules))
+
+    return replace(
+        parts,
+        build=build,
+        pretrained=None if pretrained is None else load,
+        trained=nnx.Any(parts.trained, ValueParam),
+    )
+
+
+def ppo_task(config: PPOConfig, parts: Parts) -> Task:
+    """PPO with any policy, prompts, rewards and sampler."""
+    options = PolicyLoss(
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        clip_dual=config.clip_dual,
+        entropy_coefficient=config.entropy_coefficient,
+        importance=config.importance,
+    )
+    controller = KLController(config=config.kl)
+    reference = config.kl.coefficient > 0
+    forward = functools.partial(_forward, config)
+
+    def loss(model: Any, batch: Batch) -> Loss:
+        found, values_RT = forward(model, batch, entropy=True)
+        rows = {name: x for name, x in batch.items() if name != "ref_logps"}
+        policy = policy_loss(options, rows, found)
+        return _with_values(config, policy, batch, values_RT)
+
+    def score(model: Any, rows: Batch) -> Mapping[str, jax.Array]:
+        found, values_RT = forward(model, rows)
+        return {"old_logps": found.logprobs, "old_values": values_RT}
+
+    def score_reference(model: Any, rows: Batch) -> Mapping[str, jax.Array]:
+        return {"ref_logps": forward(model, rows)[0].logprobs}
+
+    def credit(rollouts: Sequence[Rollout], scored: Scored) -> Credit:
+        costs = [np.zeros(len(r.tokens)) for r in rollouts]
+        if reference:
+            pairs = zip(scored["old_logps"], scored["ref_logps"], strict=True)
+            costs = [controller.coefficient * divergence(old, ref, "k1") for old, ref in pairs]
+        return gae_credit(
+            rollouts,
+            [r.reward - config.truncated_penalty * r.truncated for r in rollouts],
+            scored["old_values"],
+            costs=costs,
+            gamma=config.gamma,
+            lam=config.gae_lambda,
+            whiten_rewards=config.whiten_rewards,
+            whiten_advantages=config.whiten_advantages,
+        )
+
+    return rl_task(
+        config,
+        with_value_head(parts),
+        Method(
+            loss=loss,
+            score=score,
+            reference=score_reference if reference else None,
+            credit=credit,
+            aggregation="token_mean",
+            controller=controller,
+        ),
+    )
+
+
+def _forward(
+    config: PPOConfig, model: Any, rows: Batch, *, entropy: bool = False
+) -> tuple[TokenLogprobs, jax.Array]:
+    """Log-probabilities of the targets and values [R, T], from one pass through the layers.
+
+    The same two calls as `models.token_logprobs`, whose hidden states the value head needs too.
+    """
+    x_RTD = model.hidden(
+        rows["tokens"],
+        rows["positions"],
+        rows["segment_ids"],
+        consecutive=True,
+        remat=config.resolved_remat(),
+    )
+    found = linear_logprobs(
+        x_RTD,
+        model.output_weights().astype(x_RTD.dtype),
+        rows["targets"],
+        temperature=config.rollout.temperature,
+        softcap=model.config.final_logit_softcap,
+        entropy=entropy,
+    )
+    shown = jax.lax.stop_gradient(x_RTD) if config.value_gradient == "head" else x_RTD
+    return found, model.value_head(shown)
+
+
+def _with_values(config: PPOConfig, policy: Loss, batch: Batch, values_RT: jax.Array) -> Loss:
+    """The policy's loss and the value function's, whose tokens count alike."""
+    mask_RT = batch["loss_mask"]
+    loss_RT, figures = losses.value_loss(
+        values_RT,
+        batch["returns"],
+        mask_RT,
+        old_values_BT=batch["old_values"],
+        clip=config.value_clip,
+    )
+    tokens = jnp.sum(mask_RT)
+    total = jnp.sum(loss_RT * batch["token_weights"])
+    metrics = {
+        "value_loss": (total, policy.weight),
+        "value_clip_fraction": (jnp.sum(figures["clipped"] * mask_RT), tokens),
+        "value_mean": (jnp.sum(values_RT * mask_RT), tokens),
+        "return_mean": (jnp.sum(batch["returns"] * mask_RT), tokens),
+    }
+    return replace(
+        policy,
+        total=policy.total + config.value_coefficient * total,
+        metrics=policy.metrics | jax.lax.stop_gradient(metrics),
+    )

@@ -1,0 +1,205 @@
+"""Rounds as the trainer's batches: ratios, samples, dynamic sampling, references, resume."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tests.unit.tune.rl.toy import ADAPTED, BASE, GOOD, Counter, Run, ToySampler, frozen
+
+from fornax.adapters import LoRA
+from fornax.config import DataError
+from fornax.rewards import Score
+from fornax.tune.rl.algorithms import DAPO, GRPO
+from fornax.tune.rl.config import RolloutConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of four steps at learning rate 0, whose compiled step others take over."""
+    return Run(frozen(BASE), tmp_path_factory.mktemp("base"))
+
+
+def check_ratios(run: Run) -> None:
+    for _ in range(5):
+        metrics = run.train()
+        assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+        assert metrics["clip_fraction"] == 0
+        assert abs(metrics["mismatch_kl"]) < 1e-5
+        assert metrics["importance"] == pytest.approx(1, abs=1e-5)
+
+
+def test_the_ratio_is_one_at_learning_rate_zero(base: Run) -> None:
+    check_ratios(base)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+def test_the_ratio_is_one_at_any_temperature(tmp_path: Path, temperature: float) -> None:
+    rollout = RolloutConfig(max_tokens=8, temperature=temperature)
+    check_ratios(Run(frozen(BASE, rollout=rollout), tmp_path))
+
+
+class Warm(ToySampler):
+    """Draws at another temperature than it is asked for."""
+
+    def sample(self, prompts: Any, settings: Any, seeds: Any) -> Any:
+        return super().sample(prompts, dataclasses.replace(settings, temperature=2.0), seeds)
+
+
+def test_another_temperature_in_the_sampler_is_seen(base: Run, tmp_path: Path) -> None:
+    run = Run(frozen(BASE), tmp_path, programs=base.programs, sampler=Warm)
+    metrics = run.train()
+    assert metrics["mismatch_kl"] > 1e-3
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+
+
+def test_samples_say_what_was_drawn_and_how_it_was_judged(base: Run, tmp_path: Path) -> None:
+    run = Run(frozen(BASE), tmp_path, programs=base.programs)
+    metrics = [run.train() for _ in range(5)]
+    run.stream.close()
+    lines = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1] * 16 + [5] * 16
+    assert [line["round"] for line in lines] == [0] * 16 + [1] * 16
+    first = lines[:16]
+    for line in first:
+        drawn = [int(token) for token in line["completion"].split()]
+        assert line["reward"] == sum(t == GOOD for t in drawn) / 8
+        assert line["rewards"] == {"count": line["reward"]}
+        assert line["tokens"] == len(drawn)
+        assert line["versions"] == [0, 0]
+        assert line["where"].startswith("prompts.jsonl:")
+    assert lines[16]["versions"] == [4, 4]
+    groups = {line["group"]: [x for x in first if x["group"] == line["group"]] for line in first}
+    assert len(groups) == 4
+    for group in groups.values():
+        assert len({line["prompt"] for line in group}) == 1
+        assert len({line["completion"] for line in group}) > 1
+        rewards = np.array([line["reward"] for line in group])
+        spread = rewards.std(ddof=1) + 1e-4
+        expected = (rewards - rewards.mean()) / spread
+        np.testing.assert_allclose([x["advantage"] for x in group], expected, atol=1e-5)
+    assert {line["completion"] for line in first} != {line["completion"] for line in lines[16:]}
+    rewards = np.array([line["reward"] for line in first])
+    assert metrics[0]["reward"] == pytest.approx(rewards.mean())
+    assert metrics[0]["reward/count"] == pytest.approx(rewards.mean())
+    assert metrics[0]["completion_tokens"] == np.mean([line["tokens"] for line in first])
+    assert metrics[0]["truncated"] == np.mean([x["finish_reason"] == "length" for x in first])
+    assert [m["staleness"] for m in metrics] == [0, 1, 2, 3, 0]
+    assert "train_tokens_per_second" not in metrics[3]
+    assert metrics[4]["train_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
+    base: Run, tmp_path: Path, stop: int
+) -> None:
+    whole = Run(BASE, tmp_path / "whole", programs=base.programs)
+    for _ in range(9):
+        whole.train()
+    killed = Run(BASE, tmp_path / "killed", programs=base.programs)
+    for _ in range(stop):
+        killed.train()
+    position = json.loads(json.dumps({str(k): v for k, v in killed.stream.state().items()}))
+    held = jax.device_get(killed.state)
+    for _ in range(3):  # what a killed run did after its last checkpoint
+        killed.train()
+    killed.stream.close()
+    resumed = Run(BASE, tmp_path / "killed", programs=base.programs)
+    resumed.stream.restore({int(k): v for k, v in position.items()})
+    resumed.state = jax.device_put(held, jax.tree.map(lambda x: x.sharding, resumed.state))
+    resumed.step = stop
+    for _ in range(9 - stop):
+        resumed.train()
+    jax.tree.map(np.testing.assert_array_equal, whole.params(), resumed.params())
+    files = [tmp_path / name / "samples.jsonl" for name in ("whole", "killed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+class Fussy(Counter):
+    """Rewards differ for every third prompt alone."""
+
+    def score(self, samples: Any) -> list[Score]:
+        found = []
+        for number, (sample, score) in enumerate(zip(samples, super().score(samples), strict=True)):
+            useful = sample.record["number"] % 3 == 0
+            total = score.total + 0.01 * (number % 4) if useful else 0.5
+            found.append(Score(total=total, parts={"fussy": total}))
+        return found
+
+
+def test_dynamic_sampling_fills_the_round_with_groups_that_differ(
+    base: Run, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(
+        BASE, algorithm=DAPO(overlong_tokens=0, aggregation="sequence_mean")
+    )
+    run = Run(config, tmp_path, programs=base.programs, judge=Fussy())
+    rows = [run.take() for _ in range(4)]
+    numbers = run.stream.observe()
+    assert numbers["groups_missing"] == 0
+    assert numbers["groups_sampled"] > 4
+    assert numbers["zero_variance_groups"] > 0.3
+    for each in rows:
+        assert np.abs(each["advantages"]).sum() > 0
+        assert each["sequence_weights"].sum() == 8
+    lines = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {int(line["where"].split(":")[1]) % 3 for line in lines} == {1}
+
+
+def test_dynamic_sampling_is_bounded(base: Run, tmp_path: Path) -> None:
+    class Flat(Counter):
+        def score(self, samples: Any) -> list[Score]:
+            return [Score(total=1.0, parts={"flat": 1.0}) for _ in samples]
+
+    config = dataclasses.replace(BASE, algorithm=DAPO(max_resamples=2))
+    run = Run(config, tmp_path, programs=base.programs, judge=Flat())
+    before = run.params()
+    metrics = run.train()
+    assert metrics["groups_sampled"] == 12
+    assert metrics["groups_missing"] == 4
+    assert metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, before, run.params())
+
+
+def test_a_reward_that_is_never_a_number_stops_the_run_at_once(base: Run, tmp_path: Path) -> None:
+    class Broken(Counter):
+        def score(self, samples: Any) -> list[Score]:
+            nan = float("nan")
+            return [Score(total=0.0, parts={"b": nan}, notes={"b": "gave NaN"}) for _ in samples]
+
+    run = Run(BASE, tmp_path, programs=base.programs, judge=Broken())
+    with pytest.raises(DataError, match=r"reward b gave no number for any of the first 16.*NaN"):
+        run.take()
+
+
+def test_truncated_completions_can_be_left_out(base: Run, tmp_path: Path) -> None:
+    config = dataclasses.replace(BASE, algorithm=GRPO(kl_coefficient=0, mask_truncated=True))
+    run = Run(config, tmp_path, programs=base.programs)
+    rows = [run.take() for _ in range(4)]
+    lines = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    kept = [line["tokens"] for line in lines if line["finish_reason"] == "stop"]
+    assert 0 < len(kept) < 16
+    once = [
+        rows[0],
+        next(x for x in rows[1:] if not np.array_equal(x["tokens"], rows[0]["tokens"])),
+    ]
+    assert sum(x["sequence_weights"].sum() for x in once) == len(kept)
+    assert sum(x["loss_mask"].sum() for x in once) == sum(kept)
+    assert sum((x["token_weights"] > 0).sum() for x in once) == sum(kept)
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)])
+def test_the_reference_is_the_policy_before_its_first_step(tmp_path: Path, lora: Any) -> None:
+    config = dataclasses.replace(BASE, algorithm=GRPO(), lora=lora, mini_batches=1)
+    run = Run(config, tmp_path, **({} if lora is None else ADAPTED))
+    first, second, third = run.train(), run.train(), run.train()
+    assert first["kl"] == pytest.approx(0, abs=1e-12)
+    assert second["kl"] > 1e-7
+    assert third["kl_reference"] != 0
+    assert run.programs.compilations == 1
