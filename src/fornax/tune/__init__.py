@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fornax.tune.config import SFTConfig, TuneConfig
     from fornax.tune.methods import METHODS, Method, method_of
-    from fornax.tune.policy import Origin, Policy, policy, read_origin
+    from fornax.tune.policy import Origin, Policy, read_origin
     from fornax.tune.run import tune
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "SFTConfig",
     "TuneConfig",
     "method_of",
-    "policy",
     "read_origin",
     "tune",
 ]
@@ -34,7 +33,6 @@ _HOMES = {
     "SFTConfig": "config",
     "TuneConfig": "config",
     "method_of": "methods",
-    "policy": "policy",
     "read_origin": "policy",
     "tune": "run",
 }

@@ -33,7 +33,8 @@ class TuneConfig(TrainerConfig):
     columns: dict[str, str] = field(default_factory=dict)
     """Names of the data's columns where they are not the usual ones, such as prompt: question."""
     max_length: int = 1024
-    """Tokens of a sequence at most, prompt and completion together."""
+    """Tokens of a sequence at most, prompt and completion together; no more than the model has
+    positions."""
     too_long: Literal["error", "drop", "truncate"] = "error"
     """What happens to longer examples: each is an error with its line, is left out, or is cut."""
     epochs: float | None = None

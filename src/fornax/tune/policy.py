@@ -50,11 +50,6 @@ def read_origin(config: TuneConfig) -> Origin:
     """
     path = Path(config.model).expanduser()
     model = model_config(path)
-    if config.max_length > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_length={config.max_length} is beyond the {model.max_position_embeddings} "
-            f"positions that {path} is made for; lower it"
-        )
     folder = tokenizer_folder(path)
     if folder is None:
         raise ConfigError(

@@ -17,7 +17,7 @@ from fornax.tune.config import TuneConfig
 from fornax.tune.methods import method_of
 from fornax.tune.policy import Origin, read_origin
 
-__all__ = ["resolve", "tune"]
+__all__ = ["resolve", "tune", "within_window"]
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -65,6 +65,7 @@ def tune(
         if first:
             stack.enter_context(directory)
         origin = read_origin(config)
+        config = within_window(config, origin)
         task: Task = method.make()(config, origin, directory.path)
         config = resolve(config, task)
         for line in task.notes:
@@ -72,6 +73,12 @@ def tune(
         if first:
             _keep_tokenizer(origin, config, directory.path)
         return train(config, directory, task=task, accept_changes=accept_changes, progress=shown)
+
+
+def within_window(config: TuneConfig, origin: Origin) -> TuneConfig:
+    """The config with `max_length` no larger than the model's positions."""
+    length = min(config.max_length, origin.model_config.max_position_embeddings)
+    return dataclasses.replace(config, max_length=length)
 
 
 def resolve(config: TuneConfig, task: Task) -> TuneConfig:

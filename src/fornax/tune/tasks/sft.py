@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from fornax.train import Batch, Hosts, Loss, Task, next_token_loss
 from fornax.tune.config import SFTConfig
-from fornax.tune.data import Encoded, Loaded, PackedStream, RowStream, load_examples, sft_batches
+from fornax.tune.data import PackedStream, RowStream, load_examples, sft_batches
 from fornax.tune.policy import Origin, policy
-from fornax.tune.splits import feed_of, load_splits
+from fornax.tune.splits import described, feed_of, load_splits
 
 __all__ = ["make", "neftune"]
 
@@ -57,17 +57,9 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
         pretrained=trained.pretrained,
         trained=trained.trained,
         steps_per_epoch=float(stream("train", Hosts()).batches_per_epoch()),
-        notes=(trained.text, *_described(splits)),
+        notes=(trained.text, *described(splits)),
         unit="trained_tokens",
     )
-
-
-def _described(splits: dict[str, Loaded[Encoded]]) -> list[str]:
-    """A line on each file, and on what of it is held back."""
-    lines = list(dict.fromkeys(part.summary.text() for part in splits.values()))
-    if "eval" in splits:
-        lines.append(f"{len(splits['eval']):,} examples to evaluate on")
-    return lines
 
 
 def _summarise(means: dict[str, float]) -> dict[str, float]:
@@ -93,8 +85,7 @@ def neftune(
     Example:
       >>> decoder.hidden(tokens_BT, disturb=neftune(5.0, segment_ids_BT, key))
     """
-    same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    lengths_BT = jnp.sum(same_BTT, axis=2, dtype=jnp.float32)
+    lengths_BT = _lengths(segment_ids_BT).astype(jnp.float32)
     scale_BT = jnp.where(segment_ids_BT > 0, alpha * jax.lax.rsqrt(lengths_BT), 0.0)
 
     def disturb(x_BTD: jax.Array) -> jax.Array:
@@ -103,3 +94,16 @@ def neftune(
         return x_BTD + (noise_BTD * (scale_BT[..., None] / width)).astype(x_BTD.dtype)
 
     return disturb
+
+
+def _lengths(segment_ids_BT: jax.Array) -> jax.Array:
+    """int32 tokens of the run of equal segments that each token lies in."""
+    rows, width = segment_ids_BT.shape
+    index_BT = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+    edge_B1 = jnp.ones((rows, 1), bool)
+    changes_BT = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    first_BT = jnp.where(jnp.concatenate([edge_B1, changes_BT], axis=1), index_BT, 0)
+    last_BT = jnp.where(jnp.concatenate([changes_BT, edge_B1], axis=1), index_BT, width)
+    start_BT = jax.lax.cummax(first_BT, axis=1)
+    end_BT = jax.lax.cummin(last_BT, axis=1, reverse=True)
+    return end_BT - start_BT + 1

@@ -1,0 +1,209 @@
+"""Supervised fine-tuning: which tokens count, exactly how much, and what is trained.
+
+Legend: N examples, B rows, T tokens of a row, D width, V vocabulary.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.unit.tune.tiny import save_chats, save_model
+
+from fornax.adapters import LoRA
+from fornax.checkpoint import Checkpointer
+from fornax.config import ConfigError, DataError
+from fornax.mesh import MeshConfig
+from fornax.models import load_pretrained
+from fornax.optim import Constant
+from fornax.train import Hosts, Ledger, Task, read_metrics
+from fornax.train.config import LogConfig
+from fornax.train.session import Programs, first_state, prepare
+from fornax.tune import SFTConfig, read_origin, tune
+from fornax.tune.config import recipe
+from fornax.tune.data import load_examples
+from fornax.tune.splits import codec_of, limit_of
+from fornax.tune.tasks.sft import make, neftune
+
+ALL = MeshConfig(fsdp=-1)
+OPTIM = dataclasses.replace(recipe(1e-2), schedule=Constant())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
+    folder = tmp_path_factory.mktemp("sft")
+    return SFTConfig(
+        model=str(save_model(folder)),
+        data=str(save_chats(folder / "chats.jsonl")),
+        max_length=96,
+        batch_size=4,
+        virtual_shards=1,
+        steps=3,
+        lora=LoRA(rank=4),
+        mesh=MeshConfig(fsdp=1),
+        optim=OPTIM,
+        log=LogConfig(tensorboard=False),
+    )
+
+
+def begin(config: SFTConfig, devices: int = 1) -> tuple[Task, Programs, Any]:
+    task = make(config, read_origin(config), Path())
+    programs = prepare(config, task, Ledger(), jax.devices()[:devices])
+    return task, programs, first_state(config, programs)
+
+
+@pytest.fixture(scope="module")
+def plain(base: SFTConfig) -> tuple[Task, Programs, Any]:
+    """The programs of the plain run; its step gives the state up, so tests copy it."""
+    return begin(base)
+
+
+def copied(state: Any) -> Any:
+    return jax.tree.map(jnp.copy, state)
+
+
+def oracle(config: SFTConfig) -> tuple[float, int]:
+    """Mean negative log-likelihood of the trained tokens, each example in a row of its own, and
+    how many they are; float64 from the logits."""
+    origin = read_origin(config)
+    loaded = load_examples(
+        config.data, codec_of(config, origin), limit_of(config), full=config.loss_on == "all"
+    )
+    width = max(item.length for item in loaded.items)
+    tokens_NT = np.zeros((len(loaded), width), np.int32)
+    for row, item in zip(tokens_NT, loaded.items, strict=True):
+        row[: item.length] = item.tokens
+    model = load_pretrained(config.model)
+    logits_NTV = np.asarray(model(jnp.asarray(tokens_NT)), np.float64)
+    total, count = 0.0, 0
+    for logits_TV, item in zip(logits_NTV, loaded.items, strict=True):
+        for place in np.flatnonzero(item.mask):
+            before = logits_TV[place - 1]
+            total += np.log(np.exp(before - before.max()).sum()) + before.max()
+            total -= before[item.tokens[place]]
+            count += 1
+    return total / count, count
+
+
+def whole_epoch(programs: Programs, state: Any, config: SFTConfig) -> tuple[float, float]:
+    """Mean loss and weight over one pass of the data, as evaluation reads it."""
+    held_in = dataclasses.replace(config, eval_data=config.data)
+    task = make(held_in, read_origin(held_in), Path())
+    total = weight = 0.0
+    for rows in task.batches("eval", Hosts()):
+        sums = programs.evaluate(state, rows)
+        total, weight = total + float(sums.total), weight + float(sums.weight)
+    return total / weight, weight
+
+
+def test_packed_rows_hold_the_loss_of_the_assistants_tokens_alone(
+    base: SFTConfig, plain: tuple[Task, Programs, Any]
+):
+    """Against logits of each conversation by itself: masks, end of turn, isolation in a row."""
+    expected, count = oracle(base)
+    loss, weight = whole_epoch(plain[1], plain[2], base)
+    assert weight == count
+    assert loss == pytest.approx(expected, rel=2e-6)
+
+
+def test_padded_rows_and_the_full_loss_agree_with_the_same_oracle(
+    base: SFTConfig, plain: tuple[Task, Programs, Any]
+):
+    config = dataclasses.replace(base, packing="none", loss_on="all")
+    expected, count = oracle(config)
+    loss, weight = whole_epoch(plain[1], plain[2], config)
+    assert weight == count > oracle(base)[1]
+    assert loss == pytest.approx(expected, rel=2e-6)
+
+
+def test_accumulation_makes_the_update_of_the_whole_batch(
+    base: SFTConfig, plain: tuple[Task, Programs, Any]
+):
+    task, programs, state = plain
+    rows = next(iter(task.batches("train", Hosts())))
+    per_row = rows["loss_weights"].sum(1)
+    assert len(set(per_row)) > 1, "rows of equal weight would hide a mean of means"
+    once, _ = programs.step(copied(state), rows)
+    config = dataclasses.replace(base, accumulate=4)
+    _, divided, start = begin(config)
+    often, _ = divided.step(start, rows)
+    for x, y in zip(jax.tree.leaves(once.optimizer), jax.tree.leaves(often.optimizer), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-8)
+
+
+def test_adapters_learn_the_answers_over_five_seeds(
+    base: SFTConfig, plain: tuple[Task, Programs, Any]
+):
+    _, programs, state = plain
+    before, _ = whole_epoch(programs, state, base)
+    for seed in range(5):
+        config = dataclasses.replace(base, seed=seed)
+        task = make(config, read_origin(config), Path())
+        start = first_state(config, programs)
+        stream = iter(task.batches("train", Hosts()))
+        for _ in range(40):
+            start, _ = programs.step(start, next(stream))
+        assert whole_epoch(programs, start, base)[0] < 0.6 * before
+
+
+def test_noise_is_bounded_by_the_length_of_each_example_and_spares_padding():
+    segments_BT = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0, 0]])
+    width, alpha = 4096, 5.0
+    x_BTD = jnp.zeros((1, 18, width))
+    noise = np.asarray(neftune(alpha, segments_BT, jax.random.key(0))(x_BTD))[0]
+    for places, length in ((slice(0, 4), 4), (slice(4, 16), 12)):
+        bound = alpha / math.sqrt(length * width)
+        assert 0.99 * bound < np.abs(noise[places]).max() <= bound
+    assert not noise[16:].any()
+
+
+def test_noise_disturbs_training_and_not_evaluation(
+    base: SFTConfig, plain: tuple[Task, Programs, Any]
+):
+    task, programs, state = plain
+    rows = next(iter(task.batches("train", Hosts())))
+    _, calm = programs.step(copied(state), rows)
+    _, noisy, start = begin(dataclasses.replace(base, neftune_alpha=20.0))
+    clear = noisy.evaluate(start, rows)
+    _, shaken = noisy.step(start, rows)
+    assert float(clear.total / clear.weight) == pytest.approx(float(calm["loss"]), rel=1e-6)
+    assert abs(float(shaken["loss"]) - float(calm["loss"])) > 1e-4
+
+
+def test_a_run_keeps_adapters_and_tokenizer_and_reports_perplexity(
+    base: SFTConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fornax.train.report.write", lambda path: path)
+    config = dataclasses.replace(base, steps=None, batch_size=8, eval_share=0.25, mesh=ALL)
+    result = tune(config, tmp_path, progress="none")
+    assert result.reason == "finished"
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
+    assert last["compilations"] == 1
+    for name in ("config.yaml", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).is_file(), name
+    abstract = prepare(config, make(config, read_origin(config), tmp_path), Ledger()).abstract
+    state = Checkpointer(tmp_path / "checkpoints").restore(
+        {"params": abstract.params}, partial=True
+    )
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_flatten_with_path(state.state["params"])[0]
+    ]
+    assert paths
+    assert all("lora_" in path for path in paths)
+
+
+def test_bad_lines_and_patterns_are_reported_before_anything_heavy(base: SFTConfig, tmp_path: Path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"messages": [{"role": "assistant"}]}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl:1"):
+        tune(dataclasses.replace(base, data=str(file)), tmp_path / "run", progress="none")
+    lost = dataclasses.replace(base, lora=LoRA(targets=("atention/*",)))
+    with pytest.raises(ConfigError, match="attention"):
+        tune(lost, tmp_path / "run", progress="none")
+    assert not (tmp_path / "run" / "checkpoints").exists()
