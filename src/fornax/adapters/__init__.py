@@ -4,6 +4,7 @@ from fornax.adapters.attach import attach, detach, disabled, is_adapted
 from fornax.adapters.config import LoRA
 from fornax.adapters.merge import merge, merged, merged_params, unmerge
 from fornax.adapters.module import LoRAParam, QuantizedParam
+from fornax.adapters.peft import load_peft, save_peft
 
 __all__ = [
     "LoRA",
@@ -13,8 +14,10 @@ __all__ = [
     "detach",
     "disabled",
     "is_adapted",
+    "load_peft",
     "merge",
     "merged",
     "merged_params",
+    "save_peft",
     "unmerge",
 ]

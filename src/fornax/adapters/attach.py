@@ -155,6 +155,7 @@ def _adapt(path: str, module: Any, site: Site, config: LoRA, rngs: nnx.Rngs) -> 
         site=site,
         rank=rank,
         scale=alpha / (math.sqrt(rank) if config.rslora else rank),
+        rslora=config.rslora,
         dora=config.dora,
         dropout=config.dropout > 0,
     )

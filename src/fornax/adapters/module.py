@@ -44,6 +44,7 @@ class Spec:
     rank: int
     scale: float
     """What B A is multiplied by."""
+    rslora: bool = False
     dora: bool = False
     dropout: bool = False
     blocks: Blocks | None = None

@@ -19,7 +19,7 @@ from fornax.models.decoder import Decoder
 from fornax.models.families.convert import config_to_hf, family_for
 from fornax.models.layout import TensorLayout, flat_variables, plan_layout
 
-__all__ = ["save_pretrained"]
+__all__ = ["replacing", "save_pretrained"]
 
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -66,7 +66,7 @@ def save_pretrained(
     values = _values(model)
     hf_config["torch_dtype"] = np.dtype(model.embed.embedding[...].dtype).name
     try:
-        with _replacing(target) as folder:
+        with replacing(target) as folder:
             _write_json(folder / "config.json", hf_config)
             _write_json(folder / "generation_config.json", _generation_config(model.config))
             if tokenizer_dir is not None:
@@ -91,7 +91,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path) -> Iterator[Path]:
     """A new folder that takes `target`'s place when the block ends without an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
