@@ -1,4 +1,4 @@
-"""Between Fornax runs and Hugging Face directories, with the logits of both compared.
+"""Between Fornax runs, Hugging Face directories and PEFT's adapters, with the logits compared.
 
 Legend: T prompt tokens, V vocabulary.
 """
@@ -16,16 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fornax import adapters
 from fornax.checkpoint import Checkpointer
 from fornax.config import dump_yaml, from_yaml
 from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.text import read_yaml
 from fornax.data import Dataset, load_tokenizer, read_manifest
 from fornax.mesh import DtypePolicy, parse_dtype
 from fornax.models import Decoder, num_parameters, save_pretrained
 from fornax.train.config import TrainConfig
 from fornax.train.run_dir import RunDirectory
 from fornax.train.state import split_model
-from fornax.train.weights import is_run, load_decoder, load_run
+from fornax.train.weights import is_run, load_decoder, load_run, run_record
 
 __all__ = ["PROMPTS", "Parity", "convert", "tokenizer_folder"]
 
@@ -51,6 +53,7 @@ class Parity:
     family: str | None
     """Hugging Face family of the model."""
     parameters: int
+    """Of the model, or of the adapter."""
     dtype: str
     """Dtype of the weights at the destination."""
     prompts: Literal["text", "token ids"]
@@ -72,12 +75,15 @@ def convert(
     dtype: str | None = None,
     step: int | None = None,
     tokenizer: str | Path | None = None,
+    merge_lora: bool = False,
     overwrite: bool = False,
 ) -> Parity:
     """Turn a run into a Hugging Face directory, or a Hugging Face directory into a run.
 
-    A run made this way holds the weights as step 0: `init_from` starts training from it. The
-    destination is loaded back and compared; `parity.json` beside its weights keeps the result.
+    A run that trained adapters becomes a folder in PEFT's format, or, merged, a Hugging Face
+    directory. A run made this way holds the weights as step 0: `init_from` starts training from
+    it. The destination is loaded back and compared; `parity.json` beside its weights keeps the
+    result.
 
     Args:
       source: a run directory with checkpoints, or a Hugging Face directory.
@@ -85,6 +91,7 @@ def convert(
       dtype: of the weights at the destination; None keeps the source's.
       step: which checkpoint of a run; None takes the latest.
       tokenizer: a tokenizer.json or the folder of one; None finds the source's own.
+      merge_lora: whether the adapters that a run trained are merged into its weights.
       overwrite: replace a destination that exists.
 
     Raises:
@@ -101,20 +108,34 @@ def convert(
         )
     chosen = None if dtype is None else parse_dtype(dtype)
     folder = tokenizer_folder(source, tokenizer)
-    original = _load(source, step)
+    record = run_record(source, step) if to_hugging_face else None
+    base = None if record is None or record.lora is None else record.base
+    if merge_lora and base is None:
+        raise ConfigError(f"{source} has no adapters to merge; leave --merge-lora out")
+    keep = base is not None and not merge_lora
+    if keep and chosen is not None:
+        raise ConfigError("adapters are kept in float32; leave --dtype out, or --merge-lora")
+    original = _load(source, step, merge=not keep)
     prompts, kind = _prompts(folder, original)
     expected = _logits(original, prompts)
     model = _cast(original, chosen)
     family = model.config.family
     count = num_parameters(model.config)
+    stored = jnp.dtype(model.embed.embedding[...].dtype).name
     del original
-    if to_hugging_face:
+    if keep:
+        adapters.save_peft(model, destination, base=str(base), overwrite=overwrite)
+        count = sum(x.size for x in jax.tree.leaves(nnx.state(model, adapters.LoRAParam)))
+    elif to_hugging_face:
         save_pretrained(model, destination, folder, overwrite=overwrite)
     else:
         _save_run(model, destination, source, overwrite=overwrite)
-    stored = jnp.dtype(model.embed.embedding[...].dtype).name
     del model
-    found = _logits(_load(destination), prompts)
+    if keep:
+        found = _logits(_load_adapter(str(base), stored, destination), prompts)
+        stored = "float32"
+    else:
+        found = _logits(_load(destination), prompts)
     parity = Parity(
         source=str(source),
         destination=str(destination),
@@ -129,11 +150,18 @@ def convert(
     return parity
 
 
-def _load(path: Path, step: int | None = None) -> Decoder:
+def _load(path: Path, step: int | None = None, *, merge: bool = True) -> Decoder:
     """The decoder at `path`, its weights as they are, computing in float32."""
     if is_run(path):
-        return load_run(path, step=step, compute_dtype=jnp.float32).model
+        return load_run(path, step=step, compute_dtype=jnp.float32, merge=merge).model
     return load_decoder(path, compute_dtype=jnp.float32)
+
+
+def _load_adapter(base: str, dtype: str, path: Path) -> Decoder:
+    """The decoder at `base`, computing in float32, with the adapter at `path`."""
+    model = load_decoder(base, dtype=dtype, compute_dtype=jnp.float32)
+    adapters.load_peft(path, model)
+    return model
 
 
 def tokenizer_folder(source: Path, given: str | Path | None = None) -> Path | None:
@@ -154,7 +182,11 @@ def tokenizer_folder(source: Path, given: str | Path | None = None) -> Path | No
     saved = RunDirectory(source).config
     if not saved.is_file():
         return None
-    data = from_yaml(TrainConfig, saved.read_text(encoding="utf-8"), source=str(saved)).data
+    text = saved.read_text(encoding="utf-8")
+    base = read_yaml(text, str(saved))[0].get("model")
+    if isinstance(base, str):  # tuned: the model that it began at has one
+        return tokenizer_folder(Path(base).expanduser())
+    data = from_yaml(TrainConfig, text, source=str(saved)).data
     if not isinstance(data.source, Dataset) or "://" in data.source.path:
         return None
     dataset = Path(data.source.path)

@@ -1,4 +1,8 @@
-"""Weights from elsewhere: a Hugging Face directory, or the checkpoints of a Fornax run."""
+"""Weights from elsewhere: a Hugging Face directory, or the checkpoints of a Fornax run.
+
+The checkpoints of a tuned run may hold adapters only: then the decoder that it began at is loaded,
+the adapters put on it, and merged.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,10 +13,10 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fornax import optim
+from fornax import adapters, optim
 from fornax.checkpoint import CheckpointConfig, Checkpointer
 from fornax.config import diff, from_yaml
-from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.errors import ConfigError
 from fornax.mesh import DEFAULT_RULES, Rules, tree_shardings
 from fornax.models import (
     Decoder,
@@ -23,8 +27,9 @@ from fornax.models import (
 )
 from fornax.models.load import read_config
 from fornax.train.config import TrainConfig
+from fornax.train.record import RunRecord, read_record
 from fornax.train.run_dir import RunDirectory
-from fornax.train.state import split_model
+from fornax.train.state import ModelParts, split_model
 
 __all__ = [
     "Loaded",
@@ -33,6 +38,7 @@ __all__ = [
     "load_run",
     "model_config",
     "run_config",
+    "run_record",
     "with_model",
 ]
 
@@ -42,8 +48,8 @@ class Loaded:
     """The model of a run's checkpoint."""
 
     model: Decoder
-    config: TrainConfig
-    """What the run was trained with."""
+    config: RunRecord
+    """What the run was trained with; its `model` is always said."""
     step: int
 
 
@@ -53,12 +59,23 @@ def is_run(path: str | Path) -> bool:
 
 
 def run_config(path: str | Path, step: int | None = None) -> TrainConfig:
-    """What a checkpoint of the run at `path` was made with; the latest when `step` is None.
+    """What a checkpoint of the pretraining run at `path` was made with; the latest when `step` is
+    None.
 
     Raises:
+      ConfigError: when it is a run of another task.
       CheckpointError: when there is no such checkpoint, or its record is damaged.
     """
     return _run_config(Checkpointer(RunDirectory(path).checkpoints), step)
+
+
+def run_record(path: str | Path, step: int | None = None) -> RunRecord:
+    """What a checkpoint of any run at `path` is of; the latest when `step` is None.
+
+    Raises:
+      CheckpointError: when there is no such checkpoint, or it does not say.
+    """
+    return read_record(Checkpointer(RunDirectory(path).checkpoints), step)
 
 
 def model_config(path: str | Path) -> DecoderConfig:
@@ -68,7 +85,7 @@ def model_config(path: str | Path) -> DecoderConfig:
       ConfigError: when `path` holds neither a run nor a Hugging Face model.
     """
     if is_run(path):
-        return _model_of(run_config(path), path)
+        return _model_of(path, run_record(path))
     _require_hugging_face(path)
     return config_from_hf(read_config(path))
 
@@ -131,6 +148,7 @@ def load_run(
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
+    merge: bool = True,
 ) -> Loaded:
     """The model of a run, with averaged parameters where its optimizer keeps an average.
 
@@ -141,33 +159,66 @@ def load_run(
       compute_dtype: of activations and products; None for the parameters' own.
       mesh: where the weights will lie; None for the default device.
       rules: logical axes to mesh axes.
+      merge: whether adapters are merged into the weights that they were trained on, or stay on
+        the base's own, which are then not quantized.
 
     Raises:
       CheckpointError: when there is no such checkpoint, or it is damaged.
+      ConfigError: when the model that tuning began at is not where it was.
     """
     checkpointer = Checkpointer(RunDirectory(path).checkpoints, CheckpointConfig())
-    config = _run_config(checkpointer, step)
-    dtype = config.dtypes.param_dtype if dtype is None else dtype
-    abstract = abstract_decoder(_model_of(config, path), dtype=dtype, compute_dtype=compute_dtype)
-    parts = split_model(abstract)
-    wanted: dict[str, Any] = {"params": nnx.to_pure_dict(parts.params)}
+    record = read_record(checkpointer, step)
+    record = dataclasses.replace(record, model=_model_of(path, record))
+    dtypes = {
+        "dtype": record.dtypes.param_dtype if dtype is None else dtype,
+        "compute_dtype": compute_dtype,
+    }
+    if record.lora is None:
+        trained: Any = nnx.Param
+        model = abstract_decoder(_model_of(path, record), **dtypes)
+    else:
+        trained = adapters.LoRAParam
+        model = load_decoder(_base(path, record), mesh=mesh, rules=rules, **dtypes)
+        quantize = record.lora.quantize if merge else None
+        lora = dataclasses.replace(record.lora, quantize=quantize)
+        adapters.attach(model, lora, rngs=nnx.Rngs(0))
+    parts = split_model(model, trained)
     where = None
     if mesh is not None:
         where = nnx.to_pure_dict(tree_shardings(parts.params, mesh, rules))
+    params, at = _restore(checkpointer, record, parts, where, step)
+    model = parts.merge(params, {}, jax.random.key(0))
+    if record.lora is not None and merge:
+        model = adapters.merged(model)
+    return Loaded(model=model, config=record, step=at)
+
+
+def _restore(
+    checkpointer: Checkpointer, record: RunRecord, parts: ModelParts, where: Any, step: int | None
+) -> tuple[Any, int]:
+    """The trained arrays of a checkpoint, and its step.
+
+    Whatever else it has, such as a head that gives values, is left there.
+    """
+    wanted: dict[str, Any] = {"params": jax.tree.map(_shape, nnx.to_pure_dict(parts.params))}
+    if where is not None:
         wanted["params"] = jax.tree.map(_with_sharding, wanted["params"], where)
     chain = None
-    if config.optim.ema is not None or config.optim.lookahead is not None:
-        chain = optim.build(config.optim, total_steps=config.steps, params=parts.params)
+    if record.optim.ema is not None or record.optim.lookahead is not None:
+        chain = optim.build(record.optim, total_steps=record.steps, params=parts.params)
         wanted["optimizer"] = jax.eval_shape(chain.init, wanted["params"])
         if where is not None:
             shardings = chain.state_shardings(where)
             wanted["optimizer"] = jax.tree.map(_with_sharding, wanted["optimizer"], shardings)
     restored = checkpointer.restore(wanted, step, partial=True)
-    params = restored.state["params"]
+    found = restored.state["params"]
     if chain is not None:
-        params = chain.eval_params(params, restored.state["optimizer"])
-    model = parts.merge(params, {}, jax.random.key(0))
-    return Loaded(model=model, config=config, step=restored.step)
+        found = chain.eval_params(found, restored.state["optimizer"])
+    return found, restored.step
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -179,10 +230,18 @@ def _run_config(checkpointer: Checkpointer, step: int | None) -> TrainConfig:
     return from_yaml(TrainConfig, text, source=f"the config saved in {checkpointer.directory}")
 
 
-def _model_of(config: TrainConfig, path: str | Path) -> DecoderConfig:
-    if config.model is None:
-        raise CheckpointError(f"the checkpoints of {path} do not say what their model is")
-    return config.model
+def _model_of(path: str | Path, record: RunRecord) -> DecoderConfig:
+    return record.model or model_config(_base(path, record))
+
+
+def _base(path: str | Path, record: RunRecord) -> str:
+    base = str(record.base)
+    if not Path(base).is_dir():
+        raise ConfigError(
+            f"the run {path} began at the model {base}, which is not there (from {Path.cwd()}); "
+            "move it back, or call from the folder that the run was started in"
+        )
+    return base
 
 
 def _require_hugging_face(path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""`fornax convert`: between Fornax runs and Hugging Face directories, with the logits compared."""
+"""`fornax convert`: runs, Hugging Face directories and PEFT's adapters, the logits compared."""
 
 import dataclasses
 from pathlib import Path
@@ -13,11 +13,13 @@ from fornax.cli.arguments import NO_DEFAULT
 class Arguments:
     """Turn a run into a Hugging Face directory, or a Hugging Face directory into a run.
 
+    A run that trained adapters becomes a folder in PEFT's format, or a whole model if merged.
     What was written is loaded back, and the largest difference of any logit on real prompts is
     printed and kept in parity.json. A run made this way is what init_from takes.
 
     examples:
       fornax convert runs/mine --out models/mine
+      fornax convert runs/sft --merge-lora --out hf
       fornax convert models/llama --out runs/llama --dtype bfloat16
     """
 
@@ -34,6 +36,8 @@ class Arguments:
     """Which checkpoint of a run (default: the latest)."""
     tokenizer: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """A tokenizer.json or its folder (default: the source's own)."""
+    merge_lora: Annotated[bool, NO_DEFAULT] = False
+    """Merge a run's adapters into the model instead of keeping them apart."""
     overwrite: Annotated[bool, NO_DEFAULT] = False
     """Replace a destination that exists."""
 
@@ -50,6 +54,7 @@ def run(arguments: Arguments) -> int:
         dtype=arguments.dtype,
         step=arguments.step,
         tokenizer=arguments.tokenizer,
+        merge_lora=arguments.merge_lora,
         overwrite=arguments.overwrite,
     )
     print(  # noqa: T201
