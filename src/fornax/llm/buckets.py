@@ -2,7 +2,7 @@
 
 from itertools import count
 
-__all__ = ["bucket_for", "buckets", "powers"]
+__all__ = ["bucket_for", "buckets", "fours", "powers"]
 
 
 def buckets(limit: int) -> tuple[int, ...]:
@@ -16,6 +16,11 @@ def buckets(limit: int) -> tuple[int, ...]:
             break
         sizes += [1 << power, 3 << (power - 1)]
     return tuple(sorted({size for size in sizes if size < limit} | {limit}))
+
+
+def fours(limit: int) -> tuple[int, ...]:
+    """Powers of four below `limit` from 4 on, and `limit` itself."""
+    return (*(1 << power for power in range(2, limit.bit_length(), 2) if 1 << power < limit), limit)
 
 
 def powers(limit: int) -> tuple[int, ...]:

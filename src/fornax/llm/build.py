@@ -92,6 +92,7 @@ def build_engine(
         max_logprobs=config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         drafts=_drafts(config),
+        coarse=config.step_sizes == "coarse",
         state=None if adapters is None else adapters.attach(weights.state),
         bind=None if adapters is None else bind,
     )
@@ -189,7 +190,8 @@ def _draft_runner(
         )
     pages = limits.max_num_seqs * limits.table_width + 1
     own = dataclasses.replace(limits, num_pages=(pages,) * len(cache_windows(small.config)))
-    runner = Runner(small, own, programs, max_logprobs=0, name="draft")
+    coarse = config.step_sizes == "coarse"
+    runner = Runner(small, own, programs, max_logprobs=0, coarse=coarse, name="draft")
     runner.use_fixed_tables()
     return runner
 

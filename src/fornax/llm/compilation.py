@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fornax import kernels
-from fornax.llm.buckets import buckets, powers
+from fornax.llm.buckets import buckets, fours, powers
 from fornax.llm.config import LogprobsMode
 from fornax.llm.limits import Limits
 from fornax.llm.masks import mask_words
@@ -66,13 +66,24 @@ class Sizes:
     """The vector of a step, by its tokens."""
 
     @classmethod
-    def of(cls, weights: Weights, limits: Limits, drafts: int = 0) -> "Sizes":
-        """Those of an engine that proposes up to `drafts` tokens for a sequence at a time."""
-        steps, rows = buckets(limits.max_num_batched_tokens), limits.max_num_seqs
+    def of(
+        cls, weights: Weights, limits: Limits, drafts: int = 0, *, coarse: bool = False
+    ) -> "Sizes":
+        """Those of an engine.
+
+        Args:
+          weights: the model's.
+          limits: the engine's.
+          drafts: tokens proposed for a sequence at a time, at most.
+          coarse: whether to compile few sizes, see `EngineConfig.step_sizes`.
+        """
+        rows, most = limits.max_num_seqs, limits.max_num_batched_tokens
+        steps = fours(most) if coarse else buckets(most)
+        samples = min(rows * (1 + drafts), most)
         groups = len(cache_windows(weights.config))
         return cls(
             steps,
-            powers(min(rows * (1 + drafts), steps[-1])),
+            fours(samples) if coarse else powers(samples),
             {n: StepLayout(n, min(n, rows), limits.table_width, groups) for n in steps},
         )
 

@@ -87,13 +87,14 @@ class Runner:
         max_logprobs: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         drafts: int = 0,
+        coarse: bool = False,
         name: str = "model",
         state: Any = None,
         bind: Bind | None = None,
     ) -> None:
         self.weights = weights
         self.limits = limits
-        self._sizes = Sizes.of(weights, limits, drafts)
+        self._sizes = Sizes.of(weights, limits, drafts, coarse=coarse)
         self._programs = programs
         self._name = name
         state = weights.state if state is None else state

@@ -95,27 +95,32 @@ def sample(
     def adjusted() -> jax.Array:
         return adjust(logits_MV, all_R.change, rows_M, mask_MW)
 
-    def scored(target_M: jax.Array) -> Scored:
-        if logprobs_mode == "raw_logprobs":
+    def scored(reported: tuple[jax.Array, ...], target_M: jax.Array) -> Scored:
+        if not reported:
             return score(logits_MV, target_M, num_logprobs)
-        x_MV = lax.cond(changing, adjusted, lambda: logits_MV)
-        if logprobs_mode == "processed_logprobs":
-            x_MV = _cut(x_MV, choice)
+        (reported_MV,) = reported
         scale_M = _scale(choice)
         # The trainer's own function of logits, so that its log-probs differ by rounding alone.
-        own = logits_logprobs(x_MV, target_M, temperature=scale_M)
-        found = score(x_MV / scale_M[:, None], target_M, num_logprobs)
+        own = logits_logprobs(reported_MV, target_M, temperature=scale_M)
+        found = score(reported_MV / scale_M[:, None], target_M, num_logprobs)
         return found._replace(logprobs=own.logprobs)
 
-    tokens_M = lax.cond(
-        changing | jnp.any(choice.temperature > 0),
-        lambda: _choose(lax.cond(changing, adjusted, lambda: logits_MV), choice, positions_M),
-        lambda: _most_likely(*_in_lanes(logits_MV)),
-    )
+    def choose() -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Tokens, and the logits to report of, unless they are the model's own."""
+        x_MV = lax.cond(changing, adjusted, lambda: logits_MV)
+        cut_MV = _cut(x_MV, choice)
+        reported = {"raw_logprobs": (), "scaled_logprobs": (x_MV,)}.get(logprobs_mode, (cut_MV,))
+        return _choose(cut_MV, choice, positions_M), reported
+
+    def most_likely() -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        own = () if logprobs_mode == "raw_logprobs" else (logits_MV,)
+        return _most_likely(*_in_lanes(logits_MV)), own
+
+    tokens_M, reported = lax.cond(changing | jnp.any(choice.temperature > 0), choose, most_likely)
     target_M = jnp.maximum(tokens_M, 0)
     found = lax.cond(
         want_logprobs,
-        lambda: scored(target_M),
+        lambda: scored(reported, target_M),
         lambda: _unscored(len(tokens_M), num_logprobs),
     )
     noted_M = jnp.where(rows_M >= 0, rows_M, len(state.last_token))
@@ -168,14 +173,8 @@ def _choose(x_MV: jax.Array, choice: Choice, positions_M: jax.Array) -> jax.Arra
 
 def _draw(x_MGL: jax.Array, max_M: jax.Array, choice: Choice, positions_M: jax.Array) -> jax.Array:
     depth_MGL = (max_M[:, None, None] - x_MGL) / _scale(choice)[:, None, None]
-    weight_MGL = jnp.exp(-depth_MGL)
     uniforms_M2 = jax.vmap(_uniforms)(choice.key, positions_M)
-    kept_MGL = lax.cond(
-        _cuts(choice, x_MGL[0].size),
-        lambda: filtered(depth_MGL, weight_MGL, choice),
-        lambda: weight_MGL,
-    )
-    return lanes.pick(kept_MGL, uniforms_M2)
+    return lanes.pick(jnp.exp(-depth_MGL), uniforms_M2)
 
 
 def _cut(x_MV: jax.Array, choice: Choice) -> jax.Array:

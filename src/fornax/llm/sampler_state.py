@@ -17,6 +17,9 @@ from fornax.llm.sampling_params import SamplingParams
 
 __all__ = ["Change", "Choice", "RowParams", "SamplerState", "init_sampler_state", "load_row"]
 
+KEEP_ALL = np.iinfo(np.int32).max
+"""Above any vocabulary, one that is padded included."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Choice:
     temperature: Any
     """float32; 0 for the most likely token."""
     top_k: Any
-    """int32; V where all are kept."""
+    """int32; KEEP_ALL where all are kept."""
     top_p: Any
     """float32."""
     min_p: Any
@@ -86,7 +89,7 @@ class RowParams:
         return cls(
             choice=Choice(
                 temperature=np.float32(0.0 if params.greedy else params.temperature),
-                top_k=np.int32(min(params.top_k or vocab_size, vocab_size)),
+                top_k=np.int32(params.top_k if 0 < params.top_k < vocab_size else KEEP_ALL),
                 top_p=np.float32(params.top_p),
                 min_p=np.float32(params.min_p),
                 key=np.array([(int(seed) >> shift) & 0xFFFFFFFF for shift in (32, 0)], np.uint32),

@@ -48,7 +48,8 @@ class Engine:
         """The sizes it compiles steps for."""
         speculation = self.config.speculative_config
         drafts = 0 if speculation is None else speculation.num_speculative_tokens
-        return Sizes.of(self.weights, self.limits, drafts)
+        coarse = self.config.step_sizes == "coarse"
+        return Sizes.of(self.weights, self.limits, drafts, coarse=coarse)
 
     @cached_property
     def arrays(self) -> Arrays:

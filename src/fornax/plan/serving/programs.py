@@ -49,6 +49,7 @@ def build(job: Job) -> Mapping[str, Callable[[], Lowering]]:
         engine.sizes,
         engine.arrays,
         max_logprobs=engine.config.max_logprobs,
+        logprobs_mode=engine.config.logprobs_mode,
     )
     named = {
         f"{key[0]} {key[1]}": program

@@ -54,7 +54,7 @@ class LLMSampler:
           tokenizer: gives completions their text and finds stop texts; None leaves text empty,
             unless the directory has a tokenizer.
           eos_ids: tokens that end a completion; None takes the model's own.
-          engine: limits; None for the defaults.
+          engine: limits; None for the defaults and few sizes of steps, so that it starts sooner.
           filtered_logprobs: whether log-probs count only the tokens that filters keep. False gives
             the trainer's log-probs, which know no filter.
           share: whether to use the arrays of `update` themselves where they need no new layout.
@@ -66,7 +66,10 @@ class LLMSampler:
         """
         mode = "processed_logprobs" if filtered_logprobs else "scaled_logprobs"
         config = dataclasses.replace(
-            engine or EngineConfig(), logprobs_mode=mode, max_logprobs=0, enable_lora=False
+            engine or EngineConfig(step_sizes="coarse"),
+            logprobs_mode=mode,
+            max_logprobs=0,
+            enable_lora=False,
         )
         self._figures = _Figures()
         parts = build_engine(model, config, tokenizer=tokenizer, observer=self._figures)

@@ -40,7 +40,13 @@ def model(tokenizer: Tokenizer) -> Decoder:
 
 @pytest.fixture(scope="session")
 def engine() -> EngineConfig:
-    return EngineConfig(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=192, block_size=8)
+    return EngineConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        max_model_len=192,
+        block_size=8,
+        step_sizes="coarse",
+    )
 
 
 @pytest.fixture(scope="session")

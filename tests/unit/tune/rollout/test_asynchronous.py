@@ -169,13 +169,7 @@ def batches_of(sampler, model, count, save_at=None):
             rollouts = AsyncRollouts(sampler, collect, **options)
             rollouts.restore(state)
         scale = 1 + 0.1 * version
-        state = nnx.state(model)
-        scaled = nnx.from_flat_state(
-            [
-                (path, leaf.replace(leaf.get_value() * scale))
-                for path, leaf in nnx.to_flat_state(state)
-            ]
-        )
+        scaled = jax.tree.map(lambda x, scale=scale: x * scale, nnx.state(model))
         rollouts.follow(version, lambda scaled=scaled: scaled)
         found.append(rollouts.take(version))
     rollouts.close()
