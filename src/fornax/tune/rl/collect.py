@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,6 +41,18 @@ class Judge(Protocol):
         """One score a sample, in order."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """What the functions remember, JSON-able."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Let them remember it again."""
+        ...
+
+    def close(self) -> None:
+        """End their processes."""
+        ...
+
 
 def draw_completions(
     sampler: Sampler,
@@ -69,7 +81,7 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass(kw_only=True)
 class Collector:
-    """Makes rounds, one after the other; where it stands is `position` alone."""
+    """Makes rounds, one after the other; of itself it remembers `position` alone."""
 
     prompts: Sequence[PromptTokens]
     settings: SampleSettings
@@ -126,6 +138,24 @@ class Collector:
                 "reward_seconds": rewarding,
             },
         )
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, and what the rewards remember."""
+        return {
+            "position": self.position,
+            "judge": {} if self.judge is None else self.judge.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.position = state["position"]
+        if self.judge is not None:
+            self.judge.restore(state["judge"])
+
+    def close(self) -> None:
+        """End the reward functions' processes."""
+        if self.judge is not None:
+            self.judge.close()
 
     def _how_many(self, missing: int, asked: int, alike: int) -> int:
         """Prompts to ask for, if groups go on to differ as often as they did."""

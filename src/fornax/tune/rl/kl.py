@@ -54,7 +54,7 @@ class KLController:
         self.coefficient = self.config.coefficient
 
     def update(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Take a round's `kl_reference_sum` and `completions`; returns the coefficient it used.
+        """Take a round's numbers; returns the coefficient that it used.
 
         beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon).
         """
@@ -62,7 +62,7 @@ class KLController:
         config = self.config
         if isinstance(config, AdaptiveKL) and "kl_reference_sum" in numbers:
             error = numbers["kl_reference_sum"] / config.target - 1
-            step = min(max(error, -0.2), 0.2) * numbers["completions"] / config.horizon
+            step = min(max(error, -0.2), 0.2) * numbers["rollout_completions"] / config.horizon
             self.coefficient *= 1 + step
         return used
 

@@ -31,7 +31,7 @@ def round_numbers(collected: Collected, credit: Credit, *, group_size: int) -> d
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
         "truncated": float(np.mean([r.truncated for r in rollouts])),
-        "completions": float(len(rollouts)),
+        "rollout_completions": float(len(rollouts)),
     }
     for name in sorted({name for r in rollouts for name in r.parts}):
         scores = np.array([r.parts.get(name, np.nan) for r in rollouts])

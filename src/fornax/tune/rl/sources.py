@@ -43,14 +43,15 @@ class OnPolicy:
 
     def state(self) -> dict[str, Any]:
         """See `Source.state`."""
-        return {"position": self.collector.position}
+        return {"collector": self.collector.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Source.restore`."""
-        self.collector.position = state["position"]
+        self.collector.restore(state["collector"])
 
     def close(self) -> None:
-        """End the sampler."""
+        """End the sampler and the rewards."""
+        self.collector.close()
         if self._sampler is not None:
             self._sampler.close()
 
@@ -84,17 +85,18 @@ class Ahead:
     def state(self) -> dict[str, Any]:
         """See `Source.state`; a round being drawn is waited for."""
         pending = self._pending if self._rollouts is None else self._rollouts.state()
-        return {"pending": pending or {}, "position": self.collector.position}
+        return {"pending": pending or {}, "collector": self.collector.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Source.restore`."""
-        self.collector.position = state["position"]
+        self.collector.restore(state["collector"])
         self._pending = state["pending"]
 
     def close(self) -> None:
-        """End the thread and the sampler."""
+        """End the thread, the sampler and the rewards."""
         if self._rollouts is not None:
             self._rollouts.close()
+        self.collector.close()
         if self._sampler is not None:
             self._sampler.close()
 

@@ -98,13 +98,13 @@ def test_ppo_refusals(words: tuple[str, ...], message: str) -> None:
 def test_the_adaptive_coefficient_follows_its_target_and_resumes() -> None:
     config = AdaptiveKL(coefficient=0.1, target=2.0, horizon=100)
     controller = KLController(config=config)
-    used = controller.update({"kl_reference_sum": 2.2, "completions": 10.0})
+    used = controller.update({"kl_reference_sum": 2.2, "rollout_completions": 10.0})
     assert used == {"kl_coefficient": 0.1}
     assert controller.coefficient == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
-    controller.update({"kl_reference_sum": 50.0, "completions": 10.0})
+    controller.update({"kl_reference_sum": 50.0, "rollout_completions": 10.0})
     assert controller.coefficient == pytest.approx(0.101 * (1 + 0.2 * 10 / 100))
     other = KLController(config=config)
     other.restore(controller.state())
     assert other.coefficient == controller.coefficient
-    controller.update({"kl_reference_sum": 0.0, "completions": 10.0})
+    controller.update({"kl_reference_sum": 0.0, "rollout_completions": 10.0})
     assert controller.coefficient == pytest.approx(other.coefficient * 0.98)

@@ -14,18 +14,21 @@ from fornax.adapters import LoRA
 from fornax.config import DataError
 from fornax.rewards import Score
 from fornax.tune.rl.algorithms import DAPO, GRPO
-from fornax.tune.rl.config import RolloutConfig
+from fornax.tune.rl.config import AsyncConfig, RolloutConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of four steps at learning rate 0, whose compiled step others take over."""
-    return Run(frozen(BASE), tmp_path_factory.mktemp("base"))
+    """A run whose compiled step others take over."""
+    return Run(BASE, tmp_path_factory.mktemp("base"))
 
 
-def check_ratios(run: Run) -> None:
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_the_ratio_is_one_at_learning_rate_zero(tmp_path: Path, temperature: float) -> None:
+    rollout = RolloutConfig(max_tokens=8, temperature=temperature)
+    run = Run(frozen(BASE, rollout=rollout), tmp_path)
     for _ in range(5):
         metrics = run.train()
         assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
@@ -33,16 +36,6 @@ def check_ratios(run: Run) -> None:
         assert metrics["clip_fraction"] == 0
         assert abs(metrics["mismatch_kl"]) < 1e-5
         assert metrics["importance"] == pytest.approx(1, abs=1e-5)
-
-
-def test_the_ratio_is_one_at_learning_rate_zero(base: Run) -> None:
-    check_ratios(base)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.5])
-def test_the_ratio_is_one_at_any_temperature(tmp_path: Path, temperature: float) -> None:
-    rollout = RolloutConfig(max_tokens=8, temperature=temperature)
-    check_ratios(Run(frozen(BASE, rollout=rollout), tmp_path))
 
 
 class Warm(ToySampler):
@@ -53,14 +46,14 @@ class Warm(ToySampler):
 
 
 def test_another_temperature_in_the_sampler_is_seen(base: Run, tmp_path: Path) -> None:
-    run = Run(frozen(BASE), tmp_path, programs=base.programs, sampler=Warm)
+    run = Run(BASE, tmp_path, programs=base.programs, sampler=Warm)
     metrics = run.train()
     assert metrics["mismatch_kl"] > 1e-3
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
 
 
 def test_samples_say_what_was_drawn_and_how_it_was_judged(base: Run, tmp_path: Path) -> None:
-    run = Run(frozen(BASE), tmp_path, programs=base.programs)
+    run = Run(BASE, tmp_path, programs=base.programs)
     metrics = [run.train() for _ in range(5)]
     run.stream.close()
     lines = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -95,14 +88,29 @@ def test_samples_say_what_was_drawn_and_how_it_was_judged(base: Run, tmp_path: P
     assert metrics[4]["train_tokens_per_second"] > 0
 
 
+class Drift(Counter):
+    """A reward with a memory."""
+
+    def score(self, samples: Any) -> list[Score]:
+        before = self.seen
+        scores = super().score(samples)
+        return [
+            Score(total=score.total + (before + number) % 7 / 70, parts=score.parts)
+            for number, score in enumerate(scores)
+        ]
+
+
+@pytest.mark.parametrize("asynchronous", [None, AsyncConfig()])
 @pytest.mark.parametrize("stop", [3, 4, 6])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
-    base: Run, tmp_path: Path, stop: int
+    base: Run, tmp_path: Path, stop: int, asynchronous: AsyncConfig | None
 ) -> None:
-    whole = Run(BASE, tmp_path / "whole", programs=base.programs)
+    drifting = [Drift(), Drift(), Drift()]
+    config = dataclasses.replace(BASE, asynchronous=asynchronous)
+    whole = Run(config, tmp_path / "whole", programs=base.programs, judge=drifting[0])
     for _ in range(9):
         whole.train()
-    killed = Run(BASE, tmp_path / "killed", programs=base.programs)
+    killed = Run(config, tmp_path / "killed", programs=base.programs, judge=drifting[1])
     for _ in range(stop):
         killed.train()
     position = json.loads(json.dumps({str(k): v for k, v in killed.stream.state().items()}))
@@ -110,15 +118,31 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     for _ in range(3):  # what a killed run did after its last checkpoint
         killed.train()
     killed.stream.close()
-    resumed = Run(BASE, tmp_path / "killed", programs=base.programs)
+    resumed = Run(config, tmp_path / "killed", programs=base.programs, judge=drifting[2])
     resumed.stream.restore({int(k): v for k, v in position.items()})
     resumed.state = jax.device_put(held, jax.tree.map(lambda x: x.sharding, resumed.state))
     resumed.step = stop
     for _ in range(9 - stop):
         resumed.train()
+    for run in (whole, resumed):
+        run.stream.close()
     jax.tree.map(np.testing.assert_array_equal, whole.params(), resumed.params())
     files = [tmp_path / name / "samples.jsonl" for name in ("whole", "killed")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_one_step_off_draws_with_the_weights_before(base: Run, tmp_path: Path) -> None:
+    config = dataclasses.replace(BASE, asynchronous=AsyncConfig())
+    run = Run(config, tmp_path, programs=base.programs)
+    metrics = [run.train() for _ in range(10)]
+    run.stream.close()
+    assert [m["staleness"] for m in metrics] == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5]
+    lines = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [lines[16 * n]["versions"] for n in range(3)] == [[0, 0], [0, 0], [4, 4]]
+    first = [m["ratio_max"] for m in metrics[::4]]
+    assert first == pytest.approx([1, 1, 1], abs=1e-5)
+    assert metrics[0]["mismatch_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics[8]["mismatch_kl"] > 1e-4
 
 
 class Fussy(Counter):

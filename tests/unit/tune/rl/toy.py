@@ -138,6 +138,9 @@ class Counter:
     def restore(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"]
 
+    def close(self) -> None:
+        """Nothing runs."""
+
 
 def prompts(count: int = 6) -> list[PromptTokens]:
     draw = np.random.default_rng(0)
