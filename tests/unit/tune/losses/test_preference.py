@@ -120,7 +120,8 @@ def found() -> dict[str, Any]:
         }
 
     with jax.enable_x64(True):
-        return jax.jit(all_cases)({name: x for name, (_, _, x) in CASES.items()})
+        given = {name: x for name, (_, _, x) in CASES.items()}
+        return jax.tree.map(np.asarray, jax.jit(all_cases)(given))
 
 
 @pytest.mark.parametrize("name", CASES)
