@@ -12,7 +12,7 @@ from fornax.evaluate.statistics import Estimate, pass_at_k, ratio, share
 if TYPE_CHECKING:
     from fornax.evaluate.comparison import Comparison, compare
     from fornax.evaluate.generative import Generative
-    from fornax.evaluate.judge import Judge, RewardModelJudge
+    from fornax.evaluate.judge import Judge
     from fornax.evaluate.perplexity import Perplexity
     from fornax.evaluate.run import Results, evaluate
 
@@ -24,7 +24,6 @@ __all__ = [
     "Judge",
     "Perplexity",
     "Results",
-    "RewardModelJudge",
     "compare",
     "evaluate",
     "pass_at_k",
@@ -38,7 +37,6 @@ _HOMES = {
     "Judge": "judge",
     "Perplexity": "perplexity",
     "Results": "run",
-    "RewardModelJudge": "judge",
     "compare": "comparison",
     "evaluate": "run",
 }

@@ -24,7 +24,7 @@ def check_harness() -> None:
       ConfigError: saying how to install it.
     """
     try:
-        import lm_eval  # noqa: F401  # pyrefly: ignore[missing-import]
+        import lm_eval.tasks  # noqa: F401  # pyrefly: ignore[missing-import]
     except ImportError as error:
         raise ConfigError(
             f"tasks need lm-eval-harness, which cannot be imported ({error}); pip install lm-eval, "
