@@ -48,6 +48,9 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
         feed = feed_of(config, hosts, train=split == "train")
         return sft_batches(splits[split], feed, config.max_length, packing=config.packing)
 
+    # Packed passes run into each other: several take fewer batches than as many single ones.
+    epochs = config.epochs or 1.0
+    steps = stream("train", Hosts()).batches_in(epochs)
     return Task(
         build=trained.build,
         loss=loss,
@@ -56,7 +59,7 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
         summarise=_summarise,
         pretrained=trained.pretrained,
         trained=trained.trained,
-        steps_per_epoch=float(stream("train", Hosts()).batches_per_epoch()),
+        steps_per_epoch=steps / epochs,
         notes=(trained.text, *described(splits)),
         unit="trained_tokens",
     )
