@@ -1,10 +1,10 @@
 """Data of post-training: conversations, pairs and prompts to tokens, masks and batches."""
 
-from fornax.tune.data.answers import kto_batches, preference_batches
 from fornax.tune.data.checks import doubled_beginnings, template_fault, without_end
 from fornax.tune.data.codec import Codec
 from fornax.tune.data.encoded import Encoded, Limit, TooLong
 from fornax.tune.data.feed import Feed, IndexStream, Picks
+from fornax.tune.data.lines import Line, read_lines
 from fornax.tune.data.load import (
     LabelledTokens,
     Loaded,
@@ -14,8 +14,8 @@ from fornax.tune.data.load import (
     load_labelled,
     load_pairs,
     load_prompts,
-    load_texts,
 )
+from fornax.tune.data.preference import preference_batches
 from fornax.tune.data.problems import Problems
 from fornax.tune.data.read import read_examples, read_labelled, read_pairs, read_prompts
 from fornax.tune.data.records import Chat, Completion, Example, Labelled, Pair, Prompt, Text
@@ -35,6 +35,7 @@ __all__ = [
     "Labelled",
     "LabelledTokens",
     "Limit",
+    "Line",
     "Loaded",
     "PackedStream",
     "Pair",
@@ -52,16 +53,15 @@ __all__ = [
     "buckets_up_to",
     "doubled_beginnings",
     "from_array_state",
-    "kto_batches",
     "load_examples",
     "load_labelled",
     "load_pairs",
     "load_prompts",
-    "load_texts",
     "pad_rows",
     "preference_batches",
     "read_examples",
     "read_labelled",
+    "read_lines",
     "read_pairs",
     "read_prompts",
     "sft_batches",

@@ -32,7 +32,6 @@ __all__ = [
     "load_labelled",
     "load_pairs",
     "load_prompts",
-    "load_texts",
 ]
 
 _Item = TypeVar("_Item")
@@ -119,17 +118,6 @@ def _encode(record: Example, codec: Codec) -> list[Encoded]:
     if isinstance(record, Text):
         return [codec.text(record.text)]
     return [codec.completion(record.prompt, record.completion, record.tools, record.variables)]
-
-
-def load_texts(
-    paths: Paths, codec: Codec, limit: Limit, *, columns: Columns | None = None
-) -> Loaded[Encoded]:
-    """Texts, chats or completions, all of whose tokens count: for distillation.
-
-    Raises:
-      DataError: with file and line of the first records that cannot be used.
-    """
-    return load_examples(paths, codec, limit, full=True, columns=columns)
 
 
 def load_pairs(

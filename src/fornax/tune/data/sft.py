@@ -140,7 +140,7 @@ class PackedStream(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
-        learned = ((batch["targets"] & _LEARNED) != 0) & (batch["loss_weights"] > 0)
+        learned = (batch["targets"] & _LEARNED) != 0
         return {
             **batch,
             "tokens": batch["tokens"] & ~_LEARNED,

@@ -15,12 +15,10 @@ from fornax.tune.data import (
     Encoded,
     Feed,
     IndexStream,
-    LabelledTokens,
     Loaded,
     PairTokens,
     Summary,
     buckets_up_to,
-    kto_batches,
     preference_batches,
     sft_batches,
 )
@@ -60,16 +58,6 @@ def _pairs(count: int) -> Loaded[PairTokens]:
     )
 
 
-def _labelled(count: int) -> Loaded[LabelledTokens]:
-    rng = np.random.default_rng(2)
-    return _loaded(
-        [
-            LabelledTokens(sequence=_sequence(i + 1, int(rng.integers(4, 30)), 3), label=i % 3 > 0)
-            for i in range(count)
-        ]
-    )
-
-
 def _packed(feed: Feed) -> Stream:
     return sft_batches(_examples(37), feed, LENGTH)
 
@@ -83,11 +71,7 @@ def _paired(feed: Feed) -> Stream:
     return preference_batches(_pairs(21), feed, LENGTH, columns=logps, buckets=(16, 32))
 
 
-def _kto(feed: Feed) -> Stream:
-    return kto_batches(_labelled(21), feed, LENGTH, buckets=(16, 32))
-
-
-STREAMS = (_packed, _padded, _paired, _kto)
+STREAMS = (_packed, _padded, _paired)
 
 
 def _learned(batch: dict[str, np.ndarray]) -> Iterator[tuple[int, int]]:
@@ -138,6 +122,16 @@ def test_packed_rows_hold_several_examples_apart() -> None:
         for tokens, segments in zip(batch["tokens"], batch["segment_ids"], strict=True):
             owners = {s: set((tokens[segments == s] // 100).tolist()) for s in set(segments) - {0}}
             assert all(len(numbers) == 1 for numbers in owners.values())
+
+
+def test_epochs_of_a_small_set_do_not_mix_when_packed() -> None:
+    stream = sft_batches(_examples(40), Feed(batch_size=1, seed=1), LENGTH)
+    rows = itertools.islice(stream, stream.batches_per_epoch() // 2)
+    starts = [row["tokens"][(row["positions"] == 0) & (row["segment_ids"] > 0)] for row in rows]
+    found = np.concatenate(starts).tolist()
+    assert len(found) > 10
+    assert len(set(found)) == len(found)
+    stream.close()
 
 
 def test_padded_rows_take_the_shortest_length_that_holds_the_batch() -> None:
@@ -246,22 +240,6 @@ def test_pairs_stand_side_by_side_with_their_columns() -> None:
             assert batch["margin"][row] == example
             assert batch["reference_logps"][row].tolist() == [2 * example, 2 * example + 1]
     assert sorted(seen) == list(range(21))
-
-
-def test_kto_rows_carry_the_completion_of_their_neighbour() -> None:
-    items = _labelled(21).items
-    for batch in _kto(Feed(batch_size=8, epochs=1)):
-        examples = [e for e in batch["example"].tolist() if e >= 0]
-        for row, example in enumerate(examples):
-            own = items[example].sequence
-            other = items[examples[(row + 1) % len(examples)]].sequence
-            swapped = [*own.tokens[:3], *other.tokens[3:]]
-            length = min(len(swapped), batch["tokens"].shape[2])
-            assert batch["tokens"][row, 1, :length].tolist() == swapped[:length]
-            assert batch["loss_weights"][row, 1].sum() == length - 3
-            assert batch["desirable"][row] == items[example].label
-    with pytest.raises(ConfigError, match="no other completion"):
-        _kto(Feed(batch_size=1))
 
 
 def test_columns_must_fit() -> None:

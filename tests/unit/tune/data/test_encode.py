@@ -1,6 +1,5 @@
 """Tokens and masks: what the assistant wrote and the end of it, nothing else, nothing twice."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,6 +196,12 @@ def test_marks_without_the_turns_end_get_it() -> None:
     assert _learned(made, found) == ["world<|im_end|>"]
 
 
+def test_the_first_of_several_ends_is_the_last_learned() -> None:
+    made = codec(CHATML.replace("<|im_end|>\n", "<|im_end|>\n<|endoftext|>\n"))
+    (found,) = _chat(made, chat("hello", "world", "what", "is one"))
+    assert _learned(made, found) == ["world<|im_end|>", "is one<|im_end|>"]
+
+
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     bare = tokenizer()
     bare.eos_id = None
@@ -204,8 +209,7 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
         Codec(bare).text("hello")
 
 
-def test_template_variables_of_the_run_and_of_a_record_reach_the_template(tmp_path: Path) -> None:
-    del tmp_path
+def test_template_variables_of_the_run_and_of_a_record_reach_the_template() -> None:
     made = codec("{{ style }}" + CHATML, variables={"style": "one "})
     (run,) = _chat(made, chat("a", "b"))
     (record,) = _chat(made, chat("a", "b"), variables={"style": "two "})

@@ -14,7 +14,6 @@ from fornax.tune.data import (
     load_labelled,
     load_pairs,
     load_prompts,
-    load_texts,
 )
 
 LONG = "one " * 40
@@ -99,13 +98,13 @@ def test_a_cut_prompt_keeps_its_first_token(tmp_path: Path) -> None:
     assert prompt.where == f"{path}:1"
 
 
-def test_labels_and_texts_are_loaded(tmp_path: Path, plain: Codec) -> None:
+def test_labels_and_whole_texts_are_loaded(tmp_path: Path, plain: Codec) -> None:
     path = write(
         tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "label": bool(i)} for i in (0, 1)]
     )
     found = load_labelled(path, plain, Limit(max_length=24))
     assert [item.label for item in found.items] == [False, True]
-    texts = load_texts(path, plain, Limit(max_length=24))
+    texts = load_examples(path, plain, Limit(max_length=24), full=True)
     assert all(item.trained == item.length - 1 for item in texts.items)
 
 

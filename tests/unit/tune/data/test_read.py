@@ -74,6 +74,7 @@ def test_tools_and_their_answers_are_read(tmp_path: Path) -> None:
         ({"messages": [USER, {"role": "system", "content": "x"}, ANSWER]}, "role system"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "empty completion"),
         ({"messages": [{"role": "user"}, ANSWER]}, "has no content"),
+        ({"messages": [{"role": "user", "content": " "}, ANSWER]}, "(user) has empty content"),
         ({"messages": [{"role": "user", "content": 1}, ANSWER]}, "content that is a int"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},

@@ -1,6 +1,6 @@
-"""Batches of preference pairs, and of labelled completions with the baseline that KTO needs.
+"""Batches of preference pairs, with further columns beside them.
 
-Legend: P pairs or B completions of this host, 2 sequences of each, T tokens of a sequence.
+Legend: P pairs of this host, 2 sequences of each, T tokens of a sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from fornax.config.errors import ConfigError
-from fornax.tune.data.encoded import Encoded, cut_end, encoded
+from fornax.tune.data.encoded import Encoded
 from fornax.tune.data.feed import Feed, Picks, fingerprint
-from fornax.tune.data.load import LabelledTokens, Loaded, PairTokens
+from fornax.tune.data.load import Loaded, PairTokens
 from fornax.tune.data.rows import Batch, RowStream, buckets_up_to, pad_rows
 
-__all__ = ["Columns", "kto_batches", "preference_batches"]
+__all__ = ["Columns", "preference_batches"]
 
 Columns = Mapping[str, np.ndarray]
 """Further arrays by name, each with a first dimension of examples."""
@@ -63,66 +63,6 @@ def _two(pair: PairTokens | None) -> tuple[Encoded | None, Encoded | None]:
     return (None, None) if pair is None else (pair.chosen, pair.rejected)
 
 
-def kto_batches(
-    loaded: Loaded[LabelledTokens],
-    feed: Feed,
-    max_length: int,
-    *,
-    columns: Columns | None = None,
-    buckets: Sequence[int] | None = None,
-) -> RowStream:
-    """Batches of labelled completions, each beside a prompt with a completion not its own.
-
-    The second sequence is the prompt followed by the completion of the next row of the global
-    batch (of the first, for the last); its log-probabilities estimate the divergence from the
-    reference that KTO subtracts (Ethayarajh et al. 2024, arXiv:2402.01306). It is cut at
-    `max_length`.
-
-    Returns:
-      A stream of `tokens`, `targets`, `segment_ids`, `positions` int32 and `loss_weights` float32
-      `[B, 2, T]`; `desirable` float32 `[B]`, 1 or 0; `example` int32 `[B]`, -1 in rows of padding;
-      and `columns`.
-
-    Raises:
-      ConfigError: for a batch of one, which has no other completion; for a column of another
-        length than the data, or with a name that is taken.
-    """
-    if feed.batch_size < 2:
-        raise ConfigError(
-            "batch_size=1 leaves KTO no other completion to estimate the divergence with; use 2 or "
-            "more"
-        )
-    items = loaded.items
-    extra = _checked(columns, len(items))
-    extra["desirable"] = np.asarray([item.label for item in items], np.float32)
-
-    def collate(picks: Picks, mine: slice, length: int) -> Batch:
-        real = picks.index[picks.index >= 0]
-        following = np.concatenate([np.roll(real, -1), picks.index[len(real) :]])
-        both = [
-            (None, None) if own < 0 else (items[own].sequence, _swapped(items, own, other, length))
-            for own, other in zip(picks.index[mine].tolist(), following[mine].tolist(), strict=True)
-        ]
-        return _rows(both, picks.index[mine], length) | _gathered(extra, picks.index[mine])
-
-    lengths = [item.sequence.length for item in items]
-    return RowStream(
-        lengths,
-        collate,
-        feed,
-        buckets or buckets_up_to(max_length),
-        _identity(item.sequence for item in items),
-    )
-
-
-def _swapped(items: Sequence[LabelledTokens], own: int, other: int, length: int) -> Encoded:
-    """The prompt of one item with the completion of another."""
-    prompt, answer = items[own].sequence, items[other].sequence
-    tokens = np.concatenate([prompt.tokens[: prompt.prompt], answer.tokens[answer.prompt :]])
-    mask = np.concatenate([np.zeros(prompt.prompt, bool), answer.mask[answer.prompt :]])
-    return cut_end(encoded(tokens, mask), length)
-
-
 def _rows(both: Sequence[tuple[Any, Any]], index: np.ndarray, length: int) -> Batch:
     flat = pad_rows([sequence for two in both for sequence in two], length)
     batch = {name: array.reshape(len(both), 2, length) for name, array in flat.items()}
@@ -141,7 +81,7 @@ def _gathered(columns: Columns, index: np.ndarray) -> Batch:
 def _checked(columns: Columns | None, count: int) -> dict[str, np.ndarray]:
     taken = ("tokens", "targets", "segment_ids", "positions", "loss_weights", "example", "margin")
     for name, column in (columns or {}).items():
-        if name in (*taken, "desirable"):
+        if name in taken:
             raise ConfigError(f"the column name {name} is taken; use another")
         if len(column) != count:
             raise ConfigError(f"the column {name} has {len(column)} rows for {count} examples")
