@@ -96,8 +96,14 @@ def _assert_close(found: dict[str, Any], expected: dict[str, Any], atol: float) 
         )
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        ("softcap and temperatures", "chunked"),
+        ("entropy", "chunked"),
+        ("entropy", "reference"),
+    ],
+)
 def test_float64_agrees_with_numpy(name: str, implementation: str) -> None:
     with jax.enable_x64(True):
         found = _run(jnp.float64, implementation=implementation, chunk=16, **OPTIONS[name])
@@ -106,13 +112,14 @@ def test_float64_agrees_with_numpy(name: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"), [*((name, c) for name in OPTIONS for c in (16, 1000)), ("entropy", 1)]
+    ("name", "chunk"),
+    [("plain", 16), ("softcap and temperatures", 1000), ("entropy", 16), ("entropy", 1000)],
 )
 def test_float32_agrees_with_numpy_however_it_is_cut(name: str, chunk: int) -> None:
     _assert_close(_run(chunk=chunk, **OPTIONS[name]), _oracle(OPTIONS[name]), 1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["softcap and temperatures", "entropy"])
 def test_a_frozen_projection_changes_no_gradient_of_x(name: str) -> None:
     found = _run(chunk=16, wanted=(0,), **OPTIONS[name])
     _assert_close(found, _oracle(OPTIONS[name]), 1e-5)
@@ -152,7 +159,6 @@ def test_entropy_used_only_as_a_report_adds_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("sizes", "chunk"),
     [
-        ({"tensor": 8}, 2),
         ({"data": 2, "fsdp": 2, "tensor": 2}, 2),
         ({"data": 2, "fsdp": 2, "tensor": 2}, 1000),
         ({"context": 4}, 2),

