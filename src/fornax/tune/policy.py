@@ -28,6 +28,7 @@ class Origin:
     """What is known of the model to start from, short of its weights."""
 
     path: Path
+    """Absolute."""
     model_config: DecoderConfig
     tokenizer: Tokenizer
     """Encodes special tokens that a text spells out, as chat templates do."""
@@ -48,7 +49,7 @@ def read_origin(config: TuneConfig) -> Origin:
       ConfigError: when it is neither a run nor a Hugging Face directory, or has no tokenizer.
       DataError: when the tokenizer, or the template given, cannot be read or is too large.
     """
-    path = Path(config.model).expanduser()
+    path = Path(config.model).expanduser().resolve()
     model = model_config(path)
     folder = tokenizer_folder(path)
     if folder is None:

@@ -17,7 +17,7 @@ from fornax.tune.config import TuneConfig
 from fornax.tune.methods import method_of
 from fornax.tune.policy import Origin, read_origin
 
-__all__ = ["resolve", "tune", "within_window"]
+__all__ = ["resolve", "settle", "tune"]
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -65,7 +65,7 @@ def tune(
         if first:
             stack.enter_context(directory)
         origin = read_origin(config)
-        config = within_window(config, origin)
+        config = settle(config, origin)
         task: Task = method.make()(config, origin, directory.path)
         config = resolve(config, task)
         for line in task.notes:
@@ -75,10 +75,11 @@ def tune(
         return train(config, directory, task=task, accept_changes=accept_changes, progress=shown)
 
 
-def within_window(config: TuneConfig, origin: Origin) -> TuneConfig:
-    """The config with `max_length` no larger than the model's positions."""
+def settle(config: TuneConfig, origin: Origin) -> TuneConfig:
+    """The config with what follows from the model: its path, so that the run is found to belong to
+    it from any folder, and `max_length`, which is no larger than its positions."""
     length = min(config.max_length, origin.model_config.max_position_embeddings)
-    return dataclasses.replace(config, max_length=length)
+    return dataclasses.replace(config, model=str(origin.path), max_length=length)
 
 
 def resolve(config: TuneConfig, task: Task) -> TuneConfig:

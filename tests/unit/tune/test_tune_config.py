@@ -1,6 +1,7 @@
 """Configs of tuning: what they refuse, and how the length of a run follows from the data."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from fornax.config import ConfigError, dump_yaml, from_yaml, load
 from fornax.train import EvalConfig, Task
 from fornax.tune import METHODS, SFTConfig, TuneConfig, method_of, read_origin
 from fornax.tune.policy import policy
-from fornax.tune.run import resolve, within_window
+from fornax.tune.run import resolve, settle
 
 CONFIG = SFTConfig(model="model", data="data.jsonl")
 
@@ -119,7 +120,8 @@ def test_a_model_is_read_with_its_ends_and_template(tmp_path: Path):
     changed = read_origin(dataclasses.replace(config, template=str(given)))
     assert changed.template is not None
     assert changed.template.render(messages) == "x"
-    assert within_window(config, origin).max_length == 128
+    settled = settle(dataclasses.replace(config, model=os.path.relpath(model)), origin)
+    assert (settled.max_length, settled.model) == (128, str(model.resolve()))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_origin(dataclasses.replace(config, template=str(tmp_path / "none")))
     whole = policy(config, origin)
