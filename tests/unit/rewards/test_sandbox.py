@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fornax.config.errors import ConfigError
-from fornax.rewards.sandbox import REQUIRED, Limits, Outcome, run_program
+from fornax.rewards.sandbox import REQUIRED, Limits, Outcome, run, run_program
 
 SECONDS = 1.0
 BRIEF = Limits(seconds=SECONDS)
@@ -215,6 +215,51 @@ def test_a_program_that_ends_early_passes_no_test(program: str) -> None:
 def test_nothing_runs_where_the_kernel_does_not_hold(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not hold a program's teleport.*unheld=allow"):
         run_program("open('ran', 'w')", required=frozenset({"teleport"}))
+
+
+def test_without_namespaces_the_rest_still_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(run.__file__).parent
+    enter = tmp_path / "inside" / "enter.py"
+    enter.parent.mkdir()
+    enter.write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(folder)!r})
+import kernel
+def refused(**_):
+    raise OSError(1, "no namespaces here")
+kernel.separate = refused
+exec(compile(open({str(folder / "enter.py")!r}).read(), "enter.py", "exec"))
+"""
+    )
+    monkeypatch.setattr(run, "_ENTER", enter)
+    monkeypatch.setattr(run, "_SYSTEM", (*run._SYSTEM, str(folder)))
+    found = run_program("print('well')")
+    assert found.output == "well\n"
+    assert found.held == REQUIRED
+    mine = tmp_path / "mine"
+    mine.write_text("kept")
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        for attack in (
+            f"import os; os.kill({victim.pid}, 9)",
+            f"import os; os.chmod({str(mine)!r}, 0)",
+            f"import os; os.truncate({str(mine)!r}, 0)",
+            f"open({str(mine)!r}, 'a')",
+            f"open({str(mine)!r})",
+            "import socket; socket.socket()",
+            "import os; os.fork() or os._exit(0)",
+        ):
+            assert run_program(attack).error.startswith("PermissionError"), attack
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+    assert mine.read_text() == "kept"
+    with pytest.raises(ConfigError, match="does not hold a program's processes"):
+        run_program("pass", limits=Limits(processes=2))
 
 
 def test_no_folder_stays_behind() -> None:

@@ -83,16 +83,21 @@ def _close_in(job: dict, held: set, separated: bool) -> None:
         held.add("processes")
     if kernel is None:
         return
-    scoped = []
-    if _try(
+    read_only = "writes" in held  # all file systems but the private folder
+    version = []
+    writable = [job["folder"], "/dev/null"]
+    _try(held, ("reads",), lambda: version.append(kernel.only_files(job["readable"], writable)))
+    closed, scoped = (bool(version) and version[0] >= least for least in (3, 6))
+    held |= {"signals"} if scoped else set()
+    alone, loud = job["processes"] == 1, "signals" not in held
+    kinds = ["network", "signals"]
+    kinds += ["processes"] if alone else []
+    kinds += ["writes"] if closed else []
+    _try(
         held,
-        ("reads", "writes"),
-        lambda: scoped.append(kernel.only_files(job["readable"], [job["folder"], "/dev/null"])),
-    ):
-        held |= {"signals"} if scoped[0] else set()
-    alone = job["processes"] == 1
-    kinds = ("network", "signals", *(("processes",) if alone else ()))
-    _try(held, kinds, lambda: kernel.refuse_calls(forks=alone, signals="signals" not in held))
+        kinds,
+        lambda: kernel.refuse_calls(forks=alone, signals=loud, attributes=not read_only),
+    )
 
 
 def _answer(value: dict) -> None:

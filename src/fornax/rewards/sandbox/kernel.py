@@ -57,6 +57,26 @@ _SIGNALS = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
 }
+_ATTRIBUTES = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+}
 _FORKS = {"fork": (57, None), "vfork": (58, None)}
 _CLONE, _CLONE3 = (56, 220), 435
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -106,11 +126,12 @@ def private_folder(path: str, size_mb: int) -> None:
     _mount(b"tmpfs", path.encode(), b"tmpfs", _NO_SUID | _NO_DEVICES, options)
 
 
-def only_files(readable: list[str], writable: list[str]) -> bool:
+def only_files(readable: list[str], writable: list[str]) -> int:
     """Close every file but those beneath some paths (Landlock).
 
     Returns:
-      Whether signals to processes outside are refused too.
+      The kernel's version of Landlock: from 3 on files cannot be cut short, from 6 on signals to
+      processes outside are refused too.
     """
     version = _check(_libc.syscall(_LANDLOCK, None, ctypes.c_size_t(0), 1))
     everything = _ALL_FILES[max(known for known in _ALL_FILES if known <= version)]
@@ -130,7 +151,7 @@ def only_files(readable: list[str], writable: list[str]) -> bool:
     no_new_privileges()
     _check(_libc.syscall(_LANDLOCK + 2, ruleset, 0))
     os.close(ruleset)
-    return version >= 6
+    return version
 
 
 def no_new_privileges() -> None:
@@ -138,20 +159,22 @@ def no_new_privileges() -> None:
     _prctl(_SET_NO_NEW_PRIVILEGES, 1)
 
 
-def refuse_calls(*, forks: bool, signals: bool) -> None:
+def refuse_calls(*, forks: bool, signals: bool, attributes: bool) -> None:
     """Refuse system calls by a filter (seccomp).
 
     Args:
       forks: whether new processes are refused; threads are not.
       signals: whether signals are refused, to any process.
+      attributes: whether owners, modes and times of files are kept, which Landlock does not do.
     """
     machine = platform.machine()
     if machine not in _MACHINES:
         raise OSError(_ENOSYS, f"the call numbers of {machine} are not known here")
     column, architecture = _MACHINES[machine]
-    numbers = [both[column] for both in _REFUSED.values()]
-    numbers += [both[column] for both in _SIGNALS.values()] if signals else []
-    numbers += [both[column] for both in _FORKS.values()] if forks else []
+    calls = dict(_REFUSED)
+    for wanted, table in ((signals, _SIGNALS), (attributes, _ATTRIBUTES), (forks, _FORKS)):
+        calls.update(table if wanted else {})
+    numbers = [both[column] for both in calls.values()]
     load, equal, above, tested, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     program = [
         (load, 0, 0, 4),

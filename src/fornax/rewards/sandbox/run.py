@@ -231,9 +231,9 @@ def _outcome(
 def _unheld(kinds: Sequence[str]) -> str:
     return (
         f"the kernel of this machine does not hold a program's {', '.join(kinds)}, so programs "
-        "that a model wrote are not run here; use Linux 6.12 or newer with user namespaces, as an "
-        "ordinary user or with processes=1, or allow it with the option unheld=allow inside a "
-        "container that you can lose"
+        "that a model wrote are not run here; use Linux 5.13 or newer with user namespaces (6.2 "
+        "without), as an ordinary user or with processes=1, or allow it with the option "
+        "unheld=allow inside a container that you can lose"
     )
 
 
