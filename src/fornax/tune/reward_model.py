@@ -3,6 +3,7 @@
 Legend: N sequences, T tokens of a row, D model width, P pairs.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,8 @@ def save_sequence_classifier(judge: RewardModel, path: str | Path) -> None:
     decoder: Any = adapters.merged(judge.model)
     head = np.asarray(decoder.reward_head.get_value(), np.float32)
     del decoder.reward_head
+    decoder.lm_head = None  # the score takes its place
+    decoder.config = dataclasses.replace(decoder.config, tie_embeddings=True)
     save_pretrained(decoder, target, judge.tokenizer_path)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = [
@@ -184,7 +187,7 @@ def save_sequence_classifier(judge: RewardModel, path: str | Path) -> None:
 
 
 def _add_tensor(folder: Path, name: str, value: np.ndarray) -> None:
-    """One more tensor, in a file of its own, and an index that leaves the output projection out."""
+    """One more tensor, in a file of its own, and an index over all files."""
     index_file = folder / "model.safetensors.index.json"
     if index_file.is_file():
         index = json.loads(index_file.read_text(encoding="utf-8"))
@@ -196,7 +199,6 @@ def _add_tensor(folder: Path, name: str, value: np.ndarray) -> None:
             places = dict.fromkeys(stored.keys(), first)
     save_file({name: value}, folder / "score.safetensors", metadata={"format": "pt"})
     places[name] = "score.safetensors"
-    places.pop("lm_head.weight", None)
     size = sum((folder / file).stat().st_size for file in set(places.values()))
     index = {"metadata": {"total_size": size}, "weight_map": places}
     index_file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
