@@ -156,7 +156,7 @@ class IndexStream(Iterator[Picks]):
 
         Args:
           state: the parts of any host, from `state()`.
-          allow_changes: go on at the same batch although examples or order differ.
+          allow_changes: go on after as many examples although they or their order differ.
 
         Raises:
           DataError: for an empty position, or one of other data.
@@ -174,7 +174,8 @@ class IndexStream(Iterator[Picks]):
                 f"the data differs from that of the saved position ({'; '.join(changes)}): restore "
                 "the files and the configuration, or accept the change"
             )
-        self.batch = int(saved["batch"])
+        given = int(saved["batch"]) * int(saved.get("batch_size", self.feed.batch_size))
+        self.batch = given // self.feed.batch_size
 
     def close(self) -> None:
         """Nothing is read ahead."""

@@ -69,10 +69,10 @@ def _drops(sequences: Sequence[Encoded], limit: Limit, summary: Summary) -> bool
     """Whether a sequence that is too long is left out."""
     if limit.too_long == "error":
         longest = max(sequences, key=lambda sequence: sequence.length)
+        before = f", {longest.prompt} of them before the answer," if longest.prompt > 1 else ""
         raise DataError(
-            f"has {longest.length} tokens, {min(longest.prompt, longest.length)} of them before "
-            f"the answer, and the window is {limit.max_length}; shorten it, raise max_length, or "
-            "set too_long to drop or truncate"
+            f"has {longest.length} tokens{before} and the window is {limit.max_length}; shorten "
+            "it, raise max_length, or set too_long to drop or truncate"
         )
     if limit.too_long == "drop":
         summary.dropped += 1

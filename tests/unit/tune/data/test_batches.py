@@ -205,6 +205,18 @@ def test_a_position_in_other_examples_is_refused() -> None:
         other.restore(stream.state())
 
 
+def test_a_position_counts_examples_where_the_batch_may_change() -> None:
+    small = IndexStream(20, Feed(batch_size=2, seed=1))
+    for _ in range(6):
+        next(small)
+    large = IndexStream(20, Feed(batch_size=4, seed=1))
+    with pytest.raises(DataError, match="batch_size was 2 and is 4"):
+        large.restore(small.state())
+    large.restore(small.state(), allow_changes=True)
+    both = [*next(small).index, *next(small).index]
+    assert next(large).index.tolist() == both
+
+
 def test_epochs_are_shuffled_by_the_seed_and_complete() -> None:
     def picks(**options: Any) -> list[int]:
         stream = IndexStream(10, Feed(batch_size=4, epochs=2, **options))
