@@ -107,8 +107,8 @@ class EngineConfig:
     count as temperature 1. Prompt tokens always get the model's own."""
     step_sizes: Literal["fine", "coarse"] = "fine"
     """How many sizes of steps are compiled; a step takes the time of the next larger size. fine: at
-    most a third of it is padding. coarse: each is four times the last, which starts three times
-    sooner, for work that fills its batches."""
+    most a third of it is padding. coarse: each is four times the last, so that half as many or
+    fewer are compiled, for work that fills its batches."""
     compile_threads: int = 2
     """Threads that compile the steps."""
 

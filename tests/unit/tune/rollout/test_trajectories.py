@@ -21,6 +21,9 @@ from fornax.tune.rollout import (
     SamplerStats,
     SampleSettings,
     TextFraming,
+    Tool,
+    ToolEnvironment,
+    ToolPool,
     Turn,
     run_trajectories,
 )
@@ -321,3 +324,31 @@ def test_guessing_ends_with_the_number_and_repeats_per_seed():
     assert game.step({"content": "9"}).rewards["solved"] < 1
     game.reset({"number": 9}, 0)
     assert [game.step({"content": "8"}).done for _ in range(7)] == [False] * 6 + [True]
+
+
+def test_tools_answer_the_model_and_are_masked(chat):
+    codec = chat()
+    eos = codec.eos_ids[-1]
+    call = '<tool_call>{"name": "calculate", "arguments": {"expression": "2 + 3"}}</tool_call>'
+    asks = [*codec.pieces.go_on(call).tolist(), eos]
+    says = [*codec.pieces.go_on("the result is 5").tolist(), eos]
+    settings = SampleSettings(max_tokens=200)
+    with ToolPool([Tool(function="fornax.tune.rollout.guessing:calculate")], workers=1) as pool:
+        framing = ChatFraming(codec, parser="hermes")
+        environments = [ToolEnvironment(pool, call_reward=0.25)]
+        (found,) = run(
+            Scripted((asks, ""), (says, "")),
+            framing,
+            environments,
+            settings=settings,
+            max_tokens=500,
+        )
+    given = codec.pieces.show(found.completion.tokens[found.completion.mask == 0].tolist())
+    assert given == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    own = found.completion.tokens[found.completion.mask == 1].tolist()
+    assert own == [*asks, *says]
+    assert found.rewards == {"calls": 0.25}
+    assert (found.turns, found.completion.finish_reason) == (2, "done")
+    assert found.messages[-1]["content"] == "the result is 5"
+    with pytest.raises(EngineError, match="nothing reads the model's calls"):
+        ChatFraming(codec).begin([{"role": "user", "content": "?"}], [{"type": "function"}])
