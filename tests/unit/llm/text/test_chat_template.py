@@ -135,3 +135,17 @@ def test_damaged_files_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(EngineError, match=r"tokenizer_config\.json"):
         ChatTemplate.find(tmp_path)
+
+
+def test_marks_of_generation_are_told_by_their_spans() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "A:{% generation %}{{ m.content }}.{% endgeneration %}"
+        "{% else %}U:{{ m.content }}.{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(source)
+    chat = [*_user("a"), {"role": "assistant", "content": "bc"}, *_user("d")]
+    text, spans = template.render_marked(chat)
+    assert text == template.render(chat, add_generation_prompt=False) == "U:a.A:bc.U:d."
+    assert [text[a:b] for a, b in spans] == ["bc."]
+    assert ChatTemplate("{{ messages[0].content }}").render_marked(chat) == ("a", [])
