@@ -160,7 +160,7 @@ def _nll(logps_BT: jax.Array, mask_BT: np.ndarray) -> jax.Array:
 
 
 def test_orpo() -> None:
-    """TRL adds the likelihood of the chosen prompt and completion, the paper of both as well."""
+    """TRL adds the negative log-likelihood of the chosen prompt AND completion."""
     model = copy.deepcopy(setup.theirs())
     trainer = setup.bare(
         ORPOTrainer,

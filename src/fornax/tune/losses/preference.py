@@ -45,8 +45,8 @@ def dpo(
 
     Example:
         >>> loss, metrics = dpo(jnp.array([[-5.0, -9.0]]), jnp.array([[-6.0, -8.0]]))
-        >>> loss  # -log sigmoid(0.1 * 2)
-        Array([0.59813887], dtype=float32)
+        >>> round(float(loss[0]), 4)  # -log sigmoid(0.1 * 2)
+        0.5981
     """
     _check("dpo", policy_logps_P2, beta, label_smoothing)
     rewards_P2 = _rewards(policy_logps_P2, ref_logps_P2, beta)
