@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from fornax.evaluate.config import EvaluateConfig
 from fornax.evaluate.statistics import Estimate, mean, pass_at_k, share
@@ -13,7 +14,15 @@ from fornax.rewards import RewardPool, Sample, Score
 from fornax.tune.data import Limit, PromptTokens, load_prompts
 from fornax.tune.rollout import Completion, LLMSampler, sample_seed
 
-__all__ = ["Answered", "Generative", "answer", "judge_by_rewards", "read_prompts", "summarise"]
+__all__ = [
+    "Answered",
+    "Answerer",
+    "Generative",
+    "judge_by_rewards",
+    "open_pool",
+    "read_prompts",
+    "summarise",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,30 +68,55 @@ def read_prompts(subject: Subject, config: EvaluateConfig) -> list[PromptTokens]
     return found[: config.limit]
 
 
-def answer(
-    subject: Subject, prompts: Sequence[PromptTokens], config: EvaluateConfig
-) -> list[list[Completion]]:
-    """The completions of each prompt; the same for the same weights, prompts and seed."""
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    seqs = min(config.max_num_seqs, len(prompts) * config.sampling.n)
-    engine = EngineConfig(
-        max_num_seqs=seqs,
-        max_model_len=longest + config.sampling.max_tokens,
-        max_num_batched_tokens=min(512, 1 << max(seqs, longest, 16).bit_length()),
-    )
-    sampler = LLMSampler(
-        subject.decoder,
-        tokenizer=subject.origin.tokenizer,
-        eos_ids=subject.origin.eos_ids,
-        engine=engine,
-    )
-    try:
-        seeds = [sample_seed(config.seed, 0, number) for number in range(len(prompts))]
-        return sampler.sample(
-            [prompt.tokens.tolist() for prompt in prompts], config.sampling, seeds
+class Answerer:
+    """Completions by the engine; models of one shape and tokenizer share its compiled steps."""
+
+    def __init__(self, config: EvaluateConfig) -> None:
+        """Take what completions are to be like; no engine is made yet."""
+        self._config = config
+        self._sampler: LLMSampler | None = None
+        self._made_for: tuple[Any, ...] = ()
+
+    def __call__(self, subject: Subject, prompts: Sequence[PromptTokens]) -> list[list[Completion]]:
+        """The completions of each prompt; the same for the same weights, prompts and seed."""
+        sampler = self._sampler_of(subject, max(len(prompt.tokens) for prompt in prompts))
+        seeds = [sample_seed(self._config.seed, 0, number) for number in range(len(prompts))]
+        asked = [prompt.tokens.tolist() for prompt in prompts]
+        return sampler.sample(asked, self._config.sampling, seeds)
+
+    def _sampler_of(self, subject: Subject, longest: int) -> LLMSampler:
+        origin = subject.origin
+        shape = (origin.model_config, origin.eos_ids, longest, origin.tokenizer.backend.to_str())
+        if self._sampler is not None and shape == self._made_for:
+            self._sampler.update(subject.decoder, self._sampler.version + 1)
+            return self._sampler
+        self.close()
+        seqs = self._config.max_num_seqs
+        self._sampler = LLMSampler(
+            subject.decoder,
+            tokenizer=origin.tokenizer,
+            eos_ids=origin.eos_ids,
+            engine=EngineConfig(
+                max_num_seqs=seqs,
+                step_sizes="coarse",
+                max_model_len=longest + self._config.sampling.max_tokens,
+                max_num_batched_tokens=max(seqs, min(512, 1 << max(longest, 16).bit_length())),
+            ),
         )
-    finally:
-        sampler.close()
+        self._made_for = shape
+        return self._sampler
+
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def judge_by_rewards(

@@ -54,6 +54,7 @@ class HarnessModel:
             tokenizer=tokenizer,
             max_model_len=self.context,
             max_num_seqs=max_num_seqs,
+            step_sizes="coarse",
         )
 
     def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:

@@ -17,8 +17,8 @@ JUDGE = "judge"
 class Judge(Protocol):
     """Whatever gives completions a number, higher for better; such as a reward model."""
 
-    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Sequence[float]:
-        """The score of each completion of its prompt: both text, or both messages."""
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Any:
+        """Floats [N], the score of each completion of its prompt: both text, or both messages."""
         ...
 
 

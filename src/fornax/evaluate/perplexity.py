@@ -18,8 +18,7 @@ from fornax.evaluate.config import EvaluateConfig
 from fornax.evaluate.statistics import Estimate, ratio
 from fornax.evaluate.subject import Subject
 from fornax.models import Decoder, token_logprobs
-from fornax.tune.data.lines import read_lines
-from fornax.tune.data.problems import Problems
+from fornax.tune.data import Problems, read_lines
 
 __all__ = ["Perplexity", "measure_perplexity", "read_documents", "windows"]
 
@@ -44,8 +43,9 @@ class Perplexity:
 def measure_perplexity(subject: Subject, config: EvaluateConfig) -> Perplexity:
     """Score every document of `config.text`.
 
-    A document begins after the tokenizer's BOS, or else after its end token, which is what
-    pretraining puts between documents. Without either its first token is not scored, nor its bytes.
+    A document begins after the token that the tokenizer puts before texts, else after its end
+    token, which pretraining puts between documents, else after its BOS. Without any its first token
+    is not scored, nor its bytes.
 
     Raises:
       ConfigError: a context beyond the model's.
@@ -59,7 +59,9 @@ def measure_perplexity(subject: Subject, config: EvaluateConfig) -> Perplexity:
         )
     stride = config.stride or context // 2
     tokenizer = subject.origin.tokenizer
-    first = subject.codec.bos_id if subject.codec.bos_id is not None else tokenizer.eos_id
+    own = subject.codec.prompt("").tolist()
+    known = [*own[-1:], tokenizer.eos_id, tokenizer.bos_id]
+    first = next((token for token in known if token is not None), None)
     sequences, sizes = [], []
     for text in read_documents(config.text, config.column, config.limit):
         ids = tokenizer.backend.encode(text, add_special_tokens=False).ids

@@ -12,8 +12,8 @@ from fornax.evaluate.comparison import Comparison, compare
 from fornax.evaluate.config import EvaluateConfig
 from fornax.evaluate.generative import (
     Answered,
+    Answerer,
     Generative,
-    answer,
     judge_by_rewards,
     open_pool,
     read_prompts,
@@ -107,9 +107,9 @@ def _judged_by_rewards(
     subjects: list[Subject], config: EvaluateConfig, log: Path
 ) -> tuple[list[str], list[list[Answered]]]:
     prompts = [read_prompts(subject, config) for subject in subjects]
-    with open_pool(config, prompts[0], log) as pool:
+    with open_pool(config, prompts[0], log) as pool, Answerer(config) as answer:
         answers = [
-            judge_by_rewards(own, answer(subject, own, config), pool)
+            judge_by_rewards(own, answer(subject, own), pool)
             for subject, own in zip(subjects, prompts, strict=True)
         ]
     return list(pool.names), answers
@@ -121,9 +121,10 @@ def _judged_by_model(
     del log
     judge = load_judge(str(config.judge))
     answers = []
-    for subject in subjects:
-        prompts = read_prompts(subject, config)
-        answers.append(judge_by_model(prompts, answer(subject, prompts, config), judge))
+    with Answerer(config) as answer:
+        for subject in subjects:
+            prompts = read_prompts(subject, config)
+            answers.append(judge_by_model(prompts, answer(subject, prompts), judge))
     return [JUDGE], answers
 
 

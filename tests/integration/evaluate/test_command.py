@@ -71,7 +71,7 @@ def test_completions_are_judged_and_models_compared(
     )
     words = f"""eval --model {model} --against {model.parent / "hf1"} --prompts {prompts}
         --reward {rewards}:length --sampling.n 2 --sampling.temperature 1 --sampling.max-tokens 6
-        --max-num-seqs 4 --k 1 2 --out {tmp_path / "out"} --json"""
+        --max-num-seqs 2 --k 1 2 --out {tmp_path / "out"} --json"""
     assert main(words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     samples = [json.loads(x) for x in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
@@ -94,7 +94,7 @@ def test_the_engine_answers_what_the_harness_asks(model: Path) -> None:
     subject = open_subject(str(model))
     asked = HarnessModel(subject, context=32, max_num_seqs=2)
     encode = subject.origin.tokenizer.backend.encode
-    prefix = subject.origin.tokenizer.eos_id
+    prefix = subject.origin.tokenizer.bos_id
     assert prefix is not None
 
     def direct(tokens: list[int], first: int) -> tuple[float, bool]:

@@ -171,10 +171,8 @@ def refuse_calls(*, forks: bool, signals: bool, attributes: bool) -> None:
     if machine not in _MACHINES:
         raise OSError(_ENOSYS, f"the call numbers of {machine} are not known here")
     column, architecture = _MACHINES[machine]
-    calls = dict(_REFUSED)
-    for wanted, table in ((signals, _SIGNALS), (attributes, _ATTRIBUTES), (forks, _FORKS)):
-        calls.update(table if wanted else {})
-    numbers = [both[column] for both in calls.values()]
+    tables = ((True, _REFUSED), (signals, _SIGNALS), (attributes, _ATTRIBUTES), (forks, _FORKS))
+    numbers = [both[column] for wanted, table in tables if wanted for both in table.values()]
     load, equal, above, tested, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     program = [
         (load, 0, 0, 4),
