@@ -65,9 +65,11 @@ def reward_pool(config: RLConfig, out: Path) -> RewardPool:
 
 
 def _sampler(config: RLConfig, origin: Origin, model: Any) -> Sampler:
-    most = min(config.completions, 64)
+    most = config.rollout.max_num_seqs or min(config.completions, 64)
     engine = EngineConfig(
         max_model_len=config.max_length,
-        max_num_seqs=config.rollout.max_num_seqs or most,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(2 * most, 64),
+        step_sizes="coarse",
     )
     return LLMSampler(model, tokenizer=origin.tokenizer, eos_ids=origin.eos_ids, engine=engine)

@@ -24,7 +24,7 @@ from fornax.tune.rl.rollouts import Collected, Rollout
 from fornax.tune.rl.rounds import Layout, Round, Rows, Scored, make_round
 from fornax.tune.rl.rows import row_counts
 from fornax.tune.rl.samples import SamplesFile
-from fornax.tune.rl.scorer import Forward, Scorer, mesh_of
+from fornax.tune.rl.scorer import BothPolicies, Forward, mesh_of, score_rows
 from fornax.tune.rl.sources import Ahead, OnPolicy
 from fornax.tune.rl.stream import Controller, RolloutStream, Source
 from fornax.tune.rl.value_head import without_value_head
@@ -177,25 +177,17 @@ def _scores(
     own, other = method.score, method.reference
     if own is None and other is None:
         return None
-    switched = config.lora is not None
+    forward = own
     copies: list[nnx.Module] = []
-
-    def forward(model: Any, rows: Batch) -> Mapping[str, jax.Array]:
-        found = {} if own is None else dict(own(model, rows))
-        if other is not None and switched:
-            with adapters.disabled(model):
-                found |= other(model, rows)
-        return found
-
-    policy = Scorer(rules=rules, forward=forward)
-    reference = Scorer(rules=rules, forward=other or forward)
+    if other is not None and config.lora is not None:
+        forward, other = BothPolicies(own, other), None
 
     def score(model: nnx.Module, rows: Rows) -> Mapping[str, np.ndarray]:
-        found = policy(model, rows) if own is not None or switched else {}
-        if other is not None and not switched:
+        found = {} if forward is None else score_rows(forward, model, rows, rules)
+        if other is not None:
             if not copies:
                 copies.append(_frozen_copy(config, parts, mesh_of(model), rules))
-            found |= reference(copies[0], rows)
+            found |= score_rows(other, copies[0], rows, rules)
         return found
 
     return score

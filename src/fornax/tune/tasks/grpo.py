@@ -3,14 +3,14 @@
 Legend: R rows, T tokens of a row.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from fornax.models import TokenLogprobs, token_logprobs
+from fornax.models import Remat, TokenLogprobs, token_logprobs
 from fornax.train.task import Batch, Loss, Task
 from fornax.tune.policy import Origin
 from fornax.tune.rl.config import GRPOConfig
@@ -45,10 +45,13 @@ def grpo_task(config: GRPOConfig, parts: Parts) -> Task:
     )
     needs_reference = algorithm.kl_coefficient > 0
     needs_old = config.steps_per_round > 1 or (needs_reference and in_reward)
-    logps = functools.partial(_logps, config)
+    passes = {
+        name: Logps(name, config.rollout.temperature, config.resolved_remat())
+        for name in ("old_logps", "ref_logps")
+    }
 
     def loss(model: Any, batch: Batch) -> Loss:
-        return policy_loss(options, batch, logps(model, batch, entropy=True))
+        return policy_loss(options, batch, passes["old_logps"].of(model, batch, entropy=True))
 
     def credit(rollouts: Sequence[Rollout], scored: Scored) -> Credit:
         divergences = None
@@ -63,16 +66,13 @@ def grpo_task(config: GRPOConfig, parts: Parts) -> Task:
             divergences=divergences,
         )
 
-    def score(name: str, model: Any, rows: Batch) -> Mapping[str, jax.Array]:
-        return {name: logps(model, rows).logprobs}
-
     return rl_task(
         config,
         parts,
         Method(
             loss=loss,
-            score=functools.partial(score, "old_logps") if needs_old else None,
-            reference=functools.partial(score, "ref_logps") if needs_reference else None,
+            score=passes["old_logps"] if needs_old else None,
+            reference=passes["ref_logps"] if needs_reference else None,
             credit=credit,
             aggregation=algorithm.aggregation,
             mask_truncated=algorithm.mask_truncated,
@@ -81,14 +81,28 @@ def grpo_task(config: GRPOConfig, parts: Parts) -> Task:
     )
 
 
-def _logps(config: GRPOConfig, model: Any, rows: Batch, *, entropy: bool = False) -> TokenLogprobs:
-    return token_logprobs(
-        model,
-        rows["tokens"],
-        rows["targets"],
-        positions_BT=rows["positions"],
-        segment_ids_BT=rows["segment_ids"],
-        temperature=config.rollout.temperature,
-        entropy=entropy,
-        remat=config.resolved_remat(),
-    )
+@dataclass(frozen=True)
+class Logps:
+    """Log-probabilities of the rows' targets at the temperature they were drawn at."""
+
+    name: str
+    """Of the array, among the rows."""
+    temperature: float
+    remat: Remat
+
+    def __call__(self, model: Any, rows: Batch) -> Mapping[str, jax.Array]:
+        """The array [R, T]."""
+        return {self.name: self.of(model, rows).logprobs}
+
+    def of(self, model: Any, rows: Batch, *, entropy: bool = False) -> TokenLogprobs:
+        """Values [R, T], with the entropy if asked for."""
+        return token_logprobs(
+            model,
+            rows["tokens"],
+            rows["targets"],
+            positions_BT=rows["positions"],
+            segment_ids_BT=rows["segment_ids"],
+            temperature=self.temperature,
+            entropy=entropy,
+            remat=self.remat,
+        )

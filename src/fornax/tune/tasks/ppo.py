@@ -3,9 +3,8 @@
 Legend: R rows, T tokens of a row, D model width.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax.sharding import Mesh
 
 from fornax.kernels import TokenLogprobs, linear_logprobs
 from fornax.mesh import Rules
+from fornax.models import Remat
 from fornax.train.task import Batch, Loss, Task
 from fornax.tune import losses
 from fornax.tune.policy import Origin
@@ -68,20 +68,17 @@ def ppo_task(config: PPOConfig, parts: Parts) -> Task:
     )
     controller = KLController(config=config.kl)
     reference = config.kl.coefficient > 0
-    forward = functools.partial(_forward, config)
+    forward = Forward(
+        temperature=config.rollout.temperature,
+        remat=config.resolved_remat(),
+        head_alone=config.value_gradient == "head",
+    )
 
     def loss(model: Any, batch: Batch) -> Loss:
-        found, values_RT = forward(model, batch, entropy=True)
+        found, values_RT = forward.of(model, batch, entropy=True)
         rows = {name: x for name, x in batch.items() if name != "ref_logps"}
         policy = policy_loss(options, rows, found)
         return _with_values(config, policy, batch, values_RT)
-
-    def score(model: Any, rows: Batch) -> Mapping[str, jax.Array]:
-        found, values_RT = forward(model, rows)
-        return {"old_logps": found.logprobs, "old_values": values_RT}
-
-    def score_reference(model: Any, rows: Batch) -> Mapping[str, jax.Array]:
-        return {"ref_logps": forward(model, rows)[0].logprobs}
 
     def credit(rollouts: Sequence[Rollout], scored: Scored) -> Credit:
         costs = [np.zeros(len(r.tokens)) for r in rollouts]
@@ -104,8 +101,8 @@ def ppo_task(config: PPOConfig, parts: Parts) -> Task:
         with_value_head(parts),
         Method(
             loss=loss,
-            score=score,
-            reference=score_reference if reference else None,
+            score=forward,
+            reference=replace(forward, reference=True) if reference else None,
             credit=credit,
             aggregation="token_mean",
             controller=controller,
@@ -113,30 +110,48 @@ def ppo_task(config: PPOConfig, parts: Parts) -> Task:
     )
 
 
-def _forward(
-    config: PPOConfig, model: Any, rows: Batch, *, entropy: bool = False
-) -> tuple[TokenLogprobs, jax.Array]:
-    """Log-probabilities of the targets and values [R, T], from one pass through the layers.
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """Log-probabilities of the rows' targets and values, from one pass through the layers."""
 
-    The same two calls as `models.token_logprobs`, whose hidden states the value head needs too.
-    """
-    x_RTD = model.hidden(
-        rows["tokens"],
-        rows["positions"],
-        rows["segment_ids"],
-        consecutive=True,
-        remat=config.resolved_remat(),
-    )
-    found = linear_logprobs(
-        x_RTD,
-        model.output_weights().astype(x_RTD.dtype),
-        rows["targets"],
-        temperature=config.rollout.temperature,
-        softcap=model.config.final_logit_softcap,
-        entropy=entropy,
-    )
-    shown = jax.lax.stop_gradient(x_RTD) if config.value_gradient == "head" else x_RTD
-    return found, model.value_head(shown)
+    temperature: float
+    remat: Remat
+    head_alone: bool
+    """Whether the values' gradient stops at the hidden states."""
+    reference: bool = False
+    """Whether it is the reference that is asked, which has no values."""
+
+    def __call__(self, model: Any, rows: Batch) -> Mapping[str, jax.Array]:
+        """Arrays [R, T] by the rows' names."""
+        found, values_RT = self.of(model, rows)
+        if self.reference:
+            return {"ref_logps": found.logprobs}
+        return {"old_logps": found.logprobs, "old_values": values_RT}
+
+    def of(
+        self, model: Any, rows: Batch, *, entropy: bool = False
+    ) -> tuple[TokenLogprobs, jax.Array]:
+        """Log-probabilities and values [R, T].
+
+        The same two calls as `models.token_logprobs`, whose hidden states the value head needs too.
+        """
+        x_RTD = model.hidden(
+            rows["tokens"],
+            rows["positions"],
+            rows["segment_ids"],
+            consecutive=True,
+            remat=self.remat,
+        )
+        found = linear_logprobs(
+            x_RTD,
+            model.output_weights().astype(x_RTD.dtype),
+            rows["targets"],
+            temperature=self.temperature,
+            softcap=model.config.final_logit_softcap,
+            entropy=entropy,
+        )
+        shown = jax.lax.stop_gradient(x_RTD) if self.head_alone else x_RTD
+        return found, model.value_head(shown)
 
 
 def _with_values(config: PPOConfig, policy: Loss, batch: Batch, values_RT: jax.Array) -> Loss:

@@ -19,13 +19,7 @@ from fornax.tune.rl.config import AsyncConfig, RolloutConfig
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run whose compiled step others take over."""
-    return Run(BASE, tmp_path_factory.mktemp("base"))
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_the_ratio_is_one_at_learning_rate_zero(tmp_path: Path, temperature: float) -> None:
     rollout = RolloutConfig(max_tokens=8, temperature=temperature)
     run = Run(frozen(BASE, rollout=rollout), tmp_path)
@@ -218,7 +212,7 @@ def test_truncated_completions_can_be_left_out(base: Run, tmp_path: Path) -> Non
     assert sum((x["token_weights"] > 0).sum() for x in once) == sum(kept)
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(rank=2)])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), LoRA(rank=2)])
 def test_the_reference_is_the_policy_before_its_first_step(tmp_path: Path, lora: Any) -> None:
     config = dataclasses.replace(BASE, algorithm=GRPO(), lora=lora, mini_batches=1)
     run = Run(config, tmp_path, **({} if lora is None else ADAPTED))

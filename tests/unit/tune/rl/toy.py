@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from fornax import adapters
 from fornax.mesh import Rules, tree_shardings
 from fornax.models import Decoder, DecoderConfig
-from fornax.optim import SGD, Constant, OptimConfig
+from fornax.optim import AdamW, Constant, OptimConfig
 from fornax.rewards import Sample, Score
 from fornax.train.goodput import Ledger
 from fornax.train.session import Programs, first_state, prepare
@@ -211,7 +211,7 @@ BASE = GRPOConfig(
     algorithm=GRPO(kl_coefficient=0.0),
     importance=Importance(),
     optim=OptimConfig(
-        optimizer=SGD(momentum=None), learning_rate=0.5, schedule=Constant(), clip=()
+        optimizer=AdamW(weight_decay=0.0), learning_rate=0.02, schedule=Constant(), clip=()
     ),
     remat="none",
 )
