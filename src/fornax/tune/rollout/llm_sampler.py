@@ -53,7 +53,7 @@ class LLMSampler:
           model: a decoder, or a Hugging Face directory.
           tokenizer: gives completions their text and finds stop texts; None leaves text empty,
             unless the directory has a tokenizer.
-          eos_ids: tokens that end a completion; None takes the model's own.
+          eos_ids: tokens that end a completion; None or none takes the model's own.
           engine: limits; None for the defaults and few sizes of steps, so that it starts sooner.
           filtered_logprobs: whether log-probs count only the tokens that filters keep. False gives
             the trainer's log-probs, which know no filter.
@@ -80,7 +80,7 @@ class LLMSampler:
         )
         self._limits = parts.limits
         self._figures.slots = parts.limits.max_num_seqs
-        self._eos = None if eos_ids is None else tuple(eos_ids)
+        self._eos = tuple(eos_ids) if eos_ids else None
         self._has_text = parts.tokenizer is not None
         self._share = share
         self._seeds: dict[str, int] = {}

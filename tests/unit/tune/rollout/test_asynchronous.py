@@ -1,13 +1,16 @@
 """Rollouts one step off: which weights make what, staleness, resuming, faults, stopping."""
 
+import functools
 import itertools
 import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fornax.config.errors import ConfigError, EngineError
 from fornax.tune.rollout import (
@@ -227,3 +230,30 @@ def test_closing_stops_what_is_being_made(sampler, model):
         sampler.sample([[5]], SampleSettings(max_tokens=4), [0])
     sampler.update(model, 0)
     assert len(sampler.sample([[5]], SampleSettings(max_tokens=4), [0])) == 1
+
+
+@pytest.mark.slow
+def test_a_trainer_over_eight_devices_gives_its_weights_up_while_rollouts_are_made(sampler, model):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("x"))
+    graphdef, state = nnx.split(model)
+    state = jax.device_put(jax.tree.map(jnp.copy, state), whole)
+    tokens = jax.device_put(np.arange(8 * 16, dtype=np.int32).reshape(8, 16), rows)
+
+    def loss(state, tokens):
+        logits = nnx.merge(graphdef, state)(tokens)
+        return jax.nn.log_softmax(logits)[..., 0].mean()
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=whole)
+    def step(state, tokens):
+        return jax.tree.map(lambda p, g: p - 1e-4 * g, state, jax.grad(loss)(state, tokens))
+
+    rollouts = AsyncRollouts(sampler, collect, save=rollouts_to_arrays, load=rollouts_from_arrays)
+    for version in range(40):
+        rollouts.follow(version, lambda state=state: state)
+        batch = rollouts.take(version)
+        made = {int(v) for group in batch for one in group for v in one.versions}
+        assert made == {max(version - 1, 0)}
+        for _ in range(2):
+            state = jax.block_until_ready(step(state, tokens))
+    rollouts.close()
