@@ -219,6 +219,7 @@ class Lesson:
             engine = EngineConfig(
                 max_model_len=self.config.max_length,
                 max_num_seqs=min(self.config.batch_size, 64),
+                step_sizes="coarse",
             )
             self._sampler = LLMSampler(
                 student,

@@ -1,5 +1,6 @@
 """The examples of a run: read, checked and encoded, and what of them is held back."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -57,18 +58,25 @@ def load_splits(
         return {"train": whole, "eval": read(config.eval_data)}
     if not config.eval_share:
         return {"train": whole}
-    held = round(len(whole) * config.eval_share)
-    if not 0 < held < len(whole):
+    # Whole records: what one line became (several turns, say) shares a prompt.
+    records = sorted(set(whole.records))
+    held = round(len(records) * config.eval_share)
+    if not 0 < held < len(records):
         raise DataError(
-            f"eval_share={config.eval_share} of {len(whole)} examples holds back {held}; choose "
+            f"eval_share={config.eval_share} of {len(records)} examples holds back {held}; choose "
             "another, or name eval_data"
         )
     # Not the run's seed: runs that differ in it are judged by the same examples.
-    back = set(np.random.default_rng(_HELD_BACK).permutation(len(whole))[:held].tolist())
+    order = np.random.default_rng(_HELD_BACK).permutation(len(records))
+    back = {records[place] for place in order[:held].tolist()}
 
     def part(held_back: bool) -> Loaded[_Item]:
-        items = [item for n, item in enumerate(whole.items) if (n in back) == held_back]
-        return Loaded(items=items, summary=whole.summary)
+        chosen = [n for n, record in enumerate(whole.records) if (record in back) == held_back]
+        return dataclasses.replace(
+            whole,
+            items=[whole.items[n] for n in chosen],
+            records=[whole.records[n] for n in chosen],
+        )
 
     return {"train": part(False), "eval": part(True)}
 

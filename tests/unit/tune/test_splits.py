@@ -26,7 +26,8 @@ def plain_codec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(path: str, codec: Any, limit: Any, columns: Any, count: int = 10) -> Loaded[str]:
     assert codec == "codec"
-    return Loaded(items=[f"{path}{n}" for n in range(count)], summary=Summary(name=path))
+    items = [f"{path}{n}" for n in range(count)]
+    return Loaded(items=items, summary=Summary(name=path), records=list(range(count)))
 
 
 def split(config: SFTConfig, **options: Any) -> dict[str, list[str]]:
@@ -40,6 +41,19 @@ def test_a_share_is_held_back_whatever_the_seed():
     assert len(first["eval"]) == 3
     assert sorted(first["train"] + first["eval"]) == split(CONFIG)["train"]
     assert split(dataclasses.replace(config, seed=7)) == first
+
+
+def test_what_one_line_became_stays_together():
+    def twice(*given: Any, **options: Any) -> Loaded[str]:
+        lines = load(*given, **options)
+        doubled = [item for item in lines.items for _ in range(2)]
+        return Loaded(items=doubled, summary=lines.summary, records=[n // 2 for n in range(20)])
+
+    config = dataclasses.replace(CONFIG, eval_share=0.3)
+    found = load_splits(config, Origin(), twice)  # pyrefly: ignore[bad-argument-type]
+    train, held = (set(found[name].items) for name in ("train", "eval"))
+    assert not train & held
+    assert len(found["eval"].items) == 6
 
 
 def test_evaluation_data_of_its_own_leaves_the_training_data_whole():

@@ -26,7 +26,7 @@ from fornax.tune.tasks.preference import base_logprobs
 
 __all__ = ["kto_baseline", "kto_loss", "make", "mismatched"]
 
-LABEL = "wanted"
+LABEL = "desirable"
 
 
 def _column(batch: Batch, column: int) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def kto_loss(model: Any, batch: Batch, config: KTOConfig, *, remat: str | Remat 
     Args:
       model: the policy.
       batch: the arrays of `completion_logprobs` with leading dimensions [B, 2]; ref_logps float32
-        [B, 2] unless the reference is the policy without its adapters; wanted float32 [B], 1 for a
-        desirable one;
+        [B, 2] unless the reference is the policy without its adapters; desirable float32 [B], 1
+        or 0;
         measured/kl, from `kto_baseline`.
       config: its beta and weights.
       remat: what the backward pass computes again.
@@ -152,7 +152,11 @@ def make(config: KTOConfig, origin: Origin, out: Path) -> Task:
     """
     labelled = load_splits(config, origin, load_labelled)
     splits = {
-        name: Loaded(items=mismatched(loaded.items, config.max_length), summary=loaded.summary)
+        name: Loaded(
+            items=mismatched(loaded.items, config.max_length),
+            summary=loaded.summary,
+            records=loaded.records,
+        )
         for name, loaded in labelled.items()
     }
     columns = {
