@@ -4,6 +4,7 @@ Legend: N examples, B rows, T tokens of a row, D width, V vocabulary.
 """
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tests.unit.tune.tiny import save_chats, save_model
 
-from fornax.adapters import LoRA
+from fornax.adapters import LoRA, LoRAParam
 from fornax.checkpoint import Checkpointer
-from fornax.config import ConfigError, DataError
+from fornax.config import CheckpointError, ConfigError, DataError
 from fornax.mesh import MeshConfig
 from fornax.models import load_pretrained
 from fornax.optim import Constant
@@ -26,6 +28,7 @@ from fornax.train.session import Programs, first_state, prepare
 from fornax.tune import SFTConfig, read_origin, tune
 from fornax.tune.config import recipe
 from fornax.tune.data import load_examples
+from fornax.tune.policy import policy
 from fornax.tune.splits import codec_of, limit_of
 from fornax.tune.tasks.sft import make, neftune
 
@@ -44,6 +47,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
         virtual_shards=1,
         steps=3,
         lora=LoRA(rank=4),
+        remat="none",
         mesh=MeshConfig(fsdp=1),
         optim=OPTIM,
         log=LogConfig(tensorboard=False),
@@ -66,6 +70,24 @@ def copied(state: Any) -> Any:
     return jax.tree.map(jnp.copy, state)
 
 
+def redrawn(state: Any, seed: int) -> Any:
+    """A first state whose adapters are drawn anew; B stays zero."""
+    rng = np.random.default_rng(seed)
+
+    def draw(x: jax.Array) -> jax.Array:
+        return jnp.asarray(rng.uniform(-1, 1, x.shape) * float(jnp.abs(x).max()), x.dtype)
+
+    return dataclasses.replace(copied(state), params=jax.tree.map(draw, state.params))
+
+
+@functools.cache
+def logits_of(model: str, sequences: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    """float64 logits [N, T, V] of sequences by themselves."""
+    width = max(map(len, sequences))
+    tokens_NT = np.array([[*row, *[0] * (width - len(row))] for row in sequences], np.int32)
+    return np.asarray(load_pretrained(model)(jnp.asarray(tokens_NT)), np.float64)
+
+
 def oracle(config: SFTConfig) -> tuple[float, int]:
     """Mean negative log-likelihood of the trained tokens, each example in a row of its own, and
     how many they are; float64 from the logits."""
@@ -73,12 +95,8 @@ def oracle(config: SFTConfig) -> tuple[float, int]:
     loaded = load_examples(
         config.data, codec_of(config, origin), limit_of(config), full=config.loss_on == "all"
     )
-    width = max(item.length for item in loaded.items)
-    tokens_NT = np.zeros((len(loaded), width), np.int32)
-    for row, item in zip(tokens_NT, loaded.items, strict=True):
-        row[: item.length] = item.tokens
-    model = load_pretrained(config.model)
-    logits_NTV = np.asarray(model(jnp.asarray(tokens_NT)), np.float64)
+    rows = tuple(tuple(item.tokens.tolist()) for item in loaded.items)
+    logits_NTV = logits_of(config.model, rows)
     total, count = 0.0, 0
     for logits_TV, item in zip(logits_NTV, loaded.items, strict=True):
         for place in np.flatnonzero(item.mask):
@@ -143,7 +161,7 @@ def test_adapters_learn_the_answers_over_five_seeds(
     for seed in range(5):
         config = dataclasses.replace(base, seed=seed)
         task = make(config, read_origin(config), Path())
-        start = first_state(config, programs)
+        start = redrawn(state, seed)
         stream = iter(task.batches("train", Hosts()))
         for _ in range(40):
             start, _ = programs.step(start, next(stream))
@@ -166,12 +184,27 @@ def test_noise_disturbs_training_and_not_evaluation(
 ):
     task, programs, state = plain
     rows = next(iter(task.batches("train", Hosts())))
-    _, calm = programs.step(copied(state), rows)
-    _, noisy, start = begin(dataclasses.replace(base, neftune_alpha=20.0))
-    clear = noisy.evaluate(start, rows)
-    _, shaken = noisy.step(start, rows)
-    assert float(clear.total / clear.weight) == pytest.approx(float(calm["loss"]), rel=1e-6)
-    assert abs(float(shaken["loss"]) - float(calm["loss"])) > 1e-4
+    config = dataclasses.replace(base, neftune_alpha=20.0)
+    noisy = make(config, read_origin(config), Path())
+
+    @jax.jit
+    def losses(params: Any, frozen: Any, rows: Any) -> list[jax.Array]:
+        model = programs.parts.model.holding(frozen).merge(params, {}, jax.random.key(0))
+        assert noisy.evaluate is not None
+        found = [noisy.loss(model, rows, jax.random.key(n)) for n in (1, 2)]
+        return [
+            sums.total
+            for sums in (
+                *found,
+                noisy.evaluate(model, rows),
+                task.loss(model, rows, jax.random.key(1)),
+            )
+        ]
+
+    first, second, evaluated, calm = losses(state.params, programs.frozen, rows)
+    assert evaluated == calm
+    assert abs(first - calm) > 1e-4 * abs(calm)
+    assert abs(first - second) > 1e-4 * abs(calm)
 
 
 def test_a_run_keeps_adapters_and_tokenizer_and_reports_perplexity(
@@ -186,10 +219,13 @@ def test_a_run_keeps_adapters_and_tokenizer_and_reports_perplexity(
     assert last["compilations"] == 1
     for name in ("config.yaml", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / name).is_file(), name
-    abstract = prepare(config, make(config, read_origin(config), tmp_path), Ledger()).abstract
-    state = Checkpointer(tmp_path / "checkpoints").restore(
-        {"params": abstract.params}, partial=True
-    )
+    model = nnx.eval_shape(lambda: policy(config, read_origin(config)).build(nnx.Rngs(0)))
+    adapters = {"params": nnx.to_pure_dict(nnx.state(model, LoRAParam))}
+    everything = {"params": nnx.to_pure_dict(nnx.state(model, nnx.Param))}
+    checkpoints = Checkpointer(tmp_path / "checkpoints")
+    state = checkpoints.restore(adapters, partial=True)
+    with pytest.raises(CheckpointError, match="embedding"):
+        checkpoints.restore(everything, partial=True)
     paths = [
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_flatten_with_path(state.state["params"])[0]
@@ -207,3 +243,17 @@ def test_bad_lines_and_patterns_are_reported_before_anything_heavy(base: SFTConf
     with pytest.raises(ConfigError, match="attention"):
         tune(lost, tmp_path / "run", progress="none")
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_eight_devices_make_the_update_of_one(base: SFTConfig, plain: tuple[Task, Programs, Any]):
+    task, programs, state = plain
+    rows = next(iter(task.batches("train", Hosts())))
+    alone, one = programs.step(copied(state), rows)
+    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
+    _, spread, start = begin(dataclasses.replace(base, mesh=mesh), devices=8)
+    together, eight = spread.step(start, rows)
+    assert float(eight["loss"]) == pytest.approx(float(one["loss"]), rel=1e-5)
+    pairs = zip(jax.tree.leaves(alone.optimizer), jax.tree.leaves(together.optimizer), strict=True)
+    for x, y in pairs:
+        np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-7)
