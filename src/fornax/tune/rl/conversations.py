@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from fornax.config.errors import ConfigError
@@ -10,6 +10,7 @@ from fornax.tune.data import Codec, PromptTokens
 from fornax.tune.rl.collect import Drawn
 from fornax.tune.rollout import (
     ChatFraming,
+    ConversationConfig,
     Environment,
     Framing,
     Limits,
@@ -24,38 +25,7 @@ from fornax.tune.rollout import (
 )
 from fornax.tune.rollout.tool_worker import find_function
 
-__all__ = ["ConversationConfig", "Conversations", "draw_conversations"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversationConfig:
-    """What the model talks with."""
-
-    environment: str = ""
-    """FILE.py:NAME or MODULE:NAME of a class, made anew for each completion; empty: tools alone."""
-    tools: tuple[str, ...] = ()
-    """FILE.py:NAME or MODULE:NAME of functions that the model may call, each run in a process."""
-    tool_parser: str | None = None
-    """How the model writes calls: hermes, llama3_json, mistral, pythonic, …; needed with tools."""
-    tool_seconds: float = 5.0
-    """The longest a call may take."""
-    tool_workers: int = 2
-    """Processes that run tools."""
-    max_turns: int = 8
-    """Times that the model speaks, at most."""
-
-    def __post_init__(self) -> None:
-        """Check that there is something to talk with."""
-        if bool(self.environment) == bool(self.tools):
-            raise ConfigError(
-                "a conversation takes an environment or tools, one of the two; an environment may "
-                "run tools of its own with ToolPool"
-            )
-        if self.tools and self.tool_parser is None:
-            raise ConfigError(
-                "tools need tool_parser, the way the model writes its calls, such as hermes"
-            )
-        Limits(max_turns=self.max_turns)
+__all__ = ["Conversations", "draw_conversations"]
 
 
 def draw_conversations(

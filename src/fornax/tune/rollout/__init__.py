@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fornax.tune.rollout.completion import Completion, rollouts_from_arrays, rollouts_to_arrays
+from fornax.tune.rollout.conversation import ConversationConfig
 from fornax.tune.rollout.environment import Environment, Limits, Message, Trajectory, Turn
 from fornax.tune.rollout.sampler import Sampler, SamplerStats, StreamSampler
 from fornax.tune.rollout.settings import SampleSettings, sample_seed
@@ -23,6 +24,7 @@ __all__ = [
     "AsyncRollouts",
     "ChatFraming",
     "Completion",
+    "ConversationConfig",
     "Environment",
     "Framing",
     "GuessNumber",

@@ -5,8 +5,8 @@ import pytest
 
 from fornax.config.errors import ConfigError
 from fornax.tune.data import Codec, PromptTokens
-from fornax.tune.rl.conversations import ConversationConfig, Conversations
-from fornax.tune.rollout import SampleSettings, Turn, sample_seed
+from fornax.tune.rl.conversations import Conversations
+from fornax.tune.rollout import ConversationConfig, SampleSettings, Turn, sample_seed
 
 
 class Shout:

@@ -1,0 +1,39 @@
+"""What a user may say about conversations with environments and tools."""
+
+from dataclasses import dataclass
+
+from fornax.config.errors import ConfigError
+from fornax.tune.rollout.environment import Limits
+
+__all__ = ["ConversationConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationConfig:
+    """What the model talks with."""
+
+    environment: str = ""
+    """FILE.py:NAME or MODULE:NAME of a class, made anew for each completion; empty: tools alone."""
+    tools: tuple[str, ...] = ()
+    """FILE.py:NAME or MODULE:NAME of functions that the model may call, each run in a process."""
+    tool_parser: str | None = None
+    """How the model writes calls: hermes, llama3_json, mistral, pythonic, …; needed with tools."""
+    tool_seconds: float = 5.0
+    """The longest a call may take."""
+    tool_workers: int = 2
+    """Processes that run tools."""
+    max_turns: int = 8
+    """Times that the model speaks, at most."""
+
+    def __post_init__(self) -> None:
+        """Check that there is something to talk with."""
+        if bool(self.environment) == bool(self.tools):
+            raise ConfigError(
+                "a conversation takes an environment or tools, one of the two; an environment may "
+                "run tools of its own with ToolPool"
+            )
+        if self.tools and self.tool_parser is None:
+            raise ConfigError(
+                "tools need tool_parser, the way the model writes its calls, such as hermes"
+            )
+        Limits(max_turns=self.max_turns)
