@@ -1,4 +1,7 @@
-"""Judge completions with a reward of your own and a verifier; see how sure the figures are."""
+"""Judge completions with a reward of your own and a verifier; see how sure the figures are.
+
+python examples/65_eval.py
+"""
 
 import tempfile
 from pathlib import Path
@@ -9,7 +12,8 @@ from fornax.models import DecoderConfig, create_decoder, save_pretrained
 from fornax.rewards import RewardPool, RewardSpec, Sample
 from fornax.tune.rollout import SampleSettings
 
-folder = Path(tempfile.mkdtemp())
+scratch = tempfile.TemporaryDirectory()
+folder = Path(scratch.name)
 (folder / "my_rewards.py").write_text(
     """
 def brief(completion):
@@ -64,4 +68,5 @@ found = evaluate(
 [model] = found.generative
 print("bits per byte", found.perplexity[model].bits_per_byte)
 print("reward", found.generative[model].reward, dict(found.generative[model].parts))
-print("report:", folder / "eval" / "report.html")
+print(sorted(path.name for path in (folder / "eval").iterdir()))
+scratch.cleanup()

@@ -48,7 +48,7 @@ class Generative:
     failures: dict[str, int]
     """Samples on which each reward failed."""
     passes: dict[int, Estimate]
-    """pass@k by k."""
+    """pass@k by k; none where a reward model judged, whose scores have no zero."""
     tokens: Estimate
     """Mean length of a completion, its end included."""
     truncated: Estimate
@@ -181,7 +181,11 @@ def summarise(
             name: sum(name in score.notes for each in answered for score in each.scores)
             for name in names
         },
-        passes={k: pass_at_k(samples, passed, k, **more) for k in sorted(set(config.k))},
+        passes={
+            k: pass_at_k(samples, passed, k, **more)
+            for k in sorted(set(config.k))
+            if config.judge is None
+        },
         tokens=mean([_mean([len(c) for c in each.completions]) for each in answered], **more),
         truncated=share(
             [_mean([float(c.truncated) for c in each.completions]) for each in answered], **more

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fornax.config import from_mapping
 from fornax.config.errors import ConfigError
 from fornax.evaluate import EvaluateConfig, Results, compare
 from fornax.evaluate.files import write_files
 from fornax.evaluate.generative import Answered, summarise
 from fornax.evaluate.judge import judge_by_model
 from fornax.evaluate.tables import rows
-from fornax.rewards import Score
+from fornax.rewards import RewardSpec, Score
 from fornax.tune.data import PromptTokens
 from fornax.tune.rollout import Completion, SampleSettings
 
@@ -69,6 +70,26 @@ def test_figures_of_judged_completions() -> None:
     assert {k: passed.value for k, passed in found.passes.items()} == {1: 0.25, 2: 0.5}
     assert found.tokens.value == 6.0
     assert found.truncated.value == 0.5
+
+
+def test_scores_of_a_judge_pass_nothing() -> None:
+    config = EvaluateConfig(model="a", prompts="p.jsonl", judge="runs/reward")
+    assert summarise(_answered([(6.0, 2)]), [], config).passes == {}
+
+
+def test_rewards_may_stand_in_a_file() -> None:
+    found = from_mapping(
+        EvaluateConfig,
+        {
+            "model": "a",
+            "prompts": "p.jsonl",
+            "reward": ["math", {"function": "r.py:x", "weight": 0.5, "options": {"a": "b"}}],
+        },
+    )
+    assert found.rewards == (
+        RewardSpec(function="math"),
+        RewardSpec(function="r.py:x", weight=0.5, options={"a": "b"}),
+    )
 
 
 def test_a_comparison_counts_pairs_and_prompts() -> None:

@@ -177,9 +177,12 @@ def test_rewards_that_make_no_sense_are_refused(specs: list[RewardSpec], message
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
-    for bad in ({"weight": float("nan")}, {"timeout_seconds": 0.0}, {"function": ""}):
-        with pytest.raises(ConfigError):
-            RewardSpec(**{"function": "math", **bad})
+    with pytest.raises(ConfigError, match="weight=nan"):
+        RewardSpec(function="math", weight=float("nan"))
+    with pytest.raises(ConfigError, match="timeout_seconds=0"):
+        RewardSpec(function="math", timeout_seconds=0.0)
+    with pytest.raises(ConfigError, match="names no function"):
+        RewardSpec(function="")
 
 
 def test_workers_end_when_their_parent_is_killed_even_inside_a_call(reward_file: Path) -> None:

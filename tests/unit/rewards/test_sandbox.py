@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fornax.config.errors import ConfigError
+from fornax.rewards import RewardPool, RewardSpec, Sample
 from fornax.rewards.sandbox import REQUIRED, Limits, Outcome, run, run_program
 
 SECONDS = 1.0
@@ -260,6 +262,33 @@ exec(compile(open({str(folder / "enter.py")!r}).read(), "enter.py", "exec"))
     assert mine.read_text() == "kept"
     with pytest.raises(ConfigError, match="does not hold a program's processes"):
         run_program("pass", limits=Limits(processes=2))
+
+
+def test_a_program_ends_with_the_worker_that_runs_it(tmp_path: Path) -> None:
+    spec = RewardSpec(
+        function="code", options={"limits.seconds": "20"}, timeout_seconds=SECONDS, name="slow"
+    )
+    sample = Sample("p", "import time; time.sleep(15)", {"tests": ["assert True"]})
+    with RewardPool([spec], workers=1, log=tmp_path / "log") as pool:
+        [score] = pool.score([sample])
+    assert score.notes == {"slow": "took over 1 s"}
+    deadline = time.monotonic() + 5
+    while _sandboxes():
+        assert time.monotonic() < deadline, "the program outlived its worker"
+        time.sleep(0.02)
+
+
+def _sandboxes() -> list[str]:
+    """Sandboxes begun by workers whose parent is gone."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            line = (status.parent / "cmdline").read_bytes()
+            if b"enter.py" in line and "PPid:\t1\n" in status.read_text():
+                found.append(status.parent.name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
 
 
 def test_no_folder_stays_behind() -> None:

@@ -23,9 +23,13 @@ def _main() -> None:
     with os.fdopen(_IN, "rb") as file:
         job = json.load(file)
     held = {"time"}
+    if kernel is not None:
+        kernel.die_with_parent()
     separated = kernel is not None and _try(held, (), lambda: kernel.separate(nobody=job["nobody"]))
     if separated:
         held |= {"network", "signals"}
+    if separated:
+        kernel.die_with_parent()  # a change of user undoes it
     second = os.fork()
     if second:
         _, status = os.waitpid(second, 0)
