@@ -91,7 +91,7 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(
                 f"cannot write the run directory {self.path}: {error.strerror or error}; choose "
-                "another with --run-dir, or make this one writable"
+                "another with --run-dir (tune: --out), or make this one writable"
             ) from error
 
     def _probe(self) -> None:
