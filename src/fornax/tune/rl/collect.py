@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +32,15 @@ class Drawn:
 
 Draw = Callable[[Sampler, Sequence[PromptTokens], SampleSettings, Sequence[int]], list[list[Drawn]]]
 """(sampler, prompts, settings, seeds) to `settings.n` completions for each prompt."""
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A draw that holds processes."""
+
+    def close(self) -> None:
+        """End them."""
+        ...
 
 
 class Judge(Protocol):
@@ -153,9 +162,11 @@ class Collector:
             self.judge.restore(state["judge"])
 
     def close(self) -> None:
-        """End the reward functions' processes."""
+        """End the processes of reward functions and tools."""
         if self.judge is not None:
             self.judge.close()
+        if isinstance(self.draw, Closable):
+            self.draw.close()
 
     def _how_many(self, missing: int, asked: int, alike: int) -> int:
         """Prompts to ask for, if groups go on to differ as often as they did."""

@@ -8,7 +8,7 @@ from fornax.rewards import RewardSpec
 from fornax.tune.config import TuneConfig
 from fornax.tune.rl.algorithms import GRPO, GroupAlgorithm, check_clip
 from fornax.tune.rl.kl import AdaptiveKL, FixedKL
-from fornax.tune.rollout import SampleSettings
+from fornax.tune.rollout import ConversationConfig, SampleSettings
 
 __all__ = ["AsyncConfig", "GRPOConfig", "Importance", "PPOConfig", "RLConfig", "RolloutConfig"]
 
@@ -117,6 +117,8 @@ class RLConfig(TuneConfig):
     reward: tuple[str | RewardSpec, ...] = ()
     """Reward functions: `file.py:function`, the name of a built-in verifier, or a mapping with
     weight and time limit."""
+    conversation: ConversationConfig | None = None
+    """Let the model talk with an environment, or use tools; null: it answers once."""
     reward_workers: int = 2
     """Processes that reward functions run in."""
     entropy_coefficient: float = 0.0
@@ -141,6 +143,11 @@ class RLConfig(TuneConfig):
             raise ConfigError(
                 f"rollout.max_tokens={self.rollout.max_tokens} leaves no room for a prompt in "
                 f"max_length={self.max_length}; lower it, or raise max_length"
+            )
+        if not self.reward and (self.conversation is None or not self.conversation.environment):
+            raise ConfigError(
+                "no reward says what a good completion is; name a function of yours with "
+                "--reward my_rewards.py:score, or a built-in verifier such as --reward math"
             )
         if self.evaluates:
             raise ConfigError(

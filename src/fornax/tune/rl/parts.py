@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from fornax.config.errors import ConfigError
 from fornax.llm import EngineConfig
 from fornax.rewards import RewardPool, RewardSpec
 from fornax.tune.data import Codec, Limit, load_prompts
 from fornax.tune.policy import Origin, policy
+from fornax.tune.rl.collect import Draw, draw_completions
 from fornax.tune.rl.config import RLConfig
+from fornax.tune.rl.conversations import Conversations
 from fornax.tune.rl.task import Parts
 from fornax.tune.rollout import LLMSampler, Sampler
 
@@ -19,7 +20,7 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
     """Read prompts, start the reward functions, describe policy and sampler.
 
     Raises:
-      ConfigError: no reward, or one that cannot be used.
+      ConfigError: a reward, an environment or a tool that cannot be used.
       DataError: prompts that cannot be read, or leave no room for an answer; with their lines.
     """
     codec = Codec(
@@ -33,9 +34,13 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
     limit = Limit(max_length=room, too_long=config.too_long)
     loaded = load_prompts(config.data, codec, limit, columns=config.columns or None)
     prompts = loaded.items
-    pool = reward_pool(config, out)
-    for prompt in prompts:
-        pool.check(prompt.record, prompt.where)
+    pool = reward_pool(config, out) if config.reward else None
+    if pool is not None:
+        for prompt in prompts:
+            pool.check(prompt.record, prompt.where)
+    draw: Draw = draw_completions
+    if config.conversation is not None:
+        draw = Conversations(config.conversation, codec, max_tokens=config.rollout.max_tokens)
     made = policy(config, origin)
     return Parts(
         build=made.build,
@@ -45,6 +50,7 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
         judge=pool,
         sampler=lambda model: _sampler(config, origin, model),
         decode=lambda tokens: origin.tokenizer.decode(tokens, special=True),
+        draw=draw,
         notes=(loaded.summary.text(), made.text),
         out=out,
     )
@@ -52,11 +58,6 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
 
 def reward_pool(config: RLConfig, out: Path) -> RewardPool:
     """The reward functions' processes; failures go to `rewards.log` of the run directory."""
-    if not config.reward:
-        raise ConfigError(
-            "no reward says what a good completion is; name a function of yours with "
-            "--reward my_rewards.py:score, or a built-in verifier such as --reward math"
-        )
     specs = [
         RewardSpec(function=reward) if isinstance(reward, str) else reward
         for reward in config.reward

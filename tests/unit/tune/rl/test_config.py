@@ -78,6 +78,17 @@ def test_refusals_name_the_value_and_the_cure(words: tuple[str, ...], message: s
         grpo(*words)
 
 
+def test_a_run_needs_a_reward_or_an_environment() -> None:
+    words = [*NEEDED[:4], "--algorithm.type", "grpo"]
+    with pytest.raises(ConfigError, match="name a function of yours"):
+        load(GRPOConfig, overrides=words)
+    tools = ["--conversation.tools", "t.py:add", "--conversation.tool-parser", "hermes"]
+    with pytest.raises(ConfigError, match="name a function of yours"):
+        load(GRPOConfig, overrides=[*words, *tools])
+    alone = load(GRPOConfig, overrides=[*words, "--conversation.environment", "e.py:Game"])
+    assert alone.reward == ()
+
+
 def test_reinforce_plus_plus_takes_groups_of_one() -> None:
     assert grpo("--algorithm.type", "reinforce_plus_plus", "--group-size", "1").prompts == 64
 
