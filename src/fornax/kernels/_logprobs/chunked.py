@@ -112,8 +112,8 @@ def _local_again(options: _Options, x: jax.Array, w_DV: jax.Array, *tokens: jax.
 def _local_kept(
     options: _Options, x: jax.Array, w_DV: jax.Array, targets: jax.Array, inverse: jax.Array
 ):
-    """Values, normalisers, and the logits [*tokens, V] after softcap and temperature."""
-    scaled_TV, scored = _score(
+    """Values, normalisers, and the logits [*tokens, V] before the temperature."""
+    logits_TV, scored = _score(
         options,
         x.reshape(-1, x.shape[-1]),
         options.division.whole_width(w_DV),
@@ -121,7 +121,7 @@ def _local_kept(
         inverse.reshape(-1),
     )
     shaped = (scored.logprob_C, scored.entropy_C, scored.lse_C)
-    return *(a.reshape(targets.shape) for a in shaped), scaled_TV.reshape(*targets.shape, -1)
+    return *(a.reshape(targets.shape) for a in shaped), logits_TV.reshape(*targets.shape, -1)
 
 
 def _local_direction(options: _Options, x: jax.Array, w_DV: jax.Array, *tokens: jax.Array):
@@ -129,10 +129,10 @@ def _local_direction(options: _Options, x: jax.Array, w_DV: jax.Array, *tokens: 
     whole_DV = options.division.whole_width(w_DV)
 
     def one(x_CD: jax.Array, targets_C: jax.Array, inverse_C: jax.Array):
-        scaled_CV, scored = _score(options, x_CD, whole_DV, targets_C, inverse_C)
+        logits_CV, scored = _score(options, x_CD, whole_DV, targets_C, inverse_C)
         ones_C = jnp.ones_like(scored.lse_C)
         slope_CV = _slope(
-            options, scaled_CV, scored.lse_C, targets_C, inverse_C, ones_C, None, None
+            options, logits_CV, scored.lse_C, targets_C, inverse_C, ones_C, None, None
         )
         return scored.logprob_C, _dx(options, slope_CV.astype(x_CD.dtype), whole_DV)
 
@@ -190,12 +190,12 @@ def _local_gradients(
 
     def step(dw_DV: jax.Array, chunk: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_CD, inverse_C = chunk["x"], chunk["inverse"]
-        scaled_CV = chunk.get("scaled")
-        if scaled_CV is None:
-            scaled_CV = _scaled(options, x_CD, whole_DV, inverse_C)
+        logits_CV = chunk.get("logits")
+        if logits_CV is None:
+            logits_CV = _logits(options, x_CD, whole_DV)
         slope_CV = _slope(
             options,
-            scaled_CV,
+            logits_CV,
             chunk["lse"],
             chunk["targets"],
             inverse_C,
@@ -208,7 +208,7 @@ def _local_gradients(
 
     start = jnp.zeros(whole_DV.shape, options.dtype)
     if logits is not None:
-        dw_DV, dx_TD = step(start, {**flat, "scaled": logits.reshape(-1, logits.shape[-1])})
+        dw_DV, dx_TD = step(start, {**flat, "logits": logits.reshape(-1, logits.shape[-1])})
     else:
         chunks, join = split_rows(options.chunk, *flat.values())
         named = dict(zip(flat, chunks, strict=True))
@@ -226,11 +226,12 @@ class _Scored:
     lse_C: jax.Array
 
 
-def _scaled(options: _Options, x_CD: jax.Array, w_DV: jax.Array, inverse_C: jax.Array) -> jax.Array:
+def _logits(options: _Options, x_CD: jax.Array, w_DV: jax.Array) -> jax.Array:
+    """Before the temperature, which every user multiplies in: a product of its own would be
+    written to memory and read again."""
     logits_CV = jnp.dot(x_CD, w_DV, preferred_element_type=options.dtype)
-    if options.softcap is not None:
-        logits_CV = options.softcap * jnp.tanh(logits_CV / options.softcap)
-    return logits_CV * inverse_C[:, None]
+    cap = options.softcap
+    return logits_CV if cap is None else cap * jnp.tanh(logits_CV / cap)
 
 
 def _score(
@@ -241,30 +242,34 @@ def _score(
     inverse_C: jax.Array,
 ) -> tuple[jax.Array, _Scored]:
     division = options.division
-    scaled_CV = _scaled(options, x_CD, w_DV, inverse_C)
-    V = scaled_CV.shape[1]
-    highest_C = division.over_vocabulary(jax.lax.pmax, jnp.max(scaled_CV, axis=-1))
-    mass_CV = jnp.exp(scaled_CV - highest_C[:, None])
+    logits_CV = _logits(options, x_CD, w_DV)
+    V = logits_CV.shape[1]
+    highest_C = division.over_vocabulary(jax.lax.pmax, jnp.max(logits_CV, axis=-1)) * inverse_C
+    mass_CV = jnp.exp(logits_CV * inverse_C[:, None] - highest_C[:, None])
     total_C = division.over_vocabulary(jax.lax.psum, jnp.sum(mass_CV, axis=-1))
     lse_C = highest_C + jnp.log(total_C)
     own_C = targets_C - division.first_word(V)
     here_C = (own_C >= 0) & (own_C < V)
     index_C1 = jnp.clip(own_C, 0, V - 1)[:, None]
-    target_C = jnp.take_along_axis(scaled_CV, index_C1, axis=-1)[:, 0]
+    target_C = jnp.take_along_axis(logits_CV, index_C1, axis=-1)[:, 0] * inverse_C
     target_C = division.over_vocabulary(jax.lax.psum, jnp.where(here_C, target_C, 0))
     beyond_C = targets_C >= V * division.vocabulary_shards
     logprob_C = jnp.where(beyond_C, jnp.nan, target_C - lse_C)
     logprob_C = jnp.where(targets_C < 0, 0, logprob_C)
     entropy_C = jnp.zeros_like(lse_C)
     if options.entropy:
-        mean_C = jnp.sum(mass_CV * (scaled_CV - highest_C[:, None]), axis=-1)
+        # The barrier keeps XLA from sharing exp with the sum above: shared it is written to memory
+        # and, on CPU, an order of magnitude slower than computed twice inside two sums.
+        again_C, top_C = jax.lax.optimization_barrier((inverse_C, highest_C))
+        gap_CV = logits_CV * again_C[:, None] - top_C[:, None]
+        mean_C = jnp.sum(jnp.exp(gap_CV) * gap_CV, axis=-1)
         entropy_C = jnp.log(total_C) - division.over_vocabulary(jax.lax.psum, mean_C) / total_C
-    return scaled_CV, _Scored(logprob_C, entropy_C, lse_C)
+    return logits_CV, _Scored(logprob_C, entropy_C, lse_C)
 
 
 def _slope(
     options: _Options,
-    scaled_CV: jax.Array,
+    logits_CV: jax.Array,
     lse_C: jax.Array,
     targets_C: jax.Array,
     inverse_C: jax.Array,
@@ -277,10 +282,10 @@ def _slope(
     With p the softmax of the scaled logits and H its entropy, the slopes of a log-probability and
     of the entropy are (hit - p) and -p (log p + H).
     """
-    V = scaled_CV.shape[1]
+    V = logits_CV.shape[1]
     to_logprob_C = jnp.where(targets_C >= 0, to_logprob_C, 0)
     used_C = to_logprob_C != 0
-    logp_CV = scaled_CV - lse_C[:, None]
+    logp_CV = logits_CV * inverse_C[:, None] - lse_C[:, None]
     pull_CV = to_logprob_C[:, None]
     if to_entropy_C is not None and entropy_C is not None:
         used_C |= to_entropy_C != 0
@@ -289,8 +294,7 @@ def _slope(
     hit_CV = index_1V == (targets_C - options.division.first_word(V))[:, None]
     slope_CV = jnp.where(hit_CV, to_logprob_C[:, None], 0) - jnp.exp(logp_CV) * pull_CV
     if options.softcap is not None:
-        capped_CV = scaled_CV / (options.softcap * inverse_C[:, None])
-        slope_CV *= 1 - capped_CV**2
+        slope_CV *= 1 - (logits_CV / options.softcap) ** 2
     return jnp.where(used_C[:, None], slope_CV * inverse_C[:, None], 0)
 
 
