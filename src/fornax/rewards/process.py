@@ -1,10 +1,12 @@
 """A worker process as its parent holds it: started, spoken to, killed."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -41,6 +43,8 @@ class Worker:
         ours, theirs = socket.socketpair()
         reads, self._lifeline = os.pipe()
         root = str(Path(fornax.__file__).parent.parent)
+        self._folder = Path(tempfile.mkdtemp(prefix="fornax-rewards-"))
+        self._folder.chmod(0o711)  # a sandbox inside may run as another user
         with theirs:
             program = _MAIN.format(root=root, channel=theirs.fileno(), lifeline=reads)
             self._process = subprocess.Popen(
@@ -50,7 +54,7 @@ class Worker:
                 stderr=None if output is None else output,
                 pass_fds=(theirs.fileno(), reads),
                 start_new_session=True,
-                env=for_child({"PYTHONUNBUFFERED": "1"}),
+                env=for_child({"PYTHONUNBUFFERED": "1", "TMPDIR": str(self._folder)}),
             )
         os.close(reads)
         self.connection = Connection(ours.detach())
@@ -126,6 +130,7 @@ class Worker:
             self.connection.close()
             os.close(self._lifeline)
             self._lifeline = -1
+            shutil.rmtree(self._folder, ignore_errors=True)
         return ending(ended if code is None else code)
 
 

@@ -185,7 +185,9 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         RewardSpec(function="")
 
 
-def test_workers_end_when_their_parent_is_killed_even_inside_a_call(reward_file: Path) -> None:
+def test_workers_end_when_their_parent_is_killed_even_inside_a_call(
+    reward_file: Path, tmp_path: Path
+) -> None:
     program = f"""
     import threading, time
     from fornax.rewards import RewardPool, RewardSpec, Sample
@@ -194,7 +196,10 @@ def test_workers_end_when_their_parent_is_killed_even_inside_a_call(reward_file:
     pool.score([Sample("p", "hang")])
     """
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())

@@ -4,6 +4,7 @@ import http.server
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -264,7 +265,10 @@ exec(compile(open({str(folder / "enter.py")!r}).read(), "enter.py", "exec"))
         run_program("pass", limits=Limits(processes=2))
 
 
-def test_a_program_ends_with_the_worker_that_runs_it(tmp_path: Path) -> None:
+def test_a_program_ends_with_the_worker_that_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spec = RewardSpec(
         function="code", options={"limits.seconds": "20"}, timeout_seconds=SECONDS, name="slow"
     )
@@ -272,6 +276,7 @@ def test_a_program_ends_with_the_worker_that_runs_it(tmp_path: Path) -> None:
     with RewardPool([spec], workers=1, log=tmp_path / "log") as pool:
         [score] = pool.score([sample])
     assert score.notes == {"slow": "took over 1 s"}
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
     deadline = time.monotonic() + 5
     while _sandboxes():
         assert time.monotonic() < deadline, "the program outlived its worker"
