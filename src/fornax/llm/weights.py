@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from fornax import kernels
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.config import EngineConfig
+from fornax.llm.named_arrays import Flat, check_same, flat
 from fornax.llm.target import Target, attached
 from fornax.mesh import DEFAULT_RULES, Rules, merge_rules, tree_shardings
 from fornax.models import (
@@ -29,8 +29,6 @@ from fornax.models import (
 from fornax.models.layers import Projection
 
 __all__ = ["Placement", "Weights", "describe_weights", "load_weights"]
-
-Flat = dict[tuple[Any, ...], Any]
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,9 @@ class Weights:
         Raises:
           EngineError: names or shapes that are not the model's.
         """
-        given = _flat(params)
+        given = flat(params)
         mine = nnx.to_flat_state(self.state)
-        _check_same(self._shapes(mine), given)
+        check_same(self._shapes(mine), given)
         placed = []
         for path, variable in mine:
             value, now = _find(given, path), variable.get_value()
@@ -122,14 +120,14 @@ def load_weights(source: Path | str | Decoder, config: EngineConfig) -> Weights:
         model_config, model = source.config, source
         stored = model.embed.embedding.get_value().dtype
         dtype = stored if config.dtype == "auto" else jnp.dtype(config.dtype)
-        return _lay_out(model_config, dtype, _place(config, model_config, dtype), _flat(model))
+        return _lay_out(model_config, dtype, _place(config, model_config, dtype), flat(model))
     model_config = config_from_hf(read_config(source))
     asked = None if config.dtype == "auto" else config.dtype
     # Where weights lie depends on their dtype only through what is computed in.
     where = _place(config, model_config, jnp.dtype(asked or jnp.float32))
     model = load_pretrained(source, dtype=asked, mesh=where.mesh, rules=where.rules)
     dtype = model.embed.embedding.get_value().dtype
-    return _lay_out(model_config, dtype, _place(config, model_config, dtype), _flat(model))
+    return _lay_out(model_config, dtype, _place(config, model_config, dtype), flat(model))
 
 
 def describe_weights(
@@ -209,7 +207,7 @@ def _lay_out(
     graphdef, state = nnx.split(model)
     shardings: Flat = {}
     if where.mesh is not None:
-        shardings = _flat(tree_shardings(state, where.mesh, where.rules))
+        shardings = flat(tree_shardings(state, where.mesh, where.rules))
     placed = []
     for path, variable in nnx.to_flat_state(state):
         place = shardings.get(path, where.single)
@@ -265,40 +263,6 @@ def _pack(model: Decoder, path: tuple[Any, ...], value: jax.Array, where: Placem
         precision=where.precision or "float32",
         stacked=path[0] == "layers",
     )
-
-
-def _flat(params: Any) -> Flat:
-    """Path to array of a module, a state, or a nested mapping of arrays."""
-    if isinstance(params, nnx.Module):
-        params = nnx.state(params)
-    if isinstance(params, nnx.State):
-        return {path: leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
-    if not isinstance(params, Mapping):
-        raise EngineError(
-            f"weights of type {type(params).__name__} are not known; give a Decoder, its "
-            "nnx.State, or nested mappings of its arrays"
-        )
-    found: Flat = {}
-    for key, value in params.items():
-        inner = _flat(value) if isinstance(value, Mapping) else {(): value}
-        found |= {(key, *path): leaf for path, leaf in inner.items()}
-    return found
-
-
-def _check_same(wanted: Mapping[tuple[Any, ...], tuple[int, ...]], given: Flat) -> None:
-    names = {path: "/".join(map(str, path)) for path in wanted.keys() | given.keys()}
-    problems = [f"missing {names[path]}" for path in wanted.keys() - given.keys()]
-    problems += [f"unknown {names[path]}" for path in given.keys() - wanted.keys()]
-    problems += [
-        f"{names[path]} has shape {tuple(given[path].shape)}, not {wanted[path]}"
-        for path in wanted.keys() & given.keys()
-        if tuple(given[path].shape) != wanted[path]
-    ]
-    if problems:
-        raise EngineError(
-            f"the weights are not this model's: {'; '.join(sorted(problems)[:5])}; give all "
-            "parameters under the model's own names"
-        )
 
 
 def _bytes_on_one_device(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
