@@ -198,12 +198,13 @@ class _Maker:
 
 def _start_of_a(config: LoRA, site: Site, kernel: tuple[int, ...], rank: int, rngs: Any) -> Any:
     inputs = math.prod(site.of(kernel, site.inputs))
+    key = rngs.params()
 
     def draw(shape: tuple[int, ...]) -> jax.Array:
         if config.init == "gaussian":
-            return jax.random.normal(rngs.params(), shape) / rank
+            return jax.random.normal(key, shape) / rank
         bound = 1 / math.sqrt(inputs)
-        return jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
+        return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
     return draw
 

@@ -3,44 +3,67 @@
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from fornax.adapters import LoRA, is_adapted
+from fornax.adapters import LoRA, LoRAParam, attach, is_adapted
+from fornax.checkpoint import Checkpointer
 from fornax.cli.main import main
+from fornax.config import dump_yaml
 from fornax.config.errors import ConfigError
 from fornax.llm import LLM, SamplingParams
-from fornax.train import convert, load_decoder, load_run, model_config, tokenizer_folder
-from fornax.tune import SFTConfig, tune
+from fornax.train import (
+    RunDirectory,
+    convert,
+    load_decoder,
+    load_run,
+    model_config,
+    tokenizer_folder,
+)
+from fornax.tune import SFTConfig
 
 PROMPT = "What follows red?"
 
 
+def logits(model) -> np.ndarray:
+    tokens = np.arange(20)[None] + 40
+    graphdef, state = nnx.split(model)
+    return np.asarray(jax.jit(lambda state: nnx.merge(graphdef, state)(tokens))(state))
+
+
 @pytest.fixture(scope="module")
 def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short LoRA run that changes what the model says."""
-    folder = tmp_path_factory.mktemp("tuned") / "sft"
-    config = SFTConfig(
-        model=str(tiny / "model"),
-        data=str(tiny / "chats.jsonl"),
-        lora=LoRA(rank=4, alpha=32, rank_pattern={"mlp/down": 2}),
-        max_length=64,
-        batch_size=8,
-        steps=12,
+    """What `fornax tune sft` leaves behind, with adapters far from their start."""
+    directory = RunDirectory(tmp_path_factory.mktemp("tuned") / "sft")
+    lora = LoRA(rank=4, alpha=8, rank_pattern={"mlp/down": 2})
+    config = SFTConfig(model=str(tiny / "model"), data="none.jsonl", lora=lora, steps=1)
+    model = load_decoder(tiny / "model")
+    attach(model, lora, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: (x + 0.2 * rng.normal(size=x.shape)).astype(np.float32),
+        nnx.to_pure_dict(nnx.state(model, LoRAParam)),
     )
-    tune(config, folder, progress="quiet")
-    return folder
+    directory.create()
+    directory.save_config(dump_yaml(config))
+    with Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
+        # A head that gives values stands beside the adapters after PPO.
+        state = {"params": {**params, "value_head": {"kernel": np.ones((32,), np.float32)}}}
+        checkpointer.save(1, state=state, config_yaml=dump_yaml(config), force=True)
+    return directory.path
 
 
-def test_checkpoints_hold_adapters_only(run: Path) -> None:
-    loaded = load_run(run, merge=False)
-    assert is_adapted(loaded.model)
-    assert loaded.config.model == model_config(run)
-    stored = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
-    assert tokenizer_folder(run) == run
-    whole = sum(f.stat().st_size for f in Path(str(loaded.config.base)).glob("*.safetensors"))
-    assert stored < 2 * whole  # of adapters thrice over: themselves and Adam's two moments
+def test_a_run_of_adapters_is_a_model(run: Path, tiny: Path) -> None:
+    """Everything that reads a model reads it: its config, its tokenizer, its weights merged."""
+    assert model_config(run) == model_config(tiny / "model")
+    assert tokenizer_folder(run) == tiny / "model"
+    apart, whole = load_run(run, merge=False), load_decoder(run)
+    assert is_adapted(apart.model)
+    assert not is_adapted(whole)
+    np.testing.assert_allclose(logits(apart.model), logits(whole), atol=1e-5)
+    assert np.abs(logits(whole) - logits(load_decoder(tiny / "model"))).max() > 0.1
 
 
 def test_merged_and_apart_it_says_the_same(run: Path, tiny: Path, tmp_path: Path) -> None:
@@ -50,21 +73,23 @@ def test_merged_and_apart_it_says_the_same(run: Path, tiny: Path, tmp_path: Path
         parity = json.loads((tmp_path / folder / "parity.json").read_text())
         assert parity["max_abs_difference"] < 1e-4
         assert parity["same_top_token"] == 1
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8}
+    np.testing.assert_array_equal(logits(load_decoder(tmp_path / "hf")), logits(load_decoder(run)))
+
+
+@pytest.mark.slow
+def test_the_adapter_serves_beside_its_base(run: Path, tiny: Path, tmp_path: Path) -> None:
+    convert(run, tmp_path / "hf", merge_lora=True)
+    convert(run, tmp_path / "adapter")
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 8}
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     adapted = LLM(tiny / "model", enable_lora=True, max_lora_rank=4, max_loras=1, **options)
     adapted.load_lora("sft", tmp_path / "adapter")
-    plain, tuned = (
-        adapted.generate([PROMPT], greedy, lora=lora)[0].outputs[0].token_ids
-        for lora in (None, "sft")
-    )
+    names = [None, "sft"]
+    both = adapted.generate([PROMPT] * 2, greedy, lora=names)
+    plain, tuned = (output.outputs[0].token_ids for output in both)
     assert plain != tuned, "the adapter changes nothing"
     merged = LLM(tmp_path / "hf", **options).generate([PROMPT], greedy)
     assert merged[0].outputs[0].token_ids == tuned
-    tokens = jnp.arange(20)[None] % 280
-    np.testing.assert_allclose(
-        load_decoder(tmp_path / "hf")(tokens), load_decoder(run)(tokens), atol=1e-5
-    )
 
 
 def test_what_cannot_be_converted_is_said(run: Path, tiny: Path, tmp_path: Path) -> None:
@@ -72,3 +97,9 @@ def test_what_cannot_be_converted_is_said(run: Path, tiny: Path, tmp_path: Path)
         convert(tiny / "model", tmp_path / "x", merge_lora=True)
     with pytest.raises(ConfigError, match="float32"):
         convert(run, tmp_path / "x", dtype="bfloat16")
+    (tiny / "model").rename(tiny / "moved")
+    try:
+        with pytest.raises(ConfigError, match=f"began at the model {tiny}/model, which is not"):
+            load_decoder(run)
+    finally:
+        (tiny / "moved").rename(tiny / "model")
