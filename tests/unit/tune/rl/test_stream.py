@@ -221,3 +221,18 @@ def test_the_reference_is_the_policy_before_its_first_step(tmp_path: Path, lora:
     assert second["kl"] > 1e-7
     assert third["kl_reference"] != 0
     assert run.programs.compilations == 1
+
+
+@pytest.mark.slow
+def test_micro_batches_and_devices_change_nothing(tmp_path: Path) -> None:
+    """Four micro-batches of unequal weight on eight devices make the update of one on one."""
+    config = dataclasses.replace(BASE, batch_size=32, mini_batches=1, max_length=24, accumulate=4)
+    wide = Run(config, tmp_path / "wide", devices=8)
+    narrow = Run(dataclasses.replace(config, accumulate=1), tmp_path / "narrow")
+    for _ in range(2):
+        many, few = wide.train(), narrow.train()
+        for name in ("loss", "grad_norm", "entropy", "ratio_max", "reward", "clip_fraction"):
+            assert many[name] == pytest.approx(few[name], rel=1e-4, abs=1e-6), name
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), wide.params(), narrow.params()
+    )
