@@ -188,6 +188,7 @@ class Lesson:
             named = self.config.teacher
             key = TopKey(
                 data=data_fingerprint(a for item in items for a in (item.tokens, item.mask)),
+                vocabulary=self.origin.tokenizer.vocab_size,
                 k=self.config.logits.k,
                 temperature=self.config.temperature,
                 teacher=None if named is None else weights_fingerprint(named),

@@ -46,7 +46,7 @@ class Teacher:
         self._mesh, self._rules, self._hosts = mesh, rules, hosts
         self._graphdef, self._state = nnx.split(decoder)
         self._hidden = jax.jit(self._compute_hidden)
-        self._top = jax.jit(self._compute_top, static_argnames=("k",))
+        self._top = jax.jit(self._compute_top, static_argnames=("k", "words"))
 
     def output_weights(self) -> jax.Array:
         """The projection to the vocabulary, [E, V]."""
@@ -61,10 +61,17 @@ class Teacher:
         return self._own(self._hidden(self._state, self._batch(rows)))
 
     def top(
-        self, rows: Mapping[str, np.ndarray], k: int, temperature: float
+        self, rows: Mapping[str, np.ndarray], k: int, *, temperature: float, words: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The k likeliest next tokens after each, and their log-probs: int32, float32 [B, T, K]."""
-        ids, logps = self._top(self._state, self._batch(rows), temperature, k=k)
+        """The k likeliest next tokens after each, and their log-probs: int32, float32 [B, T, K].
+
+        Args:
+          rows: tokens, positions, segment_ids int32 [B, T].
+          k: how many.
+          temperature: divides the logits.
+          words: outputs that are tokens; those beyond only fill the teacher's table.
+        """
+        ids, logps = self._top(self._state, self._batch(rows), temperature, k=k, words=words)
         return np.asarray(self._own(ids)), np.asarray(self._own(logps))
 
     def _compute_hidden(self, state: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
@@ -75,13 +82,20 @@ class Teacher:
             )
 
     def _compute_top(
-        self, state: Any, batch: Mapping[str, jax.Array], temperature: jax.Array, *, k: int
+        self,
+        state: Any,
+        batch: Mapping[str, jax.Array],
+        temperature: jax.Array,
+        *,
+        k: int,
+        words: int,
     ) -> tuple[jax.Array, jax.Array]:
         x_BTE = self._compute_hidden(state, batch)
         decoder = nnx.merge(self._graphdef, state)
 
         def of_row(x_TE: jax.Array) -> tuple[jax.Array, jax.Array]:  # [T, V] of one row at a time
-            logps_TV = jax.nn.log_softmax(decoder.logits(x_TE[None])[0] / temperature)
+            logits_TV = decoder.logits(x_TE[None])[0, :, :words]
+            logps_TV = jax.nn.log_softmax(logits_TV / temperature)
             logps_TK, ids_TK = jax.lax.top_k(logps_TV, k)
             return ids_TK.astype(jnp.int32), logps_TK
 

@@ -28,6 +28,8 @@ class TopKey:
 
     data: str
     """`data_fingerprint` of the examples."""
+    vocabulary: int
+    """Tokens of the tokenizer: what the probabilities are shared between."""
     k: int
     temperature: float
     teacher: str | None = None
@@ -61,7 +63,9 @@ def write_top(
 
     ids, logprobs = new("ids.npy", np.int32), new("logprobs.npy", np.float32)
     for rows in batches:
-        ids_BTK, logps_BTK = teacher.top(rows, key.k, key.temperature)
+        ids_BTK, logps_BTK = teacher.top(
+            rows, key.k, temperature=key.temperature, words=key.vocabulary
+        )
         for row, example in enumerate(rows["example"]):
             if example < 0:
                 continue
@@ -132,6 +136,7 @@ class TopStore:
 
 _FIXES = {
     "data": "give it the same data, tokenizer, template and max_length",
+    "vocabulary": "give the student the tokenizer it was written with",
     "k": "set logits.k to it",
     "temperature": "set temperature to it",
     "teacher": "name the teacher that wrote it",

@@ -133,6 +133,7 @@ def test_stored_logits_teach_without_the_teacher(config: DistillConfig, tmp_path
     )
     toy = toy_of(stored, tmp_path)
     alone = dataclasses.replace(stored, teacher=None)
+    toy.task.batches("train", Hosts())  # the teacher writes them
     without = distill.make(alone, read_origin(alone), tmp_path)
     _, found = toy.run(24, stream=without.batches("train", Hosts()))
     assert found[-1]["loss"] < found[0]["loss"]
@@ -144,7 +145,7 @@ def test_stored_logits_teach_without_the_teacher(config: DistillConfig, tmp_path
 
 @pytest.mark.slow
 def test_the_teacher_may_lie_on_another_mesh(whole: Toy, config: DistillConfig, tmp_path: Path):
-    spread = dataclasses.replace(config, teacher_mesh=MeshConfig(fsdp=2, tensor=4))
+    spread = dataclasses.replace(config, teacher_mesh=MeshConfig(fsdp=4, tensor=2))
     toy = toy_of(spread, tmp_path, devices=8)
     state, expected = whole.run(3, seed=1)
     same, found = toy.run(3, seed=1)

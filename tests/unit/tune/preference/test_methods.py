@@ -195,7 +195,7 @@ def test_kto_does_not_depend_on_how_its_batch_is_divided(
     same, found = parts.run(4, seed=1)
     for ours, theirs in zip(found, expected, strict=True):
         for name in ("loss", "kl", "reward_desirable", "grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-5)
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-5, nan_ok=True)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4),
         jax.device_get(same.params),
@@ -220,7 +220,7 @@ def test_pairs_do_not_depend_on_how_their_batch_is_divided(
         same, found = parts.run(4, seed=1, edit=which(number))
         for ours, theirs in zip(found, expected, strict=True):
             for name in ("loss", "reward_margin", "grad_norm"):
-                assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-5)
+                assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-5, nan_ok=True)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4),
             jax.device_get(same.params),
