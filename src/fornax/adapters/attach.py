@@ -190,10 +190,9 @@ class _Maker:
         """A variable whose shape and logical axes `pick` takes from the kernel's."""
         shape = pick(self.shape, rank)
         axes = {} if self.axes is None else {"axes": pick(self.axes, None)}
-        return kind(self.values(lambda: values(shape)), **axes)
-
-    def values(self, make: Any) -> Any:
-        return jax.eval_shape(make) if self.abstract else make()
+        if self.abstract:
+            return kind(jax.ShapeDtypeStruct(shape, jnp.float32), **axes)
+        return kind(values(shape), **axes)
 
 
 def _start_of_a(config: LoRA, site: Site, kernel: tuple[int, ...], rank: int, rngs: Any) -> Any:
