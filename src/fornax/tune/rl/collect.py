@@ -137,7 +137,7 @@ class Collector:
             position=self.position,
             rollouts=rollouts,
             numbers={
-                "zero_variance_groups": alike / asked,
+                **({"zero_variance_groups": alike / asked} if self.settings.n > 1 else {}),
                 "groups_sampled": float(asked),
                 "groups_missing": float(max(self.groups - len(kept), 0)),
                 "rollout_seconds": seconds,

@@ -47,7 +47,9 @@ class SamplesFile:
                 "group": rollout.group,
                 "where": rollout.where,
                 "prompt": self._decode(rollout.prompt.tolist()),
-                "completion": rollout.text,
+                "completion": rollout.text
+                if drawn.all()
+                else self._decode(rollout.tokens.tolist()),
                 "reward": rollout.reward,
                 "rewards": {k: v if math.isfinite(v) else None for k, v in rollout.parts.items()},
                 "trained_reward": credit.rewards[number],
