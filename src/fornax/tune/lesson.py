@@ -222,8 +222,10 @@ class Lesson:
                 max_num_seqs=min(self.config.batch_size, 64),
                 step_sizes="coarse",
             )
+            graphdef, state = nnx.split(student)  # the engine is made for one device
+            state = jax.device_put(state, jax.local_devices()[0])
             self._sampler = LLMSampler(
-                student,
+                nnx.merge(graphdef, state),
                 tokenizer=self.origin.tokenizer,
                 eos_ids=self.origin.eos_ids,
                 engine=engine,
