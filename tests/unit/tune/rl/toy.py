@@ -224,6 +224,19 @@ def frozen(config: RLConfig, **changes: Any) -> Any:
     return dataclasses.replace(config, optim=optim, **changes)
 
 
+_STATES: dict[int, Any] = {}
+
+
+def _first_state(config: RLConfig, programs: Programs) -> Any:
+    """A state of its own for each run; only the first run of `programs` compiles for it."""
+    if id(programs) not in _STATES:
+        state = first_state(config, programs)
+        where = jax.tree.map(lambda x: x.sharding, state)
+        _STATES[id(programs)] = (programs, jax.device_get(state), where)
+    _, held, where = _STATES[id(programs)]
+    return jax.device_put(jax.tree.map(np.copy, held), where)
+
+
 class Run:
     """A task driven as the trainer drives it, without its files.
 
@@ -246,7 +259,7 @@ class Run:
             assert isinstance(config, GRPOConfig)
             self.task = grpo_task(config, given)
         self.programs = programs or prepare(config, self.task, Ledger(), jax.devices()[:devices])
-        self.state = first_state(config, self.programs)
+        self.state = _first_state(config, self.programs)
         self.step = 0
         stream = self.task.batches("train", self.programs.hosts)
         assert isinstance(stream, RolloutStream)
