@@ -76,19 +76,22 @@ class PeftAdapter:
         return bool(self.config.get("use_dora"))
 
 
-def read_peft(path: str | Path, layout: list[TensorLayout]) -> PeftAdapter:
+def read_peft(
+    path: str | Path, layout: list[TensorLayout], *, refused: Mapping[str, str] | None = None
+) -> PeftAdapter:
     """Read an adapter and check that it fits a model.
 
     Args:
         path: the folder that PEFT saved.
         layout: of the model's tensors.
+        refused: keys of the config that the caller does not support, and what to do instead.
 
     Raises:
         ConfigError: a kind of adapter that is not supported, or another model's.
         CheckpointError: files that are missing or damaged.
     """
     folder = Path(path)
-    config = _read_config(folder)
+    config = _read_config(folder, {**_REFUSED, **(refused or {})})
     known = {tensor.name.removesuffix(".weight"): tensor for tensor in layout}
     modules = {
         name: _module(folder, config, name, parts, known)
@@ -99,7 +102,7 @@ def read_peft(path: str | Path, layout: list[TensorLayout]) -> PeftAdapter:
     return PeftAdapter(folder=folder, config=config, modules=modules)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path, refused: Mapping[str, str]) -> dict[str, Any]:
     file = folder / PEFT_CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -111,7 +114,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: only adapters with peft_type LORA are supported")
-    for key, remedy in _REFUSED.items():
+    for key, remedy in refused.items():
         if config.get(key):
             raise ConfigError(f"{file}: {key}={config[key]!r} is not supported; {remedy}")
     if config.get("bias", "none") != "none":

@@ -15,6 +15,9 @@ from fornax.models.layout import TensorLayout
 
 __all__ = ["Adapter", "Pair", "read_adapter"]
 
+_REFUSED = {"use_dora": "merge it into the model and serve that, or train plain LoRA"}
+"""What slots cannot hold: a DoRA's magnitudes belong to the base's weights."""
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -53,14 +56,9 @@ def read_adapter(
         CheckpointError: files that are missing or damaged.
     """
     try:
-        stored = read_peft(path, layout)
+        stored = read_peft(path, layout, refused=_REFUSED)
     except ConfigError as error:
         raise EngineError(str(error)) from error
-    if stored.dora:
-        raise EngineError(
-            f"{stored.folder}: use_dora=True is not supported where adapters share a batch; merge "
-            "it into the model and serve that, or train plain LoRA"
-        )
     known = {tensor.name.removesuffix(".weight"): tensor for tensor in layout}
     pairs: dict[tuple[str, int], Pair] = {}
     largest = 0
