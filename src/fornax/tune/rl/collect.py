@@ -16,7 +16,7 @@ from fornax.tune.rl.credit import zero_variance
 from fornax.tune.rl.rollouts import Collected, Rollout
 from fornax.tune.rollout import Completion, Sampler, SampleSettings, sample_seed
 
-__all__ = ["Collector", "Draw", "Drawn", "Judge", "draw_completions", "prompt_number"]
+__all__ = ["Closable", "Collector", "Draw", "Drawn", "Judge", "draw_completions", "prompt_number"]
 
 
 @dataclass(frozen=True, kw_only=True)
