@@ -134,16 +134,17 @@ def test_python_parses() -> None:
         ("    return width * height\n", 1.0),
         ('    """Docs."""\n    return width * height\n\n\ndef other():\n    pass\n', 1.0),
         ("```python\n" + AREA + "    return width * height\n```", 1.0),
-        ("    return width\n", 0.75),
-        ("    print(width * height)\n", 0.75),
-        ("    return\n    width, height\n", 0.75),
-        ("    raise ValueError(width, height)\n", 0.75),
+        ("    return width\n", 0.5),
+        ("    return None\n", 0.0),
+        ("    print(width * height)\n", 0.5),
+        ("    return\n    width, height\n", 0.5),
+        ("    raise ValueError(width, height)\n", 0.5),
         ("    print(width)\n    raise ValueError(height)\n", 1.0),
-        ("    raise NotImplementedError(width, height)\n", 0.25),
-        ("    def inner():\n        return 1\n    inner(width, height)\n", 0.75),
-        ("    pass\n", 0.25),
-        ('    """Only a docstring."""\n', 0.25),
-        ("def area(x):\n    return x\n", 0.25),
+        ("    raise NotImplementedError(width, height)\n", 0.0),
+        ("    def inner():\n        return 1\n    inner(width, height)\n", 0.5),
+        ("    pass\n", 0.0),
+        ('    """Only a docstring."""\n', 0.0),
+        ("def area(x):\n    return x\n", 0.0),
         ("    return width *\n", 0.0),
         ("", 0.0),
     ],
@@ -154,6 +155,15 @@ def test_answers_signature(completion: str, share: float) -> None:
     prompt = "import math\n\n\n" + AREA
     assert whole(prompt, completion) == float(share == 1.0)
     assert partial(prompt, completion) == share
+
+
+def test_a_docstring_may_promise_a_value() -> None:
+    plain, _ = build("answers_signature", {})
+    strict, _ = build("answers_signature", {"docstring": "true"})
+    prompt = 'def double(x):  # always\n    """Return twice x."""\n'
+    assert (plain(prompt, "    print(x)\n"), strict(prompt, "    print(x)\n")) == (1.0, 0.0)
+    assert strict(prompt, "    return x + x\n") == 1.0
+    assert strict(prompt.replace("Return", "Show"), "    print(x)\n") == 1.0
 
 
 def test_a_signature_is_found_in_prompts_of_every_kind() -> None:

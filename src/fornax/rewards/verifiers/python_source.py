@@ -9,7 +9,16 @@ from typing import Any
 
 from fornax.rewards.verifiers.extract import fenced_block
 
-__all__ = ["TABLE", "SignatureOptions", "SourceOptions", "answered", "parse", "signature", "source"]
+__all__ = [
+    "TABLE",
+    "Answered",
+    "SignatureOptions",
+    "SourceOptions",
+    "answered",
+    "parse",
+    "signature",
+    "source",
+]
 
 _LONGEST = 100_000
 
@@ -31,7 +40,10 @@ class SignatureOptions:
     column: str = "signature"
     """The column with the signature, where a line has it; the prompt's last one elsewhere."""
     partial: bool = False
-    """Whether a completion that parses scores the share of conditions it meets, instead of 0."""
+    """Whether a function that uses some parameters scores their share, halved where a promised
+    value is missing, instead of 0."""
+    docstring: bool = False
+    """Whether a docstring that begins with Return or Yield promises a value, as annotations do."""
 
 
 def _parses(options: SourceOptions) -> tuple[Callable[..., float], tuple[str, ...]]:
@@ -50,10 +62,11 @@ def _answers(options: SignatureOptions) -> tuple[Callable[..., float | None], tu
         if wanted is None:
             return None  # nothing was asked that could be answered
         head = prompt if isinstance(prompt, str) else ""
-        met = answered(wanted, head, completion)
+        met = answered(wanted, head, completion, docstring=options.docstring)
         if options.partial:
-            return sum(met) / len(met)
-        return float(all(met))
+            # Nothing for less than this: a model soon finds `return None`, which parses too.
+            return float(met.parses and met.defines) * met.uses * (1.0 if met.gives else 0.5)
+        return float(met.parses and met.defines and met.uses == 1.0 and met.gives)
 
     return verify, ()
 
@@ -91,31 +104,47 @@ def signature(text: str) -> Definition | None:
             continue
         for last in range(first + 1, min(len(lines), first + 40) + 1):
             head = textwrap.dedent("\n".join(lines[first:last])).rstrip()
-            tree = _tree(f"{head if head.endswith(':') else head + ':'} pass")
-            if tree is not None and isinstance(tree.body[0], Definition):
-                return tree.body[0]
+            for text in (f"{head}\n pass", f"{head}: pass"):  # a comment may follow the colon
+                tree = _tree(text)
+                if tree is not None and isinstance(tree.body[0], Definition):
+                    return tree.body[0]
     return None
 
 
-def answered(wanted: Definition, head: str, completion: str) -> tuple[bool, bool, bool, bool]:
+@dataclass(frozen=True)
+class Answered:
+    """Which conditions a completion meets."""
+
+    parses: bool = False
+    defines: bool = False
+    """The function, with the wanted parameters and a body beyond a docstring, `pass` and `raise
+    NotImplementedError`."""
+    uses: float = 0.0
+    """Share of the parameters that the body reads; 1 where there are none."""
+    gives: bool = False
+    """It returns or yields a value, or none is promised."""
+
+
+def answered(
+    wanted: Definition, head: str, completion: str, *, docstring: bool = False
+) -> Answered:
     """Which conditions a completion meets.
 
-    Returns:
-      It parses; it defines the function, with the wanted parameters and a body beyond a docstring
-      and `pass`; the body uses each parameter; it returns or yields a value where the signature is
-      annotated with one other than None.
+    Args:
+      wanted: the signature; annotated with a result other than None, it promises a value.
+      head: what the completion goes on from, if anything.
+      completion: what was written.
+      docstring: whether a docstring that begins with Return or Yield promises one too.
     """
     tree = parse(head, completion)
     if tree is None:
-        return False, False, False, False
+        return Answered()
     found = [
         node for node in ast.walk(tree) if isinstance(node, Definition) and node.name == wanted.name
     ]
-    if not found or _parameters(found[-1]) != _parameters(wanted):
-        return True, False, False, False
-    body = _body(found[-1])
-    if not body:
-        return True, False, False, False
+    body = _body(found[-1]) if found else []
+    if not body or _parameters(found[-1]) != _parameters(wanted):
+        return Answered(parses=True)
     used = {
         node.id
         for part in body
@@ -123,7 +152,13 @@ def answered(wanted: Definition, head: str, completion: str) -> tuple[bool, bool
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
     needed = {name for name in _parameters(wanted) if name not in ("self", "cls", "_")}
-    return True, True, needed <= used, not _promises(wanted) or _gives(body)
+    promised = _promises(wanted) or (docstring and any(map(_says_returns, found)))
+    return Answered(
+        parses=True,
+        defines=True,
+        uses=len(needed & used) / len(needed) if needed else 1.0,
+        gives=not promised or _gives(body),
+    )
 
 
 def _tree(text: str) -> ast.Module | None:
@@ -142,13 +177,26 @@ def _parameters(function: Definition) -> list[str]:
 
 
 def _body(function: Definition) -> list[ast.stmt]:
-    """The statements that do something: no docstring, `pass` or `...`."""
+    """The statements that do something: no docstring, `pass`, `...` or NotImplementedError."""
     return [
         part
         for part in function.body
         if not isinstance(part, ast.Pass)
         and not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+        and not _not_implemented(part)
     ]
+
+
+def _not_implemented(part: ast.stmt) -> bool:
+    if not isinstance(part, ast.Raise):
+        return False
+    raised = part.exc.func if isinstance(part.exc, ast.Call) else part.exc
+    return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"
+
+
+def _says_returns(function: Definition) -> bool:
+    first = (ast.get_docstring(function) or "").split(maxsplit=1)[:1]
+    return any(word.lower().startswith(("return", "yield")) for word in first)
 
 
 def _promises(function: Definition) -> bool:
@@ -162,8 +210,8 @@ def _promises(function: Definition) -> bool:
 
 
 def _gives(body: list[ast.stmt]) -> bool:
-    """Whether a value is returned or yielded, or the function ends in an exception."""
-    if isinstance(body[-1], ast.Raise):
+    """Whether a value is returned or yielded, or all that is tried ends in an exception."""
+    if len(body) > 1 and isinstance(body[-1], ast.Raise):
         return True
     return any(
         isinstance(node, ast.Yield | ast.YieldFrom)
