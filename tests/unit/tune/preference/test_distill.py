@@ -90,6 +90,7 @@ def whole(config: DistillConfig, tmp_path_factory: pytest.TempPathFactory) -> To
     return toy_of(config, tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_a_student_of_another_shape_learns_from_five_seeds(whole: Toy):
     for seed in range(5):
         _, found = whole.run(24, seed=seed)
@@ -116,6 +117,7 @@ def test_the_loss_is_the_divergence_of_the_two_models_logits(
     )
 
 
+@pytest.mark.slow
 def test_the_teachers_projection_is_neither_trained_nor_kept(whole: Toy):
     state = whole.start()
     paths = {str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
