@@ -46,6 +46,7 @@ def _config(job: _tuning.Job) -> Any:
             "group_size": _tuning.GENERATIONS,
             "reward": [f"{_reward_file()}:score"],
             "rollout": {"max_tokens": job.new},
+            "algorithm": {"type": "grpo", "kl_coefficient": 0.0},
         }
     return from_mapping(METHODS[job.name.split("-")[0]].config_class(), given)
 
