@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fornax.config.errors import KernelError
+from fornax.kernels._vocabulary import check_products
 from fornax.kernels.registry import current_platform
 from fornax.mesh import current_mesh, current_rules
 
@@ -80,30 +81,13 @@ def describe(inputs: CrossEntropyInputs) -> CrossEntropyCall:
         KernelError: shapes, dtypes or options that do not fit together.
     """
     x, w, targets, weights = inputs.x_TD, inputs.w_DV, inputs.targets_T, inputs.weights_T
-    if x.ndim not in (2, 3) or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+    check_products("linear_cross_entropy", x, w, targets, inputs.chunk, inputs.softcap)
+    if weights.shape != x.shape[:-1]:
         raise KernelError(
-            f"linear_cross_entropy: x{x.shape} and w{w.shape} must be [T, D] (or [B, T, D]) and "
-            "[D, V]; transpose tied embeddings"
+            f"linear_cross_entropy: weights{weights.shape} need one value per token: {x.shape[:-1]}"
         )
-    if targets.shape != x.shape[:-1] or weights.shape != x.shape[:-1]:
-        raise KernelError(
-            f"linear_cross_entropy: targets{targets.shape} and weights{weights.shape} need one "
-            f"value per token: {x.shape[:-1]}"
-        )
-    if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise KernelError(
-            f"linear_cross_entropy: x is {x.dtype} and w {w.dtype}; cast both to one float dtype"
-        )
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise KernelError(f"linear_cross_entropy: targets must be integers, not {targets.dtype}")
-    if inputs.chunk < 1:
-        raise KernelError(f"linear_cross_entropy: chunk={inputs.chunk} must be 1 or more")
     if inputs.z_loss < 0:
         raise KernelError(f"linear_cross_entropy: z_loss={inputs.z_loss} must be 0 or more")
-    if inputs.softcap is not None and not inputs.softcap > 0:
-        raise KernelError(
-            f"linear_cross_entropy: softcap={inputs.softcap} must be above 0; use None for none"
-        )
     return CrossEntropyCall(
         platform=current_platform(),
         tokens=math.prod(x.shape[:-1]),

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fornax.config.errors import KernelError
 from fornax.kernels._cross_entropy.call import batch_shards
+from fornax.kernels._vocabulary import check_products
 from fornax.kernels.registry import current_platform
 
 __all__ = ["LogprobsCall", "LogprobsInputs", "TokenLogprobs", "describe"]
@@ -64,27 +64,7 @@ def describe(inputs: LogprobsInputs) -> LogprobsCall:
         KernelError: shapes, dtypes or options that do not fit together.
     """
     x, w, targets = inputs.x_TD, inputs.w_DV, inputs.targets_T
-    if x.ndim not in (2, 3) or w.ndim != 2 or x.shape[-1] != w.shape[0]:
-        raise KernelError(
-            f"linear_logprobs: x{x.shape} and w{w.shape} must be [T, D] (or [B, T, D]) and "
-            "[D, V]; transpose tied embeddings"
-        )
-    if targets.shape != x.shape[:-1]:
-        raise KernelError(
-            f"linear_logprobs: targets{targets.shape} need one value per token: {x.shape[:-1]}"
-        )
-    if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise KernelError(
-            f"linear_logprobs: x is {x.dtype} and w {w.dtype}; cast both to one float dtype"
-        )
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise KernelError(f"linear_logprobs: targets must be integers, not {targets.dtype}")
-    if inputs.chunk < 1:
-        raise KernelError(f"linear_logprobs: chunk={inputs.chunk} must be 1 or more")
-    if inputs.softcap is not None and not inputs.softcap > 0:
-        raise KernelError(
-            f"linear_logprobs: softcap={inputs.softcap} must be above 0; use None for none"
-        )
+    check_products("linear_logprobs", x, w, targets, inputs.chunk, inputs.softcap)
     return LogprobsCall(
         platform=current_platform(),
         tokens=math.prod(x.shape[:-1]),
