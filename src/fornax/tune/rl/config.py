@@ -121,6 +121,10 @@ class RLConfig(TuneConfig):
     """Let the model talk with an environment, or use tools; null: it answers once."""
     reward_workers: int = 2
     """Processes that reward functions run in."""
+    reward_model: str | None = None
+    """Run directory of `fornax tune reward`, whose score is a reward too; null has none."""
+    reward_model_weight: float = 1.0
+    """What the total multiplies the reward model's score with."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus; entropy is reported in any case."""
     importance: Importance | None = None
@@ -144,10 +148,12 @@ class RLConfig(TuneConfig):
                 f"rollout.max_tokens={self.rollout.max_tokens} leaves no room for a prompt in "
                 f"max_length={self.max_length}; lower it, or raise max_length"
             )
-        if not self.reward and (self.conversation is None or not self.conversation.environment):
+        plays = self.conversation is not None and self.conversation.environment
+        if not (self.reward or self.reward_model or plays):
             raise ConfigError(
                 "no reward says what a good completion is; name a function of yours with "
-                "--reward my_rewards.py:score, or a built-in verifier such as --reward math"
+                "--reward my_rewards.py:score, a built-in verifier such as --reward math, or a "
+                "reward model with --reward-model DIR"
             )
         if self.evaluates:
             raise ConfigError(

@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from fornax.config.errors import ConfigError
 from fornax.llm import EngineConfig
 from fornax.rewards import RewardPool, RewardSpec
 from fornax.tune.data import Codec, Limit, load_prompts
 from fornax.tune.policy import Origin, policy
+from fornax.tune.reward_model import RewardModel, load_reward_model
 from fornax.tune.rl.collect import Draw, draw_completions
 from fornax.tune.rl.config import RLConfig
 from fornax.tune.rl.conversations import Conversations
+from fornax.tune.rl.judges import ModelJudge
 from fornax.tune.rl.task import Parts
 from fornax.tune.rollout import LLMSampler, Sampler
 
@@ -34,6 +37,7 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
     limit = Limit(max_length=room, too_long=config.too_long)
     loaded = load_prompts(config.data, codec, limit, columns=config.columns or None)
     prompts = loaded.items
+    judge = None if config.reward_model is None else _reward_model(config)
     pool = reward_pool(config, out) if config.reward else None
     if pool is not None:
         for prompt in prompts:
@@ -47,7 +51,7 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
         pretrained=made.pretrained,
         trained=made.trained,
         prompts=prompts,
-        judge=pool,
+        judge=pool if judge is None else ModelJudge(judge, config.reward_model_weight, pool),
         sampler=lambda model: _sampler(config, origin, model),
         decode=lambda tokens: origin.tokenizer.decode(tokens, special=True),
         draw=draw,
@@ -63,6 +67,17 @@ def reward_pool(config: RLConfig, out: Path) -> RewardPool:
         for reward in config.reward
     ]
     return RewardPool(specs, workers=config.reward_workers, log=out / "rewards.log")
+
+
+def _reward_model(config: RLConfig) -> RewardModel:
+    found = load_reward_model(str(config.reward_model))
+    if found.max_length < config.max_length:
+        raise ConfigError(
+            f"reward_model={config.reward_model} was trained on max_length={found.max_length}, and "
+            f"this run's sequences have up to max_length={config.max_length}; lower that, or train "
+            "a reward model on longer ones"
+        )
+    return found
 
 
 def _sampler(config: RLConfig, origin: Origin, model: Any) -> Sampler:
