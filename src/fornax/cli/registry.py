@@ -68,6 +68,23 @@ DATA = Group(
     ),
 )
 
+TUNE_DOCTOR = Group(
+    name="tune doctor",
+    summary="Is a run of post-training sound? Its checks, without starting it",
+    example=f"fornax tune doctor {METHODS['sft'].example}".rpartition(" --out")[0],
+    commands=_table(
+        *(
+            Command(
+                name=f"tune doctor {name}",
+                summary=f"Check a run of: {method.summary[:1].lower()}{method.summary[1:]}",
+                module="tune_doctor",
+                of=name,
+            )
+            for name, method in METHODS.items()
+        )
+    ),
+)
+
 TUNE = Group(
     name="tune",
     summary="Post-training: imitation, preferences, reinforcement, distillation",
@@ -76,7 +93,8 @@ TUNE = Group(
         *(
             Command(name=f"tune {name}", summary=method.summary, module="tune", of=name)
             for name, method in METHODS.items()
-        )
+        ),
+        TUNE_DOCTOR,
     ),
 )
 

@@ -17,6 +17,7 @@ HARMLESS: dict[str, str] = {
     "profile_steps": "a profile only watches",
     "processes.*": "the same global batches reach any number of processes",
     "mesh.*": "the same numbers up to rounding on any devices",
+    "doctor": "it looks at a run before its first step",
     "remat": "the same numbers up to rounding, computed again instead of kept",
     "init_from": "a run that goes on has its own weights",
     "data.prefetch.*": "batches made ahead are the same batches",

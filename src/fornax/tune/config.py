@@ -54,6 +54,9 @@ class TuneConfig(TrainerConfig):
     """Variables of the chat template, such as enable_thinking: false."""
     optim: OptimConfig = field(default_factory=lambda: recipe(1e-4))
     """Optimizer, schedule, clipping."""
+    doctor: bool = True
+    """Whether the run's foundations are checked before its first step; a run that goes on has
+    passed already."""
     remat: RematPolicy = "dots"
     """What the backward pass computes again instead of keeping."""
 

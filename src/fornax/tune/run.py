@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from fornax.checkpoint import Checkpointer
 from fornax.config.errors import ConfigError
 from fornax.mesh import initialize
 from fornax.train import RunDirectory, Task, TrainResult, train
@@ -40,7 +41,8 @@ def tune(
 ) -> TrainResult:
     """Tune a model, or go on tuning, in the run directory `out`.
 
-    The data is read and checked before any weight is loaded. The directory is one like any other:
+    The data is read and checked before any weight is loaded; then `fornax.tune.doctor` looks at
+    the rest, unless the run goes on or `config.doctor` is off. The directory is one like any other:
     it is resumed from its latest checkpoint as if it had never stopped, and it keeps the tokenizer.
     With adapters its checkpoints hold nothing else; the base comes from `config.model` each time.
 
@@ -51,7 +53,8 @@ def tune(
       progress: what is shown.
 
     Raises:
-      ConfigError: for a config that does not fit the model or the data, or was changed.
+      ConfigError: for a config that does not fit the model or the data, or was changed; what the
+        doctor found.
       DataError: naming file and line of what is wrong with the data.
       ShardingError, CheckpointError, ClusterError: see `train.train`.
     """
@@ -70,9 +73,32 @@ def tune(
         config = resolve(config, task)
         for line in task.notes:
             shown.say(line)
+        if config.doctor:
+            _consult(config, origin, directory, shown)
         if first:
             _keep_tokenizer(origin, config, directory.path)
         return train(config, directory, task=task, accept_changes=accept_changes, progress=shown)
+
+
+def _consult(
+    config: TuneConfig, origin: Origin, directory: RunDirectory, shown: Progression
+) -> None:
+    """Let the doctor look at a run that begins.
+
+    Raises:
+      ConfigError: a paragraph for each foundation that is wrong.
+    """
+    if Checkpointer(directory.checkpoints).latest_step() is not None:
+        shown.say("the doctor looks at runs that begin: this one goes on, and is not checked again")
+    elif jax.process_count() > 1:
+        shown.say(
+            f"the doctor works in one process, and this run has {jax.process_count()}: it checks "
+            "nothing here; run `fornax tune doctor` with the same flags on one host"
+        )
+    else:
+        from fornax.tune.doctor import admit
+
+        admit(config, origin, shown.say)
 
 
 def settle(config: TuneConfig, origin: Origin) -> TuneConfig:

@@ -65,7 +65,7 @@ class Tune:
                 f"{out} has no run to go on with; begin one with --model DIR --data FILE, or "
                 "name the directory of a run with --out DIR"
             )
-        words = _renamed(overrides, self.method.aliases)
+        words = renamed(overrides, self.method.aliases)
         words += _one_length(words, _mapping(known or arguments.config))
         config = read_config(self.config_class(), arguments, words, file=known)
         if config is None:
@@ -83,7 +83,7 @@ def command(name: str) -> Tune:
     return Tune(method, type("Arguments", (Arguments,), {"__doc__": text}))
 
 
-def _renamed(words: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
+def renamed(words: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
     """The words with flags under the names of their keys."""
     found = []
     for word in words:

@@ -1,0 +1,68 @@
+"""What the doctor says: a verdict on each foundation of a run, and how to mend what is wrong."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Finding", "Outcome", "failed", "paragraphs", "passed", "skipped", "table"]
+
+Verdict = Literal["pass", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one check found."""
+
+    verdict: Verdict
+    text: str
+    """What was measured; of a failure its cause and cure; of a check left out the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """An outcome with the name of its check."""
+
+    check: str
+    outcome: Outcome
+    seconds: float
+    """What it took, with all that it was the first to need."""
+
+
+def passed(text: str) -> Outcome:
+    """All is well; `text` is what was measured."""
+    return Outcome("pass", text)
+
+
+def failed(text: str) -> Outcome:
+    """One paragraph: what was measured, its likely cause, its cure."""
+    return Outcome("fail", text)
+
+
+def skipped(text: str) -> Outcome:
+    """The check does not apply; `text` says why."""
+    return Outcome("skip", text)
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """A line for each check, and the time of all."""
+    width = max(len(finding.check) for finding in findings)
+    lines = [
+        f"{finding.check:<{width}}  {finding.outcome.verdict}  {finding.seconds:5.1f} s  "
+        f"{_short(finding.outcome)}"
+        for finding in findings
+    ]
+    total = sum(finding.seconds for finding in findings)
+    return "\n".join([*lines, f"{len(findings)} checks in {total:.1f} s"])
+
+
+def _short(outcome: Outcome) -> str:
+    return "see below" if outcome.verdict == "fail" else outcome.text
+
+
+def paragraphs(findings: Sequence[Finding]) -> str:
+    """The failures, a paragraph each; empty where there is none."""
+    return "\n\n".join(
+        f"{finding.check}: {finding.outcome.text}"
+        for finding in findings
+        if finding.outcome.verdict == "fail"
+    )
