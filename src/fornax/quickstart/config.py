@@ -8,6 +8,7 @@ from fornax.config.errors import ConfigError
 from fornax.data import BuildConfig, DataConfig, Dataset, Stdlib, TrainBpe
 from fornax.models import DecoderConfig
 from fornax.optim import AdamW, Linear, Muon, OptimConfig
+from fornax.quickstart.tuning import Tuning
 from fornax.train import EvalConfig, TrainConfig
 
 __all__ = ["SIZES", "QuickstartConfig", "Size", "SizeName"]
@@ -20,11 +21,11 @@ class QuickstartConfig:
     """From the text on this machine to a model that other tools load."""
 
     size: SizeName = "small"
-    """small: a few minutes on two cores; tiny: under one, to see that everything works."""
+    """small: minutes on two cores; tiny: under two, to see that everything works."""
     run_dir: Path = Path("runs/quickstart")
     """Where everything is written; a second call goes on from there."""
     steps: int | None = None
-    """Training steps; none: as many as the size has."""
+    """Steps of pretraining; none: as many as the size has."""
     seed: int = 0
     """Seed of the weights, of the order of the data, and of the samples."""
 
@@ -52,6 +53,8 @@ class Size:
     """Share of the files that is scored and never trained on."""
     minutes: str
     """How long the whole takes on two ordinary cores."""
+    tuning: Tuning
+    """What follows pretraining."""
     score_files: int | None = None
     """Held-out files that are scored; none: all of them."""
 
@@ -112,7 +115,15 @@ SIZES: dict[SizeName, Size] = {
         steps=2200,
         learning_rate=0.02,
         holdout=0.05,
-        minutes="about five minutes",
+        minutes="under ten minutes",
+        tuning=Tuning(
+            max_tokens=96,
+            sft_steps=180,
+            sft_learning_rate=3e-3,
+            grpo_steps=60,
+            grpo_learning_rate=3e-3,
+            eval_prompts=96,
+        ),
     ),
     "tiny": Size(
         vocab_size=512,
@@ -125,6 +136,16 @@ SIZES: dict[SizeName, Size] = {
         learning_rate=0.02,
         holdout=0.05,
         score_files=3,
-        minutes="under a minute",
+        minutes="under two minutes",
+        tuning=Tuning(
+            max_tokens=48,
+            sft_steps=40,
+            sft_learning_rate=3e-3,
+            grpo_steps=6,
+            grpo_learning_rate=3e-3,
+            eval_prompts=16,
+            rank=8,
+            batch_size=32,
+        ),
     ),
 }

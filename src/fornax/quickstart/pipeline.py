@@ -1,10 +1,9 @@
-"""The quickstart's stages in order: corpus, pretrain, portable, score, samples, serve; then the
-report."""
+"""The quickstart's stages in order: corpus, pretrain, portable, score, samples; functions, sft,
+grpo, tuned, gain; serve; then the report."""
 
 import dataclasses
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,43 +15,16 @@ from fornax.data import Dataset, build, load_tokenizer, read_manifest
 from fornax.data.files import Storage
 from fornax.models import load_pretrained
 from fornax.quickstart.config import SIZES, QuickstartConfig, Size
+from fornax.quickstart.job import Interrupted, Job
+from fornax.quickstart.post_training import STAGES as POST_TRAINING
 from fornax.quickstart.report import write_report
 from fornax.quickstart.samples import PROMPTS, complete
 from fornax.quickstart.score import bits_per_byte, yardsticks
-from fornax.quickstart.serving import CHAT_TEMPLATE, missing, serve_and_ask
+from fornax.quickstart.serving import ASKED, CHAT_TEMPLATE, missing, serve_and_ask
 from fornax.quickstart.stages import Done, Stage, Stages
 from fornax.train import convert, train
 
 __all__ = ["run"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """What the stages share."""
-
-    config: QuickstartConfig
-    size: Size
-    console: Console
-
-    @property
-    def run_dir(self) -> Path:
-        return self.config.run_dir
-
-    @property
-    def dataset(self) -> Path:
-        return self.run_dir / "data"
-
-    @property
-    def portable(self) -> Path:
-        return self.run_dir / "hf"
-
-
-class _Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to stop
-    """Training was stopped by a signal, with everything saved."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
 
 
 def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
@@ -74,7 +46,7 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
     """
     console = console or Console(stderr=True, highlight=False)
     size = SIZES[config.size]
-    job = _Job(config=config, size=size, console=console)
+    job = Job(config=config, size=size, console=console)
     console.print(
         f"Fornax quickstart ({config.size}, {size.minutes} on two cores) in {config.run_dir}"
     )
@@ -84,14 +56,15 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
     try:
         for number, stage in enumerate(_stages(job), start=1):
             done[stage.name] = _show(console, stages, stage, number)
-    except _Interrupted as stopped:
+    except Interrupted as stopped:
         console.print("stopped, everything saved; the same command goes on from here")
         return stopped.exit_code
     path = write_report(config.run_dir, config.size, done)
     console.print(f"\nreport     {path}")
     console.print(
-        f"model      {job.portable}  (fornax generate {job.portable} --prompt 'def main(')"
+        f"pretrained {job.portable}  (fornax generate {job.portable} --prompt 'def main(')"
     )
+    console.print(f"tuned      {job.tuned}  (fornax serve {job.tuned})")
     console.print(f"all done in {time.perf_counter() - began:.0f} s")
     return 0
 
@@ -114,9 +87,13 @@ def _show(console: Console, stages: Stages, stage: Stage, number: int) -> Done:
     return done
 
 
-def _stages(job: _Job) -> list[Stage]:
-    def bind(function: Callable[[_Job], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+def _stages(job: Job) -> list[Stage]:
+    def bind(function: Callable[[Job], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
         return lambda: function(job)
+
+    tuning = [
+        Stage(name, title, bind(function), line) for name, title, function, line in POST_TRAINING
+    ]
 
     return [
         Stage("corpus", "Corpus and tokenizer", bind(_corpus), _corpus_line),
@@ -124,11 +101,12 @@ def _stages(job: _Job) -> list[Stage]:
         Stage("portable", "A Hugging Face directory, loaded back", bind(_portable), _portable_line),
         Stage("score", "Held-out files, beside gzip and xz", bind(_score), _score_line),
         Stage("samples", "Completions", bind(_samples), _samples_line),
-        Stage("serve", "Served over HTTP", bind(_serve), _serve_line),
+        *tuning,
+        Stage("serve", "The tuned model, served over HTTP", bind(_serve), _serve_line),
     ]
 
 
-def _corpus(job: _Job) -> dict[str, Any]:
+def _corpus(job: Job) -> dict[str, Any]:
     built = build(job.size.build_config(job.dataset), overwrite=True)
     manifest = built.manifest
     return {
@@ -150,14 +128,14 @@ def _corpus_line(result: dict[str, Any]) -> str:
     )
 
 
-def _pretrain(job: _Job) -> dict[str, Any]:
+def _pretrain(job: Job) -> dict[str, Any]:
     manifest = read_manifest(job.dataset)
     if manifest.eos_id is None:
         raise DataError(f"{job.dataset} has a tokenizer without an end-of-text token")
     config = job.size.train_config(job.dataset, job.config, manifest.eos_id)
     result = train(config, job.run_dir)
     if result.reason == "signal":
-        raise _Interrupted(result.exit_code)
+        raise Interrupted(result.exit_code)
     goodput = result.goodput
     return {
         "steps": result.step,
@@ -174,7 +152,7 @@ def _pretrain_line(result: dict[str, Any]) -> str:
     return f"{result['steps']} steps, {result['tokens'] / 1e6:.2f}M tokens{held}"
 
 
-def _portable(job: _Job) -> dict[str, Any]:
+def _portable(job: Job) -> dict[str, Any]:
     parity = convert(job.run_dir, job.portable, overwrite=True)
     (job.portable / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     files = {path.name: path.stat().st_size for path in job.portable.iterdir()}
@@ -188,7 +166,7 @@ def _portable_line(result: dict[str, Any]) -> str:
     )
 
 
-def _score(job: _Job) -> dict[str, Any]:
+def _score(job: Job) -> dict[str, Any]:
     tokenizer = load_tokenizer(job.dataset / "tokenizer")
     source = Dataset(path=str(job.dataset)).open(Storage(), "eval")
     count = min(len(source), job.size.score_files or len(source))
@@ -211,7 +189,7 @@ def _score_line(result: dict[str, Any]) -> str:
     )
 
 
-def _samples(job: _Job) -> dict[str, Any]:
+def _samples(job: Job) -> dict[str, Any]:
     return {"samples": complete(job.portable, PROMPTS, max_tokens=64, seed=job.config.seed)}
 
 
@@ -222,12 +200,11 @@ def _samples_line(result: dict[str, Any]) -> str:
     )
 
 
-def _serve(job: _Job) -> dict[str, Any]:
+def _serve(job: Job) -> dict[str, Any]:
     absent = missing()
     if absent:
         return {"missing": absent}
-    prompt = PROMPTS[0][0]
-    return serve_and_ask(job.portable, job.run_dir / "serve.log", prompt, max_tokens=64)
+    return serve_and_ask(job.tuned, job.run_dir / "serve.log", ASKED, max_tokens=64)
 
 
 def _serve_line(result: dict[str, Any]) -> str:

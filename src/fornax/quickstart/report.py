@@ -6,6 +6,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from fornax.quickstart.report_tuning import tuning_sections
 from fornax.quickstart.stages import Done
 from fornax.train import RunDirectory
 from fornax.train.report import Section, bars, duration, render, table, training_sections
@@ -18,6 +19,11 @@ _STAGES = {
     "portable": "save, load back, compare",
     "score": "score held-out files",
     "samples": "completions",
+    "functions": "cut functions to tune on",
+    "sft": "supervised tuning",
+    "grpo": "reinforcement learning",
+    "tuned": "merge, save, compare",
+    "gain": "evaluate three models five times",
     "serve": "serve, ask over HTTP, stop",
 }
 
@@ -32,13 +38,16 @@ def write_report(run_dir: Path, size: str, done: Mapping[str, Done]) -> Path:
     run = RunDirectory(run_dir)
     return render(
         run.report,
-        title="From raw text to a portable model",
+        title="From raw text to a tuned model that is served",
         subtitle=f"fornax quickstart, size {size}: the Python standard library's own source on "
         "this machine, one process, no network.",
         figures=_figures(results, done),
         sections=[
             _score(results["score"]),
             _samples(results["samples"]),
+            *tuning_sections(
+                results, RunDirectory(run_dir / "sft"), RunDirectory(run_dir / "grpo")
+            ),
             _serve(results["serve"]),
             *training_sections(run),
             _stages(done),
@@ -51,13 +60,14 @@ def write_report(run_dir: Path, size: str, done: Mapping[str, Done]) -> Path:
 def _figures(results: Mapping[str, Any], done: Mapping[str, Done]) -> list[tuple[str, str]]:
     bits = results["score"]["bits_per_byte"]
     portable = results["portable"]
+    reward = {name: of["reward"]["mean"] for name, of in results["gain"]["models"].items()}
     return [
         ("bits a byte, held out", f"{bits['fornax']:.3f}"),
         ("gzip -9 on the same files", f"{bits['gzip']:.3f}"),
         ("parameters", f"{portable['parameters'] / 1e6:.2f} M"),
         ("tokens trained on", f"{results['pretrain']['tokens'] / 1e6:.2f} M"),
-        ("largest logit difference", f"{portable['max_abs_difference']:.1e}"),
-        ("from text to model", duration(sum(stage.seconds for stage in done.values()))),
+        (f"reward after GRPO, {reward['sft']:.3f} before", f"{reward['grpo']:.3f}"),
+        ("from text to tuned model", duration(sum(stage.seconds for stage in done.values()))),
     ]
 
 
@@ -101,7 +111,7 @@ def _samples(result: Mapping[str, Any]) -> Section:
             + Markup('<p class="sub">{}</p>').format(how)
         )
     return Section(
-        title="What it writes",
+        title="What the pretrained model writes",
         lead="The prompt in grey, the completion in colour, made by the model loaded back from the "
         "Hugging Face directory.",
         body=Markup("").join(parts),
@@ -132,7 +142,8 @@ def _serve(result: Mapping[str, Any]) -> Section:
     )
     return Section(
         title=title,
-        lead="fornax serve in a process of its own, asked by OpenAI's client, stopped by SIGTERM.",
+        lead="fornax serve with the tuned model in a process of its own, asked by OpenAI's client, "
+        "stopped by SIGTERM.",
         body=table(("", ""), rows) + answers,
     )
 
@@ -169,7 +180,7 @@ def _corpus(result: Mapping[str, Any]) -> Section:
 def _portable(result: Mapping[str, Any]) -> Section:
     rows = [(name, f"{size:,}") for name, size in sorted(result["files"].items())]
     return Section(
-        title="The portable model",
+        title="The pretrained model, portable",
         lead=f"{result['directory']} holds a {result['family']} model that transformers and other "
         f"tools load. Loaded back, its logits differ by at most {result['max_abs_difference']:.1e} "
         f"over {result['tokens']:,} tokens of real prompts.",

@@ -1,4 +1,4 @@
-"""The quickstart's last stage: the model behind `fornax serve`, asked over HTTP by OpenAI's client.
+"""The quickstart's last stage: the tuned model behind `fornax serve`, asked by OpenAI's client.
 
 The server is a process of its own, started by the command that a user types and stopped by SIGTERM.
 """
@@ -17,7 +17,10 @@ from typing import Any
 
 from fornax.config.errors import EngineError
 
-__all__ = ["CHAT_TEMPLATE", "missing", "serve_and_ask"]
+__all__ = ["ASKED", "CHAT_TEMPLATE", "missing", "serve_and_ask"]
+
+ASKED = 'def read_text(path, encoding=None):\n    """Return the text of a file."""\n'
+"""What the server is asked: a function like those the model was tuned on."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"

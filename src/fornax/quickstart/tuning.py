@@ -1,0 +1,72 @@
+"""How the quickstart's model is tuned: adapters on pairs, then rewards for what it writes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fornax.adapters import LoRA
+from fornax.rewards import RewardSpec
+from fornax.tune import SFTConfig
+from fornax.tune.config import recipe
+from fornax.tune.rl.algorithms import GRPO
+from fornax.tune.rl.config import GRPOConfig, RolloutConfig
+
+__all__ = ["REWARD", "Tuning"]
+
+REWARD = RewardSpec(function="answers_signature", options={"docstring": "true", "partial": "true"})
+"""The body parses, uses the parameters, and returns something where the docstring says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How long, how fast, on what."""
+
+    max_tokens: int
+    """Tokens of a prompt at most, and of a body."""
+    sft_steps: int
+    sft_learning_rate: float
+    grpo_steps: int
+    grpo_learning_rate: float
+    eval_prompts: int
+    """Held-out functions that are completed, at most."""
+    rank: int = 16
+    batch_size: int = 64
+    """Completions of a step."""
+    group_size: int = 8
+    temperature: float = 0.7
+    """Of rollouts and of the evaluations alike: the policy that is trained is the one measured."""
+    kl_coefficient: float = 0.005
+    repeats: int = 5
+    """Evaluations of each model, for their spread."""
+
+    def sft_config(self, model: Path, pairs: Path, *, seed: int) -> SFTConfig:
+        """Supervised tuning of adapters on the pairs."""
+        return SFTConfig(
+            model=str(model),
+            data=str(pairs / "train.jsonl"),
+            eval_data=str(pairs / "eval.jsonl"),
+            max_length=256,  # rows hold several pairs; no longer than the model's context
+            batch_size=8,
+            steps=self.sft_steps,
+            seed=seed,
+            lora=LoRA(rank=self.rank),
+            optim=recipe(self.sft_learning_rate),
+            doctor=False,  # it takes as long as the run: `fornax tune doctor` asks it
+        )
+
+    def grpo_config(self, model: Path, pairs: Path, *, seed: int) -> GRPOConfig:
+        """Reinforcement learning from where the supervised run ended."""
+        return GRPOConfig(
+            model=str(model),
+            data=str(pairs / "train.jsonl"),
+            max_length=2 * self.max_tokens + 2,
+            batch_size=self.batch_size,
+            group_size=self.group_size,
+            steps=self.grpo_steps,
+            seed=seed,
+            lora=LoRA(rank=self.rank),
+            rollout=RolloutConfig(max_tokens=self.max_tokens, temperature=self.temperature),
+            reward=(REWARD,),
+            algorithm=GRPO(kl_coefficient=self.kl_coefficient),
+            optim=recipe(self.grpo_learning_rate),
+            doctor=False,
+        )
