@@ -39,7 +39,7 @@ def test_a_killed_run_ends_with_the_same_parameters(
         "tune", "sft", "--model", tiny / "model", "--data", tiny / "chats.jsonl",
         "--lora.rank", "4", "--lora.dropout", "0.2", "--neftune-alpha", "3", "--max-length", "96",
         "--batch-size", "4", "--steps", str(STEPS), "--save-every", "10",
-        "--log.tensorboard=false",
+        "--log.tensorboard=false", "--no-doctor",
     ]  # fmt: skip
     finish(*words, "--out", tmp_path / "whole")
     cut_short = start(*words, "--out", tmp_path / "cut")

@@ -51,6 +51,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
         mesh=MeshConfig(fsdp=1),
         optim=OPTIM,
         log=LogConfig(tensorboard=False),
+        doctor=False,
     )
 
 

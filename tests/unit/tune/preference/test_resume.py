@@ -30,6 +30,7 @@ COMMON: dict[str, Any] = {
     "mesh": MeshConfig(),
     "optim": OptimConfig(learning_rate=1e-2, schedule=Constant()),
     "log": LogConfig(tensorboard=False),
+    "doctor": False,
 }
 
 
