@@ -12,6 +12,7 @@ import numpy as np
 
 from fornax.data import Dataset, Tokenizer, load_tokenizer
 from fornax.data.files import Storage
+from fornax.rewards.verifiers.python_source import signature
 
 __all__ = ["pairs_of", "write_pairs"]
 
@@ -77,7 +78,7 @@ def pairs_of(source: str) -> Iterator[tuple[str, str]]:
         head = (node.body[0].end_lineno or node.lineno) - node.lineno + 1
         parts = whole.splitlines(keepends=True)
         pair = "".join(parts[:head]), "".join(parts[head:])
-        if _is_function(pair):
+        if _is_function(pair, node.name):
             yield pair
 
 
@@ -87,13 +88,16 @@ def _has_parameters(node: ast.FunctionDef) -> bool:
     return any(arg is not None and arg.arg not in _BOUND for arg in every)
 
 
-def _is_function(pair: tuple[str, str]) -> bool:
-    """Whether the pair still is one: a docstring at the margin stops the moving, for one."""
+def _is_function(pair: tuple[str, str], name: str) -> bool:
+    """Whether the pair still is one, and its prompt asks for it: docstrings may quote others."""
+    asked = signature(pair[0])
     try:
         tree = ast.parse("".join(pair))
-    except SyntaxError:
+    except SyntaxError:  # a docstring at the margin keeps the rest from moving there
         return False
-    return bool(pair[1].strip()) and len(tree.body) == 1
+    return (
+        bool(pair[1].strip()) and len(tree.body) == 1 and asked is not None and asked.name == name
+    )
 
 
 def _texts(dataset: Path, split: str, tokenizer: Tokenizer) -> Iterator[str]:
