@@ -75,6 +75,16 @@ def test_the_same_command_goes_on_and_a_length_given_now_counts(calls, saved, wo
     assert (call.config.steps, call.config.epochs) == length
 
 
+def test_a_run_of_another_method_is_not_gone_on_with(calls, saved, capsys):
+    assert main(["tune", "dpo", "--model=m", "--data=d", "--out", "mine"]) == 2
+    error = capsys.readouterr().err
+    assert "mine holds a run of fornax tune sft (its config.yaml has loss_on)" in error
+    Path("mine/config.yaml").write_text("train_steps: 5\n", encoding="utf-8")
+    assert main(["tune", "dpo", "--model=m", "--data=d", "--out", "mine"]) == 2
+    assert "a run of another kind (its config.yaml has train_steps)" in capsys.readouterr().err
+    assert not calls
+
+
 def test_what_is_missing_is_named(calls, capsys):
     assert main(["tune", "sft", "--out", "none"]) == 2
     assert "--model DIR --data FILE" in capsys.readouterr().err

@@ -67,6 +67,8 @@ class Tune:
             )
         words = renamed(overrides, self.method.aliases)
         words += _one_length(words, _mapping(known or arguments.config))
+        if known:
+            self._check_own(known)
         config = read_config(self.config_class(), arguments, words, file=known)
         if config is None:
             return 0
@@ -74,6 +76,19 @@ class Tune:
             config, out, accept_changes=arguments.accept_changes, progress=arguments.progress
         )
         return result.exit_code
+
+    def _check_own(self, saved: Path) -> None:
+        """Raise `ConfigError` where the run directory is that of another method."""
+        keys = _mapping(saved).keys()
+        strange = keys - _keys(self.method)
+        if not strange:
+            return
+        others = [name for name, method in METHODS.items() if keys <= _keys(method)]
+        kind = f"of fornax tune {others[0]}" if others else "of another kind"
+        raise ConfigError(
+            f"{saved.parent} holds a run {kind} (its config.yaml has {min(strange)}), which fornax "
+            f"tune {self.method.name} cannot go on with; give another directory with --out"
+        )
 
 
 def command(name: str) -> Tune:
@@ -91,6 +106,11 @@ def renamed(words: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
         key = aliases.get(flag[2:]) if flag.startswith("--") else None
         found.append(word if key is None else f"--{key}{equals}{value}")
     return found
+
+
+def _keys(method: Method) -> set[str]:
+    """The keys that the config of a method has at its top."""
+    return {field.name for field in dataclasses.fields(method.config_class())}
 
 
 def _one_length(words: Sequence[str], before: Mapping[str, Any]) -> list[str]:
