@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from fornax.config.errors import ConfigError
 from fornax.evaluate.config import EvaluateConfig
 from fornax.evaluate.statistics import Estimate, mean, pass_at_k, share
 from fornax.evaluate.subject import Subject
@@ -63,7 +64,12 @@ def read_prompts(subject: Subject, config: EvaluateConfig) -> list[PromptTokens]
       ConfigError: a completion leaves no room for prompts.
     """
     room = subject.max_positions - config.sampling.max_tokens
-    limit = Limit(max_length=max(2, room))
+    if room < 2:
+        raise ConfigError(
+            f"sampling.max_tokens={config.sampling.max_tokens} leaves no room for a prompt in the "
+            f"{subject.max_positions} positions of {subject.name}; lower it"
+        )
+    limit = Limit(max_length=room)
     found = load_prompts(str(config.prompts), subject.codec, limit, columns=config.columns).items
     return found[: config.limit]
 

@@ -1,9 +1,11 @@
 """Figures and comparisons of judged completions, and the files they are written to."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from fornax.config import from_mapping
 from fornax.config.errors import ConfigError
 from fornax.evaluate import EvaluateConfig, Results, compare
 from fornax.evaluate.files import write_files
-from fornax.evaluate.generative import Answered, summarise
+from fornax.evaluate.generative import Answered, read_prompts, summarise
 from fornax.evaluate.judge import judge_by_model
 from fornax.evaluate.tables import rows
 from fornax.rewards import RewardSpec, Score
@@ -185,3 +187,10 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -
     }
     with pytest.raises(ConfigError, match=message):
         EvaluateConfig(**given)
+
+
+def test_completions_that_leave_no_room_for_prompts_are_refused() -> None:
+    subject: Any = SimpleNamespace(name="a", max_positions=256)
+    config = dataclasses.replace(CONFIG, sampling=SampleSettings(n=2, max_tokens=255))
+    with pytest.raises(ConfigError, match=r"max_tokens=255 leaves no room .* 256 positions of a"):
+        read_prompts(subject, config)
