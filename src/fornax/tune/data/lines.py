@@ -51,17 +51,24 @@ def read_lines(
       storage: opens remote files.
 
     Raises:
-      DataError: a path without a file, a file of an unknown kind or damaged as a whole, or no
-        records at all.
+      DataError: a path without a file, a file of an unknown kind or damaged as a whole, no
+        records at all, or a name in `columns` that none of them has.
     """
     storage = storage or Storage()
-    empty = True
+    last: Line | None = None
+    absent = set((columns or {}).values())
     for file in _files(paths, storage):
         for line in _read(file, storage, problems):
-            empty = False
+            last = line
+            absent.difference_update(line.fields)
             yield Line(line.where, _renamed(line.fields, columns)) if columns else line
-    if empty and not problems.count:
+    if last is None and not problems.count:
         raise DataError(f"{_shown(paths)} has no records; write at least one line")
+    if last is not None and absent:
+        raise DataError(
+            f"columns names {', '.join(sorted(absent))}, which no record of {_shown(paths)} has; "
+            f"they have {', '.join(last.fields)}"
+        )
 
 
 def _shown(paths: Paths) -> str:

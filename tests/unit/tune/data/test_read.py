@@ -198,6 +198,13 @@ def test_columns_of_other_names_are_renamed(tmp_path: Path) -> None:
     assert (found[0].prompt, found[0].completion) == ("1 + 1?", "2")
 
 
+def test_a_name_in_columns_that_no_record_has_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "x", "completion": "y"}, {"text": "z"}])
+    with pytest.raises(DataError, match=r"columns names label, which no .* they have text"):
+        read_examples(path, columns={"prompt": "prompt", "chosen": "label"})
+    assert len(read_examples(path, columns={"prompt": "prompt", "text": "text"})) == 2
+
+
 def test_one_reading_of_every_kind_of_file(tmp_path: Path) -> None:
     lines = [{"messages": [USER, CALLS, RESULT, ANSWER]}, {"messages": [USER, ANSWER]}]
     (tmp_path / "a.json").write_text(json.dumps(lines, indent=1))
