@@ -82,7 +82,10 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
-        raise CheckpointError(f"{target} exists; give another path, or overwrite=True")
+        raise CheckpointError(
+            f"{target} exists; give another path, or overwrite=True (--overwrite on the command "
+            "line)"
+        )
     if not (target / "config.json").is_file():
         raise CheckpointError(
             f"{target} is no model's directory (it has no config.json), and overwriting would "

@@ -110,7 +110,7 @@ def convert(
     folder = tokenizer_folder(source, tokenizer)
     record = run_record(source, step) if to_hugging_face else None
     base = None if record is None or record.lora is None else record.base
-    if merge_lora and base is None:
+    if merge_lora and base is None and source.is_dir():
         raise ConfigError(f"{source} has no adapters to merge; leave --merge-lora out")
     keep = base is not None and not merge_lora
     if keep and chosen is not None:

@@ -37,12 +37,14 @@ def test_the_arguments_reach_the_conversion(calls):
     words = ["--dtype", "bfloat16", "--step", "7", "--tokenizer", "tok", "--overwrite"]
     assert main(["convert", "runs/a", "--out", "models/a", *words]) == 0
     options = {"dtype": "bfloat16", "step": 7, "tokenizer": Path("tok"), "overwrite": True}
+    options["merge_lora"] = False
     assert calls == [(Path("runs/a"), Path("models/a"), options)]
 
 
 def test_what_is_left_out_stays_with_the_conversion(calls):
     main(["convert", "a", "--out", "b"])
     options = {"dtype": None, "step": None, "tokenizer": None, "overwrite": False}
+    options["merge_lora"] = False
     assert calls == [(Path("a"), Path("b"), options)]
 
 
@@ -71,4 +73,7 @@ def test_what_cannot_be_is_refused(calls, capsys, words, message):
 
 def test_a_source_that_is_no_model_is_refused(capsys, tmp_path):
     assert main(["convert", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
+    assert "is neither a run directory with checkpoints nor" in capsys.readouterr().err
+    words = [str(tmp_path / "none"), "--merge-lora", "--out", str(tmp_path / "out")]
+    assert main(["convert", *words]) == 2
     assert "is neither a run directory with checkpoints nor" in capsys.readouterr().err
