@@ -12,6 +12,9 @@ __all__ = ["Bar", "Lines", "Progression", "Quiet", "choose"]
 
 ProgressName = Literal["auto", "bar", "lines", "none"]
 
+_BESIDE_LOSS = ("reward", "reward_margin")
+"""What says more than the loss, where a task has it."""
+
 
 class Progression(Protocol):
     """Shows how far a run is."""
@@ -136,6 +139,7 @@ def choose(name: ProgressName = "auto") -> Progression:
 
 def _figures(record: Mapping[str, Any], unit: str, seconds_left: float) -> str:
     parts = [f"loss {record['loss']:.4f}"]
+    parts += [f"{name} {record[name]:.4f}" for name in _BESIDE_LOSS if name in record]
     rate = record.get(f"{unit}_per_second")
     if rate:
         parts.append(f"{_short(rate)} {unit}/s")

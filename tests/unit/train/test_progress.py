@@ -27,9 +27,13 @@ def test_every_line_comes_without_an_interval():
     lines = Lines(stream, interval=0)
     lines.start(0, 3, "rows")
     for step in range(1, 4):
-        lines.update({"step": step, "loss": 1.0, "rows_per_second": 7.0}, seconds_left=5)
+        record = {"step": step, "loss": 1.0, "reward": 0.5, "rows_per_second": 7.0}
+        lines.update(record, seconds_left=5)
     lines.close()
-    assert stream.getvalue().splitlines()[-1] == "step 3/3  loss 1.0000  7 rows/s  0:05 left"
+    assert (
+        stream.getvalue().splitlines()[-1]
+        == "step 3/3  loss 1.0000  reward 0.5000  7 rows/s  0:05 left"
+    )
     assert len(stream.getvalue().splitlines()) == 3
 
 
