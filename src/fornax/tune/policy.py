@@ -16,11 +16,15 @@ from fornax.config.errors import ConfigError, DataError
 from fornax.data import Tokenizer, load_tokenizer
 from fornax.llm.text import ChatTemplate, special_tokens
 from fornax.mesh import Rules
-from fornax.models import Decoder, DecoderConfig
+from fornax.models import Decoder, DecoderConfig, num_parameters
+from fornax.optim import AdamW
 from fornax.train import load_decoder, model_config, tokenizer_folder
 from fornax.tune.config import TuneConfig
 
 __all__ = ["Origin", "Policy", "policy", "read_origin"]
+
+_HIGHEST_OF_ALL = 5e-5
+_LOWEST_OF_ADAPTERS = 5e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +128,17 @@ class Policy:
     """All parameters, adapters included."""
     trained_parameters: int
     """Those that are trained."""
+    caution: str = ""
+    """What is unusual about the learning rate, or nothing."""
 
     @property
     def text(self) -> str:
         """What is trained, in a line."""
         share = self.trained_parameters / self.parameters
         trained = f"{self.trained_parameters:,} of {self.parameters:,} parameters are trained"
-        if not self.adapted:
-            return trained
-        return f"{trained} ({share:.2%}): adapters on {', '.join(self.adapted)}"
+        if self.adapted:
+            trained = f"{trained} ({share:.2%}): adapters on {', '.join(self.adapted)}"
+        return f"{trained}. {self.caution}" if self.caution else trained
 
 
 def policy(config: TuneConfig, origin: Origin) -> Policy:
@@ -158,14 +164,37 @@ def policy(config: TuneConfig, origin: Origin) -> Policy:
 
     trained = nnx.Param if config.lora is None else adapters.LoRAParam
     abstract = nnx.eval_shape(lambda: build(nnx.Rngs(config.seed)))
+    count = _count(nnx.state(abstract, trained))
     return Policy(
         build=build,
         pretrained=pretrained,
         trained=trained,
         adapted=tuple(adapted),
-        parameters=_count(nnx.state(abstract, nnx.Param)),
-        trained_parameters=_count(nnx.state(abstract, trained)),
+        parameters=num_parameters(origin.model_config) + (0 if config.lora is None else count),
+        trained_parameters=count,
+        caution=_caution(config),
     )
+
+
+def _caution(config: TuneConfig) -> str:
+    """What to say where the learning rate is that of adapters and all is trained, or vice versa.
+
+    One default cannot fit both. Only AdamW's rates are known well enough to say so.
+    """
+    rate = config.optim.learning_rate
+    if not isinstance(config.optim.optimizer, AdamW):
+        return ""
+    if config.lora is None and rate > _HIGHEST_OF_ALL:
+        return (
+            f"learning_rate={rate:g} is one for adapters: training all parameters with it forgets "
+            "much of what the model knew; 1e-6 to 2e-5 is usual (--optim.learning-rate 1e-5)"
+        )
+    if config.lora is not None and rate < _LOWEST_OF_ADAPTERS:
+        return (
+            f"learning_rate={rate:g} is one for whole models: adapters hardly move with it; 1e-5 "
+            "to 3e-4 is usual (--optim.learning-rate 1e-5)"
+        )
+    return ""
 
 
 def _count(state: Any) -> int:

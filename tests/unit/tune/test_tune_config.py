@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from tests.unit.tune.tiny import save_model
 
+from fornax.adapters import LoRA
 from fornax.config import ConfigError, dump_yaml, from_yaml, load
 from fornax.train import EvalConfig, Task
 from fornax.tune import METHODS, SFTConfig, TuneConfig, method_of, read_origin
+from fornax.tune.config import recipe
 from fornax.tune.policy import policy
 from fornax.tune.run import resolve, settle
 
@@ -42,6 +44,25 @@ def test_steps_are_given_or_counted(given: dict, per_epoch: float | None, steps:
     resolved = resolve(dataclasses.replace(CONFIG, **given), task(per_epoch))
     assert resolved.steps == steps
     assert resolve(resolved, task(per_epoch)) == resolved
+
+
+@pytest.mark.parametrize(
+    ("lora", "rate", "said"),
+    [
+        (None, 1e-4, "learning_rate=0.0001 is one for adapters"),
+        (None, 1e-5, ""),
+        (LoRA(rank=2), 1e-6, "learning_rate=1e-06 is one for whole models"),
+        (LoRA(rank=2), 1e-4, ""),
+    ],
+)
+def test_a_rate_for_the_other_kind_of_training_is_named(
+    tmp_path: Path, lora: LoRA | None, rate: float, said: str
+):
+    model = str(save_model(tmp_path))
+    config = dataclasses.replace(CONFIG, model=model, lora=lora, optim=recipe(rate))
+    text = policy(config, read_origin(config)).text
+    assert said in text
+    assert ("--optim.learning-rate" in text) == bool(said)
 
 
 def test_two_lengths_that_disagree_are_refused():
@@ -127,6 +148,8 @@ def test_a_model_is_read_with_its_ends_and_template(tmp_path: Path):
     whole = policy(config, origin)
     assert whole.adapted == ()
     assert whole.trained_parameters == whole.parameters
+    packed = policy(dataclasses.replace(config, lora=LoRA(rank=2, quantize="nf4")), origin)
+    assert packed.parameters == whole.parameters + packed.trained_parameters
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="no tokenizer"):
         read_origin(config)
