@@ -97,7 +97,7 @@ def groups_differ(rollouts: Rollouts) -> Outcome:
     if size == 1:
         return skipped("each prompt is answered once")
     groups = _groups(rollouts)
-    alike = sum(len({r.tokens.tobytes() for r in group}) == 1 for group in groups)
+    alike = sum(_alike(group) for group in groups)
     if alike < len(groups):
         return passed(f"{len(groups) - alike} of {len(groups)} groups hold different completions")
     return failed(
@@ -152,12 +152,15 @@ def not_all_truncated(rollouts: Rollouts) -> Outcome:
 
 def rewards_vary(rollouts: Rollouts) -> Outcome:
     """Rewards tell completions apart."""
-    groups = _groups(rollouts) if rollouts.config.group_size > 1 else [_all(rollouts)]
+    grouped = rollouts.config.group_size > 1
+    groups = _groups(rollouts) if grouped else [_all(rollouts)]
+    if all(_alike(group) for group in groups):
+        return skipped("the completions of each prompt are all one: there is nothing to judge")
     rewards = [np.array([r.reward for r in group]) for group in groups]
     varied = sum(float(np.ptp(of_group)) > 0 for of_group in rewards)
     if varied:
         spread = float(np.mean([of_group.std() for of_group in rewards]))
-        what = "groups have" if rollouts.config.group_size > 1 else "batches have"
+        what = "groups have" if grouped else "batches have"
         return passed(f"{varied} of {len(groups)} {what} rewards that differ (spread {spread:.2g})")
     values = sorted({float(x) for of_group in rewards for x in of_group})
     shown = ", ".join(f"{x:g}" for x in values[:4])
@@ -180,6 +183,10 @@ def _all(rollouts: Rollouts) -> list[Rollout]:
 def _groups(rollouts: Rollouts) -> list[list[Rollout]]:
     found, size = _all(rollouts), rollouts.config.group_size
     return [found[i : i + size] for i in range(0, len(found), size)]
+
+
+def _alike(group: list[Rollout]) -> bool:
+    return len({r.tokens.tobytes() for r in group}) == 1
 
 
 def _texts(collected: Collected) -> dict[str, list[bytes]]:
