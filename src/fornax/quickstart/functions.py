@@ -16,6 +16,9 @@ from fornax.rewards.verifiers.python_source import signature
 
 __all__ = ["pairs_of", "write_pairs"]
 
+_CHARS = 8
+"""Characters of a token, generously: what is longer need not be tokenized."""
+
 _BOUND = ("self", "cls", "_")
 
 
@@ -43,7 +46,7 @@ def write_pairs(
     for split in ("train", "eval"):
         pairs = []
         for text in _texts(dataset, split, tokenizer):
-            for pair in pairs_of(text):
+            for pair in pairs_of(text, longest=_CHARS * max_tokens):
                 lengths = map(len, tokenizer.encode_batch(list(pair)))
                 if pair not in seen and max(lengths) <= max_tokens:
                     seen.add(pair)
@@ -55,10 +58,14 @@ def write_pairs(
     return counts
 
 
-def pairs_of(source: str) -> Iterator[tuple[str, str]]:
+def pairs_of(source: str, *, longest: int = 100_000) -> Iterator[tuple[str, str]]:
     """The functions of a file that have a docstring, a body after it, and parameters to use.
 
     Each is moved to the left margin and cut after its docstring. Decorators stay behind.
+
+    Args:
+      source: the file's text.
+      longest: characters of a prompt at most, and of a body.
 
     Example:
       list(pairs_of('def f(x):\\n    "Double."\\n    return 2 * x\\n'))
@@ -78,7 +85,7 @@ def pairs_of(source: str) -> Iterator[tuple[str, str]]:
         head = (node.body[0].end_lineno or node.lineno) - node.lineno + 1
         parts = whole.splitlines(keepends=True)
         pair = "".join(parts[:head]), "".join(parts[head:])
-        if _is_function(pair, node.name):
+        if max(map(len, pair)) <= longest and _is_function(pair, node.name):
             yield pair
 
 

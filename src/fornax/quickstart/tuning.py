@@ -1,9 +1,11 @@
 """How the quickstart's model is tuned: adapters on pairs, then rewards for what it writes."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from fornax.adapters import LoRA
+from fornax.optim import Cosine
 from fornax.rewards import RewardSpec
 from fornax.tune import SFTConfig
 from fornax.tune.config import recipe
@@ -67,6 +69,9 @@ class Tuning:
             rollout=RolloutConfig(max_tokens=self.max_tokens, temperature=self.temperature),
             reward=(REWARD,),
             algorithm=GRPO(kl_coefficient=self.kl_coefficient),
-            optim=recipe(self.grpo_learning_rate),
+            optim=dataclasses.replace(
+                recipe(self.grpo_learning_rate),
+                schedule=Cosine(warmup_steps=self.grpo_steps // 12),
+            ),
             doctor=False,
         )
