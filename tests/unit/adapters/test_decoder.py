@@ -29,47 +29,59 @@ CONFIG = DecoderConfig(
 TOKENS_BT: Any = np.random.default_rng(0).integers(0, 64, (8, 12))
 
 
-def adapted(config: DecoderConfig = CONFIG, **options: Any) -> Decoder:
-    model = create_decoder(config, seed=1)
+@functools.cache
+def drawn() -> tuple[Any, nnx.State]:
+    return nnx.split(create_decoder(CONFIG, seed=1))
+
+
+def plain() -> Decoder:
+    """The base, drawn once; its arrays are shared."""
+    return nnx.merge(*drawn())
+
+
+def adapted(**options: Any) -> Decoder:
+    model = plain()
     attach(model, LoRA(rank=4, **options), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(2)
-    state = nnx.state(model, LoRAParam)
-    nnx.update(model, jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state))
+
+    def moved(x: jax.Array) -> jax.Array:
+        return jnp.asarray(np.asarray(x) + 0.1 * rng.normal(size=x.shape), x.dtype)
+
+    nnx.update(model, jax.tree.map(moved, nnx.state(model, LoRAParam)))
     return model
 
 
-def logits(model: Decoder) -> jax.Array:
-    graphdef, state = nnx.split(model)
-    return jax.jit(lambda state: nnx.merge(graphdef, state)(TOKENS_BT))(state)
-
-
-@functools.cache
-def base_logits() -> jax.Array:
-    return logits(create_decoder(CONFIG, seed=1))
-
-
 def test_switched_off_under_jit_it_is_the_base() -> None:
-    model = adapted()
-    graphdef, state = nnx.split(model)
+    graphdef, state = nnx.split(adapted())
+    base_graphdef, base_state = drawn()
 
     @jax.jit
-    def both(state: nnx.State) -> Any:
+    def all_ways(state: nnx.State, base_state: nnx.State) -> Any:
         model = nnx.merge(graphdef, state)
         with disabled(model):
             reference = model(TOKENS_BT)
-        return model(TOKENS_BT), reference
+        base = nnx.merge(base_graphdef, base_state)(TOKENS_BT)
+        return model(TOKENS_BT), reference, base, merged(model)(TOKENS_BT)
 
-    found, reference = both(state)
-    np.testing.assert_array_equal(reference, base_logits())
+    found, reference, base, as_merged = map(np.asarray, all_ways(state, base_state))
+    np.testing.assert_array_equal(reference, base)
     assert np.abs(found - reference).max() > 0.1
-    np.testing.assert_allclose(found, logits(merged(model)), atol=1e-5)
+    np.testing.assert_allclose(found, as_merged, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"dora": True}, {"quantize": "nf4", "dropout": 0.2}], ids=str)
 def test_stacked_layers_are_those_of_the_merged_weights(options: dict[str, Any]) -> None:
     model = adapted(**options)
     model.eval()
-    np.testing.assert_allclose(logits(model), logits(merged(model)), atol=1e-5)
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def both(state: nnx.State) -> Any:
+        model = nnx.merge(graphdef, state)
+        return model(TOKENS_BT), merged(model)(TOKENS_BT)
+
+    found, expected = both(state)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def gradient(model: Decoder, remat: str) -> tuple[Any, nnx.State, nnx.State]:
@@ -127,7 +139,7 @@ def test_a_frozen_base_has_no_gradient_and_no_second_copy(
 def test_an_abstract_model_gets_abstract_adapters() -> None:
     model = abstract_decoder(CONFIG)
     attach(model, LoRA(rank=4, dora=True, quantize="int8", dropout=0.1), rngs=nnx.Rngs(0))
-    real = create_decoder(CONFIG)
+    real = plain()
     attach(real, LoRA(rank=4, dora=True, quantize="int8", dropout=0.1), rngs=nnx.Rngs(0))
 
     def shapes(model: nnx.Module) -> dict[Any, Any]:
@@ -144,6 +156,7 @@ def test_an_abstract_model_gets_abstract_adapters() -> None:
     assert shapes(real)["layers", "attention", "q", "kernel"][3] is QuantizedParam
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_gradients_of_one() -> None:
     model = adapted(dora=True, quantize="int8")
     grad, lora, rest = gradient(model, "full")

@@ -3,6 +3,7 @@
 Legend: B rows, R rank.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -46,7 +47,17 @@ class Model(nnx.Module):
         return y, general, batched, einsum
 
 
-X_B8 = jax.random.normal(jax.random.key(0), (6, 8))
+@functools.cache
+def drawn() -> tuple[Any, nnx.State]:
+    return nnx.split(Model(nnx.Rngs(0)))
+
+
+def base() -> Model:
+    """The base, drawn once; its arrays are shared."""
+    return nnx.merge(*drawn())
+
+
+X_B8 = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
 KINDS = {
     "lora": LoRA(rank=3, targets=("*",), init="gaussian"),
     "dora": LoRA(rank=2, targets=("*",), dora=True, rslora=True),
@@ -58,41 +69,47 @@ KINDS = {
 def stir(model: nnx.Module) -> None:
     """Move every adapter away from its start."""
     rng = np.random.default_rng(1)
-    state = nnx.state(model, LoRAParam)
-    nnx.update(model, jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), state))
+
+    def moved(x: jax.Array) -> jax.Array:
+        return jnp.asarray(np.asarray(x) + 0.3 * rng.normal(size=x.shape), x.dtype)
+
+    nnx.update(model, jax.tree.map(moved, nnx.state(model, LoRAParam)))
 
 
-def outputs(model: nnx.Module) -> dict[str, tuple[jax.Array, ...]]:
-    """Of the model as it is, switched off, and merged; in one compilation."""
-    graphdef, state = nnx.split(model)
+@functools.cache
+def plain() -> tuple[np.ndarray, ...]:
+    return tuple(map(np.asarray, jax.jit(Model.__call__)(base(), X_B8)))
 
-    @jax.jit
-    def run(state: nnx.State) -> dict[str, tuple[jax.Array, ...]]:
-        model = nnx.merge(graphdef, state)
-        with disabled(model):
-            base = model(X_B8)
-        return {"found": model(X_B8), "base": base, "merged": merged(model)(X_B8)}
 
-    return run(state)
+@functools.partial(jax.jit, static_argnums=0)
+def run(graphdef: Any, state: nnx.State) -> dict[str, tuple[jax.Array, ...]]:
+    model = nnx.merge(graphdef, state)
+    with disabled(model):
+        base = model(X_B8)
+    return {"found": model(X_B8), "base": base, "merged": merged(model)(X_B8)}
+
+
+def outputs(model: nnx.Module) -> dict[str, tuple[np.ndarray, ...]]:
+    """Of the model as it is, switched off, and merged; compiled once for each kind of model."""
+    return jax.tree.map(np.asarray, run(*nnx.split(model)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_output_is_that_of_the_merged_weights(kind: str) -> None:
-    model = Model(nnx.Rngs(0))
-    plain = jax.jit(Model.__call__)(model, X_B8)
+    model = base()
     structure = jax.tree.structure(nnx.state(model))
     paths = attach(model, KINDS[kind], rngs=nnx.Rngs(1))
     assert len(paths) == (3 if kind == "nf4" else 4)
     start = outputs(model)
     near = 0.5 if KINDS[kind].quantize else 1e-5  # B is zero: nothing but the codes changes it
-    for y, base in zip(start["found"], plain, strict=True):
-        np.testing.assert_allclose(y, base, atol=near)
+    for y, expected in zip(start["found"], plain(), strict=True):
+        np.testing.assert_allclose(y, expected, atol=near)
     stir(model)
     after = outputs(model)
     for n in range(4):
         np.testing.assert_allclose(after["found"][n], after["merged"][n], atol=2e-5, rtol=1e-5)
         np.testing.assert_allclose(after["base"][n], start["found"][n], atol=1e-5)
-        changed = np.abs(np.asarray(after["found"][n]) - start["found"][n]).max()
+        changed = np.abs(after["found"][n] - start["found"][n]).max()
         assert changed > 0.1 or (kind == "nf4" and n == 0)
     detach(model)
     assert jax.tree.structure(nnx.state(model)) == structure
@@ -111,39 +128,44 @@ def test_dora_is_the_papers_formula_in_float64() -> None:
     whole = w + 5 / 3 * a @ b
     norm = np.linalg.norm(whole, axis=0)
     x = np.asarray(X_B8, np.float64)
-    np.testing.assert_allclose(q(X_B8), x @ (whole * m / norm) + bias, rtol=1e-5, atol=1e-5)
 
     def loss(m, a, b):  # the norm is a constant to the gradient
         return jnp.sum(jnp.sin(jnp.asarray(x) @ ((w + 5 / 3 * a @ b) * m / norm) + bias))
 
-    expected = jax.grad(loss, (0, 1, 2))(*(jnp.asarray(v, jnp.float32) for v in (m, a, b)))
+    expected = jax.jit(jax.grad(loss, (0, 1, 2)))(*(jnp.asarray(v, jnp.float32) for v in (m, a, b)))
     graphdef, lora, rest = nnx.split(model, LoRAParam, ...)
-    found = jax.grad(lambda s: jnp.sum(jnp.sin(nnx.merge(graphdef, s, rest).q(X_B8))))(lora)
+
+    def ours(lora: nnx.State) -> Any:
+        y = nnx.merge(graphdef, lora, rest).q(X_B8)
+        return jnp.sum(jnp.sin(y)), y
+
+    found, y = jax.jit(jax.grad(ours, has_aux=True))(lora)
+    np.testing.assert_allclose(y, x @ (whole * m / norm) + bias, rtol=1e-5, atol=1e-5)
     for name, value in zip(("lora_magnitude", "lora_a", "lora_b"), expected, strict=True):
         np.testing.assert_allclose(found["q"][name].get_value(), value, rtol=1e-4, atol=1e-4)
 
 
 def test_merge_is_undone_exactly() -> None:
-    model = Model(nnx.Rngs(0))
+    model = base()
     attach(model, KINDS["dora"], rngs=nnx.Rngs(1))
     stir(model)
-    kernel, before = np.asarray(model.linear.kernel[...]), model(X_B8)
+    kernel, before = np.asarray(model.linear.kernel[...]), outputs(model)["found"]
     with pytest.raises(ConfigError, match="nothing is merged"):
         unmerge(model)
     merge(model)
-    assert np.abs(model.linear.kernel[...] - kernel).max() > 0.1
+    assert np.abs(np.asarray(model.linear.kernel[...]) - kernel).max() > 0.1
     with pytest.raises(ConfigError, match="merged already"):
         merge(model)
     with pytest.raises(ConfigError, match="merged"), disabled(model):
         pass
-    for y, other in zip(model(X_B8), before, strict=True):
+    for y, other in zip(jax.jit(Model.__call__)(model, X_B8), before, strict=True):
         np.testing.assert_allclose(y, other, atol=2e-5)
     unmerge(model)
     np.testing.assert_array_equal(model.linear.kernel[...], kernel)
 
 
 def test_merged_params_stand_under_the_bases_own_paths() -> None:
-    model = Model(nnx.Rngs(0))
+    model = base()
     plain = jax.tree.structure(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     attach(model, KINDS["lora"], rngs=nnx.Rngs(1))
     graphdef, state = nnx.split(model)
@@ -153,7 +175,7 @@ def test_merged_params_stand_under_the_bases_own_paths() -> None:
 
 
 def test_adapters_are_attached_once() -> None:
-    model = Model(nnx.Rngs(0))
+    model = base()
     attach(model, KINDS["lora"], rngs=nnx.Rngs(1))
     with pytest.raises(ConfigError, match="has adapters already"):
         attach(model, KINDS["lora"], rngs=nnx.Rngs(1))
@@ -163,7 +185,7 @@ def test_adapters_are_attached_once() -> None:
 
 def test_dropout_stops_with_eval_and_repeats_with_its_stream() -> None:
     def made() -> Model:
-        model = Model(nnx.Rngs(0))
+        model = base()
         attach(model, LoRA(rank=2, targets=("linear",), dropout=0.5), rngs=nnx.Rngs(1))
         stir(model)
         return model
