@@ -55,6 +55,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """One JSON line a completion that was trained on, of runs that draw their own data."""
+        return self.path / "samples.jsonl"
+
+    @property
     def goodput(self) -> Path:
         """The goodput ledger."""
         return self.path / "goodput.jsonl"

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from fornax.config.errors import ConfigError
 
-__all__ = ["Section", "bullets", "render", "table"]
+__all__ = ["Section", "bullets", "fill", "render", "table"]
 
 _NUMBER = re.compile(r"[-+<]?\d|—$")
 _LONG_WORD = re.compile(r"\S{33}")
@@ -60,6 +60,18 @@ def bullets(lines: Iterable[str]) -> Markup:
     return Markup("<ul>{}</ul>").format(items)
 
 
+def fill(template: str, **values: object) -> Markup:
+    """A template of this folder with its values, escaped where they are plain text."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fornax.train.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return Markup(environment.get_template(template).render(**values))
+
+
 def render(
     path: Path,
     *,
@@ -80,16 +92,7 @@ def render(
     Raises:
       ConfigError: when the file cannot be written.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fornax.train.report", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("page.html.j2").render(
-        title=title, subtitle=subtitle, figures=figures, sections=sections
-    )
+    text = fill("page.html.j2", title=title, subtitle=subtitle, figures=figures, sections=sections)
     temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The part of a report that every training run has, made from its config, metrics and ledger."""
+"""The part of a report that every run has, made from its config, metrics and ledger."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +12,9 @@ from fornax.train.goodput import Goodput, summarise
 from fornax.train.metrics import read_metrics
 from fornax.train.report.page import Section, render, table
 from fornax.train.report.plots import bars, lines
+from fornax.train.report.samples import samples_section
+from fornax.train.report.series import series, thin
+from fornax.train.report.tuning import tuning_figures, tuning_section
 from fornax.train.run_dir import RunDirectory
 
 __all__ = ["duration", "training_sections", "write"]
@@ -26,7 +29,6 @@ _NAMES = {
     "evaluate": "evaluate",
     "lost": "lost to kills",
 }
-_BUCKETS = 400
 
 
 def duration(seconds: float) -> str:
@@ -41,36 +43,22 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    return [step for step, _ in points], [value for _, value in points]
-
-
-def _thin(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
-    """Means over equal runs of points, so that a million steps draw as a few hundred points."""
-    width = max(1, len(steps) // _BUCKETS)
-    groups = [slice(i, i + width) for i in range(0, len(steps), width)]
-    return (
-        [sum(steps[g]) / len(steps[g]) for g in groups],
-        [sum(values[g]) / len(values[g]) for g in groups],
-    )
-
-
 def _curves(records: Sequence[Mapping[str, Any]]) -> Markup:
     rates = sorted({k for r in records for k in r if k.endswith("_per_second")})
     loss = [
-        ("train", *_thin(*_series(records, "loss"))),
-        ("held out", *_thin(*_series(records, "eval/loss"))),
+        ("train", *thin(*series(records, "loss"))),
+        ("held out", *thin(*series(records, "eval/loss"))),
     ]
+    rewarded = any(name.startswith("reward") for name in records[-1])
     pictures = [
-        lines("Loss", loss, unit="nats a token"),
-        lines("Learning rate", [("", *_thin(*_series(records, "learning_rate")))], from_zero=True),
-        lines("Gradient norm", [("", *_thin(*_series(records, "grad_norm")))], log=True),
+        lines("Loss", loss, unit="" if rewarded else "nats a token"),
+        lines("Learning rate", [("", *thin(*series(records, "learning_rate")))], from_zero=True),
+        lines("Gradient norm", [("", *thin(*series(records, "grad_norm")))], log=True),
     ]
     pictures += [
         lines(
             "Throughput",
-            [("", *_thin(*_series(records, rate)))],
+            [("", *thin(*series(records, rate)))],
             unit=rate.split("_")[0] + "/s",
             from_zero=True,
         )
@@ -123,6 +111,11 @@ def training_sections(run: RunDirectory) -> list[Section]:
             f"{_skipped(records)}",
             body=_curves(records),
         ),
+        *(
+            section
+            for section in (tuning_section(records), samples_section(run.samples))
+            if section
+        ),
         _time_section(summarise(run.goodput)),
         Section(
             title="Config",
@@ -138,7 +131,8 @@ def _figures(run: RunDirectory) -> list[tuple[str, str]]:
     records = read_metrics(run.metrics)
     last = records[-1]
     figures = [("steps", f"{last['step']:,}"), ("last loss", f"{last['loss']:.3f}")]
-    evaluated = _series(records, "eval/loss")[1]
+    figures += tuning_figures(records)
+    evaluated = series(records, "eval/loss")[1]
     if evaluated:
         figures.append(("held-out loss", f"{evaluated[-1]:.3f}"))
     goodput = summarise(run.goodput)
@@ -158,7 +152,9 @@ def write(run_dir: str | Path) -> Path:
     task = ""
     if run.config.exists():
         resolved = yaml.safe_load(run.config.read_text(encoding="utf-8")) or {}
-        task = f"{(resolved.get('task') or {}).get('type', 'training')} run"
+        kind = (resolved.get("task") or {}).get("type", "training")
+        tuned = isinstance(resolved.get("model"), str)
+        task = f"tuned from {resolved['model']}" if tuned else f"{kind} run"
     return render(
         run.report,
         title=run.path.resolve().name,
