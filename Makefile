@@ -12,7 +12,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format parity tpu-test vllm-test bench docs docs-serve examples clean
+.PHONY: help install quickstart test test-all test-exhaustive lint format parity tpu-test vllm-test bench docs docs-serve examples clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -23,10 +23,13 @@ quickstart: $(VENV)/.base ## Set up, then take raw text to a portable model (ARG
 	$(BIN)/fornax quickstart $(ARGS)
 
 test: $(VENV)/.dev ## Set up, then run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not slow and not tpu" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not slow and not tpu and not exhaustive" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev ## The tests, the slow ones included
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not tpu" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not tpu and not exhaustive" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+
+test-exhaustive: $(VENV)/.dev ## The tests that take minutes, which CI leaves out
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "exhaustive and not device" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## Style, types, import contracts
 	$(BIN)/ruff check .

@@ -57,7 +57,7 @@ def base() -> Model:
     return nnx.merge(*drawn())
 
 
-X_B8 = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
+X_B8: Any = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
 KINDS = {
     "lora": LoRA(rank=3, targets=("*",), init="gaussian"),
     "dora": LoRA(rank=2, targets=("*",), dora=True, rslora=True),
