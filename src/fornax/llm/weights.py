@@ -215,6 +215,8 @@ def _lay_out(
             value = _describe(model, path, variable.get_value(), where, place)
         else:
             value = _find(given, path)
+            if place is None and len(value.devices()) > 1:  # a trainer's, over its mesh
+                value = jax.device_put(value, jax.local_devices()[0])
             if packed and path[-1] == "kernel":
                 value = _pack(model, path, value, where)
             else:
