@@ -25,7 +25,7 @@ from fornax.tune.doctor.patient import Patient, Rows, quick_options
 __all__ = ["Gradients"]
 
 _NUDGE = 1e-3
-_SMALLEST = 1e-4
+_SMALLEST = 0.05
 """A norm below which gradients are rounding: a teacher that the student equals, for instance."""
 
 

@@ -24,7 +24,7 @@ from fornax.tune import SFTConfig, TuneConfig, read_origin, tune
 from fornax.tune.configs.distill import DistillConfig
 from fornax.tune.configs.preference import KTOConfig, PreferenceConfig
 from fornax.tune.configs.reward_model import RewardModelConfig
-from fornax.tune.doctor import Finding, examine, model_checks
+from fornax.tune.doctor import Finding, examine, model_checks, paragraphs
 from fornax.tune.doctor.findings import Outcome, failed
 from fornax.tune.doctor.gradients import Gradients
 from fornax.tune.doctor.patient import Patient
@@ -46,6 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and data of every kind."""
     found = tmp_path_factory.mktemp("doctor")
     save_model(found)
+    save_model(found / "other", seed=1)
     save_chats(found / "chats.jsonl")
     asked = [f"What follows {a}?" for a in COLOURS for _ in range(3)]
     answers = [(f"{COLOURS[n % 6]} follows", f"{COLOURS[n % 5]}!") for n in range(len(asked))]
@@ -259,10 +260,14 @@ def test_sound_runs_of_every_family_pass(folder: Path, name: str) -> None:
                 "rollout": RolloutConfig(max_tokens=24, max_num_seqs=16),
             },
         ),
-        "distill": (DistillConfig, "chats", {"teacher": str(folder / "model"), "max_length": 96}),
+        "distill": (
+            DistillConfig,
+            "chats",
+            {"teacher": str(folder / "other" / "model"), "max_length": 96},
+        ),
     }
     cls, data, changes = made[name]
     config = config_of(folder, cls, data, **changes)
     found = examine(config, read_origin(config))
-    assert [f.check for f in found if f.outcome.verdict == "fail"] == []
+    assert paragraphs(found) == ""
     assert sum(f.outcome.verdict == "pass" for f in found) >= 4
