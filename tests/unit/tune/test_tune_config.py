@@ -65,6 +65,15 @@ def test_a_rate_for_the_other_kind_of_training_is_named(
     assert ("--optim.learning-rate" in text) == bool(said)
 
 
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)])
+def test_reinforcement_begins_at_a_rate_for_both_kinds(tmp_path: Path, lora: LoRA | None):
+    model = str(save_model(tmp_path))
+    settings: dict = {"model": model, "data": "d", "max_length": 512, "reward": ("math",)}
+    for name in ("grpo", "ppo"):
+        config = METHODS[name].config_class()(**settings, lora=lora)
+        assert policy(config, read_origin(config)).caution == ""
+
+
 def test_two_lengths_that_disagree_are_refused():
     with pytest.raises(ConfigError, match=r"steps=5 and epochs=3, which are 21 steps"):
         resolve(dataclasses.replace(CONFIG, steps=5, epochs=3.0), task(7.0))

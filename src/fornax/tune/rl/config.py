@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fornax.config.errors import ConfigError
+from fornax.optim import OptimConfig
 from fornax.rewards import RewardSpec
-from fornax.tune.config import TuneConfig
+from fornax.tune.config import TuneConfig, recipe
 from fornax.tune.rl.algorithms import GRPO, GroupAlgorithm, check_clip
 from fornax.tune.rl.kl import AdaptiveKL, FixedKL
 from fornax.tune.rollout import ConversationConfig, SampleSettings
@@ -108,6 +109,9 @@ class RLConfig(TuneConfig):
     """Completions of one optimizer step."""
     group_size: int = 8
     """Completions of one prompt."""
+    optim: OptimConfig = field(default_factory=lambda: recipe(1e-5))
+    """Optimizer, schedule, clipping; whole models take up to 1e-5, adapters up to ten times as
+    much."""
     mini_batches: int = 1
     """Parts that a round is divided into, an optimizer step each."""
     rollout_epochs: int = 1
