@@ -46,10 +46,10 @@ class Summary:
 
     def text(self) -> str:
         """One line to print."""
-        share = 100 * self.trained_tokens / self.tokens if self.tokens else 0.0
+        share = f" ({self.trained_tokens / self.tokens:.0%} trained)" if self.trained_tokens else ""
         said = (
-            f"{self.name}: {self.examples:,} examples, {self.tokens:,} tokens "
-            f"({share:.0f}% trained), longest {self.longest:,}"
+            f"{self.name}: {self.examples:,} examples, {self.tokens:,} tokens{share}, "
+            f"longest {self.longest:,}"
         )
         counts = {
             "dropped as too long": self.dropped,
