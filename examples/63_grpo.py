@@ -56,6 +56,7 @@ with tempfile.TemporaryDirectory() as root:
         optim=OptimConfig(
             optimizer=AdamW(weight_decay=0.0), learning_rate=0.05, schedule=Constant()
         ),
+        doctor=False,  # it would refuse: a fresh model does not know yet how to end
     )
     tune(config, folder / "run", progress="none")
     rewards = [record["reward"] for record in read_metrics(folder / "run" / "metrics.jsonl")]
