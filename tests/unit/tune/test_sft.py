@@ -139,6 +139,7 @@ def test_padded_rows_and_the_full_loss_agree_with_the_same_oracle(
     assert loss == pytest.approx(expected, rel=2e-6)
 
 
+@pytest.mark.slow
 def test_accumulation_makes_the_update_of_the_whole_batch(
     base: SFTConfig, plain: tuple[Task, Programs, Any]
 ):

@@ -161,11 +161,12 @@ def test_the_teacher_may_lie_on_another_mesh(whole: Toy, config: DistillConfig, 
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(
-    config: DistillConfig, tmp_path: Path, model_dir: Path
+    answers_file: str, tmp_path: Path, model_dir: Path
 ):
     train_bpe(["other words entirely " * 20], 280).save(tmp_path / "other")
     shutil.copyfile(model_dir / "config.json", tmp_path / "other" / "config.json")
-    wrong = dataclasses.replace(config, teacher=str(tmp_path / "other"))
+    teacher = str(tmp_path / "other")
+    wrong = DistillConfig(model=str(model_dir), teacher=teacher, data=answers_file, max_length=24)
     with pytest.raises(ConfigError, match=r"vocabularies of teacher=.*share a tokenizer"):
         distill.make(wrong, read_origin(wrong), tmp_path)
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import scipy.special
 from flax import nnx
 
 from fornax.config.errors import ConfigError, DataError
@@ -61,8 +62,8 @@ def store(
 
 def test_hidden_states_are_the_decoders(teacher: Teacher, decoder: Decoder, rows: Any):
     batch = next(batches(rows))
-    alone = decoder.hidden(
-        batch["tokens"], batch["positions"], batch["segment_ids"], consecutive=True
+    alone = jax.jit(type(decoder).hidden, static_argnames="consecutive")(
+        decoder, batch["tokens"], batch["positions"], batch["segment_ids"], consecutive=True
     )
     np.testing.assert_allclose(teacher.hidden(batch), alone, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(teacher.output_weights(), decoder.output_weights())
@@ -71,10 +72,11 @@ def test_hidden_states_are_the_decoders(teacher: Teacher, decoder: Decoder, rows
 def test_stored_tokens_are_the_likeliest_at_the_trained_positions(
     store: Path, decoder: Decoder, rows: Any
 ):
+    logits_of = jax.jit(type(decoder).__call__)
     for batch in batches(rows):
         found = TopStore(store, KEY).columns(batch)
-        logits = np.asarray(decoder(batch["tokens"], segment_ids_BT=batch["segment_ids"]))
-        logps = np.asarray(jax.nn.log_softmax(logits[..., :WORDS] / 2.0))
+        logits = logits_of(decoder, batch["tokens"], segment_ids_BT=batch["segment_ids"])
+        logps = scipy.special.log_softmax(np.asarray(logits)[..., :WORDS] / 2.0, axis=-1)
         trained = (batch["loss_weights"] > 0) & (batch["example"][:, None] >= 0)
         best = np.sort(logps, axis=-1)[..., ::-1][..., :K]
         np.testing.assert_allclose(

@@ -13,8 +13,6 @@ from fornax.tune.rl.algorithms import DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforceP
 from fornax.tune.rl.config import AsyncConfig, PPOConfig
 from fornax.tune.rl.kl import AdaptiveKL
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROUNDS = 8
 LEARN = dataclasses.replace(
     BASE,
@@ -52,9 +50,9 @@ def rises(config: Any, out: Path, programs: Any = None, **changes: Any) -> None:
     [
         pytest.param(GRPO(), id="grpo", marks=pytest.mark.slow),
         pytest.param(DAPO(overlong_tokens=0), id="dapo", marks=pytest.mark.slow),
-        pytest.param(DrGRPO(), id="dr_grpo", marks=pytest.mark.slow),
-        pytest.param(GSPO(), id="gspo", marks=pytest.mark.slow),
-        pytest.param(RLOO(), id="rloo", marks=pytest.mark.slow),
+        pytest.param(DrGRPO(), id="dr_grpo", marks=pytest.mark.exhaustive),
+        pytest.param(GSPO(), id="gspo", marks=pytest.mark.exhaustive),
+        pytest.param(RLOO(), id="rloo", marks=pytest.mark.exhaustive),
         pytest.param(ReinforcePlusPlus(), id="reinforce_plus_plus", marks=pytest.mark.slow),
     ],
 )
@@ -66,6 +64,7 @@ def test_several_steps_on_a_rollout_raise_the_reward(base: Run, tmp_path: Path) 
     rises(BASE, tmp_path, base.programs)
 
 
+@pytest.mark.slow
 def test_ppo_raises_the_reward(tmp_path: Path) -> None:
     kl = AdaptiveKL(coefficient=0.02)
     rises(ppo(kl=kl), tmp_path)

@@ -16,10 +16,15 @@ from fornax.rewards import Score
 from fornax.tune.rl.algorithms import DAPO, GRPO
 from fornax.tune.rl.config import AsyncConfig, RolloutConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, pytest.param(1.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "temperature",
+    [
+        0.5,
+        pytest.param(1.0, marks=pytest.mark.slow),
+        pytest.param(1.5, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_ratio_is_one_at_learning_rate_zero(tmp_path: Path, temperature: float) -> None:
     rollout = RolloutConfig(max_tokens=8, temperature=temperature)
     run = Run(frozen(BASE, rollout=rollout), tmp_path)
