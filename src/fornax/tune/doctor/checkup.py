@@ -12,7 +12,7 @@ from fornax.mesh import initialize
 from fornax.train.task import Hosts, Task
 from fornax.tune.config import TuneConfig
 from fornax.tune.doctor import data_checks, model_checks, rollout_checks
-from fornax.tune.doctor.findings import Finding, Outcome, paragraphs
+from fornax.tune.doctor.findings import Finding, Outcome
 from fornax.tune.doctor.gradients import Gradients
 from fornax.tune.doctor.patient import Patient
 from fornax.tune.doctor.rollouts import MakeParts, Rollouts, with_old
@@ -62,11 +62,16 @@ def admit(config: TuneConfig, origin: Origin, say: Callable[[str], None]) -> lis
       ConfigError: a paragraph for each check that failed.
     """
     findings = examine(config, origin)
-    wrong = paragraphs(findings)
+    wrong = [finding for finding in findings if finding.outcome.verdict == "fail"]
     if wrong:
+        listed = "\n\n".join(
+            f"({number}) {finding.check}: {finding.outcome.text}."
+            for number, finding in enumerate(wrong, 1)
+        )
         raise ConfigError(
-            f"the doctor refuses to start this run.\n\n{wrong}\n\nWhat passed: `fornax tune doctor "
-            f"{method_of(config).name}` with the same flags lists it; --no-doctor starts anyway"
+            f"the doctor refuses to start this run, for {len(wrong)} of its {len(findings)} checks "
+            f"failed.\n\n{listed}\n\n`fornax tune doctor {method_of(config).name}` with the same "
+            "flags lists what passed; --no-doctor starts the run anyway"
         )
     seconds = sum(finding.seconds for finding in findings)
     looked = sum(finding.outcome.verdict == "pass" for finding in findings)
