@@ -82,7 +82,7 @@ def lines(
                 color=colour,
                 va="center",
             )
-    if log and shown:
+    if log and any(value > 0 for _, _, values in shown for value in values):
         axes.set_yscale("log")
     if from_zero and shown:
         axes.set_ylim(bottom=0)

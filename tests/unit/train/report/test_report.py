@@ -108,3 +108,7 @@ def test_cells_and_labels_are_escaped_and_numbers_align():
 )
 def test_durations_read_as_a_person_writes_them(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_curve_of_zeros_needs_no_logarithm() -> None:
+    assert "Gradient norm" in lines("Gradient norm", [("", [1, 2], [0.0, 0.0])], log=True)
