@@ -52,7 +52,7 @@ class Tuning:
             seed=seed,
             lora=LoRA(rank=self.rank),
             optim=recipe(self.sft_learning_rate),
-            doctor=False,  # it takes as long as the run: `fornax tune doctor` asks it
+            doctor=False,  # some 15 s a run; `fornax tune doctor` looks at these configs
         )
 
     def grpo_config(self, model: Path, pairs: Path, *, seed: int) -> GRPOConfig:
