@@ -8,8 +8,23 @@ os.environ["XLA_FLAGS"] = (
 os.environ["NPROC"] = "16"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from collections.abc import Iterator
+
 import hypothesis
+import pytest
 
 # A shared machine is slow at times; what a property says does not depend on it.
 hypothesis.settings.register_profile("fornax", deadline=None)
 hypothesis.settings.load_profile("fornax")
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """Compile a file's programs with few of XLA's optimizations, as tests.quick does a folder's."""
+    import jax
+
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)

@@ -1,5 +1,6 @@
 """An adapter trained here: merged, kept in PEFT's format, and served beside its base."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -27,10 +28,13 @@ from fornax.tune import SFTConfig
 PROMPT = "What follows red?"
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def forward(graphdef, state):
+    return nnx.merge(graphdef, state)(np.arange(20)[None] + 40)
+
+
 def logits(model) -> np.ndarray:
-    tokens = np.arange(20)[None] + 40
-    graphdef, state = nnx.split(model)
-    return np.asarray(jax.jit(lambda state: nnx.merge(graphdef, state)(tokens))(state))
+    return np.asarray(forward(*nnx.split(model)))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,7 @@ def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     attach(model, lora, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda x: (x + 0.2 * rng.normal(size=x.shape)).astype(np.float32),
+        lambda x: (np.asarray(x) + 0.2 * rng.normal(size=x.shape)).astype(np.float32),
         nnx.to_pure_dict(nnx.state(model, LoRAParam)),
     )
     directory.create()

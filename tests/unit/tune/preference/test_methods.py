@@ -35,6 +35,7 @@ LOSSES = (
     ORPO(),
     CPO(),
 )
+SLOW = (1, 2, 6)  # each near one that is not: DPO, DPO, SimPO
 SEEDS = range(5)
 OPTIM = OptimConfig(
     optimizer=AdamW(weight_decay=0.0), learning_rate=1e-2, schedule=Constant(), clip=()
@@ -92,7 +93,13 @@ def pairs(config: PreferenceConfig, tmp_path_factory: pytest.TempPathFactory) ->
     return Toy(config, any_loss(preference.make(config, read_origin(config), out)))
 
 
-@pytest.mark.parametrize("number", range(len(LOSSES)))
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=pytest.mark.slow) if number in SLOW else number
+        for number in range(len(LOSSES))
+    ],
+)
 def test_every_loss_learns_the_preference_from_five_seeds(pairs: Toy, number: int):
     for seed in SEEDS:
         _, found = pairs.run(24, seed=seed, edit=which(number))
@@ -167,6 +174,7 @@ def labelled(
     return kto_toy(model_dir, labelled_file, out), out
 
 
+@pytest.mark.slow
 def test_kto_tells_the_labels_apart_from_five_seeds(labelled: tuple[Toy, Path]):
     toy, _ = labelled
     for seed in SEEDS:
@@ -178,6 +186,7 @@ def test_kto_tells_the_labels_apart_from_five_seeds(labelled: tuple[Toy, Path]):
     assert toy.programs.compilations == 1
 
 
+@pytest.mark.slow
 def test_kto_starts_at_the_reference(labelled: tuple[Toy, Path]):
     _, (first,) = labelled[0].run(1)
     assert first["kl"] == pytest.approx(0, abs=1e-5)
