@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["XLA_FLAGS"] = ""  # one device: these tests compare numbers, not shardings
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it warns of every import from trl.experimental
 
 import numpy as np
 import pytest
