@@ -68,7 +68,12 @@ def tune(
         if first:
             stack.enter_context(directory)
         origin = read_origin(config)
-        config = settle(config, origin)
+        given, config = config, settle(config, origin)
+        if config.max_length < given.max_length:
+            shown.say(
+                f"max_length is {config.max_length} instead of {given.max_length}: the model has "
+                "no more positions"
+            )
         task: Task = method.make()(config, origin, directory.path)
         config = resolve(config, task)
         for line in task.notes:
