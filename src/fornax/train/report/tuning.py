@@ -159,7 +159,8 @@ def _sources(found: set[str]) -> list[Picture]:
     if not names:
         return []
     curves = tuple((name.removeprefix("reward/"), name) for name in names)
-    return [Picture(title="Reward by source", curves=curves)]
+    title = "Reward by source" if len(names) > 1 else f"Reward by source: {curves[0][0]}"
+    return [Picture(title=title, curves=curves)]
 
 
 def _draw(picture: Picture, records: Records) -> Markup:
