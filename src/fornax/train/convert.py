@@ -117,7 +117,11 @@ def convert(
         raise ConfigError("adapters are kept in float32; leave --dtype out, or --merge-lora")
     original = _load(source, step, merge=not keep)
     prompts, kind = _prompts(folder, original)
-    expected = _logits(original, prompts)
+    few_bits = keep and record is not None and record.lora is not None and record.lora.quantize
+    # A base in few bits is what was trained on, and not what the adapter alone will lie on.
+    trained = _load(source, step) if few_bits else original
+    expected = _logits(trained, prompts)
+    del trained
     model = _cast(original, chosen)
     family = model.config.family
     count = num_parameters(model.config)

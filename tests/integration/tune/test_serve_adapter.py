@@ -40,8 +40,13 @@ def logits(model) -> np.ndarray:
 @pytest.fixture(scope="module")
 def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `fornax tune sft` leaves behind, with adapters far from their start."""
-    directory = RunDirectory(tmp_path_factory.mktemp("tuned") / "sft")
     lora = LoRA(rank=4, alpha=8, rank_pattern={"mlp/down": 2})
+    return save_run(tiny, tmp_path_factory.mktemp("tuned") / "sft", lora)
+
+
+def save_run(tiny: Path, path: Path, lora: LoRA) -> Path:
+    """A run directory of adapters on the tiny model."""
+    directory = RunDirectory(path)
     config = SFTConfig(model=str(tiny / "model"), data="none.jsonl", lora=lora, steps=1)
     model = load_decoder(tiny / "model")
     attach(model, lora, rngs=nnx.Rngs(0))
@@ -78,6 +83,16 @@ def test_merged_and_apart_it_says_the_same(run: Path, tiny: Path, tmp_path: Path
         assert parity["max_abs_difference"] < 1e-4
         assert parity["same_top_token"] == 1
     np.testing.assert_array_equal(logits(load_decoder(tmp_path / "hf")), logits(load_decoder(run)))
+
+
+def test_an_adapter_apart_from_a_base_in_few_bits_says_how_far_it_is(
+    tiny: Path, tmp_path: Path
+) -> None:
+    run = save_run(tiny, tmp_path / "run", LoRA(rank=2, targets=("mlp/*",), quantize="nf4"))
+    assert convert(run, tmp_path / "hf", merge_lora=True).max_abs_difference < 1e-4
+    apart = logits(load_run(run, merge=False).model) - logits(load_decoder(run))
+    assert np.abs(apart).max() > 1e-2
+    assert convert(run, tmp_path / "adapter").max_abs_difference > 1e-2
 
 
 @pytest.mark.slow
