@@ -19,7 +19,7 @@ help: ## Show this list
 
 install: $(VENV)/.base ## Set up .venv with Fornax in it
 
-quickstart: $(VENV)/.base ## Set up, then take raw text to a portable model (ARGS="--size tiny")
+quickstart: $(VENV)/.base ## Set up, then take raw text to a tuned, served model (ARGS="--size tiny")
 	$(BIN)/fornax quickstart $(ARGS)
 
 test: $(VENV)/.dev ## Set up, then run the tests

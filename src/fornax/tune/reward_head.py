@@ -46,14 +46,20 @@ def scored(config: RewardModelConfig, origin: Origin) -> Policy:
     def pretrained(mesh: Mesh, rules: Rules) -> Any:
         return with_head(policy.pretrained(mesh, rules), nnx.Rngs(config.seed))
 
-    body = nnx.Nothing() if config.train_head_only else policy.trained
+    # A score asks no word: the output projection would get no gradient.
+    body = nnx.All(policy.trained, nnx.Not(nnx.PathContains("lm_head")))
+    of_body = policy.trained_parameters
+    if config.lora is None and not origin.model_config.tie_embeddings:
+        of_body -= width * origin.model_config.vocab_size
+    if config.train_head_only:
+        body, of_body = nnx.Nothing(), 0
     return dataclasses.replace(
         policy,
         build=build,
         pretrained=pretrained,
         trained=nnx.Any(body, HeadParam),
         parameters=policy.parameters + width,
-        trained_parameters=width + (0 if config.train_head_only else policy.trained_parameters),
+        trained_parameters=width + of_body,
     )
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from fornax.tune.configs.losses import DPO, IPO, RobustDPO
 from fornax.tune.configs.preference import KTOConfig, PreferenceConfig
-from fornax.tune.configs.reward_model import RewardModelConfig
 from fornax.tune.doctor.findings import Outcome, failed, passed, skipped
 from fornax.tune.doctor.gradients import Gradients
 from fornax.tune.doctor.patient import Patient, Rows, spans
@@ -75,8 +74,6 @@ def packing(patient: Patient, rows: Rows) -> Outcome:
 def every_gradient(gradients: Gradients) -> Outcome:
     """Each trained parameter has a finite gradient that is not zero."""
     zero, wild = gradients.without()
-    if isinstance(gradients.patient.config, RewardModelConfig):
-        zero = [name for name in zero if not name.startswith("lm_head")]  # a score asks no word
     if wild:
         return failed(
             f"the gradient of {_some(wild)} is no finite number. Look for NaN or infinity in the "
