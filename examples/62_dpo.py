@@ -58,6 +58,7 @@ shared = {
     "steps": 20,
     "lora": LoRA(rank=8),
     "optim": OptimConfig(learning_rate=1e-2, schedule=Constant()),
+    "doctor": False,  # its checks take longer than this training; leave it on in real runs
 }
 dpo = PreferenceConfig(loss=DPO(beta=0.1), eval_share=0.25, eval=EvalConfig(every=20), **shared)
 result = tune(dpo, root / "dpo", progress="none")

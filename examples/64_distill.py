@@ -40,6 +40,7 @@ shared = {
     "max_length": 64,
     "steps": 30,
     "optim": OptimConfig(learning_rate=3e-3, schedule=Constant()),
+    "doctor": False,  # its checks take longer than this training; leave it on in real runs
 }
 runs = {
     "every logit": DistillConfig(teacher=str(root / "teacher"), **shared),

@@ -90,7 +90,7 @@ def whole(config: DistillConfig, tmp_path_factory: pytest.TempPathFactory) -> To
     return toy_of(config, tmp_path_factory.mktemp("run"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_student_of_another_shape_learns_from_five_seeds(whole: Toy):
     for seed in range(5):
         _, found = whole.run(24, seed=seed)
@@ -99,7 +99,7 @@ def test_a_student_of_another_shape_learns_from_five_seeds(whole: Toy):
     assert whole.programs.compilations == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_loss_is_the_divergence_of_the_two_models_logits(
     whole: Toy, model_dir: Path, teacher_dir: Path
 ):
@@ -117,7 +117,7 @@ def test_the_loss_is_the_divergence_of_the_two_models_logits(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_teachers_projection_is_neither_trained_nor_kept(whole: Toy):
     state = whole.start()
     paths = {str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
@@ -125,7 +125,7 @@ def test_the_teachers_projection_is_neither_trained_nor_kept(whole: Toy):
     assert "teacher_head" in whole.programs.frozen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stored_logits_teach_without_the_teacher(config: DistillConfig, tmp_path: Path):
     stored = dataclasses.replace(
         config,
@@ -145,7 +145,7 @@ def test_stored_logits_teach_without_the_teacher(config: DistillConfig, tmp_path
         task.batches("train", Hosts())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_teacher_may_lie_on_another_mesh(whole: Toy, config: DistillConfig, tmp_path: Path):
     spread = dataclasses.replace(config, teacher_mesh=MeshConfig(fsdp=4, tensor=2))
     toy = toy_of(spread, tmp_path, devices=8)

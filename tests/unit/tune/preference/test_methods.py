@@ -193,8 +193,13 @@ def test_kto_starts_at_the_reference(labelled: tuple[Toy, Path]):
     assert first["reward_desirable"] == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("accumulate", "devices"), [(4, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("accumulate", "devices"),
+    [
+        pytest.param(4, 1, marks=pytest.mark.exhaustive),
+        pytest.param(2, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_kto_does_not_depend_on_how_its_batch_is_divided(
     labelled: tuple[Toy, Path], model_dir: Path, labelled_file: str, accumulate: int, devices: int
 ):
@@ -212,7 +217,7 @@ def test_kto_does_not_depend_on_how_its_batch_is_divided(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("accumulate", "devices"), [(4, 1), (1, 8)])
 def test_pairs_do_not_depend_on_how_their_batch_is_divided(
     pairs: Toy, config: PreferenceConfig, accumulate: int, devices: int

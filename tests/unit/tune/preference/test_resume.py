@@ -20,7 +20,7 @@ from fornax.tune.config import TuneConfig
 from fornax.tune.configs.distill import DistillConfig, OnPolicy
 from fornax.tune.configs.preference import PreferenceConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 COMMON: dict[str, Any] = {
     "max_length": 24,

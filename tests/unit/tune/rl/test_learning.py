@@ -49,11 +49,11 @@ def rises(config: Any, out: Path, programs: Any = None, **changes: Any) -> None:
     "algorithm",
     [
         pytest.param(GRPO(), id="grpo", marks=pytest.mark.slow),
-        pytest.param(DAPO(overlong_tokens=0), id="dapo", marks=pytest.mark.slow),
+        pytest.param(DAPO(overlong_tokens=0), id="dapo", marks=pytest.mark.exhaustive),
         pytest.param(DrGRPO(), id="dr_grpo", marks=pytest.mark.exhaustive),
         pytest.param(GSPO(), id="gspo", marks=pytest.mark.exhaustive),
         pytest.param(RLOO(), id="rloo", marks=pytest.mark.exhaustive),
-        pytest.param(ReinforcePlusPlus(), id="reinforce_plus_plus", marks=pytest.mark.slow),
+        pytest.param(ReinforcePlusPlus(), id="reinforce_plus_plus", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_reward_rises(tmp_path: Path, algorithm: Any) -> None:

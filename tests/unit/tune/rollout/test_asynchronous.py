@@ -232,7 +232,7 @@ def test_closing_stops_what_is_being_made(sampler, model):
     assert len(sampler.sample([[5]], SampleSettings(max_tokens=4), [0])) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_trainer_over_eight_devices_gives_its_weights_up_while_rollouts_are_made(sampler, model):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("x"))
