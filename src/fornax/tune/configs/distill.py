@@ -5,7 +5,8 @@ from typing import Literal
 
 from fornax.config.errors import ConfigError
 from fornax.mesh import MeshConfig
-from fornax.tune.config import TuneConfig
+from fornax.optim import OptimConfig
+from fornax.tune.config import TuneConfig, recipe
 
 __all__ = ["DistillConfig", "Divergence", "FullLogits", "OnPolicy", "TeacherLogits", "TopLogits"]
 
@@ -92,6 +93,8 @@ class DistillConfig(TuneConfig):
     """Where the teacher's logits come from."""
     on_policy: OnPolicy | None = None
     """Completions drawn by the student, or null."""
+    optim: OptimConfig = field(default_factory=lambda: recipe(2e-5))
+    """Optimizer, schedule, clipping; adapters take ten times the learning rate."""
 
     def __post_init__(self) -> None:
         """Check numbers and combinations."""
