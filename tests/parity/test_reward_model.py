@@ -6,6 +6,7 @@ Legend: N sequences.
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fornax.tune.reward_head import scored
 from fornax.tune.reward_model import RewardModel, save_sequence_classifier
 from fornax.tune.splits import codec_of
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
 
 PROMPTS = ["red tea is", "blue", "milk is not tea"]
 COMPLETIONS = [" good", " bad and poor", " fine"]
@@ -44,9 +45,10 @@ def test_scores_are_those_of_transformers(tmp_path: Path):
     origin = read_origin(run)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     model = scored(run, origin).pretrained(mesh, DEFAULT_RULES)
+    rng = np.random.default_rng(2)
     for path, variable in nnx.iter_graph(model):
         if path and path[-1] == "lora_b":  # adapters that do something
-            variable.set_value(0.1 * jax.random.normal(jax.random.key(2), variable.shape))
+            variable.set_value(jnp.asarray(0.1 * rng.normal(size=variable.shape), jnp.float32))
     judge = RewardModel(
         model=model,
         codec=codec_of(run, origin),
