@@ -55,7 +55,14 @@ def start(folder: Path, out: Path) -> Any:
     words += ["--reward", f"{folder / 'my_rewards.py'}:score", "--reward-workers", "1"]
     words += ["--steps", "9", "--save-every", "2", "--batch-size", "4", "--group-size", "4"]
     words += ["--rollout-epochs", "3", "--rollout.max-tokens", "8", "--max-length", "32"]
-    words += ["--lora.rank", "2", "--optim.learning-rate", "1e-2", "--log.no-tensorboard", "--no-doctor"]
+    words += [
+        "--lora.rank",
+        "2",
+        "--optim.learning-rate",
+        "1e-2",
+        "--log.no-tensorboard",
+        "--no-doctor",
+    ]
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", "XLA_FLAGS": ""}
     return subprocess.Popen(
