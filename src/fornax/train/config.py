@@ -1,7 +1,7 @@
 """What a user may say about a run: what every task needs, and what pretraining adds."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fornax.checkpoint import CheckpointConfig
 from fornax.config.errors import ConfigError
@@ -70,6 +70,9 @@ class LogConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """What the trainer needs whatever the task is; a task's own config adds to it."""
+
+    harmless: ClassVar[tuple[str, ...]] = ()
+    """Keys of a task's own that may change from one start of a run to the next."""
 
     steps: int = 1000
     """Steps of the whole run."""

@@ -17,7 +17,6 @@ HARMLESS: dict[str, str] = {
     "profile_steps": "a profile only watches",
     "processes.*": "the same global batches reach any number of processes",
     "mesh.*": "the same numbers up to rounding on any devices",
-    "doctor": "it looks at a run before its first step",
     "remat": "the same numbers up to rounding, computed again instead of kept",
     "init_from": "a run that goes on has its own weights",
     "data.prefetch.*": "batches made ahead are the same batches",
@@ -26,7 +25,7 @@ HARMLESS: dict[str, str] = {
     "data.storage_options.*": "how remote files are reached does not change them",
     "data.debug": "it checks the same records",
 }
-"""Patterns of keys that may change without being accepted, and why."""
+"""Patterns of keys that may change without being accepted, and why; a task has its own besides."""
 
 
 def check_changes(saved: str, config: Any, accept: Sequence[str] = ()) -> list[Change]:
@@ -53,7 +52,7 @@ def check_changes(saved: str, config: Any, accept: Sequence[str] = ()) -> list[C
         ) from error
     _check_patterns(accept, [*known_keys(before), *known_keys(config)])
     changes = diff(before, config)
-    refused = [c for c in changes if not _matches(c.path, [*HARMLESS, *accept])]
+    refused = [c for c in changes if not _matches(c.path, [*HARMLESS, *config.harmless, *accept])]
     if refused:
         listed = ", ".join(str(change) for change in refused)
         flags = " ".join(change.path for change in refused)

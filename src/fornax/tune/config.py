@@ -1,7 +1,7 @@
 """What a user may say about post-training: what every method needs, and supervised tuning."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fornax.adapters import LoRA
 from fornax.config.errors import ConfigError
@@ -20,6 +20,9 @@ def recipe(learning_rate: float) -> OptimConfig:
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(TrainerConfig):
     """What all methods share; each has a config of its own that adds to it."""
+
+    harmless: ClassVar[tuple[str, ...]] = ("doctor",)
+    """The doctor looks at a run before its first step, and at no other."""
 
     model: str
     """The model to start from: a Hugging Face directory or a Fornax run directory."""
