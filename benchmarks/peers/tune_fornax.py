@@ -33,6 +33,7 @@ def _config(job: _tuning.Job) -> Any:
         "max_length": job.length,
         "remat": "none",
         "save_every": None,
+        "doctor": False,
         "log": {"tensorboard": False},
         "optim": {"learning_rate": 1e-6, "schedule": {"type": "constant"}},
     }
