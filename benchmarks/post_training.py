@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 JOBS = ("sft", "sft-lora", "dpo", "grpo")
 STEPS = {"tiny": {"grpo": 3}, "llama-40m": {"sft": 2, "sft-lora": 2, "dpo": 1, "grpo": 1}}
 """Optimizer steps of a turn: enough that turns take a second or so; otherwise 5."""
-EXAMPLES = 2000
+EXAMPLES = 400
 
 
 def _commands(job: _tuning.Job, peers: Path, only: list[str]) -> dict[str, list[str]]:
