@@ -100,7 +100,8 @@ async def storm(host, port, seconds, seed):
 
 
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(6, id="short"), pytest.param(60, id="long", marks=pytest.mark.slow)]
+    "seconds",
+    [pytest.param(6, id="short"), pytest.param(60, id="long", marks=pytest.mark.exhaustive)],
 )
 def test_256_streams_with_disconnects_and_nonsense_leave_nothing_behind(serve, seconds):
     server = serve(_step_seconds=0.002, _max_num_seqs=64, disable_access_log=True)

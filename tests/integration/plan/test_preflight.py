@@ -29,8 +29,14 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["llama3-8b", "qwen3-0.6b", "gemma3-4b"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("llama3-8b", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3-0.6b", marks=pytest.mark.slow),
+        pytest.param("gemma3-4b", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_recipe_passes(recipe: str):
     config = load(TrainConfig, file=ROOT / "recipes" / f"{recipe}.yaml", overrides={})
     report = preflight(config, quick=True)
