@@ -41,9 +41,10 @@ class Codec:
         self.template = template
         own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.eos_ids = tuple(dict.fromkeys((*own, *eos_ids)))
+        self.variables = dict(variables or {})
         self.pieces = Pieces(tokenizer)
         self._chats = ChatEncoder(
-            self.pieces, template, eos_ids=self.eos_ids, variables=dict(variables or {})
+            self.pieces, template, eos_ids=self.eos_ids, variables=self.variables
         )
 
     @property

@@ -79,7 +79,7 @@ class ChatFraming:
       codec: tokenizer, end tokens and chat template.
       parser: how the model writes tool calls, by vLLM's names (`hermes`, `llama3_json`, …); None:
         it calls no tools.
-      variables: further variables of the template.
+      variables: further variables of the template; they go before the codec's own.
 
     Raises `EngineError` for a template that nothing can follow, and for an unknown parser.
     """
@@ -98,7 +98,7 @@ class ChatFraming:
         self._codec = codec
         self._template = codec.template
         self._parser = parser
-        self._variables = dict(variables or {})
+        self._variables = {**codec.variables, **(variables or {})}
         if parser is not None:
             tool_parser(parser)
         ask: Message = {"role": "user", "content": "?"}

@@ -302,6 +302,22 @@ def test_templates_that_rewrite_what_came_before_still_go_on(chat):
         ChatFraming(chat("{% for m in messages %}x{% endfor %}"))
 
 
+def test_the_codecs_template_variables_reach_every_turn(chat):
+    plain = chat(CHATML.replace("{{ m.role }}", "{{ m.role }}{{ mood }}"))
+    codec = Codec(
+        plain.tokenizer,
+        template=plain.template,
+        eos_ids=plain.eos_ids,
+        variables={"mood": " calm"},
+    )
+    fake = Scripted(([40, codec.eos_ids[-1]], "x"))
+    (found,) = run(fake, ChatFraming(codec), [Echo(turns=2, says="yes")])
+    prompt = codec.pieces.show(found.prompt.tolist())
+    later = codec.pieces.show(found.completion.tokens[found.completion.mask == 0].tolist())
+    assert "user calm" in prompt
+    assert "user calm" in later
+
+
 def test_guessing_ends_with_the_number_and_repeats_per_seed():
     game = GuessNumber(highest=50)
     first = game.reset({}, 3)
