@@ -1,14 +1,42 @@
-"""What operations over a vocabulary's products demand of their inputs.
+"""What operations over a vocabulary's products share: checks of inputs, made-up calls.
 
 Legend: T tokens, D model width, V vocabulary.
 """
 
+from collections.abc import Callable
+from typing import Any, Protocol
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fornax.config.errors import KernelError
 
-__all__ = ["check_products"]
+__all__ = ["ProductsCall", "check_products", "rehearse_products"]
+
+
+class ProductsCall(Protocol):
+    """The sizes of a call."""
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """D."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of x and w."""
+        ...
 
 
 def check_products(
@@ -46,3 +74,20 @@ def check_products(
         raise KernelError(f"{name}: chunk={chunk} must be 1 or more")
     if softcap is not None and not softcap > 0:
         raise KernelError(f"{name}: softcap={softcap} must be above 0; use None for none")
+
+
+def rehearse_products(
+    call: ProductsCall, loss: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+) -> Callable[[], Any]:
+    """Return a function that computes a loss and its gradients on made-up arrays.
+
+    Args:
+        call: how large they are.
+        loss: (x_TD, w_DV, targets_T) to a scalar; differentiated by the first two.
+    """
+    rng = np.random.default_rng(0)
+    x_TD = jnp.asarray(rng.normal(size=(call.tokens, call.width)), call.dtype)
+    w_DV = jnp.asarray(rng.normal(size=(call.width, call.vocabulary)), call.dtype)
+    targets_T = jnp.asarray(rng.integers(0, call.vocabulary, call.tokens), jnp.int32)
+    step = jax.jit(jax.value_and_grad(lambda x, w: loss(x, w, targets_T), (0, 1)))
+    return lambda: step(x_TD, w_DV)

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fornax.kernels._cross_entropy.call import CrossEntropyCall, CrossEntropyInputs, LossSums
+from fornax.kernels._vocabulary import rehearse_products
 
 __all__ = ["rehearse"]
 
@@ -19,12 +19,8 @@ def rehearse(
     call: CrossEntropyCall, run: Callable[[CrossEntropyInputs], LossSums]
 ) -> Callable[[], Any]:
     """Return a function that computes the sums and gradients of one call like `call`."""
-    rng = np.random.default_rng(0)
-    x_TD = jnp.asarray(rng.normal(size=(call.tokens, call.width)), call.dtype)
-    w_DV = jnp.asarray(rng.normal(size=(call.width, call.vocabulary)), call.dtype)
-    targets_T = jnp.asarray(rng.integers(0, call.vocabulary, call.tokens), jnp.int32)
 
-    def loss(x_TD: jax.Array, w_DV: jax.Array) -> jax.Array:
+    def loss(x_TD: jax.Array, w_DV: jax.Array, targets_T: jax.Array) -> jax.Array:
         inputs = CrossEntropyInputs(
             x_TD=x_TD,
             w_DV=w_DV,
@@ -36,5 +32,4 @@ def rehearse(
         )
         return run(inputs).loss_sum
 
-    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    return lambda: step(x_TD, w_DV)
+    return rehearse_products(call, loss)
