@@ -1,5 +1,6 @@
 """All checks that a run's method needs, in order, each with its verdict and its time."""
 
+import functools
 import gc
 import tempfile
 import time
@@ -14,7 +15,7 @@ from fornax.tune.config import TuneConfig
 from fornax.tune.doctor import data_checks, model_checks, rollout_checks
 from fornax.tune.doctor.findings import Finding, Outcome
 from fornax.tune.doctor.gradients import Gradients
-from fornax.tune.doctor.patient import Patient
+from fornax.tune.doctor.patient import Patient, Rows
 from fornax.tune.doctor.rollouts import MakeParts, Rollouts, with_old
 from fornax.tune.doctor.small import small_config
 from fornax.tune.methods import method_of
@@ -110,38 +111,22 @@ def _of(
 
 
 def _of_rows(patient: Patient) -> list[Check]:
-    gradients: list[Gradients] = []
-
-    def shared() -> Gradients:
-        if not gradients:
-            gradients.append(Gradients(patient=patient, rows=patient.rows))
-        return gradients[0]
-
     return [
         ("end is learned", lambda: data_checks.end_is_learned(patient)),
-        ("adapters at start", lambda: model_checks.adapters_at_start(patient, patient.rows)),
-        ("packing", lambda: model_checks.packing(patient, patient.rows)),
-        ("reference", lambda: model_checks.reference(patient, patient.rows, {})),
-        ("gradients", lambda: model_checks.every_gradient(shared())),
-        ("accumulation", lambda: model_checks.accumulation(shared())),
+        *_of_model(
+            patient,
+            lambda: patient.rows,
+            lambda: model_checks.reference(patient, patient.rows, {}),
+        ),
     ]
 
 
 def _of_rollouts(patient: Patient, rollouts: Rollouts, temperature: float) -> list[Check]:
     other = 0.6 if temperature >= 0.8 else 1.2
-    gradients: list[Gradients] = []
-
-    def shared() -> Gradients:
-        if not gradients:
-            gradients.append(Gradients(patient=patient, rows=rollouts.teaching_rows()))
-        return gradients[0]
 
     def reference() -> Outcome:
         drawn = rollouts.rounds[0]
         return model_checks.reference(patient, with_old(drawn.steps[0]), drawn.numbers)
-
-    def first_rows() -> dict:
-        return rollouts.teaching_rows()
 
     return [
         ("truncation", lambda: rollout_checks.not_all_truncated(rollouts)),
@@ -154,16 +139,27 @@ def _of_rollouts(patient: Patient, rollouts: Rollouts, temperature: float) -> li
             lambda: rollout_checks.drawn_end_is_learned(rollouts, patient.origin.eos_ids),
         ),
         ("ratio", lambda: rollout_checks.ratio_to_sampler(rollouts, temperature)),
-        (
-            "ratio, temperature",
-            lambda: rollout_checks.ratio_to_sampler(rollouts, other),
-        ),
+        ("ratio, temperature", lambda: rollout_checks.ratio_to_sampler(rollouts, other)),
         ("ratio, epochs", lambda: rollout_checks.ratio_over_epochs(rollouts)),
-        ("adapters at start", lambda: model_checks.adapters_at_start(patient, first_rows())),
-        ("packing", lambda: model_checks.packing(patient, first_rows())),
+        *_of_model(patient, rollouts.teaching_rows, reference),
+    ]
+
+
+def _of_model(
+    patient: Patient, rows: Callable[[], Rows], reference: Callable[[], Outcome]
+) -> list[Check]:
+    """What is asked of every model and its step, whatever its rows come from."""
+
+    @functools.cache
+    def gradients() -> Gradients:
+        return Gradients(patient=patient, rows=rows())
+
+    return [
+        ("adapters at start", lambda: model_checks.adapters_at_start(patient, rows())),
+        ("packing", lambda: model_checks.packing(patient, rows())),
         ("reference", reference),
-        ("gradients", lambda: model_checks.every_gradient(shared())),
-        ("accumulation", lambda: model_checks.accumulation(shared())),
+        ("gradients", lambda: model_checks.every_gradient(gradients())),
+        ("accumulation", lambda: model_checks.accumulation(gradients())),
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from fornax.config.errors import ConfigError
 from fornax.llm import EngineConfig
 from fornax.rewards import RewardPool, RewardSpec
-from fornax.tune.data import Codec, Limit, load_prompts
+from fornax.tune.data import Limit, load_prompts
 from fornax.tune.policy import Origin, policy
 from fornax.tune.reward_model import RewardModel, load_reward_model
 from fornax.tune.rl.collect import Draw, draw_completions
@@ -15,6 +15,7 @@ from fornax.tune.rl.conversations import Conversations
 from fornax.tune.rl.judges import ModelJudge
 from fornax.tune.rl.task import Parts
 from fornax.tune.rollout import LLMSampler, Sampler
+from fornax.tune.splits import codec_of
 
 __all__ = ["make_parts", "reward_pool"]
 
@@ -26,12 +27,7 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
       ConfigError: a reward, an environment or a tool that cannot be used.
       DataError: prompts that cannot be read, or leave no room for an answer; with their lines.
     """
-    codec = Codec(
-        origin.tokenizer,
-        template=origin.template,
-        eos_ids=origin.eos_ids,
-        variables=config.template_variables,
-    )
+    codec = codec_of(config, origin)
     # A prompt and the longest answer to it fit the window together, so that none is cut by it.
     room = config.max_length - config.rollout.max_tokens
     limit = Limit(max_length=room, too_long=config.too_long)
