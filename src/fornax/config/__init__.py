@@ -6,6 +6,7 @@ full path, what is allowed, the nearest match, and the line or flag it came from
 
 from fornax.config.describe import Field, describe
 from fornax.config.errors import (
+    BundleError,
     CheckpointError,
     ClusterError,
     ConfigError,
@@ -13,6 +14,8 @@ from fornax.config.errors import (
     EngineError,
     FornaxError,
     KernelError,
+    ServingCode,
+    ServingError,
     ShardingError,
 )
 from fornax.config.load import from_arguments, from_mapping, from_yaml, load
@@ -21,6 +24,7 @@ from fornax.config.place import nearest
 from fornax.config.write import Change, diff, dump_yaml, to_mapping
 
 __all__ = [
+    "BundleError",
     "Change",
     "CheckpointError",
     "ClusterError",
@@ -30,6 +34,8 @@ __all__ = [
     "Field",
     "FornaxError",
     "KernelError",
+    "ServingCode",
+    "ServingError",
     "ShardingError",
     "describe",
     "diff",

@@ -11,9 +11,14 @@ Every message is one paragraph: what was wrong, what is allowed, how to fix it.
   - EngineError      inference
   - ClusterError     several processes: joining, losing, stopping
   - PlanError        compiling ahead of time for hardware that is not here
+  - BundleError      an exported bundle: what goes in, what is altered, what this machine cannot run
+  - ServingError     a request, or a model of the model server; it carries a code of the protocol
 """
 
+import enum
+
 __all__ = [
+    "BundleError",
     "CheckpointError",
     "ClusterError",
     "ConfigError",
@@ -22,6 +27,8 @@ __all__ = [
     "FornaxError",
     "KernelError",
     "PlanError",
+    "ServingCode",
+    "ServingError",
     "ShardingError",
 ]
 
@@ -60,3 +67,42 @@ class ClusterError(FornaxError):
 
 class PlanError(FornaxError):
     """A program that cannot be compiled ahead of time for the hardware asked for."""
+
+
+class BundleError(FornaxError):
+    """An exported bundle: what cannot be exported, what was altered, what cannot run here."""
+
+
+class ServingCode(enum.Enum):
+    """What became of a request that got no answer, in gRPC's names: (HTTP status, gRPC number)."""
+
+    INVALID_ARGUMENT = (400, 3)
+    UNAUTHENTICATED = (401, 16)
+    PERMISSION_DENIED = (403, 7)
+    NOT_FOUND = (404, 5)
+    CANCELLED = (499, 1)
+    FAILED_PRECONDITION = (409, 9)
+    TOO_LARGE = (413, 8)
+    RESOURCE_EXHAUSTED = (429, 8)
+    INTERNAL = (500, 13)
+    UNIMPLEMENTED = (501, 12)
+    UNAVAILABLE = (503, 14)
+    DEADLINE_EXCEEDED = (504, 4)
+
+    @property
+    def http(self) -> int:
+        """The HTTP status."""
+        return self.value[0]
+
+    @property
+    def grpc(self) -> int:
+        """The number of the gRPC status."""
+        return self.value[1]
+
+
+class ServingError(FornaxError):
+    """A request that the model server refuses or cannot answer, or a model it cannot serve."""
+
+    def __init__(self, code: ServingCode, message: str):
+        super().__init__(message)
+        self.code = code
