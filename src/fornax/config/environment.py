@@ -19,6 +19,7 @@ __all__ = [
     "documented",
     "for_child",
     "full_traceback",
+    "host_tokens",
     "openai_api_key",
     "prepare_virtual_devices",
     "set_default_platform_quiet",
@@ -34,6 +35,8 @@ _DOCUMENTED = {
     "FORNAX_COORDINATOR": "host:port of process 0 in a run of several processes.",
     "FORNAX_NUM_PROCESSES": "How many processes the run has.",
     "FORNAX_PROCESS_ID": "This process's number, from 0.",
+    "FORNAX_HOST_TOKEN": "Tokens, with commas between, of which fornax host wants one from its "
+    "clients; fornax host status, its kin and fornax bench host send the first.",
     "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that wants one.",
     "CXX": "The C++ compiler for native CPU kernels (default: c++, g++ or clang++, first found).",
 }
@@ -66,6 +69,12 @@ def compilation_cache_enabled() -> bool:
 def openai_api_key() -> str | None:
     """The key for an OpenAI-compatible server, if there is one."""
     return os.environ.get("OPENAI_API_KEY") or None
+
+
+def host_tokens() -> tuple[str, ...]:
+    """The tokens of which the model server's clients must present one."""
+    text = os.environ.get("FORNAX_HOST_TOKEN", "")
+    return tuple(token.strip() for token in text.split(",") if token.strip())
 
 
 def full_traceback() -> bool:

@@ -1,0 +1,188 @@
+"""What `fornax host` can be told: where it listens, what it serves, what it allows."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from fornax.config import ConfigError, environment
+from fornax.serving.access import Auth, Limits, Tls
+
+__all__ = ["HostConfig", "Address", "parse_address", "parse_bytes"]
+
+T = TypeVar("T")
+
+_LOCAL = "127.0.0.1"
+_NONE = "none"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", 1)}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_TIMES = ("poll_seconds", "profile_max_seconds", "drain_seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where to listen; port 0 lets the system choose."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostConfig(Limits):
+    """The model server."""
+
+    http: int | str = 8080
+    """Port or host:port of HTTP; 0 lets the system choose one, which is printed; none: no HTTP."""
+    grpc: int | str = 8081
+    """Port or host:port of gRPC; 0 lets the system choose one, which is printed; none: no gRPC."""
+
+    control: Literal["poll", "explicit", "none"] = "poll"
+    """How models change while serving: poll, as the repository does; explicit, by load and unload
+    alone, with nothing loaded at the start but what load_model names; none, never."""
+    poll_seconds: float = 2.0
+    """Seconds between looks at the repository."""
+    load_model: tuple[str, ...] = ()
+    """Models to load at the start when control is explicit; * for all."""
+    strict_readiness: bool = True
+    """Whether the server is ready only when every model that should be served is."""
+    exit_on_error: bool = False
+    """Whether to stop, with exit code 1, when a model cannot be loaded at the start."""
+    model_memory: str | None = None
+    """Bytes that models may take of each device, such as 6GiB (default: a share of its memory)."""
+    devices: tuple[int, ...] = ()
+    """Numbers of the devices to serve on (default: all)."""
+    trust_executables: bool = False
+    """Whether native code in bundles may be run; only for bundles from hands you trust."""
+    compilation_cache: bool = True
+    """Whether compiled programs are kept on disk for the next start."""
+
+    token_file: Path | None = None
+    """File of tokens, one a line, of which clients must present one as a bearer token; also read
+    from FORNAX_HOST_TOKEN. Health stays open."""
+    open_metrics: bool = True
+    """Whether /metrics needs no token."""
+    tls_cert: Path | None = None
+    """File with the TLS certificate chain, for HTTP and gRPC."""
+    tls_key: Path | None = None
+    """File with its key."""
+    tls_client_ca: Path | None = None
+    """File with the authority whose certificates clients must present (default: none needed)."""
+
+    log_format: Literal["text", "json"] = "text"
+    """How lines of the log are written."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least that is logged."""
+    access_log: Literal["none", "errors", "all"] = "errors"
+    """Which requests get a line with their id, model, times and outcome."""
+    trace_endpoint: str | None = None
+    """Address of an OTLP collector over HTTP, such as http://127.0.0.1:4318/v1/traces."""
+    trace_sample_rate: float = 1.0
+    """Share of requests to trace, among those whose caller did not decide; from 0 to 1."""
+    profile_dir: Path | None = None
+    """Folder for profiles asked for by POST /v2/profile (default: that is refused)."""
+    profile_max_seconds: float = 60.0
+    """Longest time that a profile runs."""
+
+    drain_seconds: float = 30.0
+    """Seconds that accepted requests get to finish after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.http_address() is None and self.grpc_address() is None:
+            raise ConfigError("http=none and grpc=none leave nothing to serve on; give one a port")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("tls_cert and tls_key are given together or not at all")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ConfigError("tls_client_ca needs tls_cert and tls_key; give them too")
+        for name in _TIMES:
+            if not getattr(self, name) >= (0 if name == "drain_seconds" else 0.05):
+                raise ConfigError(f"{name}={getattr(self, name)} leaves no time; give seconds")
+        if self.load_model and self.control != "explicit":
+            raise ConfigError(
+                f"load_model has an effect with control=explicit only, and control={self.control}; "
+                "leave one of them out"
+            )
+        if not 0 <= self.trace_sample_rate <= 1:
+            raise ConfigError(f"trace_sample_rate={self.trace_sample_rate} is not between 0 and 1")
+        if len(set(self.devices)) < len(self.devices) or any(each < 0 for each in self.devices):
+            raise ConfigError(
+                f"devices={list(self.devices)} must be different numbers, from 0 upwards"
+            )
+        self.model_memory_bytes()
+
+    def http_address(self) -> Address | None:
+        """Where HTTP listens; None: nowhere."""
+        return parse_address("http", self.http)
+
+    def grpc_address(self) -> Address | None:
+        """Where gRPC listens; None: nowhere."""
+        return parse_address("grpc", self.grpc)
+
+    def model_memory_bytes(self) -> int | None:
+        """Bytes that models may take of each device; None: the default share."""
+        return None if self.model_memory is None else parse_bytes("model_memory", self.model_memory)
+
+    def limits(self) -> Limits:
+        """What HTTP and gRPC allow."""
+        names = [field.name for field in dataclasses.fields(Limits)]
+        return Limits(**{name: getattr(self, name) for name in names})
+
+    def auth(self) -> Auth:
+        """Who may call; reads the file of tokens and the environment.
+
+        Raises ConfigError for a file that is not there, or has no token.
+        """
+        tokens = list(environment.host_tokens())
+        if self.token_file is not None:
+            tokens += _tokens_of(self.token_file)
+        return Auth(tokens=tuple(dict.fromkeys(tokens)), open_metrics=self.open_metrics)
+
+    def tls(self) -> Tls | None:
+        """The certificate; None for plain text. Raises ConfigError for a file that is not there."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        for name in ("tls_cert", "tls_key", "tls_client_ca"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise ConfigError(f"{name}={path} is no file; check the path")
+        return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
+
+
+def parse_address(name: str, text: int | str) -> Address | None:
+    """Read a port or host:port; None for `none`. ConfigError for anything else."""
+    words = str(text)
+    if words == _NONE:
+        return None
+    host, colon, port = words.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isascii() or not port.isdecimal() or int(port) > 65535 or (colon and not host):
+        raise ConfigError(
+            f"{name}={words!r} is no address; give a port up to 65535, host:port, or none"
+        )
+    return Address(host or _LOCAL, int(port))
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Read a size such as 6GiB, 800MB or 1000000; ConfigError for anything else, and for 0."""
+    match = _BYTES.fullmatch(text.strip())
+    size = round(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
+    if size < 1:
+        raise ConfigError(f"{name}={text!r} is no size; write bytes, or a number and MB, GB or GiB")
+    return size
+
+
+def _tokens_of(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"token_file={path} cannot be read: {reason}; check the path") from error
+    tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not tokens:
+        raise ConfigError(f"token_file={path} has no token; write one a line, or leave it out")
+    return tokens

@@ -1,0 +1,70 @@
+"""A model of the server that is no bundle, such as an LLM engine: what it must be able to do.
+
+`serving` knows no such model. Whoever starts the server hands it factories by the `type` that a
+repository folder's serving.yaml names; `fornax.llm.host_entry` has the one for language models.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from fornax.serving.types import InferRequest, InferResult, ModelMetadata
+
+__all__ = ["ASGIApp", "Entry", "EntryFactory"]
+
+ASGIApp = Callable[
+    [
+        Mapping[str, Any],
+        Callable[[], Awaitable[Mapping[str, Any]]],
+        Callable[[Mapping[str, Any]], Awaitable[None]],
+    ],
+    Awaitable[None],
+]
+
+
+class Entry(Protocol):
+    """A model with an engine of its own. Every method is called in the event loop's thread."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the repository: its folder's."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes it takes of its device, as far as it knows before it starts."""
+
+    async def start(self) -> None:
+        """Load, compile, and return when requests are taken.
+
+        Raises:
+          FornaxError: it cannot be served; the server goes on without it.
+        """
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Take nothing new, answer what runs for so long, give everything back."""
+
+    def ready(self) -> bool:
+        """Whether requests are taken now; asked for readiness and the index."""
+
+    def reason(self) -> str:
+        """Why it is not ready; empty when it is, or never was asked to start."""
+
+    def metadata(self) -> ModelMetadata:
+        """Its tensors, as the V2 protocol names them."""
+
+    def config(self) -> Mapping[str, Any]:
+        """Its model configuration, as Triton's clients read it."""
+
+    async def infer(self, request: InferRequest) -> InferResult:
+        """Answer a V2 request; cancelling aborts it.
+
+        Raises:
+          ServingError: the request is refused, or cannot be answered.
+        """
+
+    def routes(self) -> Mapping[str, ASGIApp]:
+        """Apps by the path they answer under, beside V2; they exist before `start`."""
+
+
+EntryFactory = Callable[[str, Path, Mapping[str, Any]], Entry]
+"""Makes an entry of its name, its folder, and what its serving.yaml says besides `type`."""
