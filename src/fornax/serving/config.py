@@ -3,14 +3,12 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from fornax.config import ConfigError, environment
 from fornax.serving.access import Auth, Limits, Tls
 
-__all__ = ["HostConfig", "Address", "parse_address", "parse_bytes"]
-
-T = TypeVar("T")
+__all__ = ["Address", "HostConfig", "parse_address", "parse_bytes"]
 
 _LOCAL = "127.0.0.1"
 _NONE = "none"
@@ -27,6 +25,11 @@ class Address:
     host: str
     port: int
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
@@ -36,6 +39,8 @@ class Address:
 class HostConfig(Limits):
     """The model server."""
 
+    repository: Path | None = None
+    """Folder of models: NAME/VERSION/ with a bundle each; the command's argument goes before."""
     http: int | str = 8080
     """Port or host:port of HTTP; 0 lets the system choose one, which is printed; none: no HTTP."""
     grpc: int | str = 8081
@@ -43,10 +48,10 @@ class HostConfig(Limits):
 
     control: Literal["poll", "explicit", "none"] = "poll"
     """How models change while serving: poll, as the repository does; explicit, by load and unload
-    alone, with nothing loaded at the start but what load_model names; none, never."""
+    alone, with nothing loaded at the start but what load names; none, never."""
     poll_seconds: float = 2.0
     """Seconds between looks at the repository."""
-    load_model: tuple[str, ...] = ()
+    load: tuple[str, ...] = ()
     """Models to load at the start when control is explicit; * for all."""
     strict_readiness: bool = True
     """Whether the server is ready only when every model that should be served is."""
@@ -64,6 +69,9 @@ class HostConfig(Limits):
     token_file: Path | None = None
     """File of tokens, one a line, of which clients must present one as a bearer token; also read
     from FORNAX_HOST_TOKEN. Health stays open."""
+    admin_token_file: Path | None = None
+    """File of tokens for what changes the server: load, unload, rollback, shadow reports, profiles,
+    shared memory (default: the tokens of all other calls). These tokens open everything."""
     open_metrics: bool = True
     """Whether /metrics needs no token."""
     tls_cert: Path | None = None
@@ -72,6 +80,12 @@ class HostConfig(Limits):
     """File with its key."""
     tls_client_ca: Path | None = None
     """File with the authority whose certificates clients must present (default: none needed)."""
+
+    shared_memory: Literal["auto", "on", "off"] = "auto"
+    """Whether clients may register system shared memory, so that this process reads and writes it
+    for them; auto: only when every address is of this machine alone."""
+    shared_memory_prefixes: tuple[str, ...] = ()
+    """What the names of such regions must begin with (default: any name)."""
 
     log_format: Literal["text", "json"] = "text"
     """How lines of the log are written."""
@@ -102,9 +116,9 @@ class HostConfig(Limits):
         for name in _TIMES:
             if not getattr(self, name) >= (0 if name == "drain_seconds" else 0.05):
                 raise ConfigError(f"{name}={getattr(self, name)} leaves no time; give seconds")
-        if self.load_model and self.control != "explicit":
+        if self.load and self.control != "explicit":
             raise ConfigError(
-                f"load_model has an effect with control=explicit only, and control={self.control}; "
+                f"load has an effect with control=explicit only, and control={self.control}; "
                 "leave one of them out"
             )
         if not 0 <= self.trace_sample_rate <= 1:
@@ -139,8 +153,27 @@ class HostConfig(Limits):
         """
         tokens = list(environment.host_tokens())
         if self.token_file is not None:
-            tokens += _tokens_of(self.token_file)
+            tokens += _tokens_of("token_file", self.token_file)
+        if tokens and self.admin_token_file is not None:
+            tokens += _tokens_of("admin_token_file", self.admin_token_file)
         return Auth(tokens=tuple(dict.fromkeys(tokens)), open_metrics=self.open_metrics)
+
+    def admin_auth(self) -> Auth | None:
+        """Who may change the server; None: whoever may call.
+
+        Raises ConfigError for a file that is not there, or has no token.
+        """
+        if self.admin_token_file is None:
+            return None
+        tokens = _tokens_of("admin_token_file", self.admin_token_file)
+        return Auth(tokens=tuple(dict.fromkeys(tokens)))
+
+    def shared_memory_allowed(self) -> bool:
+        """Whether clients may register shared memory."""
+        if self.shared_memory != "auto":
+            return self.shared_memory == "on"
+        addresses = (self.http_address(), self.grpc_address())
+        return all(address is None or address.is_local for address in addresses)
 
     def tls(self) -> Tls | None:
         """The certificate; None for plain text. Raises ConfigError for a file that is not there."""
@@ -176,13 +209,13 @@ def parse_bytes(name: str, text: str) -> int:
     return size
 
 
-def _tokens_of(path: Path) -> list[str]:
+def _tokens_of(name: str, path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"token_file={path} cannot be read: {reason}; check the path") from error
+        raise ConfigError(f"{name}={path} cannot be read: {reason}; check the path") from error
     tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not tokens:
-        raise ConfigError(f"token_file={path} has no token; write one a line, or leave it out")
+        raise ConfigError(f"{name}={path} has no token; write one a line, or leave it out")
     return tokens
