@@ -1,0 +1,1 @@
+"""gRPC: the V2 inference service, its health and reflection, and a small client."""
