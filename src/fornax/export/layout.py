@@ -1,0 +1,106 @@
+"""Where a bundle's arrays lie on the host's mesh: stored axes, laid by the host's rules.
+
+A bundle names axes ("vocab", "mlp", or a mesh axis such as "tensor") and knows no devices. The host
+brings a mesh and a table of rules; a mesh axis that the host does not have divides nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fornax.config.errors import ShardingError
+from fornax.mesh import DEFAULT_RULES, Rules, named_sharding
+
+__all__ = ["Axes", "automatic", "input_sharding", "rules_for", "weight_shardings"]
+
+Axes = tuple[str | None, ...]
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """`mesh` with every axis left to the compiler, which is how a bundle's graph is divided.
+
+    `jax.make_mesh` makes axes whose divisions are part of the types; an exported graph has none.
+    """
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def rules_for(mesh: Mesh, rules: Rules | None) -> Rules:
+    """The table to lay by: `rules` over the default ones, and each mesh axis under its own name.
+
+    Mesh axes that `mesh` has not are left out.
+
+    Raises:
+      ShardingError: a rule of the caller's that names no axis of the mesh.
+    """
+    for logical, axes in (rules or {}).items():
+        for axis in axes:
+            if axis not in mesh.shape:
+                raise ShardingError(
+                    f"rule {logical!r} -> {axis!r}: the mesh has no axis {axis!r}; it has "
+                    f"{', '.join(mesh.axis_names)}"
+                )
+    own = {axis: (axis,) for axis in mesh.axis_names}
+    table = {**DEFAULT_RULES, **own, **(rules or {})}
+    return {k: tuple(axis for axis in axes if axis in mesh.shape) for k, axes in table.items()}
+
+
+def weight_shardings(
+    weights: Mapping[str, tuple[Sequence[int], Axes | None]], mesh: Mesh, rules: Rules | None
+) -> dict[str, NamedSharding]:
+    """Where each weight lies.
+
+    Args:
+      weights: shape and axes by name; None for axes replicates.
+      mesh: the host's.
+      rules: logical axis to mesh axes, over the default ones.
+
+    Raises:
+      ShardingError: an axis without a rule, or a dimension that does not divide; it names the
+        weight.
+    """
+    mesh = automatic(mesh)
+    table = rules_for(mesh, rules)
+    return {
+        name: NamedSharding(mesh, PartitionSpec())
+        if axes is None
+        else named_sharding(mesh, axes, table, shape=tuple(shape), name=f"weight {name}")
+        for name, (shape, axes) in weights.items()
+    }
+
+
+def input_sharding(
+    shape: Sequence[int], axes: Axes | None, batch: int | None, mesh: Mesh, rules: Rules | None
+) -> NamedSharding:
+    """Where an input, or output, of a bucket's shape lies.
+
+    A dimension that does not divide (a bucket of one row over two devices) is replicated: buckets
+    are many, and one mesh serves them all.
+
+    Args:
+      shape: of the bucket.
+      axes: those that the bundle names; None divides the rows only.
+      batch: which dimension is the rows, if one is.
+      mesh: the host's.
+      rules: logical axis to mesh axes, over the default ones.
+
+    Raises:
+      ShardingError: an axis without a rule.
+    """
+    mesh = automatic(mesh)
+    table = rules_for(mesh, rules)
+    if axes is None:
+        axes = tuple("batch" if dim == batch else None for dim in range(len(shape)))
+    spec = named_sharding(mesh, axes, table).spec
+    divided = [_that_divide(size, entry, mesh) for size, entry in zip(shape, spec, strict=True)]
+    return NamedSharding(mesh, PartitionSpec(*divided))
+
+
+def _that_divide(size: int, entry: str | tuple[str, ...] | None, mesh: Mesh) -> tuple | None:
+    """The leading mesh axes of an entry over which `size` divides."""
+    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    while axes and size % math.prod(mesh.shape[axis] for axis in axes):
+        axes = axes[:-1]
+    return axes or None
