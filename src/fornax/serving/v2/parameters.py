@@ -1,0 +1,80 @@
+"""Parameters of requests and tensors that have a meaning in the V2 protocol's extensions."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fornax.config import ServingCode, ServingError
+from fornax.serving.v2.datatypes import refuse
+
+__all__ = ["Common", "SharedSpan", "common_parameters", "shared_span"]
+
+_MICROSECOND = 1e-6
+_LONGEST = 10**15
+"""Microseconds; what is over 30 years is no timeout."""
+_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Common:
+    """What a request's own parameters say."""
+
+    priority: int = 0
+    timeout: float = 0.0
+    """Seconds; 0: none."""
+    function: str = ""
+    binary: bool = False
+    """Whether outputs are wanted in binary, where they do not say it themselves."""
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What is for the model."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedSpan:
+    """A span of a registered region, by the parameters of a tensor."""
+
+    region: str
+    byte_size: int
+    offset: int
+
+
+def common_parameters(parameters: dict[str, Any]) -> Common:
+    """Read and take what has a meaning; ServingError where that is not as it should be."""
+    if not parameters:
+        return Common()
+    for name in _SEQUENCE:
+        if parameters.pop(name, None) not in (None, 0, "", False):
+            raise ServingError(
+                ServingCode.UNIMPLEMENTED,
+                f"parameter {name}: sequences are not served, since functions keep no state "
+                "between requests; pass the state as an input",
+            )
+    priority = _integer(parameters, "priority", 2**32)
+    timeout = _integer(parameters, "timeout", _LONGEST)
+    function = parameters.pop("function", "")
+    if type(function) is not str:
+        raise refuse(f"parameter function={repr(function)[:40]} is no name")
+    binary = parameters.pop("binary_data_output", False)
+    if type(binary) is not bool:
+        raise refuse(f"parameter binary_data_output={repr(binary)[:40]} is neither true nor false")
+    return Common(priority, timeout * _MICROSECOND, function, binary, parameters)
+
+
+def shared_span(what: str, parameters: dict[str, Any]) -> SharedSpan | None:
+    """Take the span that a tensor's parameters name; None: it is not in shared memory."""
+    region = parameters.pop("shared_memory_region", None)
+    if region is None:
+        return None
+    if type(region) is not str:
+        raise refuse(f"{what}: shared_memory_region={repr(region)[:40]} is no name")
+    if "shared_memory_byte_size" not in parameters:
+        raise refuse(f"{what} lies in shared memory without shared_memory_byte_size")
+    size = _integer(parameters, "shared_memory_byte_size", 2**63, what)
+    return SharedSpan(region, size, _integer(parameters, "shared_memory_offset", 2**63, what))
+
+
+def _integer(parameters: dict[str, Any], name: str, below: int, what: str = "the request") -> int:
+    value = parameters.pop(name, 0)
+    if type(value) is not int or not 0 <= value < below:
+        raise refuse(f"{what}: parameter {name}={repr(value)[:40]} is no integer from 0")
+    return value
