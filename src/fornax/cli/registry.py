@@ -108,6 +108,11 @@ BENCH = Group(
             summary="Load on an OpenAI-compatible server: latencies, throughput, goodput",
             module="bench_serve",
         ),
+        Command(
+            name="bench host",
+            summary="Load on a model server: latencies, rates, where its time goes",
+            module="bench_host",
+        ),
     ),
 )
 
