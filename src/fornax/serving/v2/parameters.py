@@ -56,7 +56,7 @@ def common_parameters(parameters: dict[str, Any]) -> Common:
         raise refuse(f"parameter function={repr(function)[:40]} is no name")
     binary = parameters.pop("binary_data_output", False)
     if type(binary) is not bool:
-        raise refuse(f"parameter binary_data_output={repr(binary)[:40]} is neither true nor false")
+        raise refuse(f"parameter binary_data_output={repr(binary)[:40]} is no truth value")
     return Common(priority, timeout * _MICROSECOND, function, binary, parameters)
 
 

@@ -1,0 +1,350 @@
+"""An inference request in the V2 protocol's JSON, its binary tensors behind it.
+
+The JSON is read into a `Plan`: everything that its text alone decides. Clients send the same text
+again and again with other tensors behind it, so plans are kept.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from fornax.config import ServingCode, ServingError
+from fornax.serving.access import Limits
+from fornax.serving.types import InferRequest
+from fornax.serving.v2.datatypes import Raw, count, decode_raw, dtype_of, refuse
+from fornax.serving.v2.json_tensors import from_json
+from fornax.serving.v2.parameters import Common, SharedSpan, common_parameters, shared_span
+from fornax.serving.v2.shared_memory import Region, SharedMemory
+
+__all__ = ["Decoder", "Output", "Wanted"]
+
+MAX_JSON = 32 * 2**20
+"""Bytes of a request's JSON: lists of numbers take many times their text while they are read."""
+_MAX_NAME = 1024
+_KEPT = 256
+_KEPT_BYTES = 4096
+_KEYS = frozenset({"id", "parameters", "inputs", "outputs"})
+_INPUT_KEYS = frozenset({"name", "datatype", "shape", "parameters", "data"})
+_OUTPUT_KEYS = frozenset({"name", "parameters"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """How the client wants one output."""
+
+    name: str
+    binary: bool
+    classes: int = 0
+    """Over 0: this many classes in its stead."""
+    span: SharedSpan | None = None
+    region: Region | None = None
+    """Where it goes, if not into the answer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """How the client wants the answer."""
+
+    binary: bool
+    """For all outputs, where none is named."""
+    outputs: tuple[Output, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Input:
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    elements: int
+    size: int = -1
+    """Bytes behind the JSON; -1: none, it is `array` or in shared memory."""
+    plain: bool = False
+    """Whether its bytes are its array: no BYTES, no BOOL, not empty."""
+    array: np.ndarray | None = None
+    span: SharedSpan | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    id: str
+    common: Common
+    inputs: tuple[_Input, ...]
+    binary: int
+    """Bytes behind the JSON, all inputs together."""
+    names: tuple[str, ...]
+    wanted: Wanted
+    """Its regions are not looked up yet."""
+    shared: bool
+    """Whether outputs go to shared memory."""
+
+
+class Decoder:
+    """Reads requests; of one event loop."""
+
+    def __init__(self, limits: Limits, shared_memory: SharedMemory):
+        self._limits = limits
+        self._shared = shared_memory
+        self._plans: dict[bytes, _Plan] = {}
+
+    def decode(
+        self,
+        body: bytes,
+        header: int | None,
+        model: str,
+        version: str = "",
+        *,
+        function: str = "",
+        received: float = 0.0,
+    ) -> tuple[InferRequest, Wanted]:
+        """The request for `model`, and how its answer is wanted.
+
+        `header` is how many bytes of `body` are JSON; None: all. Arrays of binary inputs are views
+        of `body`.
+
+        Raises ServingError with what is wrong.
+        """
+        if header is None:
+            text = body
+        elif 0 < header <= len(body):
+            text = body[:header]
+        else:
+            raise refuse(
+                f"Inference-Header-Content-Length: {header} is no size of JSON in a body of "
+                f"{len(body)} bytes"
+            )
+        plan = self._plans.get(text)
+        if plan is None:
+            plan = self._read(text)
+        inputs = self._inputs(plan, body, len(text))
+        common = plan.common
+        if common.function:
+            if function and function != common.function:
+                raise refuse(
+                    f"the model's name asks for function {function!r}, parameter function for "
+                    f"{common.function!r}; leave one out"
+                )
+            function = common.function
+        wanted = self._find(plan.wanted) if plan.shared else plan.wanted
+        request = InferRequest(
+            model,
+            inputs,
+            version,
+            function,
+            plan.id,
+            plan.names,
+            common.priority,
+            received + common.timeout if common.timeout else None,
+            common.others,
+            received,
+        )
+        return request, wanted
+
+    def _inputs(self, plan: _Plan, body: bytes, at: int) -> dict[str, np.ndarray]:
+        if len(body) - at != plan.binary:
+            raise refuse(
+                f"{len(body) - at} bytes follow the JSON where its inputs' binary_data_size sum "
+                f"to {plan.binary}"
+            )
+        inputs = {}
+        for each in plan.inputs:
+            if each.plain:
+                flat = np.frombuffer(body, each.dtype, each.elements, at)
+                inputs[each.name] = flat.reshape(each.shape)
+                at += each.size
+            elif each.size >= 0:
+                inputs[each.name] = self._checked(each, memoryview(body)[at : at + each.size])
+                at += each.size
+            elif each.array is not None:
+                inputs[each.name] = each.array
+            elif each.span is not None:
+                region = self._shared.get(each.span.region)
+                inputs[each.name] = self._checked(
+                    each, region.read(each.span.offset, each.span.byte_size)
+                )
+        return inputs
+
+    def _checked(self, spec: _Input, data: Raw) -> np.ndarray:
+        return decode_raw(spec.name, spec.datatype, spec.shape, data)
+
+    def _find(self, wanted: Wanted) -> Wanted:
+        """With the regions, as they are now."""
+        outputs = tuple(
+            each
+            if each.span is None
+            else dataclasses.replace(each, region=self._shared.get(each.span.region))
+            for each in wanted.outputs
+        )
+        return Wanted(wanted.binary, outputs)
+
+    def _read(self, text: bytes) -> _Plan:
+        document = _parse(text)
+        _known("the request", document, _KEYS)
+        name = document.get("id", "")
+        if type(name) is not str or len(name) > _MAX_NAME:
+            raise refuse(f"id is no string of at most {_MAX_NAME} characters")
+        common = common_parameters(_object("the request's parameters", document.get("parameters")))
+        inputs = tuple(self._input(each) for each in self._list("inputs", document.get("inputs")))
+        if not inputs:
+            raise refuse("the request has no inputs; list them under inputs")
+        _distinct("inputs", [each.name for each in inputs])
+        outputs = tuple(
+            self._output(each, common.binary)
+            for each in self._list("outputs", document.get("outputs"))
+        )
+        names = tuple(each.name for each in outputs)
+        _distinct("outputs", names)
+        plan = _Plan(
+            name,
+            common,
+            inputs,
+            sum(each.size for each in inputs if each.size > 0),
+            names,
+            Wanted(common.binary, outputs),
+            any(each.span is not None for each in outputs),
+        )
+        if len(text) <= _KEPT_BYTES and not name and all(each.array is None for each in inputs):
+            if len(self._plans) >= _KEPT:
+                self._plans.clear()
+            self._plans[text] = plan
+        return plan
+
+    def _list(self, what: str, value: object) -> list[Any]:
+        if value is None:
+            return []
+        if type(value) is not list:
+            raise refuse(f"{what} is no list")
+        if len(value) > self._limits.max_tensors:
+            raise refuse(
+                f"{what} has {len(value)} tensors; this server takes {self._limits.max_tensors}"
+            )
+        return value
+
+    def _input(self, document: object) -> _Input:
+        document = _object("an input", document, empty=False)
+        name = _name("an input", document)
+        _known(f"input {name!r}", document, _INPUT_KEYS)
+        datatype = document.get("datatype")
+        dtype = dtype_of(name, datatype)
+        assert isinstance(datatype, str)
+        sizes = document.get("shape")
+        if type(sizes) is not list:
+            raise refuse(f"input {name!r} has no shape; it is a list of sizes")
+        shape = tuple(sizes)
+        elements = count(name, shape)
+        self._fits(name, elements * dtype.itemsize)
+        parameters = _object(f"the parameters of input {name!r}", document.get("parameters"))
+        size = parameters.pop("binary_data_size", None)
+        span = shared_span(f"input {name!r}", parameters)
+        _none_left(f"input {name!r}", parameters)
+        ways = (size is not None) + (span is not None) + ("data" in document)
+        if ways != 1:
+            raise refuse(
+                f"input {name!r} has {'several sources' if ways else 'no data'}; give one of data, "
+                "binary_data_size and shared_memory_region"
+            )
+        if span is not None:
+            self._fits(name, span.byte_size)
+            return _Input(name, datatype, shape, dtype, elements, span=span)
+        if size is None:
+            array = from_json(name, datatype, shape, document["data"])
+            return _Input(name, datatype, shape, dtype, elements, array=array)
+        if type(size) is not int or size < 0:
+            raise refuse(f"input {name!r}: binary_data_size={repr(size)[:40]} is no size")
+        self._fits(name, size)
+        plain = datatype not in ("BYTES", "BOOL") and elements > 0
+        if plain and size != elements * dtype.itemsize:
+            raise refuse(
+                f"input {name!r}: binary_data_size={size} where {datatype} of shape {sizes} takes "
+                f"{elements * dtype.itemsize}"
+            )
+        return _Input(name, datatype, shape, dtype, elements, size, plain)
+
+    def _fits(self, name: str, size: int) -> None:
+        if size > self._limits.max_tensor_bytes:
+            raise ServingError(
+                ServingCode.TOO_LARGE,
+                f"input {name!r} has {size} bytes; this server takes "
+                f"{self._limits.max_tensor_bytes} a tensor",
+            )
+
+    def _output(self, document: object, default: bool) -> Output:
+        document = _object("an output", document, empty=False)
+        name = _name("an output", document)
+        _known(f"output {name!r}", document, _OUTPUT_KEYS)
+        parameters = _object(f"the parameters of output {name!r}", document.get("parameters"))
+        binary = parameters.pop("binary_data", default)
+        if type(binary) is not bool:
+            raise refuse(
+                f"output {name!r}: binary_data={repr(binary)[:40]} is neither true nor false"
+            )
+        classes = parameters.pop("classification", 0)
+        if type(classes) is not int or not 0 <= classes < 2**31:
+            raise refuse(f"output {name!r}: classification={repr(classes)[:40]} is no number")
+        span = shared_span(f"output {name!r}", parameters)
+        if span is not None and classes:
+            raise refuse(f"output {name!r}: classification cannot go to shared memory")
+        _none_left(f"output {name!r}", parameters)
+        return Output(name, binary, classes, span)
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    if len(text) > MAX_JSON:
+        raise ServingError(
+            ServingCode.TOO_LARGE,
+            f"the JSON has {len(text)} bytes; at most {MAX_JSON} are read: send tensors in binary, "
+            "as the binary-tensor extension has it",
+        )
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        document = _lenient(text, error)
+    if type(document) is not dict:
+        raise refuse("the request is no JSON object")
+    return document
+
+
+def _lenient(text: bytes, error: Exception) -> object:
+    """JSON with NaN and Infinity as bare words, which several clients write."""
+    if b"NaN" not in text and b"Infinity" not in text:
+        raise refuse(f"the request is no JSON: {error}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise refuse(f"the request is no JSON: {error}") from None
+
+
+def _object(what: str, value: object, *, empty: bool = True) -> dict[str, Any]:
+    if value is None and empty:
+        return {}
+    if type(value) is not dict:
+        raise refuse(f"{what} is no JSON object")
+    return value
+
+
+def _name(what: str, document: Mapping[str, Any]) -> str:
+    name = document.get("name")
+    if type(name) is not str or not 0 < len(name) <= _MAX_NAME:
+        raise refuse(f"{what} has no name; it is a string of 1 to {_MAX_NAME} characters")
+    return name
+
+
+def _known(what: str, document: Mapping[str, Any], keys: frozenset[str]) -> None:
+    if not document.keys() <= keys:
+        extra = min(document.keys() - keys)[:80]
+        raise refuse(f"{what} has the key {extra!r}; it may have {', '.join(sorted(keys))}")
+
+
+def _none_left(what: str, parameters: Mapping[str, Any]) -> None:
+    if parameters:
+        raise refuse(f"{what}: parameter {min(parameters)[:80]!r} has no meaning here; remove it")
+
+
+def _distinct(what: str, names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise refuse(f"{what} has {twice[:80]!r} twice")
