@@ -4,15 +4,18 @@ A bundle names axes ("vocab", "mlp", or a mesh axis such as "tensor") and knows 
 brings a mesh and a table of rules; a mesh axis that the host does not have divides nothing.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fornax.config.errors import ShardingError
 from fornax.mesh import DEFAULT_RULES, Rules, named_sharding
 
-__all__ = ["Axes", "automatic", "input_sharding", "rules_for", "weight_shardings"]
+__all__ = ["OnMesh", "automatic", "rules_for"]
 
 Axes = tuple[str | None, ...]
 
@@ -47,55 +50,62 @@ def rules_for(mesh: Mesh, rules: Rules | None) -> Rules:
     return {k: tuple(axis for axis in axes if axis in mesh.shape) for k, axes in table.items()}
 
 
-def weight_shardings(
-    weights: Mapping[str, tuple[Sequence[int], Axes | None]], mesh: Mesh, rules: Rules | None
-) -> dict[str, NamedSharding]:
-    """Where each weight lies.
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """A mesh of the host's, and the rules by which a bundle's axes are laid on it.
 
     Args:
-      weights: shape and axes by name; None for axes replicates.
-      mesh: the host's.
-      rules: logical axis to mesh axes, over the default ones.
-
-    Raises:
-      ShardingError: an axis without a rule, or a dimension that does not divide; it names the
-        weight.
+      mesh: any mesh; its axes are taken as left to the compiler.
+      rules: logical axis to mesh axes, over `fornax.mesh.DEFAULT_RULES`.
     """
-    mesh = automatic(mesh)
-    table = rules_for(mesh, rules)
-    return {
-        name: NamedSharding(mesh, PartitionSpec())
-        if axes is None
-        else named_sharding(mesh, axes, table, shape=tuple(shape), name=f"weight {name}")
-        for name, (shape, axes) in weights.items()
-    }
 
+    mesh: Mesh
+    rules: Rules | None = None
 
-def input_sharding(
-    shape: Sequence[int], axes: Axes | None, batch: int | None, mesh: Mesh, rules: Rules | None
-) -> NamedSharding:
-    """Where an input, or output, of a bucket's shape lies.
+    @cached_property
+    def _auto(self) -> Mesh:
+        return automatic(self.mesh)
 
-    A dimension that does not divide (a bucket of one row over two devices) is replicated: buckets
-    are many, and one mesh serves them all.
+    @cached_property
+    def _table(self) -> Rules:
+        return rules_for(self.mesh, self.rules)
 
-    Args:
-      shape: of the bucket.
-      axes: those that the bundle names; None divides the rows only.
-      batch: which dimension is the rows, if one is.
-      mesh: the host's.
-      rules: logical axis to mesh axes, over the default ones.
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices, in the mesh's order."""
+        return tuple(self.mesh.devices.flat)
 
-    Raises:
-      ShardingError: an axis without a rule.
-    """
-    mesh = automatic(mesh)
-    table = rules_for(mesh, rules)
-    if axes is None:
-        axes = tuple("batch" if dim == batch else None for dim in range(len(shape)))
-    spec = named_sharding(mesh, axes, table).spec
-    divided = [_that_divide(size, entry, mesh) for size, entry in zip(shape, spec, strict=True)]
-    return NamedSharding(mesh, PartitionSpec(*divided))
+    def sharding(self, name: str, shape: tuple[int, ...], axes: Axes | None) -> NamedSharding:
+        """Where a weight lies; None for axes replicates.
+
+        Raises:
+          ShardingError: an axis without a rule, or a dimension that does not divide; it names the
+            weight.
+        """
+        if axes is None:
+            return NamedSharding(self._auto, PartitionSpec())
+        return named_sharding(self._auto, axes, self._table, shape=shape, name=f"weight {name}")
+
+    def spread(self, shape: Sequence[int], axes: Axes | None, batch: int | None) -> NamedSharding:
+        """Where an input, or output, of a bucket's shape lies.
+
+        A dimension that does not divide (a bucket of one row over two devices) is replicated:
+        buckets are many, and one mesh serves them all.
+
+        Args:
+          shape: of the bucket.
+          axes: those that the bundle names; None divides the rows only.
+          batch: which dimension is the rows, if one is.
+
+        Raises:
+          ShardingError: an axis without a rule.
+        """
+        if axes is None:
+            axes = tuple("batch" if dim == batch else None for dim in range(len(shape)))
+        spec = named_sharding(self._auto, axes, self._table).spec
+        pairs = zip(shape, spec, strict=True)
+        divided = [_that_divide(size, entry, self._auto) for size, entry in pairs]
+        return NamedSharding(self._auto, PartitionSpec(*divided))
 
 
 def _that_divide(size: int, entry: str | tuple[str, ...] | None, mesh: Mesh) -> tuple | None:
