@@ -1,6 +1,7 @@
 """What `fornax host` can be told: where it listens, what it serves, what it allows."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,12 @@ _NONE = "none"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", 1)}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
-_TIMES = ("poll_seconds", "profile_max_seconds", "drain_seconds")
+_TIMES = {
+    "poll_seconds": 0.05,
+    "profile_max_seconds": 0.05,
+    "drain_seconds": 0.0,
+    "drain_delay_seconds": 0.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +108,9 @@ class HostConfig(Limits):
     profile_max_seconds: float = 60.0
     """Longest time that a profile runs."""
 
+    drain_delay_seconds: float = 0.0
+    """Seconds after SIGTERM in which the server is not ready, but takes connections still, for
+    balancers to notice."""
     drain_seconds: float = 30.0
     """Seconds that accepted requests get to finish after SIGTERM."""
 
@@ -113,9 +122,11 @@ class HostConfig(Limits):
             raise ConfigError("tls_cert and tls_key are given together or not at all")
         if self.tls_client_ca and not self.tls_cert:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key; give them too")
-        for name in _TIMES:
-            if not getattr(self, name) >= (0 if name == "drain_seconds" else 0.05):
-                raise ConfigError(f"{name}={getattr(self, name)} leaves no time; give seconds")
+        for name, least in _TIMES.items():
+            if not least <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not from {least:g} seconds upwards"
+                )
         if self.load and self.control != "explicit":
             raise ConfigError(
                 f"load has an effect with control=explicit only, and control={self.control}; "

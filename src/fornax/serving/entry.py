@@ -4,7 +4,7 @@
 repository folder's serving.yaml names; `fornax.llm.host_entry` has the one for language models.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,6 +61,9 @@ class Entry(Protocol):
         Raises:
           ServingError: the request is refused, or cannot be answered.
         """
+
+    def collect(self) -> Iterable[Any]:
+        """Its own metrics, as families of prometheus_client's."""
 
     def routes(self) -> Mapping[str, ASGIApp]:
         """Apps by the path they answer under, beside V2; they exist before `start`."""

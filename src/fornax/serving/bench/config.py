@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
+import ssl
 from pathlib import Path
 from typing import Literal
 
 from fornax.config import ConfigError
+from fornax.serving.client import parse_server, tls_context
 
 __all__ = ["HostBenchConfig"]
 
@@ -95,8 +97,8 @@ class HostBenchConfig:
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of the server."""
-        text = self.url.partition("://")[2] or self.url or _DEFAULT_URLS[self.protocol]
-        host, _, port = text.rstrip("/").rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"url={self.url!r} names no server; write host:port")
-        return host.removeprefix("[").removesuffix("]"), int(port)
+        return parse_server(self.url, _DEFAULT_URLS[self.protocol])
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """How to speak TLS; None for plain text. Raises ConfigError for a `ca` that is no file."""
+        return tls_context(self.ca, self.insecure) if self.secure else None

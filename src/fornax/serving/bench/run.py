@@ -17,7 +17,7 @@ from fornax.config import ServingCode, ServingError
 from fornax.serving.bench.config import HostBenchConfig
 from fornax.serving.bench.counts import Counts, Window
 from fornax.serving.bench.inputs import Tensors, generate, read_inputs
-from fornax.serving.bench.target import Statistics, make_target, tls_context
+from fornax.serving.bench.target import Statistics, make_target
 
 __all__ = ["Measured", "bench_host"]
 
@@ -141,7 +141,7 @@ async def _load(
         return await http_load(
             requests,
             address=config.address,
-            tls=tls_context(config),
+            tls=config.tls_context(),
             concurrency=concurrency,
             timeout=config.timeout,
             ready=ready,

@@ -1,21 +1,19 @@
 """The server that is measured: its metadata and statistics, and requests as bytes for the wire."""
 
-import http.client
 import json
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import quote
 
 import numpy as np
 
-from fornax.config import ConfigError, ServingCode, ServingError, environment
+from fornax.config import ServingError, environment
 from fornax.serving.bench.config import HostBenchConfig
+from fornax.serving.client import V2Client, model_path
 from fornax.serving.types import TensorMetadata
 from fornax.serving.v2.datatypes import datatype_of, encode_raw
 
-__all__ = ["HttpTarget", "Statistics", "Target", "make_target", "tls_context"]
+__all__ = ["HttpTarget", "Statistics", "Target", "make_target"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +57,7 @@ def make_target(config: HostBenchConfig) -> Target:
     return GrpcTarget(config)
 
 
-def tls_context(config: HostBenchConfig) -> ssl.SSLContext | None:
-    """How to speak TLS; None for plain text."""
-    if not config.secure:
-        return None
-    if config.ca is not None and not config.ca.is_file():
-        raise ConfigError(f"ca={config.ca} is no file; check the path")
-    context = ssl.create_default_context(cafile=str(config.ca) if config.ca else None)
-    if config.insecure:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-def sums(models: list[Mapping[str, Any]]) -> Statistics:
+def _sums(models: list[Mapping[str, Any]]) -> Statistics:
     """Add the counters of the statistics document's entries up."""
     total = dict.fromkeys(Statistics.__slots__, 0)
     for model in models:
@@ -91,15 +76,17 @@ class HttpTarget:
 
     def __init__(self, config: HostBenchConfig):
         self._config = config
-        self._host, self._port = config.address
-        self._tls = tls_context(config)
-        self._token = next(iter(environment.host_tokens()), None)
-        version = f"/versions/{quote(config.version, safe='')}" if config.version else ""
-        self._path = f"/v2/models/{quote(config.model, safe=':')}{version}"
+        self._client = V2Client(
+            address=config.address,
+            tls=config.tls_context(),
+            token=next(iter(environment.host_tokens()), None),
+            timeout=config.timeout,
+        )
+        self._path = model_path(config.model, config.version)
 
     def inputs(self) -> list[TensorMetadata]:
         """The model's inputs."""
-        found = self._get(self._path)
+        found = self._client.get(self._path)
         return [
             TensorMetadata(each["name"], each["datatype"], tuple(int(n) for n in each["shape"]))
             for each in found["inputs"]
@@ -108,10 +95,10 @@ class HttpTarget:
     def statistics(self) -> Statistics | None:
         """The model's counters."""
         try:
-            found = self._get(f"{self._path}/stats")
+            found = self._client.get(f"{self._path}/stats")
         except ServingError:
             return None
-        return sums(found["model_stats"])
+        return _sums(found["model_stats"])
 
     def encode(self, tensors: Mapping[str, np.ndarray]) -> bytes:
         """A whole HTTP request."""
@@ -131,45 +118,11 @@ class HttpTarget:
         head = json.dumps({"inputs": described, "parameters": parameters}).encode()
         body = head + b"".join(raw.values())
         fields = {
-            "Host": f"{self._host}:{self._port}",
+            "Host": "{}:{}".format(*self._config.address),
             "Content-Type": "application/octet-stream",
             "Inference-Header-Content-Length": str(len(head)),
             "Content-Length": str(len(body)),
-            **self._credentials(),
+            **self._client.credentials(),
         }
         lines = [f"POST {self._path}/infer HTTP/1.1", *(f"{k}: {v}" for k, v in fields.items())]
         return "\r\n".join([*lines, "", ""]).encode() + body
-
-    def _credentials(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token}"} if self._token else {}
-
-    def _get(self, path: str) -> dict[str, Any]:
-        timeout = self._config.timeout
-        if self._tls:
-            connection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=timeout, context=self._tls
-            )
-        else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
-        try:
-            connection.request("GET", path, headers=self._credentials())
-            answer = connection.getresponse()
-            body = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServingError(
-                ServingCode.UNAVAILABLE,
-                f"no server answers at {self._host}:{self._port} ({error or 'it hung up'}); start "
-                "one with fornax host, or name another with --url",
-            ) from error
-        finally:
-            connection.close()
-        try:
-            found = json.loads(body)
-        except ValueError:
-            found = None
-        if answer.status != 200 or not isinstance(found, dict):
-            said = found.get("error") if isinstance(found, dict) else body[:200].decode("latin-1")
-            raise ServingError(
-                ServingCode.UNAVAILABLE, f"GET {path} was answered {answer.status}: {said}"
-            )
-        return found

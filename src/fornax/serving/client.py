@@ -1,0 +1,107 @@
+"""A thin client of the V2 protocol's JSON calls, for operators' commands and the load generator."""
+
+import http.client
+import json
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from fornax.config import ConfigError, ServingCode, ServingError
+
+__all__ = ["V2Client", "model_path", "parse_server", "tls_context"]
+
+
+def parse_server(url: str, default: str) -> tuple[str, int]:
+    """Host and port of host:port, or of http(s)://host:port; ConfigError for anything else."""
+    text = url.partition("://")[2] or url or default
+    host, _, port = text.rstrip("/").rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"url={url!r} names no server; write host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def tls_context(ca: Path | None, insecure: bool) -> ssl.SSLContext:
+    """How to speak TLS: with the system's authorities or `ca`'s; `insecure` checks nothing."""
+    if ca is not None and not ca.is_file():
+        raise ConfigError(f"ca={ca} is no file; check the path")
+    context = ssl.create_default_context(cafile=str(ca) if ca else None)
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def model_path(model: str, version: str = "") -> str:
+    """The path of a model, or of one version of it."""
+    tail = f"/versions/{quote(version, safe='')}" if version else ""
+    return f"/v2/models/{quote(model, safe=':')}{tail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class V2Client:
+    """One server over HTTP; a connection a call."""
+
+    address: tuple[str, int]
+    tls: ssl.SSLContext | None = None
+    token: str | None = None
+    timeout: float = 30.0
+
+    def credentials(self) -> dict[str, str]:
+        """The headers that say who calls."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def get(self, path: str) -> Any:
+        """What GET answers. Raises ServingError for no answer, and for any but 200."""
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """What POST answers to a JSON body. Raises ServingError as `get` does."""
+        return self._call("POST", path, {} if body is None else body)
+
+    def status(self, path: str) -> int:
+        """The status of GET alone. Raises ServingError for no answer."""
+        return self._exchange("GET", path, None)[0]
+
+    def _call(self, method: str, path: str, body: Any) -> Any:
+        status, answer = self._exchange(method, path, body)
+        try:
+            found = json.loads(answer) if answer else {}
+        except ValueError:
+            found = None
+        if status != 200 or found is None:
+            said = found.get("error") if isinstance(found, dict) else None
+            raise ServingError(
+                _CODES.get(status, ServingCode.INTERNAL),
+                str(said or f"{method} {path} was answered {status}: {answer[:200]!r}"),
+            )
+        return found
+
+    def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        host, port = self.address
+        if self.tls is not None:
+            connection = http.client.HTTPSConnection(
+                host, port, timeout=self.timeout, context=self.tls
+            )
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=self.timeout)
+        headers = self.credentials()
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            sent = None if body is None else json.dumps(body).encode()
+            connection.request(method, path, body=sent, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServingError(
+                ServingCode.UNAVAILABLE,
+                f"no server answers at {host}:{port} ({error or 'it hung up'}); start one with "
+                "fornax host, or name another with --url",
+            ) from error
+        finally:
+            connection.close()
+
+
+_CODES = {code.http: code for code in ServingCode}
