@@ -1,0 +1,111 @@
+"""The meeting with jax's internals: an Exported rebuilt from its parts, and PJRT's fast calls.
+
+What a bundle keeps of `jax.export.Exported` is the portable StableHLO artifact and the calling
+convention; the class differs between versions of jax by private fields, which are filled here.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from fornax.config.errors import BundleError
+
+__all__ = ["abstract", "put", "rebuild", "stablehlo_version", "supported_conventions"]
+
+_EMPTY_BY_POSITION = ("_in_named_shardings", "in_shardings_hlo")
+_EMPTY_BY_OUTPUT = ("_out_named_shardings", "out_shardings_hlo")
+
+
+def rebuild(
+    *,
+    name: str,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    module: bytes,
+    platform: str,
+    kept: tuple[int, ...],
+    calling_convention: int,
+    uses_global_constants: bool,
+) -> export.Exported:
+    """An `Exported` of a function of positional arrays to a tuple of arrays.
+
+    Raises:
+      BundleError: when this jax does not know the calling convention.
+    """
+    least, most = supported_conventions()
+    if not least <= calling_convention <= most:
+        raise BundleError(
+            f"{name!r} has jax calling convention {calling_convention} and jax "
+            f"{jax.__version__} calls {least} to {most}; use another jax or export again"
+        )
+    fields: dict[str, Any] = {
+        "fun_name": name,
+        "in_tree": jax.tree.structure((tuple(0 for _ in inputs), {})),
+        "in_avals": tuple(inputs),
+        "out_tree": jax.tree.structure(tuple(0 for _ in outputs)),
+        "out_avals": tuple(outputs),
+        "_has_named_shardings": True,
+        "nr_devices": 1,
+        "platforms": (platform,),
+        "ordered_effects": (),
+        "unordered_effects": (),
+        "disabled_safety_checks": (),
+        "mlir_module_serialized": module,
+        "calling_convention_version": calling_convention,
+        "module_kept_var_idx": kept,
+        "uses_global_constants": uses_global_constants,
+        "_get_vjp": None,
+    }
+    fields |= {key: (None,) * len(inputs) for key in _EMPTY_BY_POSITION}
+    fields |= {key: (None,) * len(outputs) for key in _EMPTY_BY_OUTPUT}
+    wanted = [f.name for f in dataclasses.fields(export.Exported)]
+    unknown = [key for key in wanted if key not in fields]
+    if unknown:
+        raise BundleError(
+            f"jax {jax.__version__} wants {', '.join(unknown)} of an exported function, which "
+            "this Fornax does not know; use a jax that it supports"
+        )
+    return export.Exported(**{key: fields[key] for key in wanted})
+
+
+def supported_conventions() -> tuple[int, int]:
+    """Oldest and newest calling convention that this jax calls."""
+    return (
+        export.minimum_supported_calling_convention_version,
+        export.maximum_supported_calling_convention_version,
+    )
+
+
+def abstract(shape: Sequence[Any], dtype: np.dtype) -> jax.core.ShapedArray:
+    """An abstract value; sizes may be symbolic."""
+    return jax.core.ShapedArray(tuple(shape), dtype)
+
+
+def stablehlo_version(module: bytes) -> str:
+    """The version in a portable artifact's header.
+
+    Raises:
+      BundleError: when the bytes are no portable artifact.
+    """
+    start = module.find(b"StableHLO_v", 0, 64)
+    end = module.find(b"\0", start)
+    if not module.startswith(b"ML\xefR") or start < 0 or end < 0:
+        raise BundleError("it is no portable artifact of StableHLO")
+    return module[start + len(b"StableHLO_v") : end].decode("ascii", "replace")
+
+
+def _device_put(aval: Any, sharding: Any, arrays: list[Any], devices: list[Any]) -> jax.Array:
+    return jax.device_put(arrays[0], sharding)
+
+
+try:  # 3 us a call where jax.device_put takes 20
+    from jax._src.lib.xla_client import batched_device_put as _batched
+except ImportError:
+    _batched = _device_put
+
+put = _batched
+"""`put(aval, sharding, [array], [device])`: a host array onto one device, without checks."""

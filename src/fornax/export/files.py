@@ -1,0 +1,176 @@
+"""A bundle's directory: hashes, what does not belong there, and its atomic creation."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fornax.config.errors import BundleError
+from fornax.export.manifest import File
+
+__all__ = ["MANIFEST", "check_listing", "measure", "new_directory", "read_checked", "verify"]
+
+MANIFEST = "manifest.json"
+_BLOCK = 1 << 20
+_AGAIN = "copy the bundle again or export again"
+
+
+def check_listing(root: Path, files: Mapping[str, File]) -> None:
+    """That the directory holds exactly the manifest's files, each of its size and no link.
+
+    Raises:
+      BundleError: naming the first that is extra, missing, linked or of another size.
+    """
+    found: dict[str, int] = {}
+    folders = {str(Path(name).parent) for name in (*files, MANIFEST)}
+    folders |= {str(p) for name in files for p in Path(name).parents}
+    for path, info in _walk(root, ""):
+        if stat.S_ISLNK(info.st_mode):
+            raise BundleError(f"{root / path} is a link; a bundle has none: {_AGAIN}")
+        if stat.S_ISDIR(info.st_mode):
+            if path not in folders:
+                raise BundleError(f"{root / path} is not part of the bundle; {_AGAIN}")
+        elif not stat.S_ISREG(info.st_mode):
+            raise BundleError(f"{root / path} is no regular file; {_AGAIN}")
+        elif path != MANIFEST:
+            if path not in files:
+                raise BundleError(f"{root / path} is not part of the bundle; {_AGAIN}")
+            found[path] = info.st_size
+    for name, file in files.items():
+        if name not in found:
+            raise BundleError(f"{root / name} is missing; {_AGAIN}")
+        if found[name] != file.size:
+            raise BundleError(
+                f"{root / name} has {found[name]} bytes instead of {file.size}; {_AGAIN}"
+            )
+
+
+def _walk(root: Path, below: str) -> Iterator[tuple[str, os.stat_result]]:
+    try:
+        entries = list(os.scandir(root / below))
+    except OSError as error:
+        raise BundleError(f"{root / below} cannot be read ({error.strerror})") from None
+    for entry in entries:
+        path = f"{below}/{entry.name}" if below else entry.name
+        info = entry.stat(follow_symlinks=False)
+        yield path, info
+        if stat.S_ISDIR(info.st_mode):
+            yield from _walk(root, path)
+
+
+def read_checked(root: Path, name: str, file: File | None, *, limit: int = 1 << 32) -> bytes:
+    """A file's bytes; with `file`, only if they have its size and hash.
+
+    Raises:
+      BundleError: naming the file and what is wrong.
+    """
+    path = root / name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise BundleError(f"{path} is no regular file; {_AGAIN}")
+            data = stream.read(limit + 1)
+    except FileNotFoundError:
+        raise BundleError(f"{path} is missing; {_AGAIN}") from None
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror})") from None
+    if len(data) > limit:
+        raise BundleError(f"{path} is larger than {limit} bytes; no bundle has such a file")
+    if file is not None:
+        _compare(path, File(size=len(data), sha256=hashlib.sha256(data).hexdigest()), file)
+    return data
+
+
+def measure(path: Path) -> File:
+    """Size and SHA-256 of a file."""
+    digest, size = hashlib.sha256(), 0
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as stream:
+        block = bytearray(_BLOCK)
+        view = memoryview(block)
+        while count := stream.readinto(block):
+            digest.update(view[:count])
+            size += count
+    return File(size=size, sha256=digest.hexdigest())
+
+
+def _compare(path: Path, found: File, expected: File) -> None:
+    if found.size != expected.size:
+        raise BundleError(f"{path} has {found.size} bytes instead of {expected.size}; {_AGAIN}")
+    if found.sha256 != expected.sha256:
+        raise BundleError(f"{path} was altered: its SHA-256 is not the manifest's; {_AGAIN}")
+
+
+def verify(root: Path, files: Mapping[str, File], names: Iterable[str]) -> None:
+    """Hash the named files, several at a time.
+
+    Raises:
+      BundleError: naming the first that is not as it was sealed.
+    """
+
+    def check(name: str) -> None:
+        try:
+            _compare(root / name, measure(root / name), files[name])
+        except OSError as error:
+            raise BundleError(f"{root / name} cannot be read ({error.strerror})") from None
+
+    largest_first = sorted(names, key=lambda name: -files[name].size)
+    if sum(files[name].size for name in largest_first) < _BLOCK:
+        for name in largest_first:
+            check(name)
+        return
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for _ in pool.map(check, largest_first):
+            pass
+
+
+@contextlib.contextmanager
+def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A directory to fill that becomes `path` when the block ends, and vanishes if it fails.
+
+    Raises:
+      BundleError: when `path` exists and may not be overwritten, or cannot be written.
+    """
+    if path.is_symlink() or (path.exists() and not (overwrite and path.is_dir())):
+        raise BundleError(f"{path} exists; choose another directory or pass overwrite=True")
+    if path.exists() and any(path.iterdir()) and not (path / MANIFEST).is_file():
+        raise BundleError(f"{path} is no bundle, so it is not overwritten; choose another")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    except OSError as error:
+        raise BundleError(f"{path} cannot be written ({error.strerror})") from None
+    try:
+        yield work
+        os.chmod(work, 0o755)
+        _sync(work)
+        old = None
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+            os.rename(path, old)
+        os.rename(work, path)
+        _sync_one(path.parent)
+        if old is not None:
+            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _sync(root: Path) -> None:
+    for parent, _, names in os.walk(root):
+        for name in names:
+            _sync_one(Path(parent) / name)
+        _sync_one(Path(parent))
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

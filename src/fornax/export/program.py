@@ -1,0 +1,107 @@
+"""A function compiled for one bucket: arrays of exactly its sizes in, arrays out, in microseconds."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from fornax.config.errors import BundleError
+from fornax.export import _exported
+from fornax.export.dtypes import is_wide, numpy_dtype
+from fornax.export.placement import Placement
+from fornax.export.spec import Signature
+
+__all__ = ["Memory", "Program"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a program on each device; `arguments` includes the weights."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    code: int
+
+
+class Program:
+    """A function compiled for `dims`. Calls are asynchronous and safe from several threads.
+
+    The arrays given must not change until an output is ready: a host array may be used in place.
+    """
+
+    def __init__(
+        self,
+        *,
+        executable: Any,
+        call: Any,
+        signature: Signature,
+        dims: Mapping[str, int],
+        weights: Sequence[jax.Array],
+        placement: Placement,
+        memory: Memory,
+        x64: bool,
+    ):
+        self.signature = signature
+        self.dims = dict(dims)
+        self.memory = memory
+        self.inputs = tuple(spec.name for spec in signature.arguments)
+        self.outputs = tuple(signature.outputs)
+        self.shapes = {s.name: s.sizes(dims) for s in signature.arguments}
+        self.dtypes = {s.name: numpy_dtype(s.dtype) for s in signature.arguments}
+        self._weights = list(weights)
+        self._executable = executable
+        self._call = call
+        self._x64 = x64 and any(is_wide(s.dtype) for s in signature.arguments)
+        devices = list(placement.devices)
+        self._puts = []
+        for spec in signature.arguments:
+            shape = self.shapes[spec.name]
+            sharding = placement.sharding(spec.name, shape, spec.axes)
+            if len(devices) == 1:
+                aval = _exported.abstract(shape, self.dtypes[spec.name])
+                self._puts.append(partial(_put_one, aval, sharding, devices))
+            else:
+                self._puts.append(partial(jax.device_put, device=sharding))
+
+    def __call__(self, inputs: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Outputs by name for arrays of exactly the bucket's sizes, lengths included.
+
+        Raises:
+          BundleError: naming an array that is missing or of another shape or dtype.
+        """
+        return dict(zip(self.outputs, self.run(self.put(inputs)), strict=True))
+
+    def put(self, inputs: Mapping[str, np.ndarray]) -> list[jax.Array]:
+        """Start moving arrays to the device; the result is what `run` takes."""
+        shapes, dtypes = self.shapes, self.dtypes
+        arrays = []
+        for name in self.inputs:
+            try:
+                array = inputs[name]
+            except KeyError:
+                raise BundleError(
+                    f"{self.signature.name!r} lacks input {name!r}; it takes "
+                    f"{', '.join(self.inputs)}"
+                ) from None
+            if array.shape != shapes[name] or array.dtype != dtypes[name]:
+                raise BundleError(
+                    f"input {name!r} of {self.signature.name!r} is {array.dtype}{array.shape}; "
+                    f"this program takes {dtypes[name]}{shapes[name]}"
+                )
+            arrays.append(array)
+        if self._x64:
+            with jax.enable_x64(True):
+                return [put(array) for put, array in zip(self._puts, arrays, strict=True)]
+        return [put(array) for put, array in zip(self._puts, arrays, strict=True)]
+
+    def run(self, buffers: Sequence[jax.Array]) -> list[jax.Array]:
+        """Start the computation on arrays from `put`; outputs in the signature's order."""
+        return self._call([*self._weights, *buffers])
+
+
+def _put_one(aval: Any, sharding: Any, devices: list[Any], array: np.ndarray) -> jax.Array:
+    return _exported.put(aval, sharding, [array], devices)

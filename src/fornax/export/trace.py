@@ -1,0 +1,239 @@
+"""A function to StableHLO: symbolic dimensions, all platforms, 64-bit types, stable calls only."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from fornax.config.errors import BundleError
+from fornax.export.dtypes import TENSORS, is_wide, numpy_dtype
+from fornax.export.spec import Signature, TensorSpec
+
+__all__ = ["Traced", "flat_function", "trace", "x64"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A function's StableHLO by platform; `weights` are the parameters that it uses."""
+
+    signature: Signature
+    weights: tuple[str, ...]
+    modules: Mapping[str, bytes]
+    kept: Mapping[str, tuple[int, ...]]
+    calling_convention: int
+    uses_global_constants: Mapping[str, bool]
+    constraints: tuple[str, ...]
+    x64: bool
+
+
+def x64(wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """64-bit types for this thread, or what the process has."""
+    return jax.enable_x64(True) if wanted else contextlib.nullcontext()
+
+
+def flat_function(
+    fn: Callable[..., Any],
+    signature: Signature,
+    structure: Any,
+    preprocess: Callable[..., Any] | None,
+    postprocess: Callable[..., Any] | None,
+    names: list[str],
+) -> Callable[..., tuple[Any, ...]]:
+    """A function of arrays in order (weights, inputs, lengths) to a tuple of outputs.
+
+    Tracing it fills `names` with the outputs' names.
+    """
+    count = structure.num_leaves
+
+    def flat(*arrays: Any) -> tuple[Any, ...]:
+        params = jax.tree.unflatten(structure, arrays[:count])
+        arguments = [spec.name for spec in signature.arguments]
+        inputs = dict(zip(arguments, arrays[count:], strict=True))
+        if preprocess is not None:
+            inputs = _named(preprocess(**inputs), f"preprocess of {signature.name!r}")
+        outputs = _named(fn(params, **inputs), f"function {signature.name!r}")
+        if postprocess is not None:
+            outputs = _named(postprocess(**outputs), f"postprocess of {signature.name!r}")
+        names[:] = list(outputs)
+        return tuple(jax.numpy.asarray(value) for value in outputs.values())
+
+    flat.__name__ = flat.__qualname__ = signature.name
+    return flat
+
+
+def _named(found: Any, who: str) -> dict[str, Any]:
+    if not isinstance(found, Mapping) or not found or not all(isinstance(k, str) for k in found):
+        raise BundleError(
+            f"{who} returned a {type(found).__name__}; it returns a dict of arrays by name, "
+            "as in {'score': score}"
+        )
+    for name, value in found.items():
+        if isinstance(value, Mapping | list | tuple) or value is None:
+            raise BundleError(f"{who} returned {name!r} as a {type(value).__name__}, not an array")
+    return dict(found)
+
+
+def trace(
+    flat: Callable[..., tuple[Any, ...]],
+    signature: Signature,
+    weights: Mapping[str, Any],
+    names: list[str],
+    platforms: Sequence[str],
+) -> Traced:
+    """Trace and lower for every platform, with the dimensions left open.
+
+    Raises:
+      BundleError: when the function cannot be traced with open dimensions, or calls code that
+        no other version of jax is promised to have.
+    """
+    wide = any(is_wide(spec.dtype) for spec in signature.arguments) or jax.config.jax_enable_x64
+    with x64(wide):
+        try:
+            exports, constraints = _lower(flat, signature, weights, platforms, ()), ()
+        except BundleError:
+            raise
+        except Exception as error:
+            if "InconclusiveDimensionOperation" not in type(error).__name__:
+                raise
+            constraints = _known(signature)
+            exports = _again(flat, signature, weights, platforms, constraints, error)
+    first = next(iter(exports.values()))
+    used = sorted({i for e in exports.values() for i in e.module_kept_var_idx if i < len(weights)})
+    arguments = range(len(weights), len(weights) + len(signature.arguments))
+    renumbered = {old: new for new, old in enumerate((*used, *arguments))}
+    return Traced(
+        signature=dataclasses.replace(signature, outputs=_outputs(signature, first, names)),
+        weights=tuple(name for i, name in enumerate(weights) if i in set(used)),
+        modules={p: bytes(e.mlir_module_serialized) for p, e in exports.items()},
+        kept={p: tuple(renumbered[i] for i in e.module_kept_var_idx) for p, e in exports.items()},
+        calling_convention=first.calling_convention_version,
+        uses_global_constants={p: e.uses_global_constants for p, e in exports.items()},
+        constraints=tuple(constraints),
+        x64=wide,
+    )
+
+
+def _known(signature: Signature) -> tuple[str, ...]:
+    """What the buckets say of each dimension: limits, and a common divisor."""
+    found = []
+    for name, sizes in signature.buckets.items():
+        if name == signature.batch:
+            continue
+        found += [f"{name} >= {sizes[0]}", f"{name} <= {sizes[-1]}"]
+        divisor = int(np.gcd.reduce(sizes))
+        if divisor > 1:
+            found.append(f"mod({name}, {divisor}) == 0")
+    return tuple(found)
+
+
+def _again(
+    flat: Any,
+    signature: Signature,
+    weights: Mapping[str, Any],
+    platforms: Sequence[str],
+    constraints: tuple[str, ...],
+    first: Exception,
+) -> dict[str, export.Exported]:
+    try:
+        return _lower(flat, signature, weights, platforms, constraints)
+    except Exception as error:
+        reason = str(first).split("\n", 1)[0]
+        raise BundleError(
+            f"{signature.name!r} decides something by the size of a dimension that is open "
+            f"({', '.join(signature.dims)}): {reason}. Write it without that decision, or give "
+            "the dimension as a number in its Spec"
+        ) from error
+
+
+def _lower(
+    flat: Any,
+    signature: Signature,
+    weights: Mapping[str, Any],
+    platforms: Sequence[str],
+    constraints: tuple[str, ...],
+) -> dict[str, export.Exported]:
+    scope = export.SymbolicScope(constraints)
+    arguments = [
+        *(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights.values()),
+        *(abstract_argument(spec, scope) for spec in signature.arguments),
+    ]
+    return {platform: _lower_one(flat, signature, platform, arguments) for platform in platforms}
+
+
+def _lower_one(
+    flat: Any, signature: Signature, platform: str, arguments: list[Any]
+) -> export.Exported:
+    try:
+        found = export.export(jax.jit(flat), platforms=[platform])(*arguments)
+    except ValueError as error:
+        if "custom calls whose targets" not in str(error):
+            raise
+        raise BundleError(_unstable(signature.name, platform, str(error))) from None
+    if found.ordered_effects or found.unordered_effects:
+        raise BundleError(
+            f"{signature.name!r} has side effects (callbacks, prints), and nothing in a bundle "
+            "runs Python; take them out of the exported function"
+        )
+    if found.nr_devices != 1:
+        raise BundleError(
+            f"{signature.name!r} was traced over {found.nr_devices} devices; export the plain "
+            "function and give Spec and save their axes: the mesh is chosen at load"
+        )
+    return found
+
+
+def _unstable(name: str, platform: str, message: str) -> str:
+    import re
+
+    targets = sorted(
+        set(re.findall(r'call_target_name = "([^"]+)"|custom_call @([\w.$]+)', message))
+    )
+    shown = ", ".join(a or b for a, b in targets) or "a custom call"
+    return (
+        f"{name!r} calls {shown} on {platform}, native code that a bundle cannot hold: no other "
+        "machine is promised to have it. Use XLA's implementation when exporting, as in "
+        "kernels.attention(…, implementation='xla') or the model's configuration of it"
+    )
+
+
+def abstract_argument(spec: TensorSpec, scope: export.SymbolicScope) -> jax.ShapeDtypeStruct:
+    """An input with its dimensions open."""
+    shape = export.symbolic_shape(",".join(map(str, spec.shape)), scope=scope)
+    return jax.ShapeDtypeStruct(shape, numpy_dtype(spec.dtype))
+
+
+def _outputs(
+    signature: Signature, exported: export.Exported, names: list[str]
+) -> dict[str, TensorSpec]:
+    outputs = {}
+    for name, aval in zip(names, exported.out_avals, strict=True):
+        dtype = np.dtype(aval.dtype).name
+        if dtype not in TENSORS:
+            raise BundleError(
+                f"output {name!r} of {signature.name!r} has dtype {dtype}; outputs are of "
+                f"{', '.join(TENSORS)}"
+            )
+        shape = tuple(s if isinstance(s, int) else str(s) for s in aval.shape)
+        outputs[name] = TensorSpec(name=name, shape=shape, dtype=dtype)
+        _check_batch(signature, outputs[name])
+    return outputs
+
+
+def _check_batch(signature: Signature, output: TensorSpec) -> None:
+    from fornax.export import expressions
+
+    if signature.batch is None:
+        return
+    for axis, size in enumerate(output.shape):
+        if isinstance(size, str) and signature.batch in expressions.names(size):
+            if axis or size != signature.batch:
+                raise BundleError(
+                    f"output {output.name!r} of {signature.name!r} has shape "
+                    f"({', '.join(map(str, output.shape))}), so its rows are not the inputs' rows; "
+                    f"return the batch {signature.batch!r} as dimension 0 and nowhere else, or "
+                    "pass batch=None"
+                )

@@ -1,0 +1,183 @@
+"""The weights of a bundle: arrays in an OCDBT database, read in parallel into any sharding.
+
+Each weight is a zarr array without compression, under its own path.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from fornax.config.errors import BundleError
+from fornax.export.dtypes import numpy_dtype
+from fornax.export.manifest import Weight
+from fornax.export.placement import Placement
+
+__all__ = ["DIRECTORY", "Weights", "flatten", "read", "write"]
+
+DIRECTORY = "weights"
+_CHUNK = 16 << 20
+_NATIVE = {"bool", "bfloat16", "complex64", "complex128"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A bundle's weights on their devices: `params` by path, `bytes` of all devices together."""
+
+    params: Mapping[str, jax.Array]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on all devices of this process."""
+        return sum(
+            shard.data.nbytes
+            for array in self.params.values()
+            for shard in array.addressable_shards
+        )
+
+
+def flatten(params: Any) -> tuple[dict[str, Any], Any]:
+    """Leaves of a tree by path (`layers/0/kernel`), in jax's order, and the tree's structure.
+
+    Raises:
+      BundleError: for a leaf that is no array of numbers, or two of one path.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    flat: dict[str, Any] = {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "params"
+        if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+            raise BundleError(
+                f"parameter {name!r} is a random key; pass jax.random.key_data(key) and wrap it "
+                "in the function"
+            )
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex | bool):
+            raise BundleError(
+                f"parameter {name!r} is a {type(leaf).__name__}; parameters are arrays of numbers"
+            )
+        if name in flat:
+            raise BundleError(f"two parameters have the path {name!r}; rename one")
+        flat[name] = leaf
+    return flat, structure
+
+
+def describe(array: Any, axes: tuple[str | None, ...] | None) -> Weight:
+    """How an array is stored."""
+    dtype = np.dtype(array.dtype).name
+    numpy_dtype(dtype)
+    itemsize = np.dtype(array.dtype).itemsize
+    native = dtype in _NATIVE or dtype.startswith(("int", "uint", "float")) and hasattr(np, dtype)
+    chunks = _chunks(tuple(array.shape), itemsize)
+    return Weight(
+        shape=tuple(array.shape),
+        dtype=dtype,
+        stored=dtype if native else "uint8",
+        chunks=chunks if native else (*chunks, itemsize),
+        axes=axes,
+    )
+
+
+def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Chunks of at most 16 MiB, cut along the first dimensions."""
+    chunks = list(shape)
+    for d, size in enumerate(shape):
+        rest = itemsize * math.prod(shape[d + 1 :])
+        if rest * size <= _CHUNK:
+            break
+        chunks[d] = max(1, min(size, _CHUNK // max(1, rest)))
+    return tuple(max(1, c) for c in chunks)
+
+
+def _spec(root: Path, name: str, weight: Weight) -> dict[str, Any]:
+    stored = weight.shape
+    if weight.stored != weight.dtype:
+        stored = (*stored, numpy_dtype(weight.dtype).itemsize)
+    return {
+        "driver": "zarr",
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{root / DIRECTORY}/"},
+            "path": f"{name}/",
+        },
+        "dtype": weight.stored,
+        "metadata": {"shape": list(stored), "chunks": list(weight.chunks), "compressor": None},
+    }
+
+
+def write(root: Path, arrays: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
+    """Write all arrays below `root/weights` in one transaction."""
+    context = ts.Context()
+    with ts.Transaction() as transaction:
+        pending = []
+        for name, weight in weights.items():
+            store = ts.open(
+                _spec(root, name, weight), create=True, context=context, transaction=transaction
+            ).result()
+            array = np.asarray(arrays[name])
+            if weight.stored != weight.dtype:
+                array = array.reshape(array.shape + (1,)).view(np.uint8)
+            pending.append(store.write(array))
+        for future in pending:
+            future.result()
+
+
+def read(root: Path, weights: Mapping[str, Weight], placement: Placement) -> Weights:
+    """Read weights, each straight into the placement's sharding.
+
+    Raises:
+      BundleError: naming a weight that is missing or damaged.
+    """
+    context = ts.Context()
+    started = []
+    for name, weight in weights.items():
+        sharding = placement.sharding(name, weight.shape, weight.axes)
+        started.append((name, weight, sharding, _start(root, name, weight, sharding, context)))
+    params = {}
+    for name, weight, sharding, parts in started:
+        pieces = []
+        for future, devices in parts:
+            try:
+                host = future.result()
+            except Exception as error:
+                raise BundleError(
+                    f"weight {name!r} in {root / DIRECTORY} cannot be read: {error}"
+                ) from None
+            if weight.stored != weight.dtype:
+                host = host.view(numpy_dtype(weight.dtype)).reshape(host.shape[:-1])
+            with jax.enable_x64(True):
+                pieces += [jax.device_put(host, device) for device in devices]
+        with jax.enable_x64(True):
+            params[name] = jax.make_array_from_single_device_arrays(
+                weight.shape, sharding, pieces, dtype=numpy_dtype(weight.dtype)
+            )
+    return Weights(params)
+
+
+def _start(root: Path, name: str, weight: Weight, sharding: Any, context: Any) -> list[Any]:
+    try:
+        store = ts.open(
+            {
+                **_spec(root, name, weight),
+                "assume_metadata": True,
+                "fill_missing_data_reads": False,
+            },
+            open=True,
+            context=context,
+        ).result()
+    except Exception as error:
+        raise BundleError(
+            f"weight {name!r} in {root / DIRECTORY} cannot be opened: {error}"
+        ) from None
+    shared: dict[Any, tuple[Any, list[Any]]] = {}
+    for device, index in sharding.addressable_devices_indices_map(weight.shape).items():
+        key = tuple(s.indices(n) for s, n in zip(index, weight.shape, strict=True))
+        if key not in shared:
+            piece = tuple(slice(start, stop) for start, stop, _ in key)
+            shared[key] = (store[piece].read() if piece else store.read(), [])
+        shared[key][1].append(device)
+    return list(shared.values())
