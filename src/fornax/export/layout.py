@@ -6,7 +6,7 @@ brings a mesh and a table of rules; a mesh axis that the host does not have divi
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
