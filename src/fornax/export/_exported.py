@@ -102,10 +102,14 @@ def _device_put(aval: Any, sharding: Any, arrays: list[Any], devices: list[Any])
     return jax.device_put(arrays[0], sharding)
 
 
-try:  # 3 us a call where jax.device_put takes 20
-    from jax._src.lib.xla_client import batched_device_put as _batched
-except ImportError:
-    _batched = _device_put
+def _fast_put() -> Any:
+    try:  # 3 us a call where jax.device_put takes 20
+        from jax._src.lib import xla_client
 
-put = _batched
+        return xla_client.batched_device_put
+    except (ImportError, AttributeError):
+        return _device_put
+
+
+put = _fast_put()
 """`put(aval, sharding, [array], [device])`: a host array onto one device, without checks."""
