@@ -1,0 +1,125 @@
+"""OpenTelemetry spans of requests, made when a request is over from the times it took.
+
+Nothing is done while a request runs: the protocols keep the caller's `traceparent` header with the
+request, and whoever is not sampled costs one comparison. Needs the extra `otel`.
+"""
+
+import random
+import re
+import time
+from typing import Any
+
+from fornax import __version__
+from fornax.config import ConfigError
+from fornax.serving.events import Outcome
+from fornax.serving.types import InferRequest, InferResult
+
+__all__ = ["Tracer", "parse_traceparent"]
+
+_PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
+_FLUSH_MS = 5000
+
+
+def parse_traceparent(text: object) -> tuple[int, int, bool] | None:
+    """Trace, span and whether the caller samples, of a W3C `traceparent`; None for anything else.
+
+    See https://www.w3.org/TR/trace-context/.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("latin-1")
+    match = _PARENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
+        return None
+    trace, span = int(match[2], 16), int(match[3], 16)
+    return (trace, span, bool(int(match[4], 16) & 1)) if trace and span else None
+
+
+class Tracer:
+    """Makes spans and sends them; `finished` is a listener of `Events`."""
+
+    def __init__(self, *, endpoint: str = "", sample_rate: float, exporter: Any = None):
+        """Send to the OTLP collector at `endpoint`, or to an exporter of OpenTelemetry's.
+
+        Raises ConfigError where OpenTelemetry is not installed.
+        """
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+            if exporter is None:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+                exporter = OTLPSpanExporter(endpoint=endpoint)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{error.name} is not installed; traces need pip install 'fornax-ai[otel]'"
+            ) from error
+        resource = Resource.create({"service.name": "fornax", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("fornax.serving", __version__)
+        self._rate = sample_rate
+
+    def finished(self, request: InferRequest, outcome: Outcome) -> None:
+        """Make the spans of a request, if its caller samples it, or chance does."""
+        parent = parse_traceparent(request.trace) if request.trace else None
+        sampled = parent[2] if parent else random.random() < self._rate
+        if sampled:
+            self._make(request, outcome, parent)
+
+    def close(self) -> None:
+        """Send what waits."""
+        self._provider.force_flush(_FLUSH_MS)
+        self._provider.shutdown()
+
+    def _make(
+        self, request: InferRequest, outcome: Outcome, parent: tuple[int, int, bool] | None
+    ) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        end = time.time_ns()
+        took = round((time.monotonic() - request.received) * 1e9) if request.received else 0
+        start = end - took
+        attributes: dict[str, Any] = {
+            "fornax.model": request.model,
+            "fornax.version": request.version,
+            "fornax.function": request.function,
+            "fornax.request_id": request.id,
+        }
+        if isinstance(outcome, InferResult):
+            attributes |= {"fornax.version": outcome.version, "fornax.function": outcome.function}
+        span = self._tracer.start_span(
+            f"infer {request.model}",
+            context=_context(parent),
+            kind=SpanKind.SERVER,
+            start_time=start,
+            attributes={name: value for name, value in attributes.items() if value},
+        )
+        if isinstance(outcome, InferResult):
+            at, inside = start, set_span_in_context(span)
+            for part in _PARTS:
+                nanoseconds = getattr(outcome.timing, part)
+                child = self._tracer.start_span(part, context=inside, start_time=at)
+                at += nanoseconds
+                child.end(at)
+        else:
+            span.set_status(Status(StatusCode.ERROR, str(outcome) or type(outcome).__name__))
+        span.end(end)
+
+
+def _context(parent: tuple[int, int, bool] | None) -> Any:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import (
+        NonRecordingSpan,
+        SpanContext,
+        TraceFlags,
+        set_span_in_context,
+    )
+
+    if parent is None:
+        return Context()
+    trace, span, _ = parent
+    caller = SpanContext(trace, span, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    return set_span_in_context(NonRecordingSpan(caller), Context())
