@@ -1,0 +1,354 @@
+"""One function of a loaded version: what it accepts, its queue, its answers and its figures."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+
+from fornax.config.errors import BundleError, ServingCode, ServingError
+from fornax.export.buckets import measure
+from fornax.export.spec import Signature
+from fornax.serving.batching import Batch, Key, Limit, Queue, RowPlan, Waiting
+from fornax.serving.events import BatchRun, Events
+from fornax.serving.execution.answers import Answer, abandoned, refuse_nonfinite
+from fornax.serving.execution.counters import Counters, ModelStatistics
+from fornax.serving.execution.lane import IN_LOOP_SECONDS, Claim, Lane
+from fornax.serving.execution.runner import Computed, Runner, as_serving_error
+from fornax.serving.execution.shapes import Shapes
+from fornax.serving.settings import ModelSettings
+from fornax.serving.types import InferRequest, InferResult
+
+__all__ = ["Function"]
+
+
+class Function:
+    """See the module. Everything is called in the event loop's thread."""
+
+    def __init__(
+        self,
+        model: str,
+        version: str,
+        signature: Signature,
+        runners: Sequence[tuple[Lane, Limit, Runner]],
+        settings: ModelSettings,
+        events: Events | None,
+    ):
+        """A function and its replicas: where each runs, and how often at once."""
+        self.model, self.version, self.signature = model, version, signature
+        self.counters = Counters()
+        self.pending = 0
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._events = events
+        self._nan = settings.nan
+        self._seconds = settings.timeouts.request_seconds
+        self._batching = settings.batching_of(signature.name)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._shapes = Shapes(signature)
+        self._by_row = {
+            name
+            for name, spec in signature.outputs.items()
+            if spec.shape and spec.shape[0] == signature.batch
+        }
+        self.queue = Queue(
+            plans(self._shapes, runners[0][2], self._batching.max_rows),
+            limit=self._batching.queue_limit,
+            delay=self._batching.max_delay_ms * 1e-3,
+            preferred=self._batching.preferred_sizes,
+            fits=self._shapes.fits,
+            abandoned=abandoned,
+            gone=self._gone,
+            together=signature.batch is not None,
+        )
+        self.runners = [runner for _, _, runner in runners]
+        self._lanes = [lane for lane, _, _ in runners]
+        self._claims: list[tuple[Lane, Claim]] = []
+        for lane, limit, runner in runners:
+            short = all(p.seconds <= IN_LOOP_SECONDS for p in runner.prepared.values())
+            claim = Claim(
+                self.queue, limit, settings.weight, runner=runner, answers=self, short=short
+            )
+            lane.attach(claim)
+            self._claims.append((lane, claim))
+
+    def statistics(self, name: str) -> ModelStatistics:
+        """A copy of the figures."""
+        own = {each.name: getattr(self.counters, each.name) for each in fields(Counters)}
+        own["reject"] = dict(own["reject"])
+        own["batches"] = {rows: replace(entry) for rows, entry in own["batches"].items()}
+        return ModelStatistics(
+            **own,
+            name=name,
+            version=self.version,
+            pending=self.pending,
+            queued=self.queue.size,
+            compilations_after_ready=sum(runner.late for runner in self.runners),
+        )
+
+    async def quiet(self) -> None:
+        """Wait for batches under way whose requests have ended already."""
+        while any(claim.limit.running for _, claim in self._claims):
+            await asyncio.sleep(0.002)
+
+    def submit(self, request: InferRequest) -> asyncio.Future:
+        """Take a request into the queue; the future gets its `InferResult` or its error.
+
+        Raises:
+          ServingError: when it is refused.
+        """
+        now = time.monotonic_ns()
+        try:
+            answer = self._accept(request, now)
+        except ServingError as error:
+            self.counters.failed(error.code, time.monotonic_ns() - now)
+            if self._events is not None and self._events.finished:
+                self._events.tell_finished(request, error)
+            raise
+        self.pending += 1
+        self.idle.clear()
+        self._kick()
+        return answer.future
+
+    def overdue(self, now: float) -> None:
+        """Answer those whose deadline has passed."""
+        for each in self.queue.expire(now):
+            self._fail(each.owner[0], _late(each.owner[0], now))
+
+    def answer(self, batch: Batch, computed: Computed, started: int) -> None:
+        """Hand out what was computed."""
+        if computed.error is not None:
+            error = as_serving_error(computed.error)
+            for each in batch.requests:
+                self._fail(each.owner[0], error)
+            return
+        times = (computed.input_ns, computed.infer_ns, computed.output_ns)
+        self._count(batch, times, started)
+        for each, outputs in zip(batch.requests, computed.answers, strict=True):
+            answer, part = each.owner
+            if answer.ended:
+                continue
+            if answer.future.done():
+                self._gone(each)
+                continue
+            timing = answer.timing
+            timing.queue = max(timing.queue, started - answer.arrived)
+            timing.compute_input += computed.input_ns
+            timing.compute_infer += computed.infer_ns
+            timing.compute_output += computed.output_ns
+            answer.parts[part] = outputs
+            answer.missing -= 1
+            if not answer.missing:
+                self._succeed(answer)
+
+    def fail_waiting(self, error: ServingError) -> None:
+        """Refuse all that waits."""
+        for each in self.queue.clear():
+            self._fail(each.owner[0], error)
+
+    def close(self) -> None:
+        """Leave the lanes; nothing waits or runs any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for lane, claim in self._claims:
+            lane.detach(claim)
+        self._claims.clear()
+        self._lanes.clear()
+        self.runners.clear()
+
+    def _accept(self, request: InferRequest, now: int) -> Answer:
+        if self.draining:
+            raise ServingError(
+                ServingCode.UNAVAILABLE,
+                f"version {self.version} of {self.model!r} is being unloaded; send again",
+            )
+        rows, key = self._measured(request)
+        self._check(request)
+        priority = self._priority(request.priority)
+        deadline = self._deadline(request, now)
+        most = self.queue.plans[key].most
+        count = -(-rows // most)
+        answer = Answer(request, self._loop.create_future(), now, rows, [None] * count, count)
+        arrived = now * 1e-9
+        if count == 1:
+            self.queue.put(
+                Waiting((answer, 0), request.inputs, rows, key, priority, deadline, arrived)
+            )
+        else:
+            self.queue.put(
+                *(
+                    Waiting((answer, i), part, size, key, priority, deadline, arrived)
+                    for i, (size, part) in enumerate(_split(request.inputs, rows, most))
+                )
+            )
+        if deadline is not None and (self._timer is None or deadline < self._timer_due):
+            self._watch(deadline, arrived)
+        return answer
+
+    def _measured(self, request: InferRequest) -> tuple[int, Key]:
+        try:
+            dims = measure(self.signature, request.inputs)
+            return self._shapes.place(dims)
+        except BundleError as error:
+            raise ServingError(ServingCode.INVALID_ARGUMENT, str(error)) from None
+
+    def _check(self, request: InferRequest) -> None:
+        for name in request.outputs:
+            if name not in self.signature.outputs:
+                raise ServingError(
+                    ServingCode.INVALID_ARGUMENT,
+                    f"{self.signature.name!r} has no output {name!r}; it has "
+                    f"{', '.join(self.signature.outputs)}",
+                )
+        if request.parameters:
+            raise ServingError(
+                ServingCode.INVALID_ARGUMENT,
+                f"parameter {next(iter(request.parameters))!r} means nothing to "
+                f"{self.model!r}; leave it out",
+            )
+        if self._nan.inputs == "refuse":
+            refuse_nonfinite(request.inputs, ServingCode.INVALID_ARGUMENT, "input")
+
+    def _priority(self, wanted: int) -> int:
+        if wanted == 0:
+            return self._batching.default_priority
+        if not 1 <= wanted <= self._batching.priority_levels:
+            raise ServingError(
+                ServingCode.INVALID_ARGUMENT,
+                f"priority {wanted} is not one of {self.model!r}'s; choose 1 to "
+                f"{self._batching.priority_levels}, or 0 for its default",
+            )
+        return wanted
+
+    def _deadline(self, request: InferRequest, now: int) -> float | None:
+        deadline = request.deadline
+        if self._seconds is not None:
+            latest = now * 1e-9 + self._seconds
+            deadline = latest if deadline is None else min(deadline, latest)
+        if deadline is not None and deadline <= now * 1e-9:
+            raise ServingError(
+                ServingCode.DEADLINE_EXCEEDED,
+                "the request's deadline had passed when it came; allow more time",
+            )
+        return deadline
+
+    def _kick(self) -> None:
+        lanes = self._lanes
+        if len(lanes) == 1:
+            lanes[0].kick()
+        else:
+            for lane in sorted(lanes, key=lambda lane: lane.running):
+                lane.kick()
+
+    def _watch(self, deadline: float, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = deadline
+        self._timer = self._loop.call_later(max(deadline - now, 1e-3), self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        self.overdue(now)
+        following = self.queue.next_deadline()
+        if following is not None:
+            self._watch(following, now)
+
+    def _succeed(self, answer: Answer) -> None:
+        request = answer.request
+        outputs = answer.join(self._by_row)
+        if request.outputs:
+            outputs = {name: outputs[name] for name in request.outputs}
+        if self._nan.outputs == "refuse":
+            try:
+                refuse_nonfinite(outputs, ServingCode.INTERNAL, "output")
+            except ServingError as error:
+                self._fail(answer, error)
+                return
+        timing = answer.timing
+        result = InferResult(
+            self.model, self.version, self.signature.name, request.id, outputs, timing
+        )
+        answer.future.set_result(result)
+        counters = self.counters
+        counters.success += 1
+        counters.inference_count += answer.rows
+        counters.request_ns += time.monotonic_ns() - answer.arrived
+        counters.queue_ns += timing.queue
+        counters.compute_input_ns += timing.compute_input
+        counters.compute_infer_ns += timing.compute_infer
+        counters.compute_output_ns += timing.compute_output
+        self._end(answer, result)
+
+    def _fail(self, answer: Answer, error: ServingError) -> None:
+        if answer.ended:
+            return
+        if answer.future.done():
+            error = ServingError(ServingCode.CANCELLED, "the client left")
+        else:
+            answer.future.set_exception(error)
+        self.counters.failed(error.code, time.monotonic_ns() - answer.arrived)
+        self._end(answer, error)
+
+    def _gone(self, each: Waiting) -> None:
+        """Nobody waits for this one any more."""
+        self._fail(each.owner[0], ServingError(ServingCode.CANCELLED, "the client left"))
+
+    def _end(self, answer: Answer, outcome: InferResult | ServingError) -> None:
+        answer.ended = True
+        self.pending -= 1
+        if not self.pending:
+            self.idle.set()
+        if self._events is not None and self._events.finished:
+            self._events.tell_finished(answer.request, outcome)
+
+    def _count(self, batch: Batch, times: tuple[int, int, int], started: int) -> None:
+        prepared = self.runners[0].prepared[batch.bucket, batch.key]
+        real = sum(
+            sum(map(len, array.ravel())) if array.dtype == object else array.size
+            for each in batch.requests
+            for array in each.inputs.values()
+        )
+        self.counters.executed(batch.bucket, batch.rows, real, prepared.elements, times)
+        if self._events is not None and self._events.batches:
+            first = min(each.arrived for each in batch.requests)
+            self._events.tell_batch(
+                BatchRun(
+                    self.model, self.version, self.signature.name, dict(prepared.dims),
+                    batch.rows, len(batch.requests), started - int(first * 1e9), *times,
+                )
+            )  # fmt: skip
+
+
+def plans(shapes: Shapes, runner: Runner, most: int | None) -> dict[Key, RowPlan]:
+    """For each padded shape, how waiting rows are cut into batches on such a device."""
+    return {
+        key: RowPlan(
+            buckets,
+            buckets[-1] if most is None else most,
+            {rows: runner.prepared[rows, key].seconds for rows in buckets},
+        )
+        for key, buckets in shapes.rows.items()
+    }
+
+
+def _split(
+    inputs: Mapping[str, np.ndarray], rows: int, most: int
+) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
+    for start in range(0, rows, most):
+        part = {name: array[start : start + most] for name, array in inputs.items()}
+        yield min(most, rows - start), part
+
+
+def _late(answer: Answer, now: float) -> ServingError:
+    waited = now - answer.arrived * 1e-9
+    return ServingError(
+        ServingCode.DEADLINE_EXCEEDED,
+        f"the deadline passed after {waited * 1e3:.1f} ms in the queue; allow more time, or send "
+        "less",
+    )

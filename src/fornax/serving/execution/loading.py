@@ -1,0 +1,189 @@
+"""From a bundle to runners: weights on their devices, every bucket compiled, checked and timed.
+
+Everything here blocks: it is called in a thread, while the event loop serves other models.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fornax.export.bundle import Bundle
+from fornax.export.spec import Signature
+from fornax.export.weights import Weights
+from fornax.serving.batching import Key, Waiting
+from fornax.serving.execution.memory import Reservation, account_of
+from fornax.serving.execution.pool import Place
+from fornax.serving.execution.runner import Prepared, Runner, sample
+from fornax.serving.execution.shapes import Shapes
+
+__all__ = ["Copy", "MemoryUse", "load", "weight_bytes"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes that a version takes, over all its devices."""
+
+    weights: int
+    programs: int
+    """Code of all its programs."""
+    working: int
+    """Inputs, outputs and temporaries of the batches under way, at their largest."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.programs + self.working
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A model on one placement."""
+
+    place: Place
+    weights: Weights
+    runners: Mapping[str, Runner]
+
+
+def weight_bytes(bundle: Bundle) -> int:
+    """Bytes of all weights, by the manifest."""
+    from fornax.export.dtypes import numpy_dtype
+
+    total = 0
+    for weight in bundle.manifest.weights.values():
+        count = numpy_dtype(weight.dtype).itemsize
+        for size in weight.shape:
+            count *= size
+        total += count
+    return total
+
+
+def load(
+    bundle: Bundle, places: Sequence[Place], reservation: Reservation, concurrency: int
+) -> tuple[list[Copy], MemoryUse]:
+    """Load a bundle onto its places.
+
+    Raises:
+      BundleError: for a bundle that is damaged, cannot run here, or computes something else.
+      ServingError: RESOURCE_EXHAUSTED when it does not fit, with figures.
+    """
+    copies: list[Copy] = []
+    with ThreadPoolExecutor(_threads(), thread_name_prefix="fornax-load") as pool:
+        try:
+            weights = list(pool.map(lambda place: bundle.load_weights(place.placement), places))
+            programs = _compile_all(bundle, places, weights, pool)
+            use, by_account = _memory(places, weights, programs, concurrency)
+            reservation.change(
+                by_account,
+                f"weights {use.weights:,} B, programs {use.programs:,} B, batches under way "
+                f"{use.working:,} B",
+            )
+            for place, held, mine in zip(places, weights, programs, strict=True):
+                runners = {
+                    name: _runner(bundle.signature(name), place, found)
+                    for name, found in mine.items()
+                }
+                copies.append(Copy(place, held, runners))
+                _prove(bundle, copies[-1])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return copies, use
+
+
+def _threads() -> int:
+    return min(8, os.cpu_count() or 1)
+
+
+Programs = dict[str, dict[tuple[int, Key], Any]]
+
+
+def _compile_all(
+    bundle: Bundle, places: Sequence[Place], weights: Sequence[Weights], pool: ThreadPoolExecutor
+) -> list[Programs]:
+    """For each place, by function and bucket."""
+    pending = [
+        {name: _compile_one(bundle, name, held, place, pool) for name in bundle.manifest.functions}
+        for place, held in zip(places, weights, strict=True)
+    ]
+    return [
+        {
+            name: {bucket: future.result() for bucket, future in futures.items()}
+            for name, futures in each.items()
+        }
+        for each in pending
+    ]
+
+
+def _compile_one(
+    bundle: Bundle, name: str, weights: Weights, place: Place, pool: ThreadPoolExecutor
+) -> dict[tuple[int, Key], Any]:
+    signature = bundle.signature(name)
+    shapes = Shapes(signature)
+    return {
+        shapes.bucket(dims): pool.submit(bundle.compile, name, dims, weights, place.placement)
+        for dims in signature.shapes
+    }
+
+
+def _memory(
+    places: Sequence[Place],
+    weights: Sequence[Weights],
+    programs: Sequence[Programs],
+    concurrency: int,
+) -> tuple[MemoryUse, dict[str, int]]:
+    total = MemoryUse(weights=0, programs=0, working=0)
+    by_account: dict[str, int] = {}
+    for place, held, functions in zip(places, weights, programs, strict=True):
+        every = [program.memory for found in functions.values() for program in found.values()]
+        resident = _resident(held)
+        largest = max(resident.values(), default=0)
+        code = sum(memory.code for memory in every)
+        working = concurrency * max(
+            (
+                memory.temporaries + memory.outputs + max(0, memory.arguments - largest)
+                for memory in every
+            ),
+            default=0,
+        )
+        devices = len(place.devices)
+        total = MemoryUse(
+            weights=total.weights + sum(resident.values()),
+            programs=total.programs + code * devices,
+            working=total.working + working * devices,
+        )
+        for device in place.devices:
+            account = account_of(device)
+            mine = resident.get(device, 0) + code + working
+            by_account[account] = by_account.get(account, 0) + mine
+    return total, by_account
+
+
+def _resident(weights: Weights) -> dict[Any, int]:
+    """Bytes of weights by device."""
+    found: dict[Any, int] = {}
+    for array in weights.params.values():
+        for shard in array.addressable_shards:
+            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+    return found
+
+
+def _runner(signature: Signature, place: Place, programs: Mapping[tuple[int, Key], Any]) -> Runner:
+    prepared = {
+        bucket: Prepared(program, program.dims, signature.volume(program.dims))
+        for bucket, program in programs.items()
+    }
+    lane = place.lane
+    return Runner(
+        signature, prepared, on_host=lane.on_host, wait_inside=lane.on_host, lock=lane.lock
+    )
+
+
+def _prove(bundle: Bundle, copy: Copy) -> None:
+    """Compare golden outputs, then run every program and take its time."""
+    for name, runner in copy.runners.items():
+        bundle.check_golden(name, copy.weights, copy.place.placement)
+        for (rows, key), prepared in runner.prepared.items():
+            filled = Waiting(None, sample(runner.signature, prepared.dims), rows, key)
+            runner.measure(rows, key, filled)

@@ -1,0 +1,152 @@
+"""One function on one placement: its compiled programs, and the way of a batch through one."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+
+from fornax.config.errors import ServingCode, ServingError
+from fornax.export.buckets import assemble, take
+from fornax.export.dtypes import BYTES, is_wide, numpy_dtype
+from fornax.export.spec import Signature
+from fornax.serving.batching import Batch, Key
+from fornax.serving.execution.compilations import compilations
+
+__all__ = ["Computed", "Prepared", "Runner"]
+
+_RUNS = 5
+_ENOUGH = 0.02
+"""Seconds of measuring after which a program's time is known."""
+
+
+@dataclasses.dataclass(slots=True)
+class Prepared:
+    """A compiled program and what is known of it."""
+
+    program: Callable[[Mapping[str, np.ndarray]], Mapping[str, jax.Array]]
+    dims: Mapping[str, int]
+    elements: int
+    """Of all inputs."""
+    seconds: float = 0.0
+    """From requests to answers, at best, measured at warm-up."""
+
+
+@dataclasses.dataclass(slots=True)
+class Computed:
+    """What became of a batch: answers in its requests' order, or one error for all."""
+
+    answers: Sequence[Mapping[str, np.ndarray]] = ()
+    error: Exception | None = None
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+
+
+class Runner:
+    """The programs of one function on one device or mesh."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        prepared: Mapping[tuple[int, Key], Prepared],
+        *,
+        on_host: bool,
+        wait_inside: bool,
+        lock: AbstractContextManager,
+    ):
+        """Programs by bucket rows and padded shape.
+
+        `on_host`: the device's memory is the host's. `wait_inside`: a program is waited for
+        under the lock, so that the device has one at a time.
+        """
+        self.signature = signature
+        self.prepared = dict(prepared)
+        self.late = 0
+        """Programs compiled while requests waited for them: a defect."""
+        self._on_host = on_host
+        self._wait_inside = wait_inside
+        self.lock = lock
+        specs = (*signature.inputs.values(), *signature.outputs.values())
+        self._wide = any(is_wide(spec.dtype) for spec in specs)
+
+    def compute(self, batch: Batch, lock: AbstractContextManager | None = None) -> Computed:
+        """Compute a batch and wait for it; whatever goes wrong is in what is returned."""
+        compilations.answering = self
+        try:
+            return self._compute(batch, self.lock if lock is None else lock)
+        except Exception as error:
+            return Computed(error=error)
+        finally:
+            compilations.answering = None
+
+    def _compute(self, batch: Batch, lock: AbstractContextManager) -> Computed:
+        began = time.monotonic_ns()
+        prepared = self.prepared[batch.bucket, batch.key]
+        requests = [each.inputs for each in batch.requests]
+        # XLA may read these arrays in place: they live until the outputs are here.
+        inputs = assemble(self.signature, prepared.dims, requests)
+        assembled = time.monotonic_ns()
+        with jax.enable_x64(True) if self._wide else nullcontext():
+            with lock:
+                outputs = prepared.program(inputs)
+                if self._wait_inside:
+                    jax.block_until_ready(outputs)
+            if not self._on_host:
+                for each in outputs.values():
+                    each.copy_to_host_async()
+                jax.block_until_ready(outputs)
+                computed = time.monotonic_ns()
+                host = {name: np.asarray(each) for name, each in outputs.items()}
+            else:  # a view of the result, which it waits for
+                host = {name: np.asarray(each) for name, each in outputs.items()}
+                computed = time.monotonic_ns()
+        answers = take(self.signature, prepared.dims, host, requests)
+        return Computed(
+            answers, None, assembled - began, computed - assembled, time.monotonic_ns() - computed
+        )
+
+    def measure(self, bucket: int, key: Key, waiting: Any) -> None:
+        """Run a program on a full bucket until its time is known.
+
+        Raises:
+          Exception: what running it raised.
+        """
+        prepared = self.prepared[bucket, key]
+        batch = Batch([waiting], bucket, bucket, key)
+        self._compute(batch, self.lock)
+        began, best = time.monotonic(), float("inf")
+        for _ in range(_RUNS):
+            start = time.monotonic()
+            self._compute(batch, self.lock)
+            end = time.monotonic()
+            best = min(best, end - start)
+            if end - began > _ENOUGH:
+                break
+        prepared.seconds = best
+
+
+def sample(signature: Signature, dims: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """A request that fills a bucket, for warming up."""
+    arrays = {}
+    for name, spec in signature.inputs.items():
+        sizes = spec.sizes(dims)
+        if spec.dtype == BYTES:
+            arrays[name] = np.full(sizes[:-1], b"\x01" * sizes[-1], object)
+        else:
+            fill = spec.pad if spec.low is None else spec.low
+            arrays[name] = np.full(sizes, fill, numpy_dtype(spec.dtype))
+    return arrays
+
+
+def as_serving_error(error: Exception) -> ServingError:
+    """The error that a client sees for what computing raised."""
+    if isinstance(error, ServingError):
+        return error
+    text = f"{type(error).__name__}: {error}".split("\n")[0]
+    full = "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError)
+    code = ServingCode.RESOURCE_EXHAUSTED if full else ServingCode.INTERNAL
+    return ServingError(code, f"the model could not be computed: {text}")

@@ -1,0 +1,197 @@
+"""One loaded version of a model: on its devices, ready, and answering requests."""
+
+import asyncio
+import time
+
+from fornax.config.errors import ServingCode, ServingError
+from fornax.export.bundle import Bundle
+from fornax.export.spec import Signature
+from fornax.serving.batching import Limit
+from fornax.serving.events import Events
+from fornax.serving.execution import loading
+from fornax.serving.execution.compilations import keep_compiled
+from fornax.serving.execution.counters import ModelStatistics
+from fornax.serving.execution.function import Function
+from fornax.serving.execution.loading import Copy, MemoryUse
+from fornax.serving.execution.memory import Reservation
+from fornax.serving.execution.pool import DevicePool
+from fornax.serving.settings import ModelSettings
+from fornax.serving.types import InferRequest
+
+__all__ = ["Servable"]
+
+
+class Servable:
+    """A version of a model that is ready; make one with `create`.
+
+    Methods are called in the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        copies: list[Copy],
+        memory: MemoryUse,
+        reservation: Reservation,
+        settings: ModelSettings,
+        events: Events | None,
+    ):
+        self.name, self.version, self.memory = name, version, memory
+        self._copies = copies
+        self._reservation = reservation
+        limits = [Limit(settings.concurrency) for _ in copies]
+        self._functions = {
+            function: Function(
+                name,
+                version,
+                copies[0].runners[function].signature,
+                [
+                    (copy.place.lane, limit, copy.runners[function])
+                    for copy, limit in zip(copies, limits, strict=True)
+                ],
+                settings,
+                events,
+            )
+            for function in copies[0].runners
+        }
+        self._first = next(iter(self._functions.values()))
+
+    @classmethod
+    async def create(
+        cls,
+        bundle: Bundle,
+        settings: ModelSettings,
+        devices: DevicePool,
+        *,
+        name: str = "",
+        version: str = "",
+        events: Events | None = None,
+    ) -> "Servable":
+        """Load a bundle: memory, weights, every bucket compiled, golden outputs, warm-up.
+
+        Raises:
+          BundleError: for a bundle that is damaged, cannot run here, or computes something else.
+          ServingError: RESOURCE_EXHAUSTED when it does not fit, with figures;
+            INVALID_ARGUMENT for settings that the bundle or the devices do not allow.
+        """
+        _check(bundle, settings)
+        keep_compiled()
+        total = loading.weight_bytes(bundle)
+        places = devices.places(settings.devices, total)
+        wanted: dict[str, int] = {}
+        for place in places:
+            for account, count in place.spread(total).items():
+                wanted[account] = wanted.get(account, 0) + count
+        label = f"{name} version {version}" if version else name or str(bundle.path)
+        reservation = devices.reserve(label, wanted, f"weights {total:,} B")
+        try:
+            copies, memory = await asyncio.to_thread(
+                loading.load, bundle, places, reservation, settings.concurrency
+            )
+            return cls(name, version, copies, memory, reservation, settings, events)
+        except BaseException:
+            reservation.release()
+            raise
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Their names; the first answers requests that name none."""
+        return tuple(self._functions)
+
+    def signature(self, function: str = "") -> Signature:
+        """What a function takes and gives.
+
+        Raises:
+          ServingError: NOT_FOUND.
+        """
+        return self._function(function).signature
+
+    def submit(self, request: InferRequest) -> asyncio.Future:
+        """Take in a request; the future gets an `InferResult`, or a `ServingError`.
+
+        Cancel the future when the answer is not wanted any more: what is not being computed yet
+        is not computed.
+
+        Raises:
+          ServingError: when the request is refused.
+        """
+        if not request.function:
+            return self._first.submit(request)
+        return self._function(request.function).submit(request)
+
+    def statistics(self) -> ModelStatistics:
+        """What was done since the version was loaded, as of now."""
+        whole = ModelStatistics(
+            name=self.name, version=self.version, memory_bytes=self._reservation.total
+        )
+        for name, function in self._functions.items():
+            whole.add(function.statistics(name))
+        return whole
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests and answer those accepted.
+
+        Returns:
+          False if some still waited after `seconds` and were refused with UNAVAILABLE.
+        """
+        until = time.monotonic() + seconds
+        functions = list(self._functions.values())
+        for function in functions:
+            function.draining = True
+        done = True
+        for function in functions:
+            try:
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    await function.idle.wait()
+            except TimeoutError:
+                done = False
+                function.fail_waiting(
+                    ServingError(
+                        ServingCode.UNAVAILABLE,
+                        f"version {self.version} of {self.name!r} was unloaded before the "
+                        "request's turn came; send again",
+                    )
+                )
+        return done
+
+    async def close(self) -> None:
+        """Refuse what waits, wait for what is being computed, and give the memory back."""
+        await self.drain(0.0)
+        for function in self._functions.values():
+            await function.idle.wait()
+            await function.quiet()
+            function.close()
+        for copy in self._copies:
+            for array in copy.weights.params.values():
+                array.delete()
+        self._copies.clear()
+        self._reservation.release()
+
+    def _function(self, name: str) -> Function:
+        if not name:
+            return self._first
+        found = self._functions.get(name)
+        if found is None:
+            raise ServingError(
+                ServingCode.NOT_FOUND,
+                f"{self.name!r} has no function {name!r}; it has {', '.join(self._functions)}",
+            )
+        return found
+
+
+def _check(bundle: Bundle, settings: ModelSettings) -> None:
+    """Settings that the bundle cannot follow."""
+    for name in settings.functions:
+        bundle.signature(name)
+    for name in bundle.manifest.functions:
+        signature = bundle.signature(name)
+        batching = settings.batching_of(name)
+        buckets = () if signature.batch is None else signature.buckets[signature.batch]
+        wrong = [size for size in batching.preferred_sizes if size not in buckets]
+        if wrong:
+            raise ServingError(
+                ServingCode.INVALID_ARGUMENT,
+                f"preferred_sizes has {wrong[0]}, which is no batch bucket of {name!r}; its "
+                f"buckets are {', '.join(map(str, buckets)) or 'none: it has no batch'}",
+            )
