@@ -9,39 +9,47 @@ from typing import TYPE_CHECKING, Any
 from fornax.export.spec import Signature, Spec, TensorSpec
 
 if TYPE_CHECKING:
-    from fornax.export.load import Bundle, Loaded, load, open_bundle
+    from fornax.export.bundle import Bundle, Loaded, load, open_bundle
+    from fornax.export.layout import OnMesh
     from fornax.export.placement import OneDevice, Placement
     from fornax.export.program import Memory, Program
-    from fornax.export.save import save
+    from fornax.export.safetensors_map import Tensor, read_safetensors
+    from fornax.export.seal import save
     from fornax.export.weights import Weights
 
 __all__ = [
     "Bundle",
     "Loaded",
     "Memory",
+    "OnMesh",
     "OneDevice",
     "Placement",
     "Program",
     "Signature",
     "Spec",
+    "Tensor",
     "TensorSpec",
     "Weights",
     "load",
     "open_bundle",
+    "read_safetensors",
     "save",
 ]
 
 _ROOMS = {
-    "Bundle": "load",
-    "Loaded": "load",
+    "Bundle": "bundle",
+    "Loaded": "bundle",
     "Memory": "program",
+    "OnMesh": "layout",
     "OneDevice": "placement",
     "Placement": "placement",
     "Program": "program",
+    "Tensor": "safetensors_map",
     "Weights": "weights",
-    "load": "load",
-    "open_bundle": "load",
-    "save": "save",
+    "load": "bundle",
+    "open_bundle": "bundle",
+    "read_safetensors": "safetensors_map",
+    "save": "seal",
 }
 
 

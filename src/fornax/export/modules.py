@@ -6,6 +6,7 @@ caller has imported it.
 """
 
 import dataclasses
+import fnmatch
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import numpy as np
 
 from fornax.config.errors import BundleError
 
-__all__ = ["Parts", "take_apart"]
+__all__ = ["Parts", "take_apart", "weight_axes"]
 
 _WRAPPERS = ("value", "raw_value", "unbox")
 _STATIC = (bool, int, float, complex)
@@ -99,6 +100,37 @@ def take_apart(params: Any, *, abstract: bool = False) -> Parts:
         return [name for builder, leaf in pairs for name in builder.changed(leaf, flat)]
 
     return Parts(params=arrays, axes=axes, rebuild=rebuild, changed=changed)
+
+
+def weight_axes(
+    arrays: Mapping[str, Any], named: Mapping[str, Axes], given: Mapping[str, Axes]
+) -> dict[str, Axes]:
+    """The axes of each array that has some.
+
+    Args:
+      arrays: by path.
+      named: what the parameters' own metadata say.
+      given: by path or pattern (`layers/*/kernel`), over `named`; a later pattern over earlier.
+
+    Raises:
+      BundleError: a pattern that matches nothing, or axes that are not one a dimension.
+    """
+    found = dict(named)
+    for pattern, axes in given.items():
+        matched = [name for name in arrays if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            raise BundleError(
+                f"axes names {pattern!r}, which no parameter matches; they are "
+                f"{_some(list(arrays))}"
+            )
+        found |= dict.fromkeys(matched, tuple(axes))
+    for name, axes in found.items():
+        if len(axes) != len(arrays[name].shape):
+            raise BundleError(
+                f"parameter {name!r} of shape {tuple(arrays[name].shape)} has the axes {axes}; "
+                "name one, or None, a dimension"
+            )
+    return found
 
 
 class _Leaf:

@@ -19,7 +19,13 @@ class Placement(Protocol):
     def sharding(
         self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...] | None
     ) -> jax.sharding.Sharding:
-        """The sharding of an array with these logical axes; ShardingError where it cannot be."""
+        """The sharding of a weight with these logical axes; ShardingError where it cannot be."""
+        ...
+
+    def spread(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...] | None, batch: int | None
+    ) -> jax.sharding.Sharding:
+        """The sharding of an input of a bucket's shape; `batch` is its dimension of rows."""
         ...
 
 
@@ -39,6 +45,13 @@ class OneDevice:
     ) -> jax.sharding.Sharding:
         """The device, whatever the array."""
         del name, shape, axes
+        return jax.sharding.SingleDeviceSharding(self.devices[0])
+
+    def spread(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...] | None, batch: int | None
+    ) -> jax.sharding.Sharding:
+        """The device, whatever the input."""
+        del shape, axes, batch
         return jax.sharding.SingleDeviceSharding(self.devices[0])
 
 

@@ -60,7 +60,7 @@ class Program:
         self._puts = []
         for spec in signature.arguments:
             shape = self.shapes[spec.name]
-            sharding = placement.sharding(spec.name, shape, spec.axes)
+            sharding = placement.spread(shape, spec.axes, signature.rows_of(spec))
             if len(devices) == 1:
                 aval = _exported.abstract(shape, self.dtypes[spec.name])
                 self._puts.append(partial(_put_one, aval, sharding, devices))

@@ -165,6 +165,10 @@ class Signature:
             f"dimension after the first; its shape is {spec.shape}"
         )
 
+    def rows_of(self, spec: TensorSpec) -> int | None:
+        """Which dimension of a tensor is the batch."""
+        return spec.shape.index(self.batch) if self.batch in spec.shape else None
+
     def volume(self, dims: Mapping[str, int]) -> int:
         """Elements of all inputs at these sizes: what choosing a bucket compares."""
         return sum(math.prod(spec.sizes(dims)) for spec in self.inputs.values())

@@ -38,24 +38,24 @@ def x64(wanted: bool) -> contextlib.AbstractContextManager[Any]:
 def flat_function(
     fn: Callable[..., Any],
     signature: Signature,
-    structure: Any,
+    params: Sequence[str],
     preprocess: Callable[..., Any] | None,
     postprocess: Callable[..., Any] | None,
     names: list[str],
 ) -> Callable[..., tuple[Any, ...]]:
     """A function of arrays in order (weights, inputs, lengths) to a tuple of outputs.
 
-    Tracing it fills `names` with the outputs' names.
+    `fn` takes the weights by the names in `params`. Tracing it fills `names` with the outputs' names.
     """
-    count = structure.num_leaves
+    count = len(params)
 
     def flat(*arrays: Any) -> tuple[Any, ...]:
-        params = jax.tree.unflatten(structure, arrays[:count])
+        weights = dict(zip(params, arrays[:count], strict=True))
         arguments = [spec.name for spec in signature.arguments]
         inputs = dict(zip(arguments, arrays[count:], strict=True))
         if preprocess is not None:
             inputs = _named(preprocess(**inputs), f"preprocess of {signature.name!r}")
-        outputs = _named(fn(params, **inputs), f"function {signature.name!r}")
+        outputs = _named(fn(weights, **inputs), f"function {signature.name!r}")
         if postprocess is not None:
             outputs = _named(postprocess(**outputs), f"postprocess of {signature.name!r}")
         names[:] = list(outputs)

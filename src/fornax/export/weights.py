@@ -18,7 +18,7 @@ from fornax.export.dtypes import numpy_dtype
 from fornax.export.manifest import Weight
 from fornax.export.placement import Placement
 
-__all__ = ["DIRECTORY", "Weights", "flatten", "read", "write"]
+__all__ = ["DIRECTORY", "Weights", "read", "write"]
 
 DIRECTORY = "weights"
 _CHUNK = 16 << 20
@@ -39,31 +39,6 @@ class Weights:
             for array in self.params.values()
             for shard in array.addressable_shards
         )
-
-
-def flatten(params: Any) -> tuple[dict[str, Any], Any]:
-    """Leaves of a tree by path (`layers/0/kernel`), in jax's order, and the tree's structure.
-
-    Raises:
-      BundleError: for a leaf that is no array of numbers, or two of one path.
-    """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    flat: dict[str, Any] = {}
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "params"
-        if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
-            raise BundleError(
-                f"parameter {name!r} is a random key; pass jax.random.key_data(key) and wrap it "
-                "in the function"
-            )
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex | bool):
-            raise BundleError(
-                f"parameter {name!r} is a {type(leaf).__name__}; parameters are arrays of numbers"
-            )
-        if name in flat:
-            raise BundleError(f"two parameters have the path {name!r}; rename one")
-        flat[name] = leaf
-    return flat, structure
 
 
 def describe(array: Any, axes: tuple[str | None, ...] | None) -> Weight:

@@ -12,6 +12,7 @@ import fornax
 from fornax.config.errors import BundleError
 from fornax.export import _exported, fields, files, manifest, weights
 from fornax.export.manifest import Function, Manifest, Program, Tolerance
+from fornax.export.modules import take_apart, weight_axes
 from fornax.export.spec import Signature, Spec
 from fornax.export.trace import Traced, flat_function, trace
 
@@ -33,6 +34,7 @@ def save(
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
     preprocess: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
     postprocess: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+    axes: Mapping[str, tuple[str | None, ...]] | None = None,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Manifest:
@@ -40,18 +42,28 @@ def save(
     path = Path(path)
     if not functions:
         raise BundleError("save was given no functions; name one, as in {'predict': fn}")
-    flat, structure = weights.flatten(params)
-    arrays = {name: _array(leaf) for name, leaf in flat.items()}
+    parts = take_apart(params)
+    arrays = {name: _array(leaf) for name, leaf in parts.params.items()}
+    named = weight_axes(arrays, parts.axes, axes or {})
     traced = {}
     for name, fn in functions.items():
         signature = _signature(name, inputs, buckets, batch, exact)
         names: list[str] = []
         whole = flat_function(
-            fn, signature, structure, _one(preprocess, name), _one(postprocess, name), names
+            parts.bind(fn, name),
+            signature,
+            tuple(arrays),
+            _one(preprocess, name),
+            _one(postprocess, name),
+            names,
         )
         traced[name] = trace(whole, signature, arrays, names, platforms)
     used = {name for t in traced.values() for name in t.weights}
-    stored = {name: weights.describe(array, None) for name, array in arrays.items() if name in used}
+    stored = {
+        name: weights.describe(array, named.get(name))
+        for name, array in arrays.items()
+        if name in used
+    }
     with files.new_directory(path, overwrite=overwrite) as work:
         records = {}
         for name, t in traced.items():

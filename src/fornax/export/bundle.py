@@ -176,7 +176,10 @@ class Bundle:
         held = [weights.params[name] for name in f.weights]
         shardings = [
             *(array.sharding for array in held),
-            *(placement.sharding(s.name, s.sizes(dims), s.axes) for s in signature.arguments),
+            *(
+                placement.spread(s.sizes(dims), s.axes, signature.rows_of(s))
+                for s in signature.arguments
+            ),
         ]
         arguments = [
             *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in held),
@@ -335,12 +338,33 @@ class Loaded(Mapping[str, Callable]):
         return len(self._functions)
 
 
-def load(path: str | Path, *, device: Any = None, verify: bool = True) -> Loaded:
+def load(
+    path: str | Path,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
+    device: Any = None,
+    verify: bool = True,
+) -> Loaded:
     """Load a bundle: verify, put the weights on a device, run the golden inputs and compare.
+
+    Args:
+      path: the bundle.
+      mesh: several devices to lay it on, by the axes that it names.
+      rules: logical axis to axes of the mesh, over `fornax.mesh.DEFAULT_RULES`.
+      device: one device, without a mesh; None is jax's first.
+      verify: whether hashes are compared.
 
     Raises:
       BundleError: when the bundle is damaged or does not compute here what it computed.
+      ShardingError: an axis without a rule, or a weight that does not divide over the mesh.
     """
-    placement = OneDevice(device)
+    placement: Placement = OneDevice(device)
+    if mesh is not None:
+        from fornax.export.layout import OnMesh
+
+        placement = OnMesh(mesh, rules)
+    elif rules is not None:
+        raise BundleError("rules lay a bundle on a mesh, and load was given none; pass mesh=")
     bundle = open_bundle(path, verify="as-read" if verify else "none")
     return Loaded(bundle, bundle.load_weights(placement), placement)
