@@ -1,8 +1,8 @@
 """The V2 protocol's messages, as tables: names, numbers and types of fields are the protocol's.
 
 A message's fields are `number name type`, parted by commas. A type is a scalar of protobuf's or a
-message of the same package; `*` before it repeats it, `{}` makes it a map from strings, and `a|` puts
-it in the message's one-of `a`. A dotted name is a message inside another.
+message of the same package; `*` before it repeats it, `{}` makes it a map from strings, and
+`choice|` puts it in the message's one-of. A dotted name is a message inside another.
 """
 
 __all__ = ["CONFIG_ENUMS", "CONFIG_MESSAGES", "METHODS", "SERVICE_MESSAGES"]
@@ -102,23 +102,10 @@ SERVICE_MESSAGES: dict[str, str] = {
 CONFIG_ENUMS: dict[str, tuple[str, ...]] = {
     "DataType": tuple(
         f"TYPE_{name}"
-        for name in [
-            "INVALID",
-            "BOOL",
-            "UINT8",
-            "UINT16",
-            "UINT32",
-            "UINT64",
-            "INT8",
-            "INT16",
-            "INT32",
-            "INT64",
-            "FP16",
-            "FP32",
-            "FP64",
-            "STRING",
-            "BF16",
-        ]
+        for name in (
+            *("INVALID", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32"),
+            *("INT64", "FP16", "FP32", "FP64", "STRING", "BF16"),
+        )
     ),
     "ModelInstanceGroup.Kind": ("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"),
     "ModelQueuePolicy.TimeoutAction": ("REJECT", "DELAY"),
@@ -150,27 +137,25 @@ CONFIG_MESSAGES: dict[str, str] = {
     "14 parameters {}ModelParameter, 19 model_transaction_policy ModelTransactionPolicy",
 }
 
-METHODS: tuple[str, ...] = tuple(
-    [
-        "ServerLive",
-        "ServerReady",
-        "ModelReady",
-        "ServerMetadata",
-        "ModelMetadata",
-        "ModelInfer",
-        "ModelStreamInfer",
-        "ModelConfig",
-        "ModelStatistics",
-        "RepositoryIndex",
-        "RepositoryModelLoad",
-        "RepositoryModelUnload",
-        "SystemSharedMemoryStatus",
-        "SystemSharedMemoryRegister",
-        "SystemSharedMemoryUnregister",
-        "CudaSharedMemoryStatus",
-        "CudaSharedMemoryRegister",
-        "CudaSharedMemoryUnregister",
-        "TraceSetting",
-        "LogSettings",
-    ]
+METHODS: tuple[str, ...] = (
+    "ServerLive",
+    "ServerReady",
+    "ModelReady",
+    "ServerMetadata",
+    "ModelMetadata",
+    "ModelInfer",
+    "ModelStreamInfer",
+    "ModelConfig",
+    "ModelStatistics",
+    "RepositoryIndex",
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
+    "SystemSharedMemoryStatus",
+    "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister",
+    "CudaSharedMemoryStatus",
+    "CudaSharedMemoryRegister",
+    "CudaSharedMemoryUnregister",
+    "TraceSetting",
+    "LogSettings",
 )

@@ -9,37 +9,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.access import Limits
 from fornax.serving.grpc.contents import decode_contents
-from fornax.serving.grpc.messages import METHODS
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.classify import classify
 from fornax.serving.v2.datatypes import Raw, datatype_of, decode_raw, encode_raw, refuse
-from fornax.serving.v2.parameters import read_options
-from fornax.serving.v2.shared_memory import SharedMemory
+from fornax.serving.v2.parameters import SharedSpan, common_parameters, shared_span
+from fornax.serving.v2.shared_memory import Region, SharedMemory
 
-__all__ = ["Delivery", "Place", "decode", "encode", "parameter_values"]
+__all__ = ["Delivery", "decode", "encode", "parameter_values"]
 
-_Response = METHODS["ModelInfer"].response
-_REGION = "shared_memory_region"
-_SIZE = "shared_memory_byte_size"
-_OFFSET = "shared_memory_offset"
-
-
-class Place(NamedTuple):
-    """Where in shared memory a tensor lies."""
-
-    region: str
-    byte_size: int
-    offset: int
+_FINAL = "triton_enable_empty_final_response"
 
 
 class Delivery(NamedTuple):
-    """What a client wants of an output, beside itself."""
+    """How a client wants an output, if not plainly."""
 
     classes: int
     """As this many classes, where it is not 0."""
-    place: Place | None
+    share: tuple[SharedSpan, Region] | None
     """In shared memory, where it is not None."""
 
 
@@ -63,22 +52,38 @@ def decode(
       ServingError: a tensor that is not what its datatype and shape say, twice the same name, too
         many or too large tensors, a parameter that is not known or not of its type.
     """
-    options = read_options(parameter_values(message.parameters), received)
+    values = parameter_values(message.parameters) if message.parameters else {}
+    # A request has one answer, so that its final one is never empty: nothing to switch on.
+    if not isinstance(values.pop(_FINAL, False), bool):
+        raise refuse(f"parameter {_FINAL} is true or false")
+    common = common_parameters(values)
     inputs = _decode_inputs(message, memory, limits)
-    outputs, deliveries = _decode_outputs(message.outputs, limits)
+    outputs, deliveries = _decode_outputs(message.outputs, memory, limits)
+    model, function = _function(message.model_name, common.function)
     request = InferRequest(
-        model=message.model_name,
+        model=model,
         inputs=inputs,
         version=message.model_version,
-        function=options.function,
+        function=function,
         id=message.id,
         outputs=outputs,
-        priority=options.priority,
-        deadline=options.deadline,
-        parameters=options.parameters,
+        priority=common.priority,
+        deadline=received + common.timeout if common.timeout else None,
+        parameters=common.others,
         received=received,
     )
     return request, deliveries
+
+
+def _function(model: str, function: str) -> tuple[str, str]:
+    """A model's name and the function, which either may carry: `ranker:score`."""
+    model, _, named = model.partition(":")
+    if named and function and named != function:
+        raise refuse(
+            f"the model's name asks for function {named[:80]!r}, parameter function for "
+            f"{function[:80]!r}; leave one out"
+        )
+    return model, named or function
 
 
 def _decode_inputs(message: Any, memory: SharedMemory, limits: Limits) -> dict[str, np.ndarray]:
@@ -91,10 +96,10 @@ def _decode_inputs(message: Any, memory: SharedMemory, limits: Limits) -> dict[s
         name = tensor.name
         if name in inputs:
             raise refuse(f"input {name[:80]!r} was sent twice; send each input once")
-        if tensor.parameters and (source := _source(tensor)):
+        if tensor.parameters and (span := _span(tensor)):
             _no_contents(tensor, "in shared memory")
-            _check_size(name, source.byte_size, limits)
-            data: Raw = memory.get(source.region).read(source.offset, source.byte_size)
+            _check_size(name, span.byte_size, limits)
+            data: Raw = memory.get(span.region).read(span.offset, span.byte_size)
         elif raw:
             _no_contents(tensor, "in raw_input_contents")
             if used == len(raw):
@@ -126,12 +131,15 @@ def _no_contents(tensor: Any, where: str) -> None:
 
 def _check_size(name: str, size: int, limits: Limits) -> None:
     if size > limits.max_tensor_bytes:
-        raise refuse(
-            f"input {name[:80]!r} has {size} bytes; at most {limits.max_tensor_bytes} are allowed"
+        raise ServingError(
+            ServingCode.TOO_LARGE,
+            f"input {name[:80]!r} has {size} bytes; at most {limits.max_tensor_bytes} are allowed",
         )
 
 
-def _decode_outputs(outputs: Any, limits: Limits) -> tuple[tuple[str, ...], dict[str, Delivery]]:
+def _decode_outputs(
+    outputs: Any, memory: SharedMemory, limits: Limits
+) -> tuple[tuple[str, ...], dict[str, Delivery]]:
     if not outputs:
         return (), {}
     if len(outputs) > limits.max_tensors:
@@ -142,76 +150,73 @@ def _decode_outputs(outputs: Any, limits: Limits) -> tuple[tuple[str, ...], dict
     deliveries: dict[str, Delivery] = {}
     for output in outputs:
         if output.parameters:
-            values = parameter_values(output.parameters)
-            classes = values.pop("classification", 0)
-            if type(classes) is not int or not 0 <= classes < 2**31:
-                raise refuse(
-                    f"output {output.name[:80]!r}: classification={str(classes)[:80]!r} is no "
-                    "number of classes; give an integer from 1"
-                )
-            deliveries[output.name] = Delivery(classes, _place(output.name, values))
+            deliveries[output.name] = _delivery(output, memory)
     return names, deliveries
 
 
-def _source(tensor: Any) -> Place | None:
-    return _place(tensor.name, parameter_values(tensor.parameters))
+def _delivery(output: Any, memory: SharedMemory) -> Delivery:
+    what = f"output {output.name[:80]!r}"
+    values = parameter_values(output.parameters)
+    classes = values.pop("classification", 0)
+    if type(classes) is not int or not 0 <= classes < 2**31:
+        raise refuse(f"{what}: classification={str(classes)[:80]!r} is no number of classes")
+    span = shared_span(what, values)
+    _none_left(what, values)
+    if span is not None and classes:
+        raise refuse(f"{what}: classification cannot go to shared memory")
+    return Delivery(classes, None if span is None else (span, memory.get(span.region)))
 
 
-def _place(name: str, values: dict[str, Any]) -> Place | None:
-    """The place in shared memory that a tensor's parameters name."""
-    region = values.pop(_REGION, None)
-    size, offset = values.pop(_SIZE, None), values.pop(_OFFSET, 0)
+def _span(tensor: Any) -> SharedSpan | None:
+    """Where in shared memory an input lies."""
+    what = f"input {tensor.name[:80]!r}"
+    values = parameter_values(tensor.parameters)
+    span = shared_span(what, values)
+    _none_left(what, values)
+    return span
+
+
+def _none_left(what: str, values: Mapping[str, Any]) -> None:
     if values:
-        raise refuse(
-            f"tensor {name[:80]!r}: parameter {min(values)[:80]!r} is not known; a tensor's are "
-            f"{_REGION}, {_SIZE} and {_OFFSET}, and an output's classification"
-        )
-    if region is None and size is None and not offset:
-        return None
-    if not isinstance(region, str) or type(size) is not int or type(offset) is not int:
-        raise refuse(
-            f"tensor {name[:80]!r}: shared memory takes {_REGION} (a string), {_SIZE} and "
-            f"{_OFFSET} (integers)"
-        )
-    if size < 0 or offset < 0:
-        raise refuse(f"tensor {name[:80]!r}: {_SIZE}={size} and {_OFFSET}={offset} count from 0")
-    return Place(region, size, offset)
+        raise refuse(f"{what}: parameter {min(values)[:80]!r} has no meaning here; remove it")
 
 
-def encode(result: InferResult, deliveries: Mapping[str, Delivery], memory: SharedMemory) -> Any:
-    """The ModelInferResponse of a result; outputs with a place in shared memory are written there.
+def encode(result: InferResult, deliveries: Mapping[str, Delivery], response: Any) -> Any:
+    """Fill a ModelInferResponse with a result; outputs wanted in shared memory are put there.
 
     Raises:
       ServingError: an output does not fit its place, its region is gone, or it has no classes.
     """
-    response = _Response(model_name=result.model, model_version=result.version, id=result.id)
+    response.model_name, response.model_version = result.model, result.version
+    response.id = result.id
     for key, value in result.parameters.items():
         _set_parameter(response.parameters[key], value)
     outputs, raw = response.outputs, response.raw_output_contents
     for name, array in result.outputs.items():
-        delivery = deliveries.get(name)
+        delivery = deliveries.get(name) if deliveries else None
         if delivery and delivery.classes:
             array = classify(name, array, delivery.classes)
         tensor = outputs.add(name=name, datatype=datatype_of(array.dtype), shape=array.shape)
         data = encode_raw(array)
-        if delivery and (place := delivery.place):
-            _write(name, place, data, memory)
-            tensor.parameters[_REGION].string_param = place.region
-            tensor.parameters[_SIZE].int64_param = len(data)
-            tensor.parameters[_OFFSET].int64_param = place.offset
-            data = b""  # each output has its entry, as clients count them
+        if delivery and delivery.share:
+            _share(name, data, *delivery.share, tensor.parameters)
+            data = b""  # clients count on an entry for each output
         raw.append(data if isinstance(data, bytes) else bytes(data))
     return response
 
 
-def _write(name: str, place: Place, data: Raw, memory: SharedMemory) -> None:
-    size = memoryview(data).nbytes
-    if size > place.byte_size:
+def _share(name: str, data: Raw, span: SharedSpan, region: Region, parameters: Any) -> None:
+    """Put an output into shared memory, and say so in its parameters."""
+    if len(data) > span.byte_size:
         raise refuse(
-            f"output {name!r} has {size} bytes, of which {place.byte_size} fit the place in shared "
-            f"memory region {place.region!r}; give it {_SIZE} of at least {size}"
+            f"output {name!r} has {len(data)} bytes; shared_memory_byte_size leaves it "
+            f"{span.byte_size}"
         )
-    memory.get(place.region).write(place.offset, data)
+    region.write(span.offset, data)
+    parameters["shared_memory_region"].string_param = span.region
+    parameters["shared_memory_byte_size"].int64_param = len(data)
+    if span.offset:
+        parameters["shared_memory_offset"].int64_param = span.offset
 
 
 def _set_parameter(parameter: Any, value: Any) -> None:

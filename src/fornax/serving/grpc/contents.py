@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.v2.datatypes import count, dtype_of, refuse
 
 __all__ = ["decode_contents"]
@@ -49,7 +50,10 @@ def decode_contents(tensor: Any, max_bytes: int) -> np.ndarray:
         )
     size = sum(map(len, values)) if datatype == "BYTES" else elements * dtype.itemsize
     if size > max_bytes:
-        raise refuse(f"input {name[:80]!r} has {size} bytes; at most {max_bytes} are allowed")
+        raise ServingError(
+            ServingCode.TOO_LARGE,
+            f"input {name[:80]!r} has {size} bytes; at most {max_bytes} are allowed",
+        )
     if datatype == "BYTES":
         array = np.empty(elements, np.object_)
         array[:] = list(values)

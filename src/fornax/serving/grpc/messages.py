@@ -1,7 +1,7 @@
 """The protocol's message classes, built from tables at import, in a descriptor pool of our own.
 
-A pool of our own, so that a client library whose generated code names the same files and messages can
-live in the same process.
+A pool of our own, so that a client library whose generated code names the same files and messages
+can live in the same process.
 """
 
 import re
@@ -11,12 +11,12 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from fornax.serving.grpc import _tables
 
-__all__ = ["METHODS", "PACKAGE", "POOL", "SERVICE", "Method", "message"]
+__all__ = ["METHODS", "PACKAGE", "POOL", "SERVICE", "SERVICE_FILE", "Method", "message"]
 
 PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
 _CONFIG_FILE = "model_config.proto"
-_SERVICE_FILE = "grpc_service.proto"
+SERVICE_FILE = "grpc_service.proto"
 _Field = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
     name: getattr(_Field, f"TYPE_{name.upper()}")
@@ -104,7 +104,7 @@ def _file(name: str, messages: dict[str, str], enums: dict[str, tuple[str, ...]]
 def _build() -> descriptor_pool.DescriptorPool:
     """A pool with the two files of the protocol."""
     config = _file(_CONFIG_FILE, _tables.CONFIG_MESSAGES, _tables.CONFIG_ENUMS)
-    service = _file(_SERVICE_FILE, _tables.SERVICE_MESSAGES, {})
+    service = _file(SERVICE_FILE, _tables.SERVICE_MESSAGES, {})
     service.dependency.append(_CONFIG_FILE)
     methods = service.service.add(name=SERVICE.rpartition(".")[2])
     for name in _tables.METHODS:

@@ -1,0 +1,112 @@
+"""The calls that infer: one request in, one answer out, or a stream of them in their order."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import grpc
+
+from fornax.config.errors import ServingCode, ServingError
+from fornax.serving.access import Limits
+from fornax.serving.grpc.calls import as_serving_error, fail, parse
+from fornax.serving.grpc.codec import Delivery, decode, encode
+from fornax.serving.grpc.messages import METHODS
+from fornax.serving.types import InferRequest, InferResult
+from fornax.serving.v2.shared_memory import SharedMemory
+
+__all__ = ["Inference", "Submitted"]
+
+_INFER = METHODS["ModelInfer"]
+
+
+class Submitted(NamedTuple):
+    """A request on its way."""
+
+    future: "asyncio.Future[InferResult]"
+    deliveries: Mapping[str, Delivery]
+    model: str
+    id: str
+
+
+class Inference:
+    """Takes inference messages to the host, and its answers back."""
+
+    def __init__(self, host: Any, limits: Limits, memory: SharedMemory):
+        self._host = host
+        self._limits = limits
+        self._memory = memory
+        self.running = 0
+        """Requests being answered."""
+
+    def handler(self) -> grpc.RpcMethodHandler:
+        """The handler of ModelInfer."""
+        return grpc.unary_unary_rpc_method_handler(self._infer)
+
+    async def _infer(self, data: bytes, context: Any) -> bytes:
+        try:
+            submitted = self.submit(data, context)
+            try:
+                result = await submitted.future
+            finally:
+                submitted.future.cancel()  # of use where the client is gone
+            return encode(result, submitted.deliveries, _INFER.response()).SerializeToString()
+        except Exception as error:
+            await fail(context, as_serving_error(error, "ModelInfer"))
+
+    def submit(self, data: bytes, context: Any) -> Submitted:
+        """Hand the request in `data` to the host; where it is refused, the future says so."""
+        received = time.monotonic()
+        message = None
+        try:
+            message = self._parse(data)
+            request, deliveries = decode(message, received, self._memory, self._limits)
+        except ServingError as error:
+            model, name = (message.model_name, message.id) if message is not None else ("", "")
+            self._host.events.tell_refused("grpc", error.code, str(error), model, name)
+            return Submitted(_failed(error), {}, model, name)
+        _from_context(request, context, self._limits.request_timeout)
+        try:
+            future = self._host.submit(request)
+        except ServingError as error:
+            return Submitted(_failed(error), {}, message.model_name, request.id)
+        self.running += 1
+        future.add_done_callback(self._done)
+        return Submitted(future, deliveries, message.model_name, request.id)
+
+    def _parse(self, data: bytes) -> Any:
+        """The request's message, if there is room for one more."""
+        if self.running >= self._limits.max_concurrent_requests:
+            raise ServingError(
+                ServingCode.RESOURCE_EXHAUSTED,
+                f"{self.running} requests are being answered, the most that this server takes; "
+                "try again later",
+            )
+        return parse(_INFER.request, data)
+
+    def _done(self, future: "asyncio.Future[InferResult]") -> None:
+        self.running -= 1
+        if not future.cancelled():
+            future.exception()  # looked at here, as the client may be gone
+
+
+def _failed(error: ServingError) -> "asyncio.Future[InferResult]":
+    future: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
+    future.set_exception(error)
+    future.exception()
+    return future
+
+
+def _from_context(request: InferRequest, context: Any, longest: float) -> None:
+    """What the call says of its request: when it must be done, its id, its trace."""
+    received = request.received
+    for seconds in (context.time_remaining(), longest or None):
+        if seconds is not None and (
+            request.deadline is None or received + seconds < request.deadline
+        ):
+            request.deadline = received + seconds
+    for key, value in context.invocation_metadata():
+        if key == "traceparent":
+            request.trace = value
+        elif key == "x-request-id" and not request.id:
+            request.id = value
