@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(group: Group, words: list[str]) -> int:
     program = f"fornax {group.name}".strip()
-    if group.command and (not words or words[0].startswith("-")):
+    if group.command and _own(group, words):
         return _call(group.command, words)
     if not words or words[0] in _HELP:
         print(_list(group, program))  # noqa: T201
@@ -43,6 +43,13 @@ def _dispatch(group: Group, words: list[str]) -> int:
         )
     found = group.commands[name]
     return _dispatch(found, rest) if isinstance(found, Group) else _call(found, rest)
+
+
+def _own(group: Group, words: list[str]) -> bool:
+    """Whether the words are for the group's own command."""
+    if not words or words[0].startswith("-"):
+        return True
+    return group.takes_words and words[0] not in group.commands
 
 
 def _call(command: Command, words: list[str]) -> int:

@@ -39,6 +39,8 @@ class Group:
     example: str
     command: Command | None = None
     """What the group's own name does when no command of it follows; None lists them."""
+    takes_words: bool = False
+    """Whether that command takes words without a flag: then any word that is no command is its."""
 
 
 def _table(*entries: "Command | Group") -> dict[str, "Command | Group"]:
@@ -116,6 +118,32 @@ BENCH = Group(
     ),
 )
 
+HOST = Group(
+    name="host",
+    summary="Exported models behind the V2 protocol: HTTP and gRPC",
+    example="fornax host models/ --http 8080 --grpc 8081",
+    command=Command(
+        name="host",
+        summary="Exported models behind the V2 protocol: HTTP and gRPC",
+        module="host",
+    ),
+    takes_words=True,
+    commands=_table(
+        *(
+            Command(name=f"host {name}", summary=summary, module="host_control", of=name)
+            for name, summary in (
+                ("status", "What a running server serves, and how it fares"),
+                ("load", "Load a model or a version into a running server"),
+                ("unload", "Unload a model or a version from it"),
+                ("rollback", "Go back to the version before"),
+                ("release", "End a rollback"),
+                ("shadow", "How a shadow version's answers differ"),
+                ("profile", "Profile a running server"),
+            )
+        )
+    ),
+)
+
 PLAN = Group(
     name="plan",
     summary="Does a run compile and fit, how fast would it be, on which chips",
@@ -171,6 +199,7 @@ ROOT = Group(
             summary="A model behind OpenAI's HTTP interface",
             module="serve",
         ),
+        HOST,
         BENCH,
         PLAN,
         Command(

@@ -69,8 +69,6 @@ class HostConfig(Limits):
     """Numbers of the devices to serve on (default: all)."""
     trust_executables: bool = False
     """Whether native code in bundles may be run; only for bundles from hands you trust."""
-    compilation_cache: bool = True
-    """Whether compiled programs are kept on disk for the next start."""
 
     token_file: Path | None = None
     """File of tokens, one a line, of which clients must present one as a bearer token; also read

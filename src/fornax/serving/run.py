@@ -1,0 +1,278 @@
+"""The server's life: take the addresses, load, serve, drain on SIGTERM, exit."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import Any
+
+from fornax import __version__
+from fornax.config import ConfigError
+from fornax.serving.config import Address, HostConfig
+from fornax.serving.entry import ASGIApp, EntryFactory
+from fornax.serving.events import Events
+from fornax.serving.grpc import GrpcServer
+from fornax.serving.host import Host
+from fornax.serving.http import HttpServer, http_app
+from fornax.serving.logs import AccessLog, configure_logging, log_states
+from fornax.serving.metrics import Metrics
+from fornax.serving.profile import Profiler
+from fornax.serving.servable import DevicePool
+from fornax.serving.v2.shared_memory import SharedMemory
+
+__all__ = ["HostServer", "run_host"]
+
+_log = logging.getLogger("fornax.serving")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_host(config: HostConfig, entries: Mapping[str, EntryFactory] | None = None) -> int:
+    """Serve until told to stop.
+
+    Args:
+      entries: factories of models that are no bundles, by the `type` in serving.yaml.
+
+    Returns:
+      The exit code: 0 after a stop that was asked for, 1 after a second signal, or when a model
+      failed at the start and `exit_on_error` is set.
+
+    Raises:
+      ConfigError: a repository, address, certificate or file of tokens that is not to be had.
+    """
+    configure_logging(config.log_format, config.log_level)
+    _raise_file_limit()
+    return _run(_serve(config, entries or {}))
+
+
+async def _serve(config: HostConfig, entries: Mapping[str, EntryFactory]) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        server = HostServer(config, entries)
+        stack.push_async_callback(server.close)
+        stack.enter_context(_signals(server))
+        await server.listen()
+        return await server.run()
+
+
+class HostServer:
+    """The host, what listens for it, and what watches it. `listen`, then `run`, then `close`."""
+
+    def __init__(self, config: HostConfig, entries: Mapping[str, EntryFactory]):
+        """Read everything that may be wrong; take no address and load nothing yet."""
+        if config.repository is None or not config.repository.is_dir():
+            raise ConfigError(
+                f"{config.repository or 'the repository'} is no folder; name one that has models "
+                "as NAME/VERSION/, such as fornax host models/"
+            )
+        self.config = config
+        self.events = Events()
+        self._devices = DevicePool(numbers=config.devices, memory_limit=config.model_memory_bytes())
+        self.host = Host(config, devices=self._devices, events=self.events, entries=entries)
+        self._profiler = Profiler(config.profile_dir, config.profile_max_seconds)
+        self._metrics = Metrics(
+            self.host,
+            self.events,
+            memory=self._devices.memory,
+            entries=self.host.entries.values(),
+        )
+        self._http, self._grpc = self._fronts()
+        self._access: AccessLog | None = None
+        self._tracer: Any = None
+        self._stop = asyncio.Event()
+        self._quit = asyncio.Event()
+
+    def _fronts(self) -> tuple[HttpServer | None, GrpcServer | None]:
+        config, limits, tls = self.config, self.config.limits(), self.config.tls()
+        auth, admin = config.auth(), config.admin_auth()
+        memory = SharedMemory(
+            enabled=config.shared_memory_allowed(), prefixes=config.shared_memory_prefixes
+        )
+        http = grpc = None
+        if (address := config.http_address()) is not None:
+            app = http_app(
+                self.host,
+                limits=limits,
+                auth=auth,
+                admin=admin,
+                extra_apps=self._extra_apps(),
+                shared_memory=memory,
+                metrics=self._metrics.exposition,
+            )
+            http = HttpServer(app, address.host, address.port, limits=limits, tls=tls)
+        if (address := config.grpc_address()) is not None:
+            grpc = GrpcServer(
+                self.host,
+                str(address),
+                limits=limits,
+                auth=auth,
+                admin=admin,
+                tls=tls,
+                shared_memory=memory,
+            )
+        return http, grpc
+
+    def _extra_apps(self) -> dict[str, ASGIApp]:
+        apps: dict[str, ASGIApp] = {"/v2/profile": self._profiler.app}
+        owners: dict[str, str] = {}
+        for name, entry in self.host.entries.items():
+            for path, app in entry.routes().items():
+                if path in owners:
+                    raise ConfigError(
+                        f"models {owners[path]} and {name} both answer under {path}; leave one of "
+                        "them out of the repository"
+                    )
+                owners[path], apps[path] = name, app
+        return apps
+
+    async def listen(self) -> None:
+        """Take the addresses: live, and not ready yet.
+
+        Raises:
+          ConfigError: an address is not to be had.
+        """
+        self._watch()
+        where = []
+        secure = "s" if self.config.tls_cert else ""
+        for name, front, address in (
+            ("http", self._http, self.config.http_address()),
+            ("grpc", self._grpc, self.config.grpc_address()),
+        ):
+            if front is not None and address is not None:
+                port = await self._bound(name, front, address)
+                where.append(f"{name}{secure}://{Address(address.host, port)}")
+        _log.info("fornax %s listens on %s", __version__, " and ".join(where))
+
+    async def _bound(self, name: str, front: Any, address: Address) -> int:
+        try:
+            return await front.start()
+        except OSError as error:
+            raise ConfigError(
+                f"--{name} {address} cannot be listened on ({error.strerror or error}); choose "
+                "another port, or end the process that has it"
+            ) from error
+
+    def _watch(self) -> None:
+        config = self.config
+        self.events.states.append(log_states)
+        if config.access_log != "none":
+            self._access = AccessLog(which=config.access_log, form=config.log_format)
+            self.events.finished.append(self._access.finished)
+            self.events.refused.append(self._access.refused)
+        if config.trace_endpoint is not None:
+            from fornax.serving.tracing import Tracer
+
+            self._tracer = Tracer(
+                endpoint=config.trace_endpoint, sample_rate=config.trace_sample_rate
+            )
+            self.events.finished.append(self._tracer.finished)
+
+    async def run(self) -> int:
+        """Load the models and serve until a signal; the exit code."""
+        loading = asyncio.create_task(self._load())
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            failed = loading.result()
+            if failed and self.config.exit_on_error:
+                _log.error("stopping: %d models failed and exit_on_error is set", failed)
+                stopping.cancel()
+                return 1
+        await stopping
+        draining = asyncio.create_task(self._drain(loading))
+        quitting = asyncio.create_task(self._quit.wait())
+        await asyncio.wait([draining, quitting], return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            draining.cancel()
+            _log.warning("stopped at once, as asked: requests that ran have no answer")
+            return 1
+        quitting.cancel()
+        draining.result()
+        return 0
+
+    async def _load(self) -> int:
+        """Load what should be served; how many versions failed."""
+        started = time.monotonic()
+        _log.info("loading the models of %s", self.config.repository)
+        await self.host.start()
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again
+        index = list(self.host.index())
+        ready = [f"{each.name} {each.version}" for each in index if each.state == "READY"]
+        failed = [each for each in index if each.state == "UNAVAILABLE" and each.reason]
+        _log.info(
+            "%s after %.1f s: serving %s%s",
+            "ready" if self.host.ready() else "not ready",
+            time.monotonic() - started,
+            ", ".join(ready) or "no model yet",
+            f"; {len(failed)} not served" if failed else "",
+        )
+        return len(failed)
+
+    def stop(self) -> None:
+        """A signal came: the first drains, the second quits."""
+        if self._stop.is_set():
+            self._quit.set()
+        else:
+            _log.info("stopping: what was accepted is answered; a second signal quits")
+        self._stop.set()
+
+    def reread(self) -> None:
+        """SIGHUP: look at the repository now."""
+        self._reading = asyncio.create_task(self.host.poll())
+
+    async def _drain(self, loading: "asyncio.Task[int]") -> None:
+        end = time.monotonic() + self.config.drain_delay_seconds + self.config.drain_seconds
+        self.host.stopping = True
+        await asyncio.sleep(self.config.drain_delay_seconds)
+        loading.cancel()
+        fronts = [front for front in (self._http, self._grpc) if front is not None]
+        await asyncio.gather(*(front.stop(_left(end)) for front in fronts))
+        await self.host.stop(_left(end))
+        _log.info("stopped")
+
+    async def close(self) -> None:
+        """Give everything back, whatever happened before."""
+        for front in (self._http, self._grpc):
+            if front is not None:
+                await front.stop(0.0)
+        await self.host.stop(0.0)
+        await self._profiler.close()
+        if self._tracer is not None:
+            self._tracer.close()
+        if self._access is not None:
+            self._access.close()
+
+
+def _left(end: float) -> float:
+    return max(0.0, end - time.monotonic())
+
+
+@contextlib.contextmanager
+def _signals(server: HostServer) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, server.stop)
+    loop.add_signal_handler(signal.SIGHUP, server.reread)
+    try:
+        yield
+    finally:
+        for number in (*_SIGNALS, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system does: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _run(serving: Coroutine[Any, Any, int]) -> int:
+    try:
+        import uvloop
+    except ImportError:  # as on Windows
+        return asyncio.run(serving)
+    return uvloop.run(serving)
