@@ -4,8 +4,9 @@ What a bundle keeps of `jax.export.Exported` is the portable StableHLO artifact 
 convention; the class differs between versions of jax by private fields, which are filled here.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,15 @@ from jax import export
 
 from fornax.config.errors import BundleError
 
-__all__ = ["abstract", "put", "rebuild", "stablehlo_version", "supported_conventions"]
+__all__ = [
+    "abstract",
+    "portable",
+    "put",
+    "rebuild",
+    "stablehlo_version",
+    "supported_conventions",
+    "without_places",
+]
 
 _EMPTY_BY_POSITION = ("_in_named_shardings", "in_shardings_hlo")
 _EMPTY_BY_OUTPUT = ("_out_named_shardings", "out_shardings_hlo")
@@ -96,6 +105,41 @@ def stablehlo_version(module: bytes) -> str:
     if not module.startswith(b"ML\xefR") or start < 0 or end < 0:
         raise BundleError("it is no portable artifact of StableHLO")
     return module[start + len(b"StableHLO_v") : end].decode("ascii", "replace")
+
+
+_OLDEST = "1.13.0"
+"""StableHLO that graphs are written in where they can be: every jax that Fornax supports reads it,
+while jax itself writes what the releases of the last weeks read."""
+
+
+def portable(module: bytes) -> bytes:
+    """The artifact in an older StableHLO, for older readers; as it is where it needs its own."""
+    from jax.interpreters import mlir
+    from jaxlib.mlir.dialects import stablehlo
+
+    if _numbers(stablehlo_version(module)) <= _numbers(_OLDEST):
+        return module
+    context = mlir.make_ir_context()
+    with context:
+        parsed = stablehlo.deserialize_portable_artifact(context, module)
+        with context.attach_diagnostic_handler(lambda _: True):
+            try:
+                return stablehlo.serialize_portable_artifact(parsed, _OLDEST)
+            except ValueError:  # an operation that the older one does not have
+                return module
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+@contextlib.contextmanager
+def without_places() -> Iterator[None]:
+    """Lower without the files and lines of the user's code: a bundle tells nobody's paths."""
+    from jax._src import config
+
+    with config.traceback_in_locations_limit(0):
+        yield
 
 
 def _device_put(aval: Any, sharding: Any, arrays: list[Any], devices: list[Any]) -> jax.Array:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import export
 
 from fornax.config.errors import BundleError
+from fornax.export import _exported
 from fornax.export.dtypes import TENSORS, is_wide, numpy_dtype
 from fornax.export.spec import Signature, TensorSpec
 
@@ -108,7 +109,7 @@ def trace(
     return Traced(
         signature=dataclasses.replace(signature, outputs=_outputs(signature, first, names)),
         weights=tuple(name for i, name in enumerate(weights) if i in set(used)),
-        modules={p: bytes(e.mlir_module_serialized) for p, e in exports.items()},
+        modules={p: _exported.portable(bytes(e.mlir_module_serialized)) for p, e in exports.items()},
         kept={p: tuple(renumbered[i] for i in e.module_kept_var_idx) for p, e in exports.items()},
         calling_convention=first.calling_convention_version,
         uses_global_constants={p: e.uses_global_constants for p, e in exports.items()},
@@ -168,7 +169,8 @@ def _lower_one(
     flat: Any, signature: Signature, platform: str, arguments: list[Any]
 ) -> export.Exported:
     try:
-        found = export.export(jax.jit(flat), platforms=[platform])(*arguments)
+        with _exported.without_places():
+            found = export.export(jax.jit(flat), platforms=[platform])(*arguments)
     except ValueError as error:
         if "custom calls whose targets" not in str(error):
             raise
