@@ -4,7 +4,7 @@ A tensor comes raw, as typed contents, or through a region of shared memory; it 
 shared memory. Raw tensors are views of the message's bytes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,13 +12,14 @@ import numpy as np
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.access import Limits
 from fornax.serving.grpc.contents import decode_contents
+from fornax.serving.grpc.parameters import parameter_values, set_parameters
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.classify import classify
 from fornax.serving.v2.datatypes import Raw, datatype_of, decode_raw, encode_raw, refuse
 from fornax.serving.v2.parameters import SharedSpan, common_parameters, shared_span
 from fornax.serving.v2.shared_memory import Region, SharedMemory
 
-__all__ = ["Delivery", "decode", "encode", "parameter_values"]
+__all__ = ["Delivery", "decode", "encode"]
 
 _FINAL = "triton_enable_empty_final_response"
 
@@ -30,17 +31,6 @@ class Delivery(NamedTuple):
     """As this many classes, where it is not 0."""
     share: tuple[SharedSpan, Region] | None
     """In shared memory, where it is not None."""
-
-
-def parameter_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a map of the protocol's parameters; ServingError for one without a value."""
-    values = {}
-    for key, parameter in parameters.items():
-        kind = parameter.WhichOneof("parameter_choice")
-        if kind is None:
-            raise refuse(f"parameter {key[:80]!r} has no value; give it one, or leave it out")
-        values[key] = getattr(parameter, kind)
-    return values
 
 
 def decode(
@@ -189,8 +179,7 @@ def encode(result: InferResult, deliveries: Mapping[str, Delivery], response: An
     """
     response.model_name, response.model_version = result.model, result.version
     response.id = result.id
-    for key, value in result.parameters.items():
-        _set_parameter(response.parameters[key], value)
+    set_parameters(response.parameters, result.parameters)
     outputs, raw = response.outputs, response.raw_output_contents
     for name, array in result.outputs.items():
         delivery = deliveries.get(name) if deliveries else None
@@ -217,25 +206,3 @@ def _share(name: str, data: Raw, span: SharedSpan, region: Region, parameters: A
     parameters["shared_memory_byte_size"].int64_param = len(data)
     if span.offset:
         parameters["shared_memory_offset"].int64_param = span.offset
-
-
-def _set_parameter(parameter: Any, value: Any) -> None:
-    for kind, setter in _SETTERS:
-        if isinstance(value, kind):
-            setter(parameter, value)
-            return
-    parameter.string_param = str(value)
-
-
-def _integer(parameter: Any, value: int) -> None:
-    if value < 2**63:
-        parameter.int64_param = value
-    else:
-        parameter.uint64_param = value
-
-
-_SETTERS: tuple[tuple[type, Callable[[Any, Any], None]], ...] = (
-    (bool, lambda parameter, value: setattr(parameter, "bool_param", value)),
-    (int, _integer),
-    (float, lambda parameter, value: setattr(parameter, "double_param", value)),
-)

@@ -9,8 +9,8 @@ from typing import Any
 from google.protobuf import json_format
 
 from fornax.config.errors import ServingCode, ServingError
-from fornax.serving.grpc.codec import parameter_values
 from fornax.serving.grpc.messages import METHODS
+from fornax.serving.grpc.parameters import parameter_values
 from fornax.serving.v2 import documents, settings
 from fornax.serving.v2.datatypes import refuse
 from fornax.serving.v2.shared_memory import CUDA_REFUSED, SharedMemory
