@@ -1,3 +1,6 @@
-"""The V2 protocol over HTTP: the app, its limits, and what uvicorn needs to serve it."""
+"""The V2 protocol over HTTP: the app, its limits, and the server that answers with it."""
 
-__all__: list[str] = []
+from fornax.serving.http.app import http_app
+from fornax.serving.http.server import HttpServer
+
+__all__ = ["HttpServer", "http_app"]

@@ -52,6 +52,8 @@ class Wanted:
     binary: bool
     """For all outputs, where none is named."""
     outputs: tuple[Output, ...] = ()
+    id: str = ""
+    """The request's, which the answer repeats."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,8 +73,9 @@ class _Input:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    id: str
     common: Common
+    timeout: float
+    """Seconds; 0: none."""
     inputs: tuple[_Input, ...]
     binary: int
     """Bytes behind the JSON, all inputs together."""
@@ -97,14 +100,12 @@ class Decoder:
         header: int | None,
         model: str,
         version: str = "",
-        *,
-        function: str = "",
         received: float = 0.0,
     ) -> tuple[InferRequest, Wanted]:
-        """The request for `model`, and how its answer is wanted.
+        """The request for `model`, or `model:function`, and how its answer is wanted.
 
         `header` is how many bytes of `body` are JSON; None: all. Arrays of binary inputs are views
-        of `body`.
+        of `body`. `received` is by `time.monotonic()`.
 
         Raises ServingError with what is wrong.
         """
@@ -122,6 +123,7 @@ class Decoder:
             plan = self._read(text)
         inputs = self._inputs(plan, body, len(text))
         common = plan.common
+        model, _, function = model.partition(":")
         if common.function:
             if function and function != common.function:
                 raise refuse(
@@ -135,10 +137,10 @@ class Decoder:
             inputs,
             version,
             function,
-            plan.id,
+            wanted.id,
             plan.names,
             common.priority,
-            received + common.timeout if common.timeout else None,
+            received + plan.timeout if plan.timeout else None,
             common.others,
             received,
         )
@@ -179,7 +181,7 @@ class Decoder:
             else dataclasses.replace(each, region=self._shared.get(each.span.region))
             for each in wanted.outputs
         )
-        return Wanted(wanted.binary, outputs)
+        return Wanted(wanted.binary, outputs, wanted.id)
 
     def _read(self, text: bytes) -> _Plan:
         document = _parse(text)
@@ -198,13 +200,14 @@ class Decoder:
         )
         names = tuple(each.name for each in outputs)
         _distinct("outputs", names)
+        timeout, limit = common.timeout, self._limits.request_timeout
         plan = _Plan(
-            name,
             common,
+            min(timeout, limit) if timeout and limit else timeout or limit,
             inputs,
             sum(each.size for each in inputs if each.size > 0),
             names,
-            Wanted(common.binary, outputs),
+            Wanted(common.binary, outputs, name),
             any(each.span is not None for each in outputs),
         )
         if len(text) <= _KEPT_BYTES and not name and all(each.array is None for each in inputs):

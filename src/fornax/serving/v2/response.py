@@ -38,8 +38,8 @@ def encode(result: InferResult, wanted: Wanted) -> tuple[bytes, list[Raw]]:
         "model_version": result.version,
         "outputs": documents,
     }
-    if result.id:
-        document["id"] = result.id
+    if wanted.id:
+        document["id"] = wanted.id
     if result.parameters:
         document["parameters"] = dict(result.parameters)
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), binary

@@ -1,0 +1,160 @@
+"""The app: who may call, the infer route, apps of others, and the rest through FastAPI."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fornax.config import ServingCode, ServingError
+from fornax.serving.access import Auth, Limits
+from fornax.serving.entry import ASGIApp
+from fornax.serving.http import bodies
+from fornax.serving.http.bodies import ClientLeft, LateBody
+from fornax.serving.http.infer import Inference
+from fornax.serving.http.replies import error_reply, send_reply
+from fornax.serving.http.routes import Parts, create_routes
+from fornax.serving.v2.shared_memory import SharedMemory
+
+__all__ = ["App", "http_app"]
+
+_SMALL = 2**20
+"""Largest body of a call that is no inference."""
+_ADMIN = (
+    "/v2/repository/models/",
+    "/v2/systemsharedmemory/",
+    "/v2/cudasharedmemory/",
+    "/v2/profile",
+)
+_ADMIN_WRITES = ("/v2/logging", "/v2/trace/setting")
+
+
+class App:
+    """The ASGI app; of one event loop."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        limits: Limits,
+        auth: Auth,
+        admin: Auth | None,
+        extra_apps: Mapping[str, ASGIApp],
+    ):
+        self._routes = create_routes(parts)
+        self._infer = Inference(parts.host, limits, parts.shared_memory, parts.events)
+        self._events = parts.events
+        self._limits = limits
+        self._auth = auth
+        self._admin = admin
+        self._extra = {prefix.rstrip("/"): app for prefix, app in extra_apps.items()}
+        self._closed = auth.enabled or admin is not None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._routes(scope, receive, send)
+            return
+        path: str = scope["path"]
+        if scope["root_path"]:
+            path = path.removeprefix(scope["root_path"])
+        try:
+            if self._closed:
+                self._check(path, scope)
+            if path.endswith("/infer") and path.startswith("/v2/models/"):
+                names = path.split("/")
+                if scope["method"] == "POST" and len(names) == 5:
+                    await self._infer(scope, receive, send, names[3])
+                    return
+                if scope["method"] == "POST" and len(names) == 7 and names[4] == "versions":
+                    await self._infer(scope, receive, send, names[3], names[5])
+                    return
+            await self._other(path, scope, receive, send)
+        except ServingError as error:
+            if self._events is not None:
+                self._events.tell_refused("http", error.code, str(error))
+            await send_reply(send, error_reply(error.code.http, str(error)))
+        except LateBody as error:
+            await send_reply(send, error_reply(408, str(error)), close=True)
+        except ClientLeft:
+            pass
+
+    def _check(self, path: str, scope: Any) -> None:
+        """Raise ServingError unless the request's token opens `path`."""
+        if path.startswith(("/v2/health/", "/v2/models/")) and path.endswith(("/live", "/ready")):
+            return
+        if path == "/metrics" and self._auth.open_metrics:
+            return
+        header = None
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                header = value
+        if not self._auth.admits(header):
+            raise ServingError(
+                ServingCode.UNAUTHENTICATED,
+                "the token is missing or wrong; send it as Authorization: Bearer TOKEN",
+            )
+        admin = self._admin
+        if admin and _changes(path, scope["method"]) and not admin.admits(header):
+            raise ServingError(
+                ServingCode.PERMISSION_DENIED, f"{path} is open to the admin token alone"
+            )
+
+    async def _other(self, path: str, scope: Any, receive: Any, send: Any) -> None:
+        app, most = self._routes, min(_SMALL, self._limits.max_body_bytes)
+        for prefix, extra in self._extra.items():
+            if path == prefix or path.startswith(prefix + "/"):
+                app, most = extra, self._limits.max_body_bytes
+                break
+        body = await bodies.read(receive, most, self._limits.body_timeout)
+        await app(scope, _replay(body, receive), send)
+
+
+def _changes(path: str, method: str) -> bool:
+    """Whether a call is the administrator's."""
+    if path.startswith(_ADMIN):
+        return True
+    return method == "POST" and (path in _ADMIN_WRITES or path.endswith("/trace/setting"))
+
+
+def _replay(body: bytes, receive: Any) -> Callable[[], Any]:
+    """Receive that has the body, then what else comes."""
+    given = False
+
+    async def replayed() -> Any:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+def http_app(
+    host: Any,
+    *,
+    limits: Limits | None = None,
+    auth: Auth | None = None,
+    admin: Auth | None = None,
+    extra_apps: Mapping[str, ASGIApp] | None = None,
+    shared_memory: SharedMemory | None = None,
+    metrics: Callable[[], tuple[bytes, str]] | None = None,
+    trace_sample_rate: float = 0.0,
+) -> App:
+    """The V2 protocol over HTTP, for `host`.
+
+    Args:
+      host: what answers: a `Host`.
+      limits: sizes and times.
+      auth: tokens of which callers must present one; health and readiness need none.
+      admin: tokens for what changes the server or tells of others' memory; None: as all else.
+      extra_apps: apps by the path they answer under, inside the same limits and tokens.
+      shared_memory: what clients register; None: nothing can be.
+      metrics: the body and content type of /metrics; None: there is none.
+      trace_sample_rate: share of requests that is traced, for clients that ask.
+    """
+    parts = Parts(
+        host=host,
+        shared_memory=shared_memory or SharedMemory(enabled=False),
+        metrics=metrics,
+        trace_sample_rate=trace_sample_rate,
+        events=getattr(host, "events", None),
+    )
+    return App(parts, limits or Limits(), auth or Auth(), admin, extra_apps or {})

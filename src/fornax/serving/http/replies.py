@@ -1,0 +1,65 @@
+"""Answers: JSON, and errors in the V2 protocol's form."""
+
+import logging
+from typing import Any
+
+import orjson
+
+from fornax.config import ServingCode, ServingError
+from fornax.serving.entry import ASGIApp
+
+__all__ = ["Headers", "Reply", "error_reply", "json_reply", "send_reply", "unexpected"]
+
+_log = logging.getLogger(__name__)
+
+Headers = list[tuple[bytes, bytes]]
+Reply = tuple[int, Headers, bytes]
+"""Status, headers beside the length, body."""
+
+JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
+_RETRY = {429: b"1", 503: b"2"}
+"""Seconds after which a client does well to ask again, by status."""
+
+
+def json_reply(document: Any, status: int = 200) -> Reply:
+    """Any plain content."""
+    return status, [JSON], orjson.dumps(document)
+
+
+def error_reply(status: int, message: str) -> Reply:
+    """`{"error": message}`."""
+    headers = [JSON]
+    if status in _RETRY:
+        headers.append((b"retry-after", _RETRY[status]))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    # Names in a message come from clients, and may hold what is no Unicode.
+    text = message.encode("utf-8", "backslashreplace").decode()
+    return status, headers, orjson.dumps({"error": " ".join(text.split())})
+
+
+def unexpected(error: BaseException) -> ServingError:
+    """A failure that is ours, as what its client is told; the log has its traceback."""
+    _log.error("a request failed", exc_info=error)
+    return ServingError(
+        ServingCode.INTERNAL, f"the server failed on this request ({type(error).__name__})"
+    )
+
+
+async def send_reply(send: Any, reply: Reply, *, close: bool = False) -> None:
+    """Send an answer; `close` ends the connection with it."""
+    status, headers, body = reply
+    headers = [*headers, (b"content-length", b"%d" % len(body))]
+    if close:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def always(status: int, message: str) -> ASGIApp:
+    """An app that answers everything so, and ends the connection."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send_reply(send, error_reply(status, message), close=True)
+
+    return app
