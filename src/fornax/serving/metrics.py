@@ -47,7 +47,7 @@ class Source(Protocol):
         """Every version and its state."""
 
     def shadow_reports(self) -> Mapping[str, Mapping[str, Any]]:
-        """Of every model with shadow traffic, what it found."""
+        """Of every model with shadow traffic, how much it found."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -264,17 +264,15 @@ def _batches(models: Sequence[ModelStatistics]) -> Iterator[Family]:
 
 
 def _shadow(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Family]:
-    """Counters of every model's shadow report that are numbers."""
     for field, what in (
-        ("compared", "Answers of the shadow version compared with those of the serving one."),
-        ("different", "Compared answers that differ by more than the tolerance."),
-        ("failed", "Requests that the shadow version could not answer."),
-        ("dropped", "Requests not copied to the shadow version, which was behind."),
+        ("compared", "Answers of it compared with those of the serving version."),
+        ("differing", "Compared answers that differ by more than the tolerance."),
+        ("failed", "Requests that the shadow version alone could not answer."),
+        ("dropped", "Requests not copied, as too many copies were under way."),
     ):
         samples: list[Sample] = [
-            ({"model": name, "shadow": str(report.get("shadow", ""))}, float(report[field]))
+            ({"model": name, "version": str(report["shadow"])}, report[field])
             for name, report in sorted(reports.items())
-            if isinstance(report.get(field), int | float)
         ]
         yield Family(f"fornax_shadow_{field}_total", "counter", what, samples)
 

@@ -100,8 +100,9 @@ class HostServer:
                 extra_apps=self._extra_apps(),
                 shared_memory=memory,
                 metrics=self._metrics.exposition,
+                trace_sample_rate=config.trace_sample_rate if config.trace_endpoint else 0.0,
             )
-            http = HttpServer(app, address.host, address.port, limits=limits, tls=tls)
+            http = HttpServer(app, address, limits, tls)
         if (address := config.grpc_address()) is not None:
             grpc = GrpcServer(
                 self.host,
@@ -141,11 +142,12 @@ class HostServer:
             ("grpc", self._grpc, self.config.grpc_address()),
         ):
             if front is not None and address is not None:
-                port = await self._bound(name, front, address)
-                where.append(f"{name}{secure}://{Address(address.host, port)}")
+                found = await self._bound(name, front, address)
+                taken = found if isinstance(found, Address) else Address(address.host, found)
+                where.append(f"{name}{secure}://{taken}")
         _log.info("fornax %s listens on %s", __version__, " and ".join(where))
 
-    async def _bound(self, name: str, front: Any, address: Address) -> int:
+    async def _bound(self, name: str, front: Any, address: Address) -> Any:
         try:
             return await front.start()
         except OSError as error:
