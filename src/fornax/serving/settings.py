@@ -198,6 +198,8 @@ class ModelSettings:
     """Batches of the model under way on a device at once: one moves while another computes."""
     weight: float = 1.0
     """Its share of a device that several models keep busy, relative to theirs."""
+    compiler_options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Options of XLA for this model's programs; they may change the last bits of answers."""
     nan: NanPolicy = field(default_factory=NanPolicy)
     """What becomes of NaN and infinity."""
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -227,12 +229,13 @@ class ModelSettings:
 
     def wants_reload(self, other: "ModelSettings") -> bool:
         """Whether a version loaded under these settings must be loaded anew for the others."""
-        return any(
-            getattr(self, name) != getattr(other, name)
-            for name in (
-                "batching", "functions", "devices", "concurrency", "weight", "nan", "timeouts",
-            )
-        )  # fmt: skip
+        return any(getattr(self, name) != getattr(other, name) for name in _AT_LOAD)
+
+
+_AT_LOAD = (
+    "batching", "functions", "devices", "concurrency", "weight", "compiler_options", "nan",
+    "timeouts",
+)  # fmt: skip
 
 
 def _at_least(name: str, value: int, least: int) -> None:

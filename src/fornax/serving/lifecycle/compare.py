@@ -1,0 +1,148 @@
+"""How far two answers to the same request are apart, output by output, summed over requests."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+__all__ = ["Difference", "Latencies", "OutputDifferences", "difference"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One output of one request: shadow against main."""
+
+    max_absolute: float = 0.0
+    """Largest |shadow - main|; infinite where only one of them is finite."""
+    max_relative: float = 0.0
+    """Largest |shadow - main| / |main|, where main is not 0."""
+    differs: bool = False
+    """Whether an element is beyond the tolerance, or shape or dtype are others."""
+    rows: int = 0
+    """Rows whose largest element was looked for; 0 where that says nothing."""
+    argmax: int = 0
+    """Rows in which it stands elsewhere."""
+    problem: str = ""
+    """What keeps the two from being compared."""
+
+
+def difference(
+    main: np.ndarray, shadow: np.ndarray, absolute: float, relative: float
+) -> Difference:
+    """Compare an output; integers, truth values and strings differ when they are not equal."""
+    if main.shape != shadow.shape or main.dtype != shadow.dtype:
+        return Difference(
+            differs=True,
+            problem=f"{shadow.dtype} {shadow.shape} where the main answer is {main.dtype} "
+            f"{main.shape}",
+        )
+    if main.size == 0:
+        return Difference()
+    if main.dtype.kind in "OSUb":
+        return Difference(differs=bool((main != shadow).any()))
+    exact = main.dtype.kind in "iu"
+    a, b = main.astype(np.float64), shadow.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        off = np.abs(b - a)
+        # Equal infinities and a NaN in both are no difference; in one of them they are all of it.
+        off[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
+        off[np.isnan(off)] = math.inf
+        size = np.abs(a)
+        shares = off[(size > 0) & np.isfinite(size)] / size[(size > 0) & np.isfinite(size)]
+        if exact:
+            differs = bool((main != shadow).any())
+        else:
+            differs = bool((off > absolute + relative * np.where(np.isfinite(size), size, 0)).any())
+    rows, argmax = _argmax(a, b)
+    return Difference(
+        max_absolute=float(off.max()),
+        max_relative=float(shares.max(initial=0.0)),
+        differs=differs,
+        rows=rows,
+        argmax=argmax,
+    )
+
+
+def _argmax(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
+    """Rows along the last dimension, and those whose largest elements stand at other places."""
+    if a.ndim < 2 or a.shape[-1] < 2:
+        return 0, 0
+    a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    return len(a), int((a.argmax(-1) != b.argmax(-1)).sum())
+
+
+@dataclasses.dataclass
+class OutputDifferences:
+    """One output over all requests compared."""
+
+    compared: int = 0
+    differing: int = 0
+    max_absolute: float = 0.0
+    max_relative: float = 0.0
+    rows: int = 0
+    argmax: int = 0
+    problems: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def add(self, one: Difference) -> None:
+        """Take in one request's difference."""
+        self.compared += 1
+        self.differing += one.differs
+        self.max_absolute = max(self.max_absolute, one.max_absolute)
+        self.max_relative = max(self.max_relative, one.max_relative)
+        self.rows += one.rows
+        self.argmax += one.argmax
+        if one.problem and (one.problem in self.problems or len(self.problems) < 8):
+            self.problems[one.problem] += 1
+
+    def report(self) -> dict[str, object]:
+        """As JSON has it; infinity, which JSON lacks, as text."""
+        return {
+            "compared": self.compared,
+            "differing": self.differing,
+            "max_absolute": _number(self.max_absolute),
+            "max_relative": _number(self.max_relative),
+            "rows": self.rows,
+            "argmax_disagreements": self.argmax,
+            "problems": dict(self.problems),
+        }
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else "infinity"
+
+
+class Latencies:
+    """Durations in buckets a tenth apart, so that percentiles cost no memory."""
+
+    _BASE = math.log(1.1)
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._number = 0
+        self._sum = 0
+
+    def add(self, nanoseconds: int) -> None:
+        """Take in one duration."""
+        self._counts[int(math.log(max(nanoseconds, 1)) / self._BASE)] += 1
+        self._number += 1
+        self._sum += nanoseconds
+
+    def quantile(self, share: float) -> float:
+        """Microseconds under which so many of the durations are, within a tenth; 0 for none."""
+        left = share * self._number
+        for bucket in sorted(self._counts):
+            left -= self._counts[bucket]
+            if left <= 0:
+                return math.exp((bucket + 1) * self._BASE) / 1000
+        return 0.0
+
+    def report(self) -> Mapping[str, float]:
+        """Microseconds: mean, median, and the slowest hundredth's border."""
+        mean = self._sum / self._number / 1000 if self._number else 0.0
+        return {
+            "mean_us": round(mean, 1),
+            "p50_us": round(self.quantile(0.5), 1),
+            "p99_us": round(self.quantile(0.99), 1),
+        }

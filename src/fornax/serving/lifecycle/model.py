@@ -1,0 +1,238 @@
+"""One model in memory: its versions' copies, which of them answers, and what its index says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fornax.config import ServingCode, ServingError, nearest
+from fornax.serving.lifecycle.plan import Plan, Situation
+from fornax.serving.lifecycle.shadow import Shadowing
+from fornax.serving.lifecycle.states import Failure, IndexEntry, Instance, Source, State
+from fornax.serving.repository import Bundle, ModelFolder, version_number
+from fornax.serving.settings import ModelSettings
+
+__all__ = ["Model"]
+
+
+class Model:
+    """What is known of a model, changed in the event loop's thread only.
+
+    `routes` is what a request meets: it changes whole, in one step, so that each request is
+    accepted by one copy of one version, which answers it whatever happens meanwhile.
+    """
+
+    def __init__(self, folder: ModelFolder, *, follows_policy: bool):
+        self.name = folder.name
+        self.folder = folder
+        self.follows_policy = follows_policy
+        self.held: int | None = None
+        """A pin that could not be written to the repository."""
+        self.extra: frozenset[int] = frozenset()
+        self.stopped: frozenset[int] = frozenset()
+        self.lingering: frozenset[int] = frozenset()
+        self.serving: dict[int, Instance] = {}
+        self.loading: dict[int, Source] = {}
+        self.draining: list[Instance] = []
+        self.failures: dict[int, Failure] = {}
+        self.bundles: dict[int, Bundle] = {}
+        """What the folders of versions held when they were last looked at."""
+        self.gone = False
+        """Whether its folder is no longer there."""
+        self.plan = Plan()
+        self.default: Instance | None = None
+        self.routes: dict[str, Instance] = {}
+        self.shadowing: Shadowing | None = None
+
+    @property
+    def settings(self) -> ModelSettings:
+        """The last that could be read."""
+        return self.folder.settings
+
+    @property
+    def pin(self) -> int | None:
+        """The version at which a rollback holds the model."""
+        return self.folder.pin if self.held is None else self.held
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it is in memory or on its way there."""
+        return not (self.serving or self.loading or self.draining)
+
+    @property
+    def to_serve(self) -> bool:
+        """Whether there is something that should be served."""
+        return self.follows_policy and bool(self.folder.versions or self.folder.problem)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether a version was refused because it does not fit."""
+        return any(f.code is ServingCode.RESOURCE_EXHAUSTED for f in self.failures.values())
+
+    def see(self, folder: ModelFolder | None) -> None:
+        """Take in what its folder looks like now; None: it is gone."""
+        self.gone = folder is None
+        self.bundles = {}
+        if folder is None:
+            folder = ModelFolder(self.name, self.folder.path, settings=self.settings)
+            self.lingering = frozenset()
+        elif folder.problem:
+            was = self.folder
+            folder = ModelFolder(
+                self.name, folder.path, was.settings, versions=was.versions,
+                refused=was.refused, pin=was.pin, problem=folder.problem,
+            )  # fmt: skip
+        else:
+            before = self.folder.versions
+            self.lingering = frozenset(
+                v for v in self.serving if v in before and v not in folder.versions
+            )
+        self.folder = folder
+
+    def situation(self, root: Path, epoch: int) -> Situation:
+        """A copy of what a plan is made of."""
+        return Situation(
+            root=root,
+            folder=self.folder,
+            pin=self.pin,
+            follows_policy=self.follows_policy,
+            extra=self.extra,
+            stopped=self.stopped,
+            lingering=self.lingering,
+            serving={version: each.source for version, each in self.serving.items()},
+            loading=dict(self.loading),
+            failures=dict(self.failures),
+            bundles=dict(self.bundles),
+            epoch=epoch,
+        )
+
+    def to_retire(self) -> list[Instance]:
+        """Copies that the plan has no use for, once what replaces them is ready.
+
+        While a wanted version is on its way, or none of those selected could be loaded, the ones
+        that served before go on.
+        """
+        plan = self.plan
+        selected = plan.choice.selected
+        replaced = not selected or any(v in self.serving for v in selected if v in plan.wanted)
+        if selected and not (plan.wanted & set(selected)):
+            replaced = True  # all that the policy picks were unloaded by hand
+        settled = not any(v in self.loading for v in plan.wanted)
+        unwanted = [each for v, each in self.serving.items() if v not in plan.wanted]
+        return [each for each in unwanted if (settled and replaced) or each.version in self.stopped]
+
+    def reroute(self) -> None:
+        """Make the routes anew from what is ready; call after every change."""
+        choice = self.plan.choice
+        ready = {v: each for v, each in self.serving.items() if v not in self.stopped}
+        default = next((v for v in choice.selected if v in ready), None)
+        if default is None:
+            others = [v for v in ready if v not in choice.labelled and v != choice.shadow]
+            default = max(others, default=None)
+        self.default = None if default is None else ready[default]
+        routes = {str(v): each for v, each in ready.items()}
+        for label, version in self.settings.labels.items():
+            if version in ready:
+                routes[label] = ready[version]
+        if self.default is not None:
+            routes[""] = self.default
+        self.routes = routes
+        self._shadow(None if choice.shadow is None else ready.get(choice.shadow))
+
+    def _shadow(self, target: Instance | None) -> None:
+        settings, current = self.settings.shadow, self.shadowing
+        if settings is None or target is None or self.default is None:
+            if current is not None:
+                current.stop()
+            return
+        same = current is not None and current.compares(self.default, target, settings)
+        if not same:
+            if current is not None:
+                current.stop()
+            self.shadowing = Shadowing(self.name, self.default, target, settings)
+
+    def refusal(self, version: str) -> ServingError:
+        """Why a request for a version, label or the default (empty) finds no route."""
+        if not version:
+            return self._unavailable(f"{self.name} has no version ready", self._first_reason())
+        if version in self.settings.labels:
+            number = self.settings.labels[version]
+            what = f"label {version} of {self.name} is version {number}, which is not ready"
+            return self._unavailable(what, self.reason(number))
+        number = version_number(version)
+        reason = "" if number is None else self.reason(number)
+        if reason:
+            return self._unavailable(f"version {version} of {self.name} is not ready", reason)
+        served = sorted(key for key in self.routes if key)
+        guess = nearest(version, [key for key in served if not key.isdigit()])
+        hint = f"; did you mean {guess}?" if guess else ""
+        return ServingError(
+            ServingCode.NOT_FOUND,
+            f"{self.name} has no version {version!r} served{hint or '; '}"
+            f"{'' if hint else 'it has ' + (', '.join(served) or 'none')}",
+        )
+
+    @staticmethod
+    def _unavailable(what: str, reason: str) -> ServingError:
+        return ServingError(ServingCode.UNAVAILABLE, f"{what}: {reason}" if reason else what)
+
+    def _first_reason(self) -> str:
+        entries = self.index()
+        reasons = (f"version {e.version}: {e.reason}" if e.version else e.reason for e in entries)
+        return next((text for text, e in zip(reasons, entries, strict=True) if e.reason), "")
+
+    def reason(self, version: int) -> str:
+        """Why a version is not served, or not as its folder has it now; empty: nothing to say."""
+        if version in self.loading:
+            return "it is loading"
+        if version in self.stopped:
+            return "it was unloaded by request; load it to serve it again"
+        if version in self.plan.choice.withheld:
+            where = "in this server's memory alone" if self.held is not None else "by pin.json"
+            return f"withheld: a rollback holds the model at version {self.pin}, {where}"
+        if version in self.plan.waiting:
+            return f"waiting for its files: {self.plan.waiting[version]}"
+        if (failure := self.failures.get(version)) is not None:
+            return failure.reason
+        if any(each.version == version for each in self.draining):
+            return "it is unloading"
+        return ""
+
+    def index(self) -> list[IndexEntry]:
+        """Its versions that are served, on their way, or cannot be served, highest first."""
+        numbers = (
+            self.serving.keys() | self.loading.keys() | self.plan.wanted | self.plan.waiting.keys()
+            | self.failures.keys() | self.stopped | self.plan.choice.withheld
+            | {each.version for each in self.draining}
+        )  # fmt: skip
+        entries = [self._entry(version) for version in sorted(numbers, reverse=True)]
+        entries += [
+            IndexEntry(self.name, name, State.UNAVAILABLE.value, reason)
+            for name, reason in self.folder.refused.items()
+        ]
+        if self.folder.problem:
+            state = State.UNAVAILABLE.value
+            entries.insert(0, IndexEntry(self.name, "", state, self.folder.problem))
+        if not entries:
+            there = (
+                "none of its versions is loaded" if self.folder.versions else "it has no version"
+            )
+            entries = [IndexEntry(self.name, "", State.UNAVAILABLE.value, there)]
+        return entries
+
+    def _entry(self, version: int) -> IndexEntry:
+        reason = self.reason(version)
+        if version in self.serving and version not in self.stopped:
+            state = State.READY
+            if reason:
+                reason = f"the copy in memory goes on; of the one in the repository: {reason}"
+        elif version in self.loading:
+            state, reason = State.LOADING, ""
+        elif any(each.version == version for each in self.draining):
+            state = State.UNLOADING
+        else:
+            state = State.UNAVAILABLE
+        return IndexEntry(self.name, str(version), state.value, reason)
+
+    def instances(self) -> Iterator[Instance]:
+        """Every copy in memory, those that only finish what they accepted last."""
+        yield from self.serving.values()
+        yield from self.draining

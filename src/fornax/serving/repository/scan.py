@@ -1,0 +1,154 @@
+"""What lies in a repository of models: `<name>/<version>/`, `serving.yaml`, `pin.json`."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fornax.config import ConfigError, FornaxError, ServingCode, ServingError, from_yaml, nearest
+from fornax.config.text import read_yaml
+from fornax.serving.repository.files import read_small
+from fornax.serving.repository.names import inside, name_problem, printable, version_number
+from fornax.serving.repository.pins import read_pin
+from fornax.serving.settings import ModelSettings
+
+__all__ = ["SETTINGS_FILE", "ModelFolder", "scan", "scan_model"]
+
+SETTINGS_FILE = "serving.yaml"
+_SETTINGS_LIMIT = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """A model as its folder describes it; nothing in a version's folder was looked at."""
+
+    name: str
+    path: Path
+    settings: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    """Of a model whose versions are bundles."""
+    type: str = "bundle"
+    """What serving.yaml says it is; `bundle` without one."""
+    entry: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What serving.yaml says besides the type, where the type is another than `bundle`."""
+    versions: Mapping[int, Path] = dataclasses.field(default_factory=dict)
+    """Real folders by number."""
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Folders that can be no version, and why."""
+    pin: int | None = None
+    problem: str = ""
+    """What is wrong with the model as a whole; then nothing about it changes until it is mended."""
+
+
+def scan(
+    root: str | os.PathLike[str], types: frozenset[str] = frozenset()
+) -> dict[str, ModelFolder]:
+    """Every model of a repository, by name; `types` are those served beside bundles.
+
+    Names that begin with a dot are passed over: so are called files that are not finished.
+
+    Raises:
+      ServingError: the repository cannot be listed.
+    """
+    real = _real(root)
+    try:
+        with os.scandir(real) as entries:
+            names = sorted(e.name for e in entries if e.name[0] != "." and e.is_dir())
+    except OSError as error:
+        raise _unreadable(root, error) from error
+    return {printable(name): _model(real, name, types) for name in names}
+
+
+def scan_model(
+    root: str | os.PathLike[str], name: str, types: frozenset[str] = frozenset()
+) -> ModelFolder | None:
+    """One model of a repository; None where there is no such folder.
+
+    Raises:
+      ServingError: the name is none, or the repository cannot be read.
+    """
+    if problem := name_problem(name):
+        raise ServingError(ServingCode.INVALID_ARGUMENT, problem)
+    real = _real(root)
+    return _model(real, name, types) if (real / name).is_dir() else None
+
+
+def _real(root: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(os.path.realpath(root, strict=True))
+    except OSError as error:
+        raise _unreadable(root, error) from error
+
+
+def _unreadable(root: str | os.PathLike[str], error: OSError) -> ServingError:
+    return ServingError(
+        ServingCode.UNAVAILABLE,
+        f"the repository {os.fspath(root)} cannot be read: {error.strerror or error}; "
+        "models stay as they are",
+    )
+
+
+def _model(root: Path, name: str, types: frozenset[str]) -> ModelFolder:
+    path = root / name
+    if problem := name_problem(name):
+        return ModelFolder(printable(name), path, problem=problem)
+    real = inside(root, path)
+    if real is None:
+        return ModelFolder(
+            name, path, problem="its folder is a link that leads out of the repository; move it in"
+        )
+    try:
+        versions, refused = _versions(root, real)
+        kind, settings, entry = _settings(root, real, types)
+        held = read_pin(root, real)
+    except FornaxError as error:
+        return ModelFolder(name, real, problem=str(error))
+    except OSError as error:
+        return ModelFolder(name, real, problem=f"its folder cannot be read: {error}")
+    return ModelFolder(
+        name, real, settings, type=kind, entry=entry, versions=versions, refused=refused, pin=held
+    )
+
+
+def _versions(root: Path, folder: Path) -> tuple[dict[int, Path], dict[str, str]]:
+    versions: dict[int, Path] = {}
+    refused: dict[str, str] = {}
+    with os.scandir(folder) as entries:
+        found = sorted((e.name, e.is_dir()) for e in entries if e.name[0] != ".")
+    for name, is_folder in found:
+        number = version_number(name)
+        if number is None:
+            if is_folder:
+                refused[printable(name)] = "not a version; name its folder with a number from 1"
+        elif (real := inside(root, folder / name)) is None:
+            refused[name] = "its folder is a link that leads out of the repository; move it in"
+        elif is_folder:
+            versions[number] = real
+        else:
+            refused[name] = "a file, not the folder of a version"
+    return versions, refused
+
+
+def _settings(
+    root: Path, folder: Path, types: frozenset[str]
+) -> tuple[str, ModelSettings, Mapping[str, Any]]:
+    path = folder / SETTINGS_FILE
+    try:
+        text = read_small(root, path, _SETTINGS_LIMIT).decode()
+    except FileNotFoundError:
+        return "bundle", ModelSettings(), {}
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}; save it as UTF-8") from error
+    source = str(path)
+    value, _ = read_yaml(text, source)
+    kind = value.get("type", "bundle") if isinstance(value, Mapping) else "bundle"
+    if kind == "bundle":
+        return "bundle", from_yaml(ModelSettings, text, source=source), {}
+    if kind not in types:
+        known = ["bundle", *sorted(types)]
+        guess = nearest(str(kind), known)
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(
+            f"{source}: type={kind} is none; {hint}this server has {', '.join(known)}"
+        )
+    return kind, ModelSettings(), {key: each for key, each in value.items() if key != "type"}
