@@ -37,9 +37,9 @@ def _cheapest(buckets: Sequence[int], most: int, seconds: Mapping[int, float]) -
     total, first = [0.0], [0]
     for rows in range(1, most + 1):
         best, take = seconds[buckets[bisect_left(buckets, rows)]], rows
-        for full in buckets:
+        for full in reversed(buckets):
             if full >= rows:
-                break
+                continue
             cost = seconds[full] + total[rows - full]
             if cost < best:
                 best, take = cost, full
