@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 from fornax.export.spec import Signature, Spec, TensorSpec
 
 if TYPE_CHECKING:
-    from fornax.export.bundle import Bundle, Loaded, load, open_bundle
+    from fornax.export.bundle import Bundle, open_bundle
+    from fornax.export.golden import GoldenArrays, Report
     from fornax.export.layout import OnMesh
+    from fornax.export.loaded import Loaded, load
+    from fornax.export.manifest import Manifest, Tolerance
     from fornax.export.placement import OneDevice, Placement
     from fornax.export.program import Memory, Program
     from fornax.export.safetensors_map import Tensor, read_safetensors
@@ -19,16 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bundle",
+    "GoldenArrays",
     "Loaded",
+    "Manifest",
     "Memory",
     "OnMesh",
     "OneDevice",
     "Placement",
     "Program",
+    "Report",
     "Signature",
     "Spec",
     "Tensor",
     "TensorSpec",
+    "Tolerance",
     "Weights",
     "load",
     "open_bundle",
@@ -38,15 +45,19 @@ __all__ = [
 
 _ROOMS = {
     "Bundle": "bundle",
-    "Loaded": "bundle",
+    "GoldenArrays": "golden",
+    "Loaded": "loaded",
+    "Manifest": "manifest",
     "Memory": "program",
     "OnMesh": "layout",
     "OneDevice": "placement",
     "Placement": "placement",
     "Program": "program",
+    "Report": "golden",
     "Tensor": "safetensors_map",
+    "Tolerance": "manifest",
     "Weights": "weights",
-    "load": "bundle",
+    "load": "loaded",
     "open_bundle": "bundle",
     "read_safetensors": "safetensors_map",
     "save": "seal",

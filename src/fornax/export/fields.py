@@ -1,5 +1,6 @@
 """Strict reading of a manifest's JSON: each field has its type, none is unknown or missing."""
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -141,7 +142,7 @@ class Fields:
         """Ascending whole numbers under a limit."""
         found = self.items(key)
         whole = all(type(v) is int and 0 <= v < below for v in found)
-        if not whole or any(b <= a for a, b in zip(found, found[1:], strict=False)):
+        if not whole or any(b <= a for a, b in itertools.pairwise(found)):
             raise self.wrong(key, f"not ascending below {below}")
         return tuple(found)
 

@@ -80,7 +80,10 @@ class Golden:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Function:
-    """A function of the bundle."""
+    """A function of the bundle.
+
+    `tolerance` holds by output on the golden run's platform, `elsewhere` on the others.
+    """
 
     signature: Signature
     weights: tuple[str, ...]
@@ -88,6 +91,7 @@ class Function:
     x64: bool
     constraints: tuple[str, ...]
     tolerance: Mapping[str, Tolerance]
+    elsewhere: Mapping[str, Tolerance]
     golden: Golden | None
 
 
@@ -162,6 +166,7 @@ def _function_out(f: Function) -> dict[str, Any]:
                 "shape": list(o.shape),
                 "dtype": o.dtype,
                 "tolerance": dataclasses.asdict(f.tolerance[o.name]),
+                "elsewhere": dataclasses.asdict(f.elsewhere[o.name]),
             }
             for o in s.outputs.values()
         ],
@@ -273,7 +278,7 @@ _INPUT = "name shape dtype pad lengths axes low high"
 
 
 def _function_in(f: Fields, weights: Mapping[str, Weight], files: Mapping[str, File]) -> Function:
-    signature, tolerance = _signature_in(f)
+    signature, tolerance, elsewhere = _signature_in(f)
     used = f.names("weights", among=tuple(weights))
     count = len(used) + len(signature.arguments)
     programs = {
@@ -294,11 +299,14 @@ def _function_in(f: Fields, weights: Mapping[str, Weight], files: Mapping[str, F
         x64=f.flag("x64"),
         constraints=tuple(f.strings("constraints")),
         tolerance=tolerance,
+        elsewhere=elsewhere,
         golden=_golden_in(f, signature, files),
     )
 
 
-def _signature_in(f: Fields) -> tuple[Signature, dict[str, Tolerance]]:
+def _signature_in(
+    f: Fields,
+) -> tuple[Signature, dict[str, Tolerance], dict[str, Tolerance]]:
     inputs: dict[str, TensorSpec] = {}
     for i in f.records("inputs", _INPUT):
         spec = i.input_spec()
@@ -308,15 +316,17 @@ def _signature_in(f: Fields) -> tuple[Signature, dict[str, Tolerance]]:
     dims = {size for spec in inputs.values() for size in spec.shape if isinstance(size, str)}
     outputs: dict[str, TensorSpec] = {}
     tolerance: dict[str, Tolerance] = {}
-    for o in f.records("outputs", "name shape dtype tolerance"):
+    elsewhere: dict[str, Tolerance] = {}
+    for o in f.records("outputs", "name shape dtype tolerance elsewhere"):
         name = o.text("name")
         if name in outputs:
             raise o.wrong("name", "named twice")
         outputs[name] = TensorSpec(
             name=name, shape=o.sizes("shape", dims), dtype=o.tensor_dtype("dtype")
         )
-        t = o.inner("tolerance", "relative absolute")
-        tolerance[name] = Tolerance(relative=t.number("relative"), absolute=t.number("absolute"))
+        for key, table in (("tolerance", tolerance), ("elsewhere", elsewhere)):
+            t = o.inner(key, "relative absolute")
+            table[name] = Tolerance(relative=t.number("relative"), absolute=t.number("absolute"))
     batch = f.optional_text("batch")
     if batch is not None and batch not in dims:
         raise f.wrong("batch", "no dimension of the inputs")
@@ -339,7 +349,7 @@ def _signature_in(f: Fields) -> tuple[Signature, dict[str, Tolerance]]:
         if argument in inputs:
             raise f.wrong("inputs", f"{argument!r} is both an input and lengths of {of!r}")
         signature.measured(of)
-    return signature, tolerance
+    return signature, tolerance, elsewhere
 
 
 def _golden_in(f: Fields, signature: Signature, files: Mapping[str, File]) -> Golden | None:

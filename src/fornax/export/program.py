@@ -1,4 +1,4 @@
-"""A function compiled for one bucket: arrays of exactly its sizes in, arrays out, in microseconds."""
+"""A function compiled for one bucket: arrays of exactly its sizes in, arrays out, at once."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,25 +1,27 @@
-"""Sealing a function: trace it, write what it needs, check it by running it, rename into place."""
+"""Sealing functions: traced, written, checked by running them, renamed into place."""
 
-import itertools
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
 import fornax
 from fornax.config.errors import BundleError
-from fornax.export import _exported, fields, files, manifest, weights
-from fornax.export.manifest import Function, Manifest, Program, Tolerance
+from fornax.export import _exported, files, manifest, trial, weights
+from fornax.export.declare import LEADING, Buckets, declare_all
+from fornax.export.manifest import PLATFORMS, Function, Manifest, Program, Tolerance
 from fornax.export.modules import take_apart, weight_axes
-from fornax.export.spec import Signature, Spec
-from fornax.export.trace import Traced, flat_function, trace
+from fornax.export.spec import Spec
+from fornax.export.trace import Traced, flat_function, is_x64, trace, x64
+from fornax.export.trial import Trial
 
 __all__ = ["save"]
 
-Buckets = Mapping[str, Sequence[int]] | Sequence[Mapping[str, int]]
-_LEADING = "the dimension that leads every input"
+_Process = Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
 
 
 def save(
@@ -29,111 +31,146 @@ def save(
     *,
     inputs: Mapping[str, Mapping[str, Spec]],
     buckets: Buckets | None = None,
-    batch: str | None = _LEADING,
+    batch: str | None = LEADING,
     exact: Sequence[str] = (),
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
-    preprocess: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
-    postprocess: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+    preprocess: _Process = None,
+    postprocess: _Process = None,
+    golden: Mapping[str, Mapping[str, Any]] | None = None,
+    tolerance: float | Tolerance | Mapping[str, float | Tolerance] | None = None,
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    executables: bool = False,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    check: bool = True,
+    seed: int = 0,
 ) -> Manifest:
-    """Write a bundle of `functions`, each `fn(params, **inputs) -> {name: array}`."""
+    """Seal functions and their weights in a directory that needs none of their code.
+
+    Each function is run before it is sealed, on this machine: its rows must not depend on their
+    neighbours nor its results on padding, its outputs must be finite, and what is sealed must give
+    what the function gives.
+
+    Args:
+      path: the bundle's directory; it appears whole or not at all.
+      functions: by name, each `fn(params, **inputs) -> {name: array}`. The first one is the
+        default of a server.
+      params: what the functions take first: an NNX module, Linen variables or any pytree.
+      inputs: specs by function and input.
+      buckets: the sizes to compile for, by symbolic dimension (all combinations), or a list of
+        combinations such as `{"b": 8, "t": 64}`.
+      batch: the dimension of rows, by default the one that leads every input; None: none, so that
+        a request is run alone.
+      exact: dimensions that are never padded: requests must have a bucket's size.
+      platforms: of cpu, cuda, rocm, tpu.
+      preprocess: `(**inputs) -> dict` of arrays that the function takes instead; or by function.
+      postprocess: `(**outputs) -> dict` of arrays that the bundle gives instead; or by function.
+      golden: inputs to run at save and at every load, by function; generated where not given.
+      tolerance: how far golden outputs may be off at load, for all outputs or by output; by
+        default what their dtype allows, and more on another platform.
+      axes: logical axes of parameters by path or pattern, laid on a mesh at load.
+      executables: whether to add the programs compiled here, which a loader uses only when it is
+        told to trust them.
+      metadata: anything that JSON holds; kept, not used.
+      overwrite: whether an existing bundle may be replaced.
+      check: whether to run the functions; without, the bundle has no golden outputs either.
+      seed: of the generated inputs.
+
+    Raises:
+      BundleError: what cannot be sealed, why, and what to do instead.
+    """
     path = Path(path)
-    if not functions:
-        raise BundleError("save was given no functions; name one, as in {'predict': fn}")
+    _check_platforms(platforms)
+    signatures = declare_all(tuple(functions), inputs, buckets, batch, exact)
+    _known("golden", golden, signatures)
+    for what, given in (("preprocess", preprocess), ("postprocess", postprocess)):
+        _known(what, given if isinstance(given, Mapping) else None, signatures)
     parts = take_apart(params)
-    arrays = {name: _array(leaf) for name, leaf in parts.params.items()}
+    wide = any(is_x64(s) for s in signatures.values())
+    arrays = {name: _array(leaf, wide) for name, leaf in parts.params.items()}
     named = weight_axes(arrays, parts.axes, axes or {})
-    traced = {}
+    flats, traced = {}, {}
     for name, fn in functions.items():
-        signature = _signature(name, inputs, buckets, batch, exact)
         names: list[str] = []
-        whole = flat_function(
+        flats[name] = flat_function(
             parts.bind(fn, name),
-            signature,
+            signatures[name],
             tuple(arrays),
             _one(preprocess, name),
             _one(postprocess, name),
             names,
         )
-        traced[name] = trace(whole, signature, arrays, names, platforms)
+        traced[name] = trace(flats[name], signatures[name], arrays, names, platforms)
     used = {name for t in traced.values() for name in t.weights}
-    stored = {
-        name: weights.describe(array, named.get(name))
-        for name, array in arrays.items()
-        if name in used
-    }
+    stored = {n: weights.describe(a, named.get(n)) for n, a in arrays.items() if n in used}
+    _check_outputs(tolerance, traced)
     with files.new_directory(path, overwrite=overwrite) as work:
-        records = {}
-        for name, t in traced.items():
-            records[name] = _write_function(work, t)
-        weights.write(work, arrays, stored)
         found = Manifest(
             platforms=tuple(platforms),
             versions=_versions(next(iter(traced.values()))),
-            functions=records,
+            functions={name: _write_function(work, t) for name, t in traced.items()},
             weights=stored,
             executables=(),
             metadata=dict(metadata or {}),
-            files=_measured(work),
+            files={},
         )
-        (work / files.MANIFEST).write_bytes(manifest.to_json(found))
+        if check:
+            ran = {
+                name: trial.run(
+                    Trial(work, found, name, flats[name], arrays),
+                    given_inputs=(golden or {}).get(name),
+                    tolerance=tolerance,
+                    seed=seed,
+                )
+                for name in functions
+            }
+            found = dataclasses.replace(found, functions=ran)
+        elif golden:
+            raise BundleError("golden inputs need to be run, and check=False; drop one of the two")
+        weights.write(work, arrays, stored)
+        found = dataclasses.replace(found, files=_measured(work))
+        data = manifest.to_json(found)
+        manifest.from_json(data, str(path / files.MANIFEST))
+        (work / files.MANIFEST).write_bytes(data)
     return found
 
 
-def _array(leaf: Any) -> Any:
+def _check_platforms(platforms: Sequence[str]) -> None:
+    wrong = [p for p in platforms if p not in PLATFORMS]
+    if isinstance(platforms, str) or not platforms or wrong or len(set(platforms)) < len(platforms):
+        raise BundleError(
+            f"platforms={platforms!r} is no sequence of different names of {', '.join(PLATFORMS)}"
+        )
+
+
+def _known(what: str, given: Mapping[str, Any] | None, functions: Mapping[str, Any]) -> None:
+    for name in given or {}:
+        if name not in functions:
+            raise BundleError(
+                f"{what} names {name!r}, and the functions are {', '.join(functions)}"
+            )
+
+
+def _check_outputs(tolerance: Any, traced: Mapping[str, Traced]) -> None:
+    if isinstance(tolerance, Mapping):
+        outputs = {o for t in traced.values() for o in t.signature.outputs}
+        for name in tolerance:
+            if name not in outputs:
+                raise BundleError(
+                    f"tolerance names {name!r}, and the outputs are {', '.join(sorted(outputs))}"
+                )
+
+
+def _array(leaf: Any, wide: bool) -> Any:
     if isinstance(leaf, jax.Array):
         return leaf
     array = np.asarray(leaf)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    with x64(wide):
+        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
-def _one(given: Any, name: str) -> Callable[..., Any] | None:
+def _one(given: _Process, name: str) -> Callable[..., Any] | None:
     return given.get(name) if isinstance(given, Mapping) else given
-
-
-def _signature(
-    name: str,
-    inputs: Mapping[str, Mapping[str, Spec]],
-    buckets: Buckets | None,
-    batch: str | None,
-    exact: Sequence[str],
-) -> Signature:
-    if name not in inputs:
-        raise BundleError(f"inputs has no specs for function {name!r}; it has {', '.join(inputs)}")
-    specs = {key: fields.named(key, spec) for key, spec in inputs[name].items()}
-    leading = {spec.shape[0] if spec.shape else None for spec in specs.values()}
-    if batch == _LEADING:
-        only = next(iter(leading)) if len(leading) == 1 else None
-        batch = only if isinstance(only, str) else None
-    bare = Signature(name=name, inputs=specs, outputs={}, batch=batch, exact=(), shapes=())
-    return Signature(
-        name=name,
-        inputs=specs,
-        outputs={},
-        batch=batch,
-        exact=tuple(d for d in exact if d in bare.dims),
-        shapes=_shapes(name, bare.dims, buckets),
-    )
-
-
-def _shapes(
-    name: str, dims: tuple[str, ...], buckets: Buckets | None
-) -> tuple[dict[str, int], ...]:
-    if buckets is None:
-        buckets = {}
-    if isinstance(buckets, Mapping):
-        missing = [d for d in dims if not buckets.get(d)]
-        if missing:
-            raise BundleError(
-                f"{name!r} has the symbolic dimension {missing[0]!r} and buckets has no sizes for "
-                f"it; pass buckets={{{missing[0]!r}: [1, 8, 32], …}}"
-            )
-        sizes = [sorted(set(buckets[d])) for d in dims]
-        return tuple(dict(zip(dims, point, strict=True)) for point in itertools.product(*sizes))
-    found = {tuple(shape[d] for d in dims): None for shape in buckets}
-    return tuple(dict(zip(dims, point, strict=True)) for point in found)
 
 
 def _write_function(work: Path, t: Traced) -> Function:
@@ -148,20 +185,20 @@ def _write_function(work: Path, t: Traced) -> Function:
             calling_convention=t.calling_convention,
             uses_global_constants=t.uses_global_constants[platform],
         )
+    nothing = dict.fromkeys(t.signature.outputs, Tolerance(relative=0.0, absolute=0.0))
     return Function(
         signature=t.signature,
         weights=t.weights,
         programs=programs,
         x64=t.x64,
         constraints=t.constraints,
-        tolerance={name: Tolerance(relative=1e-4, absolute=1e-5) for name in t.signature.outputs},
+        tolerance=nothing,
+        elsewhere=nothing,
         golden=None,
     )
 
 
 def _versions(t: Traced) -> dict[str, str]:
-    import jaxlib
-
     module = next(iter(t.modules.values()))
     return {
         "fornax": fornax.__version__,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 from jax import export
 
 from fornax.config.errors import BundleError
-from fornax.export import _exported
+from fornax.export import _exported, expressions
 from fornax.export.dtypes import TENSORS, is_wide, numpy_dtype
 from fornax.export.spec import Signature, TensorSpec
 
-__all__ = ["Traced", "flat_function", "trace", "x64"]
+__all__ = ["Traced", "abstract_argument", "flat_function", "is_x64", "trace", "x64"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,8 @@ class Traced:
 
 
 def x64(wanted: bool) -> contextlib.AbstractContextManager[Any]:
-    """64-bit types for this thread, or what the process has."""
-    return jax.enable_x64(True) if wanted else contextlib.nullcontext()
+    """64-bit types, or none, for this thread whatever the process has."""
+    return jax.enable_x64(wanted)
 
 
 def flat_function(
@@ -46,7 +47,7 @@ def flat_function(
 ) -> Callable[..., tuple[Any, ...]]:
     """A function of arrays in order (weights, inputs, lengths) to a tuple of outputs.
 
-    `fn` takes the weights by the names in `params`. Tracing it fills `names` with the outputs' names.
+    `fn` takes the weights by the names in `params`. Tracing it fills `names` with its outputs'.
     """
     count = len(params)
 
@@ -91,31 +92,31 @@ def trace(
       BundleError: when the function cannot be traced with open dimensions, or calls code that
         no other version of jax is promised to have.
     """
-    wide = any(is_wide(spec.dtype) for spec in signature.arguments) or jax.config.jax_enable_x64
+    wide = is_x64(signature)
     with x64(wide):
+        constraints: tuple[str, ...] = ()
         try:
-            exports, constraints = _lower(flat, signature, weights, platforms, ()), ()
-        except BundleError:
-            raise
-        except Exception as error:
-            if "InconclusiveDimensionOperation" not in type(error).__name__:
-                raise
+            used, exports = _lower(flat, signature, weights, platforms, constraints)
+        except jax.core.InconclusiveDimensionOperation as error:
             constraints = _known(signature)
-            exports = _again(flat, signature, weights, platforms, constraints, error)
+            used, exports = _again(flat, signature, weights, platforms, constraints, error)
     first = next(iter(exports.values()))
-    used = sorted({i for e in exports.values() for i in e.module_kept_var_idx if i < len(weights)})
-    arguments = range(len(weights), len(weights) + len(signature.arguments))
-    renumbered = {old: new for new, old in enumerate((*used, *arguments))}
     return Traced(
         signature=dataclasses.replace(signature, outputs=_outputs(signature, first, names)),
-        weights=tuple(name for i, name in enumerate(weights) if i in set(used)),
-        modules={p: _exported.portable(bytes(e.mlir_module_serialized)) for p, e in exports.items()},
-        kept={p: tuple(renumbered[i] for i in e.module_kept_var_idx) for p, e in exports.items()},
+        weights=used,
+        modules={p: bytes(e.mlir_module_serialized) for p, e in exports.items()},
+        kept={p: tuple(e.module_kept_var_idx) for p, e in exports.items()},
         calling_convention=first.calling_convention_version,
         uses_global_constants={p: e.uses_global_constants for p, e in exports.items()},
-        constraints=tuple(constraints),
+        constraints=constraints,
         x64=wide,
     )
+
+
+def is_x64(signature: Signature) -> bool:
+    """Whether a function is traced with 64-bit types: an input has one, or the process does."""
+    wide = any(is_wide(spec.dtype) for spec in signature.arguments)
+    return wide or bool(jax.config.read("jax_enable_x64"))
 
 
 def _known(signature: Signature) -> tuple[str, ...]:
@@ -131,6 +132,9 @@ def _known(signature: Signature) -> tuple[str, ...]:
     return tuple(found)
 
 
+_Lowered = tuple[tuple[str, ...], dict[str, export.Exported]]
+
+
 def _again(
     flat: Any,
     signature: Signature,
@@ -138,11 +142,11 @@ def _again(
     platforms: Sequence[str],
     constraints: tuple[str, ...],
     first: Exception,
-) -> dict[str, export.Exported]:
+) -> _Lowered:
     try:
         return _lower(flat, signature, weights, platforms, constraints)
-    except Exception as error:
-        reason = str(first).split("\n", 1)[0]
+    except jax.core.InconclusiveDimensionOperation as error:
+        reason = str(first).strip().split("\n", 1)[0]
         raise BundleError(
             f"{signature.name!r} decides something by the size of a dimension that is open "
             f"({', '.join(signature.dims)}): {reason}. Write it without that decision, or give "
@@ -156,13 +160,58 @@ def _lower(
     weights: Mapping[str, Any],
     platforms: Sequence[str],
     constraints: tuple[str, ...],
-) -> dict[str, export.Exported]:
+) -> _Lowered:
+    """The names of the weights that are used, and the function of these, by platform."""
     scope = export.SymbolicScope(constraints)
-    arguments = [
-        *(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights.values()),
-        *(abstract_argument(spec, scope) for spec in signature.arguments),
-    ]
-    return {platform: _lower_one(flat, signature, platform, arguments) for platform in platforms}
+    held = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights.values()]
+    inputs = [abstract_argument(spec, scope) for spec in signature.arguments]
+    jitted = jax.jit(flat)
+    traced = jitted.trace(*held, *inputs)
+    _refuse_callbacks(signature.name, traced.jaxpr.jaxpr)
+    used = _used(traced, len(held))
+    if len(used) < len(held):
+        jitted = jax.jit(_without(flat, held, used))
+        held = [held[i] for i in used]
+    names = tuple(weights)
+    return tuple(names[i] for i in used), {
+        platform: _lower_one(jitted, signature, platform, [*held, *inputs])
+        for platform in platforms
+    }
+
+
+def _refuse_callbacks(name: str, jaxpr: Any) -> None:
+    for eqn in jaxpr.eqns:
+        if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
+            raise BundleError(
+                f"{name!r} calls Python while it runs ({eqn.primitive.name}), and nothing in a "
+                "bundle runs Python; take callbacks and jax.debug.print out of what is exported"
+            )
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                _refuse_callbacks(name, getattr(value, "jaxpr", value))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+
+
+def _used(traced: Any, weights: int) -> list[int]:
+    jaxpr = traced.jaxpr.jaxpr
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    return [i for i, v in enumerate(jaxpr.invars[:weights]) if id(v) in read]
+
+
+def _without(flat: Any, held: list[Any], used: list[int]) -> Any:
+    """`flat` of the used weights only; nothing reads the zeros that stand for the others."""
+
+    def pruned(*arrays: Any) -> Any:
+        whole: list[Any] = [jax.numpy.zeros(w.shape, w.dtype) for w in held]
+        for at, i in enumerate(used):
+            whole[i] = arrays[at]
+        return flat(*whole, *arrays[len(used) :])
+
+    pruned.__name__ = pruned.__qualname__ = flat.__name__
+    return pruned
 
 
 def _lower_one(
@@ -176,10 +225,7 @@ def _lower_one(
             raise
         raise BundleError(_unstable(signature.name, platform, str(error))) from None
     if found.ordered_effects or found.unordered_effects:
-        raise BundleError(
-            f"{signature.name!r} has side effects (callbacks, prints), and nothing in a bundle "
-            "runs Python; take them out of the exported function"
-        )
+        raise BundleError(f"{signature.name!r} has side effects, which a bundle cannot have")
     if found.nr_devices != 1:
         raise BundleError(
             f"{signature.name!r} was traced over {found.nr_devices} devices; export the plain "
@@ -189,8 +235,6 @@ def _lower_one(
 
 
 def _unstable(name: str, platform: str, message: str) -> str:
-    import re
-
     targets = sorted(
         set(re.findall(r'call_target_name = "([^"]+)"|custom_call @([\w.$]+)', message))
     )
@@ -226,16 +270,15 @@ def _outputs(
 
 
 def _check_batch(signature: Signature, output: TensorSpec) -> None:
-    from fornax.export import expressions
-
     if signature.batch is None:
         return
     for axis, size in enumerate(output.shape):
-        if isinstance(size, str) and signature.batch in expressions.names(size):
-            if axis or size != signature.batch:
-                raise BundleError(
-                    f"output {output.name!r} of {signature.name!r} has shape "
-                    f"({', '.join(map(str, output.shape))}), so its rows are not the inputs' rows; "
-                    f"return the batch {signature.batch!r} as dimension 0 and nowhere else, or "
-                    "pass batch=None"
-                )
+        if not isinstance(size, str) or signature.batch not in expressions.names(size):
+            continue
+        if axis or size != signature.batch:
+            raise BundleError(
+                f"output {output.name!r} of {signature.name!r} has shape "
+                f"({', '.join(map(str, output.shape))}), so its rows are not the inputs' rows; "
+                f"return the batch {signature.batch!r} as dimension 0 and nowhere else, or pass "
+                "batch=None"
+            )

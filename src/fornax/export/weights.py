@@ -46,7 +46,7 @@ def describe(array: Any, axes: tuple[str | None, ...] | None) -> Weight:
     dtype = np.dtype(array.dtype).name
     numpy_dtype(dtype)
     itemsize = np.dtype(array.dtype).itemsize
-    native = dtype in _NATIVE or dtype.startswith(("int", "uint", "float")) and hasattr(np, dtype)
+    native = dtype in _NATIVE or (dtype.startswith(("int", "uint", "float")) and hasattr(np, dtype))
     chunks = _chunks(tuple(array.shape), itemsize)
     return Weight(
         shape=tuple(array.shape),
@@ -95,7 +95,7 @@ def write(root: Path, arrays: Mapping[str, Any], weights: Mapping[str, Weight]) 
             ).result()
             array = np.asarray(arrays[name])
             if weight.stored != weight.dtype:
-                array = array.reshape(array.shape + (1,)).view(np.uint8)
+                array = array.reshape((*array.shape, 1)).view(np.uint8)
             pending.append(store.write(array))
         for future in pending:
             future.result()

@@ -1,0 +1,185 @@
+"""Running a function at save: the checks, then golden inputs and what they gave."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+
+from fornax.config.errors import BundleError
+from fornax.export import buckets, checks, golden, tensors
+from fornax.export.bundle import Bundle
+from fornax.export.coerce import as_arrays
+from fornax.export.manifest import Function, Golden, Manifest, Tolerance
+from fornax.export.placement import OneDevice, platform_of
+from fornax.export.spec import Signature
+from fornax.export.trace import x64
+from fornax.export.weights import Weights
+
+__all__ = ["Trial", "run"]
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A function that is being sealed in `work`, as a program and as jax has it."""
+
+    work: Path
+    manifest: Manifest
+    name: str
+    flat: Callable[..., tuple[Any, ...]]
+    arrays: Mapping[str, Any]
+
+    @cached_property
+    def record(self) -> Function:
+        """What the manifest says of it so far."""
+        return self.manifest.functions[self.name]
+
+    @cached_property
+    def platform(self) -> str:
+        """Where it is tried."""
+        return platform_of(OneDevice())
+
+    @cached_property
+    def _weights(self) -> Weights:
+        device = OneDevice().devices[0]
+        with x64(self.record.x64):
+            return Weights({n: jax.device_put(self.arrays[n], device) for n in self.record.weights})
+
+    @cached_property
+    def _bundle(self) -> Bundle:
+        return Bundle(self.work, self.manifest, hashes=False, weights_checked=True)
+
+    @cached_property
+    def _programs(self) -> dict[tuple[int, ...], Any]:
+        return {}
+
+    def sealed(self, dims: Mapping[str, int], inputs: Arrays) -> dict[str, np.ndarray]:
+        """Run what was sealed; on a platform that it was not sealed for, the function itself."""
+        if self.platform not in self.record.programs:
+            return self.original(dims, inputs)
+        key = tuple(dims.values())
+        if key not in self._programs:
+            self._programs[key] = self._bundle.compile(self.name, dims, self._weights)
+        return {n: np.asarray(v) for n, v in self._programs[key](inputs).items()}
+
+    def original(self, dims: Mapping[str, int], inputs: Arrays) -> dict[str, np.ndarray]:
+        """Run the function as jax would."""
+        del dims
+        record = self.record
+        with x64(record.x64):
+            outputs = jax.jit(self.flat)(
+                *self.arrays.values(), *(inputs[s.name] for s in record.signature.arguments)
+            )
+            return {
+                n: np.asarray(v) for n, v in zip(record.signature.outputs, outputs, strict=True)
+            }
+
+
+def run(
+    trial: Trial,
+    *,
+    given_inputs: Mapping[str, Any] | None,
+    tolerance: float | Tolerance | Mapping[str, float | Tolerance] | None,
+    seed: int,
+) -> Function:
+    """Check a function, write its golden file, and say what the manifest says of it.
+
+    Raises:
+      BundleError: for a function that a server must not have.
+    """
+    signature = trial.record.signature
+    dims, requests = _requests(signature, given_inputs, seed)
+    inputs = buckets.assemble(signature, dims, requests)
+    outputs = trial.sealed(dims, inputs)
+    checks.check_finite(signature, buckets.take(signature, dims, outputs, requests))
+    given = _given(signature, tolerance)
+    record = _write(trial, dims, requests, inputs, outputs)
+    allowed = {n: given.get(n) or _default(a, elsewhere=False) for n, a in outputs.items()}
+    _check_same(trial, record, allowed, outputs, inputs)
+    bucket = _bucket(signature)
+    checks.check_rows(signature, bucket, trial.sealed)
+    checks.check_padding(
+        signature, bucket, trial.sealed, given, open_sizes=not trial.record.constraints
+    )
+    return dataclasses.replace(
+        trial.record,
+        tolerance=allowed,
+        elsewhere={n: given.get(n) or _default(a, elsewhere=True) for n, a in outputs.items()},
+        golden=record,
+    )
+
+
+def _default(array: np.ndarray, *, elsewhere: bool) -> Tolerance:
+    return golden.default_tolerance(array, elsewhere=elsewhere)
+
+
+def _bucket(signature: Signature) -> Mapping[str, int]:
+    return golden.dims_for(signature)
+
+
+def _requests(
+    signature: Signature, given: Mapping[str, Any] | None, seed: int
+) -> tuple[Mapping[str, int], list[Arrays]]:
+    if given is None:
+        dims = golden.dims_for(signature)
+        return dims, list(golden.examples(signature, dims, seed))
+    request = as_arrays(signature, given)
+    own = buckets.measure(signature, request)
+    rows = own.get(signature.batch) if signature.batch else None
+    return buckets.choose(signature, rows, own), [request]
+
+
+def _given(
+    signature: Signature, tolerance: float | Tolerance | Mapping[str, float | Tolerance] | None
+) -> dict[str, Tolerance]:
+    if tolerance is None:
+        return {}
+    if not isinstance(tolerance, Mapping):
+        tolerance = dict.fromkeys(signature.outputs, tolerance)
+    return {
+        name: t if isinstance(t, Tolerance) else Tolerance(relative=float(t), absolute=float(t))
+        for name, t in tolerance.items()
+        if name in signature.outputs
+    }
+
+
+def _write(
+    trial: Trial,
+    dims: Mapping[str, int],
+    requests: list[Arrays],
+    inputs: Arrays,
+    outputs: Arrays,
+) -> Golden:
+    file = f"golden/{trial.name}.safetensors"
+    (trial.work / "golden").mkdir(exist_ok=True)
+    named = {f"input.{n}": a for n, a in inputs.items()}
+    named |= {f"output.{n}": a for n, a in outputs.items()}
+    (trial.work / file).write_bytes(tensors.pack(named))
+    return golden.record(
+        trial.record.signature, dims, requests, file, trial.platform, jaxlib.__version__
+    )
+
+
+def _check_same(
+    trial: Trial,
+    record: Golden,
+    allowed: Mapping[str, Tolerance],
+    outputs: Arrays,
+    inputs: Arrays,
+) -> None:
+    if trial.platform not in trial.record.programs:
+        return
+    original = trial.original(record.dims, inputs)
+    try:
+        golden.compare(trial.record.signature, record, allowed, outputs, original, trial.platform)
+    except BundleError as error:
+        raise BundleError(
+            f"what was sealed of {trial.name!r} gives other results than the function itself: "
+            f"{error}"
+        ) from None
