@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fornax.config import FornaxError, ServingCode, ServingError
 from fornax.serving.entry import Entry, EntryFactory
+from fornax.serving.entry_model import VERSION, EntryModel
 from fornax.serving.events import Events, StateChange
 from fornax.serving.lifecycle import IndexEntry, State
 from fornax.serving.repository import scan
@@ -15,52 +17,70 @@ from fornax.serving.types import InferRequest, InferResult
 
 __all__ = ["Entries"]
 
-_VERSION = "1"
 _log = logging.getLogger("fornax.serving")
 
 
 class Entries:
-    """The entries of a repository.
+    """The entries of a repository. One whose settings are wrong is listed with the reason.
 
     Raises:
       ServingError: the repository cannot be read.
-      FornaxError: an entry's settings are wrong.
     """
 
     def __init__(self, root: Path | None, factories: Mapping[str, EntryFactory], events: Events):
         self.entries: dict[str, Entry] = {}
+        self.models: dict[str, EntryModel] = {}
         self._events = events
         self._states: dict[str, State] = {}
         self._reasons: dict[str, str] = {}
+        self._broken: dict[str, str] = {}
         self._lock = asyncio.Lock()
         if root is None or not factories:
             return
         for name, folder in scan(root, frozenset(factories)).items():
             if folder.type in factories and not folder.problem:
-                self.entries[name] = factories[folder.type](name, folder.path, folder.entry)
-                self._states[name] = State.UNAVAILABLE
+                self._make(name, factories[folder.type], folder.path, folder.entry)
+
+    def _make(
+        self, name: str, factory: EntryFactory, path: Path, settings: Mapping[str, Any]
+    ) -> None:
+        try:
+            entry = factory(name, path, settings)
+        except FornaxError as error:
+            self._broken[name] = str(error)
+            return
+        self.entries[name], self.models[name] = entry, EntryModel(entry)
+        self._states[name] = State.UNAVAILABLE
 
     def ready(self) -> bool:
         """Whether all of them take requests, those unloaded by request apart."""
-        return all(
+        return not self._broken and all(
             each.ready() or self._reasons.get(name) == _UNLOADED
             for name, each in self.entries.items()
         )
 
     def index(self) -> list[IndexEntry]:
         """A line for each."""
-        return [self._line(name, each) for name, each in sorted(self.entries.items())]
+        lines = [self._line(name, each) for name, each in self.entries.items()]
+        for name, reason in self._broken.items():
+            lines.append(IndexEntry(name, VERSION, State.UNAVAILABLE.value, reason))
+        return sorted(lines, key=lambda line: line.name)
 
     def _line(self, name: str, entry: Entry) -> IndexEntry:
         state = self._states[name]
         if state is State.READY and not entry.ready():
             state = State.UNAVAILABLE
         reason = "" if state is State.READY else entry.reason() or self._reasons.get(name, "")
-        return IndexEntry(name, _VERSION, state.value, reason)
+        return IndexEntry(name, VERSION, state.value, reason)
 
-    async def start(self) -> None:
-        """Start all of them, one after another; one that fails keeps no other from starting."""
+    async def start(self, wanted: Callable[[str], bool]) -> None:
+        """Start those wanted, one after another; one that fails keeps no other from starting."""
+        for name, reason in self._broken.items():
+            self._events.tell_state(StateChange(name, VERSION, State.UNAVAILABLE.value, reason))
         for name in self.entries:
+            if not wanted(name):
+                self._reasons[name] = _UNLOADED
+                continue
             try:
                 await self.load(name)
             except FornaxError:
@@ -109,15 +129,15 @@ class Entries:
           ServingError: it is not ready, or has no such version.
         """
         entry = self.entries[request.model]
-        if request.version not in ("", _VERSION):
+        if request.version not in ("", VERSION):
             raise ServingError(
                 ServingCode.NOT_FOUND,
-                f"{request.model} has no version {request.version!r}; it has {_VERSION}",
+                f"{request.model} has no version {request.version!r}; it has {VERSION}",
             )
         if self._states[request.model] is not State.READY or not entry.ready():
             reason = entry.reason() or self._reasons.get(request.model, "") or "it is loading"
             raise ServingError(ServingCode.UNAVAILABLE, f"{request.model} is not ready: {reason}")
-        answer: asyncio.Task[InferResult] = asyncio.ensure_future(entry.infer(request))
+        answer = asyncio.ensure_future(self.models[request.model].infer(request))
         answer.add_done_callback(lambda done: self._tell(request, done))
         return answer
 
@@ -130,7 +150,7 @@ class Entries:
 
     def _enter(self, name: str, state: State, reason: str = "", seconds: float = 0.0) -> None:
         self._states[name], self._reasons[name] = state, reason
-        self._events.tell_state(StateChange(name, _VERSION, state.value, reason, seconds))
+        self._events.tell_state(StateChange(name, VERSION, state.value, reason, seconds))
 
 
 _UNLOADED = "it was unloaded by request; load it to serve it again"

@@ -1,16 +1,20 @@
 """A model of the server that is no bundle, such as an LLM engine: what it must be able to do.
 
-`serving` knows no such model. Whoever starts the server hands it factories by the `type` that a
-repository folder's serving.yaml names; `fornax.llm.host_entry` has the one for language models.
+`serving` knows no such model, and such a model knows nothing of `serving`: what crosses is plain.
+Whoever starts the server hands it factories by the `type` that a repository folder's serving.yaml
+names; `fornax.llm.host_entry` has the one for language models.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from fornax.serving.types import InferRequest, InferResult, ModelMetadata
+import numpy as np
 
-__all__ = ["ASGIApp", "Entry", "EntryFactory"]
+__all__ = ["ASGIApp", "Entry", "EntryFactory", "Tensor"]
+
+Tensor = tuple[str, tuple[int, ...]]
+"""V2 datatype and shape; -1 for a size that may vary."""
 
 ASGIApp = Callable[
     [
@@ -49,14 +53,21 @@ class Entry(Protocol):
     def reason(self) -> str:
         """Why it is not ready; empty when it is, or never was asked to start."""
 
-    def metadata(self) -> ModelMetadata:
-        """Its tensors, as the V2 protocol names them."""
+    @property
+    def platform(self) -> str:
+        """What runs it, as the V2 protocol names it."""
+
+    def inputs(self) -> Mapping[str, "Tensor"]:
+        """Its inputs by name."""
+
+    def outputs(self) -> Mapping[str, "Tensor"]:
+        """Its outputs by name."""
 
     def config(self) -> Mapping[str, Any]:
         """Its model configuration, as Triton's clients read it."""
 
-    async def infer(self, request: InferRequest) -> InferResult:
-        """Answer a V2 request; cancelling aborts it.
+    async def infer(self, request: Any) -> Mapping[str, np.ndarray]:
+        """Answer a V2 request (`serving.types.InferRequest`); cancelling aborts it.
 
         Raises:
           ServingError: the request is refused, or cannot be answered.

@@ -85,12 +85,13 @@ class Host:
         """Set before requests stop coming: the server is no longer ready, and still answers."""
         self._devices = devices
         self._others = Entries(config.repository, entries or {}, self.events)
-        wanted = None if config.control != "explicit" or "*" in config.load else set(config.load)
+        every = config.control != "explicit" or "*" in config.load
+        self._wanted = lambda name: every or name in config.load
         self._manager = Manager(
             config.repository,
             loader=loader or self._load_bundle,
             events=self.events,
-            follow=lambda name: wanted is None or name in wanted,
+            follow=self._wanted,
             poll_seconds=config.poll_seconds if config.control == "poll" else None,
             concurrent_loads=concurrent_loads,
             types=frozenset(entries or {}),
@@ -132,7 +133,7 @@ class Host:
             self._must_be_ready = frozenset(
                 name for name, model in self._models.items() if model.follows_policy
             )
-            await asyncio.gather(self._manager.settled(), self._others.start())
+            await asyncio.gather(self._manager.settled(), self._others.start(self._wanted))
         except ServingError:
             await self._manager.stop(0.0)
             raise
@@ -250,7 +251,7 @@ class Host:
           ServingError: it does not answer, and why.
         """
         if name in self._others.entries:
-            return self._others.entries[name].metadata()
+            return self._others.models[name].metadata()
         model, instance, function = self._find(name, version)
         versions = map(str, sorted(model.serving))
         return model_metadata(name, versions, instance, function)
@@ -278,10 +279,12 @@ class Host:
         Raises:
           ServingError: there is no such model, or no such version of it in memory.
         """
-        if name in self._others.entries:
-            return []
+        if name in self._others.models:
+            return [self._others.models[name].statistics()]
+        others: list[ModelStatistics] = []
         if not name:
             models = list(self._models.values())
+            others = [each.statistics() for each in self._others.models.values()]
         else:
             name = self._split(name)[0]
             if name not in self._models:
@@ -295,7 +298,7 @@ class Host:
         ]
         if name and version and not found:
             raise self._refusal(name, version)
-        return [each.servable.statistics() for each in found]
+        return [*(each.servable.statistics() for each in found), *others]
 
     async def load(self, name: str, version: str = "") -> None:
         """Load what a model's policy picks, or one version; return when it answers.
