@@ -18,7 +18,7 @@ from fornax.llm.server.metrics import Metrics
 from fornax.llm.server.record import configure_logging
 from fornax.llm.stats import Observer
 
-__all__ = ["ServeConfig", "serve_model"]
+__all__ = ["ServeConfig", "build_observed", "engine_metrics", "serve_model"]
 
 C = TypeVar("C")
 
@@ -62,14 +62,9 @@ def serve_model(model: str, config: ServeConfig, build: Builder | None = None) -
     configure_logging()
     raise_file_limit()
     with contextlib.closing(bind(config.server())) as listener:
-        metrics = Metrics(
-            (config.served_model_name or (model,))[0],
-            max_model_len=config.max_model_len or _LONGEST,
-            max_loras=config.max_loras if config.enable_lora else 0,
-        )
-        engine = (build or _build)(model, config, metrics)
+        metrics = engine_metrics(model, config)
+        engine = (build or build_observed)(model, config, metrics)
         server = create_server(engine, config.server(), model=model, metrics=metrics)
-        metrics.describe_cache(_cache(config))
         engine.start()
         try:
             return _run(serve(create_app(server), listener))
@@ -77,7 +72,19 @@ def serve_model(model: str, config: ServeConfig, build: Builder | None = None) -
             engine.shutdown()
 
 
-def _build(model: str, config: ServeConfig, observer: Observer) -> Engine:
+def engine_metrics(model: str, config: ServeConfig) -> Metrics:
+    """The metrics of an engine that is still to be built."""
+    metrics = Metrics(
+        (config.served_model_name or (model,))[0],
+        max_model_len=config.max_model_len or _LONGEST,
+        max_loras=config.max_loras if config.enable_lora else 0,
+    )
+    metrics.describe_cache(_cache(config))
+    return metrics
+
+
+def build_observed(model: str, config: ServeConfig, observer: Observer) -> Engine:
+    """An engine for a Hugging Face directory, whose steps and requests `observer` is told of."""
     from fornax.llm.async_engine import AsyncEngine
     from fornax.llm.build import build_engine
 
