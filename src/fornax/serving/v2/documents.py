@@ -4,12 +4,14 @@ gRPC fills its messages from the same documents.
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fornax import __version__
-from fornax.serving.execution.counters import BatchCount, Counters, ModelStatistics
 from fornax.serving.types import ModelMetadata
 from fornax.serving.v2.shared_memory import Region
+
+if TYPE_CHECKING:
+    from fornax.serving.execution.counters import BatchCount, Counters, ModelStatistics
 
 __all__ = ["EXTENSIONS", "index", "model_metadata", "regions", "server_metadata", "statistics"]
 
@@ -81,12 +83,12 @@ def index(entries: Iterable[Indexed]) -> list[dict[str, Any]]:
     ]
 
 
-def statistics(models: Iterable[ModelStatistics]) -> dict[str, Any]:
+def statistics(models: "Iterable[ModelStatistics]") -> dict[str, Any]:
     """What models have done."""
     return {"model_stats": [_model(each) for each in models]}
 
 
-def _model(stats: ModelStatistics) -> dict[str, Any]:
+def _model(stats: "ModelStatistics") -> dict[str, Any]:
     return {
         "name": stats.name,
         "version": stats.version,
@@ -99,7 +101,7 @@ def _model(stats: ModelStatistics) -> dict[str, Any]:
     }
 
 
-def _requests(stats: Counters) -> dict[str, Any]:
+def _requests(stats: "Counters") -> dict[str, Any]:
     def answered(nanoseconds: int) -> dict[str, int]:
         return {"count": stats.success, "ns": nanoseconds}
 
@@ -115,7 +117,7 @@ def _requests(stats: Counters) -> dict[str, Any]:
     }
 
 
-def _batch(rows: int, batch: BatchCount) -> dict[str, Any]:
+def _batch(rows: int, batch: "BatchCount") -> dict[str, Any]:
     def executed(nanoseconds: int) -> dict[str, int]:
         return {"count": batch.count, "ns": nanoseconds}
 

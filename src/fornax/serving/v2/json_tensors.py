@@ -71,11 +71,13 @@ def _flatten(name: str, shape: Sequence[int], elements: int, data: object) -> li
                 f"tensor {name!r}: its data are ragged, or not nested as shape {list(shape)} says"
             )
         level = list(itertools.chain.from_iterable(level))
-    if len(level) != elements or (level and depth not in (0, len(shape) - 1)):
+    if len(level) != elements:
         raise refuse(
             f"tensor {name!r}: its data have {len(level)} elements where shape {list(shape)} has "
             f"{elements}"
         )
+    if level and depth not in (0, len(shape) - 1):
+        raise refuse(f"tensor {name!r}: its data are neither flat nor nested as {list(shape)}")
     return level
 
 
