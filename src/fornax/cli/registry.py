@@ -190,6 +190,11 @@ ROOT = Group(
             module="convert",
         ),
         Command(
+            name="export",
+            summary="Functions and weights sealed in a bundle that needs none of their code",
+            module="export",
+        ),
+        Command(
             name="generate",
             summary="Complete a prompt with a model",
             module="generate",

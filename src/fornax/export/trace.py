@@ -104,7 +104,9 @@ def trace(
     return Traced(
         signature=dataclasses.replace(signature, outputs=_outputs(signature, first, names)),
         weights=used,
-        modules={p: bytes(e.mlir_module_serialized) for p, e in exports.items()},
+        modules={
+            p: _exported.portable(bytes(e.mlir_module_serialized)) for p, e in exports.items()
+        },
         kept={p: tuple(e.module_kept_var_idx) for p, e in exports.items()},
         calling_convention=first.calling_convention_version,
         uses_global_constants={p: e.uses_global_constants for p, e in exports.items()},

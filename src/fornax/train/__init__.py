@@ -6,6 +6,7 @@ device or a mesh, first start or resume: the same call.
 
 from fornax.train.config import EvalConfig, LogConfig, TrainConfig, TrainerConfig, WandbConfig
 from fornax.train.convert import Parity, convert, tokenizer_folder
+from fornax.train.exporting import FUNCTIONS, export_model, model_functions
 from fornax.train.goodput import Goodput, Ledger, summarise
 from fornax.train.guard import SkipConfig
 from fornax.train.metrics import read_metrics
@@ -24,6 +25,7 @@ from fornax.train.weights import (
 )
 
 __all__ = [
+    "FUNCTIONS",
     "Batch",
     "Batches",
     "EvalConfig",
@@ -42,10 +44,12 @@ __all__ = [
     "TrainerConfig",
     "WandbConfig",
     "convert",
+    "export_model",
     "is_run",
     "load_decoder",
     "load_run",
     "model_config",
+    "model_functions",
     "next_token_loss",
     "pretrain_task",
     "read_metrics",

@@ -1,0 +1,217 @@
+"""`fornax export`: functions and weights sealed in a bundle; bundles printed and compared."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from fornax.cli.arguments import NO_DEFAULT
+from fornax.config import ConfigError
+
+if TYPE_CHECKING:
+    from fornax.export.manifest import Manifest
+
+_SAME, _DIFFERENT = 0, 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Seal functions and their weights in a bundle, or look at bundles.
+
+    --model DIR: functions of a language model, a run or a Hugging Face directory: logits,
+    next_token, score (log-probabilities), embedding. --function FILE.py:NAME: your own; NAME takes
+    nothing and returns what export.save takes, as a dict: functions, params, inputs, buckets, ...
+    --inspect verifies a bundle and prints it all. --diff ends with 0 when both are the same, 1
+    when they differ, 2 when one cannot be read.
+
+    examples:
+      fornax export --model hf --function logits --out models/lm/1
+      fornax export --model hf --function score embedding --batch 1 16 --length 128 --out m/lm/2
+      fornax export --function my_model.py:make --out models/ranker/1
+      fornax export --inspect models/lm/1
+      fornax export --diff models/lm/1 models/lm/2
+    """
+
+    model: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """A run directory or a Hugging Face directory."""
+    function: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
+    """Functions of the model (the first is the default one), or FILE.py:NAME."""
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """The bundle to make, such as models/NAME/VERSION."""
+    batch: Annotated[tuple[int, ...], arg(metavar="INT ...", help_behavior_hint="")] = ()
+    """Rows that a model is compiled for (default: 1 8)."""
+    length: Annotated[tuple[int, ...], arg(metavar="INT ...", help_behavior_hint="")] = ()
+    """Tokens of a row that a model is compiled for (default: 64 256)."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint=""),
+    ] = None
+    """Type of a model's weights (default: as they are stored)."""
+    pooling: Annotated[
+        Literal["mean", "last"] | None, arg(metavar="{mean,last}", help_behavior_hint="")
+    ] = None
+    """How embedding pools a model's hidden states (default: mean)."""
+    platforms: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
+    """Of cpu, cuda, rocm, tpu (default: cpu cuda tpu)."""
+    executables: Annotated[bool, NO_DEFAULT] = False
+    """Add native code for this machine, for a faster start."""
+    overwrite: Annotated[bool, NO_DEFAULT] = False
+    """Replace a bundle that exists."""
+    inspect: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """Verify and print a bundle."""
+    diff: Annotated[tuple[Path, Path] | None, arg(metavar="A B", help_behavior_hint="")] = None
+    """Compare signatures, graphs, weights, and outputs on the golden inputs."""
+    json: Annotated[bool, NO_DEFAULT] = False
+    """Print --inspect and --diff as JSON."""
+
+
+def run(arguments: Arguments) -> int:
+    """Export, inspect or compare."""
+    chosen = [name for name in ("inspect", "diff") if getattr(arguments, name) is not None]
+    making = arguments.model is not None or bool(arguments.function)
+    if len(chosen) + making != 1:
+        raise ConfigError(
+            "fornax export makes one bundle (--model DIR or --function FILE.py:NAME, with --out "
+            "DIR), or looks at some (--inspect DIR, --diff A B); give one of these"
+        )
+    _refuse_others(arguments, chosen)
+    if arguments.inspect is not None:
+        return _inspect(arguments.inspect, arguments.json)
+    if arguments.diff is not None:
+        return _diff(*arguments.diff, arguments.json)
+    if arguments.out is None:
+        raise ConfigError("name the bundle to make with --out DIR, such as models/NAME/1")
+    from fornax.mesh import initialize
+
+    initialize()
+    own = [name for name in arguments.function if ":" in name]
+    if arguments.model is not None:
+        if own:
+            raise ConfigError(
+                f"--function {own[0]} brings weights of its own; leave --model out, or name "
+                "functions of the model"
+            )
+        manifest = _export_model(arguments, arguments.model, arguments.out)
+    else:
+        if len(arguments.function) != 1 or not own:
+            raise ConfigError(
+                f"--function {' '.join(arguments.function)} without --model is one of your own, "
+                "FILE.py:NAME; for functions of a model add --model DIR"
+            )
+        manifest = _export_own(arguments, own[0], arguments.out)
+    _say(manifest, arguments.out)
+    return 0
+
+
+_MODEL_ONLY = ("batch", "length", "dtype", "pooling")
+_MAKING = (*_MODEL_ONLY, "out", "platforms", "executables", "overwrite")
+
+
+def _refuse_others(arguments: Arguments, chosen: Sequence[str]) -> None:
+    """No flag is accepted and ignored."""
+    if chosen:
+        for name in _MAKING:
+            if getattr(arguments, name):
+                raise ConfigError(f"--{name} is of no use with --{chosen[0]}; leave it out")
+    elif arguments.json:
+        raise ConfigError("--json is for --inspect and --diff; leave it out")
+    elif arguments.model is None:
+        for name in _MODEL_ONLY:
+            if getattr(arguments, name):
+                raise ConfigError(
+                    f"--{name} is for a model; your own function says it in what it returns"
+                )
+    elif arguments.pooling and "embedding" not in arguments.function:
+        raise ConfigError("--pooling is for the function embedding; leave it out")
+
+
+def _options(arguments: Arguments) -> dict[str, Any]:
+    """What was asked of `export.save`; what was not stays with it."""
+    names = ("platforms", "executables", "overwrite")
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+
+
+def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
+    from fornax.mesh import parse_dtype
+    from fornax.train import export_model
+
+    options = _options(arguments)
+    if arguments.batch:
+        options["batch"] = arguments.batch
+    if arguments.length:
+        options["lengths"] = arguments.length
+    if arguments.dtype is not None:
+        options["dtype"] = parse_dtype(arguments.dtype)
+    if arguments.pooling is not None:
+        options["pooling"] = arguments.pooling
+    return export_model(model, out, functions=arguments.function or ("logits",), **options)
+
+
+def _export_own(arguments: Arguments, name: str, out: Path) -> "Manifest":
+    from fornax import export
+    from fornax.cli.user_code import load_name, mending
+
+    make = load_name(name)
+    with mending(name):
+        made = make()
+    if not isinstance(made, Mapping):
+        raise ConfigError(
+            f"{name} returned a {type(made).__name__}; it returns a dict of export.save's "
+            "arguments: functions, params, inputs, buckets, ..."
+        )
+    missing = [key for key in ("functions", "params", "inputs") if key not in made]
+    known = _parameters(export.save)
+    unknown = [key for key in made if key not in known or key == "path"]
+    if missing or unknown:
+        what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}"
+        raise ConfigError(
+            f"what {name} returned {what}; it is a dict of export.save's arguments: "
+            f"{', '.join(key for key in known if key != 'path')}"
+        )
+    with mending(name):
+        return export.save(out, **{**made, **_options(arguments)})
+
+
+def _parameters(function: Any) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(function).parameters)
+
+
+def _say(manifest: "Manifest", out: Path) -> None:
+    from fornax.export.inspect import bytes_text, shape_text
+
+    size = bytes_text(sum(file.size for file in manifest.files.values()))
+    print(  # noqa: T201
+        f"{out}: {len(manifest.files)} files, {size}, for {', '.join(manifest.platforms)}"
+    )
+    for name, function in manifest.functions.items():
+        signature = function.signature
+        inputs, outputs = (
+            ", ".join(f"{spec.name} {spec.dtype}{shape_text(spec.shape)}" for spec in specs)
+            for specs in (signature.inputs.values(), signature.outputs.values())
+        )
+        print(f"  {name}({inputs}) -> {outputs}")  # noqa: T201
+
+
+def _inspect(path: Path, as_json: bool) -> int:
+    from fornax.export.inspect import describe, lines
+
+    found = describe(path)
+    print(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))  # noqa: T201
+    return 0
+
+
+def _diff(a: Path, b: Path, as_json: bool) -> int:
+    from fornax.export.compare import compare, lines
+
+    found = compare(a, b)
+    if as_json:
+        told = {"same": found.same, **dataclasses.asdict(found)}
+        print(json.dumps(told, indent=1))  # noqa: T201
+    else:
+        print("\n".join(lines(found)))  # noqa: T201
+    return _SAME if found.same else _DIFFERENT
