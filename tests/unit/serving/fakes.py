@@ -104,6 +104,7 @@ class Made:
         self.gate.set()
         self.hold = asyncio.Event()
         self.hold.set()
+        self.seconds = 0.0
         self.limit = 100
         """How many versions fit."""
 
@@ -114,7 +115,7 @@ class Made:
         try:
             content = json.loads((source.path / "content").read_text())
             await self.hold.wait()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.seconds)
             if "broken" in content:
                 raise ServingError(ServingCode.FAILED_PRECONDITION, content["broken"])
             if "crash" in content:

@@ -111,10 +111,11 @@ class Model:
         that served before go on.
         """
         plan = self.plan
-        selected = plan.choice.selected
-        replaced = not selected or any(v in self.serving for v in selected if v in plan.wanted)
-        if selected and not (plan.wanted & set(selected)):
-            replaced = True  # all that the policy picks were unloaded by hand
+        picked = [v for v in plan.choice.selected if v in plan.wanted]
+        if plan.choice.selected:  # where none is left, all that the policy picks were unloaded
+            replaced = not picked or any(v in self.serving for v in picked)
+        else:
+            replaced = plan.barren
         settled = not any(v in self.loading for v in plan.wanted)
         unwanted = [each for v, each in self.serving.items() if v not in plan.wanted]
         return [each for each in unwanted if (settled and replaced) or each.version in self.stopped]

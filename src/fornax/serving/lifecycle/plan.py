@@ -45,6 +45,8 @@ class Plan:
     """Versions to have in memory."""
     loads: tuple[Source, ...] = ()
     """What to load now: new versions, and those whose files or settings changed."""
+    barren: bool = True
+    """Whether there is nothing to pick from; else what served before goes on till one loads."""
     waiting: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Wanted versions whose folders are not complete, and what they lack."""
     bundles: Mapping[int, Bundle] = dataclasses.field(default_factory=dict)
@@ -91,6 +93,7 @@ def make_plan(now: Situation) -> Plan:
         choice=choice,
         wanted=wanted,
         loads=tuple(loads),
+        barren=not (now.follows_policy and there - {choice.shadow} - now.stopped),
         waiting=_waiting(now, wanted, bundles),
         bundles=bundles,
     )
