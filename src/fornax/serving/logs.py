@@ -18,7 +18,7 @@ from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.events import Outcome, Refusal, StateChange
 from fornax.serving.types import InferRequest, InferResult
 
-__all__ = ["AccessLog", "configure_logging", "log_states"]
+__all__ = ["AccessLog", "StateLog", "configure_logging"]
 
 Format = Literal["text", "json"]
 
@@ -41,25 +41,37 @@ def configure_logging(form: Format, level: str) -> None:
         logger.setLevel(level.upper() if name == "fornax" else logging.WARNING)
 
 
-def log_states(change: StateChange) -> None:
-    """Log a model's change of state; hang it into `Events.states`."""
-    what = f"{change.name} {change.version}".strip()
-    words = f"{what}: {change.state.lower()}"
-    if change.seconds:
-        words += f" after {change.seconds:.1f} s"
-    if change.detail:
-        words += f" ({', '.join(f'{key} {value}' for key, value in change.detail.items())})"
-    if change.reason:
-        words += f": {change.reason}"
-    fields = {
-        "model": change.name,
-        "version": change.version,
-        "state": change.state,
-        "reason": change.reason or None,
-        **change.detail,
-    }
-    level = logging.ERROR if change.state == "UNAVAILABLE" and change.reason else logging.INFO
-    _log.log(level, "%s", words, extra={"fields": fields})
+class StateLog:
+    """Logs models' changes of state; `changed` is a listener of `Events`."""
+
+    def __init__(self) -> None:
+        self._loading: set[tuple[str, str]] = set()
+
+    def changed(self, change: StateChange) -> None:
+        """A version entered a state; one that fails to load is an error."""
+        key = (change.name, change.version)
+        failed = change.state == "UNAVAILABLE" and key in self._loading
+        if change.state == "LOADING":
+            self._loading.add(key)
+        else:
+            self._loading.discard(key)
+        what = f"{change.name} {change.version}".strip()
+        words = f"{what}: {change.state.lower()}"
+        if change.seconds:
+            words += f" after {change.seconds:.1f} s"
+        if change.detail:
+            words += f" ({', '.join(f'{key} {value}' for key, value in change.detail.items())})"
+        if change.reason:
+            words += f": {change.reason}"
+        fields = {
+            "model": change.name,
+            "version": change.version,
+            "state": change.state,
+            "reason": change.reason or None,
+            **change.detail,
+        }
+        level = logging.ERROR if failed else logging.INFO
+        _log.log(level, "%s", words, extra={"fields": fields})
 
 
 class _TextLines(logging.Formatter):

@@ -46,8 +46,8 @@ class Source(Protocol):
     def index(self, ready_only: bool = False) -> Sequence[IndexEntry]:
         """Every version and its state."""
 
-    def shadow_reports(self) -> Mapping[str, Mapping[str, Any]]:
-        """Of every model with shadow traffic, how much it found."""
+    def shadow_reports(self) -> Sequence[Mapping[str, Any]]:
+        """Of every model with shadow traffic, what it found."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,16 +263,20 @@ def _batches(models: Sequence[ModelStatistics]) -> Iterator[Family]:
     )
 
 
-def _shadow(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Family]:
+def _shadow(reports: Sequence[Mapping[str, Any]]) -> Iterator[Family]:
     for field, what in (
+        ("copied", "Requests copied to a shadow version."),
         ("compared", "Answers of it compared with those of the serving version."),
         ("differing", "Compared answers that differ by more than the tolerance."),
         ("failed", "Requests that the shadow version alone could not answer."),
         ("dropped", "Requests not copied, as too many copies were under way."),
     ):
         samples: list[Sample] = [
-            ({"model": name, "version": str(report["shadow"])}, report[field])
-            for name, report in sorted(reports.items())
+            (
+                {"model": report["name"], "version": report["shadow_version"]},
+                report["requests"][field],
+            )
+            for report in reports
         ]
         yield Family(f"fornax_shadow_{field}_total", "counter", what, samples)
 

@@ -7,26 +7,29 @@ import logging
 import resource
 import signal
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from fornax import __version__
 from fornax.config import ConfigError
 from fornax.serving.config import Address, HostConfig
 from fornax.serving.entry import ASGIApp, EntryFactory
-from fornax.serving.events import Events
+from fornax.serving.events import Events, Outcome
 from fornax.serving.grpc import GrpcServer
 from fornax.serving.host import Host
 from fornax.serving.http import HttpServer, http_app
-from fornax.serving.logs import AccessLog, configure_logging, log_states
+from fornax.serving.lifecycle.shadow import ShadowRequest
+from fornax.serving.logs import AccessLog, StateLog, configure_logging
 from fornax.serving.metrics import Metrics
 from fornax.serving.profile import Profiler
 from fornax.serving.servable import DevicePool
+from fornax.serving.types import InferRequest
 from fornax.serving.v2.shared_memory import SharedMemory
 
 __all__ = ["HostServer", "run_host"]
 
 _log = logging.getLogger("fornax.serving")
+Listener = Callable[[InferRequest, Outcome], None]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -158,10 +161,10 @@ class HostServer:
 
     def _watch(self) -> None:
         config = self.config
-        self.events.states.append(log_states)
+        self.events.states.append(StateLog().changed)
         if config.access_log != "none":
             self._access = AccessLog(which=config.access_log, form=config.log_format)
-            self.events.finished.append(self._access.finished)
+            self.events.finished.append(_of_clients(self._access.finished))
             self.events.refused.append(self._access.refused)
         if config.trace_endpoint is not None:
             from fornax.serving.tracing import Tracer
@@ -169,7 +172,7 @@ class HostServer:
             self._tracer = Tracer(
                 endpoint=config.trace_endpoint, sample_rate=config.trace_sample_rate
             )
-            self.events.finished.append(self._tracer.finished)
+            self.events.finished.append(_of_clients(self._tracer.finished))
 
     async def run(self) -> int:
         """Load the models and serve until a signal; the exit code."""
@@ -197,7 +200,11 @@ class HostServer:
     async def _load(self) -> int:
         """Load what should be served; how many versions failed."""
         started = time.monotonic()
-        _log.info("loading the models of %s", self.config.repository)
+        memory = ", ".join(
+            f"{account} {limit / 2**30:.1f} GiB"
+            for account, limit in self._devices.memory.limits.items()
+        )
+        _log.info("loading the models of %s (room: %s)", self.config.repository, memory)
         await self.host.start()
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again
@@ -246,6 +253,16 @@ class HostServer:
             self._tracer.close()
         if self._access is not None:
             self._access.close()
+
+
+def _of_clients(listener: Listener) -> Listener:
+    """A listener that is not told of the copies that shadow traffic is made of."""
+
+    def told(request: InferRequest, outcome: Outcome) -> None:
+        if not isinstance(request, ShadowRequest):
+            listener(request, outcome)
+
+    return told
 
 
 def _left(end: float) -> float:
