@@ -55,7 +55,7 @@ class GrpcServer:
           address: `host:port`, port 0 for any; or `unix:PATH`.
           auth: the tokens of which a call must present one, liveness and readiness excepted.
           admin: the tokens for calls that change the server; None: those of `auth`.
-          shared_memory: the registry that HTTP has too; None: one of this server's own.
+          shared_memory: the registry that HTTP has too; None: shared memory is refused.
           compression: of answers; requests come as their client likes.
         """
         self._host = host
@@ -65,7 +65,7 @@ class GrpcServer:
         self._admin = admin or auth
         self._tls = tls
         self._compression = _COMPRESSION[compression]
-        memory = SharedMemory() if shared_memory is None else shared_memory
+        memory = SharedMemory(enabled=False) if shared_memory is None else shared_memory
         self._inference = Inference(host, self._limits, memory)
         self._streams = Streams(self._inference, self._limits)
         self._management = Management(host, memory)

@@ -15,6 +15,7 @@ from fornax.serving.events import Events, StateChange
 from fornax.serving.execution.counters import BatchCount, ModelStatistics
 from fornax.serving.grpc.server import GrpcServer
 from fornax.serving.types import InferRequest, InferResult, ModelMetadata, TensorMetadata
+from fornax.serving.v2.shared_memory import SharedMemory
 
 LIMITS = Limits(max_body_bytes=4 << 20, max_tensor_bytes=2 << 20, max_concurrent_requests=64)
 
@@ -123,7 +124,8 @@ class Served:
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
-        self.server = GrpcServer(self.host, "127.0.0.1:0", **{"limits": LIMITS, **options})
+        options = {"limits": LIMITS, "shared_memory": SharedMemory(), **options}
+        self.server = GrpcServer(self.host, "127.0.0.1:0", **options)
         self.address = f"127.0.0.1:{self.run(self.server.start())}"
 
     def run(self, coroutine: Any) -> Any:
