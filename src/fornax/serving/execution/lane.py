@@ -172,7 +172,7 @@ class Lane:
         return self.on_host or not self.running
 
     def _compute_here(self, work: _Work) -> None:
-        computed = work.claim.runner.compute(work.batch, nullcontext())
+        computed = work.claim.runner.compute(work.batch, alone=True)
         self._account(work, computed, (time.monotonic_ns() - work.started) * 1e-9)
         self._deliver(work, computed)
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import numpy as np
 
 from fornax.config.errors import ServingCode, ServingError
 from fornax.export.buckets import assemble, take
-from fornax.export.dtypes import BYTES, is_wide, numpy_dtype
+from fornax.export.dtypes import BYTES, numpy_dtype
+from fornax.export.program import Program
 from fornax.export.spec import Signature
 from fornax.serving.batching import Batch, Key
 from fornax.serving.execution.compilations import compilations
@@ -27,7 +28,7 @@ _ENOUGH = 0.02
 class Prepared:
     """A compiled program and what is known of it."""
 
-    program: Callable[[Mapping[str, np.ndarray]], Mapping[str, jax.Array]]
+    program: Program
     dims: Mapping[str, int]
     elements: int
     """Of all inputs."""
@@ -70,40 +71,47 @@ class Runner:
         self._on_host = on_host
         self._wait_inside = wait_inside
         self.lock = lock
-        specs = (*signature.inputs.values(), *signature.outputs.values())
-        self._wide = any(is_wide(spec.dtype) for spec in specs)
 
-    def compute(self, batch: Batch, lock: AbstractContextManager | None = None) -> Computed:
-        """Compute a batch and wait for it; whatever goes wrong is in what is returned."""
+    def compute(self, batch: Batch, *, alone: bool = False) -> Computed:
+        """Compute a batch and wait for it; whatever goes wrong is in what is returned.
+
+        `alone`: without waiting for the lock.
+        """
         compilations.answering = self
         try:
-            return self._compute(batch, self.lock if lock is None else lock)
+            return self._compute(batch, alone)
         except Exception as error:
             return Computed(error=error)
         finally:
             compilations.answering = None
 
-    def _compute(self, batch: Batch, lock: AbstractContextManager) -> Computed:
+    def _compute(self, batch: Batch, alone: bool) -> Computed:
         began = time.monotonic_ns()
         prepared = self.prepared[batch.bucket, batch.key]
         requests = [each.inputs for each in batch.requests]
         # XLA may read these arrays in place: they live until the outputs are here.
         inputs = assemble(self.signature, prepared.dims, requests)
+        program = prepared.program
+        buffers = program.put(inputs)
         assembled = time.monotonic_ns()
-        with jax.enable_x64(True) if self._wide else nullcontext():
-            with lock:
-                outputs = prepared.program(inputs)
+        if alone:
+            outputs = program.run(buffers)
+        else:
+            with self.lock:
+                outputs = program.run(buffers)
                 if self._wait_inside:
                     jax.block_until_ready(outputs)
-            if not self._on_host:
-                for each in outputs.values():
-                    each.copy_to_host_async()
-                jax.block_until_ready(outputs)
-                computed = time.monotonic_ns()
-                host = {name: np.asarray(each) for name, each in outputs.items()}
-            else:  # a view of the result, which it waits for
-                host = {name: np.asarray(each) for name, each in outputs.items()}
-                computed = time.monotonic_ns()
+        if not self._on_host:
+            for each in outputs:
+                each.copy_to_host_async()
+            jax.block_until_ready(outputs)
+        computed = time.monotonic_ns()
+        # On CPU these are views of the results, and wait for them.
+        host = {
+            name: np.asarray(each) for name, each in zip(program.outputs, outputs, strict=True)
+        }
+        if self._on_host:
+            computed = time.monotonic_ns()
         answers = take(self.signature, prepared.dims, host, requests)
         return Computed(
             answers, None, assembled - began, computed - assembled, time.monotonic_ns() - computed
@@ -117,11 +125,11 @@ class Runner:
         """
         prepared = self.prepared[bucket, key]
         batch = Batch([waiting], bucket, bucket, key)
-        self._compute(batch, self.lock)
+        self._compute(batch, False)
         began, best = time.monotonic(), float("inf")
         for _ in range(_RUNS):
             start = time.monotonic()
-            self._compute(batch, self.lock)
+            self._compute(batch, False)
             end = time.monotonic()
             best = min(best, end - start)
             if end - began > _ENOUGH:
