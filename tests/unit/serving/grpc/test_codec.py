@@ -203,10 +203,17 @@ _parameter = st.sampled_from(
     ]
 )
 _names = st.sampled_from(
-    (
-        "priority timeout function sequence_id classification shared_memory_region "
-        "shared_memory_byte_size shared_memory_offset triton_enable_empty_final_response"
-    ).split()
+    [
+        "priority",
+        "timeout",
+        "function",
+        "sequence_id",
+        "classification",
+        "shared_memory_region",
+        "shared_memory_byte_size",
+        "shared_memory_offset",
+        "triton_enable_empty_final_response",
+    ]
 )
 _parameters = st.dictionaries(_names, _parameter, max_size=3)
 
