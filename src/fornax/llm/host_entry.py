@@ -34,6 +34,8 @@ _POLL = 0.05
 _LISTENING = frozenset(
     {
         "api_key",
+        "disable_fastapi_docs",
+        "enable_dev_endpoints",
         "header_timeout",
         "host",
         "max_connections",
@@ -48,7 +50,7 @@ _LISTENING = frozenset(
         "uds",
     }
 )
-"""Keys of `fornax serve` about what the model server does itself."""
+"""Keys of `fornax serve` about what the model server does itself, or not at all."""
 _CODES = {code.http: code for code in ServingCode}
 _WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -76,12 +78,15 @@ class LLMEntry:
         refused = sorted(own.keys() & _LISTENING)
         if refused:
             raise ConfigError(
-                f"{folder.name}/serving.yaml: {refused[0]} is a key of fornax serve about "
-                "listening; fornax host listens itself, so leave it out"
+                f"{folder.name}/serving.yaml: {refused[0]} is a key of fornax serve that means "
+                "nothing here, as fornax host listens itself; leave it out"
             )
         own.setdefault("served_model_name", [name])
         own.setdefault("disable_access_log", True)
-        self._config = from_mapping(ServeConfig, own, f"{folder.name}/serving.yaml")
+        try:
+            self._config = from_mapping(ServeConfig, own)
+        except ConfigError as error:
+            raise ConfigError(f"{folder.name}/serving.yaml: {error}") from error
         self._model, self._build = model, build
         self._metrics: Metrics | None = None
         self._server: Server | None = None
@@ -175,7 +180,7 @@ class LLMEntry:
 
     def routes(self) -> Mapping[str, Any]:
         """OpenAI's routes."""
-        return {"/v1": self._route}
+        return dict.fromkeys(("/v1", "/tokenize", "/detokenize"), self._route)
 
     async def _route(self, scope: Any, receive: Any, send: Any) -> None:
         if self._app is not None:

@@ -1,0 +1,180 @@
+"""A language model among the models of `fornax host`, over an engine without a model."""
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+
+from fornax.config import ConfigError, EngineError, ServingError
+from fornax.llm.host_entry import LLMEntry
+from fornax.llm.server.mock_engine import MockEngine
+
+
+@pytest.fixture
+def make_entry(tmp_path, tokenizer):
+    """Makes entries; keywords of MockEngine in `engine`, keys of serving.yaml as they are."""
+    engines = []
+    (tmp_path / "lm").mkdir()
+
+    def make(engine=None, **settings):
+        def build(model, config, observer):
+            made = MockEngine(tokenizer, max_model_len=64, observer=observer, **(engine or {}))
+            engines.append(made)
+            return made
+
+        return LLMEntry("lm", tmp_path / "lm", settings, build)
+
+    yield make
+    for made in engines:
+        made.shutdown()
+
+
+def _bytes(*texts):
+    array = np.empty(len(texts), np.object_)
+    array[:] = [text if isinstance(text, bytes) else text.encode() for text in texts]
+    return array
+
+
+def _request(*prompts, parameters=None, **inputs):
+    inputs = {"text_input": _bytes(*prompts), **inputs} if prompts else inputs
+    return SimpleNamespace(inputs=inputs, parameters=parameters or {}, priority=0)
+
+
+def _sampling(**fields):
+    return _bytes(json.dumps(fields))
+
+
+def _run(entry, *requests):
+    async def work():
+        await entry.start()
+        return [(await entry.infer(each))["text_output"].tolist() for each in requests]
+
+    return asyncio.run(work())
+
+
+def test_prompts_are_completed_and_echoed_as_tritons_backend_does(make_entry):
+    alone = np.array([True])
+    four = _sampling(max_tokens=4, temperature=0)
+    echoed, bare = _run(
+        make_entry(),
+        _request("hello world", sampling_parameters=four),
+        _request("hello", "this is", sampling_parameters=four, exclude_input_in_output=alone),
+    )
+    assert len(echoed) == 1
+    assert echoed[0].startswith(b"hello world")
+    assert len(echoed[0]) > len(b"hello world")
+    assert len(bare) == 2
+    # The engine repeats its prompt, so four tokens of `hello` are four times the word.
+    assert bare[0].split() == [b"hello"] * 4 or bare[0] == b"hello" * 4
+
+
+def test_parameters_of_the_request_are_fields_too_and_n_makes_outputs(make_entry):
+    request = _request("hello", parameters={"max_tokens": 2, "n": 3, "temperature": 1.0})
+    (texts,) = _run(make_entry(), request)
+    assert len(texts) == 3
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (_request(), "text_input is missing"),
+        (_request(text_input=np.zeros(1, np.int32)), "text_input is int32"),
+        (_request(b"\xff"), "not UTF-8"),
+        (_request("a", stream=np.array([True])), "stream=true is not answered"),
+        (_request("a", stream=np.array([1.0])), "send one BOOL"),
+        (_request("a", sampling_parameters=_bytes("{")), "not JSON"),
+        (_request("a", sampling_parameters=_bytes("[]")), "no JSON object"),
+        (_request("a", sampling_parameters=_bytes("{}", "{}")), "2 elements"),
+        (_request("a", sampling_parameters=_sampling(temprature=1)), "temprature is no field"),
+        (_request("a", sampling_parameters=_sampling(temperature=9)), "temperature"),
+        (_request("a", sampling_parameters=_sampling(temperature="hot")), "temperature"),
+        (_request("a", sampling_parameters=_sampling(max_tokens=100)), "context has 64"),
+        (_request("a", parameters={"output_kind": 1}), "output_kind is no field"),
+        (_request("a", "b", parameters={"n": 2, "temperature": 1}), "goes with one prompt"),
+        (_request("hello " * 100), "context has 64|the context 64"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_the_reason(make_entry, request_, message):
+    with pytest.raises(ServingError, match=message) as caught:
+        _run(make_entry(), request_)
+    assert caught.value.code.http == 400
+
+
+def test_openai_routes_answer_beside_and_only_while_it_serves(make_entry):
+    entry = make_entry()
+
+    async def work():
+        transport = httpx.ASGITransport(entry.routes()["/v1"])
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            early = await client.get("/v1/models")
+            assert not entry.ready()
+            await entry.start()
+            assert entry.ready()
+            assert entry.reason() == ""
+            models = (await client.get("/v1/models")).json()
+            body = {"model": "lm", "prompt": "hello", "max_tokens": 2}
+            answer = await client.post("/v1/completions", json=body)
+            names = {family.name for family in entry.collect()}
+            await entry.stop(1.0)
+            late = await client.get("/v1/models")
+        return early, models, answer, names, late
+
+    early, models, answer, names, late = asyncio.run(work())
+    assert early.status_code == late.status_code == 503
+    assert "lm is not ready" in early.json()["error"]["message"]
+    assert models["data"][0]["id"] == "lm"
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    assert "vllm:generation_tokens" in names
+    assert not entry.ready()
+    assert entry.reason() == "it was unloaded"
+    assert list(entry.collect()) == []
+
+
+def test_a_stop_lets_what_runs_finish(make_entry):
+    entry = make_entry(engine={"step_seconds": 0.02})
+
+    async def work():
+        await entry.start()
+        request = _request("hello", sampling_parameters=_sampling(max_tokens=10))
+        running = asyncio.ensure_future(entry.infer(request))
+        await asyncio.sleep(0.03)
+        started = time.monotonic()
+        await entry.stop(10.0)
+        with pytest.raises(ServingError) as caught:
+            await entry.infer(request)
+        return (await running)["text_output"], caught.value.code.http, time.monotonic() - started
+
+    texts, status, seconds = asyncio.run(work())
+    assert len(texts) == 1
+    assert status == 503
+    assert seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"port": 8000}, "port is a key of fornax serve that means nothing"),
+        ({"max_model_length": 5}, "did you mean max_model_len"),
+        ({"max_model_len": "long"}, "max_model_len"),
+    ],
+)
+def test_settings_that_mean_nothing_here_are_refused(make_entry, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make_entry(**settings)
+
+
+def test_a_model_that_is_not_there_is_said_at_the_start(make_entry):
+    with pytest.raises(ConfigError, match="is no folder"):
+        asyncio.run(make_entry(model="nowhere").start())
+
+
+def test_an_engine_that_dies_while_it_compiles_is_said(make_entry, monkeypatch):
+    entry = make_entry()
+    monkeypatch.setattr(MockEngine, "readiness", lambda self: SimpleNamespace(ready=False))
+    monkeypatch.setattr(MockEngine, "error", lambda self: RuntimeError("no memory"))
+    with pytest.raises(EngineError, match="died while it compiled: no memory"):
+        asyncio.run(entry.start())
