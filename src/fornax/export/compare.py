@@ -72,8 +72,9 @@ def _signatures(a: Manifest, b: Manifest) -> Iterator[str]:
     for name in _both(a.functions, b.functions):
         for line in _signature(a.functions[name].signature, b.functions[name].signature):
             yield f"{name}: {line}"
-    if next(iter(a.functions)) != next(iter(b.functions)):
-        yield f"the default function is {next(iter(a.functions))} in a, {next(iter(b.functions))}"
+    first, other = next(iter(a.functions)), next(iter(b.functions))
+    if first != other:
+        yield f"the default function is {first} in a, {other} in b"
 
 
 def _signature(a: Signature, b: Signature) -> Iterator[str]:
