@@ -143,7 +143,7 @@ class Servable:
         for function in functions:
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    await function.idle.wait()
+                    await function.drained()
             except TimeoutError:
                 done = False
                 function.fail_waiting(
@@ -159,7 +159,7 @@ class Servable:
         """Refuse what waits, wait for what is being computed, and give the memory back."""
         await self.drain(0.0)
         for function in self._functions.values():
-            await function.idle.wait()
+            await function.drained()
             await function.quiet()
             function.close()
         for copy in self._copies:

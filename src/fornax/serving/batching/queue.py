@@ -145,13 +145,18 @@ class Queue:
         return None
 
     def ready_at(self, now: float) -> float | None:
-        """When the next batch should go out (`now` or earlier: at once); None: nothing waits."""
+        """When the next batch should go out (`now` or earlier: at once); None: nothing waits.
+
+        It may be that all who wait have left: then `take` finds out.
+        """
         if not self.size:
             return None
+        if self.delay <= 0 or not self._together:
+            return now
         head = self.head()
         if head is None:
             return None
-        if self.delay <= 0 or not self._together or self._enough(head.key):
+        if self._enough(head.key):
             return now
         wait = self.delay
         if head.deadline is not None:  # it must be computed before, not at, its deadline
@@ -174,7 +179,7 @@ class Queue:
         if head is None:
             return None
         plan = self.plans[head.key]
-        if not self._together:
+        if self.size == 1 or not self._together:
             self._leave(head)
             return Batch([head], head.rows, plan.bucket(head.rows), head.key)
         waiting = self._rows[head.key]

@@ -40,8 +40,7 @@ class Function:
         self.counters = Counters()
         self.pending = 0
         self.draining = False
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self._idle: asyncio.Event | None = None
         self._events = events
         self._nan = settings.nan
         self._seconds = settings.timeouts.request_seconds
@@ -90,6 +89,13 @@ class Function:
             compilations_after_ready=sum(runner.late for runner in self.runners),
         )
 
+    async def drained(self) -> None:
+        """Wait until every request accepted has its answer; none is accepted any more."""
+        self.draining = True
+        if self.pending:
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()
+
     async def quiet(self) -> None:
         """Wait for batches under way whose requests have ended already."""
         while any(claim.limit.running for _, claim in self._claims):
@@ -110,7 +116,6 @@ class Function:
                 self._events.tell_finished(request, error)
             raise
         self.pending += 1
-        self.idle.clear()
         self._kick()
         return answer.future
 
@@ -302,8 +307,8 @@ class Function:
     def _end(self, answer: Answer, outcome: InferResult | ServingError) -> None:
         answer.ended = True
         self.pending -= 1
-        if not self.pending:
-            self.idle.set()
+        if self._idle is not None and not self.pending:
+            self._idle.set()
         if self._events is not None and self._events.finished:
             self._events.tell_finished(answer.request, outcome)
 
