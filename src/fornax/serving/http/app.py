@@ -59,11 +59,13 @@ class App:
                 self._check(path, scope)
             if path.endswith("/infer") and path.startswith("/v2/models/"):
                 names = path.split("/")
-                if scope["method"] == "POST" and len(names) == 5:
-                    await self._infer(scope, receive, send, names[3])
-                    return
-                if scope["method"] == "POST" and len(names) == 7 and names[4] == "versions":
-                    await self._infer(scope, receive, send, names[3], names[5])
+                versioned = len(names) == 7 and names[4] == "versions"
+                if len(names) == 5 or versioned:
+                    if scope["method"] != "POST":
+                        await send_reply(send, error_reply(405, f"{path} takes POST alone"))
+                        return
+                    version = names[5] if versioned else ""
+                    await self._infer(scope, receive, send, names[3], version)
                     return
             await self._other(path, scope, receive, send)
         except ServingError as error:
@@ -102,7 +104,7 @@ class App:
             if path == prefix or path.startswith(prefix + "/"):
                 app, most = extra, self._limits.max_body_bytes
                 break
-        body = await bodies.read(receive, most, self._limits.body_timeout)
+        body = await bodies.read(receive, scope, self._limits, most)
         await app(scope, _replay(body, receive), send)
 
 

@@ -5,6 +5,7 @@ import zlib
 from typing import Any
 
 from fornax.config import ServingCode, ServingError
+from fornax.serving.access import Limits
 from fornax.serving.v2.datatypes import refuse
 
 __all__ = ["ClientLeft", "LateBody", "accepted_coding", "deflate", "inflate", "read", "too_large"]
@@ -24,22 +25,26 @@ class LateBody(Exception):  # noqa: N818 - answered by 408, for which the protoc
     """The body did not come in time."""
 
 
-async def read(receive: Any, most: int, seconds: float) -> bytes:
+async def read(receive: Any, scope: Any, limits: Limits, most: int) -> bytes:
     """The whole body.
 
     Raises ServingError when it is larger than `most` bytes: what still comes is left to the
     connection, which drops it. Raises LateBody, or ClientLeft.
     """
-    message = await receive()
-    body = message.get("body", b"")
-    if message["type"] == "http.request" and not message.get("more_body", False):
+    connection = scope.get("fornax.connection")
+    if connection is not None and not connection.in_message:  # all is here
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientLeft
+        body = message["body"]
         if len(body) > most:
             raise too_large(most)
         return body
     parts, size = [], 0
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(limits.body_timeout):
             while True:
+                message = await receive()
                 if message["type"] != "http.request":
                     raise ClientLeft
                 body = message.get("body", b"")
@@ -49,9 +54,8 @@ async def read(receive: Any, most: int, seconds: float) -> bytes:
                 parts.append(body)
                 if not message.get("more_body", False):
                     return b"".join(parts)
-                message = await receive()
     except TimeoutError:
-        raise LateBody(f"the body did not arrive in {seconds:g} s") from None
+        raise LateBody(f"the body did not arrive in {limits.body_timeout:g} s") from None
 
 
 def too_large(most: int) -> ServingError:

@@ -39,7 +39,8 @@ class _Bounded(HttpToolsProtocol):
 
     pending: "asyncio.Future[Any] | None" = None
     """What the request in progress waits for; cancelled when the client leaves."""
-    _in_message = False
+    in_message = False
+    """Whether something of the request is still to come."""
     _in_head = False
     _size = 0
     _timer: asyncio.TimerHandle | None = None
@@ -65,10 +66,10 @@ class _Bounded(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; then see whether a message still has something to come, and in what time."""
-        if self._in_head or not self._in_message:
+        if self._in_head or not self.in_message:
             self._size += len(data)
         super().data_received(data)
-        if not self._in_message:
+        if not self.in_message:
             self._size = 0
             if self._timer is not None:
                 self._stop_waiting()
@@ -85,7 +86,7 @@ class _Bounded(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
-        self._in_message = self._in_head = True
+        self.in_message = self._in_head = True
         self.scope["fornax.connection"] = self  # pyrefly: ignore[bad-typed-dict-key]
 
     def on_headers_complete(self) -> None:
@@ -100,7 +101,7 @@ class _Bounded(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The body is there."""
-        self._in_message = False
+        self.in_message = False
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from fornax.config import ServingError
 from fornax.serving.http.replies import Reply, error_reply, json_reply, unexpected
 from fornax.serving.http.schemas import ErrorAnswer
-from fornax.serving.v2.datatypes import refuse
 
 __all__ = ["DocumentedRoute", "answer", "failures", "install_errors"]
 
@@ -58,7 +58,7 @@ class _JsonRequest(Request):
         try:
             return orjson.loads(await self.body())
         except orjson.JSONDecodeError as error:
-            raise refuse(f"the body is no JSON: {error}") from None
+            raise HTTPException(400, f"the body is no JSON: {error}") from None
 
 
 class DocumentedRoute(APIRoute):
@@ -103,8 +103,6 @@ def install_errors(app: FastAPI) -> None:
         return _response(error_reply(400, _sentence(error)))
 
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(404, http_error)
-    app.add_exception_handler(405, http_error)
     app.add_exception_handler(RequestValidationError, validation_error)
 
 

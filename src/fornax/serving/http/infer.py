@@ -54,7 +54,7 @@ class Inference:
         submitted = False
         try:
             headers = dict(scope["headers"])
-            body, received = await self._body(headers, receive)
+            body, received = await self._body(headers, receive, scope)
             size = headers.get(b"inference-header-content-length")
             request, wanted = self._decoder.decode(
                 body, None if size is None else _size(size), model, version, received
@@ -82,14 +82,16 @@ class Inference:
         except Exception as error:
             await send_reply(send, error_reply(500, str(unexpected(error))))
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Any) -> tuple[bytes, float]:
+    async def _body(
+        self, headers: dict[bytes, bytes], receive: Any, scope: Any
+    ) -> tuple[bytes, float]:
         """The body, and when its last byte had come."""
-        limits = self._limits
-        body = await bodies.read(receive, limits.max_body_bytes, limits.body_timeout)
+        most = self._limits.max_body_bytes
+        body = await bodies.read(receive, scope, self._limits, most)
         received = monotonic()
         coding = headers.get(b"content-encoding")
         if coding is not None:
-            body = await bodies.inflate(body, coding, limits.max_body_bytes)
+            body = await bodies.inflate(body, coding, most)
         return body, received
 
     def _admit(self) -> None:
@@ -122,7 +124,7 @@ class Inference:
                     ServingCode.DEADLINE_EXCEEDED,
                     f"the request's {request.deadline - request.received:g} s are over",
                 ) from None
-            if connection is None or connection.pending is None:
+            if connection.pending is None if watch is None else watch.done():
                 raise ClientLeft from None
             raise ServingError(
                 ServingCode.UNAVAILABLE, "the server dropped the request; send it again"

@@ -215,7 +215,7 @@ async def shadow(parts: PartsOf, model: str) -> Response:
 )
 @memory.get(
     "/v2/systemsharedmemory/region/{region}/status",
-    name="region_status",
+    name="one_region_status",
     response_model=list[schemas.RegionAnswer],
     responses=failures(),
 )

@@ -170,9 +170,16 @@ def make_caller() -> type[Caller]:
     return Caller
 
 
-@pytest.fixture
-def call() -> Caller:
+@pytest.fixture(scope="session")
+def _caller() -> Caller:
     return Caller()
+
+
+@pytest.fixture
+def call(_caller: Caller) -> Caller:
+    """The app with its host as new."""
+    _caller.host.reset()
+    return _caller
 
 
 @pytest.fixture

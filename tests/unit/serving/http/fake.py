@@ -34,10 +34,15 @@ class FakeHost:
             "bug": lambda inputs: {"bug": inputs["missing"]},
             "huge": lambda inputs: {"out": np.zeros(8_000_000, np.float32)},
         }
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what happened."""
         self.slow: asyncio.Future[InferResult] | None = None
         self.requests: list[InferRequest] = []
         self.unloaded: set[str] = set()
         self.is_ready = True
+        self.events.refusals.clear()
 
     def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]":
         self.requests.append(request)

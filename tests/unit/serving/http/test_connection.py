@@ -1,0 +1,200 @@
+"""Clients at the socket: too much, too slow, too many, gone."""
+
+import socket
+import time
+
+import orjson
+import pytest
+from tests.unit.serving.http.conftest import LIMITS
+
+BODY = orjson.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}]})
+
+
+def _head(model: str, size: int, more: str = "") -> bytes:
+    return (
+        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n{more}\r\n"
+    ).encode()
+
+
+def _request(model: str) -> bytes:
+    return _head(model, len(BODY)) + BODY
+
+
+@pytest.fixture
+def connect(server):
+    opened = []
+
+    def connected() -> socket.socket:
+        opened.append(socket.create_connection((server.address.host, server.address.port), 5))
+        return opened[-1]
+
+    server.call(server.host.reset)
+    yield connected
+    for each in opened:
+        each.close()
+
+
+def _answer(client: socket.socket) -> tuple[int, bytes]:
+    """Status and body of the next answer; (0, b"") when the connection ends."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        try:
+            more = client.recv(65536)
+        except ConnectionResetError:
+            return 0, b""
+        if not more:
+            return 0, b""
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(body) < size:
+        body += client.recv(65536)
+    return int(head.split()[1]), body
+
+
+def test_requests_in_one_connection_one_after_another_and_at_once(connect):
+    client = connect()
+    for _ in range(3):
+        client.sendall(_request("echo"))
+        assert _answer(client)[0] == 200
+    client.sendall(_request("echo") * 2 + _request("nope"))
+    data = b""
+    while data.count(b"HTTP/1.1 ") < 3 or not data.endswith(b"}"):
+        data += client.recv(65536)
+    assert data.count(b" 200 OK") == 2
+    assert data.count(b" 404 ") == 1
+
+
+def test_a_body_in_pieces_is_read(connect):
+    client = connect()
+    request = _request("echo")
+    for at in range(0, len(request), 40):
+        client.sendall(request[at : at + 40])
+        time.sleep(0.005)
+    assert _answer(client)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [_head("echo", 0, "A: " + "b" * LIMITS.max_header_bytes + "\r\n")],
+        [_head("echo", 0)[:-2], *[b"A: " + b"b" * 1000 + b"\r\n"] * 5],
+        [_head("e" * LIMITS.max_header_bytes, 0)],
+    ],
+)
+def test_a_long_head_gets_431(connect, pieces):
+    client = connect()
+    for piece in pieces:
+        client.sendall(piece)
+        time.sleep(0.02)
+    status, body = _answer(client)
+    assert status == 431
+    assert "larger than this server reads" in orjson.loads(body)["error"]
+    assert _answer(client) == (0, b"")
+
+
+def test_what_is_no_http_gets_400(connect):
+    client = connect()
+    client.sendall(b"\x16\x03\x01\x00\xff garbage\r\n\r\n")
+    status, body = _answer(client)
+    assert (status, orjson.loads(body)["error"]) == (400, "this is no valid HTTP request")
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v2/mo", _head("echo", 10)[:-2]])
+def test_a_head_that_does_not_come_ends_the_connection(connect, start):
+    client = connect()
+    client.sendall(start)
+    began = time.monotonic()
+    assert _answer(client) == (0, b"")
+    assert 0.2 < time.monotonic() - began < 3
+
+
+def test_a_body_that_does_not_come_gets_408(connect):
+    client = connect()
+    client.sendall(_head("echo", 100) + b"{")
+    status, body = _answer(client)
+    assert status == 408
+    assert "did not arrive in 0.3 s" in orjson.loads(body)["error"]
+
+
+def test_a_body_that_never_begins_gets_408(connect):
+    client = connect()
+    client.sendall(_head("echo", 100))
+    assert _answer(client)[0] == 408
+
+
+def test_a_large_body_gets_413_though_the_client_sends_it_all_first(connect):
+    client = connect()
+    size = 3 * LIMITS.max_body_bytes
+    client.sendall(_head("echo", size) + bytes(size))
+    assert _answer(client)[0] == 413
+    client.sendall(_request("echo"))
+    assert _answer(client)[0] == 200
+
+
+def test_a_client_that_vanishes_cancels_its_request(connect, server):
+    client = connect()
+    client.sendall(_request("slow"))
+    deadline = time.monotonic() + 5
+    while server.host.slow is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert server.host.slow is not None
+    assert not server.host.slow.done()
+    client.close()
+    while not server.host.slow.cancelled() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert server.host.slow.cancelled()
+
+
+def test_a_client_that_takes_nothing_is_sent_away(connect, server):
+    client = connect()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    text = orjson.dumps(
+        {
+            "inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}],
+            "parameters": {"binary_data_output": True},
+        }
+    )
+    client.sendall(_head("huge", len(text)) + text)
+    time.sleep(1.0)
+    received = 0
+    try:
+        while part := client.recv(1 << 20):
+            received += len(part)
+    except ConnectionResetError:
+        pass
+    assert 0 < received < 20_000_000
+
+
+def test_a_client_that_takes_its_time_gets_everything(connect):
+    client = connect()
+    text = orjson.dumps(
+        {
+            "inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}],
+            "parameters": {"binary_data_output": True},
+        }
+    )
+    client.sendall(_head("huge", len(text)) + text)
+    received, began = 0, time.monotonic()
+    while received < 32_000_000:
+        received += len(client.recv(4 << 20))
+        if time.monotonic() - began < 0.7:
+            time.sleep(0.05)
+    assert received > 32_000_000
+    client.sendall(_request("echo"))
+    assert _answer(client)[0] == 200
+
+
+def test_too_many_connections_get_503(connect, server):
+    crowd = [connect() for _ in range(LIMITS.max_connections)]
+    late = connect()
+    late.sendall(_request("echo"))
+    status, body = _answer(late)
+    assert status == 503
+    assert "as many connections as it takes" in orjson.loads(body)["error"]
+    for each in crowd:
+        each.close()
+    time.sleep(0.05)
+    again = connect()
+    again.sendall(_request("echo"))
+    assert _answer(again)[0] == 200
