@@ -176,7 +176,11 @@ class LLMEntry:
 
     def collect(self) -> Iterable[Any]:
         """The engine's metrics, under vLLM's names."""
-        return [] if self._metrics is None else self._metrics.collect()
+        if self._server is None or self._metrics is None:
+            return []
+        if not self._server.engine.num_unfinished:
+            self._metrics.idle()
+        return self._metrics.collect()
 
     def routes(self) -> Mapping[str, Any]:
         """OpenAI's routes."""

@@ -56,8 +56,8 @@ class HostBenchConfig:
     """Different requests to generate; they are sent in turn."""
     seed: int = 0
     """Of the generated values."""
-    priority: int = 0
-    """The requests' priority; 1 goes first, 0 is the server's default."""
+    parameters: dict[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
+    """Parameters of each request, such as priority or max_tokens."""
 
     json: Path | None = None
     """Write every figure."""
@@ -71,7 +71,7 @@ class HostBenchConfig:
         for name in ("seconds", "timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} leaves no time; give seconds")
-        for name in ("warmup_seconds", "processes", "priority"):
+        for name in ("warmup_seconds", "processes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is negative; 0 is the least")
         if self.input is not None and self.shape:

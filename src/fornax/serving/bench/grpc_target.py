@@ -22,6 +22,7 @@ OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 """Messages of any size; each channel a connection of its own."""
+_CHOICES = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
 
 
 def credentials(config: HostBenchConfig) -> grpc.ChannelCredentials | None:
@@ -74,8 +75,8 @@ class GrpcTarget:
         request = METHODS["ModelInfer"].request(
             model_name=self._config.model, model_version=self._config.version
         )
-        if self._config.priority:
-            request.parameters["priority"].uint64_param = self._config.priority
+        for name, value in self._config.parameters.items():
+            setattr(request.parameters[name], _CHOICES[type(value)], value)
         for name, array in tensors.items():
             tensor = request.inputs.add(name=name, datatype=datatype_of(array.dtype))
             tensor.shape.extend(array.shape)

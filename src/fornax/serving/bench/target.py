@@ -39,7 +39,7 @@ class Target(Protocol):
     """A server under one protocol."""
 
     def inputs(self) -> list[TensorMetadata]:
-        """The model's inputs; ServingError when there is no such model or no server."""
+        """The inputs that the model needs; ServingError when there is no such model or no server."""
 
     def statistics(self) -> Statistics | None:
         """The model's counters; None when the server keeps none."""
@@ -87,10 +87,20 @@ class HttpTarget:
     def inputs(self) -> list[TensorMetadata]:
         """The model's inputs."""
         found = self._client.get(self._path)
+        optional = self._optional()
         return [
             TensorMetadata(each["name"], each["datatype"], tuple(int(n) for n in each["shape"]))
             for each in found["inputs"]
+            if each["name"] not in optional
         ]
+
+    def _optional(self) -> set[str]:
+        """Inputs that the model's configuration says may be left out."""
+        try:
+            found = self._client.get(f"{self._path}/config")
+        except ServingError:  # a server without this extension
+            return set()
+        return {each["name"] for each in found.get("input", []) if each.get("optional")}
 
     def statistics(self) -> Statistics | None:
         """The model's counters."""
@@ -112,9 +122,7 @@ class HttpTarget:
             }
             for name, array in tensors.items()
         ]
-        parameters: dict[str, Any] = {"binary_data_output": True}
-        if self._config.priority:
-            parameters["priority"] = self._config.priority
+        parameters = {"binary_data_output": True, **self._config.parameters}
         head = json.dumps({"inputs": described, "parameters": parameters}).encode()
         body = head + b"".join(raw.values())
         fields = {
