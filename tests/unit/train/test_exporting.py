@@ -1,0 +1,140 @@
+"""The zoo's exported functions are the decoder's own, to the last bit where the bucket is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fornax import export
+from fornax.config.errors import ConfigError
+from fornax.kernels.registry import target_platform
+from fornax.models import Decoder, DecoderConfig
+from fornax.models.config import DynamicNTKScaling, RopeConfig
+from fornax.train import FUNCTIONS, export_model, model_functions
+
+TINY = DecoderConfig(
+    vocab_size=48,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=24,
+    max_position_embeddings=32,
+)
+TOKENS = np.random.default_rng(0).integers(0, 48, (4, 8), dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder(TINY, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def path(decoder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("bundle") / "lm"
+    export_model(
+        decoder,
+        path,
+        functions=tuple(FUNCTIONS),
+        batch=(4,),
+        lengths=(8,),
+        platforms=("cpu",),
+        pooling="last",
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(path):
+    return export.load(path)
+
+
+@pytest.fixture(scope="module")
+def own(decoder):
+    """(final norm's output, logits) of the decoder itself, its attention left to XLA."""
+    graph, state = nnx.split(decoder)
+
+    @jax.jit
+    def run(state, tokens_BT):
+        model = nnx.merge(graph, state)
+        ones = jnp.ones(tokens_BT.shape, jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        with target_platform("gpu"):  # the decoder's norm has a native kernel on CPU
+            x_BTD = model.hidden(
+                tokens_BT, positions, ones, consecutive=True, implementation="xla"
+            )
+            return x_BTD, model.logits(x_BTD)
+
+    return [np.asarray(found) for found in run(state, TOKENS)]
+
+
+def test_logits_are_the_decoders_own_bit_for_bit(loaded, own):
+    np.testing.assert_array_equal(loaded["logits"](tokens=TOKENS)["logits"], own[1])
+
+
+def test_padding_changes_no_logit_but_by_rounding(loaded, own):
+    short = loaded["logits"](tokens=TOKENS[:3, :5])["logits"]
+    np.testing.assert_allclose(short, own[1][:3, :5], rtol=1e-5, atol=1e-6)
+
+
+def test_next_token_and_embedding_are_at_each_rows_last_token(loaded, own):
+    found = loaded["next_token"](tokens=TOKENS[:, :6])["logits"]
+    np.testing.assert_allclose(found, own[1][:, 5], rtol=1e-5, atol=1e-6)
+    pooled = loaded["embedding"](tokens=TOKENS[:, :6])["embedding"]
+    np.testing.assert_allclose(pooled, own[0][:, 5], rtol=1e-5, atol=1e-6)
+
+
+def test_the_score_is_the_sum_of_log_probabilities(loaded, own):
+    found = loaded["score"](tokens=TOKENS[:, :6])
+    logprobs = np.asarray(jax.nn.log_softmax(own[1]))
+    each = np.take_along_axis(logprobs[:, :5], TOKENS[:, 1:6, None], axis=2)[..., 0]
+    assert found["tokens"].tolist() == [5] * 4
+    np.testing.assert_array_equal(found["logprobs"][:, 0], 0)
+    np.testing.assert_allclose(found["logprobs"][:, 1:], each, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["logprob"], each.sum(axis=1), rtol=1e-5)
+
+
+def test_mean_pooling_leaves_padding_out(decoder):
+    embedding = model_functions(["embedding"])["embedding"]
+    run = jax.jit(lambda tokens, lengths: embedding(decoder, tokens=tokens, lengths=lengths))
+    found = run(TOKENS, np.array([8, 3, 0, 8]))["embedding"]
+    changed = TOKENS.copy()
+    changed[1, 3:] = 0
+    again = run(changed, np.array([8, 3, 0, 8]))["embedding"]
+    np.testing.assert_array_equal(found, again)
+    np.testing.assert_array_equal(found[2], 0)
+
+
+def test_weights_keep_their_logical_axes_and_the_model_is_said(loaded):
+    manifest = loaded.bundle.manifest
+    assert manifest.weights["layers/mlp/up/kernel"].axes == ("layers", "embed", "mlp")
+    assert manifest.metadata["vocab_size"] == 48
+    assert list(manifest.functions) == ["logits", "next_token", "score", "embedding"]
+
+
+def test_a_rope_that_looks_at_the_longest_row_looks_at_each_alone():
+    rope = RopeConfig(scaling=DynamicNTKScaling(factor=4.0))
+    config = DecoderConfig(
+        **{**{f: getattr(TINY, f) for f in TINY.__dataclass_fields__}, "rope": rope}
+        | {"max_position_embeddings": 4}
+    )
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    function = model_functions(["next_token"])["next_token"]
+    run = jax.jit(lambda tokens, lengths: function(decoder, tokens=tokens, lengths=lengths))
+    beside_long = run(TOKENS, np.array([3, 8, 8, 8]))["logits"][0]
+    beside_short = run(TOKENS, np.array([3, 1, 1, 1]))["logits"][0]
+    np.testing.assert_array_equal(beside_long, beside_short)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"functions": ("logit",)}, r"'logit' is none of the model's \(logits, next_token"),
+        ({"functions": ()}, "name a function of the model"),
+        ({"lengths": (16, 64)}, "the model reads 32 tokens at most, and --length names 64"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(decoder, tmp_path, options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        export_model(decoder, tmp_path / "x", **options)
