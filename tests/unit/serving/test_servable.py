@@ -230,8 +230,9 @@ def test_nothing_is_compiled_once_ready(model, loop, monkeypatch):
     jax.jit(lambda x: x + 1.5)(jnp.ones(3))
     assert heard
     heard.clear()
-    for threshold in (lane.IN_LOOP_SECONDS, -1.0):  # in the loop, then in threads
+    for threshold in (1.0, -1.0):  # in the loop, then in threads
         monkeypatch.setattr(lane, "IN_LOOP_SECONDS", threshold)
+        monkeypatch.setattr(lane, "ALONE_SECONDS", threshold)
         loop.run_until_complete(
             together(
                 model,
@@ -251,7 +252,7 @@ def test_a_compilation_while_a_request_waits_is_counted(model, loop, monkeypatch
     program = prepared.program
 
     class Late:
-        outputs = program.outputs
+        outputs, shapes = program.outputs, program.shapes
         put = staticmethod(program.put)
 
         @staticmethod
@@ -270,7 +271,7 @@ def test_a_program_that_fails_fails_none_but_its_own_request(model, loop, monkey
 
     def breaking(program):
         class Broken:
-            outputs = program.outputs
+            outputs, shapes = program.outputs, program.shapes
             run = staticmethod(program.run)
 
             @staticmethod

@@ -1,9 +1,11 @@
 """A lane: one device, or the devices of one mesh, and the batches on their way through it.
 
 Batches are picked in the event loop. A batch whose measured time is short is computed right
-there: a hop to a thread and back costs more than it does. A longer one goes to one of the lane's
-threads, where one batch is assembled, sent and unpacked while another computes; it is picked late,
-when the device is about to be free or the batch could not grow any more.
+there: a hop to a thread and back costs 45 us and saves nothing. A longer one goes to one of the
+lane's threads, where one batch is assembled, sent and unpacked while another computes, and the loop
+reads requests meanwhile; it is picked late, when the device is about to be free or the batch could
+not grow any more. While requests come one at a time there is nothing to read, so the loop computes
+longer ones too.
 
 The loop never waits for a lock. Programs of meshes share one lock while they are dispatched, so
 that all devices see them in one order: otherwise two that communicate could wait for each other.
@@ -23,8 +25,10 @@ from fornax.serving.execution.runner import Computed, Runner
 
 __all__ = ["IN_LOOP_SECONDS", "Claim", "Lane"]
 
-IN_LOOP_SECONDS = 300e-6
-"""A bucket that takes no longer is computed in the event loop."""
+IN_LOOP_SECONDS = 100e-6
+"""A batch that takes no longer is computed in the event loop."""
+ALONE_SECONDS = 300e-6
+"""The same for requests that come one at a time."""
 _TURN_SECONDS = 500e-6
 """Computing in the loop goes on for so long before sockets are looked at again."""
 _LONG_SECONDS = 10e-3
@@ -81,6 +85,8 @@ class Lane:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         self._kicked = False
+        self._crowded = False
+        """Several requests came at once the last time."""
         self._ends = 0.0
         self._freed = 0.0
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
@@ -167,7 +173,9 @@ class Lane:
         return _LEAD * length if length >= _LONG_SECONDS else 0.0
 
     def _computes_here(self, work: _Work) -> bool:
-        if not self.in_loop or work.estimate > IN_LOOP_SECONDS:
+        crowded, self._crowded = self._crowded, len(work.batch.requests) > 1 or self.running > 0
+        longest = IN_LOOP_SECONDS if crowded or self._crowded else ALONE_SECONDS
+        if not self.in_loop or work.estimate > longest:
             return False
         return self.on_host or not self.running
 
