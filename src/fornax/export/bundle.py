@@ -4,6 +4,7 @@ Nothing here needs the code that made the bundle; nothing of a bundle runs as Py
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -99,12 +100,17 @@ class Bundle:
           BundleError: naming the file or weight that is damaged.
         """
         placement = placement or OneDevice()
-        loaded = weights.read(self.path, self.manifest.weights, placement)
-        if not self._weights_checked:
-            below = f"{weights.DIRECTORY}/"
-            names = [name for name in self.manifest.files if name.startswith(below)]
-            files.verify(self.path, self.manifest.files, names)
-            self._weights_checked = True
+        if self._weights_checked:
+            return weights.read(self.path, self.manifest.weights, placement)
+        below = f"{weights.DIRECTORY}/"
+        names = [name for name in self.manifest.files if name.startswith(below)]
+        with ThreadPoolExecutor(1) as pool:
+            hashed = pool.submit(files.verify, self.path, self.manifest.files, names)
+            try:
+                loaded = weights.read(self.path, self.manifest.weights, placement)
+            finally:
+                hashed.result()
+        self._weights_checked = True
         return loaded
 
     def exported(self, function: str, platform: str) -> export.Exported:

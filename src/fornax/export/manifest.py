@@ -7,10 +7,12 @@ field is checked before it is believed, and `seal` is the SHA-256 of all the oth
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from fornax.config.errors import BundleError
+from fornax.export.dtypes import numpy_dtype
 from fornax.export.fields import Fields
 from fornax.export.spec import Signature, TensorSpec
 
@@ -26,6 +28,7 @@ __all__ = [
     "Tolerance",
     "Weight",
     "from_json",
+    "seal",
     "to_json",
 ]
 
@@ -144,11 +147,12 @@ def to_json(manifest: Manifest) -> bytes:
         "metadata": dict(manifest.metadata),
         "files": {name: dataclasses.asdict(f) for name, f in sorted(manifest.files.items())},
     }
-    body["seal"] = _seal(body)
+    body["seal"] = seal(body)
     return (json.dumps(body, indent=1, allow_nan=True) + "\n").encode()
 
 
-def _seal(body: Mapping[str, Any]) -> str:
+def seal(body: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest's fields in one order and spelling, `seal` itself left out."""
     plain = json.loads(json.dumps({k: v for k, v in body.items() if k != "seal"}))
     return hashlib.sha256(
         json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
@@ -205,7 +209,7 @@ def from_json(data: bytes, where: str) -> Manifest:
             f"{where} has format version {body.get('version')!r} and this Fornax reads "
             f"{VERSION}; export again, or load it with the Fornax that wrote it"
         )
-    if body.get("seal") != _seal(body):
+    if body.get("seal") != seal(body):
         raise BundleError(
             f"{where} was altered: its contents do not match its seal; copy the bundle again, "
             "or export again instead of editing a bundle"
@@ -233,10 +237,7 @@ def _checked(fields: Fields) -> Manifest:
             chunks=f.shape("chunks"),
             axes=f.axes("axes", len(f.shape("shape"))),
         )
-        if len(weights[name].chunks) != len(weights[name].shape) + (
-            weights[name].stored != weights[name].dtype
-        ):
-            raise f.wrong("chunks", "not one entry a dimension")
+        _check_stored(f, weights[name], files)
     functions = {}
     for f in fields.records("functions", _FUNCTION):
         function = _function_in(f, weights, files)
@@ -272,6 +273,27 @@ def _checked(fields: Fields) -> Manifest:
         files=files,
     )
 
+
+def _check_stored(f: Fields, weight: Weight, files: Mapping[str, File]) -> None:
+    """That an array has sensible chunks and no more bytes than the files that hold it."""
+    itemsize = numpy_dtype(weight.dtype).itemsize
+    stored = weight.shape
+    if weight.stored != weight.dtype:
+        stored = (*stored, itemsize)
+        if weight.stored != "uint8":
+            raise f.wrong("stored", "neither its dtype nor uint8")
+    fits = len(weight.chunks) == len(stored) and all(
+        1 <= chunk <= max(1, size) for chunk, size in zip(weight.chunks, stored, strict=True)
+    )
+    if not fits:
+        raise f.wrong("chunks", f"no division of {stored}")
+    held = sum(file.size for name, file in files.items() if name.startswith("weights/"))
+    if math.prod(weight.shape) * itemsize > max(held, _PACKED):
+        raise f.wrong("shape", f"more than the {held} bytes of all weights")
+
+
+_PACKED = 1024
+"""Arrays this small may lie compressed among the names."""
 
 _FUNCTION = "name inputs outputs batch exact buckets constraints x64 weights programs golden"
 _INPUT = "name shape dtype pad lengths axes low high"

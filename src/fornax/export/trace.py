@@ -97,7 +97,7 @@ def trace(
         constraints: tuple[str, ...] = ()
         try:
             used, exports = _lower(flat, signature, weights, platforms, constraints)
-        except jax.core.InconclusiveDimensionOperation as error:
+        except jax.errors.InconclusiveDimensionOperation as error:
             constraints = _known(signature)
             used, exports = _again(flat, signature, weights, platforms, constraints, error)
     first = next(iter(exports.values()))
@@ -147,7 +147,7 @@ def _again(
 ) -> _Lowered:
     try:
         return _lower(flat, signature, weights, platforms, constraints)
-    except jax.core.InconclusiveDimensionOperation as error:
+    except jax.errors.InconclusiveDimensionOperation as error:
         reason = str(first).strip().split("\n", 1)[0]
         raise BundleError(
             f"{signature.name!r} decides something by the size of a dimension that is open "

@@ -21,7 +21,9 @@ from fornax.export.placement import Placement
 __all__ = ["DIRECTORY", "Weights", "read", "write"]
 
 DIRECTORY = "weights"
-_CHUNK = 16 << 20
+_CHUNK = 8 << 20
+_FILE = 64 << 20
+"""About the size of a data file: several, so that all cores can hash them."""
 _NATIVE = {"bool", "bfloat16", "complex64", "complex128"}
 
 
@@ -58,7 +60,7 @@ def describe(array: Any, axes: tuple[str | None, ...] | None) -> Weight:
 
 
 def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Chunks of at most 16 MiB, cut along the first dimensions."""
+    """Chunks of at most 8 MiB, cut along the first dimensions."""
     chunks = list(shape)
     for d, size in enumerate(shape):
         rest = itemsize * math.prod(shape[d + 1 :])
@@ -78,8 +80,10 @@ def _spec(root: Path, name: str, weight: Weight) -> dict[str, Any]:
             "driver": "ocdbt",
             "base": {"driver": "file", "path": f"{root / DIRECTORY}/"},
             "path": f"{name}/",
+            "target_data_file_size": _FILE,
         },
         "dtype": weight.stored,
+        "store_data_equal_to_fill_value": True,
         "metadata": {"shape": list(stored), "chunks": list(weight.chunks), "compressor": None},
     }
 
@@ -136,12 +140,8 @@ def read(root: Path, weights: Mapping[str, Weight], placement: Placement) -> Wei
 def _start(root: Path, name: str, weight: Weight, sharding: Any, context: Any) -> list[Any]:
     try:
         store = ts.open(
-            {
-                **_spec(root, name, weight),
-                "assume_metadata": True,
-                "fill_missing_data_reads": False,
-            },
-            open=True,
+            {**_spec(root, name, weight), "fill_missing_data_reads": False},
+            open_mode=ts.OpenMode(open=True, assume_metadata=True),
             context=context,
         ).result()
     except Exception as error:
