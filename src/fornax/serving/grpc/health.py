@@ -19,8 +19,8 @@ __all__ = ["NAME", "Health"]
 
 NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _Status = health_pb2.HealthCheckResponse
-_ListRequest = health_pb2.HealthListRequest  # pyrefly: ignore[missing-attribute]
-_ListResponse = health_pb2.HealthListResponse  # pyrefly: ignore[missing-attribute]
+_ListRequest = getattr(health_pb2, "HealthListRequest", None)  # newer than the oldest grpcio
+_ListResponse: Any = getattr(health_pb2, "HealthListResponse", None)
 _WHOLE = ("", SERVICE)
 _LOOK_SECONDS = 1.0
 """Between looks of a watch, as not everything that ends readiness is told."""
@@ -46,11 +46,13 @@ class Health:
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """The handlers by the service's methods."""
-        return {
+        found = {
             "Check": grpc.unary_unary_rpc_method_handler(self._check),
-            "List": grpc.unary_unary_rpc_method_handler(self._list),
             "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
         }
+        if _ListRequest is not None:
+            found["List"] = grpc.unary_unary_rpc_method_handler(self._list)
+        return found
 
     def _tell(self, _: object) -> None:
         for event in self._changed:

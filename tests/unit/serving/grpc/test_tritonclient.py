@@ -3,13 +3,14 @@
 import asyncio
 import queue
 import time
+from multiprocessing.shared_memory import SharedMemory
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
-from tritonclient.utils import InferenceServerException, shared_memory
+from tritonclient.utils import InferenceServerException
 
 
 @pytest.fixture(scope="module")
@@ -201,21 +202,19 @@ def test_a_cancelled_stream_takes_its_requests_along(served, client):
 
 
 def test_shared_memory_carries_tensors_both_ways(client):
-    key = "/fornax_grpc_test"
-    handle = shared_memory.create_shared_memory_region("both", key, 96)
+    region = SharedMemory(create=True, size=96)
+    key = f"/{region.name}"
     try:
         client.register_system_shared_memory("both", key, 96)
-        shared_memory.set_shared_memory_region(handle, [_X])
+        region.buf[:32] = _X.tobytes()
         tensor = triton.InferInput("x", [2, 4], "FP32")
         tensor.set_shared_memory("both", 32)
         output = triton.InferRequestedOutput("x")
         output.set_shared_memory("both", 40, offset=48)
         result = client.infer("echo", [tensor, _input(_X, name="y")], outputs=[output])
         assert list(result.get_response().raw_output_contents) == [b""]
-        region = result.get_output("x").parameters["shared_memory_byte_size"].int64_param
-        assert region == 32
-        back = shared_memory.get_contents_as_numpy(handle, np.float32, [2, 4], offset=48)
-        assert back.tolist() == _X.tolist()
+        assert result.get_output("x").parameters["shared_memory_byte_size"].int64_param == 32
+        assert bytes(region.buf[48:80]) == _X.tobytes()
         status = client.get_system_shared_memory_status("both", as_json=True)["regions"]["both"]
         assert status == {"name": "both", "key": key, "byte_size": "96"}
         output.set_shared_memory("both", 31)
@@ -225,7 +224,8 @@ def test_shared_memory_carries_tensors_both_ways(client):
         assert not client.get_system_shared_memory_status().regions
         assert "not registered" in _refused("INVALID_ARGUMENT", client.infer, "echo", [tensor])
     finally:
-        shared_memory.destroy_shared_memory_region(handle)
+        region.close()
+        region.unlink()
 
 
 def test_what_is_not_served_says_why(client):
