@@ -39,7 +39,7 @@ class Target(Protocol):
     """A server under one protocol."""
 
     def inputs(self) -> list[TensorMetadata]:
-        """The inputs that the model needs; ServingError when there is no such model or no server."""
+        """The inputs that the model needs; ServingError for no such model, or no server."""
 
     def statistics(self) -> Statistics | None:
         """The model's counters; None when the server keeps none."""

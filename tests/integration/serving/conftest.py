@@ -1,0 +1,113 @@
+"""`fornax host` in a process of its own, over a small repository."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fornax import export
+from fornax.config import environment
+from fornax.export import Spec
+
+READY = r"ready after [\d.]+ s: serving"
+
+
+class Server:
+    """A running `fornax host`."""
+
+    def __init__(self, words: list[str], log: Path, wait: str):
+        self.log = log
+        with log.open("wb") as file:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "fornax", "host", *words],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment.for_child({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": None}),
+            )
+        self.wait_for(wait)
+
+    def wait_for(self, words: str, seconds: float = 60) -> str:
+        """Wait until the log has something; the whole log."""
+        until = time.monotonic() + seconds
+        while not re.search(words, text := self.log.read_text()):
+            assert self.popen.poll() is None, text
+            assert time.monotonic() < until, text
+            time.sleep(0.02)
+        return text
+
+    def address(self, protocol: str) -> str:
+        """Where it listens."""
+        found = re.search(rf"{protocol}://([\w.]+:\d+)", self.log.read_text())
+        assert found is not None
+        return found[1]
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+        """Send a signal; the exit code."""
+        self.popen.send_signal(number)
+        return self.popen.wait(seconds)
+
+
+def _rank(params, ids, weight):
+    x_BTD = params["table"][ids] * (ids > 0)[..., None]
+    return {"score": jnp.sum(x_BTD, axis=1) @ params["w"] * weight}
+
+
+def _ranker(scale: float) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((50, 8)).astype(np.float32)
+    return {"table": table, "w": scale * rng.standard_normal(8).astype(np.float32)}
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions of a ranker."""
+    root = tmp_path_factory.mktemp("bundles")
+    for version, scale in ((1, 1.0), (2, 2.0)):
+        export.save(
+            root / "ranker" / str(version),
+            {"predict": _rank},
+            _ranker(scale),
+            inputs={
+                "predict": {
+                    "ids": Spec(("b", "t"), "int32", low=0, high=49),
+                    "weight": Spec(("b",), "float32"),
+                }
+            },
+            buckets={"b": [1, 4], "t": [8]},
+            platforms=("cpu",),
+        )
+    return root
+
+
+@pytest.fixture
+def repository(bundles: Path, tmp_path: Path) -> Path:
+    """A repository with version 1 of the ranker."""
+    root = tmp_path / "models"
+    shutil.copytree(bundles / "ranker" / "1", root / "ranker" / "1")
+    return root
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts servers on free ports."""
+    started: list[Server] = []
+
+    def run(repository: Path, *words: str, wait: str = READY) -> Server:
+        log = tmp_path / f"server{len(started)}.log"
+        server = Server([str(repository), "--http", "0", "--grpc", "0", *words], log, wait)
+        started.append(server)
+        return server
+
+    yield run
+    for server in started:
+        if server.popen.poll() is None:
+            server.popen.kill()
+            server.popen.wait()
