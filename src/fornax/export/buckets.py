@@ -163,21 +163,26 @@ def assemble(
 def _assemble(
     signature: Signature, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]
 ) -> np.ndarray:
+    arrays = [request[spec.name] for request in requests]
     dtype = numpy_dtype(spec.dtype)
+    if signature.batch is not None and not any(isinstance(size, str) for size in spec.shape[1:]):
+        rows = sum([len(array) for array in arrays])
+        whole = np.empty(shape, dtype)
+        np.concatenate(arrays, out=whole[:rows])
+        whole[rows:] = spec.pad
+        return whole
     whole = np.zeros(shape, dtype) if spec.pad == 0 else np.full(shape, spec.pad, dtype)
     start = 0
-    for request in requests:
-        array = request[spec.name]
+    for array in arrays:
         if signature.batch is None:
             whole[tuple(slice(0, n) for n in array.shape)] = array
             continue
-        rows = array.shape[0]
-        if array.shape[1:] == shape[1:]:
-            whole[start : start + rows] = array
+        stop = start + len(array)
+        if array.ndim == 2:
+            whole[start:stop, : array.shape[1]] = array
         else:
-            tail = tuple(slice(0, n) for n in array.shape[1:])
-            whole[(slice(start, start + rows), *tail)] = array
-        start += rows
+            whole[(slice(start, stop), *(slice(0, n) for n in array.shape[1:]))] = array
+        start = stop
     return whole
 
 
@@ -238,38 +243,52 @@ def take(
     Args:
       outputs: all of the function's outputs or some, as host arrays of the bucket's sizes.
     """
+    columns = []
+    ragged = False
+    for name, array in outputs.items():
+        shape = signature.outputs[name].shape
+        by_row = signature.batch is not None and bool(shape) and shape[0] == signature.batch
+        cut = any(isinstance(size, str) for size in (shape[1:] if by_row else shape))
+        columns.append((name, array, by_row, shape if cut else None))
+        ragged = ragged or cut
+    if len(requests) == 1 and not ragged and signature.batch is None:
+        return [dict(outputs)]
+    first = next(iter(signature.inputs))
     results: list[dict[str, np.ndarray]] = []
     start = 0
-    ragged = bool(signature.ragged)
     for request in requests:
-        own = measure(signature, request) if ragged else {}
-        result = {}
-        rows = 0
-        if signature.batch is not None:
-            rows = next(iter(request.values())).shape[0]
-        for name, array in outputs.items():
-            shape = signature.outputs[name].shape
-            if signature.batch is not None and shape and shape[0] == signature.batch:
-                array = array[start : start + rows]
-                own[signature.batch] = rows
-            if ragged:
-                array = _trim(array, shape, own, dims)
-            result[name] = array
-        results.append(result)
-        start += rows
+        stop = start + (len(request[first]) if signature.batch is not None else 0)
+        share = {name: array[start:stop] if by_row else array for name, array, by_row, _ in columns}
+        if ragged:
+            own = {**dims, **_own_sizes(signature, request)}
+            for name, _, _, shape in columns:
+                if shape is not None:
+                    share[name] = _trim(share[name], shape, own)
+        results.append(share)
+        start = stop
     return results
 
 
-def _trim(
-    array: np.ndarray,
-    shape: tuple[int | str, ...],
-    own: Mapping[str, int],
-    dims: Mapping[str, int],
-) -> np.ndarray:
-    full = {**dims, **own}
-    wanted = tuple(expressions.evaluate(size, full) for size in shape)
+def _own_sizes(signature: Signature, request: Request) -> dict[str, int]:
+    """What `measure` says of a request that it has checked."""
+    sizes: dict[str, int] = {}
+    for name, spec in signature.inputs.items():
+        array = request[name]
+        if spec.dtype == BYTES:
+            dim = str(spec.shape[-1])
+            sizes[dim] = max(sizes.get(dim, 0), max(map(len, array.ravel()), default=0))
+        for size, dim in zip(array.shape, spec.shape, strict=False):
+            if isinstance(dim, str):
+                sizes[dim] = max(sizes.get(dim, 0), size)
+    return sizes
+
+
+def _trim(array: np.ndarray, shape: tuple[int | str, ...], own: Mapping[str, int]) -> np.ndarray:
+    wanted = tuple([expressions.evaluate(size, own) for size in shape])
     if wanted == array.shape:
         return array
+    if len(wanted) == 2:
+        return array[: wanted[0], : wanted[1]]
     return array[tuple(slice(0, size) for size in wanted)]
 
 
