@@ -17,6 +17,7 @@ from fornax.config.errors import BundleError
 
 __all__ = [
     "abstract",
+    "load_executable",
     "portable",
     "put",
     "rebuild",
@@ -122,7 +123,7 @@ def portable(module: bytes) -> bytes:
     context = mlir.make_ir_context()
     with context:
         parsed = stablehlo.deserialize_portable_artifact(context, module)
-        with context.attach_diagnostic_handler(lambda _: True):
+        with context.attach_diagnostic_handler(lambda _: True):  # pyrefly: ignore[bad-context-manager]
             try:
                 return stablehlo.serialize_portable_artifact(parsed, _OLDEST)
             except ValueError:  # an operation that the older one does not have
@@ -140,6 +141,15 @@ def without_places() -> Iterator[None]:
 
     with config.traceback_in_locations_limit(0):
         yield
+
+
+def load_executable(data: bytes, device: Any) -> Any:
+    """Native code from `LoadedExecutable.serialize`, for one device. It can do anything."""
+    from jax._src.lib import xla_client
+
+    return device.client.deserialize_executable(
+        data, executable_devices=xla_client.DeviceList((device,))
+    )
 
 
 def _device_put(aval: Any, sharding: Any, arrays: list[Any], devices: list[Any]) -> jax.Array:

@@ -6,14 +6,14 @@ Nothing here needs the code that made the bundle; nothing of a bundle runs as Py
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jax import export
 
 from fornax.config.errors import BundleError
-from fornax.export import files, golden, manifest, tensors, weights
-from fornax.export.compiling import compile_program, rebuild
+from fornax.export import executables, files, golden, manifest, tensors, weights
+from fornax.export.compiling import compile_program, loaded_program, rebuild
 from fornax.export.golden import GoldenArrays, Report
 from fornax.export.manifest import Function, Manifest
 from fornax.export.placement import OneDevice, Placement, platform_of
@@ -26,13 +26,17 @@ __all__ = ["Bundle", "Verify", "open_bundle"]
 Verify = Literal["all", "as-read", "none"] | bool
 
 
-def open_bundle(path: str | Path, *, verify: Verify = True) -> "Bundle":
+def open_bundle(
+    path: str | Path, *, verify: Verify = True, trust_executables: bool = False
+) -> "Bundle":
     """Read and check a bundle's manifest and files.
 
     Args:
       path: the bundle's directory.
       verify: True or `"all"`: every file's hash now; `"as-read"`: the sizes now, and each hash
         when the file is read (weights: while they are loaded); False or `"none"`: no hashes.
+      trust_executables: whether to run native code that the bundle brings, which can do anything,
+        instead of compiling here.
 
     Raises:
       BundleError: naming the file and what is wrong with it.
@@ -46,17 +50,32 @@ def open_bundle(path: str | Path, *, verify: Verify = True) -> "Bundle":
     files.check_listing(root, found.files)
     if mode == "all":
         files.verify(root, found.files, found.files)
-    return Bundle(root, found, hashes=mode != "none", weights_checked=mode != "as-read")
+    return Bundle(
+        root,
+        found,
+        hashes=mode != "none",
+        weights_checked=mode != "as-read",
+        trust_executables=trust_executables,
+    )
 
 
 class Bundle:
     """An opened bundle; see `open_bundle`."""
 
-    def __init__(self, path: Path, found: Manifest, *, hashes: bool, weights_checked: bool):
+    def __init__(
+        self,
+        path: Path,
+        found: Manifest,
+        *,
+        hashes: bool,
+        weights_checked: bool,
+        trust_executables: bool = False,
+    ):
         self.path = path
         self.manifest = found
         self._hashes = hashes
         self._weights_checked = weights_checked
+        self._trusted = trust_executables
         self._exported: dict[tuple[str, str], export.Exported] = {}
 
     def __repr__(self) -> str:
@@ -140,15 +159,40 @@ class Bundle:
         dims: Mapping[str, int],
         weights: Weights,
         placement: Placement | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
     ) -> Program:
         """The function compiled for one bucket, e.g. `{"b": 8, "t": 64}`.
+
+        Args:
+          options: XLA's compiler options for this program.
 
         Raises:
           BundleError: when the dimensions are not the function's, or it cannot be compiled here.
         """
         placement = placement or OneDevice()
+        f = self._function(function)
+        if self._trusted and not options and len(placement.devices) == 1:
+            ready = self._ahead(f, dims, weights, placement)
+            if ready is not None:
+                return ready
         exported = self.exported(function, platform_of(placement))
-        return compile_program(self._function(function), exported, dims, weights, placement)
+        return compile_program(f, exported, dims, weights, placement, options)
+
+    def _ahead(
+        self, f: Function, dims: Mapping[str, int], weights: Weights, placement: Placement
+    ) -> Program | None:
+        """The program that the bundle brings compiled for this machine, if it does."""
+        device, name = placement.devices[0], f.signature.name
+        found = executables.find(self.manifest.executables, name, dims, device)
+        if found is None:
+            return None
+        executable = executables.deserialize(
+            self.read(found.file), device, f"{name} {dict(dims)} of {self.path}"
+        )
+        if executable is None:
+            return None
+        return loaded_program(f, executable, dims, weights, placement)
 
     def golden(self, function: str) -> GoldenArrays | None:
         """A function's warm-up inputs and their outputs, of the golden bucket's sizes.

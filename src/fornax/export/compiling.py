@@ -9,13 +9,14 @@ from jax import export
 from fornax.config.errors import BundleError
 from fornax.export import _exported
 from fornax.export.dtypes import numpy_dtype
+from fornax.export.executables import memory_of
 from fornax.export.manifest import Function, Weight
 from fornax.export.placement import Placement, platform_of
 from fornax.export.program import Memory, Program
 from fornax.export.trace import abstract_argument, x64
 from fornax.export.weights import Weights
 
-__all__ = ["compile_program", "rebuild"]
+__all__ = ["compile_program", "loaded_program", "rebuild"]
 
 
 def rebuild(
@@ -57,8 +58,12 @@ def compile_program(
     dims: Mapping[str, int],
     weights: Weights,
     placement: Placement,
+    options: Mapping[str, Any] | None = None,
 ) -> Program:
     """The function compiled for sizes, which need not be a bucket's.
+
+    Args:
+      options: XLA's, for this program alone.
 
     Raises:
       BundleError: when the dimensions are not the function's, or it does not compile here.
@@ -87,7 +92,7 @@ def compile_program(
     with x64(f.x64):
         try:
             jitted = jax.jit(_named(exported), in_shardings=tuple(shardings), keep_unused=True)
-            compiled = jitted.lower(*arguments).compile()
+            compiled = jitted.lower(*arguments).compile(dict(options) if options else None)
         except Exception as error:
             raise BundleError(
                 f"{signature.name!r} cannot be compiled for {dict(dims)} on "
@@ -104,6 +109,28 @@ def compile_program(
         placement=placement,
         memory=_memory(compiled),
         x64=f.x64,
+        ahead=False,
+    )
+
+
+def loaded_program(
+    f: Function,
+    executable: Any,
+    dims: Mapping[str, int],
+    weights: Weights,
+    placement: Placement,
+) -> Program:
+    """The function from native code that was compiled ahead of time, on one device."""
+    return Program(
+        executable=executable,
+        call=executable.execute,
+        signature=f.signature,
+        dims=dims,
+        weights=[weights.params[name] for name in f.weights],
+        placement=placement,
+        memory=memory_of(executable),
+        x64=f.x64,
+        ahead=True,
     )
 
 

@@ -105,6 +105,7 @@ def load(
     rules: Mapping[str, tuple[str, ...]] | None = None,
     device: Any = None,
     verify: bool = True,
+    trust_executables: bool = False,
 ) -> Loaded:
     """Load a bundle: verify, put the weights on a device, run the golden inputs and compare.
 
@@ -113,7 +114,9 @@ def load(
       mesh: several devices to lay it on, by the axes that it names.
       rules: logical axis to axes of the mesh, over `fornax.mesh.DEFAULT_RULES`.
       device: one device, without a mesh; None is jax's first.
-      verify: whether hashes are compared.
+      verify: whether hashes and golden outputs are compared.
+      trust_executables: whether to run native code that the bundle brings, which can do anything,
+        instead of compiling here; where it was made for another machine, it is compiled.
 
     Raises:
       BundleError: when the bundle is damaged or does not compute here what it computed.
@@ -126,7 +129,9 @@ def load(
         placement = OnMesh(mesh, rules)
     elif rules is not None:
         raise BundleError("rules lay a bundle on a mesh, and load was given none; pass mesh=")
-    bundle = open_bundle(path, verify="as-read" if verify else "none")
+    bundle = open_bundle(
+        path, verify="as-read" if verify else "none", trust_executables=trust_executables
+    )
     loaded = Loaded(bundle, bundle.load_weights(placement), placement)
     if verify:
         for name, function in loaded.items():

@@ -31,6 +31,7 @@ class Program:
     """A function compiled for `dims`. Calls are asynchronous and safe from several threads.
 
     The arrays given must not change until an output is ready: a host array may be used in place.
+    `ahead` says whether the program came compiled in the bundle.
     """
 
     def __init__(
@@ -44,16 +45,18 @@ class Program:
         placement: Placement,
         memory: Memory,
         x64: bool,
+        ahead: bool,
     ):
         self.signature = signature
         self.dims = dict(dims)
         self.memory = memory
+        self.ahead = ahead
         self.inputs = tuple(spec.name for spec in signature.arguments)
         self.outputs = tuple(signature.outputs)
         self.shapes = {s.name: s.sizes(dims) for s in signature.arguments}
         self.dtypes = {s.name: numpy_dtype(s.dtype) for s in signature.arguments}
         self._weights = list(weights)
-        self._executable = executable
+        self.executable = executable
         self._call = call
         self._x64 = x64 and any(is_wide(s.dtype) for s in signature.arguments)
         devices = list(placement.devices)

@@ -114,19 +114,20 @@ def save(
             metadata=dict(metadata or {}),
             files={},
         )
+        trials = {n: Trial(work, found, n, flats[n], arrays) for n in functions}
         if check:
             ran = {
                 name: trial.run(
-                    Trial(work, found, name, flats[name], arrays),
-                    given_inputs=(golden or {}).get(name),
-                    tolerance=tolerance,
-                    seed=seed,
+                    t, given_inputs=(golden or {}).get(name), tolerance=tolerance, seed=seed
                 )
-                for name in functions
+                for name, t in trials.items()
             }
             found = dataclasses.replace(found, functions=ran)
         elif golden:
             raise BundleError("golden inputs need to be run, and check=False; drop one of the two")
+        if executables:
+            ahead = [e for t in trials.values() for e in t.write_executables()]
+            found = dataclasses.replace(found, executables=tuple(ahead))
         weights.write(work, arrays, stored)
         found = dataclasses.replace(found, files=_measured(work))
         data = manifest.to_json(found)

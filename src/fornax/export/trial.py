@@ -11,11 +11,12 @@ import jaxlib
 import numpy as np
 
 from fornax.config.errors import BundleError
-from fornax.export import buckets, checks, golden, tensors
+from fornax.export import buckets, checks, executables, golden, tensors
 from fornax.export.bundle import Bundle
 from fornax.export.coerce import as_arrays
-from fornax.export.manifest import Function, Golden, Manifest, Tolerance
+from fornax.export.manifest import Executable, Function, Golden, Manifest, Tolerance
 from fornax.export.placement import OneDevice, platform_of
+from fornax.export.program import Program
 from fornax.export.spec import Signature
 from fornax.export.trace import x64
 from fornax.export.weights import Weights
@@ -56,17 +57,42 @@ class Trial:
         return Bundle(self.work, self.manifest, hashes=False, weights_checked=True)
 
     @cached_property
-    def _programs(self) -> dict[tuple[int, ...], Any]:
+    def _programs(self) -> dict[tuple[int, ...], Program]:
         return {}
+
+    def program(self, dims: Mapping[str, int]) -> Program:
+        """What was sealed, compiled for these sizes."""
+        key = tuple(dims.values())
+        if key not in self._programs:
+            self._programs[key] = self._bundle.compile(self.name, dims, self._weights)
+        return self._programs[key]
 
     def sealed(self, dims: Mapping[str, int], inputs: Arrays) -> dict[str, np.ndarray]:
         """Run what was sealed; on a platform that it was not sealed for, the function itself."""
         if self.platform not in self.record.programs:
             return self.original(dims, inputs)
-        key = tuple(dims.values())
-        if key not in self._programs:
-            self._programs[key] = self._bundle.compile(self.name, dims, self._weights)
-        return {n: np.asarray(v) for n, v in self._programs[key](inputs).items()}
+        return {n: np.asarray(v) for n, v in self.program(dims)(inputs).items()}
+
+    def write_executables(self) -> list[Executable]:
+        """Add the programs of all buckets, compiled for this machine.
+
+        Raises:
+          BundleError: when this machine's platform is not the bundle's.
+        """
+        if self.platform not in self.record.programs:
+            raise BundleError(
+                f"executables=True compiles for this machine, which is {self.platform}, and "
+                f"platforms has {', '.join(self.record.programs)} only"
+            )
+        shapes = self.record.signature.shapes
+        key = executables.key_of(OneDevice().devices[0])
+        found = []
+        for name, number, file in executables.names(key, {self.name: len(shapes)}):
+            target = self.work / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(self.program(shapes[number]).executable.serialize())
+            found.append(Executable(file=file, function=name, dims=shapes[number], key=key))
+        return found
 
     def original(self, dims: Mapping[str, int], inputs: Arrays) -> dict[str, np.ndarray]:
         """Run the function as jax would."""
