@@ -6,10 +6,10 @@ import json
 import shutil
 
 import pytest
+from tests.unit.serving.fakes import deploy, running
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.repository import pin, unpin
-from tests.unit.serving.fakes import deploy, running
 
 
 def in_loop(test):
@@ -483,7 +483,7 @@ async def test_a_rollback_that_fails_changes_nothing(tmp_path):
     deploy(tmp_path, "m", 2)
     r = await started(tmp_path)
     for version in ("", "1"):
-        with pytest.raises(ServingError, match="stays at version 2.*version 1: altered"):
+        with pytest.raises(ServingError, match=r"stays at version 2.*version 1: altered"):
             await r.host.rollback("m", version)
     with pytest.raises(ServingError, match="is the one that answers"):
         await r.host.rollback("m", "2")

@@ -7,6 +7,7 @@ import string
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.serving.fakes import deploy
 
 from fornax.config import ServingError
 from fornax.serving.repository import (
@@ -22,7 +23,6 @@ from fornax.serving.repository import (
     version_number,
 )
 from fornax.serving.settings import All, Latest, ModelSettings, Named, Shadow
-from tests.unit.serving.fakes import deploy
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.unit.serving.fakes import deploy, running
 
 from fornax.config import ServingError
 from fornax.serving.lifecycle.compare import Latencies, OutputDifferences, difference
 from fornax.serving.lifecycle.shadow import ShadowRequest
 from fornax.serving.types import InferRequest
-from tests.unit.serving.fakes import deploy, running
 
 
 def of(values, dtype="float32"):

@@ -159,11 +159,10 @@ class Manager:
         """Plan anew and begin what the plan asks for, the lock held."""
         if self.root is None or self._closing:
             return
-        if not model.folder.problem:
-            model.plan = await self._plan(model, self.root)
-            for source in model.plan.loads:
-                if source.version not in model.loading:
-                    self._load(model, source)
+        model.plan = await self._plan(model, self.root)
+        for source in model.plan.loads:
+            if source.version not in model.loading:
+                self._load(model, source)
         self._settle(model)
 
     async def _plan(self, model: Model, root: Path) -> Plan:

@@ -70,7 +70,8 @@ class Model:
     def see(self, folder: ModelFolder | None) -> None:
         """Take in what its folder looks like now; None: it is gone."""
         self.gone = folder is None
-        self.bundles = {}
+        if folder is None or not folder.problem:
+            self.bundles = {}
         if folder is None:
             folder = ModelFolder(self.name, self.folder.path, settings=self.settings)
             self.lingering = frozenset()
