@@ -94,12 +94,7 @@ def trace(
     """
     wide = is_x64(signature)
     with x64(wide):
-        constraints: tuple[str, ...] = ()
-        try:
-            used, exports = _lower(flat, signature, weights, platforms, constraints)
-        except jax.errors.InconclusiveDimensionOperation as error:
-            constraints = _known(signature)
-            used, exports = _again(flat, signature, weights, platforms, constraints, error)
+        constraints, used, exports = _attempts(flat, signature, weights, platforms)
     first = next(iter(exports.values()))
     return Traced(
         signature=dataclasses.replace(signature, outputs=_outputs(signature, first, names)),
@@ -121,13 +116,38 @@ def is_x64(signature: Signature) -> bool:
     return wide or bool(jax.config.read("jax_enable_x64"))
 
 
+def _attempts(
+    flat: Any, signature: Signature, weights: Mapping[str, Any], platforms: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, export.Exported]]:
+    """Lower with open dimensions; where that does not do, with what the buckets say of them."""
+    first: Exception | None = None
+    for constraints in ((), _limits(signature), _known(signature)):
+        try:
+            return (constraints, *_lower(flat, signature, weights, platforms, constraints))
+        except BundleError:
+            raise
+        except Exception as error:
+            first = first or error
+    if not isinstance(first, jax.errors.InconclusiveDimensionOperation):
+        raise first or AssertionError
+    reason = str(first).strip().split("\n", 1)[0]
+    raise BundleError(
+        f"{signature.name!r} decides something by the size of a dimension that is open "
+        f"({', '.join(signature.dims)}): {reason}. Write it without that decision, or give the "
+        "dimension as a number in its Spec"
+    ) from first
+
+
+def _limits(signature: Signature) -> tuple[str, ...]:
+    """The largest size of each dimension: `positions[:t]` needs to know it."""
+    return tuple(f"{name} <= {sizes[-1]}" for name, sizes in signature.buckets.items())
+
+
 def _known(signature: Signature) -> tuple[str, ...]:
-    """What the buckets say of each dimension: limits, and a common divisor."""
-    found = []
+    """All that the buckets say of each dimension: limits, and a common divisor."""
+    found = list(_limits(signature))
     for name, sizes in signature.buckets.items():
-        if name == signature.batch:
-            continue
-        found += [f"{name} >= {sizes[0]}", f"{name} <= {sizes[-1]}"]
+        found.append(f"{name} >= {sizes[0]}")
         divisor = int(np.gcd.reduce(sizes))
         if divisor > 1:
             found.append(f"mod({name}, {divisor}) == 0")
@@ -135,25 +155,6 @@ def _known(signature: Signature) -> tuple[str, ...]:
 
 
 _Lowered = tuple[tuple[str, ...], dict[str, export.Exported]]
-
-
-def _again(
-    flat: Any,
-    signature: Signature,
-    weights: Mapping[str, Any],
-    platforms: Sequence[str],
-    constraints: tuple[str, ...],
-    first: Exception,
-) -> _Lowered:
-    try:
-        return _lower(flat, signature, weights, platforms, constraints)
-    except jax.errors.InconclusiveDimensionOperation as error:
-        reason = str(first).strip().split("\n", 1)[0]
-        raise BundleError(
-            f"{signature.name!r} decides something by the size of a dimension that is open "
-            f"({', '.join(signature.dims)}): {reason}. Write it without that decision, or give "
-            "the dimension as a number in its Spec"
-        ) from error
 
 
 def _lower(
