@@ -87,7 +87,12 @@ class Servable:
         reservation = devices.reserve(label, wanted, f"weights {total:,} B")
         try:
             copies, memory = await asyncio.to_thread(
-                loading.load, bundle, places, reservation, settings.concurrency
+                loading.load,
+                bundle,
+                places,
+                reservation,
+                settings.concurrency,
+                settings.compiler_options,
             )
             return cls(name, version, copies, memory, reservation, settings, events)
         except BaseException:

@@ -157,16 +157,18 @@ class Lane:
         return _Work(claim, batch, estimate, time.monotonic_ns())
 
     def _eligible(self, now: float) -> list[Claim] | None:
-        """Who may begin now: all while nothing runs, otherwise few."""
+        """Who may begin now; None: whoever's turn it is.
+
+        Beside a batch that runs, the next one is picked early only if a batch cannot grow any more;
+        then whose turn it is decides, or one that is always full would never let others in.
+        """
         if not self.running:
             return None
-        room = self.running < _THREADS
-        ending = room and self._ends - now <= self._lead()
-        return [
-            claim
-            for claim in self.shares
-            if (claim.short and self.on_host) or ending or (room and claim.queue.full())
-        ]
+        if self.running < _THREADS and (
+            self._ends - now <= self._lead() or any(claim.queue.full() for claim in self.shares)
+        ):
+            return None
+        return [claim for claim in self.shares if claim.short and self.on_host]
 
     def _lead(self) -> float:
         length = self._ends - self._freed

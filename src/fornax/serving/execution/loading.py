@@ -60,9 +60,13 @@ def weight_bytes(bundle: Bundle) -> int:
 
 
 def load(
-    bundle: Bundle, places: Sequence[Place], reservation: Reservation, concurrency: int
+    bundle: Bundle,
+    places: Sequence[Place],
+    reservation: Reservation,
+    concurrency: int,
+    options: Mapping[str, Any],
 ) -> tuple[list[Copy], MemoryUse]:
-    """Load a bundle onto its places.
+    """Load a bundle onto its places, for so many batches at once, with XLA's compiler options.
 
     Raises:
       BundleError: for a bundle that is damaged, cannot run here, or computes something else.
@@ -72,7 +76,7 @@ def load(
     with ThreadPoolExecutor(_threads(), thread_name_prefix="fornax-load") as pool:
         try:
             weights = list(pool.map(lambda place: bundle.load_weights(place.placement), places))
-            programs = _compile_all(bundle, places, weights, pool)
+            programs = _compile_all(bundle, places, weights, pool, dict(options) or None)
             use, by_account = _memory(places, weights, programs, concurrency)
             reservation.change(
                 by_account,
@@ -100,11 +104,23 @@ Programs = dict[str, dict[tuple[int, Key], Any]]
 
 
 def _compile_all(
-    bundle: Bundle, places: Sequence[Place], weights: Sequence[Weights], pool: ThreadPoolExecutor
+    bundle: Bundle,
+    places: Sequence[Place],
+    weights: Sequence[Weights],
+    pool: ThreadPoolExecutor,
+    options: Mapping[str, Any] | None,
 ) -> list[Programs]:
     """For each place, by function and bucket."""
     pending = [
-        {name: _compile_one(bundle, name, held, place, pool) for name in bundle.manifest.functions}
+        {
+            name: {
+                Shapes(bundle.signature(name)).bucket(dims): pool.submit(
+                    bundle.compile, name, dims, held, place.placement, options=options
+                )
+                for dims in bundle.signature(name).shapes
+            }
+            for name in bundle.manifest.functions
+        }
         for place, held in zip(places, weights, strict=True)
     ]
     return [
@@ -114,17 +130,6 @@ def _compile_all(
         }
         for each in pending
     ]
-
-
-def _compile_one(
-    bundle: Bundle, name: str, weights: Weights, place: Place, pool: ThreadPoolExecutor
-) -> dict[tuple[int, Key], Any]:
-    signature = bundle.signature(name)
-    shapes = Shapes(signature)
-    return {
-        shapes.bucket(dims): pool.submit(bundle.compile, name, dims, weights, place.placement)
-        for dims in signature.shapes
-    }
 
 
 def _memory(

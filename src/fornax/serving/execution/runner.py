@@ -110,9 +110,7 @@ class Runner:
             jax.block_until_ready(outputs)
         computed = time.monotonic_ns()
         # On CPU these are views of the results, and wait for them.
-        host = {
-            name: np.asarray(each) for name, each in zip(program.outputs, outputs, strict=True)
-        }
+        host = {name: np.asarray(each) for name, each in zip(program.outputs, outputs, strict=True)}
         if self._on_host:
             computed = time.monotonic_ns()
         answers = [host] if whole else take(self.signature, prepared.dims, host, requests)

@@ -1,0 +1,244 @@
+"""Batches on a device: overlap, turns between models, and an answer for each request, whatever comes.
+
+The device is a fake whose programs sleep; everything else is the server's own.
+"""
+
+import asyncio
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from fornax.config import ServingError
+from fornax.config.errors import ServingCode
+from fornax.export.spec import Signature, TensorSpec
+from fornax.serving.batching import Limit
+from fornax.serving.events import Events
+from fornax.serving.execution.function import Function
+from fornax.serving.execution.lane import Lane
+from fornax.serving.execution.runner import Computed, Prepared
+from fornax.serving.settings import Batching, ModelSettings
+from fornax.serving.types import InferRequest
+
+SIGNATURE = Signature(
+    name="f",
+    inputs={"x": TensorSpec(name="x", shape=("b",), dtype="float32")},
+    outputs={"y": TensorSpec(name="y", shape=("b",), dtype="float32")},
+    batch="b",
+    exact=(),
+    shapes=({"b": 1}, {"b": 4}),
+)
+
+
+class FakeRunner:
+    """Doubles its inputs after a while; refuses batches that hold a 13."""
+
+    def __init__(self, lane: Lane, seconds: float):
+        self.signature = SIGNATURE
+        self.prepared = {
+            (rows, ()): Prepared(None, {"b": rows}, rows, seconds) for rows in (1, 4)
+        }
+        self.late = 0
+        self.seconds = seconds
+        self.lock = lane.lock
+        self.batches = []
+        self.threads = set()
+        self.at_once = self.most_at_once = 0
+
+    def compute(self, batch, *, alone=False):
+        self.threads.add(threading.current_thread())
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.batches.append([each.inputs["x"] for each in batch.requests])
+        try:
+            if alone:
+                time.sleep(self.seconds)
+            else:
+                with self.lock:
+                    time.sleep(self.seconds)
+            if any((each.inputs["x"] == 13).any() for each in batch.requests):
+                return Computed(error=RuntimeError("thirteen"))
+            answers = [{"y": each.inputs["x"] * 2} for each in batch.requests]
+            return Computed(answers, None, 0, int(self.seconds * 1e9), 0)
+        finally:
+            self.at_once -= 1
+
+
+def serve(lanes, seconds, events=None, **settings):
+    runners = [FakeRunner(lane, seconds) for lane in lanes]
+    chosen = ModelSettings(**settings)
+    placed = [(lane, Limit(chosen.concurrency), r) for lane, r in zip(lanes, runners, strict=True)]
+    return Function("m", "1", SIGNATURE, placed, chosen, events), runners
+
+
+def host_lane(name: str = "cpu:0") -> Lane:
+    return Lane(name, on_host=True)
+
+
+def ask(*values: float, **fields) -> InferRequest:
+    return InferRequest("m", {"x": np.array(values, "f")}, **fields)
+
+
+async def close(*functions: Function) -> None:
+    for function in functions:
+        await function.drained()
+        await function.quiet()
+        function.close()
+
+
+def test_short_batches_run_in_the_loop_and_long_ones_in_threads():
+    async def run():
+        lane = host_lane()
+        short, (short_runner,) = serve([lane], 1e-5)
+        long, (long_runner,) = serve([lane], 0.01)
+        await asyncio.gather(*[f.submit(ask(1)) for f in (short, long) for _ in range(9)])
+        here = threading.current_thread()
+        assert short_runner.threads == {here}
+        assert here not in long_runner.threads
+        threads = list(lane._threads)
+        await close(short, long)
+        for thread in threads:
+            thread.join(5)
+            assert not thread.is_alive()
+
+    asyncio.run(run())
+
+
+def test_what_comes_while_a_batch_runs_makes_the_next_one():
+    async def run():
+        function, (runner,) = serve([host_lane()], 0.02)
+        first = function.submit(ask(1))
+        await asyncio.sleep(0.005)
+        more = [function.submit(ask(value)) for value in (2, 3, 4)]
+        await asyncio.gather(first, *more)
+        assert [len(batch) for batch in runner.batches] == [1, 3]
+        await close(function)
+
+    asyncio.run(run())
+
+
+def test_a_full_batch_is_assembled_while_another_runs_and_a_device_runs_one():
+    async def run():
+        function, (runner,) = serve([host_lane()], 0.02)
+        futures = [function.submit(ask(1)) for _ in range(16)]
+        began = time.monotonic()
+        await asyncio.gather(*futures)
+        assert runner.most_at_once == 2  # one waits for the device
+        assert time.monotonic() - began > 0.075
+        await close(function)
+
+    asyncio.run(run())
+
+
+def test_small_batches_do_not_wait_for_a_long_one_on_the_host():
+    async def run():
+        lane = host_lane()
+        small, _ = serve([lane], 1e-5)
+        large, _ = serve([lane], 0.3)
+        slow = large.submit(ask(1))
+        await asyncio.sleep(0.02)
+        began = time.monotonic()
+        await small.submit(ask(1))
+        assert time.monotonic() - began < 0.15
+        assert not slow.done()
+        await close(small, large)
+
+    asyncio.run(run())
+
+
+def test_a_flooded_model_leaves_others_their_share_of_the_device():
+    async def run():
+        lane = host_lane()
+        flooded, (greedy,) = serve([lane], 0.01)
+        modest, (other,) = serve([lane], 0.005)
+        flood = [flooded.submit(ask(1)) for _ in range(4 * 60)]
+        waits = []
+        for _ in range(8):
+            began = time.monotonic()
+            await modest.submit(ask(1))
+            waits.append(time.monotonic() - began)
+        assert len(greedy.batches) < 40  # of 60: it went on with the others between
+        assert sorted(waits)[4] < 0.06  # two batches of the other at most, not 60
+        flooded.fail_waiting(ServingError(ServingCode.UNAVAILABLE, "enough"))
+        await asyncio.gather(*flood, return_exceptions=True)
+        await close(flooded, modest)
+
+    asyncio.run(run())
+
+
+def test_priorities_go_first_and_replicas_take_what_waits():
+    async def run():
+        lanes = [host_lane("cpu:0"), host_lane("cpu:1")]
+        function, (left, right) = serve([lanes[0], lanes[1]], 0.01)
+        right.batches = left.batches
+        low = [function.submit(ask(1, priority=3)) for _ in range(60)]
+        await asyncio.sleep(0.005)
+        before = len(left.batches)
+        await asyncio.gather(*[function.submit(ask(2, priority=1)) for _ in range(4)])
+        await asyncio.gather(*low)
+        urgent = [(np.array(batch) == 2).all() for batch in left.batches].index(True)
+        assert urgent <= before + 4  # each lane has one that runs and one that waits for it
+        assert len(left.threads) == len(right.threads) == 2
+        await close(function)
+
+    asyncio.run(run())
+
+
+def test_programs_of_two_meshes_are_dispatched_one_after_the_other():
+    one, two = Lane("a", on_host=False, devices=2), Lane("b", on_host=False, devices=4)
+    assert one.lock is two.lock
+    assert Lane("c", on_host=False).lock is not one.lock
+    assert not one.in_loop
+
+
+@pytest.mark.parametrize("seconds", [1e-5, 0.002])
+def test_every_request_is_answered_once_in_a_storm(seconds):
+    """Clients that leave, deadlines, failures, splits and three priorities, at once."""
+    rng = random.Random(3)
+
+    async def run():
+        lanes = [host_lane("cpu:0"), host_lane("cpu:1")]
+        events = Events()
+        ends: dict[str, int] = {}
+        events.finished.append(lambda r, o: ends.update({r.id: ends.get(r.id, 0) + 1}))
+        function, _ = serve(lanes, seconds, events, batching=Batching(queue_limit=60))
+        sent = []
+        for number in range(600):
+            values = [float(rng.choice([1, 2, 3, 13]))] * rng.choice([1, 1, 2, 4, 9])
+            request = ask(*values, id=str(number), priority=rng.randint(0, 3))
+            if rng.random() < 0.3:
+                request.deadline = time.monotonic() + rng.choice([1e-4, 0.02])
+            try:
+                future = function.submit(request)
+            except ServingError as error:
+                assert error.code in (
+                    ServingCode.RESOURCE_EXHAUSTED,
+                    ServingCode.DEADLINE_EXCEEDED,
+                )
+                continue
+            finally:
+                if rng.random() < 0.1:
+                    await asyncio.sleep(rng.choice([0, 0.002]))
+            sent.append((values, future))
+            if rng.random() < 0.2:
+                future.cancel()
+        results = await asyncio.gather(*[f for _, f in sent], return_exceptions=True)
+        for (values, _), result in zip(sent, results, strict=True):
+            if isinstance(result, asyncio.CancelledError):
+                continue
+            if isinstance(result, ServingError):
+                late = result.code is ServingCode.DEADLINE_EXCEEDED
+                assert late or (result.code is ServingCode.INTERNAL and 13 in values)
+            else:
+                assert 13 not in values
+                np.testing.assert_array_equal(result.outputs["y"], np.array(values) * 2)
+        await close(function)
+        assert set(ends.values()) == {1}
+        assert len(ends) == 600
+        counters = function.statistics("f")
+        assert counters.success + counters.failure + counters.cancel == 600
+        assert (counters.pending, counters.queued) == (0, 0)
+
+    asyncio.run(run())
