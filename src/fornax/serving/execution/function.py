@@ -2,18 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
-import numpy as np
-
-from fornax.config.errors import BundleError, ServingCode, ServingError
-from fornax.export.buckets import measure
+from fornax.config.errors import ServingCode, ServingError
 from fornax.export.spec import Signature
 from fornax.serving.batching import Batch, Key, Limit, Queue, RowPlan, Waiting
 from fornax.serving.events import BatchRun, Events
 from fornax.serving.execution.answers import Answer, abandoned, refuse_nonfinite
 from fornax.serving.execution.counters import Counters, ModelStatistics
+from fornax.serving.execution.intake import Intake, split
 from fornax.serving.execution.lane import IN_LOOP_SECONDS, Claim, Lane
 from fornax.serving.execution.runner import Computed, Runner, as_serving_error
 from fornax.serving.execution.shapes import Shapes
@@ -42,24 +40,24 @@ class Function:
         self.draining = False
         self._idle: asyncio.Event | None = None
         self._events = events
-        self._nan = settings.nan
-        self._seconds = settings.timeouts.request_seconds
-        self._batching = settings.batching_of(signature.name)
+        self._refuse_nonfinite = settings.nan.outputs == "refuse"
+        batching = settings.batching_of(signature.name)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self._shapes = Shapes(signature)
+        shapes = Shapes(signature)
+        self._intake = Intake(model, signature, shapes, settings)
         self._by_row = {
             name
             for name, spec in signature.outputs.items()
             if spec.shape and spec.shape[0] == signature.batch
         }
         self.queue = Queue(
-            plans(self._shapes, runners[0][2], self._batching.max_rows),
-            limit=self._batching.queue_limit,
-            delay=self._batching.max_delay_ms * 1e-3,
-            preferred=self._batching.preferred_sizes,
-            fits=self._shapes.fits,
+            plans(shapes, runners[0][2], batching.max_rows),
+            limit=batching.queue_limit,
+            delay=batching.max_delay_ms * 1e-3,
+            preferred=batching.preferred_sizes,
+            fits=shapes.fits,
             abandoned=abandoned,
             gone=self._gone,
             together=signature.batch is not None,
@@ -172,10 +170,7 @@ class Function:
                 ServingCode.UNAVAILABLE,
                 f"version {self.version} of {self.model!r} is being unloaded; send again",
             )
-        rows, key = self._measured(request)
-        self._check(request)
-        priority = self._priority(request.priority)
-        deadline = self._deadline(request, now)
+        rows, key, priority, deadline = self._intake.read(request, now)
         most = self.queue.plans[key].most
         count = -(-rows // most)
         answer = Answer(request, self._loop.create_future(), now, rows, [None] * count, count)
@@ -188,59 +183,12 @@ class Function:
             self.queue.put(
                 *(
                     Waiting((answer, i), part, size, key, priority, deadline, arrived)
-                    for i, (size, part) in enumerate(_split(request.inputs, rows, most))
+                    for i, (size, part) in enumerate(split(request.inputs, rows, most))
                 )
             )
         if deadline is not None and (self._timer is None or deadline < self._timer_due):
             self._watch(deadline, arrived)
         return answer
-
-    def _measured(self, request: InferRequest) -> tuple[int, Key]:
-        try:
-            dims = measure(self.signature, request.inputs)
-            return self._shapes.place(dims)
-        except BundleError as error:
-            raise ServingError(ServingCode.INVALID_ARGUMENT, str(error)) from None
-
-    def _check(self, request: InferRequest) -> None:
-        for name in request.outputs:
-            if name not in self.signature.outputs:
-                raise ServingError(
-                    ServingCode.INVALID_ARGUMENT,
-                    f"{self.signature.name!r} has no output {name!r}; it has "
-                    f"{', '.join(self.signature.outputs)}",
-                )
-        if request.parameters:
-            raise ServingError(
-                ServingCode.INVALID_ARGUMENT,
-                f"parameter {next(iter(request.parameters))!r} means nothing to "
-                f"{self.model!r}; leave it out",
-            )
-        if self._nan.inputs == "refuse":
-            refuse_nonfinite(request.inputs, ServingCode.INVALID_ARGUMENT, "input")
-
-    def _priority(self, wanted: int) -> int:
-        if wanted == 0:
-            return self._batching.default_priority
-        if not 1 <= wanted <= self._batching.priority_levels:
-            raise ServingError(
-                ServingCode.INVALID_ARGUMENT,
-                f"priority {wanted} is not one of {self.model!r}'s; choose 1 to "
-                f"{self._batching.priority_levels}, or 0 for its default",
-            )
-        return wanted
-
-    def _deadline(self, request: InferRequest, now: int) -> float | None:
-        deadline = request.deadline
-        if self._seconds is not None:
-            latest = now * 1e-9 + self._seconds
-            deadline = latest if deadline is None else min(deadline, latest)
-        if deadline is not None and deadline <= now * 1e-9:
-            raise ServingError(
-                ServingCode.DEADLINE_EXCEEDED,
-                "the request's deadline had passed when it came; allow more time",
-            )
-        return deadline
 
     def _kick(self) -> None:
         lanes = self._lanes
@@ -269,7 +217,7 @@ class Function:
         outputs = answer.join(self._by_row)
         if request.outputs:
             outputs = {name: outputs[name] for name in request.outputs}
-        if self._nan.outputs == "refuse":
+        if self._refuse_nonfinite:
             try:
                 refuse_nonfinite(outputs, ServingCode.INTERNAL, "output")
             except ServingError as error:
@@ -340,14 +288,6 @@ def plans(shapes: Shapes, runner: Runner, most: int | None) -> dict[Key, RowPlan
         )
         for key, buckets in shapes.rows.items()
     }
-
-
-def _split(
-    inputs: Mapping[str, np.ndarray], rows: int, most: int
-) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-    for start in range(0, rows, most):
-        part = {name: array[start : start + most] for name, array in inputs.items()}
-        yield min(most, rows - start), part
 
 
 def _late(answer: Answer, now: float) -> ServingError:
