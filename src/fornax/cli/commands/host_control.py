@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +12,13 @@ from urllib.parse import quote
 from tyro.conf import Positional, arg
 
 from fornax.cli.arguments import NO_DEFAULT
-from fornax.config import ConfigError, environment
+from fornax.config import ConfigError, ServingError, environment
 from fornax.serving.client import V2Client, parse_server, tls_context
 
 _MODEL = arg(metavar="MODEL", help_behavior_hint="")
 _HEAD = ("model", "version", "state", "requests", "failed", "rows/batch", "queue us", "us", "")
+_OUTPUT_HEAD = ("output", "compared", "differing", "most off", "relatively", "")
+_PAUSE = 0.2
 _DEFAULT = "127.0.0.1:8080"
 _HELP = """{summary}
 
@@ -79,6 +82,14 @@ class VersionArguments(ModelArguments):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StatusArguments(Arguments):
+    """Of a look at the server."""
+
+    wait: Annotated[float, arg(metavar="SECONDS", help_behavior_hint="")] = 0.0
+    """Wait so long for it to be ready."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileArguments(Arguments):
     """Of a profile."""
 
@@ -88,9 +99,9 @@ class ProfileArguments(Arguments):
     """End the profile that runs."""
 
 
-def _status(arguments: Arguments) -> int:
+def _status(arguments: StatusArguments) -> int:
     client = arguments.client()
-    ready = client.status("/v2/health/ready") == 200
+    ready = _ready(client, arguments.wait)
     index = client.post("/v2/repository/index")
     stats = {(each["name"], str(each["version"])): each for each in _stats(client)}
     if arguments.json:
@@ -105,6 +116,23 @@ def _status(arguments: Arguments) -> int:
     for line in _table(rows):
         _say(line)
     return 0 if ready else 1
+
+
+def _ready(client: V2Client, wait: float) -> bool:
+    """Whether the server is ready, or becomes so in time; ServingError when none answers."""
+    until = time.monotonic() + wait
+    while True:
+        left = until - time.monotonic()
+        try:
+            if client.status("/v2/health/ready") == 200:
+                return True
+        except ServingError:
+            if left <= 0:
+                raise
+        else:
+            if left <= 0:
+                return False
+        time.sleep(min(_PAUSE, max(left, 0.0)))
 
 
 def _stats(client: V2Client) -> Sequence[Mapping[str, Any]]:
@@ -161,8 +189,26 @@ def _shadow(arguments: ModelArguments) -> int:
     if arguments.json:
         _say(json.dumps(report))
         return 0
-    for line in _lines(report):
+    requests = report["requests"]
+    _say(
+        f"{report['name']}: version {report['shadow_version']} gets {report['share']:.0%} of what "
+        f"version {report['main_version']} answers{'' if report['running'] else ' (ended)'}"
+    )
+    _say(", ".join(f"{key} {value:,}" for key, value in requests.items()))
+    rows: list[tuple[str, ...]] = [_OUTPUT_HEAD]
+    for name, seen in report["outputs"].items():
+        figures = (f"{seen[key]:,}" for key in ("compared", "differing"))
+        sizes = (f"{seen[key]:.3g}" for key in ("max_absolute", "max_relative"))
+        rows.append((name, *figures, *sizes, "; ".join(map(str, seen["problems"]))))
+    for line in _table(rows):
         _say(line)
+    for side, latency in report["latency"].items():
+        _say(f"{side}: {', '.join(f'{key} {value:,.0f}' for key, value in latency.items())}")
+    for reason, count in report["errors"].items():
+        _say(f"{count} failed: {reason}")
+    worst = [str(each["id"]) for each in report["worst"] if each["id"]]
+    if worst:
+        _say(f"ids of the answers furthest off: {', '.join(worst)}")
     return 0
 
 
@@ -180,23 +226,6 @@ def _done(arguments: Arguments, answer: Any, words: str) -> int:
 
 def _named(arguments: VersionArguments) -> str:
     return f"{arguments.model} {arguments.version}".strip()
-
-
-def _lines(report: Mapping[str, Any], indent: str = "") -> list[str]:
-    """A nested mapping, a key a line."""
-    lines = []
-    for key, value in report.items():
-        if isinstance(value, Mapping):
-            lines += [f"{indent}{key}:", *_lines(value, indent + "  ")]
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            lines.append(f"{indent}{key}:")
-            for each in value:
-                words = ", ".join(f"{name} {part}" for name, part in each.items())
-                lines.append(f"{indent}  {words}")
-        else:
-            shown = f"{value:.6g}" if isinstance(value, float) else value
-            lines.append(f"{indent}{key}: {shown}")
-    return lines
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -221,10 +250,10 @@ class Control:
 
 _COMMANDS: dict[str, tuple[type[Arguments], Callable[[Any], int], str, str]] = {
     "status": (
-        Arguments,
+        StatusArguments,
         _status,
         "Say what a running server serves and how it fares; exits 1 when it is not ready.",
-        "fornax host status --url 127.0.0.1:8080",
+        "fornax host status --url 127.0.0.1:8080 --wait 60",
     ),
     "load": (
         VersionArguments,
