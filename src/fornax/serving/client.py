@@ -22,14 +22,31 @@ def parse_server(url: str, default: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def tls_context(ca: Path | None, insecure: bool) -> ssl.SSLContext:
-    """How to speak TLS: with the system's authorities or `ca`'s; `insecure` checks nothing."""
-    if ca is not None and not ca.is_file():
-        raise ConfigError(f"ca={ca} is no file; check the path")
+def tls_context(
+    ca: Path | None, insecure: bool, cert: Path | None = None, key: Path | None = None
+) -> ssl.SSLContext:
+    """How to speak TLS.
+
+    Args:
+      ca: file of the authorities to trust; None: the system's.
+      insecure: whether any certificate will do.
+      cert: file of a certificate to present, with its key unless `key` has that.
+
+    Raises:
+      ConfigError: a file is not there, or is no certificate.
+    """
+    for name, path in (("ca", ca), ("cert", cert), ("key", key)):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{name}={path} is no file; check the path")
     context = ssl.create_default_context(cafile=str(ca) if ca else None)
     if insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
+    if cert is not None:
+        try:
+            context.load_cert_chain(cert, key)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"cert={cert} with its key cannot be used: {error}") from error
     return context
 
 
@@ -94,6 +111,12 @@ class V2Client:
             connection.request(method, path, body=sent, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
+        except ssl.SSLCertVerificationError as error:
+            raise ServingError(
+                ServingCode.UNAVAILABLE,
+                f"the certificate of {host}:{port} is not trusted ({error.verify_message}); name "
+                "its authority with --ca FILE",
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ServingError(
                 ServingCode.UNAVAILABLE,

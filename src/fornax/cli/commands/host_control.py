@@ -37,8 +37,12 @@ class Arguments:
     """The server's HTTP address; https://host:port for TLS."""
     ca: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """File with the authority of its certificate (default: the system's)."""
+    cert: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """File with a certificate to present."""
+    key: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """File with its key (default: the certificate's file)."""
     insecure: Annotated[bool, NO_DEFAULT] = False
-    """Do not check its certificate."""
+    """Do not check the server's certificate."""
     timeout: float = 600.0
     """Seconds to wait for the answer; loading a model takes as long as it takes."""
     json: Annotated[bool, NO_DEFAULT] = False
@@ -49,7 +53,7 @@ class Arguments:
         secure = self.url.startswith("https://")
         return V2Client(
             address=parse_server(self.url, _DEFAULT),
-            tls=tls_context(self.ca, self.insecure) if secure else None,
+            tls=tls_context(self.ca, self.insecure, self.cert, self.key) if secure else None,
             token=next(iter(environment.host_tokens()), None),
             timeout=self.timeout,
         )

@@ -31,6 +31,10 @@ class HostBenchConfig:
     """Do not check the server's certificate (HTTP)."""
     ca: Path | None = None
     """File with the authority of the server's certificate."""
+    cert: Path | None = None
+    """File with a certificate to present."""
+    key: Path | None = None
+    """File with its key (default: the certificate's file)."""
     tls: bool = False
     """Speak TLS; https:// says so too."""
 
@@ -101,4 +105,6 @@ class HostBenchConfig:
 
     def tls_context(self) -> ssl.SSLContext | None:
         """How to speak TLS; None for plain text. Raises ConfigError for a `ca` that is no file."""
-        return tls_context(self.ca, self.insecure) if self.secure else None
+        if not self.secure:
+            return None
+        return tls_context(self.ca, self.insecure, self.cert, self.key)

@@ -29,7 +29,13 @@ def credentials(config: HostBenchConfig) -> grpc.ChannelCredentials | None:
     """How to speak TLS; None for plain text."""
     if not config.secure:
         return None
-    return grpc.ssl_channel_credentials(config.ca.read_bytes() if config.ca else None)
+    config.tls_context()  # says what is wrong with the files
+    key = config.key or config.cert
+    return grpc.ssl_channel_credentials(
+        config.ca.read_bytes() if config.ca else None,
+        key.read_bytes() if key else None,
+        config.cert.read_bytes() if config.cert else None,
+    )
 
 
 def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
