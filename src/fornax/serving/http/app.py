@@ -9,8 +9,9 @@ from fornax.serving.entry import ASGIApp
 from fornax.serving.http import bodies
 from fornax.serving.http.bodies import ClientLeft, LateBody
 from fornax.serving.http.infer import Inference
+from fornax.serving.http.parts import Parts
 from fornax.serving.http.replies import error_reply, send_reply
-from fornax.serving.http.routes import Parts, create_routes
+from fornax.serving.http.routes import create_routes
 from fornax.serving.v2.shared_memory import SharedMemory
 
 __all__ = ["App", "http_app"]
@@ -37,7 +38,8 @@ class App:
         admin: Auth | None,
         extra_apps: Mapping[str, ASGIApp],
     ):
-        self._routes = create_routes(parts)
+        self.routes = create_routes(parts)
+        """Every call that is no inference."""
         self._infer = Inference(parts.host, limits, parts.shared_memory, parts.events)
         self._events = parts.events
         self._limits = limits
@@ -49,7 +51,7 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request."""
         if scope["type"] != "http":
-            await self._routes(scope, receive, send)
+            await self.routes(scope, receive, send)
             return
         path: str = scope["path"]
         if scope["root_path"]:
@@ -99,7 +101,7 @@ class App:
             )
 
     async def _other(self, path: str, scope: Any, receive: Any, send: Any) -> None:
-        app, most = self._routes, min(_SMALL, self._limits.max_body_bytes)
+        app, most = self.routes, min(_SMALL, self._limits.max_body_bytes)
         for prefix, extra in self._extra.items():
             if path == prefix or path.startswith(prefix + "/"):
                 app, most = extra, self._limits.max_body_bytes

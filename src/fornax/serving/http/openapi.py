@@ -22,6 +22,11 @@ def describe(app: FastAPI) -> dict[str, Any]:
             title=app.title, version=app.version, summary=app.summary, routes=app.routes
         )
         known = document["components"]["schemas"]
+        for name in ("HTTPValidationError", "ValidationError"):  # those are errors like any other
+            known.pop(name, None)
+        for methods in document["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
         for model in (schemas.InferBody, schemas.InferAnswer):
             schema = model.model_json_schema(ref_template=_REF + "{model}")
             known |= schema.pop("$defs", {})

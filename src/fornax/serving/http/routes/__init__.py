@@ -1,0 +1,32 @@
+"""Every call that is no inference, by topic."""
+
+from fastapi import FastAPI
+
+from fornax import __version__
+from fornax.serving.http.documented import install_errors
+from fornax.serving.http.openapi import describe
+from fornax.serving.http.parts import Parts
+from fornax.serving.http.routes.memory import memory
+from fornax.serving.http.routes.models import health, models
+from fornax.serving.http.routes.operations import operations
+from fornax.serving.http.routes.repository import repository
+
+__all__ = ["create_routes"]
+
+
+def create_routes(parts: Parts) -> FastAPI:
+    """The routes, and the OpenAPI document of these and of inference."""
+    app = FastAPI(
+        title="Fornax",
+        version=__version__,
+        summary="Models behind the V2 inference protocol.",
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.state.parts = parts
+    install_errors(app)
+    for router in (health, models, repository, memory, operations):
+        app.include_router(router)
+    app.openapi = lambda: describe(app)  # pyrefly: ignore[bad-assignment]
+    return app
