@@ -36,8 +36,13 @@ def schema(caller, document):
     return schemathesis.openapi.from_asgi("/openapi.json", caller.app)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", GenerationMode)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(GenerationMode.POSITIVE, marks=pytest.mark.slow),
+        pytest.param(GenerationMode.NEGATIVE, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_whatever_is_sent_the_answer_is_as_documented(schema, mode):
     sent = set()
     for path, methods in schema.items():
