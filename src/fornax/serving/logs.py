@@ -34,7 +34,7 @@ def configure_logging(form: Format, level: str) -> None:
     """Send the log of Fornax and of its HTTP server to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines() if form == "json" else _TextLines())
-    for name in ("fornax", "uvicorn", "grpc"):
+    for name in ("fornax", "uvicorn", "grpc", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False

@@ -18,7 +18,8 @@ __all__ = ["Tracer", "parse_traceparent"]
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
-_FLUSH_MS = 5000
+_SEND_SECONDS = 3
+"""How long a collector may take, retries included; at the end no longer is waited for it."""
 
 
 def parse_traceparent(text: object) -> tuple[int, int, bool] | None:
@@ -51,7 +52,7 @@ class Tracer:
             if exporter is None:
                 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-                exporter = OTLPSpanExporter(endpoint=endpoint)
+                exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_SEND_SECONDS)
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"{error.name} is not installed; traces need pip install 'fornax-ai[otel]'"
@@ -71,7 +72,6 @@ class Tracer:
 
     def close(self) -> None:
         """Send what waits."""
-        self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
 
     def _make(
