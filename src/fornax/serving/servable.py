@@ -18,7 +18,7 @@ from fornax.serving.execution.pool import DevicePool
 from fornax.serving.settings import ModelSettings
 from fornax.serving.types import InferRequest
 
-__all__ = ["Servable"]
+__all__ = ["DevicePool", "Servable"]
 
 
 class Servable:

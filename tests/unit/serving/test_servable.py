@@ -15,6 +15,7 @@ from fornax import export
 from fornax.config import BundleError, ServingError
 from fornax.config.errors import ServingCode
 from fornax.export import Spec
+from fornax.export.dtypes import TENSORS, numpy_dtype
 from fornax.serving.events import Events
 from fornax.serving.execution import DevicePool, lane
 from fornax.serving.servable import Servable
@@ -46,18 +47,35 @@ def text(params, s):
     return {"size": (s != 0).sum(1).astype("int32")}
 
 
+def every(params, **inputs):
+    return {name: x[:, ::-1] if name == "bool" else x[:, ::-1] * x for name, x in inputs.items()}
+
+
+def table(params, m):
+    return {"m": m @ m}
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory, quick_compiles):
     where = tmp_path_factory.mktemp("bundle") / "m"
     export.save(
         where,
-        {"predict": predict, "score": score, "wide": wide, "text": text},
+        {
+            "predict": predict,
+            "score": score,
+            "wide": wide,
+            "text": text,
+            "every": every,
+            "table": table,
+        },
         PARAMS,
         inputs={
             "predict": {"x": Spec(("b", 8), "float32")},
             "score": {"ids": Spec(("b", "t"), "int32", lengths="n")},
             "wide": {"a": Spec(("b",), "int64"), "d": Spec(("b",), "float64")},
             "text": {"s": Spec(("b", "t"), "bytes")},
+            "every": {name: Spec(("b", 3), name) for name in TENSORS},
+            "table": {"m": Spec((2, 2), "float32")},
         },
         buckets={"b": [1, 4], "t": [4, 8]},
         platforms=("cpu",),
@@ -147,6 +165,29 @@ def test_answers_are_those_of_the_exported_function_bit_for_bit_at_its_bucket(mo
     (served,) = loop.run_until_complete(together(model, ask("score", ids=ids)))
     for name, array in alone["score"](ids=ids).items():
         assert served.outputs[name].tobytes() == array.tobytes()
+
+
+def test_every_dtype_comes_back_bit_for_bit_in_a_shared_batch(model, path, loop):
+    def request():
+        arrays = {name: RANDOM.integers(0, 7, (2, 3)).astype(numpy_dtype(name)) for name in TENSORS}
+        return ask("every", **arrays)
+
+    both = [request(), request()]
+    results = loop.run_until_complete(together(model, *both))
+    alone = export.load(path, verify=False)["every"]
+    for request_, result in zip(both, results, strict=True):
+        for name, array in alone(**request_.inputs).items():
+            assert result.outputs[name].dtype == numpy_dtype(name)
+            assert result.outputs[name].tobytes() == array.tobytes()
+
+
+def test_a_function_without_rows_computes_each_request_alone(model, loop):
+    arrays = [rows(4)[:2, :2] for _ in range(3)]
+    before = model.statistics().functions["table"].execution_count
+    results = loop.run_until_complete(together(model, *[ask("table", m=m) for m in arrays]))
+    for m, result in zip(arrays, results, strict=True):
+        np.testing.assert_allclose(result.outputs["m"], m @ m, rtol=1e-5)
+    assert model.statistics().functions["table"].execution_count == before + 3
 
 
 def test_ragged_requests_share_a_bucket_and_get_their_own_sizes_back(model, loop):
@@ -422,11 +463,25 @@ def test_a_model_that_does_not_fit_is_refused_with_figures_and_leaves_nothing(
     path, loop, limit, said
 ):
     small = DevicePool(numbers=[0], memory_limit=limit)
-    figures = rf"m version 3 needs \d+ B of cpu memory \({said}.*{limit} B of {limit} B are free"
+    figures = rf"m version 3 needs \S+ \w+ of cpu memory \({said}.*{limit} B of {limit} B are free"
     with pytest.raises(ServingError, match=figures) as caught:
         loop.run_until_complete(load(path, small))
     assert caught.value.code is ServingCode.RESOURCE_EXHAUSTED
     assert small.memory.used("cpu") == 0
+
+
+def test_a_load_that_was_given_up_sets_nothing_aside(path, pool):
+    held = pool.memory.used("cpu")
+
+    async def run():
+        loading = asyncio.ensure_future(load(path, pool))
+        while pool.memory.used("cpu") == held:
+            await asyncio.sleep(0.001)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+
+    asyncio.run(run())  # and waits for the thread that loads
+    assert pool.memory.used("cpu") == held
 
 
 def test_a_bundle_that_computes_something_else_never_serves(path, pool, loop, monkeypatch):

@@ -35,7 +35,6 @@ _LONG_SECONDS = 10e-3
 """For batches of at least this time the next one is picked before they end."""
 _LEAD = 0.1
 """How long before, as a part of their time."""
-_THREADS = 2
 _MESHES = threading.Lock()
 
 
@@ -80,6 +79,8 @@ class Lane:
         self.running = 0
         """Batches in its threads."""
         self.busy_seconds = 0.0
+        self.slots = 1
+        """Batches that may be in its threads at once: the most that a model here may have."""
         self._again: deque[_Work] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -96,10 +97,12 @@ class Lane:
         """A function comes; call in the event loop."""
         self._loop = asyncio.get_running_loop()
         self.shares.add(claim)
+        self.slots = max(self.slots, claim.limit.most)
 
     def detach(self, claim: Claim) -> None:
         """A function leaves; none of its batches is under way."""
         self.shares.remove(claim)
+        self.slots = max((each.limit.most for each in self.shares), default=1)
         if not len(self.shares):
             self.stop()
 
@@ -139,7 +142,7 @@ class Lane:
         self._wait_for(now)
 
     def _next(self, now: float) -> _Work | None:
-        if self._again and self.running < _THREADS:
+        if self._again and self.running < self.slots:
             return self._again.popleft()
         while True:
             claim = self.shares.pick(now, self._eligible(now))
@@ -164,7 +167,7 @@ class Lane:
         """
         if not self.running:
             return None
-        if self.running < _THREADS and (
+        if self.running < self.slots and (
             self._ends - now <= self._lead() or any(claim.queue.full() for claim in self.shares)
         ):
             return None
@@ -192,7 +195,7 @@ class Lane:
             self._freed = self._ends = now
         self.running += 1
         self._ends += work.estimate
-        if len(self._threads) < _THREADS:
+        if len(self._threads) < min(self.running, self.slots):
             thread = threading.Thread(
                 target=self._serve, args=(self._queue,), name=f"fornax-{self.name}", daemon=True
             )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import threading
 from collections.abc import Mapping
 
 import jax
@@ -33,6 +34,7 @@ class Reservation:
     memory: "Memory"
     name: str
     bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    released: bool = False
 
     @property
     def total(self) -> int:
@@ -44,11 +46,13 @@ class Reservation:
 
         Raises:
           ServingError: RESOURCE_EXHAUSTED, with figures, when one does not fit; nothing changes.
+            CANCELLED after `release`: the load was given up.
         """
         self.memory.change(self, wanted, what)
 
     def release(self) -> None:
-        """Give all of it back."""
+        """Give all of it back; nothing can be set aside by this one any more."""
+        self.released = True
         self.memory.change(self, {}, "")
 
 
@@ -59,6 +63,7 @@ class Memory:
         """`limits` in bytes by account."""
         self.limits = dict(limits)
         self._held: dict[Reservation, None] = {}
+        self._lock = threading.Lock()
 
     def reserve(self, name: str, wanted: Mapping[str, int], what: str) -> Reservation:
         """Set memory aside for a model.
@@ -79,7 +84,13 @@ class Memory:
         return self.limits[account] - self.used(account)
 
     def change(self, reservation: Reservation, wanted: Mapping[str, int], what: str) -> None:
-        """See `Reservation.change`."""
+        """See `Reservation.change`; models may load in several threads."""
+        with self._lock:
+            self._change(reservation, wanted, what)
+
+    def _change(self, reservation: Reservation, wanted: Mapping[str, int], what: str) -> None:
+        if reservation.released and wanted:
+            raise ServingError(ServingCode.CANCELLED, f"{reservation.name} is not loaded any more")
         for account, count in wanted.items():
             others = self.used(account) - reservation.bytes.get(account, 0)
             if others + count > self.limits[account]:
