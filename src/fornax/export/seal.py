@@ -1,6 +1,8 @@
 """Sealing functions: traced, written, checked by running them, renamed into place."""
 
 import dataclasses
+import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from fornax.export import _exported, files, manifest, trial, weights
 from fornax.export.declare import LEADING, Buckets, declare_all
 from fornax.export.manifest import PLATFORMS, Function, Manifest, Program, Tolerance
 from fornax.export.modules import take_apart, weight_axes
-from fornax.export.spec import Spec
+from fornax.export.spec import Signature, Spec
 from fornax.export.trace import Traced, flat_function, is_x64, trace, x64
 from fornax.export.trial import Trial
 
@@ -81,6 +83,7 @@ def save(
     """
     path = Path(path)
     _check_platforms(platforms)
+    _check_metadata(metadata)
     signatures = declare_all(tuple(functions), inputs, buckets, batch, exact)
     _known("golden", golden, signatures)
     for what, given in (("preprocess", preprocess), ("postprocess", postprocess)):
@@ -91,6 +94,7 @@ def save(
     named = weight_axes(arrays, parts.axes, axes or {})
     flats, traced = {}, {}
     for name, fn in functions.items():
+        _check_callable(name, fn, signatures[name], _one(preprocess, name))
         names: list[str] = []
         flats[name] = flat_function(
             parts.bind(fn, name),
@@ -142,6 +146,35 @@ def _check_platforms(platforms: Sequence[str]) -> None:
         raise BundleError(
             f"platforms={platforms!r} is no sequence of different names of {', '.join(PLATFORMS)}"
         )
+
+
+def _check_metadata(metadata: Mapping[str, Any] | None) -> None:
+    try:
+        json.dumps(dict(metadata or {}), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BundleError(
+            f"metadata is not what JSON holds ({error}); use names with texts, finite numbers, "
+            "lists and dicts"
+        ) from None
+
+
+def _check_callable(
+    name: str, fn: Callable[..., Any], signature: Signature, preprocess: Callable[..., Any] | None
+) -> None:
+    """That the first of them to be called takes the inputs by their names."""
+    arguments = dict.fromkeys(spec.name for spec in signature.arguments)
+    called, first = (fn, (None,)) if preprocess is None else (preprocess, ())
+    try:
+        inspect.signature(called).bind(*first, **arguments)
+    except ValueError:  # builtins tell no signature
+        return
+    except TypeError as error:
+        what = f"function {name!r}" if preprocess is None else f"preprocess of {name!r}"
+        takes = "(params, **inputs)" if preprocess is None else "(**inputs)"
+        raise BundleError(
+            f"{what} is called as {takes} with the inputs {', '.join(arguments)}, and {error}; "
+            "name its arguments as the specs and their lengths do"
+        ) from None
 
 
 def _known(what: str, given: Mapping[str, Any] | None, functions: Mapping[str, Any]) -> None:
@@ -200,12 +233,16 @@ def _write_function(work: Path, t: Traced) -> Function:
 
 
 def _versions(t: Traced) -> dict[str, str]:
-    module = next(iter(t.modules.values()))
+    stablehlo = _exported.stablehlo_version(next(iter(t.modules.values())))
     return {
         "fornax": fornax.__version__,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "stablehlo": _exported.stablehlo_version(module),
+        "stablehlo": stablehlo,
+        "window": (
+            f"StableHLO {stablehlo} and later, up to five years of its development after jaxlib "
+            f"{jaxlib.__version__}"
+        ),
     }
 
 
