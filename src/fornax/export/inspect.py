@@ -15,7 +15,6 @@ from fornax.export.spec import Size, TensorSpec
 __all__ = ["bytes_text", "describe", "lines", "shape_text"]
 
 _MOST_OPERATIONS = 12
-_YEARS = "StableHLO promises five years of its development"
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -98,13 +97,11 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         f"platforms {', '.join(found['platforms'])}"
     )
     yield "  written by " + ", ".join(
-        f"{name} {version}" for name, version in versions.items() if name != "stablehlo"
+        f"{name} {versions[name]}" for name in ("fornax", "jax", "jaxlib") if name in versions
     )
     oldest, newest = found["reads"]["stablehlo"]
-    yield (
-        f"  graphs in StableHLO {versions['stablehlo']}: read by that version and later ones "
-        f"({_YEARS}); this jaxlib reads {oldest} to {newest}"
-    )
+    yield f"  graphs are read by {versions.get('window', 'what wrote them')}"
+    yield f"  this jaxlib reads StableHLO {oldest} to {newest}"
     for key, value in found["metadata"].items():
         yield f"  {key}: {value}"
     for number, (name, function) in enumerate(found["functions"].items()):
