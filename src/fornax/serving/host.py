@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from fornax.config import ServingCode, ServingError, nearest
 from fornax.export.bundle import open_bundle
@@ -51,6 +51,10 @@ class HostSettings(Protocol):
     @property
     def strict_readiness(self) -> bool:
         """Whether every model must be ready for the server to be."""
+
+    @property
+    def trust_executables(self) -> bool:
+        """Whether native code in bundles may be run."""
 
 
 class Host:
@@ -106,7 +110,12 @@ class Host:
         return self._others.entries
 
     async def _load_bundle(self, source: Source) -> ServableLike:
-        bundle = await asyncio.to_thread(open_bundle, source.path)
+        bundle = await asyncio.to_thread(
+            open_bundle,
+            source.path,
+            verify="as-read",
+            trust_executables=self._config.trust_executables,
+        )
         if self._devices is None:
             self._devices = DevicePool()
         return await Servable.create(
@@ -164,6 +173,8 @@ class Host:
         instance = None if model is None else model.routes.get(request.version)
         if model is None or instance is None:
             return self._submit_otherwise(request)
+        if request.function and request.function not in instance.servable.functions:
+            self._refuse_function(request, instance)
         answer = instance.servable.submit(request)
         shadowing = model.shadowing
         if shadowing is not None and shadowing.main is instance and shadowing.running:
@@ -182,6 +193,18 @@ class Host:
             raise
         request.model, request.function = name, function
         return self.submit(request)
+
+    def _refuse_function(self, request: InferRequest, instance: Instance) -> NoReturn:
+        known = instance.servable.functions
+        guess = nearest(request.function, known)
+        error = ServingError(
+            ServingCode.NOT_FOUND,
+            f"version {instance.version} of {instance.source.name} has no function "
+            f"{request.function!r}; {f'did you mean {guess}? ' if guess else ''}"
+            f"it has {', '.join(known)}",
+        )
+        self.events.tell_finished(request, error)
+        raise error
 
     def _split(self, name: str, function: str = "") -> tuple[str, str]:
         """A name such as `ranker:score` in its two parts."""

@@ -26,6 +26,7 @@ class FakeConfig:
     poll_seconds: float = 0.02
     load: tuple[str, ...] = ("*",)
     strict_readiness: bool = True
+    trust_executables: bool = False
 
 
 def deploy(root: Path, name: str, version: int, **behaviour: Any) -> Path:

@@ -205,7 +205,7 @@ class Manager:
 
     def _failed(self, model: Model, source: Source, error: Exception) -> None:
         code = error.code if isinstance(error, ServingError) else ServingCode.INTERNAL
-        if code is ServingCode.CANCELLED:
+        if self._closing or source.version not in model.plan.wanted:
             self._tell(source, State.UNAVAILABLE, str(error))
             return
         reason = str(error)
