@@ -37,6 +37,8 @@ def test_rows_are_cut_where_two_runs_cost_less_than_padding():
     cut = RowPlan((1, 8, 32), 32, cheap)
     assert cut.rows(9) == 8  # 3 + 1 < 10
     assert cut.rows(31) == 31  # three of 8 and seven of 1 cost more
+    slowed = {1: 5.0, 8: 50.0, 32: 10.0}  # by something else: 8 rows are no dearer than 32
+    assert RowPlan((1, 8, 32), 32, slowed).rows(8) == 8
     flat = RowPlan((1, 8, 32), 32, dict.fromkeys(cheap, 1.0))
     assert [flat.rows(n) for n in (9, 32, 500)] == [9, 32, 32]
 
@@ -48,6 +50,7 @@ def test_rows_are_cut_where_two_runs_cost_less_than_padding():
 def test_a_plan_never_costs_more_than_one_bucket_for_all(seconds, most):
     buckets = sorted(seconds)
     cut = RowPlan(buckets, most, seconds)
+    seconds = {b: min(seconds[larger] for larger in buckets if larger >= b) for b in buckets}
     for rows in range(1, cut.most + 1):
         cost, left = 0.0, rows
         while left:

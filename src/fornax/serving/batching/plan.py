@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 
 __all__ = ["RowPlan"]
 
+_WORTH = 0.9
+"""Two runs instead of one must save this much: each has its price in the loop too."""
+
 
 class RowPlan:
     """For each number of waiting rows, the rows of the next batch and the bucket they run in."""
@@ -33,7 +36,13 @@ class RowPlan:
 
 
 def _cheapest(buckets: Sequence[int], most: int, seconds: Mapping[int, float]) -> list[int]:
-    """`next[n]`: rows to take first out of n, for the least sum of times over all n."""
+    """`next[n]`: rows to take first out of n, for the least sum of times over all n.
+
+    A bucket never costs more than a larger one: where it was measured so, something was in the way.
+    """
+    seconds, cap = dict(seconds), float("inf")
+    for bucket in reversed(buckets):
+        seconds[bucket] = cap = min(cap, seconds[bucket])
     total, first = [0.0], [0]
     for rows in range(1, most + 1):
         best, take = seconds[buckets[bisect_left(buckets, rows)]], rows
@@ -41,7 +50,7 @@ def _cheapest(buckets: Sequence[int], most: int, seconds: Mapping[int, float]) -
             if full >= rows:
                 continue
             cost = seconds[full] + total[rows - full]
-            if cost < best:
+            if cost < _WORTH * best:
                 best, take = cost, full
         total.append(best)
         first.append(take)

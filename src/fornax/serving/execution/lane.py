@@ -228,6 +228,8 @@ class Lane:
 
     def _account(self, work: _Work, computed: Computed, took: float) -> None:
         work.claim.limit.running -= 1
+        if computed.error is None:
+            work.claim.runner.prepared[work.batch.bucket, work.batch.key].took(took)
         self.shares.charge(work.claim, took - work.estimate)
         self.busy_seconds += computed.infer_ns * 1e-9
 
