@@ -192,6 +192,7 @@ class RolledBack(BaseModel):
     name: str
     version: str
     previous: str
+    persistent: bool = Field(description="Whether it outlasts a restart.")
 
 
 class Shadow(BaseModel):

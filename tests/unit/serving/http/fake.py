@@ -21,6 +21,7 @@ class Rollback:
     name: str
     version: str
     previous: str
+    persistent: bool = True
 
 
 class FakeHost:

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as aio
+from tests.unit.serving.http.client import Client
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "O"]
 
 
 @pytest.fixture(scope="module")
-def client(server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.url) as client:
+def client(server) -> Iterator[Client]:
+    with Client(server.url) as client:
         yield client
 
 
