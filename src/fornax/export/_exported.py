@@ -21,6 +21,7 @@ __all__ = [
     "portable",
     "put",
     "rebuild",
+    "stable_calls",
     "stablehlo_version",
     "supported_conventions",
     "without_places",
@@ -141,6 +142,23 @@ def without_places() -> Iterator[None]:
 
     with config.traceback_in_locations_limit(0):
         yield
+
+
+def stable_calls() -> frozenset[str]:
+    """The custom calls that this jax has and promises to keep, those into TensorFlow left out.
+
+    Raises:
+      BundleError: when this jax keeps no such list where it is known to.
+    """
+    from jax._src.export import _export
+
+    known = getattr(_export, "_CUSTOM_CALL_TARGETS_GUARANTEED_STABLE", None)
+    if known is None:
+        raise BundleError(
+            f"jax {jax.__version__} does not say which calls it keeps; use a jax that this Fornax "
+            "supports"
+        )
+    return frozenset(known) - {"tf.call_tf_function"}
 
 
 def load_executable(data: bytes, device: Any) -> Any:

@@ -8,6 +8,7 @@ from jax import export
 
 from fornax.config.errors import BundleError
 from fornax.export import _exported
+from fornax.export.calls import check_calls
 from fornax.export.dtypes import numpy_dtype
 from fornax.export.executables import memory_of
 from fornax.export.manifest import Function, Weight
@@ -28,6 +29,7 @@ def rebuild(
       BundleError: when the module or its sizes are none that this jax can read.
     """
     _exported.stablehlo_version(module)
+    check_calls(module)
     program = f.programs[platform]
     try:
         scope = export.SymbolicScope(f.constraints)

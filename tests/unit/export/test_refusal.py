@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
 from fornax import export
 from fornax.config.errors import BundleError
@@ -204,6 +207,23 @@ def test_a_module_that_is_no_stablehlo_is_refused(copy):
     file = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     rewrite(copy, lambda b: b["files"].update({name: file}))
     with pytest.raises(BundleError, match=r"predict\.cpu\.mlir: it is no portable artifact"):
+        export.load(copy)
+
+
+def test_a_graph_that_calls_python_is_refused_before_it_is_compiled(copy):
+    """A callback is a pointer in the graph; jax would follow it."""
+
+    text = """func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> {
+      %y = stablehlo.custom_call @xla_ffi_python_cpu_callback(%x)
+        : (tensor<4xf32>) -> tensor<4xf32>
+      return %y : tensor<4xf32> }"""
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        data = stablehlo.serialize_portable_artifact(module, stablehlo.get_current_version())
+    (copy / "functions/predict.cpu.mlir").write_bytes(data)
+    file = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewrite(copy, lambda b: b["files"].update({"functions/predict.cpu.mlir": file}))
+    with pytest.raises(BundleError, match=r"predict\.cpu\.mlir: it calls \w*callback"):
         export.load(copy)
 
 
