@@ -55,6 +55,9 @@ def config_page() -> str:
         module = command.load()
         if hasattr(module, "config_class"):
             readers.setdefault(module.config_class(), []).append(f"`fornax {command.name}`")
+    from fornax.serving.settings import ModelSettings
+
+    readers[ModelSettings] = ["`fornax host` as the `serving.yaml` of a model"]
     for cls, programs in readers.items():
         parts += _config(cls, ", ".join(programs))
     return "\n".join(parts)

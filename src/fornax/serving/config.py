@@ -138,6 +138,15 @@ class HostConfig(Limits):
             )
         self.model_memory_bytes()
 
+    def folder(self) -> Path:
+        """The repository; ConfigError where there is none."""
+        if self.repository is None or not self.repository.is_dir():
+            raise ConfigError(
+                f"{self.repository or 'the repository'} is no folder; name one that has models "
+                "as NAME/VERSION/, such as fornax host models/"
+            )
+        return self.repository
+
     def http_address(self) -> Address | None:
         """Where HTTP listens; None: nowhere."""
         return parse_address("http", self.http)

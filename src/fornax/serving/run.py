@@ -65,11 +65,7 @@ class HostServer:
 
     def __init__(self, config: HostConfig, entries: Mapping[str, EntryFactory]):
         """Read everything that may be wrong; take no address and load nothing yet."""
-        if config.repository is None or not config.repository.is_dir():
-            raise ConfigError(
-                f"{config.repository or 'the repository'} is no folder; name one that has models "
-                "as NAME/VERSION/, such as fornax host models/"
-            )
+        config.folder()
         self.config = config
         self.events = Events()
         self._devices = DevicePool(numbers=config.devices, memory_limit=config.model_memory_bytes())
@@ -204,7 +200,7 @@ class HostServer:
             f"{account} {limit / 2**30:.1f} GiB"
             for account, limit in self._devices.memory.limits.items()
         )
-        _log.info("loading the models of %s (room: %s)", self.config.repository, memory)
+        _log.info("loading the models of %s (room: %s)", self.config.folder(), memory)
         await self.host.start()
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again

@@ -56,6 +56,7 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
         config = dataclasses.replace(config, repository=arguments.directory)
     if config.repository is None:
         raise ConfigError("no repository is named; write fornax host DIRECTORY")
+    config.folder()
     environment.set_default_platform_quiet()
     environment.prepare_virtual_devices()
     try:

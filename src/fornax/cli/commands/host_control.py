@@ -174,9 +174,10 @@ def _unload(arguments: VersionArguments) -> int:
 
 def _rollback(arguments: VersionArguments) -> int:
     answer = arguments.client().post(arguments.path("rollback"), arguments.body())
+    until = "" if answer.get("persistent", True) else "the server restarts, or "
     words = (
         f"{arguments.model}: version {answer.get('version')} serves in place of "
-        f"{answer.get('previous')}; newer versions wait until fornax host release "
+        f"{answer.get('previous')}; newer versions wait until {until}fornax host release "
         f"{arguments.model}"
     )
     return _done(arguments, answer, words)
