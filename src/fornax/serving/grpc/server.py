@@ -23,10 +23,6 @@ _COMPRESSION = {
     "deflate": grpc.Compression.Deflate,
     "gzip": grpc.Compression.Gzip,
 }
-_PING_EVERY = 60_000
-"""Milliseconds without a sign of a client after which it is asked for one."""
-_PING_ANSWER = 20_000
-"""Milliseconds for that; a client that vanished without a word is given up then."""
 _PING_ALLOWED = 10_000
 """Milliseconds between a client's own pings, at least."""
 _SPARE_CALLS = 1024
@@ -148,6 +144,8 @@ def _credentials(tls: Tls) -> grpc.ServerCredentials:
 
 def _options(limits: Limits) -> list[tuple[str, int]]:
     """What the transport is held to."""
+    # Half of the time without a sign of the client, then a ping, half of it for the answer.
+    half = max(int(limits.send_timeout * 500), 1)
     return [
         ("grpc.so_reuseport", 0),  # else two servers share a port without a word
         ("grpc.max_receive_message_length", limits.max_body_bytes),
@@ -156,8 +154,8 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.max_concurrent_requests),
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.max_connection_idle_ms", int(limits.keep_alive * 1000)),
-        ("grpc.keepalive_time_ms", _PING_EVERY),
-        ("grpc.keepalive_timeout_ms", _PING_ANSWER),
+        ("grpc.keepalive_time_ms", half),
+        ("grpc.keepalive_timeout_ms", half),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_ALLOWED),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_ALLOWED),

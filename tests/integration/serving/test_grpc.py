@@ -1,0 +1,317 @@
+"""gRPC clients of a running `fornax host`: Triton's own, and those that vanish, flood or dawdle."""
+
+import asyncio
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from google.protobuf import json_format
+from tritonclient.utils import InferenceServerException
+
+from fornax import export
+from fornax.config import ServingCode, ServingError
+from fornax.export import Spec
+from fornax.serving.grpc.client import Client, infer_message, outputs_of
+from fornax.serving.grpc.messages import METHODS, message
+
+pytestmark = pytest.mark.slow
+
+_INFER = METHODS["ModelInfer"].path
+_STREAM = METHODS["ModelStreamInfer"].path
+_BIG = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+_WIDE = 65536
+"""Numbers in a row of `wide`."""
+
+
+def _predict(params, x, scale):
+    return {"y": x @ params["w"] * scale[:, None]}
+
+
+def _half(params, h):
+    return {"h": h * jnp.bfloat16(3)}
+
+
+def _text(params, s):
+    return {"s": s, "length": jnp.sum(s > 0, axis=1)}
+
+
+def _wide(params, x):
+    return {"x": x + 1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    weights = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for version in (1, 2):
+        export.save(
+            root / "tiny" / str(version),
+            {"predict": _predict, "half": _half, "text": _text, "wide": _wide},
+            {"w": weights * version},
+            inputs={
+                "predict": {"x": Spec(("b", 4), "float32"), "scale": Spec(("b",), "float32")},
+                "half": {"h": Spec(("b", 2), "bfloat16")},
+                "text": {"s": Spec(("b", "n"), "bytes")},
+                "wide": {"x": Spec(("b", _WIDE), "float32")},
+            },
+            buckets={"b": [1, 4], "n": [16]},
+            platforms=("cpu",),
+        )
+    settings = "versions: {type: all}\nbatching: {queue_limit: 64}\n"
+    (root / "tiny" / "serving.yaml").write_text(settings)
+    return root
+
+
+def _tensors(**arrays):
+    tensors = []
+    for name, (datatype, array) in arrays.items():
+        tensors.append(triton.InferInput(name, list(array.shape), datatype))
+        tensors[-1].set_data_from_numpy(array)
+    return tensors
+
+
+_X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+_SCALE = np.array([1.0, 0.5], np.float32)
+
+
+def _inputs():
+    return _tensors(x=("FP32", _X), scale=("FP32", _SCALE))
+
+
+def test_tritons_client_does_all_that_it_can(models, start):
+    original = {version: export.load(models / "tiny" / str(version)) for version in "12"}
+    server = start(models, "--control", "explicit", "--load", "*")
+    with triton.InferenceServerClient(server.address("grpc")) as client:
+        assert client.is_server_ready()
+        assert list(client.get_model_metadata("tiny").versions) == ["1", "2"]
+        for version in "12":
+            got = client.infer("tiny", _inputs(), model_version=version).as_numpy("y")
+            wanted = original[version]["predict"](x=_X, scale=_SCALE)["y"]
+            assert got.tobytes() == wanted.tobytes()
+        half = np.array([[1.5, -2.0]], np.float32)
+        got = client.infer("tiny:half", _tensors(h=("BF16", half))).as_numpy("h")
+        assert got.tolist() == [[4.5, -6.0]]
+        words = np.array([b"abc", b"", b"0123456789"], np.object_)
+        got = client.infer(
+            "tiny", _tensors(s=("BYTES", words)), parameters={"function": "text"}
+        ).as_numpy("length")
+        assert got.tolist() == [3, 0, 10]
+
+        answers = queue.Queue()
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for number in range(30):
+            wrong = number % 10 == 3
+            client.async_stream_infer(
+                "tiny", _inputs()[: 1 if wrong else 2], request_id=str(number)
+            )
+        for number in range(30):
+            result, error = answers.get(timeout=10)
+            if number % 10 == 3:
+                assert "lacks scale" in error.message()
+            else:
+                assert result.get_response().id == str(number)
+        client.stop_stream()
+
+        stats = client.get_inference_statistics("tiny", "2").model_stats[0]
+        assert stats.inference_stats.success.count == 27 + 3
+        assert stats.inference_stats.fail.count == 3
+        assert stats.execution_count <= stats.inference_count
+        assert {batch.batch_size for batch in stats.batch_stats} <= {1, 4}
+        assert stats.memory_usage[0].byte_size > 0
+
+        client.unload_model("tiny")
+        assert not client.is_model_ready("tiny")
+        with pytest.raises(InferenceServerException) as caught:
+            client.infer("tiny", _inputs())
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+        client.load_model("tiny")
+        assert client.is_model_ready("tiny", "1")
+    assert server.stop() == 0
+
+
+def test_what_a_host_says_of_a_model_fits_tritons_configuration(models):
+    from fornax.serving.config import HostConfig
+    from fornax.serving.host import Host
+
+    async def config():
+        host = Host(HostConfig(repository=models, control="explicit", load=("*",)))
+        await host.start()
+        found = host.config("tiny")
+        await host.stop(0)
+        return found
+
+    found = json_format.ParseDict(asyncio.run(config()), message("ModelConfig")())
+    assert found.max_batch_size == 4
+    assert found.input[0].data_type == 11
+
+
+def _memory(server) -> int:
+    """Bytes that the process holds."""
+    status = Path(f"/proc/{server.popen.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
+
+
+def _quiet(server) -> None:
+    """Wait until the server has nothing to do; it must answer correctly."""
+    url = server.address("grpc")
+    with Client(url) as client:
+        until = time.monotonic() + 20
+        while True:
+            stats = client.call("ModelStatistics", name="tiny").model_stats
+            before = [each.execution_count for each in stats]
+            time.sleep(0.3)
+            stats = client.call("ModelStatistics", name="tiny").model_stats
+            if before == [each.execution_count for each in stats]:
+                break
+            assert time.monotonic() < until
+        for value in range(3):
+            x = np.full((1, _WIDE), value, np.float32)
+            assert (client.infer("tiny:wide", {"x": x})["x"] == value + 1).all()
+
+
+_VANISHING = f"""
+import sys, grpc, numpy as np
+from fornax.serving.grpc.client import infer_message
+data = infer_message("tiny:wide", {{"x": np.ones((4, {_WIDE}), np.float32)}}).SerializeToString()
+def endless():
+    while True:
+        yield data
+channel = grpc.insecure_channel(sys.argv[1], {_BIG!r})
+for number, answer in enumerate(channel.stream_stream({_STREAM!r})(endless())):
+    if number == 20:
+        print("streaming", flush=True)
+"""
+
+
+@pytest.mark.fault
+def test_clients_that_vanish_mid_stream_leave_nothing_behind(models, start):
+    server = start(models)
+
+    def round_of_vanishing():
+        command = [sys.executable, "-c", _VANISHING, server.address("grpc")]
+        clients = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
+        for client in clients:
+            assert client.stdout.readline() == b"streaming\n"
+        for client in clients:
+            client.send_signal(signal.SIGKILL)
+            client.communicate()
+        _quiet(server)
+        return _memory(server)
+
+    first = round_of_vanishing()
+    last = max(round_of_vanishing() for _ in range(2))
+    assert last < first * 1.2 + 2**25
+    assert server.stop() == 0
+
+
+@pytest.mark.fault
+def test_readers_that_dawdle_hold_a_bounded_share(models, start):
+    server = start(models, "--send-timeout", "2")
+    data = infer_message("tiny:wide", {"x": np.ones((4, _WIDE), np.float32)}).SerializeToString()
+    before = _memory(server)
+    sent = [0]
+
+    def endless():
+        while True:
+            sent[0] += 1
+            yield data
+
+    with grpc.insecure_channel(server.address("grpc"), _BIG) as channel:
+        answers = channel.stream_stream(_STREAM)(endless())
+        time.sleep(1.5)
+        stuck = sent[0]
+        _quiet(server)  # others are served meanwhile
+        assert stuck < 400
+        assert _memory(server) - before < 2**29
+        time.sleep(2)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(answers)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "read answers as they come" in caught.value.details()
+    assert server.stop() == 0
+
+
+@pytest.mark.fault
+def test_ten_times_too_many_requests_are_answered_or_refused(models, start):
+    server = start(models)
+    url = server.address("grpc")
+    refused = {ServingCode.RESOURCE_EXHAUSTED.name, ServingCode.DEADLINE_EXCEEDED.name}
+
+    async def flood(callers, seconds):
+        """Count answers by status; every answer is looked at."""
+        counts: dict[str, int] = {}
+        end = time.monotonic() + seconds
+        async with grpc.aio.insecure_channel(url, _BIG) as channel:
+            call = channel.unary_unary(_INFER)
+
+            async def caller(number):
+                x = np.full((1, _WIDE), number, np.float32)
+                data = infer_message("tiny:wide", {"x": x}).SerializeToString()
+                while time.monotonic() < end:
+                    try:
+                        answer = await call(data, timeout=20)
+                    except grpc.aio.AioRpcError as error:
+                        status = error.code().name
+                    else:
+                        found = METHODS["ModelInfer"].response.FromString(answer)
+                        got = outputs_of(found)["x"]
+                        status = "OK" if (got == number + 1).all() else "WRONG"
+                    counts[status] = counts.get(status, 0) + 1
+
+            await asyncio.gather(*(caller(number) for number in range(callers)))
+        return counts
+
+    asyncio.run(flood(64, 1))
+    _quiet(server)
+    before = _memory(server)
+    counts = asyncio.run(flood(640, 4))
+    assert set(counts) <= {"OK", *refused}
+    assert counts["OK"] > 50
+    assert counts["RESOURCE_EXHAUSTED"] > 50
+    _quiet(server)
+    asyncio.run(flood(640, 2))
+    _quiet(server)
+    assert _memory(server) < before * 1.2 + 2**26
+    with Client(url) as client, pytest.raises(ServingError) as caught:
+        client.infer("tiny:half", {"h": np.ones((1, 3), ml_dtypes.bfloat16)})
+    assert caught.value.code is ServingCode.INVALID_ARGUMENT
+    assert server.stop() == 0
+
+
+def test_a_stop_answers_what_was_taken(models, start):
+    server = start(models)
+    outcomes = []
+
+    def calls():
+        with Client(server.address("grpc")) as client:
+            while True:
+                x = np.full((1, _WIDE), len(outcomes), np.float32)
+                try:
+                    got = client.infer("tiny:wide", {"x": x})["x"]
+                except ServingError as error:
+                    outcomes.append(error.code)
+                    return
+                outcomes.append(bool((got == x + 1).all()))
+
+    callers = [threading.Thread(target=calls) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    while len(outcomes) < 40:
+        time.sleep(0.01)
+    assert server.stop() == 0
+    for caller in callers:
+        caller.join()
+    refused = [each for each in outcomes if each is not True]
+    assert refused == [ServingCode.UNAVAILABLE] * 4
