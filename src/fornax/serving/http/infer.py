@@ -66,11 +66,12 @@ class Inference:
             submitted = True
             self._running += 1
             try:
-                result = await self._result(request, scope.get("fornax.connection"), receive)
+                connection = scope.get("fornax.connection")
+                result = await self._result(request, connection, receive)
             finally:
                 self._running -= 1
             text, binary = encode(result, wanted)
-            await _send(send, headers, text, binary)
+            await _send(send, connection, headers, text, binary)
         except ServingError as error:
             if not submitted and self._events is not None:
                 self._events.tell_refused("http", error.code, str(error), model)
@@ -155,20 +156,24 @@ def _id(headers: dict[bytes, bytes]) -> str:
     return name.decode("ascii") if _ID.fullmatch(name) else ""
 
 
-async def _send(send: Any, asked: dict[bytes, bytes], text: bytes, binary: list[Raw]) -> None:
+async def _send(
+    send: Any, connection: Any, asked: dict[bytes, bytes], text: bytes, binary: list[Raw]
+) -> None:
     headers: Headers
     if binary:
         headers = [_BINARY, (b"inference-header-content-length", b"%d" % len(text))]
-        body = b"".join((text, *binary))
     else:
-        headers, body = [JSON], text
+        headers = [JSON]
+    body = [text, *binary]
     if b"accept-encoding" in asked:
         coding = bodies.accepted_coding(asked[b"accept-encoding"])
         if coding:
-            body = await bodies.deflate(body, coding)
+            body = [await bodies.deflate(b"".join(body), coding)]
             headers.append((b"content-encoding", coding))
     if b"x-request-id" in asked and (name := _id(asked)):
         headers.append((b"x-request-id", name.encode()))
-    headers.append((b"content-length", b"%d" % len(body)))
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    headers.append((b"content-length", b"%d" % sum(map(len, body))))
+    cycle = getattr(send, "__self__", None)
+    if connection is None or cycle is None or not connection.answer(cycle, 200, headers, body):
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"".join(body)})
