@@ -6,6 +6,7 @@ again and again with other tensors behind it, so plans are kept.
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ MAX_JSON = 32 * 2**20
 _MAX_NAME = 1024
 _KEPT = 256
 _KEPT_BYTES = 4096
+_FIRST_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*"([^"\\\x00-\x1f\x7f-\xff]{1,128})"\s*,')
 _KEYS = frozenset({"id", "parameters", "inputs", "outputs"})
 _INPUT_KEYS = frozenset({"name", "datatype", "shape", "parameters", "data"})
 _OUTPUT_KEYS = frozenset({"name", "parameters"})
@@ -118,9 +120,7 @@ class Decoder:
                 f"Inference-Header-Content-Length: {header} is no size of JSON in a body of "
                 f"{len(body)} bytes"
             )
-        plan = self._plans.get(text)
-        if plan is None:
-            plan = self._read(text)
+        plan, name = self._plan(text)
         inputs = self._inputs(plan, body, len(text))
         common = plan.common
         model, _, function = model.partition(":")
@@ -131,7 +131,9 @@ class Decoder:
                     f"{common.function!r}; leave one out"
                 )
             function = common.function
-        wanted = self._find(plan.wanted) if plan.shared else plan.wanted
+        wanted = plan.wanted
+        if plan.shared or name:
+            wanted = self._find(wanted, name)
         request = InferRequest(
             model,
             inputs,
@@ -145,6 +147,20 @@ class Decoder:
             received,
         )
         return request, wanted
+
+    def _plan(self, text: bytes) -> tuple[_Plan, str]:
+        """What the text says, and the request's id if that is the text's first member."""
+        if len(text) > _KEPT_BYTES:
+            return self._read(text), ""
+        plan = self._plans.get(text)
+        if plan is not None:
+            return plan, ""
+        first = _FIRST_ID.match(text)
+        if first is None:
+            return self._read(text), ""
+        # Without its id, a request has the same text as the one before.
+        rest = b"{" + text[first.end() :]
+        return self._plans.get(rest) or self._read(rest), first[1].decode("ascii")
 
     def _inputs(self, plan: _Plan, body: bytes, at: int) -> dict[str, np.ndarray]:
         if len(body) - at != plan.binary:
@@ -173,15 +189,15 @@ class Decoder:
     def _checked(self, spec: _Input, data: Raw) -> np.ndarray:
         return decode_raw(spec.name, spec.datatype, spec.shape, data)
 
-    def _find(self, wanted: Wanted) -> Wanted:
-        """With the regions, as they are now."""
+    def _find(self, wanted: Wanted, name: str) -> Wanted:
+        """With the regions as they are now, and the request's id."""
         outputs = tuple(
             each
             if each.span is None
             else dataclasses.replace(each, region=self._shared.get(each.span.region))
             for each in wanted.outputs
         )
-        return Wanted(wanted.binary, outputs, wanted.id)
+        return Wanted(wanted.binary, outputs, wanted.id or name)
 
     def _read(self, text: bytes) -> _Plan:
         document = _parse(text)

@@ -84,6 +84,30 @@ def test_the_same_text_with_other_tensors_is_read_anew():
         decoder.decode(text + b"1234567", len(text), "m")
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (b'{"id":"a","inputs":[%b]}', "a"),
+        (b' { "id" : "b c" , "inputs":[%b]}', "b c"),
+        (b'{"id":"a\\n","inputs":[%b]}', "a\n"),
+        (b'{"id":"\xc3\xa9","inputs":[%b]}', "\u00e9"),
+        (b'{"inputs":[%b],"id":"d"}', "d"),
+        (b'{"id":"a","inputs":[%b],"id":"e"}', "e"),
+        (b'{"id":"","inputs":[%b]}', ""),
+        (b'{"inputs":[%b]}', ""),
+    ],
+)
+def test_an_id_is_read_wherever_it_stands_and_never_kept(text, name):
+    array = np.ones(2, np.float32)
+    decoder = Decoder(LIMITS, SharedMemory())
+    other = b'{"id":"other","inputs":[%b]}'
+    for shown, wanted_name in ((other, "other"), (text, name), (text, name), (other, "other")):
+        header = shown % orjson.dumps(_binary("x", array, "FP32"))
+        request, wanted = decoder.decode(header + array.tobytes(), len(header), "m")
+        assert (request.id, wanted.id) == (wanted_name, wanted_name)
+        assert request.inputs["x"].tolist() == [1, 1]
+
+
 def test_nan_is_read_as_a_word_and_as_a_string():
     text = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[3],"data":[NaN,-Infinity,"NaN"]}]}'
     request, _ = _decode(text)
