@@ -120,6 +120,26 @@ def test_without_a_batch_dimension_each_request_runs_alone():
     assert single.full()
 
 
+def test_those_that_left_leave_no_trace_however_long_others_wait():
+    starved = queue(limit=10)
+    starved.put(waiting(priority=1, deadline=1e9))
+    for moment in range(1000):
+        starved.put(*(waiting(priority=3, deadline=moment + 0.5) for _ in range(5)))
+        assert len(starved.expire(moment + 1)) == 5
+    assert len(starved._deadlines) < 100
+    assert sum(len(shape) for level in starved._levels.values() for shape in level.values()) < 100
+
+
+def test_a_full_queue_is_not_searched_at_every_refusal():
+    asked = Counter()
+    full = queue(limit=800, abandoned=lambda owner: asked.update(["times"]) or False)
+    full.put(*(waiting() for _ in range(800)))
+    for _ in range(1000):
+        with pytest.raises(ServingError):
+            full.put(waiting())
+    assert asked["times"] <= 10 * 800
+
+
 REQUEST = st.fixed_dictionaries(
     {
         "rows": st.integers(1, 16),

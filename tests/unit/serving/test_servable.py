@@ -443,17 +443,52 @@ def test_a_drain_answers_all_and_a_close_gives_the_memory_back(path, pool, loop)
     assert len(jax.live_arrays()) == arrays
 
 
-def test_a_drain_that_takes_too_long_refuses_what_still_waits(path, pool, loop):
+def test_a_drain_waits_for_no_delay_and_refuses_what_cannot_be_computed_in_time(path, pool, loop):
+    async def run():
+        servable = await load(path, pool, batching=Batching(max_delay_ms=60_000))
+        prompt = servable.submit(ask(x=rows(1)))
+        limit = servable._functions["score"]._claims[0][1].limit
+        limit.running += limit.most  # as if its batches were under way
+        stuck = servable.submit(ask("score", ids=np.ones((1, 2), np.int32)))
+        drained = await servable.drain(0.05)
+        limit.running -= limit.most
+        with pytest.raises(ServingError) as caught:
+            await stuck
+        assert caught.value.code is ServingCode.UNAVAILABLE
+        await servable.close()
+        return drained, prompt
+
+    drained, prompt = loop.run_until_complete(run())
+    assert not drained
+    assert prompt.exception().code is ServingCode.UNAVAILABLE  # they share the limit
+
+
+def test_a_drain_sends_out_what_waits_for_company(path, pool, loop):
     async def run():
         servable = await load(path, pool, batching=Batching(max_delay_ms=60_000))
         future = servable.submit(ask(x=rows(1)))
-        assert not await servable.drain(0.01)
-        with pytest.raises(ServingError) as caught:
-            await future
-        assert caught.value.code is ServingCode.UNAVAILABLE
+        assert await servable.drain(10)
         await servable.close()
+        return future.result()
 
-    loop.run_until_complete(run())
+    assert loop.run_until_complete(run()).outputs["y"].shape == (1, 4)
+
+
+def test_an_observer_that_fails_costs_nobody_an_answer(path, pool, loop, caplog):
+    def broken(*_):
+        raise RuntimeError("no disk for the log")
+
+    async def run():
+        events = Events()
+        events.finished.append(broken)
+        events.batches.append(broken)
+        servable = await load(path, pool, events)
+        results = await together(servable, ask(x=rows(1)), ask(x=rows(1)))
+        await servable.close()
+        return results
+
+    assert len(loop.run_until_complete(run())) == 2
+    assert "observer of batches" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ from fornax.serving.batching.plan import RowPlan
 
 __all__ = ["Batch", "Key", "Queue", "Waiting"]
 
+_SLACK = 64
+"""Requests that have left and whose places in the queue are not cleared yet."""
+_PATIENCE = 8
+"""A full queue is searched for the abandoned once in an eighth of its size of refusals."""
+
 Key = tuple[int, ...]
 """The bucket of each ragged dimension, in the signature's order."""
 
@@ -35,6 +40,10 @@ class Waiting:
     number: int = 0
     taken: bool = False
     """Left the queue: it is in a batch, has expired, or was dropped."""
+
+    def forget(self) -> None:
+        """Let go of the arrays: its place in the queue may be cleared much later."""
+        self.owner = self.inputs = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -88,6 +97,8 @@ class Queue:
         self._rows: dict[Key, int] = dict.fromkeys(plans, 0)
         self._deadlines: list[tuple[float, int, Waiting]] = []
         self._numbers = itertools.count()
+        self._entries = 0
+        self._refused = 0
 
     def put(self, *waiting: Waiting) -> None:
         """Take in one request, or the parts of one: all of them or none.
@@ -96,6 +107,7 @@ class Queue:
           ServingError: RESOURCE_EXHAUSTED when it would exceed the limit.
         """
         if self.size + len(waiting) > self.limit and not self._room(len(waiting)):
+            self._refused += 1
             raise ServingError(
                 ServingCode.RESOURCE_EXHAUSTED,
                 f"the queue is full: {self.size} wait, {len(waiting)} came, "
@@ -115,6 +127,9 @@ class Queue:
             if each.deadline is not None:
                 heapq.heappush(self._deadlines, (each.deadline, each.number, each))
         self.size += len(waiting)
+        self._entries += len(waiting)
+        if self._entries > 2 * self.size + _SLACK:
+            self._sweep()
 
     def expire(self, now: float) -> list[Waiting]:
         """Take out those whose deadline has passed."""
@@ -252,8 +267,20 @@ class Queue:
         self.size -= 1
         self._rows[each.key] -= each.rows
 
+    def _sweep(self) -> None:
+        """Forget those that have left from the middle of the queue."""
+        for level in self._levels.values():
+            for key, shape in level.items():
+                level[key] = deque(each for each in shape if not each.taken)
+        self._deadlines = [entry for entry in self._deadlines if not entry[2].taken]
+        heapq.heapify(self._deadlines)
+        self._entries = self.size
+
     def _room(self, wanted: int) -> bool:
         """Whether there is room once the abandoned have left."""
+        if self._refused < self.size // _PATIENCE:
+            return False
+        self._refused = 0
         for each in list(self._every()):
             if not each.taken and self._abandoned(each.owner):
                 self._leave(each)

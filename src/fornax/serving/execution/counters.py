@@ -7,6 +7,7 @@ import dataclasses
 import time
 
 from fornax.config.errors import ServingCode
+from fornax.serving.types import Timing
 
 __all__ = ["BatchCount", "Counters", "ModelStatistics"]
 
@@ -59,6 +60,16 @@ class Counters:
     """By the bucket's rows."""
     last_inference: int = 0
     """Milliseconds since 1970, of the last batch; 0: none yet."""
+
+    def answered(self, rows: int, timing: Timing, nanoseconds: int) -> None:
+        """A request of so many rows was answered so long after it came."""
+        self.success += 1
+        self.inference_count += rows
+        self.request_ns += nanoseconds
+        self.queue_ns += timing.queue
+        self.compute_input_ns += timing.compute_input
+        self.compute_infer_ns += timing.compute_infer
+        self.compute_output_ns += timing.compute_output
 
     def failed(self, code: ServingCode, nanoseconds: int) -> None:
         """A request got an error."""

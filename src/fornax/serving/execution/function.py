@@ -8,11 +8,12 @@ from dataclasses import fields, replace
 from fornax.config.errors import ServingCode, ServingError
 from fornax.export.spec import Signature
 from fornax.serving.batching import Batch, Key, Limit, Queue, RowPlan, Waiting
-from fornax.serving.events import BatchRun, Events
+from fornax.serving.events import Events
 from fornax.serving.execution.answers import Answer, abandoned, refuse_nonfinite
 from fornax.serving.execution.counters import Counters, ModelStatistics
 from fornax.serving.execution.intake import Intake, split
 from fornax.serving.execution.lane import IN_LOOP_SECONDS, Claim, Lane
+from fornax.serving.execution.reports import Reports
 from fornax.serving.execution.runner import Computed, Runner, as_serving_error
 from fornax.serving.execution.shapes import Shapes
 from fornax.serving.settings import ModelSettings
@@ -36,10 +37,10 @@ class Function:
         """A function and its replicas: where each runs, and how often at once."""
         self.model, self.version, self.signature = model, version, signature
         self.counters = Counters()
+        self._reports = Reports(model, version, signature.name, self.counters, events)
         self.pending = 0
         self.draining = False
         self._idle: asyncio.Event | None = None
-        self._events = events
         self._refuse_nonfinite = settings.nan.outputs == "refuse"
         batching = settings.batching_of(signature.name)
         self._loop = asyncio.get_running_loop()
@@ -90,6 +91,8 @@ class Function:
     async def drained(self) -> None:
         """Wait until every request accepted has its answer; none is accepted any more."""
         self.draining = True
+        self.queue.delay = 0.0  # there is nobody to wait for
+        self._kick()
         if self.pending:
             self._idle = self._idle or asyncio.Event()
             await self._idle.wait()
@@ -110,8 +113,7 @@ class Function:
             answer = self._accept(request, now)
         except ServingError as error:
             self.counters.failed(error.code, time.monotonic_ns() - now)
-            if self._events is not None and self._events.finished:
-                self._events.tell_finished(request, error)
+            self._reports.ended(request, error)
             raise
         self.pending += 1
         self._kick()
@@ -121,6 +123,7 @@ class Function:
         """Answer those whose deadline has passed."""
         for each in self.queue.expire(now):
             self._fail(each.owner[0], _late(each.owner[0], now))
+            each.forget()
 
     def answer(self, batch: Batch, computed: Computed, started: int) -> None:
         """Hand out what was computed."""
@@ -128,9 +131,11 @@ class Function:
             error = as_serving_error(computed.error)
             for each in batch.requests:
                 self._fail(each.owner[0], error)
+                each.forget()
             return
-        times = (computed.input_ns, computed.infer_ns, computed.output_ns)
-        self._count(batch, times, started)
+        self._reports.batch(
+            batch, self.runners[0].prepared[batch.bucket, batch.key], computed, started
+        )
         for each, outputs in zip(batch.requests, computed.answers, strict=True):
             answer, part = each.owner
             if answer.ended:
@@ -147,11 +152,13 @@ class Function:
             answer.missing -= 1
             if not answer.missing:
                 self._succeed(answer)
+            each.forget()
 
     def fail_waiting(self, error: ServingError) -> None:
         """Refuse all that waits."""
         for each in self.queue.clear():
             self._fail(each.owner[0], error)
+            each.forget()
 
     def close(self) -> None:
         """Leave the lanes; nothing waits or runs any more."""
@@ -228,54 +235,35 @@ class Function:
             self.model, self.version, self.signature.name, request.id, outputs, timing
         )
         answer.future.set_result(result)
-        counters = self.counters
-        counters.success += 1
-        counters.inference_count += answer.rows
-        counters.request_ns += time.monotonic_ns() - answer.arrived
-        counters.queue_ns += timing.queue
-        counters.compute_input_ns += timing.compute_input
-        counters.compute_infer_ns += timing.compute_infer
-        counters.compute_output_ns += timing.compute_output
+        self.counters.answered(answer.rows, timing, time.monotonic_ns() - answer.arrived)
         self._end(answer, result)
 
     def _fail(self, answer: Answer, error: ServingError) -> None:
         if answer.ended:
             return
         if answer.future.done():
-            error = ServingError(ServingCode.CANCELLED, "the client left")
+            if error.code is not ServingCode.DEADLINE_EXCEEDED:
+                error = ServingError(ServingCode.CANCELLED, "the client left")
         else:
             answer.future.set_exception(error)
         self.counters.failed(error.code, time.monotonic_ns() - answer.arrived)
         self._end(answer, error)
 
     def _gone(self, each: Waiting) -> None:
-        """Nobody waits for this one any more."""
-        self._fail(each.owner[0], ServingError(ServingCode.CANCELLED, "the client left"))
+        """Nobody waits for this one any more, or its sender gave up at its deadline."""
+        answer, now = each.owner[0], time.monotonic()
+        if each.deadline is not None and each.deadline <= now:
+            self._fail(answer, _late(answer, now))
+        else:
+            self._fail(answer, ServingError(ServingCode.CANCELLED, "the client left"))
+        each.forget()
 
     def _end(self, answer: Answer, outcome: InferResult | ServingError) -> None:
         answer.ended = True
         self.pending -= 1
         if self._idle is not None and not self.pending:
             self._idle.set()
-        if self._events is not None and self._events.finished:
-            self._events.tell_finished(answer.request, outcome)
-
-    def _count(self, batch: Batch, times: tuple[int, int, int], started: int) -> None:
-        prepared = self.runners[0].prepared[batch.bucket, batch.key]
-        real = sum(
-            sum(map(len, array.ravel())) if array.dtype == object else array.size
-            for each in batch.requests
-            for array in each.inputs.values()
-        )
-        self.counters.executed(batch.bucket, batch.rows, real, prepared.elements, times)
-        if self._events is not None and self._events.batches:
-            first = min(each.arrived for each in batch.requests)
-            self._events.tell_batch(
-                BatchRun(
-                    self.model, self.version, self.signature.name, dict(prepared.dims),
-                    batch.rows, len(batch.requests), started - int(first * 1e9), *times,
-                )
-            )  # fmt: skip
+        self._reports.ended(answer.request, outcome)
 
 
 def plans(shapes: Shapes, runner: Runner, most: int | None) -> dict[Key, RowPlan]:

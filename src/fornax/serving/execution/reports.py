@@ -1,0 +1,63 @@
+"""What a function tells whoever watches it, and the figures of its batches."""
+
+import logging
+
+from fornax.config.errors import ServingError
+from fornax.serving.batching import Batch
+from fornax.serving.events import BatchRun, Events
+from fornax.serving.execution.counters import Counters
+from fornax.serving.execution.runner import Computed, Prepared
+from fornax.serving.types import InferRequest, InferResult
+
+__all__ = ["Reports"]
+
+_log = logging.getLogger("fornax.serving")
+
+
+class Reports:
+    """The reports of one function of a version; an observer that fails costs nobody an answer."""
+
+    def __init__(
+        self, model: str, version: str, function: str, counters: Counters, events: Events | None
+    ):
+        self._model, self._version, self._function = model, version, function
+        self._counters = counters
+        self._events = events
+
+    def ended(self, request: InferRequest, outcome: InferResult | ServingError) -> None:
+        """A request has its answer or its error."""
+        if self._events is not None and self._events.finished:
+            try:
+                self._events.tell_finished(request, outcome)
+            except Exception:
+                _log.exception("an observer of requests failed")
+
+    def batch(self, batch: Batch, prepared: Prepared, computed: Computed, started: int) -> None:
+        """A batch that began at `started` (monotonic ns) was computed."""
+        times = (computed.input_ns, computed.infer_ns, computed.output_ns)
+        real = sum(
+            sum(map(len, array.ravel())) if array.dtype == object else array.size
+            for each in batch.requests
+            for array in each.inputs.values()
+        )
+        self._counters.executed(batch.bucket, batch.rows, real, prepared.elements, times)
+        if self._events is not None and self._events.batches:
+            try:
+                self._events.tell_batch(self._run(batch, prepared, times, started))
+            except Exception:
+                _log.exception("an observer of batches failed")
+
+    def _run(
+        self, batch: Batch, prepared: Prepared, times: tuple[int, int, int], started: int
+    ) -> BatchRun:
+        first = min(each.arrived for each in batch.requests)
+        return BatchRun(
+            self._model,
+            self._version,
+            self._function,
+            dict(prepared.dims),
+            batch.rows,
+            len(batch.requests),
+            started - int(first * 1e9),
+            *times,
+        )
