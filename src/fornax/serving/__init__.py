@@ -1,3 +1,54 @@
-"""Serving: a server of exported models, over the V2 inference protocol (HTTP and gRPC)."""
+"""Serving: a server of exported models, over the V2 inference protocol (HTTP and gRPC).
 
-__all__: list[str] = []
+What needs JAX, FastAPI or gRPC is imported when it is first asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fornax.serving.access import Auth, Limits, Tls
+from fornax.serving.config import HostConfig
+from fornax.serving.entry import Entry, EntryFactory
+from fornax.serving.events import BatchRun, Events, Refusal, StateChange
+from fornax.serving.types import (
+    InferRequest,
+    InferResult,
+    ModelMetadata,
+    TensorMetadata,
+    Timing,
+)
+
+if TYPE_CHECKING:
+    from fornax.serving.host import Host
+    from fornax.serving.run import HostServer, run_host
+    from fornax.serving.settings import ModelSettings
+
+__all__ = [
+    "Auth",
+    "BatchRun",
+    "Entry",
+    "EntryFactory",
+    "Events",
+    "Host",
+    "HostConfig",
+    "HostServer",
+    "InferRequest",
+    "InferResult",
+    "Limits",
+    "ModelMetadata",
+    "ModelSettings",
+    "Refusal",
+    "StateChange",
+    "TensorMetadata",
+    "Timing",
+    "Tls",
+    "run_host",
+]
+
+_LAZY = {"Host": "host", "HostServer": "run", "ModelSettings": "settings", "run_host": "run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"fornax.serving.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -80,6 +80,8 @@ class HostServer:
         self._http, self._grpc = self._fronts()
         self._access: AccessLog | None = None
         self._tracer: Any = None
+        self.addresses: dict[str, Address] = {}
+        """Where it listens, by protocol; known after `listen`."""
         self._stop = asyncio.Event()
         self._quit = asyncio.Event()
 
@@ -143,6 +145,7 @@ class HostServer:
             if front is not None and address is not None:
                 found = await self._bound(name, front, address)
                 taken = found if isinstance(found, Address) else Address(address.host, found)
+                self.addresses[name] = taken
                 where.append(f"{name}{secure}://{taken}")
         _log.info("fornax %s listens on %s", __version__, " and ".join(where))
 
@@ -187,6 +190,7 @@ class HostServer:
         await asyncio.wait([draining, quitting], return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
             draining.cancel()
+            await asyncio.wait([draining])
             _log.warning("stopped at once, as asked: requests that ran have no answer")
             return 1
         quitting.cancel()
@@ -216,6 +220,11 @@ class HostServer:
         )
         return len(failed)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether it was told to stop."""
+        return self._stop.is_set()
+
     def stop(self) -> None:
         """A signal came: the first drains, the second quits."""
         if self._stop.is_set():
@@ -242,7 +251,9 @@ class HostServer:
         """Give everything back, whatever happened before."""
         for front in (self._http, self._grpc):
             if front is not None:
-                await front.stop(0.0)
+                # A drain that was cut short has cancelled what would be waited for here.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await front.stop(0.0)
         await self.host.stop(0.0)
         await self._profiler.close()
         if self._tracer is not None:
