@@ -147,9 +147,7 @@ def test_small_batches_do_not_wait_for_a_long_one_on_the_host():
         large, _ = serve([lane], 0.3)
         slow = large.submit(ask(1))
         await asyncio.sleep(0.02)
-        began = time.monotonic()
         await small.submit(ask(1))
-        assert time.monotonic() - began < 0.15
         assert not slow.done()
         await close(small, large)
 
@@ -162,13 +160,12 @@ def test_a_flooded_model_leaves_others_their_share_of_the_device():
         flooded, (greedy,) = serve([lane], 0.01)
         modest, _ = serve([lane], 0.005)
         flood = [flooded.submit(ask(1)) for _ in range(4 * 60)]
-        waits = []
+        between = []
         for _ in range(8):
-            began = time.monotonic()
+            before = len(greedy.batches)
             await modest.submit(ask(1))
-            waits.append(time.monotonic() - began)
-        assert len(greedy.batches) < 40  # of 60: it went on with the others between
-        assert sorted(waits)[4] < 0.06  # two batches of the other at most, not 60
+            between.append(len(greedy.batches) - before)
+        assert max(between) <= 4  # one that runs, one that waits for it, and a turn: not all 60
         flooded.fail_waiting(ServingError(ServingCode.UNAVAILABLE, "enough"))
         await asyncio.gather(*flood, return_exceptions=True)
         await close(flooded, modest)
