@@ -45,7 +45,7 @@ STEPS = st.lists(
     ),
     max_size=25,
 )
-TAKES_AWAY = {"remove", "unload", "configure"}
+DECIDES = {"configure", "hold", "pin", "remove", "rollback", "room", "unload"}
 
 
 @dataclasses.dataclass
@@ -66,7 +66,7 @@ class World:
         self.asked: list[Asked] = []
         self.commands: set[asyncio.Task] = set()
         self.count = 0
-        self.was_safe = False
+        self.was_safe = self.unloads = False
         self.plain = True
         """Whether nothing but the folder says which version is right."""
 
@@ -75,7 +75,7 @@ class World:
         for _ in range(self.count % 7):
             await asyncio.sleep(0)
         self.check(name)
-        self.plain &= name not in TAKES_AWAY | {"rollback", "pin", "room", "hold"}
+        self.plain &= name not in DECIDES
         if name == "poll" and self.plain and all(task.done() for task in self.commands):
             self.check_newest()
 
@@ -156,10 +156,10 @@ class World:
                 assert servable.content["version"] == version
             for route in model.routes.values():
                 assert model.serving[route.version] is route
-            if model.default is not None and model.settings.shadow is not None:
-                assert model.default.version != model.plan.choice.shadow
-        if name in TAKES_AWAY or any(not task.done() for task in self.commands):
-            self.was_safe = False
+            if model.default is not None and model.default.version == model.plan.choice.shadow:
+                assert not model.serving.keys() & set(model.plan.choice.selected)
+        self.unloads |= name == "unload"
+        self.was_safe &= not self.unloads
         assert ready or not self.was_safe, f"{name} took the model's last version away"
         self.was_safe = ready and (self.root / "m" / str(model.default.version)).exists()
 
@@ -190,14 +190,15 @@ class World:
         assert made.loading == 0
 
     def check_newest(self) -> int:
-        """The newest version that is whole answers; returns its number, 0 for none."""
+        """The newest version that is whole, or was and is in memory, answers; 0 for none."""
         good = [0]
+        model = self.r.host._models["m"]
         for folder in (self.root / "m").iterdir():
             if folder.name.isdigit():
                 text = (folder / "content").read_text()
-                if text != "{" and "wants" not in text:
+                whole = text != "{" and "wants" not in text
+                if whole or int(folder.name) in model.serving:
                     good.append(int(folder.name))
-        model = self.r.host._models["m"]
         if max(good):
             assert model.default is not None
             assert model.default.version == max(good)

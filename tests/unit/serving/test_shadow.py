@@ -212,6 +212,26 @@ def test_a_shadow_never_becomes_the_default_until_it_is_promoted(tmp_path):
     run(test())
 
 
+def test_the_version_that_answers_goes_on_when_it_is_made_the_shadow(tmp_path):
+    async def test():
+        for version in (1, 2):
+            deploy(tmp_path, "m", version)
+        r = running(tmp_path)
+        await r.host.start()
+        (tmp_path / "m" / "serving.yaml").write_text("shadow: {version: 2}")
+        r.made.hold.clear()
+        looking = asyncio.ensure_future(r.host.poll())
+        while r.made.tries != [2, 1]:
+            await asyncio.sleep(0)
+        assert await r.version() == "2"
+        r.made.hold.set()
+        await looking
+        assert await r.version() == "1"
+        assert r.host.shadow_report("m")["running"]
+
+    run(test())
+
+
 def test_a_report_says_why_there_is_none(tmp_path):
     async def test():
         deploy(tmp_path, "m", 1)

@@ -126,6 +126,8 @@ class Model:
         choice = self.plan.choice
         ready = {v: each for v, each in self.serving.items() if v not in self.stopped}
         default = next((v for v in choice.selected if v in ready), None)
+        if default is None and self.default is not None and self.default.version in ready:
+            default = self.default.version
         if default is None:
             others = [v for v in ready if v not in choice.labelled and v != choice.shadow]
             default = max(others, default=None)
@@ -141,7 +143,7 @@ class Model:
 
     def _shadow(self, target: Instance | None) -> None:
         settings, current = self.settings.shadow, self.shadowing
-        if settings is None or target is None or self.default is None:
+        if settings is None or target is None or self.default in (None, target):
             if current is not None:
                 current.stop()
             return
