@@ -1,6 +1,6 @@
 """A bundle's StableHLO to programs: rebuilt as jax's Exported, compiled for one bucket."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -104,7 +104,7 @@ def compile_program(
     one = len(placement.devices) == 1
     return Program(
         executable=executable,
-        call=executable.execute if one else _call_compiled(compiled),
+        call=_call_one(f, executable, dims, placement) if one else _call_compiled(compiled),
         signature=signature,
         dims=dims,
         weights=held,
@@ -125,7 +125,7 @@ def loaded_program(
     """The function from native code that was compiled ahead of time, on one device."""
     return Program(
         executable=executable,
-        call=executable.execute,
+        call=_call_one(f, executable, dims, placement),
         signature=f.signature,
         dims=dims,
         weights=[weights.params[name] for name in f.weights],
@@ -142,6 +142,17 @@ def _named(exported: export.Exported) -> Any:
 
     call.__name__ = call.__qualname__ = exported.fun_name
     return call
+
+
+def _call_one(
+    f: Function, executable: Any, dims: Mapping[str, int], placement: Placement
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    outputs = [
+        _exported.abstract(spec.sizes(dims), numpy_dtype(spec.dtype))
+        for spec in f.signature.outputs.values()
+    ]
+    sharding = jax.sharding.SingleDeviceSharding(placement.devices[0])
+    return _exported.fast_call(executable, outputs, sharding)
 
 
 def _call_compiled(compiled: Any) -> Any:
