@@ -54,6 +54,11 @@ class Job:
         return self.run_dir / "hf-tuned"
 
     @property
+    def models(self) -> Path:
+        """The repository of exported models."""
+        return self.run_dir / "models"
+
+    @property
     def adapter(self) -> Path:
         """The supervised run's adapter for the pretrained model, in PEFT's format."""
         return self.run_dir / "adapter"

@@ -1,5 +1,5 @@
 """The quickstart's stages in order: corpus, pretrain, portable, score, samples; functions, sft,
-grpo, tuned, gain; serve; then the report."""
+grpo, tuned, gain; serve; export, host; then the report."""
 
 import dataclasses
 import time
@@ -15,6 +15,8 @@ from fornax.data import Dataset, build, load_tokenizer, read_manifest
 from fornax.data.files import Storage
 from fornax.models import load_pretrained
 from fornax.quickstart.config import SIZES, QuickstartConfig, Size
+from fornax.quickstart.hosting import MODEL, export_score, serve_and_score
+from fornax.quickstart.hosting import missing as missing_for_hosting
 from fornax.quickstart.job import Interrupted, Job
 from fornax.quickstart.post_training import STAGES as POST_TRAINING
 from fornax.quickstart.report import write_report
@@ -65,6 +67,7 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
         f"pretrained {job.portable}  (fornax generate {job.portable} --prompt 'def main(')"
     )
     console.print(f"tuned      {job.tuned}  (fornax serve {job.tuned})")
+    console.print(f"bundle     {job.models / MODEL / '1'}  (fornax host {job.models})")
     console.print(f"all done in {time.perf_counter() - began:.0f} s")
     return 0
 
@@ -103,6 +106,8 @@ def _stages(job: Job) -> list[Stage]:
         Stage("samples", "Completions", bind(_samples), _samples_line),
         *tuning,
         Stage("serve", "The tuned model, served over HTTP", bind(_serve), _serve_line),
+        Stage("export", "Its scoring function, sealed in a bundle", bind(_export), _export_line),
+        Stage("host", "The bundle, served over gRPC", bind(_host), _host_line),
     ]
 
 
@@ -217,4 +222,41 @@ def _serve_line(result: dict[str, Any]) -> str:
         f"ready in {result['seconds_to_ready']:.1f} s, first token after "
         f"{1e3 * result['first_token_seconds']:.0f} ms, then {result['tokens_per_second']} "
         "tokens/s to one client; stopped"
+    )
+
+
+def _export(job: Job) -> dict[str, Any]:
+    return export_score(job.tuned, job.models, length=job.size.seq_len)
+
+
+def _export_line(result: dict[str, Any]) -> str:
+    return (
+        f"{result['bundle']}: {result['files']} files, {result['bytes'] / 1e6:.2f} MB, for "
+        f"{', '.join(result['platforms'])}"
+    )
+
+
+def _host(job: Job) -> dict[str, Any]:
+    absent = missing_for_hosting()
+    if absent:
+        return {"missing": absent}
+    return serve_and_score(
+        job.models,
+        job.run_dir / "host.log",
+        job.tuned,
+        job.pairs / "eval.jsonl",
+        length=job.size.seq_len,
+    )
+
+
+def _host_line(result: dict[str, Any]) -> str:
+    if "missing" in result:
+        return (
+            f"left out: {', '.join(result['missing'])} not installed; "
+            "pip install 'fornax-ai[serve]', then remove stages/host.json and run again"
+        )
+    return (
+        f"ready in {result['seconds_to_ready']:.1f} s; {len(result['scores'])} texts scored, at "
+        f"most {result['largest_difference']:.1e} nats from the model's own; "
+        f"{1e3 * result['request_seconds']:.1f} ms a request; stopped"
     )

@@ -25,6 +25,8 @@ _STAGES = {
     "tuned": "merge, save, compare",
     "gain": "evaluate three models five times",
     "serve": "serve, ask over HTTP, stop",
+    "export": "seal the scoring function",
+    "host": "serve it, ask over gRPC, stop",
 }
 
 
@@ -49,6 +51,7 @@ def write_report(run_dir: Path, size: str, done: Mapping[str, Done]) -> Path:
                 results, RunDirectory(run_dir / "sft"), RunDirectory(run_dir / "grpo")
             ),
             _serve(results["serve"]),
+            _host(results["export"], results["host"]),
             *training_sections(run),
             _stages(done),
             _corpus(results["corpus"]),
@@ -145,6 +148,38 @@ def _serve(result: Mapping[str, Any]) -> Section:
         lead="fornax serve with the tuned model in a process of its own, asked by OpenAI's client, "
         "stopped by SIGTERM.",
         body=table(("", ""), rows) + answers,
+    )
+
+
+def _host(exported: Mapping[str, Any], result: Mapping[str, Any]) -> Section:
+    title = "What the exported scoring function answers"
+    made = (
+        f"fornax export sealed it in {exported['bundle']}: {exported['files']} files, "
+        f"{exported['bytes'] / 1e6:.2f} MB, for {', '.join(exported['platforms'])}. "
+    )
+    if "missing" in result:
+        absent = ", ".join(result["missing"])
+        return Section(
+            title=title,
+            lead=f"{made}Not served: {absent} not installed. pip install 'fornax-ai[serve]' brings "
+            "them.",
+            body=Markup(),
+        )
+    rows = [
+        (
+            one["text"].splitlines()[0],
+            str(one["tokens"]),
+            f"{one['served']:.4f}",
+            f"{one['direct']:.4f}",
+        )
+        for one in result["scores"]
+    ]
+    return Section(
+        title=title,
+        lead=f"{made}fornax host served it, ready after {result['seconds_to_ready']:.1f} s, and "
+        f"was asked over gRPC, {1e3 * result['request_seconds']:.1f} ms a request: how likely "
+        "functions of held-out files are, in nats, beside what the model itself says.",
+        body=table(("function", "tokens", "served", "computed directly"), rows),
     )
 
 

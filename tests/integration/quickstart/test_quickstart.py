@@ -39,7 +39,7 @@ def test_every_stage_runs_once(tmp_path, monkeypatch) -> None:
         tiny, hidden_size=32, batch_size=8, steps=2, score_files=1, tuning=tuning
     )
     monkeypatch.setitem(SIZES, "tiny", size)
-    monkeypatch.setattr(pipeline, "missing", lambda: ["openai"])  # the server has its own tests
+    monkeypatch.setattr(pipeline, "missing", lambda: ["openai"])  # that server has its own tests
     monkeypatch.setattr(Size, "build_config", _few_files)
     config = QuickstartConfig(size="tiny", run_dir=tmp_path / "run")
     quiet = Console(quiet=True)
@@ -52,7 +52,12 @@ def test_every_stage_runs_once(tmp_path, monkeypatch) -> None:
     assert (config.run_dir / "adapter/adapter_config.json").is_file()
     assert (config.run_dir / "hf-tuned/model.safetensors").is_file()
     assert (config.run_dir / "hf-tuned/chat_template.jinja").is_file()
+    host = json.loads((stages / "host.json").read_text())["result"]
+    assert host["exit_code"] == 0
+    assert len(host["scores"]) >= 3
+    assert host["largest_difference"] < 1e-4 * max(abs(one["direct"]) for one in host["scores"])
     page = config.run_dir / "report.html"
+    assert "What the exported scoring function answers" in page.read_text()
     assert "What tuning gained" in page.read_text()
 
     kept = {path.name: path.stat().st_mtime_ns for path in stages.iterdir()}

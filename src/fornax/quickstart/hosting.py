@@ -1,0 +1,174 @@
+"""The quickstart's last stages: the tuned model's scoring function, sealed, served, and asked.
+
+The bundle is served by the command that a user types, in a process of its own, and asked over gRPC
+how likely functions of held-out files are; the answers are compared with the model's own.
+"""
+
+import contextlib
+import importlib.util
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from fornax.config.errors import EngineError, ServingError
+from fornax.data import load_tokenizer
+from fornax.models import Decoder, load_pretrained, token_logprobs
+from fornax.train import export_model
+
+if TYPE_CHECKING:
+    from fornax.serving.grpc.client import Client
+
+__all__ = ["MODEL", "direct_scores", "export_score", "missing", "serve_and_score", "texts_of"]
+
+MODEL = "lm"
+"""The model's name in the repository."""
+
+_NEEDS = ("grpc", "prometheus_client", "uvicorn")
+_PATIENCE_S = 600
+_ROWS = 4
+_ASKED = 20
+
+
+def missing() -> list[str]:
+    """Packages of the extra `[serve]` that are not installed."""
+    return [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+
+
+def export_score(model: Path, repository: Path, *, length: int) -> dict[str, Any]:
+    """Seal the scoring function of the model at `model` as version 1; the result is JSON-able.
+
+    Args:
+      model: a Hugging Face directory.
+      repository: a folder of models, for `fornax host`.
+      length: tokens of a row, at most.
+    """
+    path = repository / MODEL / "1"
+    manifest = export_model(
+        model, path, functions=("score",), batch=(_ROWS,), lengths=(length,), overwrite=True
+    )
+    return {
+        "bundle": str(path),
+        "files": len(manifest.files),
+        "bytes": sum(file.size for file in manifest.files.values()),
+        "platforms": list(manifest.platforms),
+        "length": length,
+    }
+
+
+def texts_of(pairs: Path, *, count: int = _ROWS) -> list[str]:
+    """The first functions of a file of pairs, signature to body."""
+    lines = pairs.read_text(encoding="utf-8").splitlines()[:count]
+    return [pair["prompt"] + pair["completion"] for pair in map(json.loads, lines)]
+
+
+def direct_scores(model: Decoder, rows: Sequence[np.ndarray]) -> list[float]:
+    """Log-probability, in nats, of each row's tokens after its first; no padding, no bundle."""
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def total(state: Any, tokens_BT: jax.Array) -> jax.Array:
+        decoder = nnx.merge(graph, state)
+        found = token_logprobs(decoder, tokens_BT[:, :-1], tokens_BT[:, 1:])
+        return jnp.sum(found.logprobs)
+
+    return [float(total(state, row[None])) for row in rows]
+
+
+def serve_and_score(
+    repository: Path, log: Path, model: Path, pairs: Path, *, length: int
+) -> dict[str, Any]:
+    """Serve the repository, score texts over gRPC and directly, stop it; JSON-able.
+
+    Args:
+      repository: with the bundle that `export_score` made.
+      log: file for the server's log.
+      model: what the bundle was made of.
+      pairs: a file of functions.
+      length: tokens of a row, at most.
+
+    Raises:
+      EngineError: the server did not start, or did not stop cleanly; its log says why.
+    """
+    from fornax.serving.grpc.client import Client
+
+    tokenizer = load_tokenizer(model)
+    texts = texts_of(pairs)
+    rows = [np.asarray(tokenizer.encode(text), np.int32)[:length] for text in texts]
+    began = time.perf_counter()
+    with _server(repository, log) as (process, address), Client(address) as client:
+        _wait_ready(client, process, log)
+        ready = time.perf_counter() - began
+        found = [client.infer(MODEL, {"tokens": row[None]}) for row in rows]
+        times = []
+        for _ in range(_ASKED):
+            asked = time.perf_counter()
+            client.infer(MODEL, {"tokens": rows[0][None]})
+            times.append(time.perf_counter() - asked)
+        process.send_signal(signal.SIGTERM)
+        exit_code = process.wait(timeout=60)
+    if exit_code != 0:
+        raise EngineError(f"the server ended with exit code {exit_code}; {log} says why")
+    own = direct_scores(load_pretrained(model), rows)
+    scores = [
+        {
+            "text": text,
+            "tokens": int(answer["tokens"][0]),
+            "served": float(answer["logprob"][0]),
+            "direct": score,
+        }
+        for text, answer, score in zip(texts, found, own, strict=True)
+    ]
+    return {
+        "seconds_to_ready": round(ready, 2),
+        "request_seconds": round(statistics.median(times), 5),
+        "exit_code": exit_code,
+        "scores": scores,
+        "largest_difference": max(abs(one["served"] - one["direct"]) for one in scores),
+    }
+
+
+@contextlib.contextmanager
+def _server(repository: Path, log: Path) -> Iterator[tuple[subprocess.Popen, str]]:
+    options = ("--http", "none", "--grpc", "127.0.0.1:0")
+    command = [sys.executable, "-m", "fornax", "host", str(repository), *options]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield process, _address(process, log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _address(process: subprocess.Popen, log: Path) -> str:
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until and process.poll() is None:
+        found = re.search(r"listens on grpc://(\S+)", log.read_text(errors="replace"))
+        if found:
+            return found[1]
+        time.sleep(0.05)
+    raise EngineError(f"the server did not start; {log} says why")
+
+
+def _wait_ready(client: "Client", process: subprocess.Popen, log: Path) -> None:
+    """Wait until the model is compiled, checked and takes requests."""
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until and process.poll() is None:
+        with contextlib.suppress(ServingError):
+            if client.ready(MODEL):
+                return
+        time.sleep(0.05)
+    raise EngineError(f"the server was not ready within {_PATIENCE_S} s; {log} says why")
