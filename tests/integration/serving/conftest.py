@@ -95,13 +95,11 @@ def repository(bundles: Path, tmp_path: Path) -> Path:
     return root
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Starts servers on free ports."""
+def _starter(folder: Path) -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
     def run(repository: Path, *words: str, wait: str = READY) -> Server:
-        log = tmp_path / f"server{len(started)}.log"
+        log = folder / f"server{len(started)}.log"
         server = Server([str(repository), "--http", "0", "--grpc", "0", *words], log, wait)
         started.append(server)
         return server
@@ -111,3 +109,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         if server.popen.poll() is None:
             server.popen.kill()
             server.popen.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts servers on free ports."""
+    yield from _starter(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def start_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """Starts servers that a file's tests share."""
+    yield from _starter(tmp_path_factory.mktemp("servers"))

@@ -195,13 +195,19 @@ for number, answer in enumerate(channel.stream_stream({_STREAM!r})(endless())):
 """
 
 
-@pytest.mark.fault
-def test_clients_that_vanish_mid_stream_leave_nothing_behind(models, start):
-    server = start(models)
+@pytest.fixture(scope="module")
+def server(models, start_once):
+    """One for all clients that behave badly, which must leave it as it was."""
+    server = start_once(models, "--send-timeout", "2")
+    yield server
+    assert server.stop() == 0
 
+
+@pytest.mark.fault
+def test_clients_that_vanish_mid_stream_leave_nothing_behind(server):
     def round_of_vanishing():
         command = [sys.executable, "-c", _VANISHING, server.address("grpc")]
-        clients = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
+        clients = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
         for client in clients:
             assert client.stdout.readline() == b"streaming\n"
         for client in clients:
@@ -211,14 +217,11 @@ def test_clients_that_vanish_mid_stream_leave_nothing_behind(models, start):
         return _memory(server)
 
     first = round_of_vanishing()
-    last = max(round_of_vanishing() for _ in range(2))
-    assert last < first * 1.2 + 2**25
-    assert server.stop() == 0
+    assert round_of_vanishing() < first * 1.2 + 2**25
 
 
 @pytest.mark.fault
-def test_readers_that_dawdle_hold_a_bounded_share(models, start):
-    server = start(models, "--send-timeout", "2")
+def test_readers_that_dawdle_hold_a_bounded_share(server):
     data = infer_message("tiny:wide", {"x": np.ones((4, _WIDE), np.float32)}).SerializeToString()
     before = _memory(server)
     sent = [0]
@@ -240,12 +243,10 @@ def test_readers_that_dawdle_hold_a_bounded_share(models, start):
             list(answers)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "read answers as they come" in caught.value.details()
-    assert server.stop() == 0
 
 
 @pytest.mark.fault
-def test_ten_times_too_many_requests_are_answered_or_refused(models, start):
-    server = start(models)
+def test_ten_times_too_many_requests_are_answered_or_refused(server):
     url = server.address("grpc")
     refused = {ServingCode.RESOURCE_EXHAUSTED.name, ServingCode.DEADLINE_EXCEEDED.name}
 
@@ -276,18 +277,17 @@ def test_ten_times_too_many_requests_are_answered_or_refused(models, start):
     asyncio.run(flood(64, 1))
     _quiet(server)
     before = _memory(server)
-    counts = asyncio.run(flood(640, 4))
+    counts = asyncio.run(flood(640, 2))
     assert set(counts) <= {"OK", *refused}
     assert counts["OK"] > 50
     assert counts["RESOURCE_EXHAUSTED"] > 50
     _quiet(server)
-    asyncio.run(flood(640, 2))
+    asyncio.run(flood(640, 1))
     _quiet(server)
     assert _memory(server) < before * 1.2 + 2**26
     with Client(url) as client, pytest.raises(ServingError) as caught:
         client.infer("tiny:half", {"h": np.ones((1, 3), ml_dtypes.bfloat16)})
     assert caught.value.code is ServingCode.INVALID_ARGUMENT
-    assert server.stop() == 0
 
 
 def test_a_stop_answers_what_was_taken(models, start):

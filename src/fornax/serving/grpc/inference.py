@@ -12,6 +12,7 @@ from fornax.serving.access import Limits
 from fornax.serving.grpc.calls import as_serving_error, fail, parse
 from fornax.serving.grpc.codec import Delivery, decode, encode
 from fornax.serving.grpc.messages import METHODS
+from fornax.serving.grpc.sending import Sending
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.shared_memory import SharedMemory
 
@@ -36,6 +37,7 @@ class Inference:
         self._host = host
         self._limits = limits
         self._memory = memory
+        self._sending = Sending(limits.send_timeout)
         self.running = 0
         """Requests being answered."""
 
@@ -50,9 +52,15 @@ class Inference:
                 result = await submitted.future
             finally:
                 submitted.future.cancel()  # of use where the client is gone
-            return encode(result, submitted.deliveries, _INFER.response()).SerializeToString()
+            response = encode(result, submitted.deliveries, _INFER.response())
+            self._sending.began(context)
+            return response.SerializeToString()
         except Exception as error:
             await fail(context, as_serving_error(error, "ModelInfer"))
+
+    def close(self) -> None:
+        """Watch over answers no more."""
+        self._sending.close()
 
     def submit(self, data: bytes, context: Any) -> Submitted:
         """Hand the request in `data` to the host; where it is refused, the future says so."""

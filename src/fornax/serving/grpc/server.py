@@ -115,6 +115,7 @@ class GrpcServer:
         if self._health is not None:
             self._health.close()
         await server.stop(drain_seconds)
+        self._inference.close()
         if self._health is not None:
             self._health.detach()
 
