@@ -45,16 +45,20 @@ class StateLog:
     """Logs models' changes of state; `changed` is a listener of `Events`."""
 
     def __init__(self) -> None:
-        self._loading: set[tuple[str, str]] = set()
+        self.failed: set[tuple[str, str]] = set()
+        """Versions that could not be served when last tried."""
+        self._before: dict[tuple[str, str], str] = {}
 
     def changed(self, change: StateChange) -> None:
         """A version entered a state; one that fails to load is an error."""
         key = (change.name, change.version)
-        failed = change.state == "UNAVAILABLE" and key in self._loading
-        if change.state == "LOADING":
-            self._loading.add(key)
+        before = self._before.get(key, "LOADING")
+        failed = change.state == "UNAVAILABLE" and before == "LOADING"
+        self._before[key] = change.state
+        if failed:
+            self.failed.add(key)
         else:
-            self._loading.discard(key)
+            self.failed.discard(key)
         what = f"{change.name} {change.version}".strip()
         words = f"{what}: {change.state.lower()}"
         if change.seconds:

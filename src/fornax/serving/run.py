@@ -80,6 +80,7 @@ class HostServer:
         self._http, self._grpc = self._fronts()
         self._access: AccessLog | None = None
         self._tracer: Any = None
+        self._states = StateLog()
         self.addresses: dict[str, Address] = {}
         """Where it listens, by protocol; known after `listen`."""
         self._stop = asyncio.Event()
@@ -160,7 +161,7 @@ class HostServer:
 
     def _watch(self) -> None:
         config = self.config
-        self.events.states.append(StateLog().changed)
+        self.events.states.append(self._states.changed)
         if config.access_log != "none":
             self._access = AccessLog(which=config.access_log, form=config.log_format)
             self.events.finished.append(_of_clients(self._access.finished))
@@ -208,17 +209,17 @@ class HostServer:
         await self.host.start()
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again
-        index = list(self.host.index())
-        ready = [f"{each.name} {each.version}" for each in index if each.state == "READY"]
-        failed = [each for each in index if each.state == "UNAVAILABLE" and each.reason]
+        served = self.host.index(ready_only=True)
+        ready = [f"{each.name} {each.version}" for each in served]
+        failed = len(self._states.failed)
         _log.info(
             "%s after %.1f s: serving %s%s",
             "ready" if self.host.ready() else "not ready",
             time.monotonic() - started,
             ", ".join(ready) or "no model yet",
-            f"; {len(failed)} not served" if failed else "",
+            f"; {failed} failed" if failed else "",
         )
-        return len(failed)
+        return failed
 
     @property
     def stopping(self) -> bool:

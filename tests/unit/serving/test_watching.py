@@ -192,6 +192,7 @@ def test_states_are_logged_and_a_failed_load_is_an_error(caplog):
     log.changed(StateChange("m", "2", "LOADING"))
     log.changed(StateChange("m", "2", "UNAVAILABLE", "a file was altered"))
     log.changed(StateChange("m", "1", "READY", seconds=2.0, detail={"programs": 6}))
+    assert log.failed == {("m", "2")}
     log.changed(StateChange("m", "1", "UNAVAILABLE", "unloaded"))
     found = [(record.levelname, record.message) for record in caplog.records]
     assert found == [
