@@ -77,7 +77,7 @@ def _wrong_shape(signature: Signature, spec: TensorSpec, shape: tuple[int, ...])
     takes = spec.shape[:-1] if spec.dtype == BYTES else spec.shape
     raise BundleError(
         f"input {spec.name!r} of {signature.name!r} has shape {shape}; it takes "
-        f"({', '.join(map(str, takes))})"
+        f"({', '.join(map(str, takes))}{',' * (len(takes) == 1)})"
     )
 
 

@@ -185,23 +185,31 @@ class Fields:
 
     def input_spec(self) -> TensorSpec:
         """This object as an input."""
-        d = self.data
-        for key in ("pad", "low", "high"):
-            if not (key != "pad" and d[key] is None) and not isinstance(d[key], int | float):
-                raise self.wrong(key, "no number")
+        pad, low, high = (self._any_number(key) for key in ("pad", "low", "high"))
+        if pad is None:
+            raise self.wrong("pad", "no number")
         try:
             spec = Spec(
                 tuple(self.items("shape")),
                 self.text("dtype"),
-                pad=d["pad"],
+                pad=pad,
                 lengths=self.optional_text("lengths"),
                 axes=self.axes("axes", len(self.items("shape"))),
-                low=d["low"],
-                high=d["high"],
+                low=low,
+                high=high,
             )
         except BundleError as error:
             raise BundleError(f"{self.where}: {error}") from None
         return named(self.name("name"), spec)
+
+    def _any_number(self, key: str) -> int | float | bool | None:
+        """A number, an infinity or NaN by its name, or null."""
+        value = self.data[key]
+        if isinstance(value, str) and value in ("inf", "-inf", "nan"):
+            return float(value)
+        if value is not None and not isinstance(value, int | float):
+            raise self.wrong(key, "no number")
+        return value
 
     def sha256(self, key: str) -> str:
         """A SHA-256 in hexadecimal."""

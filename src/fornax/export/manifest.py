@@ -148,7 +148,7 @@ def to_json(manifest: Manifest) -> bytes:
         "files": {name: dataclasses.asdict(f) for name, f in sorted(manifest.files.items())},
     }
     body["seal"] = seal(body)
-    return (json.dumps(body, indent=1, allow_nan=True) + "\n").encode()
+    return (json.dumps(body, indent=1, allow_nan=False) + "\n").encode()
 
 
 def seal(body: Mapping[str, Any]) -> str:
@@ -186,7 +186,11 @@ def _function_out(f: Function) -> dict[str, Any]:
 
 
 def _spec_out(spec: TensorSpec) -> dict[str, Any]:
-    return dataclasses.asdict(spec)
+    fields: dict[str, Any] = {**dataclasses.asdict(spec)}
+    for key in ("pad", "low", "high"):
+        if isinstance(fields[key], float) and not math.isfinite(fields[key]):
+            fields[key] = str(fields[key])  # JSON has no infinities
+    return fields
 
 
 def from_json(data: bytes, where: str) -> Manifest:

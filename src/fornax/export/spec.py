@@ -5,9 +5,11 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 
+import numpy as np
+
 from fornax.config.errors import BundleError
 from fornax.export import expressions
-from fornax.export.dtypes import BYTES, TENSORS
+from fornax.export.dtypes import BYTES, TENSORS, numpy_dtype
 
 __all__ = ["Signature", "Size", "Spec", "TensorSpec"]
 
@@ -64,8 +66,28 @@ class Spec:
             raise BundleError(f"axes {self.axes} has not one entry for each of {self.shape}")
         if self.lengths is not None and not self.lengths.isidentifier():
             raise BundleError(f"lengths={self.lengths!r} is no name of an argument")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
         if self.low is not None and self.high is not None and not self.low < self.high:
             raise BundleError(f"low={self.low} is not below high={self.high}")
+        given = {"pad": self.pad, "low": self.low, "high": self.high}
+        if self.dtype == BYTES:
+            for name, value in given.items():
+                if value is not None and value != 0:
+                    raise BundleError(f"{name}={value!r} means nothing for bytes; leave it out")
+            return
+        dtype = numpy_dtype(self.dtype)
+        if dtype.kind not in "iu":
+            return
+        limits = np.iinfo(dtype)
+        for name, value in given.items():
+            most = limits.max + (name == "high")
+            if value is not None and not (value == int(value) and limits.min <= value <= most):
+                raise BundleError(
+                    f"{name}={value!r} is none of {self.dtype}'s numbers, "
+                    f"{limits.min} to {limits.max}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

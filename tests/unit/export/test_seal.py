@@ -10,7 +10,7 @@ import pytest
 
 from fornax import export, kernels
 from fornax.config.errors import BundleError
-from fornax.export import Spec, Tolerance
+from fornax.export import Spec, Tolerance, buckets
 
 W = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
 ROW = {"x": Spec(("b", 4), "float32")}
@@ -195,3 +195,39 @@ def test_an_unchecked_bundle_has_no_golden_outputs_and_loads(tmp_path):
     loaded = export.load(tmp_path / "m")
     assert loaded.bundle.golden("f") is None
     assert loaded.bundle.check_golden("f", loaded.weights) is None
+
+
+def test_buckets_may_be_listed_one_by_one(tmp_path):
+    listed = [{"b": 1, "t": 8}, {"b": 4, "t": 4}]
+    seal(tmp_path, lambda p, x: {"y": x}, RAGGED, buckets=listed, check=False)
+    signature = export.open_bundle(tmp_path / "m").signature("f")
+    assert signature.shapes == tuple(listed)
+    assert buckets.choose(signature, 3, {"t": 3}) == {"b": 4, "t": 4}
+    with pytest.raises(BundleError, match="which no bucket holds"):
+        buckets.choose(signature, 3, {"t": 8})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "words"),
+    [
+        ("uint8", {"pad": -1}, "pad=-1 is none of uint8's numbers, 0 to 255"),
+        ("int8", {"high": 129}, "high=129 is none of int8's"),
+        ("int32", {"low": 0.5}, "low=0.5 is none of int32's"),
+        ("float32", {"low": 2, "high": 2}, "low=2 is not below high=2"),
+        ("bytes", {"pad": 32}, "pad=32 means nothing for bytes"),
+        ("string", {}, "dtype 'string' is none of bool, int8"),
+        ("float32", {"axes": ("batch",)}, "has not one entry for each"),
+    ],
+)
+def test_a_spec_says_what_it_cannot_be(dtype, options, words):
+    with pytest.raises(BundleError, match=words):
+        Spec(("b", "t"), dtype, **options)
+
+
+def test_padding_may_be_infinite_and_the_manifest_stays_json(tmp_path):
+    inputs = {"x": Spec(("b", "t"), "float32", pad=-np.inf, low=-np.inf, high=1.0)}
+    seal(tmp_path, lambda p, x: {"y": x.max(1)}, inputs, check=False)
+    text = (tmp_path / "m/manifest.json").read_text()
+    assert "Infinity" not in text
+    largest = export.load(tmp_path / "m")["f"]
+    assert largest(x=[[-3.0, -2.0]])["y"].tolist() == [-2.0]
