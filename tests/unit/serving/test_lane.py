@@ -19,6 +19,7 @@ from fornax.serving.events import Events
 from fornax.serving.execution.function import Function
 from fornax.serving.execution.lane import Lane
 from fornax.serving.execution.runner import Computed, Prepared
+from fornax.serving.execution.turns import Turns
 from fornax.serving.settings import Batching, ModelSettings
 from fornax.serving.types import InferRequest
 
@@ -189,6 +190,26 @@ def test_priorities_go_first_and_replicas_take_what_waits():
         await close(function)
 
     asyncio.run(run())
+
+
+def test_turns_are_taken_in_the_order_of_asking():
+    turns, order, came = Turns(), [], threading.Semaphore(0)
+
+    def take(number):
+        came.release()
+        with turns:
+            order.append(number)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+    with turns:
+        for number, thread in enumerate(threads):
+            thread.start()
+            came.acquire()
+            while len(turns._waiting) <= number:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join(5)
+    assert order == list(range(8))
 
 
 def test_programs_of_two_meshes_are_dispatched_one_after_the_other():

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from fornax.serving.batching import Batch, Share, Shares
 from fornax.serving.execution.runner import Computed, Runner
+from fornax.serving.execution.turns import Turns
 
 __all__ = ["IN_LOOP_SECONDS", "Claim", "Lane"]
 
@@ -35,7 +36,7 @@ _LONG_SECONDS = 10e-3
 """For batches of at least this time the next one is picked before they end."""
 _LEAD = 0.1
 """How long before, as a part of their time."""
-_MESHES = threading.Lock()
+_MESHES = Turns()
 
 
 class Answers(Protocol):
@@ -72,7 +73,7 @@ class Lane:
         self.name = name
         self.on_host = on_host
         self.lock: AbstractContextManager = (
-            _MESHES if devices > 1 else threading.Lock() if on_host else nullcontext()
+            _MESHES if devices > 1 else Turns() if on_host else nullcontext()
         )
         self.in_loop = devices == 1
         self.shares: Shares[Claim] = Shares()

@@ -20,7 +20,7 @@ from fornax.serving.execution.compilations import compilations
 __all__ = ["Computed", "Prepared", "Runner"]
 
 _RUNS = 5
-_DRIFT = 0.01
+_DRIFT = 1.01
 _ENOUGH = 0.02
 """Seconds of measuring after which a program's time is known."""
 
@@ -41,7 +41,7 @@ class Prepared:
         if seconds < self.seconds:
             self.seconds = seconds
         else:
-            self.seconds += _DRIFT * (seconds - self.seconds)
+            self.seconds = min(seconds, _DRIFT * self.seconds)
 
 
 @dataclasses.dataclass(slots=True)
