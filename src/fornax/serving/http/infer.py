@@ -117,9 +117,6 @@ class Inference:
         try:
             return await future
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
             if request.deadline is not None and monotonic() >= request.deadline:
                 raise ServingError(
                     ServingCode.DEADLINE_EXCEEDED,
@@ -127,8 +124,9 @@ class Inference:
                 ) from None
             if connection.pending is None if watch is None else watch.done():
                 raise ClientLeft from None
+            # Else the host dropped it, or uvicorn ends this task when the time to drain is over.
             raise ServingError(
-                ServingCode.UNAVAILABLE, "the server dropped the request; send it again"
+                ServingCode.UNAVAILABLE, "the server stopped before it answered; send this again"
             ) from None
         finally:
             if connection is not None:

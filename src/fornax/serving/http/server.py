@@ -69,7 +69,9 @@ class HttpServer:
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             if self._task.done():
-                await self._task
+                task, self._task = self._task, None
+                await self.stop()
+                task.result()
                 raise OSError(f"HTTP did not start on {self._address}")
             await asyncio.sleep(_STEP)
         return self._address

@@ -64,6 +64,12 @@ class FakeHost:
         future.set_result(InferResult(request.model, "1", "f", request.id, chosen))
         return future
 
+    async def answer_slow(self) -> "asyncio.Future[InferResult]":
+        """Answer the request that waits in `slow`."""
+        assert self.slow is not None
+        self.slow.set_result(InferResult("slow", "1", "f", "", {}))
+        return self.slow
+
     def _known(self, name: str, version: str = "") -> None:
         if name.partition(":")[0] not in {*self.functions, "slow", "full"} or version not in (
             "",

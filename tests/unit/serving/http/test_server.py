@@ -1,0 +1,120 @@
+"""The server's own life: addresses, certificates, an orderly end."""
+
+import asyncio
+import dataclasses
+import http.client
+import socket
+import ssl
+
+import orjson
+import pytest
+from tests.unit.serving.certificate import certify
+from tests.unit.serving.http.conftest import LIMITS
+from tests.unit.serving.http.fake import FakeHost
+
+from fornax.serving.access import Tls
+from fornax.serving.config import Address
+from fornax.serving.http import HttpServer, http_app
+
+X = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}
+BODY = orjson.dumps({"inputs": [X]})
+
+
+def _server(host: FakeHost, tls: Tls | None = None, address: Address | None = None) -> HttpServer:
+    limits = dataclasses.replace(LIMITS, keep_alive=60.0)
+    return HttpServer(
+        http_app(host, limits=limits), address or Address("127.0.0.1", 0), limits, tls
+    )
+
+
+def _ask(address: Address, context: ssl.SSLContext | None, model: str = "echo") -> int:
+    if context is None:
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=5)
+    else:
+        connection = http.client.HTTPSConnection(
+            address.host, address.port, timeout=5, context=context
+        )
+    try:
+        connection.request("POST", f"/v2/models/{model}/infer", BODY)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+    finally:
+        connection.close()
+
+
+def test_tls_with_certificates_of_one_side_and_of_both(tmp_path):
+    tls = certify(tmp_path)
+
+    async def run() -> None:
+        server = _server(FakeHost(), tls)
+        address = await server.start()
+        trusting = ssl.create_default_context(cafile=str(tls.cert))
+        assert await asyncio.to_thread(_ask, address, trusting) == 200
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await asyncio.to_thread(_ask, address, ssl.create_default_context())
+        await server.stop()
+
+        strict = _server(FakeHost(), dataclasses.replace(tls, client_ca=tls.cert))
+        address = await strict.start()
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.to_thread(_ask, address, trusting)
+        trusting.load_cert_chain(tls.cert, tls.key)
+        assert await asyncio.to_thread(_ask, address, trusting) == 200
+        await strict.stop()
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_listened_on_is_an_error(tmp_path):
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = Address("127.0.0.1", taken.getsockname()[1])
+            with pytest.raises(OSError, match="in use"):
+                await _server(FakeHost(), address=address).start()
+        missing = Tls(cert=tmp_path / "no.pem", key=tmp_path / "no.key")
+        server = _server(FakeHost(), missing)
+        with pytest.raises(OSError, match="No such file"):
+            await server.start()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_stopping_answers_what_runs_and_ends_idle_connections():
+    async def run() -> tuple[int, bytes]:
+        host = FakeHost()
+        server = _server(host)
+        address = await server.start()
+        idle, end = await asyncio.open_connection(address.host, address.port)
+        asked = asyncio.create_task(asyncio.to_thread(_ask, address, None, "slow"))
+        while host.slow is None:
+            await asyncio.sleep(0.005)
+        stopping = asyncio.create_task(server.stop(5.0))
+        await asyncio.sleep(0.15)
+        assert not stopping.done()
+        with pytest.raises(OSError, match="Connect call failed"):
+            await asyncio.open_connection(address.host, address.port)
+        echo = await host.answer_slow()
+        status, rest = await asked, await idle.read()
+        await stopping
+        end.close()
+        assert echo is host.slow
+        return status, rest
+
+    assert asyncio.run(run()) == (200, b"")
+
+
+def test_what_outlasts_the_drain_gets_503():
+    async def run() -> int:
+        host = FakeHost()
+        server = _server(host)
+        address = await server.start()
+        asked = asyncio.create_task(asyncio.to_thread(_ask, address, None, "slow"))
+        while host.slow is None:
+            await asyncio.sleep(0.005)
+        await server.stop(0.0)
+        assert host.slow.cancelled()
+        return await asked
+
+    assert asyncio.run(run()) == 503
