@@ -191,7 +191,8 @@ def encoder(params: Any, *, ids: Any, lengths: Any) -> dict[str, Any]:
         logits = jnp.einsum("btnh,bsnh->bnts", q, k) * (WIDTH // HEADS) ** -0.5 + bias_B11T
         mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v).reshape(b, t, WIDTH)
         x_BTD = norm(x_BTD + mixed @ params[f"{n}.o"] + params[f"{n}.o.b"], f"{n}.first")
-        up = jax.nn.gelu(x_BTD @ params[f"{n}.up"] + params[f"{n}.up.b"], approximate=False)
+        up = x_BTD @ params[f"{n}.up"] + params[f"{n}.up.b"]
+        up = 0.5 * up * (1 + jax.lax.erf(up * np.float32(np.sqrt(0.5))))
         x_BTD = norm(x_BTD + up @ params[f"{n}.down"] + params[f"{n}.down.b"], f"{n}.second")
     sums_BD = jnp.where(mask_BT[:, :, None], x_BTD, 0).sum(1)
     mean_BD = sums_BD / jnp.maximum(lengths, 1)[:, None]
@@ -240,7 +241,7 @@ MODELS = {
             make_inputs=_sentence,
             inputs={"ids": ("int32", ("b", "t"))},
             output="embedding",
-            buckets={"b": (1, 4, 8), "t": (16, 32, 64, 128)},
+            buckets={"b": (1, 4, 8), "t": (8, 16, 24, 32, 48, 64, 96, 128)},
             ragged="ids",
         ),
     )

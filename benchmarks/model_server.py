@@ -98,7 +98,8 @@ def main() -> None:
                     standing.absent = str(error).splitlines()[0]
                     print(error, file=sys.stderr)
         stages = {}
-        if "fornax" in standings and not standings["fornax"].absent:
+        mine = standings.get("fornax")
+        if mine and not mine.absent and "mlp" in names:
             stages = json.loads(_run("_model_server_stages.py", str(folder)))
     clients.close()
     text = report.text(standings, taking_part, names, concurrencies, bare, stages, args)
@@ -115,7 +116,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round, half a second a cell")
     quick = "--quick" in sys.argv
     parser.add_argument("--rounds", type=int, default=1 if quick else 3)
-    parser.add_argument("--seconds", type=float, default=0.5 if quick else 1.5, help="a cell")
+    parser.add_argument("--seconds", type=float, default=0.5 if quick else 1.3, help="a cell")
     parser.add_argument("--peers", type=Path, default=Path(".venv-peers"))
     parser.add_argument("--no-write", action="store_true")
     return parser.parse_args()

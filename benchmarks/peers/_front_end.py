@@ -135,6 +135,7 @@ def serve(runtimes: Callable[[list[str]], dict[str, Run]], join: Join) -> None:
         loop="uvloop",
         http="httptools",
         lifespan="off",
+        timeout_keep_alive=75,
         access_log=False,
         log_level="warning",
     )
