@@ -7,7 +7,7 @@ PEER_MODEL := safetensors==0.8.*
 PEER_TORCH := torch==2.13.0
 LLAMACPP_CMAKE := -DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF
 
-.PHONY: bench-peers bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino bench-peers-tunix bench-llm bench-tune clean-peers
+.PHONY: bench-peers bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino bench-peers-tunix bench-peers-hosts bench-llm bench-tune bench-host clean-peers
 
 bench-peers: bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino ## Install what bench-llm compares with
 
@@ -28,6 +28,16 @@ bench-peers-tunix: $(PEERS)/tunix/.ready # TRL runs in the environment of `make 
 
 bench-tune: $(PARITY)/.ready bench-peers-tunix ## Post-training beside TRL and Tunix; results in benchmarks/results
 	$(PARITY)/bin/python benchmarks/post_training.py --peers $(PEERS)
+
+HOSTS := ray mlserver litserve bentoml onnxruntime
+PEER_JAX := jax==0.10.2 jaxlib==0.10.2
+PEER_HTTP := uvicorn==0.54.* uvloop==0.23.* httptools==0.9.*
+
+bench-peers-hosts: $(HOSTS:%=$(PEERS)/%/.ready) # Model servers; 3.5 GB.
+
+bench-host: $(VENV)/.dev bench-peers-hosts ## The model server beside its peers; results in benchmarks/results
+	$(BIN)/python benchmarks/model_server.py --peers $(PEERS)
+	$(BIN)/python benchmarks/bundle_loading.py
 
 clean-peers:
 	rm -rf $(PEERS)
@@ -53,4 +63,29 @@ $(PEERS)/openvino/.ready: benchmarks/peers.mk
 $(PEERS)/tunix/.ready: benchmarks/peers.mk
 	$(PYTHON) -m venv $(PEERS)/tunix
 	$(PEERS)/tunix/bin/python $(PEER_PIP) google-tunix==0.1.7
+	@touch $@
+
+$(PEERS)/ray/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/ray
+	$(PEERS)/ray/bin/python $(PEER_PIP) "ray[serve]==2.60.0" $(PEER_JAX) $(PEER_HTTP)
+	@touch $@
+
+$(PEERS)/mlserver/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/mlserver
+	$(PEERS)/mlserver/bin/python $(PEER_PIP) mlserver==1.7.1 $(PEER_JAX)
+	@touch $@
+
+$(PEERS)/litserve/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/litserve
+	$(PEERS)/litserve/bin/python $(PEER_PIP) litserve==0.2.19 $(PEER_JAX) $(PEER_HTTP)
+	@touch $@
+
+$(PEERS)/bentoml/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/bentoml
+	$(PEERS)/bentoml/bin/python $(PEER_PIP) bentoml==1.4.39 $(PEER_JAX) $(PEER_HTTP)
+	@touch $@
+
+$(PEERS)/onnxruntime/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/onnxruntime
+	$(PEERS)/onnxruntime/bin/python $(PEER_PIP) onnxruntime==1.31.1 onnx==1.23.2 orjson==3.* $(PEER_HTTP)
 	@touch $@
