@@ -3,6 +3,7 @@
 Each weight is a zarr array without compression, under its own path.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ __all__ = ["DIRECTORY", "Weights", "read", "write"]
 
 DIRECTORY = "weights"
 _CHUNK = 8 << 20
+_AHEAD = 1 << 30
 _FILE = 64 << 20
 """About the size of a data file: several, so that all cores can hash them."""
 _NATIVE = {"bool", "bfloat16", "complex64", "complex128"}
@@ -108,17 +110,41 @@ def write(root: Path, arrays: Mapping[str, Any], weights: Mapping[str, Weight]) 
 def read(root: Path, weights: Mapping[str, Weight], placement: Placement) -> Weights:
     """Read weights, each straight into the placement's sharding.
 
+    Several are read at a time; no more than about a gigabyte of them waits in host memory.
+
     Raises:
       BundleError: naming a weight that is missing or damaged.
+      ShardingError: naming one that does not divide; nothing is read then.
     """
+    shardings = {n: placement.sharding(n, w.shape, w.axes) for n, w in weights.items()}
     context = ts.Context()
-    started = []
+    waiting: collections.deque[tuple[str, list[Any]]] = collections.deque()
+    held = 0
+    params: dict[str, jax.Array] = {}
     for name, weight in weights.items():
-        sharding = placement.sharding(name, weight.shape, weight.axes)
-        started.append((name, weight, sharding, _start(root, name, weight, sharding, context)))
-    params = {}
-    for name, weight, sharding, parts in started:
-        pieces = []
+        waiting.append((name, _start(root, name, weight, shardings[name], context)))
+        held += _bytes(weight)
+        while held > _AHEAD:
+            done, parts = waiting.popleft()
+            params[done] = _finish(root, done, weights[done], shardings[done], parts)
+            held -= _bytes(weights[done])
+    while waiting:
+        done, parts = waiting.popleft()
+        params[done] = _finish(root, done, weights[done], shardings[done], parts)
+    return Weights(params)
+
+
+def _bytes(weight: Weight) -> int:
+    return math.prod(weight.shape) * numpy_dtype(weight.dtype).itemsize
+
+
+def _finish(
+    root: Path, name: str, weight: Weight, sharding: jax.sharding.Sharding, parts: list[Any]
+) -> jax.Array:
+    """Wait for a weight's parts and put each on its devices."""
+    dtype = numpy_dtype(weight.dtype)
+    pieces = []
+    with jax.enable_x64(True):
         for future, devices in parts:
             try:
                 host = future.result()
@@ -127,14 +153,9 @@ def read(root: Path, weights: Mapping[str, Weight], placement: Placement) -> Wei
                     f"weight {name!r} in {root / DIRECTORY} cannot be read: {error}"
                 ) from None
             if weight.stored != weight.dtype:
-                host = host.view(numpy_dtype(weight.dtype)).reshape(host.shape[:-1])
-            with jax.enable_x64(True):
-                pieces += [jax.device_put(host, device) for device in devices]
-        with jax.enable_x64(True):
-            params[name] = jax.make_array_from_single_device_arrays(
-                weight.shape, sharding, pieces, dtype=numpy_dtype(weight.dtype)
-            )
-    return Weights(params)
+                host = host.view(dtype).reshape(host.shape[:-1])
+            pieces += [jax.device_put(host, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(weight.shape, sharding, pieces, dtype=dtype)
 
 
 def _start(root: Path, name: str, weight: Weight, sharding: Any, context: Any) -> list[Any]:
