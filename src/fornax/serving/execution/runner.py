@@ -21,6 +21,7 @@ __all__ = ["Computed", "Prepared", "Runner"]
 
 _RUNS = 5
 _DRIFT = 1.01
+"""A batch that took longer than was known raises it by so much at most."""
 _ENOUGH = 0.02
 """Seconds of measuring after which a program's time is known."""
 
