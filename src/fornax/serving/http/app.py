@@ -7,7 +7,7 @@ from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Auth, Limits
 from fornax.serving.entry import ASGIApp
 from fornax.serving.http import bodies
-from fornax.serving.http.bodies import ClientLeft, LateBody
+from fornax.serving.http.bodies import ClientLeft, Held, LateBody
 from fornax.serving.http.infer import Inference
 from fornax.serving.http.parts import Parts
 from fornax.serving.http.replies import error_reply, send_reply
@@ -18,6 +18,8 @@ __all__ = ["App", "http_app"]
 
 _SMALL = 2**20
 """Largest body of a call that is no inference."""
+_BODIES = 4
+"""How many of the largest bodies are held at once."""
 _ADMIN = (
     "/v2/repository/models/",
     "/v2/systemsharedmemory/",
@@ -40,7 +42,8 @@ class App:
     ):
         self.routes = create_routes(parts)
         """Every call that is no inference."""
-        self._infer = Inference(parts.host, limits, parts.shared_memory, parts.events)
+        self._held = Held(_BODIES * limits.max_body_bytes)
+        self._infer = Inference(parts.host, limits, parts.shared_memory, parts.events, self._held)
         self._events = parts.events
         self._limits = limits
         self._auth = auth
@@ -78,6 +81,9 @@ class App:
             await send_reply(send, error_reply(408, str(error)), close=True)
         except ClientLeft:
             pass
+        finally:
+            if "fornax.held" in scope:
+                self._held.release(scope)
 
     def _check(self, path: str, scope: Any) -> None:
         """Raise ServingError unless the request's token opens `path`."""
@@ -106,7 +112,7 @@ class App:
             if path == prefix or path.startswith(prefix + "/"):
                 app, most = extra, self._limits.max_body_bytes
                 break
-        body = await bodies.read(receive, scope, self._limits, most)
+        body = await bodies.read(receive, scope, self._limits, most, self._held)
         await app(scope, _replay(body, receive), send)
 
 

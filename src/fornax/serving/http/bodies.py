@@ -8,7 +8,16 @@ from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
 from fornax.serving.v2.datatypes import refuse
 
-__all__ = ["ClientLeft", "LateBody", "accepted_coding", "deflate", "inflate", "read", "too_large"]
+__all__ = [
+    "ClientLeft",
+    "Held",
+    "LateBody",
+    "accepted_coding",
+    "deflate",
+    "inflate",
+    "read",
+    "too_large",
+]
 
 _WINDOWS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """zlib's `wbits` by content coding."""
@@ -25,7 +34,32 @@ class LateBody(Exception):  # noqa: N818 - answered by 408, for which the protoc
     """The body did not come in time."""
 
 
-async def read(receive: Any, scope: Any, limits: Limits, most: int) -> bytes:
+class Held:
+    """Bytes of large bodies in memory, over all requests; more than `most` are refused.
+
+    Else as many clients as connections are allowed could each fill the largest body.
+    """
+
+    def __init__(self, most: int):
+        self._left = most
+
+    def take(self, scope: Any, size: int) -> None:
+        """Hold more for a request; ServingError where there is no room."""
+        if size > self._left:
+            raise ServingError(
+                ServingCode.RESOURCE_EXHAUSTED,
+                "the bodies of other requests fill what memory there is for them; send this one "
+                "again later",
+            )
+        self._left -= size
+        scope["fornax.held"] = scope.get("fornax.held", 0) + size
+
+    def release(self, scope: Any) -> None:
+        """The request is over."""
+        self._left += scope.pop("fornax.held", 0)
+
+
+async def read(receive: Any, scope: Any, limits: Limits, most: int, held: Held) -> bytes:
     """The whole body.
 
     Raises ServingError when it is larger than `most` bytes: what still comes is left to the
@@ -51,6 +85,7 @@ async def read(receive: Any, scope: Any, limits: Limits, most: int) -> bytes:
                 size += len(body)
                 if size > most:
                     raise too_large(most)
+                held.take(scope, len(body))
                 parts.append(body)
                 if not message.get("more_body", False):
                     return b"".join(parts)

@@ -9,7 +9,7 @@ from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
 from fornax.serving.events import Events
 from fornax.serving.http import bodies
-from fornax.serving.http.bodies import ClientLeft, LateBody
+from fornax.serving.http.bodies import ClientLeft, Held, LateBody
 from fornax.serving.http.replies import JSON, Headers, error_reply, send_reply, unexpected
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.datatypes import Raw, refuse
@@ -40,11 +40,13 @@ class Inference:
         limits: Limits,
         shared_memory: SharedMemory,
         events: Events | None = None,
+        held: Held | None = None,
     ):
         self._host = host
         self._limits = limits
         self._decoder = Decoder(limits, shared_memory)
         self._events = events
+        self._held = held or Held(limits.max_body_bytes)
         self._running = 0
 
     async def __call__(
@@ -88,11 +90,12 @@ class Inference:
     ) -> tuple[bytes, float]:
         """The body, and when its last byte had come."""
         most = self._limits.max_body_bytes
-        body = await bodies.read(receive, scope, self._limits, most)
+        body = await bodies.read(receive, scope, self._limits, most, self._held)
         received = monotonic()
         coding = headers.get(b"content-encoding")
         if coding is not None:
             body = await bodies.inflate(body, coding, most)
+            self._held.take(scope, len(body))
         return body, received
 
     def _admit(self) -> None:

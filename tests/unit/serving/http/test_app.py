@@ -297,3 +297,33 @@ def test_every_call_of_ours_answers_as_documented(call):
     assert call("POST", "/v2/repository/models/echo/release").status == 200
     described = call("GET", "/v2/models/echo/versions/1/config")
     assert orjson.loads(described.body)["max_batch_size"] == 8
+
+
+def test_bodies_that_fill_the_memory_get_429_until_some_are_done(make_caller, tight):
+    async def run():
+        waiting = [
+            asyncio.create_task(call.call("POST", "/v2/models/slow/infer", large)) for _ in range(5)
+        ]
+        await asyncio.sleep(0.02)
+        refused = [each for each in waiting if each.done()]
+        call.host.slow.cancel()
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        after = await asyncio.gather(*(call.call("POST", ECHO, large) for _ in range(3)))
+        return [each.result().status for each in refused], [each.status for each in after]
+
+    large = BODY + b" " * (900 - len(BODY))
+    call = make_caller(limits=tight)
+    assert asyncio.run(run()) == ([429], [200, 200, 200])
+
+
+def test_what_is_held_is_released_whatever_becomes_of_it(make_caller, tight):
+    call = make_caller(limits=tight)
+    for _ in range(3):
+        call("POST", ECHO, [b"x" * 900, b"y" * 900])
+        call("POST", ECHO, b"z" * 900)
+        call("POST", "/v2/models/slow/infer", BODY + b" " * 800, leave=True)
+        call("POST", ECHO, gzip.compress(BODY + b" " * 800), {"Content-Encoding": "gzip"})
+        call("POST", "/v2/repository/index", b" " * 900 + b"{}")
+    assert call.app._held._left == 4 * tight.max_body_bytes

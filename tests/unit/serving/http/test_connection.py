@@ -65,6 +65,14 @@ def test_requests_in_one_connection_one_after_another_and_at_once(connect):
     assert data.count(b" 404 ") == 1
 
 
+@pytest.mark.parametrize("last", [b"HTTP/1.0", b"HTTP/1.1\r\nConnection: close"])
+def test_the_last_request_of_a_connection_ends_it(connect, last):
+    client = connect()
+    client.sendall(_request("echo").replace(b"HTTP/1.1", last))
+    assert _answer(client)[0] == 200
+    assert client.recv(10) == b""
+
+
 def test_a_body_in_pieces_is_read(connect):
     client = connect()
     request = _request("echo")
