@@ -12,7 +12,7 @@ import numpy as np
 from jax import export
 
 from fornax.config.errors import BundleError
-from fornax.export import executables, files, golden, manifest, tensors, weights
+from fornax.export import executables, files, golden, reading, tensors, weights
 from fornax.export.compiling import compile_program, loaded_program, rebuild
 from fornax.export.golden import GoldenArrays, Report
 from fornax.export.manifest import Function, Manifest
@@ -46,7 +46,7 @@ def open_bundle(
     if not root.is_dir():
         raise BundleError(f"{root} is no directory, so it is no bundle")
     data = files.read_checked(root, files.MANIFEST, None, limit=256 << 20)
-    found = manifest.from_json(data, str(root / files.MANIFEST))
+    found = reading.from_json(data, str(root / files.MANIFEST))
     files.check_listing(root, found.files)
     if mode == "all":
         files.verify(root, found.files, found.files)

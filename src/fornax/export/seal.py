@@ -13,7 +13,7 @@ import numpy as np
 
 import fornax
 from fornax.config.errors import BundleError
-from fornax.export import _exported, files, manifest, trial, weights
+from fornax.export import _exported, files, manifest, reading, trial, weights
 from fornax.export.declare import LEADING, Buckets, declare_all
 from fornax.export.manifest import PLATFORMS, Function, Manifest, Program, Tolerance
 from fornax.export.modules import take_apart, weight_axes
@@ -135,7 +135,7 @@ def save(
         weights.write(work, arrays, stored)
         found = dataclasses.replace(found, files=_measured(work))
         data = manifest.to_json(found)
-        manifest.from_json(data, str(path / files.MANIFEST))
+        reading.from_json(data, str(path / files.MANIFEST))
         (work / files.MANIFEST).write_bytes(data)
     return found
 

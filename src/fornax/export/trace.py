@@ -92,7 +92,7 @@ def trace(
       BundleError: when the function cannot be traced with open dimensions, or calls code that
         no other version of jax is promised to have.
     """
-    wide = is_x64(signature)
+    wide = is_x64(signature) or any(is_wide(np.dtype(w.dtype).name) for w in weights.values())
     with x64(wide):
         constraints, used, exports = _attempts(flat, signature, weights, platforms)
     first = next(iter(exports.values()))

@@ -102,3 +102,17 @@ def test_a_number_past_a_narrower_type_is_no_input(both):
     given = inputs_of(NARROW) | {"int8": [[1, 2], [3, 400], [5, 6]]}
     with pytest.raises(BundleError, match="'int8' of 'mixed' has dtype int64; it takes int8"):
         both["narrow"]["mixed"](**given)
+
+
+def test_parameters_of_64_bits_stay_so_beside_a_wide_input_only(tmp_path):
+    """As jax.jit takes them: numpy's float64 is float32 where 64-bit types are off."""
+    third = {"w": np.float64(1) / 3}
+    functions = {"wide": lambda p, x: {"y": x * p["w"]}, "narrow": lambda p, z: {"y": z * p["w"]}}
+    inputs = {"wide": {"x": Spec((2,), "float64")}, "narrow": {"z": Spec((2,), "float32")}}
+    export.save(tmp_path / "both", functions, third, inputs=inputs, platforms=("cpu",))
+    both = export.load(tmp_path / "both")
+    assert both["wide"](x=[1.0, 2.0])["y"].tolist() == [1 / 3, 2 / 3]
+    assert both["narrow"](z=[1.0, 2.0])["y"].dtype == np.float64
+    del functions["wide"], inputs["wide"]
+    export.save(tmp_path / "one", functions, third, inputs=inputs, platforms=("cpu",))
+    assert export.load(tmp_path / "one")["narrow"](z=[1.0, 2.0])["y"].dtype == np.float32

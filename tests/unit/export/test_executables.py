@@ -9,7 +9,7 @@ import pytest
 
 from fornax import export
 from fornax.config.errors import BundleError
-from fornax.export import Spec, executables, manifest
+from fornax.export import Spec, executables, manifest, reading
 
 
 def double(params, x):
@@ -83,7 +83,7 @@ def test_an_executable_of_no_bucket_is_no_part_of_a_manifest(ahead, tmp_path):
     body["executables"][0]["dims"] = {"b": 3}
     body["seal"] = manifest.seal(body)
     with pytest.raises(BundleError, match="none of the function's buckets"):
-        manifest.from_json(json.dumps(body).encode(), "manifest.json")
+        reading.from_json(json.dumps(body).encode(), "manifest.json")
 
 
 def test_a_machine_of_another_platform_makes_none(tmp_path):

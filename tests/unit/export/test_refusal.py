@@ -15,7 +15,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from fornax import export
 from fornax.config.errors import BundleError
-from fornax.export import manifest
+from fornax.export import manifest, reading
 from fornax.export.fields import safe_path
 
 
@@ -245,7 +245,7 @@ def test_any_edited_manifest_is_read_whole_or_refused(sealed, data):
     )
     body["seal"] = manifest.seal(body)
     try:
-        found = manifest.from_json(json.dumps(body).encode(), "manifest.json")
+        found = reading.from_json(json.dumps(body).encode(), "manifest.json")
     except BundleError:
         return
     assert dataclasses.is_dataclass(found)
@@ -256,4 +256,4 @@ def test_any_edited_manifest_is_read_whole_or_refused(sealed, data):
 @given(st.binary(max_size=200))
 def test_any_bytes_for_a_manifest_are_refused(data):
     with pytest.raises(BundleError):
-        manifest.from_json(data, "manifest.json")
+        reading.from_json(data, "manifest.json")
