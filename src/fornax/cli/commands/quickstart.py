@@ -11,7 +11,8 @@ It gathers the Python standard library's source on this machine, trains a tokeni
 pretrains a small decoder with checkpoints, scores held-out files in bits per byte beside gzip and
 xz, saves a Hugging Face directory and checks its logits. Then it cuts functions from the files,
 tunes adapters on them, rewards the bodies it writes when a parser accepts them, shows what that
-gained on held-out functions, serves the tuned model, and writes report.html in the run directory.
+gained on held-out functions, serves the tuned model, exports its scoring function and serves that
+too, and writes report.html in the run directory.
 Run again, it goes on where it stopped.
 
 On two cores --size small takes {SIZES["small"].minutes}, --size tiny {SIZES["tiny"].minutes}.
