@@ -206,9 +206,9 @@ class HostServer:
             for account, limit in self._devices.memory.limits.items()
         )
         _log.info("loading the models of %s (room: %s)", self.config.folder(), memory)
-        await self.host.start()
         gc.collect()
-        gc.freeze()  # what lives as long as the process need not be looked at again
+        gc.freeze()  # modules live as long as the process; what models are made of may go
+        await self.host.start()
         served = self.host.index(ready_only=True)
         ready = [f"{each.name} {each.version}" for each in served]
         failed = len(self._states.failed)

@@ -50,7 +50,7 @@ def _server(measured: Measured) -> dict[str, float] | None:
     found = {f"{part}_us": getattr(server, part) / server.requests / 1e3 for part in _PARTS}
     inside = sum(found.values())
     if len(measured.latencies):
-        found["outside_us"] = 1e6 * float(measured.latencies.mean()) - inside
+        found["outside_us"] = max(0.0, 1e6 * float(measured.latencies.mean()) - inside)
     found["rows_per_batch"] = server.rows / server.batches if server.batches else 0.0
     return found
 
