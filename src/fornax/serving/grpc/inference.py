@@ -38,6 +38,8 @@ class Inference:
         self._limits = limits
         self._memory = memory
         self._sending = Sending(limits.send_timeout)
+        self.stopping = False
+        """Whether requests are sent elsewhere."""
         self.running = 0
         """Requests being answered."""
 
@@ -84,6 +86,10 @@ class Inference:
 
     def _parse(self, data: bytes) -> Any:
         """The request's message, if there is room for one more."""
+        if self.stopping:
+            raise ServingError(
+                ServingCode.UNAVAILABLE, "the server is stopping; send the request to another"
+            )
         if self.running >= self._limits.max_concurrent_requests:
             raise ServingError(
                 ServingCode.RESOURCE_EXHAUSTED,

@@ -1,5 +1,6 @@
 """The gRPC server: the V2 inference service, health and reflection, on the running event loop."""
 
+import asyncio
 from typing import Any, Literal
 
 import grpc
@@ -25,6 +26,8 @@ _COMPRESSION = {
 }
 _PING_ALLOWED = 10_000
 """Milliseconds between a client's own pings, at least."""
+_LINGER_SECONDS = 0.2
+"""How long a stopping server still says so itself."""
 _SPARE_CALLS = 1024
 """Calls at once beside inferences: health, metadata, streams."""
 
@@ -107,17 +110,25 @@ class GrpcServer:
         return table
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Take no new calls, answer those that run for at most `drain_seconds`, close."""
+        """Take no new calls, answer those that run for at most `drain_seconds`, close.
+
+        May be called again when it was cancelled.
+        """
         if self._server is None:
             return
-        server, self._server = self._server, None
+        self._inference.stopping = True
         self._streams.close()
         if self._health is not None:
             self._health.close()
-        await server.stop(drain_seconds)
+        # What is on its way is told to go elsewhere; the transport would only say CANCELLED.
+        linger = min(drain_seconds, _LINGER_SECONDS)
+        await asyncio.sleep(linger)
+        await self._server.stop(drain_seconds - linger)
+        self._server = None
         self._inference.close()
         if self._health is not None:
             self._health.detach()
+            self._health = None
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
