@@ -56,22 +56,17 @@ class App:
         if scope["type"] != "http":
             await self.routes(scope, receive, send)
             return
-        path: str = scope["path"]
-        if scope["root_path"]:
-            path = path.removeprefix(scope["root_path"])
+        path = _path(scope)
         try:
             if self._closed:
                 self._check(path, scope)
-            if path.endswith("/infer") and path.startswith("/v2/models/"):
-                names = path.split("/")
-                versioned = len(names) == 7 and names[4] == "versions"
-                if len(names) == 5 or versioned:
-                    if scope["method"] != "POST":
-                        await send_reply(send, error_reply(405, f"{path} takes POST alone"))
-                        return
-                    version = names[5] if versioned else ""
-                    await self._infer(scope, receive, send, names[3], version)
-                    return
+            names = _inference(path)
+            if names is not None:
+                if scope["method"] == "POST":
+                    await self._infer(scope, receive, send, *names)
+                else:
+                    await send_reply(send, error_reply(405, f"{path} takes POST alone"))
+                return
             await self._other(path, scope, receive, send)
         except ServingError as error:
             if self._events is not None:
@@ -84,6 +79,19 @@ class App:
         finally:
             if "fornax.held" in scope:
                 self._held.release(scope)
+
+    def quick(self, cycle: Any, connection: Any) -> bool:
+        """Answer an inference of uvicorn's without a task; False: it must be called as an app."""
+        path = _path(cycle.scope)
+        names = _inference(path)
+        if names is None or cycle.scope["method"] != "POST":
+            return False
+        if self._closed:
+            try:
+                self._check(path, cycle.scope)
+            except ServingError:
+                return False
+        return self._infer.quick(cycle, connection, *names)
 
     def _check(self, path: str, scope: Any) -> None:
         """Raise ServingError unless the request's token opens `path`."""
@@ -114,6 +122,22 @@ class App:
                 break
         body = await bodies.read(receive, scope, self._limits, most, self._held)
         await app(scope, _replay(body, receive), send)
+
+
+def _path(scope: Any) -> str:
+    """The path as the routes know it, whatever a proxy shows it under."""
+    path: str = scope["path"]
+    return path.removeprefix(scope["root_path"]) if scope["root_path"] else path
+
+
+def _inference(path: str) -> list[str] | None:
+    """The model, and perhaps the version, that an inference asks for; None: it is no such path."""
+    if not path.endswith("/infer") or not path.startswith("/v2/models/"):
+        return None
+    names = path.split("/")
+    if len(names) == 5:
+        return names[3:4]
+    return names[3:6:2] if len(names) == 7 and names[4] == "versions" else None
 
 
 def _changes(path: str, method: str) -> bool:

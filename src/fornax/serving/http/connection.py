@@ -2,6 +2,7 @@
 and how slowly a client takes what it asked for."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -35,8 +36,16 @@ _RAW_LONG_HEAD = _raw(
 _RAW_INVALID = _raw(b"400 Bad Request", "this is no valid HTTP request")
 
 
+Quick = Callable[[Any, Any], bool]
+"""Answers uvicorn's cycle on a connection without a task, or does nothing and says False."""
+
+
 class _Bounded(HttpToolsProtocol):
     limits: Limits
+    quick: Quick | None
+
+    _deferred: tuple[Any, Any] | None = None
+    """A cycle that awaits its body before it gets a task, and the app for it."""
 
     pending: "asyncio.Future[Any] | None" = None
     """What the request in progress waits for; cancelled when the client leaves."""
@@ -72,6 +81,8 @@ class _Bounded(HttpToolsProtocol):
         if self._in_head or not self.in_message:
             self._size += len(data)
         super().data_received(data)
+        if self._deferred is not None:
+            self._begin(*self._deferred)
         if not self.in_message:
             self._size = 0
             if self._timer is not None:
@@ -106,6 +117,28 @@ class _Bounded(HttpToolsProtocol):
         """The body is there."""
         self.in_message = False
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """Start a request; one that may be answered without a task waits for its body first."""
+        deferrable = self.quick is not None and app is self.config.loaded_app
+        if deferrable and cycle is self.cycle and self.in_message and not self.expect_100_continue:
+            self._deferred = (cycle, app)
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _begin(self, cycle: Any, app: Any) -> None:
+        self._deferred = None
+        if self.transport.is_closing():
+            return
+        whole = not cycle.more_body
+        if self.quick is None or not whole or not self.quick(cycle, self):
+            super()._start_asgi_task(cycle, app)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what remains of an answer as a task of the server's."""
+        task = self.loop.create_task(work)
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
 
     def answer(self, cycle: Any, status: int, headers: Headers, body: list[Raw]) -> bool:
         """Send a whole answer in one write: uvicorn makes two, each a system call, the first of
@@ -191,6 +224,7 @@ class _Bounded(HttpToolsProtocol):
         self.transport.abort()
 
 
-def connection(limits: Limits) -> type[asyncio.Protocol]:
+def connection(limits: Limits, quick: Quick | None = None) -> type[asyncio.Protocol]:
     """The protocol of a server's connections."""
-    return type("Connection", (_Bounded,), {"limits": limits})
+    bound = None if quick is None else staticmethod(quick)
+    return type("Connection", (_Bounded,), {"limits": limits, "quick": bound})

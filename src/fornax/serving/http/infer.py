@@ -13,7 +13,7 @@ from fornax.serving.http.bodies import ClientLeft, Held, LateBody
 from fornax.serving.http.replies import JSON, Headers, error_reply, send_reply, unexpected
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.datatypes import Raw, refuse
-from fornax.serving.v2.request import Decoder
+from fornax.serving.v2.request import Decoder, Wanted
 from fornax.serving.v2.response import encode
 from fornax.serving.v2.shared_memory import SharedMemory
 
@@ -57,14 +57,7 @@ class Inference:
         try:
             headers = dict(scope["headers"])
             body, received = await self._body(headers, receive, scope)
-            size = headers.get(b"inference-header-content-length")
-            request, wanted = self._decoder.decode(
-                body, None if size is None else _size(size), model, version, received
-            )
-            if b"x-request-id" in headers and not request.id:
-                request.id = _id(headers)
-            request.trace = headers.get(b"traceparent")
-            self._admit()
+            request, wanted = self._request(headers, body, model, version, received)
             submitted = True
             self._running += 1
             try:
@@ -72,8 +65,7 @@ class Inference:
                 result = await self._result(request, connection, receive)
             finally:
                 self._running -= 1
-            text, binary = encode(result, wanted)
-            await _send(send, connection, headers, text, binary)
+            await _send(send, connection, headers, *encode(result, wanted))
         except ServingError as error:
             if not submitted and self._events is not None:
                 self._events.tell_refused("http", error.code, str(error), model)
@@ -98,13 +90,66 @@ class Inference:
             self._held.take(scope, len(body))
         return body, received
 
-    def _admit(self) -> None:
+    def _request(
+        self, headers: dict[bytes, bytes], body: bytes, model: str, version: str, received: float
+    ) -> tuple[InferRequest, Wanted]:
+        """The request, and how its answer is wanted; ServingError for one that is refused."""
+        size = headers.get(b"inference-header-content-length")
+        request, wanted = self._decoder.decode(
+            body, None if size is None else _size(size), model, version, received
+        )
+        if b"x-request-id" in headers and not request.id:
+            request.id = _id(headers)
+        request.trace = headers.get(b"traceparent")
         if self._running >= self._limits.max_concurrent_requests:
             raise ServingError(
                 ServingCode.RESOURCE_EXHAUSTED,
                 f"{self._running} requests are being answered, which is all this server takes; "
                 "send this one again later",
             )
+        return request, wanted
+
+    def quick(self, cycle: Any, connection: Any, model: str, version: str = "") -> bool:
+        """Answer uvicorn's `cycle`, whose body is here, without a task of its own.
+
+        False: nothing was done, and the request must go the usual way, since it is wrong, is
+        compressed, or wants its answer compressed.
+        """
+        headers = dict(cycle.scope["headers"])
+        if b"content-encoding" in headers or _coding(headers):
+            return False
+        try:
+            request, wanted = self._request(headers, bytes(cycle.body), model, version, monotonic())
+        except Exception:
+            return False  # the usual way comes to the same, and says so
+        try:
+            future = self._host.submit(request)
+        except Exception as error:
+            _answer(connection, cycle, *_failure(error))
+            return True
+        self._running += 1
+        connection.pending = future
+        timer = None
+        if request.deadline is not None:
+            left = max(0.0, request.deadline - monotonic())
+            timer = asyncio.get_running_loop().call_later(left, future.cancel)
+
+        def finish(future: "asyncio.Future[InferResult]") -> None:
+            self._running -= 1
+            if timer is not None:
+                timer.cancel()
+            gone, connection.pending = connection.pending is None, None
+            try:
+                reply = 200, *_pack(headers, *encode(future.result(), wanted))
+            except asyncio.CancelledError:
+                reply = _failure(_cancelled(request))
+            except Exception as error:
+                reply = _failure(error)
+            if not gone:
+                _answer(connection, cycle, *reply)
+
+        future.add_done_callback(finish)
+        return True
 
     async def _result(self, request: InferRequest, connection: Any, receive: Any) -> InferResult:
         """The host's answer; the request is cancelled when its client leaves or its time is up."""
@@ -120,17 +165,11 @@ class Inference:
         try:
             return await future
         except asyncio.CancelledError:
-            if request.deadline is not None and monotonic() >= request.deadline:
-                raise ServingError(
-                    ServingCode.DEADLINE_EXCEEDED,
-                    f"the request's {request.deadline - request.received:g} s are over",
-                ) from None
-            if connection.pending is None if watch is None else watch.done():
+            late = request.deadline is not None and monotonic() >= request.deadline
+            gone = connection.pending is None if watch is None else watch.done()
+            if gone and not late:
                 raise ClientLeft from None
-            # Else the host dropped it, or uvicorn ends this task when the time to drain is over.
-            raise ServingError(
-                ServingCode.UNAVAILABLE, "the server stopped before it answered; send this again"
-            ) from None
+            raise _cancelled(request) from None
         finally:
             if connection is not None:
                 connection.pending = None
@@ -157,24 +196,62 @@ def _id(headers: dict[bytes, bytes]) -> str:
     return name.decode("ascii") if _ID.fullmatch(name) else ""
 
 
-async def _send(
-    send: Any, connection: Any, asked: dict[bytes, bytes], text: bytes, binary: list[Raw]
-) -> None:
+def _coding(headers: dict[bytes, bytes]) -> bytes:
+    """The coding that the client asks for; empty: none."""
+    accepted = headers.get(b"accept-encoding")
+    return b"" if accepted is None else bodies.accepted_coding(accepted)
+
+
+def _cancelled(request: InferRequest) -> ServingError:
+    """What became of a request that was cancelled, whose client is still there."""
+    if request.deadline is not None and monotonic() >= request.deadline:
+        seconds = request.deadline - request.received
+        return ServingError(ServingCode.DEADLINE_EXCEEDED, f"the request's {seconds:g} s are over")
+    # The host dropped it, or the time to drain was over.
+    return ServingError(
+        ServingCode.UNAVAILABLE, "the server stopped before it answered; send this again"
+    )
+
+
+def _failure(error: Exception) -> tuple[int, Headers, list[Raw]]:
+    known = error if isinstance(error, ServingError) else unexpected(error)
+    status, headers, body = error_reply(known.code.http, str(known))
+    return status, [*headers, (b"content-length", b"%d" % len(body))], [body]
+
+
+def _pack(asked: dict[bytes, bytes], text: bytes, binary: list[Raw]) -> tuple[Headers, list[Raw]]:
+    """Headers and body of an answer that is not compressed."""
     headers: Headers
     if binary:
         headers = [_BINARY, (b"inference-header-content-length", b"%d" % len(text))]
     else:
         headers = [JSON]
-    body = [text, *binary]
-    if b"accept-encoding" in asked:
-        coding = bodies.accepted_coding(asked[b"accept-encoding"])
-        if coding:
-            body = [await bodies.deflate(b"".join(body), coding)]
-            headers.append((b"content-encoding", coding))
     if b"x-request-id" in asked and (name := _id(asked)):
         headers.append((b"x-request-id", name.encode()))
+    body: list[Raw] = [text, *binary]
     headers.append((b"content-length", b"%d" % sum(map(len, body))))
+    return headers, body
+
+
+def _answer(connection: Any, cycle: Any, status: int, headers: Headers, body: list[Raw]) -> None:
+    if not connection.answer(cycle, status, headers, body):
+        connection.start(_whole(cycle.send, status, headers, body))
+
+
+async def _whole(send: Any, status: int, headers: Headers, body: list[Raw]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"".join(body)})
+
+
+async def _send(
+    send: Any, connection: Any, asked: dict[bytes, bytes], text: bytes, binary: list[Raw]
+) -> None:
+    headers, body = _pack(asked, text, binary)
+    if coding := _coding(asked):
+        packed = await bodies.deflate(b"".join(body), coding)
+        headers[-1] = (b"content-length", b"%d" % len(packed))
+        headers.append((b"content-encoding", coding))
+        body = list[Raw]([packed])
     cycle = getattr(send, "__self__", None)
     if connection is None or cycle is None or not connection.answer(cycle, 200, headers, body):
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"".join(body)})
+        await _whole(send, 200, headers, body)

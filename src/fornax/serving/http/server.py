@@ -41,9 +41,10 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
-            http=connection(limits),
+            http=connection(limits, getattr(app, "quick", None)),
             ws="none",
             server_header=False,
+            proxy_headers=False,
             backlog=_BACKLOG,
             timeout_keep_alive=limits.keep_alive,  # pyrefly: ignore[bad-argument-type]
             ssl_certfile=None if tls is None else tls.cert,
@@ -83,9 +84,19 @@ class HttpServer:
             self._server.should_exit = True
             await self._task
             self._task = None
+            await self._drop()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+    async def _drop(self) -> None:
+        """Tell the clients of requests that outlasted the drain, which had no tasks to cancel."""
+        connections: list[Any] = list(self._server.server_state.connections)
+        waiting = [each.pending for each in connections if each.pending is not None]
+        for each in waiting:
+            each.cancel()
+        if waiting:
+            await asyncio.sleep(_STEP)
 
 
 def _listen(address: Address, limits: Limits) -> socket.socket:
