@@ -99,7 +99,7 @@ class HostConfig(Limits):
     """Which requests get a line with their id, model, times and outcome."""
     trace_endpoint: str | None = None
     """Address of an OTLP collector over HTTP, such as http://127.0.0.1:4318/v1/traces."""
-    trace_sample_rate: float = 1.0
+    trace_sample_rate: float = 0.01
     """Share of requests to trace, among those whose caller did not decide; from 0 to 1."""
     profile_dir: Path | None = None
     """Folder for profiles asked for by POST /v2/profile (default: that is refused)."""

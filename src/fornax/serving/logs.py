@@ -1,21 +1,20 @@
 """The server's log: what happens, on standard error; requests, on standard output.
 
 A line a request is written by a thread of its own, several at a time, so that a request pays for
-one tuple in a queue.
+little more than its place in a queue.
 """
 
 import datetime
 import json
 import logging
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.events import Outcome, Refusal, StateChange
+from fornax.serving.later import Later
 from fornax.serving.types import InferRequest, InferResult
 
 __all__ = ["AccessLog", "StateLog", "configure_logging"]
@@ -23,10 +22,6 @@ __all__ = ["AccessLog", "StateLog", "configure_logging"]
 Format = Literal["text", "json"]
 
 _log = logging.getLogger("fornax.serving")
-_PAUSE = 0.2
-"""Seconds between looks at the queue."""
-_MOST = 100_000
-"""Lines that may wait; more are counted and left out."""
 _OK = "OK"
 
 
@@ -112,11 +107,7 @@ class AccessLog:
         self._all = which == "all"
         self._line = _json if form == "json" else _words
         self._write = write or _Stdout(sys.stdout)
-        self._waiting: deque[dict[str, Any]] = deque()
-        self._left_out = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fornax-access-log", daemon=True)
-        self._thread.start()
+        self._later = Later(self._lines, "fornax-access-log")
 
     def finished(self, request: InferRequest, outcome: Outcome) -> None:
         """A request that a model was asked for has its answer or its error."""
@@ -146,11 +137,11 @@ class AccessLog:
             }
         else:
             line |= {"code": _code(outcome).name, "error": str(outcome) or type(outcome).__name__}
-        self._add(line)
+        self._later.add(line)
 
     def refused(self, refusal: Refusal) -> None:
         """A protocol refused a request."""
-        self._add(
+        self._later.add(
             {
                 "time": time.time(),
                 "id": refusal.id,
@@ -163,31 +154,16 @@ class AccessLog:
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
-        self._stop.set()
-        self._thread.join()
+        self._later.close()
 
-    def _add(self, line: dict[str, Any]) -> None:
-        if len(self._waiting) < _MOST:
-            self._waiting.append(line)
-        else:
-            self._left_out += 1
-
-    def _run(self) -> None:
-        while not self._stop.wait(_PAUSE):
-            self._flush()
-        self._flush()
-
-    def _flush(self) -> None:
+    def _lines(self, entries: Sequence[dict[str, Any]]) -> None:
         lines = []
-        while self._waiting:
-            line = self._waiting.popleft()
-            line["time"] = _stamp(line["time"])
-            lines.append(self._line({key: value for key, value in line.items() if value != ""}))
-        if self._left_out:
-            left_out, self._left_out = self._left_out, 0
+        for entry in entries:
+            entry["time"] = _stamp(entry["time"])
+            lines.append(self._line({key: value for key, value in entry.items() if value != ""}))
+        if left_out := self._later.take_left_out():
             lines.append(self._line({"time": _stamp(time.time()), "left_out": left_out}))
-        if lines:
-            self._write("\n".join(lines) + "\n")
+        self._write("\n".join(lines) + "\n")
 
 
 class _Stdout:

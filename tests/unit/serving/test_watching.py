@@ -169,6 +169,17 @@ def test_errors_alone_are_logged_when_asked_for():
     assert lines[3].endswith('protocol=grpc code=TOO_LARGE error="a body\\nof 3 GB"')
 
 
+def test_more_lines_than_may_wait_are_counted(monkeypatch):
+    monkeypatch.setattr("fornax.serving.later._MOST", 2)
+
+    def tell(log):
+        for _ in range(5):
+            log.finished(_request(), _result())
+
+    found = [json.loads(line) for line in _lines("all", "json", tell)]
+    assert [entry.get("left_out") for entry in found] == [None, None, 3]
+
+
 def test_a_log_that_cannot_be_written_stops_nothing(caplog):
     class Closed:
         def write(self, text):
