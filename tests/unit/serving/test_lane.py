@@ -131,6 +131,43 @@ def test_a_full_batch_is_assembled_while_another_runs_and_a_device_runs_one():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("delay_ms", [0.5, 300.0])
+def test_a_delay_gathers_requests_and_ends(delay_ms):
+    async def run():
+        batching = Batching(max_delay_ms=delay_ms)
+        function, (runner,) = serve([host_lane()], 1e-5, batching=batching)
+        began = time.monotonic()
+        first = function.submit(ask(1))
+        await asyncio.sleep(0)
+        await asyncio.gather(first, function.submit(ask(2)))
+        assert time.monotonic() - began >= delay_ms * 1e-3
+        assert [len(batch) for batch in runner.batches] == [2]
+        full = [function.submit(ask(1)) for _ in range(4)]
+        began = time.monotonic()
+        await asyncio.gather(*full)
+        assert time.monotonic() - began < 0.3
+        await close(function)
+
+    asyncio.run(run())
+
+
+def test_a_sender_that_gives_up_at_its_deadline_counts_as_late():
+    async def run():
+        function, _ = serve([host_lane()], 0.05)
+        running = function.submit(ask(1))
+        await asyncio.sleep(0.001)
+        late = function.submit(ask(1, deadline=time.monotonic() + 0.001))
+        time.sleep(0.002)
+        late.cancel()
+        await running
+        await close(function)
+        return function.statistics("f")
+
+    counted = asyncio.run(run())
+    assert counted.reject == {"DEADLINE_EXCEEDED": 1}
+    assert counted.cancel == 0
+
+
 def test_a_model_has_no_more_batches_under_way_than_its_concurrency():
     async def run(concurrency):
         function, (runner,) = serve([host_lane()], 0.01, concurrency=concurrency)

@@ -508,6 +508,11 @@ def test_a_model_that_does_not_fit_is_refused_with_figures_and_leaves_nothing(
     assert small.memory.used("cpu") == 0
 
 
+def test_preferred_sizes_must_be_buckets(path, pool, loop):
+    with pytest.raises(ServingError, match=r"preferred_sizes has 3, .* buckets are 1, 4"):
+        loop.run_until_complete(load(path, pool, batching=Batching(preferred_sizes=(3,))))
+
+
 def test_a_load_that_was_given_up_sets_nothing_aside(path, pool):
     held = pool.memory.used("cpu")
 
