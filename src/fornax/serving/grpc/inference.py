@@ -28,6 +28,25 @@ class Submitted(NamedTuple):
     deliveries: Mapping[str, Delivery]
     model: str
     id: str
+    deadline: float | None = None
+    """By `time.monotonic()`."""
+
+    async def result(self) -> InferResult:
+        """The answer; ServingError where there is none, or not in time."""
+        try:
+            return await self.future
+        except asyncio.CancelledError:
+            if not self.future.cancelled() or _leaving():
+                raise
+            if self.deadline is not None and time.monotonic() >= self.deadline:
+                raise ServingError(
+                    ServingCode.DEADLINE_EXCEEDED,
+                    "the time that the request had is over; give it a longer timeout",
+                ) from None
+            # The host dropped it: it stops, and the time to drain was over.
+            raise ServingError(
+                ServingCode.UNAVAILABLE, "the server stopped before it answered; send this again"
+            ) from None
 
 
 class Inference:
@@ -51,7 +70,7 @@ class Inference:
         try:
             submitted = self.submit(data, context)
             try:
-                result = await submitted.future
+                result = await submitted.result()
             finally:
                 submitted.future.cancel()  # of use where the client is gone
             response = encode(result, submitted.deliveries, _INFER.response())
@@ -71,18 +90,24 @@ class Inference:
         try:
             message = self._parse(data)
             request, deliveries = decode(message, received, self._memory, self._limits)
-        except ServingError as error:
+        except Exception as failure:
+            error = as_serving_error(failure, _INFER.name)
             model, name = (message.model_name, message.id) if message is not None else ("", "")
             self._host.events.tell_refused("grpc", error.code, str(error), model, name)
             return Submitted(_failed(error), {}, model, name)
         _from_context(request, context, self._limits.request_timeout)
         try:
             future = self._host.submit(request)
-        except ServingError as error:
+        except Exception as failure:
+            error = as_serving_error(failure, _INFER.name)
             return Submitted(_failed(error), {}, message.model_name, request.id)
         self.running += 1
         future.add_done_callback(self._done)
-        return Submitted(future, deliveries, message.model_name, request.id)
+        if request.deadline is not None:
+            left = max(request.deadline - time.monotonic(), 0.0)
+            timer = asyncio.get_running_loop().call_later(left, future.cancel)
+            future.add_done_callback(lambda _: timer.cancel())
+        return Submitted(future, deliveries, message.model_name, request.id, request.deadline)
 
     def _parse(self, data: bytes) -> Any:
         """The request's message, if there is room for one more."""
@@ -102,6 +127,12 @@ class Inference:
         self.running -= 1
         if not future.cancelled():
             future.exception()  # looked at here, as the client may be gone
+
+
+def _leaving() -> bool:
+    """Whether it is the call itself that was cancelled: its client is gone."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _failed(error: ServingError) -> "asyncio.Future[InferResult]":

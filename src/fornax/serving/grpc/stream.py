@@ -122,7 +122,7 @@ class _Stream:
         response = _Response()
         answer = response.infer_response
         try:
-            encode(await sent.future, sent.deliveries, answer)
+            encode(await sent.result(), sent.deliveries, answer)
         except Exception as error:
             response.error_message = str(as_serving_error(error, "ModelStreamInfer"))
             answer.Clear()

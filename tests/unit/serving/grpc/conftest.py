@@ -27,6 +27,7 @@ class FakeHost:
         self.events = Events()
         self.is_ready = True
         self.requests: list[InferRequest] = []
+        self.futures: list[asyncio.Future[InferResult]] = []
         self.cancelled = 0
         self.loaded = {("echo", "1"), ("echo", "2"), ("slow", "1"), ("broken", "1")}
 
@@ -96,6 +97,7 @@ class FakeHost:
         self.requests.append(request)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[InferResult] = loop.create_future()
+        self.futures.append(future)
         outputs = {name: request.inputs[name] for name in request.outputs or request.inputs}
         result = InferResult(request.model, "1", request.function, request.id, outputs)
         future.add_done_callback(self._count)

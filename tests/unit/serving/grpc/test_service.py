@@ -264,6 +264,17 @@ def _certify(folder):
     return Tls(cert=folder / "cert.pem", key=folder / "key.pem")
 
 
+def test_a_request_that_the_host_drops_is_to_be_sent_again(served, channel):
+    call = channel.unary_unary(METHODS["ModelInfer"].path)
+    slow = infer_message("slow", _X, parameters={"seconds": "20"}).SerializeToString()
+    running = call.future(slow, timeout=10)
+    while not served.host.futures or served.host.futures[-1].done():
+        time.sleep(0.005)
+    served.loop.call_soon_threadsafe(served.host.futures[-1].cancel)
+    assert running.exception().code() is grpc.StatusCode.UNAVAILABLE
+    assert "send this again" in running.exception().details()
+
+
 def test_a_taken_port_is_an_error(serve, served):
     with pytest.raises(OSError, match="cannot listen"):
         served.run(GrpcServer(served.host, served.address).start())

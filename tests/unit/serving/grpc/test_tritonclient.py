@@ -137,6 +137,14 @@ def test_deadlines_end_the_wait(served, client):
     _until(lambda: served.host.cancelled == before + 1)
 
 
+def test_a_timeout_of_the_request_ends_it_too(served, client):
+    before = served.host.cancelled
+    timeout = {"timeout": 100_000, "parameters": {"seconds": "20"}}
+    words = _refused("DEADLINE_EXCEEDED", client.infer, "slow", [_input(_X)], **timeout)
+    assert "the time that the request had is over" in words
+    _until(lambda: served.host.cancelled == before + 1 and served.server.running == 0)
+
+
 def _until(condition, seconds=5.0):
     end = time.monotonic() + seconds
     while not condition():
@@ -172,6 +180,8 @@ def test_a_stream_answers_in_order_and_outlives_errors(client):
     answers = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     try:
+        client.async_stream_infer("slow", [_input(_X)], timeout=1, parameters={"seconds": "20"})
+        assert "time" in answers.get(timeout=5)[1].message()
         for number in range(12):
             model, seconds = [("slow", "0.05"), ("echo", "0"), ("nobody", "0")][number % 3]
             client.async_stream_infer(
