@@ -18,17 +18,26 @@ from fornax.serving.repository import pin, unpin
 from fornax.serving.types import InferRequest
 
 VERSIONS = st.integers(1, 4)
-POLICIES = st.sampled_from(
-    [
-        "",
-        "versions: {type: latest, count: 2}",
-        "versions: {type: all}",
-        "versions: {type: named, versions: [2, 3]}",
-        "labels: {stable: 1}",
-        "shadow: {version: 3, share: 1}",
-        "batching: {max_delay_ms: 1}",
-        "bathcing: {}",
-    ]
+NEWEST_FIRST = {
+    "",
+    "versions: {type: latest, count: 2}",
+    "versions: {type: all}",
+    "labels: {stable: 1}",
+    "batching: {max_delay_ms: 1}",
+}
+OTHERS = {
+    "versions: {type: named, versions: [2, 3]}",
+    "shadow: {version: 3, share: 1}",
+    "bathcing: {}",
+}
+POLICIES = st.sampled_from(sorted(NEWEST_FIRST | OTHERS))
+PLAIN = st.one_of(
+    st.tuples(st.just("deploy"), VERSIONS, st.sampled_from(["", "", "broken", "crash"])),
+    st.tuples(st.just("half"), VERSIONS),
+    st.tuples(st.just("configure"), POLICIES),
+    st.tuples(st.just("load"), st.sampled_from(["", "1", "2"])),
+    st.tuples(st.just("ask"), st.sampled_from(["", "", "1", "3", "stable"])),
+    st.tuples(st.sampled_from(["poll", "poll", "poll", "hold", "gate"])),
 )
 STEPS = st.lists(
     st.one_of(
@@ -45,7 +54,7 @@ STEPS = st.lists(
     ),
     max_size=25,
 )
-DECIDES = {"configure", "hold", "pin", "remove", "rollback", "room", "unload"}
+DECIDES = {"pin", "remove", "rollback", "room", "unload"}
 
 
 @dataclasses.dataclass
@@ -76,7 +85,8 @@ class World:
             await asyncio.sleep(0)
         self.check(name)
         self.plain &= name not in DECIDES
-        if name == "poll" and self.plain and all(task.done() for task in self.commands):
+        idle = self.r.made.hold.is_set() and all(task.done() for task in self.commands)
+        if name == "poll" and self.plain and idle:
             self.check_newest()
 
     def extra(self, name: str) -> dict[str, Any]:
@@ -97,6 +107,7 @@ class World:
 
     async def do_configure(self, text: str) -> None:
         (self.root / "m" / "serving.yaml").write_text(text)
+        self.plain &= text in NEWEST_FIRST
 
     async def do_pin(self, version: int) -> None:
         with contextlib.suppress(ServingError):
@@ -228,6 +239,12 @@ async def _live(steps: list[tuple]) -> None:
         for step in steps:
             await world.step(*step)
         await world.finish()
+
+
+@settings(max_examples=40)
+@given(st.lists(PLAIN, max_size=15))
+def test_without_an_operator_the_newest_whole_version_answers(steps):
+    asyncio.run(asyncio.wait_for(_live(steps), 20))
 
 
 @settings(max_examples=60)
