@@ -239,6 +239,30 @@ def test_busy_functions_get_time_by_weight_however_long_their_batches(lengths, w
     assert max(fair) - min(fair) <= 2 * longest
 
 
+@settings(max_examples=60)
+@given(st.randoms(), st.lists(st.floats(0.001, 0.05), min_size=2, max_size=5))
+def test_nobody_waits_longer_than_two_turns_of_everyone(random, lengths):
+    """Functions that are busy now and then, on one device, by a clock that batches move on."""
+    shares: Shares[Share] = Shares()
+    every = [Share(queue(), Limit(1)) for _ in lengths]
+    for share in every:
+        shares.add(share)
+    now = 0.0
+    for _ in range(300):
+        for share in every:
+            if not share.queue.size and random.random() < 0.5:
+                share.queue.put(waiting(arrived=now))
+        share = shares.pick(now)
+        if share is None:
+            now += 0.001
+            continue
+        batch = share.queue.take(now)
+        assert now - batch.requests[0].arrived <= 2 * len(every) * max(lengths)
+        length = lengths[every.index(share)]
+        shares.charge(share, length)
+        now += length
+
+
 def test_one_that_was_idle_neither_saves_up_turns_nor_waits():
     shares: Shares[Share] = Shares()
     busy, idle = Share(queue(), Limit(1)), Share(queue(), Limit(1))

@@ -11,15 +11,17 @@ from fornax.config.errors import ServingCode, ServingError
 
 __all__ = ["Memory", "Reservation", "limit_of"]
 
-_SHARE = 0.8
+_HOST_SHARE = 0.8
+_DEVICE_SHARE = 0.95
+"""Of what XLA has set aside there: a little is lost between arrays."""
 
 
 def limit_of(device: jax.Device) -> int:
     """Bytes that models may take of a device: most of what it has."""
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return int(_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return int(_DEVICE_SHARE * stats["bytes_limit"])
+    return int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def account_of(device: jax.Device) -> str:
