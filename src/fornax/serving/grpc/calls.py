@@ -1,7 +1,7 @@
 """A call's way in and out: who may make it, what its bytes hold, and how a failure is told."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -75,9 +75,6 @@ class Table(grpc.GenericRpcHandler):
         """Serve `path`; with `auth`, only to those who present one of its tokens."""
         needed = auth if auth is not None and auth.enabled else None
         self._calls[path] = handler, needed
-
-    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
-        """Nothing: generated code adds its calls here and below."""
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler | None:
         """The handler of a call; None: there is no such call."""
