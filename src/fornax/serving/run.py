@@ -23,6 +23,7 @@ from fornax.serving.logs import AccessLog, StateLog, configure_logging
 from fornax.serving.metrics import Metrics
 from fornax.serving.profile import Profiler
 from fornax.serving.servable import DevicePool
+from fornax.serving.trim import give_back_memory
 from fornax.serving.types import InferRequest
 from fornax.serving.v2.shared_memory import SharedMemory
 
@@ -80,6 +81,7 @@ class HostServer:
         self._http, self._grpc = self._fronts()
         self._access: AccessLog | None = None
         self._tracer: Any = None
+        self._trimming: asyncio.Task[None] | None = None
         self._states = StateLog()
         self.addresses: dict[str, Address] = {}
         """Where it listens, by protocol; known after `listen`."""
@@ -137,6 +139,7 @@ class HostServer:
           ConfigError: an address is not to be had.
         """
         self._watch()
+        self._trimming = asyncio.create_task(give_back_memory(self._busy))
         where = []
         secure = "s" if self.config.tls_cert else ""
         for name, front, address in (
@@ -149,6 +152,10 @@ class HostServer:
                 self.addresses[name] = taken
                 where.append(f"{name}{secure}://{taken}")
         _log.info("fornax %s listens on %s", __version__, " and ".join(where))
+
+    def _busy(self) -> bool:
+        """Whether a request is being answered."""
+        return any(each.pending for each in self.host.statistics())
 
     async def _bound(self, name: str, front: Any, address: Address) -> Any:
         try:
@@ -250,6 +257,8 @@ class HostServer:
 
     async def close(self) -> None:
         """Give everything back, whatever happened before."""
+        if self._trimming is not None:
+            self._trimming.cancel()
         for front in (self._http, self._grpc):
             if front is not None:
                 # A drain that was cut short has cancelled what would be waited for here.
