@@ -177,7 +177,10 @@ class Bundle:
             if ready is not None:
                 return ready
         exported = self.exported(function, platform_of(placement))
-        return compile_program(f, exported, dims, weights, placement, options)
+        try:
+            return compile_program(f, exported, dims, weights, placement, options)
+        except BundleError as error:
+            raise BundleError(f"{self.path}: {error}") from error.__cause__
 
     def _ahead(
         self, f: Function, dims: Mapping[str, int], weights: Weights, placement: Placement
