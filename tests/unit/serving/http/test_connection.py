@@ -1,7 +1,9 @@
 """Clients at the socket: too much, too slow, too many, gone."""
 
+import gzip
 import socket
 import time
+from random import Random
 
 import orjson
 import pytest
@@ -193,6 +195,53 @@ def test_a_client_that_takes_its_time_gets_everything(connect):
     assert _answer(client)[0] == 200
 
 
+def test_an_answer_waits_until_a_large_one_before_it_is_taken(connect):
+    client = connect()
+    client.sendall(_request("huge") + _request("echo"))
+    data = bytearray()
+    while not data.endswith(b'"data":[1.0,2.0]}]}'):
+        part = client.recv(4 << 20)
+        assert part
+        data += part
+    assert data.count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_a_client_may_ask_before_it_sends(connect):
+    client = connect()
+    client.sendall(_head("echo", len(BODY), "Expect: 100-continue\r\n"))
+    assert client.recv(100).startswith(b"HTTP/1.1 100 Continue")
+    client.sendall(BODY)
+    assert _answer(client)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "words"),
+    [
+        ("nope", 404, "'nope'"),
+        ("full", 429, "full"),
+        ("bug", 500, "(KeyError)"),
+        ("slow", 504, "0.05 s are over"),
+    ],
+)
+def test_errors_at_the_socket(connect, server, model, status, words):
+    document = {**orjson.loads(BODY), "parameters": {"timeout": 50_000}}
+    body = orjson.dumps(document)
+    client = connect()
+    client.sendall(_head(model, len(body)) + body)
+    answered, text = _answer(client)
+    assert (answered, words in orjson.loads(text)["error"]) == (status, True)
+    client.sendall(_head("echo", len(BODY), "X-Request-Id: abc\r\n") + BODY)
+    assert _answer(client)[0] == 200
+    assert server.host.requests[-1].id == "abc"
+
+
+def test_a_compressed_answer_at_the_socket(connect):
+    client = connect()
+    client.sendall(_head("echo", len(BODY), "Accept-Encoding: gzip\r\n") + BODY)
+    status, body = _answer(client)
+    assert (status, b"out_x" in gzip.decompress(body)) == (200, True)
+
+
 def test_too_many_connections_get_503(connect, server):
     crowd = [connect() for _ in range(LIMITS.max_connections)]
     late = connect()
@@ -206,3 +255,18 @@ def test_too_many_connections_get_503(connect, server):
     again = connect()
     again.sendall(_request("echo"))
     assert _answer(again)[0] == 200
+
+
+def test_damaged_http_does_not_stop_the_server(connect):
+    random = Random(0)
+    whole = _head("echo", len(BODY), "Transfer-Encoding: identity\r\nX: y\r\n") + BODY
+    for _ in range(150):
+        data = bytearray(_request("echo") if random.random() < 0.5 else whole)
+        for _ in range(random.randrange(1, 6)):
+            at = random.randrange(len(data))
+            data[at : at + random.randrange(3)] = random.randbytes(random.randrange(4))
+        with connect() as client:
+            client.sendall(bytes(data))
+    client = connect()
+    client.sendall(_request("echo"))
+    assert _answer(client)[0] == 200
