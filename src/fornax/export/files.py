@@ -1,6 +1,7 @@
 """A bundle's directory: hashes, what does not belong there, and its atomic creation."""
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import shutil
@@ -17,6 +18,7 @@ __all__ = ["MANIFEST", "check_listing", "measure", "new_directory", "read_checke
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _AGAIN = "copy the bundle again or export again"
 
 
@@ -149,16 +151,32 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
         yield work
         os.chmod(work, 0o755)
         _sync(work)
-        old = None
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-            os.rename(path, old)
-        os.rename(work, path)
+        _put_in_place(work, path)
         _sync_one(path.parent)
-        if old is not None:
-            shutil.rmtree(old)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _put_in_place(work: Path, path: Path) -> None:
+    """Give `work` the name `path`; what had it is gone or in `work`."""
+    if not path.exists():
+        os.rename(work, path)
+    elif not _exchange(work, path):
+        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+        os.rename(path, old)
+        os.rename(work, path)
+        shutil.rmtree(old)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Let two directories change names in one step, where the system can (Linux)."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return renameat2(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0
 
 
 def _sync(root: Path) -> None:

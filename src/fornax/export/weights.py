@@ -91,20 +91,31 @@ def _spec(root: Path, name: str, weight: Weight) -> dict[str, Any]:
 
 
 def write(root: Path, arrays: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
-    """Write all arrays below `root/weights` in one transaction."""
+    """Write all arrays below `root/weights` in one transaction.
+
+    Raises:
+      BundleError: when they cannot be written.
+    """
     context = ts.Context()
-    with ts.Transaction() as transaction:
-        pending = []
-        for name, weight in weights.items():
-            store = ts.open(
-                _spec(root, name, weight), create=True, context=context, transaction=transaction
-            ).result()
-            array = np.asarray(arrays[name])
-            if weight.stored != weight.dtype:
-                array = array.reshape((*array.shape, 1)).view(np.uint8)
-            pending.append(store.write(array))
-        for future in pending:
-            future.result()
+    try:
+        with ts.Transaction() as transaction:
+            pending = [
+                ts.open(_spec(root, name, w), create=True, context=context, transaction=transaction)
+                .result()
+                .write(_stored(arrays[name], w))
+                for name, w in weights.items()
+            ]
+            for future in pending:
+                future.result()
+    except ValueError as error:  # what tensorstore makes of a full disk and the like
+        raise BundleError(f"the weights cannot be written: {error}") from None
+
+
+def _stored(array: Any, weight: Weight) -> np.ndarray:
+    host = np.asarray(array)
+    if weight.stored == weight.dtype:
+        return host
+    return host.reshape((*host.shape, 1)).view(np.uint8)
 
 
 def read(root: Path, weights: Mapping[str, Weight], placement: Placement) -> Weights:

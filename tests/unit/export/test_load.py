@@ -1,5 +1,8 @@
 """Loaded functions: equal to what they were made of, for requests of any size."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,3 +126,17 @@ def test_weights_that_compute_other_numbers_are_refused(loaded):
     altered["letter"] = jnp.uint8(ord("b"))
     with pytest.raises(BundleError, match="output 'count' has"):
         loaded.bundle.check_golden("letters", export.Weights(altered))
+
+
+def test_a_bundle_needs_jax_and_none_of_the_code_that_makes_models(sealed):
+    """Signatures and buckets do not even need jax; loading needs no flax, orbax, qwix or zoo."""
+    script = f"""
+import sys
+import fornax.export, fornax.export.buckets
+assert "jax" not in sys.modules and "tensorstore" not in sys.modules
+predict = fornax.export.load({str(sealed)!r})["predict"]
+assert predict(ids=[[1, 2]], weight=[1.0])["twice"].tolist() == [[1, 1, 2, 2]]
+made = ("flax", "orbax", "qwix", "optax", "grain", "fornax.models", "fornax.adapters", "torch")
+assert not [name for name in made if name in sys.modules]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -190,6 +190,21 @@ def test_a_bundle_replaces_another_only_if_told_to_and_nothing_else(tmp_path):
         seal(tmp_path, fn, check=False, overwrite=True)
 
 
+def test_where_names_cannot_be_exchanged_a_bundle_is_replaced_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("fornax.export.files._exchange", lambda a, b: False)
+    for number in (1, 2):
+        found = {"number": number}
+        seal(tmp_path, lambda p, x: {"y": x}, check=False, overwrite=True, metadata=found)
+    assert export.open_bundle(tmp_path / "m").manifest.metadata == {"number": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(BundleError, match="file/m cannot be written"):
+        seal(tmp_path / "file", lambda p, x: {"y": x}, check=False)
+
+
 def test_an_unchecked_bundle_has_no_golden_outputs_and_loads(tmp_path):
     seal(tmp_path, lambda p, x: {"y": x}, check=False)
     loaded = export.load(tmp_path / "m")
