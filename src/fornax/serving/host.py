@@ -1,6 +1,7 @@
 """The host: every model of a repository behind one set of calls, for HTTP, gRPC and operators."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
@@ -27,6 +28,8 @@ from fornax.serving.servable import DevicePool, Servable
 from fornax.serving.types import InferRequest, InferResult, ModelMetadata
 
 __all__ = ["Host", "HostSettings"]
+
+_log = logging.getLogger("fornax.serving")
 
 
 class HostSettings(Protocol):
@@ -96,7 +99,8 @@ class Host:
             loader=loader or self._load_bundle,
             events=self.events,
             follow=self._wanted,
-            poll_seconds=config.poll_seconds if config.control == "poll" else None,
+            poll_seconds=None if config.control == "none" else config.poll_seconds,
+            names_only=config.control == "explicit",
             concurrent_loads=concurrent_loads,
             types=frozenset(entries or {}),
         )
@@ -389,7 +393,13 @@ class Host:
         return [m.shadowing.report() for m in self._models.values() if m.shadowing is not None]
 
     async def poll(self) -> None:
-        """Look at the repository now; return when what follows from it is done."""
+        """Look at the repository now; return when what follows from it is done.
+
+        With control=none nothing follows from anything.
+        """
+        if self._config.control == "none":
+            _log.warning("control=none: the repository is not looked at again")
+            return
         await self._manager.look()
         await self._manager.settled()
 

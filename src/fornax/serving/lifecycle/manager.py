@@ -36,6 +36,7 @@ class Manager:
       events: Told of every change of state.
       follow: Which models' version policies are followed from the start.
       poll_seconds: Between looks at the repository; None: look only when asked to.
+      names_only: A look by the clock only adds new models, unloaded, and forgets those gone.
       concurrent_loads: How many versions load at once; the others wait for their turn.
       types: Types of models, besides bundles, that someone else serves.
     """
@@ -48,6 +49,7 @@ class Manager:
         events: Events,
         follow: Callable[[str], bool] = lambda name: True,
         poll_seconds: float | None = None,
+        names_only: bool = False,
         concurrent_loads: int = 2,
         types: frozenset[str] = frozenset(),
     ):
@@ -60,6 +62,7 @@ class Manager:
         self._loader = loader
         self._follow = follow
         self._poll_seconds = poll_seconds
+        self._names_only = names_only
         self._types = types
         self._room = asyncio.Semaphore(concurrent_loads)
         self._eyes = ThreadPoolExecutor(1, "fornax-repository")
@@ -104,22 +107,42 @@ class Manager:
 
     async def look(self) -> None:
         """Read the whole repository and do what follows from it."""
-        if self.root is None:
-            return
         async with self.alone():
-            root = self.root
-            try:
-                found = await self._in_thread(lambda: scan(root, self._types))
-            except ServingError as error:
-                if self.problem != str(error):
-                    _log.error("%s", error)
-                self.problem = str(error)
+            found = await self._scan()
+            if found is None:
                 return
-            self.problem = ""
+            self._dirty.clear()
             for name in self.models.keys() | found.keys():
                 self._see(name, found.get(name))
             for model in list(self.models.values()):
                 await self.turn(model)
+
+    async def _look_for_names(self) -> None:
+        async with self.alone():
+            found = await self._scan()
+            if found is None:
+                return
+            for name, folder in found.items():
+                if name not in self.models and folder.type == "bundle":
+                    self.models[name] = Model(folder, follows_policy=False)
+            for name in self.models.keys() - found.keys():
+                if self.models[name].idle:
+                    del self.models[name]
+
+    async def _scan(self) -> dict[str, ModelFolder] | None:
+        """The models there; None, with `problem` set, when they cannot be read."""
+        root = self.root
+        if root is None:
+            return {}
+        try:
+            found = await self._in_thread(lambda: scan(root, self._types))
+        except ServingError as error:
+            if self.problem != str(error):
+                _log.error("%s", error)
+            self.problem = str(error)
+            return None
+        self.problem = ""
+        return found
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
@@ -237,21 +260,19 @@ class Manager:
         self._spawn(self._drain(model, instance, seconds))
 
     async def _drain(self, model: Model, instance: Instance, seconds: float) -> None:
+        name = f"{model.name} version {instance.version}"
         try:
             if not await instance.servable.drain(seconds):
-                _log.warning(
-                    "%s version %d had not answered everything after %g s of draining",
-                    model.name, instance.version, seconds,
-                )  # fmt: skip
+                _log.warning("%s had requests left after %g s of draining", name, seconds)
+            await instance.servable.close()
+        except Exception:
+            _log.exception("%s could not be unloaded cleanly", name)
         finally:
-            try:
-                await instance.servable.close()
-            finally:
-                model.draining.remove(instance)
-                self._epoch += 1
-                if instance.version not in model.serving:
-                    self._tell(instance.source, State.UNAVAILABLE, "unloaded")
-                self._again(model, memory=True)
+            model.draining.remove(instance)
+            self._epoch += 1
+            if instance.version not in model.serving:
+                self._tell(instance.source, State.UNAVAILABLE, "unloaded")
+            self._again(model, memory=True)
 
     def _again(self, model: Model, *, memory: bool = False) -> None:
         """Ask for another turn of a model, and of those that lack memory when some came free."""
@@ -273,8 +294,7 @@ class Manager:
             self._wake.clear()
             try:
                 if self._poll_seconds is not None and time.monotonic() >= next_look:
-                    self._dirty.clear()
-                    await self.look()
+                    await (self._look_for_names() if self._names_only else self.look())
                     next_look = time.monotonic() + self._poll_seconds
                 await self._turns()
             except Exception:

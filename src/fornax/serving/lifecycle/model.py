@@ -142,16 +142,14 @@ class Model:
         self._shadow(None if choice.shadow is None else ready.get(choice.shadow))
 
     def _shadow(self, target: Instance | None) -> None:
-        settings, current = self.settings.shadow, self.shadowing
-        if settings is None or target is None or self.default in (None, target):
+        settings, main, current = self.settings.shadow, self.default, self.shadowing
+        if settings is None or target is None or main is None or main is target:
             if current is not None:
                 current.stop()
-            return
-        same = current is not None and current.compares(self.default, target, settings)
-        if not same:
+        elif current is None or not current.compares(main, target, settings):
             if current is not None:
                 current.stop()
-            self.shadowing = Shadowing(self.name, self.default, target, settings)
+            self.shadowing = Shadowing(self.name, main, target, settings)
 
     def refusal(self, version: str) -> ServingError:
         """Why a request for a version, label or the default (empty) finds no route."""
