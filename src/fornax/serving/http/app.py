@@ -121,6 +121,8 @@ class App:
                 app, most = extra, self._limits.max_body_bytes
                 break
         body = await bodies.read(receive, scope, self._limits, most, self._held)
+        if app is self.routes and scope["method"] == "HEAD":  # uvicorn leaves the body out
+            scope = {**scope, "method": "GET"}
         await app(scope, _replay(body, receive), send)
 
 

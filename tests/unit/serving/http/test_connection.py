@@ -75,6 +75,17 @@ def test_the_last_request_of_a_connection_ends_it(connect, last):
     assert client.recv(10) == b""
 
 
+def test_head_is_get_without_a_body(connect):
+    client = connect()
+    client.sendall(b"HEAD /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    head = client.recv(1000)
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert b"content-length: 13\r\n" in head
+    assert head.endswith(b"\r\n\r\n")
+    client.sendall(_request("echo"))
+    assert _answer(client)[0] == 200
+
+
 def test_a_body_in_pieces_is_read(connect):
     client = connect()
     request = _request("echo")
