@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
-import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fornax import __version__
@@ -21,6 +19,7 @@ from fornax.serving.http import HttpServer, http_app
 from fornax.serving.lifecycle.shadow import ShadowRequest
 from fornax.serving.logs import AccessLog, StateLog, configure_logging
 from fornax.serving.metrics import Metrics
+from fornax.serving.process import raise_file_limit, run_loop, signals
 from fornax.serving.profile import Profiler
 from fornax.serving.servable import DevicePool
 from fornax.serving.trim import give_back_memory
@@ -31,7 +30,6 @@ __all__ = ["HostServer", "run_host"]
 
 _log = logging.getLogger("fornax.serving")
 Listener = Callable[[InferRequest, Outcome], None]
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_host(config: HostConfig, entries: Mapping[str, EntryFactory] | None = None) -> int:
@@ -48,15 +46,15 @@ def run_host(config: HostConfig, entries: Mapping[str, EntryFactory] | None = No
       ConfigError: a repository, address, certificate or file of tokens that is not to be had.
     """
     configure_logging(config.log_format, config.log_level)
-    _raise_file_limit()
-    return _run(_serve(config, entries or {}))
+    raise_file_limit()
+    return run_loop(_serve(config, entries or {}))
 
 
 async def _serve(config: HostConfig, entries: Mapping[str, EntryFactory]) -> int:
     async with contextlib.AsyncExitStack() as stack:
         server = HostServer(config, entries)
         stack.push_async_callback(server.close)
-        stack.enter_context(_signals(server))
+        stack.enter_context(signals(server.stop, server.reread))
         await server.listen()
         return await server.run()
 
@@ -284,31 +282,3 @@ def _of_clients(listener: Listener) -> Listener:
 
 def _left(end: float) -> float:
     return max(0.0, end - time.monotonic())
-
-
-@contextlib.contextmanager
-def _signals(server: HostServer) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, server.stop)
-    loop.add_signal_handler(signal.SIGHUP, server.reread)
-    try:
-        yield
-    finally:
-        for number in (*_SIGNALS, signal.SIGHUP):
-            loop.remove_signal_handler(number)
-
-
-def _raise_file_limit() -> None:
-    """Allow as many open files as the system does: each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _run(serving: Coroutine[Any, Any, int]) -> int:
-    try:
-        import uvloop
-    except ImportError:  # as on Windows
-        return asyncio.run(serving)
-    return uvloop.run(serving)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -12,12 +12,11 @@ from urllib.parse import quote
 from tyro.conf import Positional, arg
 
 from fornax.cli.arguments import NO_DEFAULT
+from fornax.cli.host_report import shadow_lines, status_lines
 from fornax.config import ConfigError, ServingError, environment
 from fornax.serving.client import V2Client, parse_server, tls_context
 
 _MODEL = arg(metavar="MODEL", help_behavior_hint="")
-_HEAD = ("model", "version", "state", "requests", "failed", "rows/batch", "queue us", "us", "")
-_OUTPUT_HEAD = ("output", "compared", "differing", "most off", "relatively", "")
 _PAUSE = 0.2
 _DEFAULT = "127.0.0.1:8080"
 _HELP = """{summary}
@@ -107,17 +106,12 @@ def _status(arguments: StatusArguments) -> int:
     client = arguments.client()
     ready = _ready(client, arguments.wait)
     index = client.post("/v2/repository/index")
-    stats = {(each["name"], str(each["version"])): each for each in _stats(client)}
+    stats = client.get("/v2/models/stats")["model_stats"]
     if arguments.json:
-        _say(json.dumps({"ready": ready, "models": index, "model_stats": list(stats.values())}))
+        _say(json.dumps({"ready": ready, "models": index, "model_stats": stats}))
         return 0 if ready else 1
     _say("{}:{} is live and {}".format(*client.address, "ready" if ready else "not ready"))
-    rows: list[tuple[str, ...]] = [_HEAD]
-    for each in index:
-        name, version = each["name"], str(each.get("version", ""))
-        figures = _figures(stats.get((name, version), {}))
-        rows.append((name, version, str(each.get("state")), *figures, each.get("reason", "")))
-    for line in _table(rows):
+    for line in status_lines(index, stats):
         _say(line)
     return 0 if ready else 1
 
@@ -137,29 +131,6 @@ def _ready(client: V2Client, wait: float) -> bool:
             if left <= 0:
                 return False
         time.sleep(min(_PAUSE, max(left, 0.0)))
-
-
-def _stats(client: V2Client) -> Sequence[Mapping[str, Any]]:
-    return client.get("/v2/models/stats")["model_stats"]
-
-
-def _figures(stats: Mapping[str, Any]) -> tuple[str, ...]:
-    if not stats:
-        return ("", "", "", "", "")
-    parts = stats["inference_stats"]
-    count = int(parts["success"]["count"])
-    rows, batches = int(stats["inference_count"]), int(stats["execution_count"])
-
-    def mean(part: str) -> str:
-        return f"{int(parts[part]['ns']) / count / 1e3:,.0f}" if count else "-"
-
-    return (
-        f"{count:,}",
-        f"{int(parts['fail']['count']):,}",
-        f"{rows / batches:.1f}" if batches else "-",
-        mean("queue"),
-        mean("success"),
-    )
 
 
 def _load(arguments: VersionArguments) -> int:
@@ -194,26 +165,8 @@ def _shadow(arguments: ModelArguments) -> int:
     if arguments.json:
         _say(json.dumps(report))
         return 0
-    requests = report["requests"]
-    _say(
-        f"{report['name']}: version {report['shadow_version']} gets {report['share']:.0%} of what "
-        f"version {report['main_version']} answers{'' if report['running'] else ' (ended)'}"
-    )
-    _say(", ".join(f"{key} {value:,}" for key, value in requests.items()))
-    rows: list[tuple[str, ...]] = [_OUTPUT_HEAD]
-    for name, seen in report["outputs"].items():
-        figures = (f"{seen[key]:,}" for key in ("compared", "differing"))
-        sizes = (f"{seen[key]:.3g}" for key in ("max_absolute", "max_relative"))
-        rows.append((name, *figures, *sizes, "; ".join(map(str, seen["problems"]))))
-    for line in _table(rows):
+    for line in shadow_lines(report):
         _say(line)
-    for side, latency in report["latency"].items():
-        _say(f"{side}: {', '.join(f'{key} {value:,.0f}' for key, value in latency.items())}")
-    for reason, count in report["errors"].items():
-        _say(f"{count} failed: {reason}")
-    worst = [str(each["id"]) for each in report["worst"] if each["id"]]
-    if worst:
-        _say(f"ids of the answers furthest off: {', '.join(worst)}")
     return 0
 
 
@@ -231,14 +184,6 @@ def _done(arguments: Arguments, answer: Any, words: str) -> int:
 
 def _named(arguments: VersionArguments) -> str:
     return f"{arguments.model} {arguments.version}".strip()
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _say(line: str) -> None:
