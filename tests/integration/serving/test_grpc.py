@@ -168,6 +168,14 @@ def _memory(server) -> int:
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
 
 
+def _returns_to(before: int, server) -> None:
+    """Wait until the process holds about as much as before; it gives back every few seconds."""
+    until = time.monotonic() + 20
+    while (held := _memory(server)) > before * 1.2 + 2**26:
+        assert time.monotonic() < until, f"{held} bytes are held, {before} were before"
+        time.sleep(0.1)
+
+
 def _quiet(server) -> None:
     """Wait until the server has nothing to do; it must answer correctly."""
     url = server.address("grpc")
@@ -211,10 +219,11 @@ def test_clients_that_vanish_mid_stream_leave_nothing_behind(server):
             client.send_signal(signal.SIGKILL)
             client.communicate()
         _quiet(server)
-        return _memory(server)
 
-    first = round_of_vanishing()
-    assert round_of_vanishing() < first * 1.2 + 2**25
+    round_of_vanishing()
+    before = _memory(server)
+    round_of_vanishing()
+    _returns_to(before, server)
 
 
 @pytest.mark.fault
@@ -281,7 +290,7 @@ def test_ten_times_too_many_requests_are_answered_or_refused(server):
     _quiet(server)
     asyncio.run(flood(640, 1))
     _quiet(server)
-    assert _memory(server) < before * 1.2 + 2**26
+    _returns_to(before, server)
     with Client(url) as client, pytest.raises(ServingError) as caught:
         client.infer("tiny:half", {"h": np.ones((1, 3), ml_dtypes.bfloat16)})
     assert caught.value.code is ServingCode.INVALID_ARGUMENT
