@@ -193,11 +193,15 @@ def test_a_function_without_rows_computes_each_request_alone(model, loop):
 def test_ragged_requests_share_a_bucket_and_get_their_own_sizes_back(model, loop):
     sizes = [(1, 3), (2, 4), (1, 2)]
     every = [RANDOM.integers(0, 64, size, np.int32) for size in sizes]
+    before = model.statistics().functions["score"]
     results = loop.run_until_complete(together(model, *[ask("score", ids=ids) for ids in every]))
     for ids, result in zip(every, results, strict=True):
         values = PARAMS["e"][ids]
         assert result.outputs["each"].shape == ids.shape
         np.testing.assert_allclose(result.outputs["sum"], values.sum(1), rtol=1e-5)
+    after = model.statistics().functions["score"]
+    assert after.bucket_elements - before.bucket_elements == 4 * 4
+    assert after.padded_elements - before.padded_elements == 4 * 4 - (3 + 8 + 2)
 
 
 def test_64_bit_tensors_keep_their_bits(model, loop):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from fornax.config.errors import ServingCode, ServingError
+from fornax.serving.execution.runner import Computed
 from fornax.serving.types import InferRequest, Timing
 
 __all__ = ["Answer", "abandoned", "refuse_nonfinite"]
@@ -29,11 +30,23 @@ class Answer:
     timing: Timing = dataclasses.field(default_factory=Timing)
     ended: bool = False
 
+    def take(self, part: int, outputs: Outputs, started: int, computed: Computed) -> None:
+        """One part has its outputs, of a batch that was begun at `started`."""
+        self.parts[part] = outputs
+        self.missing -= 1
+        timing, waited = self.timing, started - self.arrived
+        if waited > timing.queue:
+            timing.queue = waited
+        timing.compute_input += computed.input_ns
+        timing.compute_infer += computed.infer_ns
+        timing.compute_output += computed.output_ns
+
     def join(self, by_row: Collection[str]) -> Outputs:
         """The answers to all parts as one; outputs not `by_row` are the same in each."""
+        first = self.parts[0]
+        if len(self.parts) == 1 and first is not None:
+            return first
         parts = [part for part in self.parts if part is not None]
-        if len(parts) == 1:
-            return parts[0]
         return {
             name: np.concatenate([part[name] for part in parts]) if name in by_row else array
             for name, array in parts[0].items()

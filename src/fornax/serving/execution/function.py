@@ -37,7 +37,7 @@ class Function:
         """A function and its replicas: where each runs, and how often at once."""
         self.model, self.version, self.signature = model, version, signature
         self.counters = Counters()
-        self._reports = Reports(model, version, signature.name, self.counters, events)
+        self._reports = Reports(model, version, signature, self.counters, events)
         self.pending = 0
         self.draining = False
         self._idle: asyncio.Event | None = None
@@ -143,13 +143,7 @@ class Function:
             if answer.future.done():
                 self._gone(each)
                 continue
-            timing = answer.timing
-            timing.queue = max(timing.queue, started - answer.arrived)
-            timing.compute_input += computed.input_ns
-            timing.compute_infer += computed.infer_ns
-            timing.compute_output += computed.output_ns
-            answer.parts[part] = outputs
-            answer.missing -= 1
+            answer.take(part, outputs, started, computed)
             if not answer.missing:
                 self._succeed(answer)
             each.forget()
@@ -245,6 +239,7 @@ class Function:
             if error.code is not ServingCode.DEADLINE_EXCEEDED:
                 error = ServingError(ServingCode.CANCELLED, "the client left")
         else:
+            error = ServingError(error.code, str(error))  # its own: each raise adds to a traceback
             answer.future.set_exception(error)
         self.counters.failed(error.code, time.monotonic_ns() - answer.arrived)
         self._end(answer, error)

@@ -1,8 +1,12 @@
 """What a function tells whoever watches it, and the figures of its batches."""
 
 import logging
+from collections.abc import Mapping
+
+import numpy as np
 
 from fornax.config.errors import ServingError
+from fornax.export.spec import Signature
 from fornax.serving.batching import Batch
 from fornax.serving.events import BatchRun, Events
 from fornax.serving.execution.counters import Counters
@@ -18,9 +22,15 @@ class Reports:
     """The reports of one function of a version; an observer that fails costs nobody an answer."""
 
     def __init__(
-        self, model: str, version: str, function: str, counters: Counters, events: Events | None
+        self,
+        model: str,
+        version: str,
+        signature: Signature,
+        counters: Counters,
+        events: Events | None,
     ):
-        self._model, self._version, self._function = model, version, function
+        self._model, self._version, self._function = model, version, signature.name
+        self._ragged = bool(signature.ragged) or signature.batch is None
         self._counters = counters
         self._events = events
 
@@ -35,11 +45,10 @@ class Reports:
     def batch(self, batch: Batch, prepared: Prepared, computed: Computed, started: int) -> None:
         """A batch that began at `started` (monotonic ns) was computed."""
         times = (computed.input_ns, computed.infer_ns, computed.output_ns)
-        real = sum(
-            sum(map(len, array.ravel())) if array.dtype == object else array.size
-            for each in batch.requests
-            for array in each.inputs.values()
-        )
+        if self._ragged:
+            real = sum(_elements(each.inputs) for each in batch.requests)
+        else:
+            real = prepared.elements * batch.rows // batch.bucket
         self._counters.executed(batch.bucket, batch.rows, real, prepared.elements, times)
         if self._events is not None and self._events.batches:
             try:
@@ -61,3 +70,10 @@ class Reports:
             started - int(first * 1e9),
             *times,
         )
+
+
+def _elements(inputs: Mapping[str, np.ndarray]) -> int:
+    return sum(
+        sum(map(len, array.ravel())) if array.dtype == object else array.size
+        for array in inputs.values()
+    )
