@@ -5,20 +5,17 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 from fornax.config import FornaxError, ServingCode, ServingError
 from fornax.serving.events import Events, StateChange
+from fornax.serving.lifecycle.eyes import Eyes
 from fornax.serving.lifecycle.model import Model
-from fornax.serving.lifecycle.plan import Plan, make_plan
 from fornax.serving.lifecycle.states import Failure, Instance, Loader, Source, State
-from fornax.serving.repository import ModelFolder, scan, scan_model
+from fornax.serving.repository import ModelFolder
 
 __all__ = ["Manager"]
 
-T = TypeVar("T")
 _log = logging.getLogger("fornax.serving")
 _LAST_SECONDS = 10.0
 
@@ -53,19 +50,15 @@ class Manager:
         concurrent_loads: int = 2,
         types: frozenset[str] = frozenset(),
     ):
-        self.root = None if root is None else root.absolute()
         self.events = events
         self.models: dict[str, Model] = {}
-        self.problem = ""
-        """Why the repository cannot be read; then everything stays as it is."""
         self._lock = asyncio.Lock()
         self._loader = loader
         self._follow = follow
         self._poll_seconds = poll_seconds
         self._names_only = names_only
-        self._types = types
         self._room = asyncio.Semaphore(concurrent_loads)
-        self._eyes = ThreadPoolExecutor(1, "fornax-repository")
+        self._eyes = Eyes(root, types)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop_task: asyncio.Task[None] | None = None
         self._dirty: set[str] = set()
@@ -75,6 +68,11 @@ class Manager:
         self._epoch = 0
         self._closing = False
 
+    @property
+    def root(self) -> Path | None:
+        """The repository."""
+        return self._eyes.root
+
     async def start(self) -> None:
         """Look at the repository, begin to load what it holds, and go on watching it.
 
@@ -82,8 +80,8 @@ class Manager:
           ServingError: the repository cannot be read.
         """
         await self.look()
-        if self.problem:
-            raise ServingError(ServingCode.UNAVAILABLE, self.problem)
+        if self._eyes.problem:
+            raise ServingError(ServingCode.UNAVAILABLE, self._eyes.problem)
         self._loop_task = asyncio.create_task(self._watch(), name="fornax-lifecycle")
 
     async def stop(self, drain_seconds: float) -> None:
@@ -103,12 +101,12 @@ class Manager:
             for task in late:
                 _log.error("%s did not end; leaving it", task.get_name())
                 task.cancel()
-        self._eyes.shutdown(wait=False, cancel_futures=True)
+        self._eyes.close()
 
     async def look(self) -> None:
         """Read the whole repository and do what follows from it."""
         async with self.alone():
-            found = await self._scan()
+            found = await self._eyes.all()
             if found is None:
                 return
             self._dirty.clear()
@@ -119,7 +117,7 @@ class Manager:
 
     async def _look_for_names(self) -> None:
         async with self.alone():
-            found = await self._scan()
+            found = await self._eyes.all()
             if found is None:
                 return
             for name, folder in found.items():
@@ -129,27 +127,14 @@ class Manager:
                 if self.models[name].idle:
                     del self.models[name]
 
-    async def _scan(self) -> dict[str, ModelFolder] | None:
-        """The models there; None, with `problem` set, when they cannot be read."""
-        root = self.root
-        if root is None:
-            return {}
-        try:
-            found = await self._in_thread(lambda: scan(root, self._types))
-        except ServingError as error:
-            if self.problem != str(error):
-                _log.error("%s", error)
-            self.problem = str(error)
-            return None
-        self.problem = ""
-        return found
-
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         """Hold this while a turn, or a command, changes what is wanted of a model."""
-        async with self._lock:
-            yield
-        self._changed.set()
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self._changed.set()
 
     async def look_at(self, name: str) -> Model:
         """Read one model's folder, the lock held; no turn follows.
@@ -157,10 +142,7 @@ class Manager:
         Raises:
           ServingError: there is no such model.
         """
-        folder = None
-        if self.root is not None:
-            root = self.root
-            folder = await self._in_thread(lambda: scan_model(root, name, self._types))
+        folder = await self._eyes.one(name)
         self._see(name, folder)
         model = self.models.get(name)
         if model is None or folder is None:
@@ -182,17 +164,12 @@ class Manager:
         """Plan anew and begin what the plan asks for, the lock held."""
         if self.root is None or self._closing:
             return
-        model.plan = await self._plan(model, self.root)
+        model.plan = await self._eyes.plan(model.situation(self.root, self._epoch))
+        model.bundles = dict(model.plan.bundles)
         for source in model.plan.loads:
             if source.version not in model.loading:
                 self._load(model, source)
         self._settle(model)
-
-    async def _plan(self, model: Model, root: Path) -> Plan:
-        situation = model.situation(root, self._epoch)
-        plan = await self._in_thread(lambda: make_plan(situation))
-        model.bundles = dict(plan.bundles)
-        return plan
 
     def _settle(self, model: Model) -> None:
         """Switch to what is ready and let go what it replaced: one step, no request between."""
@@ -343,6 +320,3 @@ class Manager:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._eyes, work)
