@@ -1,14 +1,11 @@
 """Weights from safetensors files, by a map from our names to theirs.
 
-The format: eight bytes of header length (little-endian), a JSON header of dtype, shape and offsets
-for each tensor, then the data (https://github.com/huggingface/safetensors). Tensors are mapped from
-the file and copied once, into the array asked for.
+Tensors are mapped from the file and copied once, into the array asked for.
 """
 
 import dataclasses
 import fnmatch
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,27 +14,10 @@ import ml_dtypes
 import numpy as np
 
 from fornax.config.errors import BundleError
+from fornax.export import tensors
 
 __all__ = ["Tensor", "read_safetensors"]
 
-_DTYPES: Mapping[str, Any] = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "U16": np.uint16,
-    "I16": np.int16,
-    "U32": np.uint32,
-    "I32": np.int32,
-    "U64": np.uint64,
-    "I64": np.int64,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F32": np.float32,
-    "F64": np.float64,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-}
-_MAX_HEADER = 100_000_000
 _INDEX = "*.safetensors.index.json"
 
 
@@ -88,23 +68,23 @@ def read_safetensors(
       ...     ignore=("pooler.*",),
       ... )
     """
-    tensors = _find(Path(path))
+    found = _find(Path(path))
     wanted = {
         ours: source if isinstance(source, Tensor) else Tensor(source)
         for ours, source in names.items()
     }
-    _check_all_used(Path(path), tensors, wanted, ignore)
-    arrays = {ours: _make(ours, source, tensors) for ours, source in wanted.items()}
+    _check_all_used(Path(path), found, wanted, ignore)
+    arrays = {ours: _make(ours, source, found) for ours, source in wanted.items()}
     return _nest(arrays) if like is None else _fill(like, arrays)
 
 
 def _check_all_used(
-    path: Path, tensors: Mapping[str, Any], wanted: Mapping[str, Tensor], ignore: Sequence[str]
+    path: Path, found: Mapping[str, Any], wanted: Mapping[str, Tensor], ignore: Sequence[str]
 ) -> None:
     used = {name for source in wanted.values() for name in _their_names(source)}
     spare = [
         name
-        for name in tensors
+        for name in found
         if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
     ]
     if spare:
@@ -120,15 +100,15 @@ def _their_names(source: Tensor) -> list[str]:
     return [source.name.format(index) for index in range(source.stack)]
 
 
-def _make(ours: str, source: Tensor, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+def _make(ours: str, source: Tensor, found: Mapping[str, np.ndarray]) -> np.ndarray:
     parts = []
     for name in _their_names(source):
-        if name not in tensors:
+        if name not in found:
             raise BundleError(
                 f"{ours!r} is to come from tensor {name!r}, which the file does not have; it has "
-                f"{', '.join(sorted(tensors)[:5])}{', ...' if len(tensors) > 5 else ''}"
+                f"{', '.join(sorted(found)[:5])}{', ...' if len(found) > 5 else ''}"
             )
-        parts.append(_shaped(ours, source, tensors[name]))
+        parts.append(_shaped(ours, source, found[name]))
     if any(part.shape != parts[0].shape for part in parts):
         raise BundleError(f"{ours!r} stacks tensors of different shapes: {source.name}")
     whole = parts[0] if source.stack is None else np.stack(parts)
@@ -205,15 +185,15 @@ def _find(path: Path) -> dict[str, np.ndarray]:
         files = [path / name for name in _files_of(index)]
     if not files:
         raise BundleError(f"{path} holds no .safetensors file")
-    tensors: dict[str, np.ndarray] = {}
+    found: dict[str, np.ndarray] = {}
     for file in files:
         if not file.is_file():
             raise BundleError(f"{file} is missing, and the folder's index names it")
         for name, tensor in _open(file).items():
-            if name in tensors:
+            if name in found:
                 raise BundleError(f"tensor {name!r} lies in two files of {path}; name one file")
-            tensors[name] = tensor
-    return tensors
+            found[name] = tensor
+    return found
 
 
 def _files_of(index: Path) -> list[str]:
@@ -230,29 +210,5 @@ def _files_of(index: Path) -> list[str]:
 
 def _open(file: Path) -> dict[str, np.ndarray]:
     """The tensors of one file, mapped and not read until touched."""
-    size = file.stat().st_size
-    with file.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise BundleError(
-                f"{file} ({size} bytes) is cut short, or not a safetensors file: its header should "
-                f"be {length} bytes"
-            )
-        raw = handle.read(length)
-    try:
-        header = dict(json.loads(raw))
-        header.pop("__metadata__", None)
-        data = np.memmap(file, np.uint8, "r", 8 + length) if size > 8 + length else np.empty(0, "B")
-        return {name: _view(data, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BundleError(f"{file} has a damaged header: {error}") from error
-
-
-def _view(data: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
-    dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if min(shape, default=0) < 0 or not 0 <= begin <= end <= len(data):
-        raise ValueError(f"a tensor of shape {shape} at bytes {begin} to {end} of {len(data)}")
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{shape} of {dtype} does not fill bytes {begin} to {end}")
-    return data[begin:end].view(dtype).reshape(shape)
+    data = np.memmap(file, np.uint8, "r").data if file.stat().st_size else b""
+    return tensors.unpack(data, str(file))

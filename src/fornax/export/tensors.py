@@ -26,6 +26,8 @@ _CODES = {
     "bfloat16": "BF16",
     "float32": "F32",
     "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
 }
 _NAMES = {code: name for name, code in _CODES.items()}
 
@@ -49,8 +51,8 @@ def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
-def unpack(data: bytes, where: str) -> dict[str, np.ndarray]:
-    """The arrays in a file's bytes.
+def unpack(data: bytes | memoryview, where: str) -> dict[str, np.ndarray]:
+    """The arrays in a file's bytes: views of them, so that a mapped file is read where touched.
 
     Raises:
       BundleError: naming `where` when they are not such a file.
@@ -61,11 +63,11 @@ def unpack(data: bytes, where: str) -> dict[str, np.ndarray]:
         raise BundleError(f"{where} is no readable safetensors file ({error})") from None
 
 
-def _unpack(data: bytes) -> dict[str, np.ndarray]:
+def _unpack(data: bytes | memoryview) -> dict[str, np.ndarray]:
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise ValueError("it is shorter than its header says")
-    header = json.loads(data[8 : 8 + size])
+    header = json.loads(bytes(data[8 : 8 + size]))
     body = memoryview(data)[8 + size :]
     arrays = {}
     for name, entry in header.items():
