@@ -3,19 +3,18 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any
 
-from fornax.config import ServingCode, ServingError, nearest
+from fornax.config import ServingCode, ServingError
 from fornax.export.bundle import open_bundle
 from fornax.serving.describe import model_config, model_metadata
 from fornax.serving.entries import Entries
 from fornax.serving.entry import Entry, EntryFactory
 from fornax.serving.events import Events
 from fornax.serving.execution.counters import ModelStatistics
+from fornax.serving.host_settings import HostSettings
 from fornax.serving.lifecycle import (
     IndexEntry,
-    Instance,
     Loader,
     Manager,
     Rollback,
@@ -23,41 +22,13 @@ from fornax.serving.lifecycle import (
     Source,
     commands,
 )
-from fornax.serving.lifecycle.model import Model
+from fornax.serving.naming import Naming, no_function, split
 from fornax.serving.servable import DevicePool, Servable
 from fornax.serving.types import InferRequest, InferResult, ModelMetadata
 
 __all__ = ["Host", "HostSettings"]
 
 _log = logging.getLogger("fornax.serving")
-
-
-class HostSettings(Protocol):
-    """What the host reads of `serving.config.HostConfig`."""
-
-    @property
-    def repository(self) -> Path | None:
-        """The folder of models."""
-
-    @property
-    def control(self) -> Literal["poll", "explicit", "none"]:
-        """How models change while serving."""
-
-    @property
-    def poll_seconds(self) -> float:
-        """Between looks at the repository."""
-
-    @property
-    def load(self) -> tuple[str, ...]:
-        """Models to load at the start when control is explicit; * for all."""
-
-    @property
-    def strict_readiness(self) -> bool:
-        """Whether every model must be ready for the server to be."""
-
-    @property
-    def trust_executables(self) -> bool:
-        """Whether native code in bundles may be run."""
 
 
 class Host:
@@ -105,6 +76,7 @@ class Host:
             types=frozenset(entries or {}),
         )
         self._models = self._manager.models
+        self._naming = Naming(self._models, self._others.entries)
         self._started = self._stopped = False
         self._must_be_ready: frozenset[str] = frozenset()
 
@@ -153,10 +125,9 @@ class Host:
         self._started = True
 
     def _check_names(self) -> None:
-        known = [*self._models, *self._others.entries]
         for name in self._config.load:
-            if name not in known and name != "*":
-                raise _unknown(name, known)
+            if name != "*" and name not in self._others.entries:
+                self._naming.model(name)
 
     async def stop(self, drain_seconds: float) -> None:
         """Unload everything; what was accepted is answered if that takes no longer."""
@@ -178,7 +149,9 @@ class Host:
         if model is None or instance is None:
             return self._submit_otherwise(request)
         if request.function and request.function not in instance.servable.functions:
-            self._refuse_function(request, instance)
+            error = no_function(instance, request.function)
+            self.events.tell_finished(request, error)
+            raise error
         answer = instance.servable.submit(request)
         shadowing = model.shadowing
         if shadowing is not None and shadowing.main is instance and shadowing.running:
@@ -189,53 +162,13 @@ class Host:
         try:
             if request.model in self._others.entries:
                 return self._others.submit(request)
-            name, function = self._split(request.model, request.function)
-            if name == request.model:
-                raise self._refusal(name, request.version)
+            name, function = split(request.model, request.function)
+            self._naming.instance(name, request.version)
         except ServingError as error:
             self.events.tell_finished(request, error)
             raise
         request.model, request.function = name, function
         return self.submit(request)
-
-    def _refuse_function(self, request: InferRequest, instance: Instance) -> NoReturn:
-        known = instance.servable.functions
-        guess = nearest(request.function, known)
-        error = ServingError(
-            ServingCode.NOT_FOUND,
-            f"version {instance.version} of {instance.source.name} has no function "
-            f"{request.function!r}; {f'did you mean {guess}? ' if guess else ''}"
-            f"it has {', '.join(known)}",
-        )
-        self.events.tell_finished(request, error)
-        raise error
-
-    def _split(self, name: str, function: str = "") -> tuple[str, str]:
-        """A name such as `ranker:score` in its two parts."""
-        model, colon, named = name.partition(":")
-        if not colon:
-            return name, function
-        if function and function != named:
-            raise ServingError(
-                ServingCode.INVALID_ARGUMENT,
-                f"the model's name {name!r} asks for function {named!r}, and the parameter for "
-                f"{function!r}; leave one of them out",
-            )
-        return model, named
-
-    def _refusal(self, name: str, version: str) -> ServingError:
-        model = self._models.get(name)
-        if model is None:
-            return _unknown(name, [*self._models, *self._others.entries])
-        return model.refusal(version)
-
-    def _find(self, name: str, version: str) -> tuple[Model, Instance, str]:
-        name, function = self._split(name)
-        model = self._models.get(name)
-        instance = None if model is None else model.routes.get(version)
-        if model is None or instance is None:
-            raise self._refusal(name, version)
-        return model, instance, function
 
     def live(self) -> bool:
         """Whether the server runs."""
@@ -264,11 +197,8 @@ class Host:
         """
         if name in self._others.entries:
             return self._others.entries[name].ready() and version in ("", "1")
-        name, function = self._split(name)
-        model = self._models.get(name)
-        if model is None:
-            raise _unknown(name, [*self._models, *self._others.entries])
-        instance = model.routes.get(version)
+        name, function = split(name)
+        instance = self._naming.model(name).routes.get(version)
         return instance is not None and (not function or function in instance.servable.functions)
 
     def metadata(self, name: str, version: str = "") -> ModelMetadata:
@@ -279,7 +209,7 @@ class Host:
         """
         if name in self._others.entries:
             return self._others.models[name].metadata()
-        model, instance, function = self._find(name, version)
+        model, instance, function = self._naming.find(name, version)
         versions = map(str, sorted(model.serving))
         return model_metadata(name, versions, instance, function)
 
@@ -291,7 +221,7 @@ class Host:
         """
         if name in self._others.entries:
             return dict(self._others.entries[name].config())
-        model, instance, function = self._find(name, version)
+        model, instance, function = self._naming.find(name, version)
         return model_config(name, instance, model.settings, function)
 
     def index(self, ready_only: bool = False) -> list[IndexEntry]:
@@ -308,15 +238,9 @@ class Host:
         """
         if name in self._others.models:
             return [self._others.models[name].statistics()]
-        others: list[ModelStatistics] = []
-        if not name:
-            models = list(self._models.values())
-            others = [each.statistics() for each in self._others.models.values()]
-        else:
-            name = self._split(name)[0]
-            if name not in self._models:
-                raise self._refusal(name, version)
-            models = [self._models[name]]
+        others = [] if name else [each.statistics() for each in self._others.models.values()]
+        name = split(name)[0]
+        models = [self._naming.model(name)] if name else list(self._models.values())
         found = [
             each
             for model in models
@@ -324,7 +248,7 @@ class Host:
             if not version or each in (model.routes.get(version),) or str(each.version) == version
         ]
         if name and version and not found:
-            raise self._refusal(name, version)
+            raise models[0].refusal(version)
         return [*(each.servable.statistics() for each in found), *others]
 
     async def load(self, name: str, version: str = "") -> None:
@@ -375,9 +299,7 @@ class Host:
         Raises:
           ServingError: no such model, or it has no shadow.
         """
-        model = self._models.get(name)
-        if model is None:
-            raise self._refusal(name, "")
+        model = self._naming.model(name)
         if model.shadowing is None:
             settings = model.settings.shadow
             if settings is None:
@@ -410,9 +332,3 @@ class Host:
                 f"models are not {done} by request here: the server runs with control=none; start "
                 "it with --control poll or explicit",
             )
-
-
-def _unknown(name: str, known: list[str]) -> ServingError:
-    guess = nearest(name, known)
-    hint = f"did you mean {guess}?" if guess else "GET /v2/repository/index lists those it has"
-    return ServingError(ServingCode.NOT_FOUND, f"the repository has no model {name!r}; {hint}")

@@ -1,0 +1,81 @@
+"""What a request's name and version stand for: a copy of a version, a function, or a refusal."""
+
+from collections.abc import Iterable, Mapping
+
+from fornax.config import ServingCode, ServingError, nearest
+from fornax.serving.lifecycle import Instance
+from fornax.serving.lifecycle.model import Model
+
+__all__ = ["Naming", "no_function", "split"]
+
+
+def split(name: str, function: str = "") -> tuple[str, str]:
+    """A name such as `ranker:score` in its two parts.
+
+    Raises:
+      ServingError: `function`, asked for besides, is another.
+    """
+    model, colon, named = name.partition(":")
+    if not colon:
+        return name, function
+    if function and function != named:
+        raise ServingError(
+            ServingCode.INVALID_ARGUMENT,
+            f"the model's name {name!r} asks for function {named!r}, and the parameter for "
+            f"{function!r}; leave one of them out",
+        )
+    return model, named
+
+
+def no_function(instance: Instance, function: str) -> ServingError:
+    """The refusal of a function that a version does not have."""
+    known = instance.servable.functions
+    guess = nearest(function, known)
+    return ServingError(
+        ServingCode.NOT_FOUND,
+        f"version {instance.version} of {instance.source.name} has no function {function!r}; "
+        f"{f'did you mean {guess}? ' if guess else ''}it has {', '.join(known)}",
+    )
+
+
+class Naming:
+    """Finds models by name; `others` are names that someone else answers to."""
+
+    def __init__(self, models: Mapping[str, Model], others: Iterable[str]):
+        self._models = models
+        self._others = others
+
+    def model(self, name: str) -> Model:
+        """A model by its own name, without a function.
+
+        Raises:
+          ServingError: NOT_FOUND, with the nearest name.
+        """
+        model = self._models.get(name)
+        if model is None:
+            guess = nearest(name, [*self._models, *self._others])
+            hint = f"did you mean {guess}?" if guess else "GET /v2/repository/index lists all"
+            raise ServingError(
+                ServingCode.NOT_FOUND, f"the repository has no model {name!r}; {hint}"
+            )
+        return model
+
+    def instance(self, name: str, version: str) -> Instance:
+        """What answers to a model's name and a version, a label or "".
+
+        Raises:
+          ServingError: nothing does, and why.
+        """
+        model = self.model(name)
+        if version not in model.routes:
+            raise model.refusal(version)
+        return model.routes[version]
+
+    def find(self, name: str, version: str) -> tuple[Model, Instance, str]:
+        """A model, what answers, and the function, from a name that may have both.
+
+        Raises:
+          ServingError: nothing answers, and why.
+        """
+        name, function = split(name)
+        return self.model(name), self.instance(name, version), function
