@@ -48,7 +48,7 @@ def shadow_lines(report: Mapping[str, Any]) -> Iterator[str]:
         f"{report['name']}: version {report['shadow_version']} gets {report['share']:.0%} of what "
         f"version {report['main_version']} answers{'' if report['running'] else ' (ended)'}"
     )
-    yield (", ".join(f"{key} {value:,}" for key, value in requests.items()))
+    yield ", ".join(f"{key} {value:,}" for key, value in requests.items())
     rows: list[tuple[str, ...]] = [_OUTPUT_HEAD]
     for name, seen in report["outputs"].items():
         figures = (f"{seen[key]:,}" for key in ("compared", "differing"))
@@ -56,12 +56,12 @@ def shadow_lines(report: Mapping[str, Any]) -> Iterator[str]:
         rows.append((name, *figures, *sizes, "; ".join(map(str, seen["problems"]))))
     yield from _table(rows)
     for side, latency in report["latency"].items():
-        yield (f"{side}: {', '.join(f'{key} {value:,.0f}' for key, value in latency.items())}")
+        yield f"{side}: {', '.join(f'{key} {value:,.0f}' for key, value in latency.items())}"
     for reason, count in report["errors"].items():
-        yield (f"{count} failed: {reason}")
+        yield f"{count} failed: {reason}"
     worst = [str(each["id"]) for each in report["worst"] if each["id"]]
     if worst:
-        yield (f"ids of the answers furthest off: {', '.join(worst)}")
+        yield f"ids of the answers furthest off: {', '.join(worst)}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

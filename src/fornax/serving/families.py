@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fornax.serving.execution.counters import ModelStatistics
+from fornax.serving.latencies import BOUNDS, Latencies
 
-__all__ = ["Family", "batches", "device_memory", "machine", "shadows", "triton"]
+__all__ = ["Family", "batches", "device_memory", "latencies", "machine", "shadows", "triton"]
 
 _DURATIONS = {
     "nv_inference_request_duration_us": ("request_ns", "Whole requests"),
@@ -96,6 +97,22 @@ def _reasons(model: ModelStatistics) -> dict[str, int]:
     for code, count in model.reject.items():
         counts[_REASONS.get(code, "OTHER")] += count
     return counts
+
+
+def latencies(seen: Latencies) -> Iterator[str]:
+    """The lines of the histogram."""
+    name = "fornax_request_duration_seconds"
+    yield f"# HELP {name} Requests answered, from their last byte in to their answer."
+    yield f"# TYPE {name} histogram"
+    for model, version, counts, total in seen:
+        inner = f'model="{_escaped(model)}",version="{_escaped(version)}"'
+        running = 0
+        for bound, count in zip([*BOUNDS, float("inf")], counts, strict=True):
+            running += count
+            end = "+Inf" if bound == float("inf") else f"{bound:g}"
+            yield f'{name}_bucket{{{inner},le="{end}"}} {running}'
+        yield f"{name}_sum{{{inner}}} {total!r}"
+        yield f"{name}_count{{{inner}}} {running}"
 
 
 def batches(models: Sequence[ModelStatistics]) -> Iterator[Family]:

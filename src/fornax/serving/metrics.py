@@ -9,7 +9,16 @@ from typing import Any, Protocol
 
 from fornax.serving.events import Events, StateChange
 from fornax.serving.execution.counters import ModelStatistics
-from fornax.serving.families import Family, batches, device_memory, machine, shadows, triton
+from fornax.serving.families import (
+    Family,
+    batches,
+    device_memory,
+    latencies,
+    machine,
+    shadows,
+    triton,
+)
+from fornax.serving.latencies import Latencies
 from fornax.serving.lifecycle.states import IndexEntry
 
 __all__ = ["CONTENT_TYPE", "Metrics", "Source"]
@@ -47,11 +56,14 @@ class Metrics:
         self._source, self._events, self._memory = source, events, memory
         self._entries = list(entries)
         self._load_seconds: dict[tuple[str, str], float] = {}
-        events.states.append(self._changed)
+        self.latencies = Latencies()
+        """Its `finished` is to be told of requests."""
+        events.states += [self._changed, self.latencies.changed]
 
     def exposition(self) -> tuple[bytes, str]:
         """The text and its content type."""
         lines = [line for family in self._families() for line in family.lines()]
+        lines += latencies(self.latencies)
         text = "\n".join(lines).encode() + b"\n"
         return text + _libraries(self._entries), CONTENT_TYPE
 

@@ -167,6 +167,7 @@ class HostServer:
     def _watch(self) -> None:
         config = self.config
         self.events.states.append(self._states.changed)
+        self.events.finished.append(_of_clients(self._metrics.latencies.finished))
         if config.access_log != "none":
             self._access = AccessLog(which=config.access_log, form=config.log_format)
             self.events.finished.append(_of_clients(self._access.finished))

@@ -127,6 +127,30 @@ def test_metrics_of_our_own_tell_fill_padding_states_and_shadows():
     assert any(name == "process_cpu_seconds_total" for name, _ in found)
 
 
+def test_latencies_are_a_histogram_of_what_was_answered():
+    events = Events()
+    metrics = Metrics(_Source(), events)
+    tell = metrics.latencies.finished
+    for _ in range(3):
+        tell(_request(), _result())
+    tell(_request(), ServingError(ServingCode.NOT_FOUND, "no"))
+    found, _ = _scrape(metrics)
+    of = (("model", "ranker"), ("version", "3"))
+    buckets = {
+        float(dict(labels)["le"]): value
+        for (name, labels), value in found.items()
+        if name == "fornax_request_duration_seconds_bucket"
+    }
+    assert next(iter(buckets)) == 1e-4
+    assert buckets[0.005] == 0
+    assert buckets[10.0] == buckets[float("inf")] == 3
+    assert list(buckets.values()) == sorted(buckets.values())
+    assert found["fornax_request_duration_seconds_count", of] == 3
+    assert found["fornax_request_duration_seconds_sum", of] >= 0.03
+    events.tell_state(StateChange("ranker", "3", "UNAVAILABLE", "unloaded"))
+    assert ("fornax_request_duration_seconds_count", of) not in _scrape(metrics)[0]
+
+
 def _lines(which, form, tell):
     written = []
     log = AccessLog(which=which, form=form, write=written.append)
