@@ -246,6 +246,11 @@ def _key_kind(value: Any) -> Any:
 def _array(name: str, value: Any, kind: Any, abstract: bool) -> Any:
     if kind is not None:
         value = (jax.eval_shape if abstract else lambda f, x: f(x))(jax.random.key_data, value)
+    elif _key_kind(value) is not None:
+        raise BundleError(
+            f"parameter {name!r} is a random key in a variable of a module; keep keys in nnx.Rngs, "
+            "or their jax.random.key_data in the variable"
+        )
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if abstract and isinstance(value, jax.ShapeDtypeStruct):
