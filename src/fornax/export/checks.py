@@ -98,6 +98,7 @@ def check_padding(
     tolerance: Mapping[str, Tolerance] | None,
     *,
     open_sizes: bool,
+    precision: float,
 ) -> None:
     """That a request gives the same in a bucket as at exactly its own size.
 
@@ -105,13 +106,14 @@ def check_padding(
       dims: the bucket to pad to.
       tolerance: the user's, by output; None: what the outputs' dtypes allow.
       open_sizes: whether the function takes any size; else another bucket's is used.
+      precision: the rounding step of what the outputs are computed from.
 
     Raises:
       BundleError: naming the dimension, the output and the element that padding changed.
     """
     for name in signature.ragged:
         for small, large in _pairs(signature, dims, name, open_sizes):
-            _check_pair(signature, name, small, large, run, tolerance)
+            _check_pair(signature, name, small, large, run, tolerance or {}, precision)
 
 
 def _pairs(
@@ -130,7 +132,8 @@ def _check_pair(
     small: Mapping[str, int],
     large: Mapping[str, int],
     run: Run,
-    tolerance: Mapping[str, Tolerance] | None,
+    tolerance: Mapping[str, Tolerance],
+    precision: float,
 ) -> None:
     rows = small[signature.batch] if signature.batch else 1
     random = np.random.default_rng(3)
@@ -141,7 +144,9 @@ def _check_pair(
     for row in range(rows):
         for output in signature.outputs:
             a, b = found[row][output], expected[row][output]
-            allowed = (tolerance or {}).get(output) or default_tolerance(b, elsewhere=False)
+            allowed = tolerance.get(output) or default_tolerance(
+                b, elsewhere=False, precision=precision
+            )
             words, _ = difference(a, b, allowed)
             if words:
                 raise BundleError(

@@ -17,6 +17,7 @@ __all__ = [
     "GoldenArrays",
     "Report",
     "arrays_of",
+    "coarsest",
     "compare",
     "default_tolerance",
     "difference",
@@ -145,10 +146,20 @@ def _numbers(spec: TensorSpec, shape: tuple[int, ...], random: np.random.Generat
     return np.asarray(values, dtype)
 
 
-def default_tolerance(array: np.ndarray, *, elsewhere: bool) -> Tolerance:
-    """How far an output may be off: in proportion to its dtype's precision and largest value.
+def coarsest(dtypes: Sequence[str]) -> float:
+    """The largest rounding step of some dtypes; numbers of few bits are computed in bfloat16."""
+    small = {d: _EPSILON["bfloat16"] for d in dtypes if d.startswith(("float8", "float4"))}
+    return max(((_EPSILON | small).get(d, 0.0) for d in dtypes), default=0.0)
 
-    Another platform multiplies float32 in fewer bits (TPUs by default in bfloat16's 8).
+
+def default_tolerance(array: np.ndarray, *, elsewhere: bool, precision: float = 0.0) -> Tolerance:
+    """How far an output may be off: in proportion to its precision and its largest value.
+
+    Args:
+      array: what it was.
+      elsewhere: on another platform, which multiplies float32 in fewer bits (TPUs by default in
+        bfloat16's 8).
+      precision: the rounding step of what it is computed from, where that is coarser.
     """
     epsilon = _EPSILON.get(array.dtype.name)
     if epsilon is None:
@@ -156,7 +167,7 @@ def default_tolerance(array: np.ndarray, *, elsewhere: bool) -> Tolerance:
     finite = np.asarray(array, np.float64)
     finite = np.abs(finite[np.isfinite(finite)])
     scale = float(finite.max(initial=0.0))
-    relative = max(epsilon, 2.0**-8 if elsewhere else 0.0) ** (0.55 if elsewhere else 0.65)
+    relative = max(epsilon, precision, _EPSILON["bfloat16"] if elsewhere else 0.0) ** 0.55
     return Tolerance(relative=relative, absolute=relative * scale)
 
 

@@ -47,6 +47,13 @@ class Trial:
         return platform_of(OneDevice())
 
     @cached_property
+    def precision(self) -> float:
+        """The rounding step of the coarsest numbers that it computes with."""
+        held = [self.manifest.weights[name].dtype for name in self.record.weights]
+        taken = [spec.dtype for spec in self.record.signature.arguments]
+        return golden.coarsest([*held, *taken])
+
+    @cached_property
     def _weights(self) -> Weights:
         device = OneDevice().devices[0]
         with x64(self.record.x64):
@@ -126,32 +133,39 @@ def run(
     checks.check_finite(signature, buckets.take(signature, dims, outputs, requests))
     given = _given(signature, tolerance)
     record = _write(trial, dims, requests, inputs, outputs)
-    allowed = {n: given.get(n) or _default(a, elsewhere=False) for n, a in outputs.items()}
+    allowed = _allowed(trial, outputs, given, elsewhere=False)
     _check_same(trial, record, allowed, outputs, inputs)
-    bucket = _bucket(signature)
+    bucket = golden.dims_for(signature)
     checks.check_rows(signature, bucket, trial.sealed)
     checks.check_padding(
-        signature, bucket, trial.sealed, given, open_sizes=_takes_any(trial.record.constraints)
+        signature,
+        bucket,
+        trial.sealed,
+        given,
+        open_sizes=_takes_any(trial.record.constraints),
+        precision=trial.precision,
     )
     return dataclasses.replace(
         trial.record,
         tolerance=allowed,
-        elsewhere={n: given.get(n) or _default(a, elsewhere=True) for n, a in outputs.items()},
+        elsewhere=_allowed(trial, outputs, given, elsewhere=True),
         golden=record,
     )
+
+
+def _allowed(
+    trial: Trial, outputs: Arrays, given: Mapping[str, Tolerance], *, elsewhere: bool
+) -> dict[str, Tolerance]:
+    return {
+        name: given.get(name)
+        or golden.default_tolerance(array, elsewhere=elsewhere, precision=trial.precision)
+        for name, array in outputs.items()
+    }
 
 
 def _takes_any(constraints: tuple[str, ...]) -> bool:
     """Whether any size up to the largest bucket's is one that the function was traced for."""
     return all(" <= " in constraint for constraint in constraints)
-
-
-def _default(array: np.ndarray, *, elsewhere: bool) -> Tolerance:
-    return golden.default_tolerance(array, elsewhere=elsewhere)
-
-
-def _bucket(signature: Signature) -> Mapping[str, int]:
-    return golden.dims_for(signature)
 
 
 def _requests(

@@ -246,3 +246,21 @@ def test_padding_may_be_infinite_and_the_manifest_stays_json(tmp_path):
     assert "Infinity" not in text
     largest = export.load(tmp_path / "m")["f"]
     assert largest(x=[[-3.0, -2.0]])["y"].tolist() == [-2.0]
+
+
+def test_tolerance_goes_by_the_coarsest_numbers_on_the_way(tmp_path):
+    """Logits in float32 of weights in bfloat16 are no more exact than these."""
+    steps = {}
+    for name in ("float32", "bfloat16"):
+        weight = {"w": jnp.asarray(W, name)}
+        found = export.save(
+            tmp_path / name,
+            {"f": lambda p, x: {"y": x @ p["w"].astype(jnp.float32)}},
+            weight,
+            inputs={"f": ROW},
+            buckets={"b": [1]},
+            platforms=("cpu",),
+        )
+        steps[name] = found.functions["f"].tolerance["y"].relative
+        assert found.functions["f"].elsewhere["y"].relative > 0.01
+    assert steps["float32"] < 2e-4 < 0.02 < steps["bfloat16"]
