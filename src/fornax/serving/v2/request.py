@@ -23,8 +23,11 @@ from fornax.serving.v2.shared_memory import Region, SharedMemory
 
 __all__ = ["Decoder", "Output", "Wanted"]
 
-MAX_JSON = 32 * 2**20
+MAX_JSON = 16 * 2**20
 """Bytes of a request's JSON: lists of numbers take many times their text while they are read."""
+_MAX_LISTS = 2**20
+_MAX_QUOTES = 2**22
+"""Lists, objects and texts of a request's JSON: each takes up to 30 times its text."""
 _MAX_NAME = 1024
 _KEPT = 256
 _KEPT_BYTES = 4096
@@ -317,6 +320,12 @@ def _parse(text: bytes) -> dict[str, Any]:
             ServingCode.TOO_LARGE,
             f"the JSON has {len(text)} bytes; at most {MAX_JSON} are read: send tensors in binary, "
             "as the binary-tensor extension has it",
+        )
+    lists = text.count(b"[") + text.count(b"{")
+    if lists > _MAX_LISTS or text.count(b'"') > _MAX_QUOTES:
+        raise ServingError(
+            ServingCode.TOO_LARGE,
+            "the JSON has more lists or texts than are read; send data flat, or in binary",
         )
     try:
         document = orjson.loads(text)

@@ -185,6 +185,17 @@ def test_a_lying_header_length_is_refused(header):
         Decoder(LIMITS, SharedMemory()).decode(b"{}12", header, "m")
 
 
+@pytest.mark.parametrize("text", [b"[" + b"[]," * 2**20 + b"1]", b"[" + b'"",' * 2**21 + b'""]'])
+def test_json_that_swells_while_it_is_read_is_refused(text):
+    tracemalloc.start()
+    with pytest.raises(ServingError, match="more lists or texts") as refused:
+        _decode(b'{"inputs":%b}' % text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert refused.value.code is ServingCode.TOO_LARGE
+    assert peak < 5 * len(text)
+
+
 def test_two_names_of_a_function_are_refused():
     with pytest.raises(ServingError, match="asks for function 'a'"):
         _decode({"inputs": [X], "parameters": {"function": "b"}}, model="m:a")
