@@ -189,6 +189,9 @@ def test_a_damaged_version_never_serves_and_says_what_is_wrong(
     named = "run.py" if damage == "extra" else file.name
     assert named in reason
     assert used(pool) == before
+    with pytest.raises(ServingError, match=named) as raised:
+        loop.run_until_complete(host.load("m", "2"))
+    assert raised.value.code is ServingCode.FAILED_PRECONDITION
     shutil.rmtree(root / "m" / "2")
     shutil.copytree(bundles / "2", root / "m" / "2")
     loop.run_until_complete(host.poll())

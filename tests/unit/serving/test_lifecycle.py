@@ -474,6 +474,22 @@ async def test_stopping_answers_what_was_accepted_and_leaves_nothing(tmp_path):
 
 
 @in_loop
+async def test_stopping_ends_a_load_that_waits(tmp_path):
+    deploy(tmp_path, "m", 1)
+    r = await started(tmp_path, load=(), control="explicit")
+    r.made.hold.clear()
+    loading = asyncio.ensure_future(r.host.load("m"))
+    while not r.made.loading:
+        await asyncio.sleep(0)
+    stopping = asyncio.ensure_future(r.host.stop(1.0))
+    with pytest.raises(ServingError, match="loading"):
+        await loading
+    r.made.hold.set()
+    await stopping
+    assert r.made.live == 0
+
+
+@in_loop
 async def test_a_rollback_loads_the_older_version_first_and_holds_across_restarts(tmp_path):
     for version in (1, 2, 3):
         deploy(tmp_path, "m", version)

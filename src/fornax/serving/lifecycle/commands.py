@@ -116,7 +116,7 @@ async def rollback(manager: Manager, name: str, version: str = "") -> Rollback:
     reasons = []
     for number in candidates:
         if await _bring_up(manager, model, number):
-            return await _hold(manager, model, number, current)
+            return await _hold(manager, model, number)
         reasons.append(f"version {number}: {model.reason(number) or 'it did not load'}")
     detail = "; ".join(reasons) or f"its folder has no version below {current}"
     raise ServingError(
@@ -151,8 +151,9 @@ async def _bring_up(manager: Manager, model: Model, number: int) -> bool:
     return False
 
 
-async def _hold(manager: Manager, model: Model, number: int, current: int) -> Rollback:
+async def _hold(manager: Manager, model: Model, number: int) -> Rollback:
     async with manager.alone():
+        previous = "" if model.default is None else str(model.default.version)
         if number not in model.serving:
             raise ServingError(
                 ServingCode.FAILED_PRECONDITION,
@@ -174,7 +175,7 @@ async def _hold(manager: Manager, model: Model, number: int, current: int) -> Ro
         if model.follows_policy:
             model.extra -= {number}
         await manager.turn(model)
-    return Rollback(model.name, str(number), str(current), persistent)
+    return Rollback(model.name, str(number), previous, persistent)
 
 
 async def release(manager: Manager, name: str) -> None:

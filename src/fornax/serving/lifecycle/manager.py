@@ -87,6 +87,7 @@ class Manager:
     async def stop(self, drain_seconds: float) -> None:
         """Unload everything: what was accepted is answered within `drain_seconds`."""
         self._closing = True
+        self._changed.set()
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
@@ -204,7 +205,9 @@ class Manager:
         self._again(model)
 
     def _failed(self, model: Model, source: Source, error: Exception) -> None:
-        code = error.code if isinstance(error, ServingError) else ServingCode.INTERNAL
+        code = ServingCode.INTERNAL
+        if isinstance(error, FornaxError):
+            code = getattr(error, "code", ServingCode.FAILED_PRECONDITION)
         if self._closing or source.version not in model.plan.wanted:
             self._tell(source, State.UNAVAILABLE, str(error))
             return
@@ -287,7 +290,7 @@ class Manager:
 
     async def settled(self, model: Model | None = None) -> None:
         """Wait until nothing loads any more, of one model or of all."""
-        while True:
+        while not self._closing:
             models = list(self.models.values()) if model is None else [model]
             names = {each.name for each in models}
             loading = any(each.loading for each in models)
