@@ -1,11 +1,11 @@
 """A lane: one device, or the devices of one mesh, and the batches on their way through it.
 
 Batches are picked in the event loop. A batch whose measured time is short is computed right
-there: a hop to a thread and back costs 45 us and saves nothing. A longer one goes to one of the
-lane's threads, where one batch is assembled, sent and unpacked while another computes, and the loop
-reads requests meanwhile; it is picked late, when the device is about to be free or the batch could
-not grow any more. While requests come one at a time there is nothing to read, so the loop computes
-longer ones too.
+there: a hop to a thread and back costs 45 us, and more where cores are scarce. A longer one goes
+to one of the lane's threads, where one batch is assembled, sent and unpacked while another computes,
+and the loop reads requests meanwhile; it is picked late, when the device is about to be free or the
+batch could not grow any more. While requests come one at a time there is nothing to read, so the
+loop computes longer ones too.
 
 The loop never waits for a lock. Programs of meshes share one lock while they are dispatched, so
 that all devices see them in one order: otherwise two that communicate could wait for each other.
@@ -26,9 +26,9 @@ from fornax.serving.execution.turns import Turns
 
 __all__ = ["IN_LOOP_SECONDS", "Claim", "Lane"]
 
-IN_LOOP_SECONDS = 100e-6
+IN_LOOP_SECONDS = 300e-6
 """A batch that takes no longer is computed in the event loop."""
-ALONE_SECONDS = 300e-6
+ALONE_SECONDS = 500e-6
 """The same for requests that come one at a time."""
 _TURN_SECONDS = 500e-6
 """Computing in the loop goes on for so long before sockets are looked at again."""
