@@ -2,10 +2,10 @@
 
 Batches are picked in the event loop. A batch whose measured time is short is computed right
 there: a hop to a thread and back costs 45 us, and more where cores are scarce. A longer one goes
-to one of the lane's threads, where one batch is assembled, sent and unpacked while another computes,
-and the loop reads requests meanwhile; it is picked late, when the device is about to be free or the
-batch could not grow any more. While requests come one at a time there is nothing to read, so the
-loop computes longer ones too.
+to one of the lane's threads, where one batch is assembled, sent and unpacked while another
+computes, and the loop reads requests meanwhile; it is picked late, when the device is about to be
+free or the batch could not grow any more. While requests come one at a time there is nothing to
+read, so the loop computes longer ones too.
 
 The loop never waits for a lock. Programs of meshes share one lock while they are dispatched, so
 that all devices see them in one order: otherwise two that communicate could wait for each other.
