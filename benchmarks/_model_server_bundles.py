@@ -46,6 +46,7 @@ def write_bundle(path: Path, model: models.Model) -> None:
         buckets={dim: list(sizes) for dim, sizes in model.buckets.items()},
         platforms=("cpu",),
         tolerance=1e-5,
+        executables=True,
     )
 
 

@@ -39,6 +39,9 @@ class Contestant:
     settings: str = ""
     """What was tuned, for the report."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    flags: Sequence[str] = ()
+    starts_only: bool = False
+    """Whether only its start is measured."""
 
 
 CONTESTANTS = (
@@ -47,6 +50,15 @@ CONTESTANTS = (
         wire="v2-binary",
         path="/v2/models/{model}/infer",
         settings="HTTP, defaults",
+    ),
+    Contestant(
+        name="fornax-trusting",
+        wire="v2-binary",
+        path="/v2/models/{model}/infer",
+        settings="started only: with the executables that the bundles carry, which it is told to "
+        "trust",
+        flags=("--trust_executables", "true"),
+        starts_only=True,
     ),
     Contestant(
         name="ray",
@@ -172,7 +184,7 @@ def command(contestant: Contestant, peers: Path, port: int, names: Sequence[str]
     return [str(python), str(script), "--port", str(port), "--models", ",".join(names)]
 
 
-def fornax_command(repository: Path, port: int) -> list[str]:
+def fornax_command(repository: Path, port: int, flags: Sequence[str] = ()) -> list[str]:
     """Return what starts Fornax."""
     run = "from fornax.cli.main import main; main()"
     return [

@@ -241,7 +241,7 @@ MODELS = {
             make_inputs=_sentence,
             inputs={"ids": ("int32", ("b", "t"))},
             output="embedding",
-            buckets={"b": (1, 4, 8), "t": (8, 16, 24, 32, 48, 64, 96, 128)},
+            buckets={"b": (1, 4, 8), "t": (16, 24, 32, 48, 64, 96, 128)},
             ragged="ids",
         ),
     )

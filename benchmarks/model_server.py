@@ -148,7 +148,7 @@ def _turn(
     if contestant.environment:
         command = contestants.command(contestant, args.peers.resolve(), port, names)
     else:
-        command = contestants.fornax_command(folder / "repository", port)
+        command = contestants.fornax_command(folder / "repository", port, contestant.flags)
     if not Path(command[0]).exists():
         raise RuntimeError(f"not installed: {command[0]}")
     cache = {
@@ -162,7 +162,8 @@ def _turn(
     try:
         begun = contestants.wait_for_answers(server, contestant, references, START_LIMIT)
         standing.starts.append(begun)
-        for name, concurrency in _cells(names, concurrencies):
+        cells = [] if contestant.starts_only else _cells(names, concurrencies)
+        for name, concurrency in cells:
             before = server.processor_seconds()
             start = time.perf_counter()
             said = clients.order(
