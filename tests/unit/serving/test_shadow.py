@@ -147,6 +147,23 @@ def test_the_main_answer_does_not_wait_for_the_shadow(tmp_path):
     run(test())
 
 
+def test_the_main_answer_is_out_before_the_copy_goes_in(tmp_path):
+    async def test():
+        r = shadowed(tmp_path)
+        await r.host.start()
+        order = []
+        servable = r.host._models["m"].serving[2].servable
+        submit = servable.submit
+        servable.submit = lambda request: [order.append("shadow"), submit(request)][1]
+        answer = r.host.submit(InferRequest("m", {}))
+        answer.add_done_callback(lambda done: order.append("main"))
+        await answer
+        await asyncio.sleep(0.01)
+        assert order == ["main", "shadow"]
+
+    run(test())
+
+
 def test_a_shadow_that_fails_is_reported_and_nobody_else_notices(tmp_path):
     async def test():
         r = shadowed(tmp_path, fails="out of range")

@@ -42,23 +42,25 @@ def difference(
         return Difference()
     if main.dtype.kind in "OSUb":
         return Difference(differs=bool((main != shadow).any()))
-    exact = main.dtype.kind in "iu"
     a, b = main.astype(np.float64), shadow.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        off = np.abs(b - a)
-        # Equal infinities and a NaN in both are no difference; in one of them they are all of it.
-        off[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
-        off[np.isnan(off)] = math.inf
-        size = np.abs(a)
-        shares = off[(size > 0) & np.isfinite(size)] / size[(size > 0) & np.isfinite(size)]
-        if exact:
+    with np.errstate(all="ignore"):
+        off, size = np.abs(b - a), np.abs(a)
+        largest = float(off.max())
+        if not math.isfinite(largest):
+            # Equal infinities and a NaN in both are no difference; in one of them they are all.
+            off[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
+            off[np.isnan(off)] = math.inf
+            largest = float(off.max())
+            size[~np.isfinite(size)] = 0.0
+        relatives = np.divide(off, size, out=np.zeros_like(off), where=size > 0)
+        if main.dtype.kind in "iu":
             differs = bool((main != shadow).any())
         else:
-            differs = bool((off > absolute + relative * np.where(np.isfinite(size), size, 0)).any())
+            differs = bool((off > absolute + relative * size).any())
     rows, argmax = _argmax(a, b)
     return Difference(
-        max_absolute=float(off.max()),
-        max_relative=float(shares.max(initial=0.0)),
+        max_absolute=largest,
+        max_relative=float(relatives.max()),
         differs=differs,
         rows=rows,
         argmax=argmax,

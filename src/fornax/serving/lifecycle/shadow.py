@@ -81,7 +81,9 @@ class Shadowing:
             outputs=request.outputs,
             parameters=request.parameters,
         )
-        answer.add_done_callback(lambda done: self._send(copy, done))
+        # By then the main answer's own callbacks have run: it is out before the copy goes in.
+        loop = asyncio.get_running_loop()
+        answer.add_done_callback(lambda done: loop.call_soon(self._send, copy, done))
 
     def _send(self, copy: InferRequest, main: "asyncio.Future[InferResult]") -> None:
         if main.cancelled() or main.exception() is not None or not self.running:
