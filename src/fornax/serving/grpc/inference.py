@@ -19,6 +19,8 @@ from fornax.serving.v2.shared_memory import SharedMemory
 __all__ = ["Inference", "Submitted"]
 
 _INFER = METHODS["ModelInfer"]
+_EARLY = 0.005
+"""Seconds by which a timer may come before its time: loops count in milliseconds."""
 
 
 class Submitted(NamedTuple):
@@ -38,7 +40,7 @@ class Submitted(NamedTuple):
         except asyncio.CancelledError:
             if not self.future.cancelled() or _leaving():
                 raise
-            if self.deadline is not None and time.monotonic() >= self.deadline:
+            if self.deadline is not None and time.monotonic() >= self.deadline - _EARLY:
                 raise ServingError(
                     ServingCode.DEADLINE_EXCEEDED,
                     "the time that the request had is over; give it a longer timeout",
