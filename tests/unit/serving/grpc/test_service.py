@@ -2,6 +2,8 @@
 
 import datetime
 import ipaddress
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -310,3 +312,15 @@ def test_stopping_answers_what_runs_and_ends_streams(serve):
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "stopping" in caught.value.details()
         go_on.set()
+
+
+def test_the_client_brings_neither_jax_nor_a_server():
+    heavy = ("jax", "grpc_health", "grpc_reflection", "fastapi", "uvloop", "tensorstore")
+    code = f"""
+import sys
+from fornax.serving.grpc import Client
+from fornax.serving.grpc.client import infer_message
+print([name for name in {heavy!r} if name in sys.modules])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
