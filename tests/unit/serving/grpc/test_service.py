@@ -315,7 +315,7 @@ def test_stopping_answers_what_runs_and_ends_streams(serve):
 
 
 def test_the_client_brings_neither_jax_nor_a_server():
-    heavy = ("jax", "grpc_health", "grpc_reflection", "fastapi", "uvloop", "tensorstore")
+    heavy = ("jax", "fornax.export", "fornax.serving.grpc.server", "fastapi", "uvloop")
     code = f"""
 import sys
 from fornax.serving.grpc import Client
