@@ -158,7 +158,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
     """What the transport is held to."""
     # Half of the time without a sign of the client, then a ping, half of it for the answer.
     half = max(int(limits.send_timeout * 500), 1)
-    return [
+    options = [
         ("grpc.so_reuseport", 0),  # else two servers share a port without a word
         ("grpc.max_receive_message_length", limits.max_body_bytes),
         ("grpc.max_send_message_length", -1),
@@ -172,3 +172,5 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_ALLOWED),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_ALLOWED),
     ]
+    # The transport counts in 32 bits; its own messages end at 2 GiB.
+    return [(name, min(value, 2**31 - 1)) for name, value in options]

@@ -282,8 +282,9 @@ def test_a_taken_port_is_an_error(serve, served):
         served.run(GrpcServer(served.host, served.address).start())
 
 
-def test_answers_may_be_compressed(serve):
-    served = serve(compression="gzip")
+def test_answers_may_be_compressed_and_limits_be_huge(serve):
+    limits = Limits(max_body_bytes=2**40, keep_alive=1e9, max_concurrent_requests=2**30)
+    served = serve(compression="gzip", limits=limits)
     with Client(served.address) as client:
         assert client.infer("echo", {"x": np.zeros(10_000)})["x"].sum() == 0
 
