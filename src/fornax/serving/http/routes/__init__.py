@@ -20,6 +20,7 @@ def create_routes(parts: Parts) -> FastAPI:
         title="Fornax",
         version=__version__,
         summary="Models behind the V2 inference protocol.",
+        docs_url=None,  # the page would take its scripts from another host
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
