@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -22,6 +22,8 @@ _LOG = logging.getLogger("fornax.serving.grpc")
 _DESCRIPTORS = Path("/proc/self/fd")
 _PROGRESS = 4096
 """Bytes; pings and their answers are fewer."""
+_PAUSE = 0.1
+"""Seconds between looks, at least: each goes through all of the process's descriptors."""
 _INFO_BYTES = 128
 """Of Linux's `tcp_info`, up to and with `tcpi_bytes_acked`."""
 
@@ -52,22 +54,22 @@ class Sending:
         """Close the connections that made no way since the last look."""
         self._sweep = None
         now = time.monotonic()
-        for context, (due, before) in list(self._waiting.items()):
-            if due > now:
-                break
+        late = [(context, taken) for context, (due, taken) in self._waiting.items() if due <= now]
+        for context, _ in late:
             del self._waiting[context]
-            peer = context.peer()
-            with _connection(peer) as found:
-                if found is None:
+        with _connections({context.peer() for context, _ in late}) as found:
+            for context, before in late:
+                peer = context.peer()
+                if peer not in found:
                     continue
-                taken = _taken(found)
+                taken = _taken(found[peer])
                 if before is None or taken - before > _PROGRESS:
                     self._wait(context, taken)
                 else:
-                    found.shutdown(socket.SHUT_RDWR)
+                    found.pop(peer).shutdown(socket.SHUT_RDWR)
                     _LOG.warning("closed the connection of %s: it took no answer", peer)
         if self._waiting and self._sweep is None:
-            wait = max(next(iter(self._waiting.values()))[0] - now, 0.01)
+            wait = max(next(iter(self._waiting.values()))[0] - now, min(_PAUSE, self._half))
             self._sweep = asyncio.get_running_loop().call_later(wait, self._look)
 
     def close(self) -> None:
@@ -77,32 +79,53 @@ class Sending:
 
 
 @contextlib.contextmanager
-def _connection(peer: str) -> Iterator[socket.socket | None]:
-    """This process's socket to `peer`, as gRPC names it; None where it cannot be found.
+def _connections(peers: Collection[str]) -> Iterator[dict[str, socket.socket]]:
+    """This process's sockets to `peers`, as gRPC names them; without those that cannot be found.
 
     Only for `ipv4:` and `ipv6:`, and where the system lists a process's descriptors.
     """
-    kind, _, rest = peer.partition(":")
-    host, _, port = unquote(rest).rpartition(":")
+    wanted: dict[tuple[str, int] | None, str] = {
+        _address(peer): peer for peer in peers if peer.startswith(("ipv4:", "ipv6:"))
+    }
+    found: dict[str, socket.socket] = {}
     with contextlib.ExitStack() as stack:
-        found = None
-        if kind in ("ipv4", "ipv6") and _DESCRIPTORS.is_dir():
-            wanted = host.strip("[]"), int(port)
-            for name in os.listdir(_DESCRIPTORS):
-                with contextlib.suppress(OSError):
-                    candidate = stack.enter_context(socket.socket(fileno=os.dup(int(name))))
-                    if _is_to(candidate, wanted):
-                        found = candidate
-                        break
-                    candidate.close()
+        for name in os.listdir(_DESCRIPTORS) if wanted and _DESCRIPTORS.is_dir() else ():
+            candidate = _duplicate(int(name))
+            peer = None if candidate is None else wanted.get(_peer(candidate))
+            if candidate is not None and peer is not None:
+                found[peer] = stack.enter_context(candidate)
+            elif candidate is not None:
+                candidate.close()
         yield found
 
 
-def _is_to(connection: socket.socket, peer: tuple[str, int]) -> bool:
+def _address(peer: str) -> tuple[str, int]:
+    host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _duplicate(descriptor: int) -> socket.socket | None:
+    """A socket of this process's once more; None for what is no socket, or closed by now."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
+
+
+def _peer(connection: socket.socket) -> tuple[str, int] | None:
+    """Whom it is connected to; None: nobody, or not by TCP."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    address = connection.getpeername()
-    return (str(address[0]).removeprefix("::ffff:"), address[1]) == peer
+        return None
+    try:
+        address = connection.getpeername()
+    except OSError:
+        return None
+    return str(address[0]).removeprefix("::ffff:"), address[1]
 
 
 def _taken(connection: socket.socket) -> int:

@@ -1,6 +1,7 @@
 """Clients that allow the server no data, by bare HTTP/2 frames."""
 
 import contextlib
+import os
 import socket
 import struct
 import time
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from fornax.serving.access import Limits
+from fornax.serving.grpc import sending
 from fornax.serving.grpc.client import Client, infer_message
 from fornax.serving.grpc.messages import METHODS
 
@@ -114,3 +116,20 @@ def test_a_client_that_takes_little_by_little_gets_everything(address):
             outcome = caller.read(0.25)
         assert outcome == "ended"
     assert caller.taken > 55_000
+
+
+def test_looking_for_a_connection_leaves_no_descriptor_open():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as caller,
+        listener.accept()[0],
+        open(__file__, "rb"),
+    ):
+        host, port = caller.getsockname()
+        wanted = f"ipv4:{host}:{port}"
+        before = sorted(os.listdir("/proc/self/fd"))
+        with sending._connections({wanted, "unix:/x", "ipv4:127.0.0.1:1"}) as found:
+            assert {peer: each.getpeername() for peer, each in found.items()} == {
+                wanted: caller.getsockname()
+            }
+        assert sorted(os.listdir("/proc/self/fd")) == before
