@@ -1,7 +1,6 @@
 """gRPC: the V2 inference service, its health and reflection, and a small client.
 
-The server brings the health and reflection packages with it, so it is imported when it is first
-asked for: the client needs neither.
+The server is imported when it is first asked for, so that the client stays small.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -9,18 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2
 
 from fornax.config.errors import FornaxError, ServingCode, ServingError
 from fornax.serving.grpc.calls import as_serving_error, fail, parse
 from fornax.serving.grpc.messages import SERVICE
+from fornax.serving.grpc.standard import HEALTH, health_message
 
 __all__ = ["NAME", "Health"]
 
-NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_Status = health_pb2.HealthCheckResponse
-_ListRequest = getattr(health_pb2, "HealthListRequest", None)  # newer than the oldest grpcio
-_ListResponse: Any = getattr(health_pb2, "HealthListResponse", None)
+NAME = HEALTH
+_Request = health_message("HealthCheckRequest")
+_Status = health_message("HealthCheckResponse")
+_ListRequest = health_message("HealthListRequest")
+_ListResponse = health_message("HealthListResponse")
 _WHOLE = ("", SERVICE)
 _LOOK_SECONDS = 1.0
 """Between looks of a watch, as not everything that ends readiness is told."""
@@ -46,13 +47,11 @@ class Health:
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """The handlers by the service's methods."""
-        found = {
+        return {
             "Check": grpc.unary_unary_rpc_method_handler(self._check),
             "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
+            "List": grpc.unary_unary_rpc_method_handler(self._list),
         }
-        if _ListRequest is not None:
-            found["List"] = grpc.unary_unary_rpc_method_handler(self._list)
-        return found
 
     def _tell(self, _: object) -> None:
         for event in self._changed:
@@ -77,7 +76,7 @@ class Health:
 
     async def _check(self, data: bytes, context: Any) -> bytes:
         try:
-            service = parse(health_pb2.HealthCheckRequest, data).service
+            service = parse(_Request, data).service
             status = self.status(service)
             if status is None:
                 raise ServingError(
@@ -105,7 +104,7 @@ class Health:
         changed = asyncio.Event()
         self._changed.add(changed)
         try:
-            service = parse(health_pb2.HealthCheckRequest, data).service
+            service = parse(_Request, data).service
             await self._report(service, changed, context.write)
         except Exception as error:
             await fail(context, as_serving_error(error, "Watch"))

@@ -106,7 +106,8 @@ class GrpcServer:
         for name, handler in checks.handlers().items():
             table.add(f"/{health.NAME}/{name}", handler, None)
         for name, handler in reflection.handlers().items():
-            table.add(f"/{reflection.NAME}/{name}", handler, self._auth)
+            for service in reflection.NAMES:
+                table.add(f"/{service}/{name}", handler, self._auth)
         return table
 
     async def stop(self, drain_seconds: float = 0.0) -> None:

@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from fornax.serving.grpc import standard
 from fornax.serving.grpc.messages import METHODS, POOL, message
 
 
 def _proto(descriptor: Any) -> descriptor_pb2.FileDescriptorProto:
+    if isinstance(descriptor, descriptor_pb2.FileDescriptorProto):
+        return descriptor
     proto = descriptor_pb2.FileDescriptorProto()
     descriptor.CopyToProto(proto)
     return proto
@@ -62,3 +67,9 @@ def test_ours_and_tritons_live_in_one_process():
     assert theirs.parameters["priority"].uint64_param == 2
     with pytest.raises(TypeError):
         theirs.CopyFrom(ours)
+
+
+@pytest.mark.parametrize("theirs", [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR])
+def test_the_standard_services_are_as_generated(theirs):
+    ours = next(each for each in standard.FILES if each.package == theirs.package)
+    assert _facts(ours) == _facts(theirs)

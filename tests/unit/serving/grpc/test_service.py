@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
@@ -188,6 +189,7 @@ def test_reflection_describes_all_services(channel):
         "inference.GRPCInferenceService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
+        "grpc.reflection.v1.ServerReflection",
     }
     pool = DescriptorPool(database)
     service = pool.FindServiceByName("inference.GRPCInferenceService")
@@ -195,6 +197,15 @@ def test_reflection_describes_all_services(channel):
     config = pool.FindMessageTypeByName("inference.ModelConfig")
     assert config.fields_by_name["max_batch_size"].number == 4
     assert pool.FindServiceByName("grpc.health.v1.Health").file.name.endswith("health.proto")
+    newer = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    assert list(database.get_services()) == [
+        each.name
+        for each in reflection_pb2.ServerReflectionResponse.FromString(
+            next(channel.stream_stream(newer)(iter([b"\x3a\x00"]), timeout=5))
+        ).list_services_response.service
+    ]
+    with pytest.raises(KeyError):
+        pool.FindMessageTypeByName("inference.Nothing")
     method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     with pytest.raises(grpc.RpcError) as caught:
         list(channel.stream_stream(method)(iter([b"\xff"]), timeout=5))
