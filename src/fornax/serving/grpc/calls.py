@@ -35,6 +35,8 @@ def parse(kind: Any, data: bytes) -> Any:
 def as_serving_error(error: Exception, what: str) -> ServingError:
     """What the client is told of `error`; what is not its own fault is logged, and not told."""
     if isinstance(error, ServingError):
+        # Its frames hold the request, and what holds the error: a ring, kept until a collection.
+        error.__traceback__ = None
         return error
     if isinstance(error, FornaxError):
         return ServingError(ServingCode.FAILED_PRECONDITION, str(error))
