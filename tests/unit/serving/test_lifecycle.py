@@ -183,6 +183,18 @@ async def test_a_removed_version_gives_way_to_the_one_before(tmp_path):
 
 
 @in_loop
+async def test_a_version_that_failed_and_was_removed_is_forgotten(tmp_path):
+    deploy(tmp_path, "m", 1)
+    r = await started(tmp_path)
+    deploy(tmp_path, "m", 2, broken="it is damaged")
+    await r.host.poll()
+    assert r.index()["m", "2"][0] == "UNAVAILABLE"
+    shutil.rmtree(tmp_path / "m" / "2")
+    await r.host.poll()
+    assert r.index() == {("m", "1"): ("READY", "")}
+
+
+@in_loop
 async def test_a_repository_that_is_away_changes_nothing(tmp_path):
     root = tmp_path / "models"
     deploy(root, "m", 1)

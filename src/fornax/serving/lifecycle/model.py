@@ -86,6 +86,7 @@ class Model:
             self.lingering = frozenset(
                 v for v in self.serving if v in before and v not in folder.versions
             )
+            self.failures = {v: why for v, why in self.failures.items() if v in folder.versions}
         self.folder = folder
 
     def situation(self, root: Path, epoch: int) -> Situation:
