@@ -1,5 +1,6 @@
 """The app: who may call, the infer route, apps of others, and the rest through FastAPI."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ _SMALL = 2**20
 """Largest body of a call that is no inference."""
 _BODIES = 4
 """How many of the largest bodies are held at once."""
+_OPEN = re.compile(r"/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
+"""What needs no token."""
 _ADMIN = (
     "/v2/repository/models/",
     "/v2/systemsharedmemory/",
@@ -95,7 +98,7 @@ class App:
 
     def _check(self, path: str, scope: Any) -> None:
         """Raise ServingError unless the request's token opens `path`."""
-        if path.startswith(("/v2/health/", "/v2/models/")) and path.endswith(("/live", "/ready")):
+        if _OPEN.fullmatch(path):
             return
         if path == "/metrics" and self._auth.open_metrics:
             return

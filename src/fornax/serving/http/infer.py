@@ -22,6 +22,8 @@ __all__ = ["Inference", "Submits"]
 _BINARY = (b"content-type", b"application/octet-stream")
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SIZE = re.compile(rb"[0-9]{1,18}")
+_EARLY = 0.005
+"""Seconds by which a timer may come before its time: loops count in milliseconds."""
 
 
 class Submits(Protocol):
@@ -112,11 +114,13 @@ class Inference:
     def quick(self, cycle: Any, connection: Any, model: str, version: str = "") -> bool:
         """Answer uvicorn's `cycle`, whose body is here, without a task of its own.
 
-        False: nothing was done, and the request must go the usual way, since it is wrong, is
-        compressed, or wants its answer compressed.
+        False: nothing was done, and the request must go the usual way, since it is wrong, too
+        large, is compressed, or wants its answer compressed.
         """
         headers = dict(cycle.scope["headers"])
         if b"content-encoding" in headers or _coding(headers):
+            return False
+        if len(cycle.body) > self._limits.max_body_bytes:
             return False
         try:
             request, wanted = self._request(headers, bytes(cycle.body), model, version, monotonic())
@@ -165,7 +169,7 @@ class Inference:
         try:
             return await future
         except asyncio.CancelledError:
-            late = request.deadline is not None and monotonic() >= request.deadline
+            late = _late(request)
             gone = connection.pending is None if watch is None else watch.done()
             if gone and not late:
                 raise ClientLeft from None
@@ -202,9 +206,13 @@ def _coding(headers: dict[bytes, bytes]) -> bytes:
     return b"" if accepted is None else bodies.accepted_coding(accepted)
 
 
+def _late(request: InferRequest) -> bool:
+    return request.deadline is not None and monotonic() >= request.deadline - _EARLY
+
+
 def _cancelled(request: InferRequest) -> ServingError:
     """What became of a request that was cancelled, whose client is still there."""
-    if request.deadline is not None and monotonic() >= request.deadline:
+    if request.deadline is not None and _late(request):
         seconds = request.deadline - request.received
         return ServingError(ServingCode.DEADLINE_EXCEEDED, f"the request's {seconds:g} s are over")
     # The host dropped it, or the time to drain was over.

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import logging
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import orjson
@@ -240,6 +241,22 @@ def test_tokens_open_what_they_are_for(make_caller, method, path, plain, admin):
     ]
     unknown = 200 if "health" in path or path.endswith("ready") else 401
     assert statuses == [unknown, unknown, plain, admin]
+
+
+def test_a_model_or_a_label_called_ready_is_no_open_door(make_caller):
+    call = make_caller(auth=Auth(tokens=("secret",)))
+    for path in ("/v2/models/ready", "/v2/models/echo/versions/live", "/v2/models/ready/stats"):
+        assert call("GET", path).status == 401
+
+
+def test_a_small_body_is_held_to_the_limit_on_the_quick_way(make_caller, tight):
+    call = make_caller(limits=tight)
+    cycle = SimpleNamespace(
+        scope={"path": ECHO, "root_path": "", "method": "POST", "headers": []},
+        body=BODY + b" " * tight.max_body_bytes,
+    )
+    assert not call.app.quick(cycle, SimpleNamespace())
+    assert not call.host.requests
 
 
 def test_a_missing_token_is_asked_for(make_caller):
