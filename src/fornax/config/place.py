@@ -88,8 +88,13 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 
+_LONGEST = 256
+
+
 def nearest(word: str, allowed: Iterable[str]) -> str | None:
     """The allowed word closest to a misspelt one, or None where nothing is close."""
+    if len(word) > _LONGEST:  # a client's, perhaps: the search takes a step a letter
+        return None
     by_lower = {choice.lower(): choice for choice in allowed}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None

@@ -22,9 +22,10 @@ from fornax.serving.lifecycle import (
     Source,
     commands,
 )
-from fornax.serving.naming import Naming, no_function, split
+from fornax.serving.naming import Naming, no_function
 from fornax.serving.servable import DevicePool, Servable
 from fornax.serving.types import InferRequest, InferResult, ModelMetadata
+from fornax.serving.v2.parameters import function_of
 
 __all__ = ["Host", "HostSettings"]
 
@@ -162,7 +163,7 @@ class Host:
         try:
             if request.model in self._others.entries:
                 return self._others.submit(request)
-            name, function = split(request.model, request.function)
+            name, function = function_of(request.model, request.function)
             self._naming.instance(name, request.version)
         except ServingError as error:
             self.events.tell_finished(request, error)
@@ -197,7 +198,7 @@ class Host:
         """
         if name in self._others.entries:
             return self._others.entries[name].ready() and version in ("", "1")
-        name, function = split(name)
+        name, function = function_of(name)
         instance = self._naming.model(name).routes.get(version)
         return instance is not None and (not function or function in instance.servable.functions)
 
@@ -239,7 +240,7 @@ class Host:
         if name in self._others.models:
             return [self._others.models[name].statistics()]
         others = [] if name else [each.statistics() for each in self._others.models.values()]
-        name = split(name)[0]
+        name = function_of(name)[0]
         models = [self._naming.model(name)] if name else list(self._models.values())
         found = [
             each

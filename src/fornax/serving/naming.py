@@ -5,26 +5,9 @@ from collections.abc import Iterable, Mapping
 from fornax.config import ServingCode, ServingError, nearest
 from fornax.serving.lifecycle import Instance
 from fornax.serving.lifecycle.model import Model
+from fornax.serving.v2.parameters import function_of
 
-__all__ = ["Naming", "no_function", "split"]
-
-
-def split(name: str, function: str = "") -> tuple[str, str]:
-    """A name such as `ranker:score` in its two parts.
-
-    Raises:
-      ServingError: `function`, asked for besides, is another.
-    """
-    model, colon, named = name.partition(":")
-    if not colon:
-        return name, function
-    if function and function != named:
-        raise ServingError(
-            ServingCode.INVALID_ARGUMENT,
-            f"the model's name {name!r} asks for function {named!r}, and the parameter for "
-            f"{function!r}; leave one of them out",
-        )
-    return model, named
+__all__ = ["Naming", "no_function"]
 
 
 def no_function(instance: Instance, function: str) -> ServingError:
@@ -77,5 +60,5 @@ class Naming:
         Raises:
           ServingError: nothing answers, and why.
         """
-        name, function = split(name)
+        name, function = function_of(name)
         return self.model(name), self.instance(name, version), function

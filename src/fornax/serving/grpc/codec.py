@@ -16,7 +16,15 @@ from fornax.serving.grpc.parameters import parameter_values, set_parameters
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.classify import classify
 from fornax.serving.v2.datatypes import Raw, datatype_of, decode_raw, encode_raw, refuse
-from fornax.serving.v2.parameters import SharedSpan, common_parameters, shared_span
+from fornax.serving.v2.parameters import (
+    MAX_NAME,
+    SharedSpan,
+    check_shared,
+    common_parameters,
+    function_of,
+    none_left,
+    shared_span,
+)
 from fornax.serving.v2.shared_memory import Region, SharedMemory
 
 __all__ = ["Delivery", "decode", "encode"]
@@ -42,6 +50,8 @@ def decode(
       ServingError: a tensor that is not what its datatype and shape say, twice the same name, too
         many or too large tensors, a parameter that is not known or not of its type.
     """
+    if max(len(message.id), len(message.model_name), len(message.model_version)) > MAX_NAME:
+        raise refuse(f"id, model_name or model_version is longer than {MAX_NAME} characters")
     values = parameter_values(message.parameters) if message.parameters else {}
     # A request has one answer, so that its final one is never empty: nothing to switch on.
     if not isinstance(values.pop(_FINAL, False), bool):
@@ -49,7 +59,7 @@ def decode(
     common = common_parameters(values)
     inputs = _decode_inputs(message, memory, limits)
     outputs, deliveries = _decode_outputs(message.outputs, memory, limits)
-    model, function = _function(message.model_name, common.function)
+    model, function = function_of(message.model_name, common.function)
     request = InferRequest(
         model=model,
         inputs=inputs,
@@ -65,23 +75,12 @@ def decode(
     return request, deliveries
 
 
-def _function(model: str, function: str) -> tuple[str, str]:
-    """A model's name and the function, which either may carry: `ranker:score`."""
-    model, _, named = model.partition(":")
-    if named and function and named != function:
-        raise refuse(
-            f"the model's name asks for function {named[:80]!r}, parameter function for "
-            f"{function[:80]!r}; leave one out"
-        )
-    return model, named or function
-
-
 def _decode_inputs(message: Any, memory: SharedMemory, limits: Limits) -> dict[str, np.ndarray]:
     raw = message.raw_input_contents
     if len(message.inputs) > limits.max_tensors:
         raise refuse(f"{len(message.inputs)} inputs; at most {limits.max_tensors} are allowed")
     inputs: dict[str, np.ndarray] = {}
-    used = 0
+    used, shared = 0, 0
     for tensor in message.inputs:
         name = tensor.name
         if name in inputs:
@@ -89,6 +88,8 @@ def _decode_inputs(message: Any, memory: SharedMemory, limits: Limits) -> dict[s
         if tensor.parameters and (span := _span(tensor)):
             _no_contents(tensor, "in shared memory")
             _check_size(name, span.byte_size, limits)
+            shared += span.byte_size
+            check_shared(shared, limits.max_body_bytes)
             data: Raw = memory.get(span.region).read(span.offset, span.byte_size)
         elif raw:
             _no_contents(tensor, "in raw_input_contents")
@@ -151,7 +152,7 @@ def _delivery(output: Any, memory: SharedMemory) -> Delivery:
     if type(classes) is not int or not 0 <= classes < 2**31:
         raise refuse(f"{what}: classification={str(classes)[:80]!r} is no number of classes")
     span = shared_span(what, values)
-    _none_left(what, values)
+    none_left(what, values)
     if span is not None and classes:
         raise refuse(f"{what}: classification cannot go to shared memory")
     return Delivery(classes, None if span is None else (span, memory.get(span.region)))
@@ -162,13 +163,8 @@ def _span(tensor: Any) -> SharedSpan | None:
     what = f"input {tensor.name[:80]!r}"
     values = parameter_values(tensor.parameters)
     span = shared_span(what, values)
-    _none_left(what, values)
+    none_left(what, values)
     return span
-
-
-def _none_left(what: str, values: Mapping[str, Any]) -> None:
-    if values:
-        raise refuse(f"{what}: parameter {min(values)[:80]!r} has no meaning here; remove it")
 
 
 def encode(result: InferResult, deliveries: Mapping[str, Delivery], response: Any) -> Any:

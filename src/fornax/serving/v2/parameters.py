@@ -7,7 +7,19 @@ from typing import Any
 from fornax.config import ServingCode, ServingError
 from fornax.serving.v2.datatypes import refuse
 
-__all__ = ["Common", "SharedSpan", "common_parameters", "shared_span"]
+__all__ = [
+    "MAX_NAME",
+    "Common",
+    "SharedSpan",
+    "check_shared",
+    "common_parameters",
+    "function_of",
+    "none_left",
+    "shared_span",
+]
+
+MAX_NAME = 1024
+"""Characters of an id or a name: the log and the answer repeat them."""
 
 _MICROSECOND = 1e-6
 _LONGEST = 10**15
@@ -58,6 +70,35 @@ def common_parameters(parameters: dict[str, Any]) -> Common:
     if type(binary) is not bool:
         raise refuse(f"parameter binary_data_output={repr(binary)[:40]} is no truth value")
     return Common(priority, timeout * _MICROSECOND, function, binary, parameters)
+
+
+def function_of(model: str, function: str = "") -> tuple[str, str]:
+    """A model's own name and a function, which either may carry: `ranker:score`.
+
+    Raises ServingError when both do, and differ.
+    """
+    model, _, named = model.partition(":")
+    if named and function and named != function:
+        raise refuse(
+            f"the model's name asks for function {named[:80]!r}, parameter function for "
+            f"{function[:80]!r}; leave one out"
+        )
+    return model, named or function
+
+
+def check_shared(size: int, most: int) -> None:
+    """Refuse a request that would have more than `most` bytes copied out of shared memory."""
+    if size > most:
+        raise ServingError(
+            ServingCode.TOO_LARGE,
+            f"the inputs in shared memory have {size} bytes together; this server takes {most}",
+        )
+
+
+def none_left(what: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse parameters that nothing took."""
+    if parameters:
+        raise refuse(f"{what}: parameter {min(parameters)[:80]!r} has no meaning here; remove it")
 
 
 def shared_span(what: str, parameters: dict[str, Any]) -> SharedSpan | None:

@@ -18,7 +18,16 @@ from fornax.serving.access import Limits
 from fornax.serving.types import InferRequest
 from fornax.serving.v2.datatypes import Raw, count, decode_raw, dtype_of, refuse
 from fornax.serving.v2.json_tensors import from_json
-from fornax.serving.v2.parameters import Common, SharedSpan, common_parameters, shared_span
+from fornax.serving.v2.parameters import (
+    MAX_NAME,
+    Common,
+    SharedSpan,
+    check_shared,
+    common_parameters,
+    function_of,
+    none_left,
+    shared_span,
+)
 from fornax.serving.v2.shared_memory import Region, SharedMemory
 
 __all__ = ["Decoder", "Output", "Wanted"]
@@ -28,7 +37,6 @@ MAX_JSON = 16 * 2**20
 _MAX_LISTS = 2**20
 _MAX_QUOTES = 2**22
 """Lists, objects and texts of a request's JSON: each takes up to 30 times its text."""
-_MAX_NAME = 1024
 _KEPT = 256
 _KEPT_BYTES = 4096
 _FIRST_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*"([^"\\\x00-\x1f\x7f-\xff]{1,128})"\s*,')
@@ -126,14 +134,7 @@ class Decoder:
         plan, name = self._plan(text)
         inputs = self._inputs(plan, body, len(text))
         common = plan.common
-        model, _, function = model.partition(":")
-        if common.function:
-            if function and function != common.function:
-                raise refuse(
-                    f"the model's name asks for function {function!r}, parameter function for "
-                    f"{common.function!r}; leave one out"
-                )
-            function = common.function
+        model, function = function_of(model, common.function)
         wanted = plan.wanted
         if plan.shared or name:
             wanted = self._find(wanted, name)
@@ -206,8 +207,8 @@ class Decoder:
         document = _parse(text)
         _known("the request", document, _KEYS)
         name = document.get("id", "")
-        if type(name) is not str or len(name) > _MAX_NAME:
-            raise refuse(f"id is no string of at most {_MAX_NAME} characters")
+        if type(name) is not str or len(name) > MAX_NAME:
+            raise refuse(f"id is no string of at most {MAX_NAME} characters")
         common = common_parameters(_object("the request's parameters", document.get("parameters")))
         inputs = tuple(self._input(each) for each in self._list("inputs", document.get("inputs")))
         if not inputs:
@@ -216,6 +217,9 @@ class Decoder:
         outputs = tuple(
             self._output(each, common.binary)
             for each in self._list("outputs", document.get("outputs"))
+        )
+        check_shared(
+            sum(each.span.byte_size for each in inputs if each.span), self._limits.max_body_bytes
         )
         names = tuple(each.name for each in outputs)
         _distinct("outputs", names)
@@ -262,7 +266,7 @@ class Decoder:
         parameters = _object(f"the parameters of input {name!r}", document.get("parameters"))
         size = parameters.pop("binary_data_size", None)
         span = shared_span(f"input {name!r}", parameters)
-        _none_left(f"input {name!r}", parameters)
+        none_left(f"input {name!r}", parameters)
         ways = (size is not None) + (span is not None) + ("data" in document)
         if ways != 1:
             raise refuse(
@@ -310,7 +314,7 @@ class Decoder:
         span = shared_span(f"output {name!r}", parameters)
         if span is not None and classes:
             raise refuse(f"output {name!r}: classification cannot go to shared memory")
-        _none_left(f"output {name!r}", parameters)
+        none_left(f"output {name!r}", parameters)
         return Output(name, binary, classes, span)
 
 
@@ -356,8 +360,8 @@ def _object(what: str, value: object, *, empty: bool = True) -> dict[str, Any]:
 
 def _name(what: str, document: Mapping[str, Any]) -> str:
     name = document.get("name")
-    if type(name) is not str or not 0 < len(name) <= _MAX_NAME:
-        raise refuse(f"{what} has no name; it is a string of 1 to {_MAX_NAME} characters")
+    if type(name) is not str or not 0 < len(name) <= MAX_NAME:
+        raise refuse(f"{what} has no name; it is a string of 1 to {MAX_NAME} characters")
     return name
 
 
@@ -365,11 +369,6 @@ def _known(what: str, document: Mapping[str, Any], keys: frozenset[str]) -> None
     if not document.keys() <= keys:
         extra = min(document.keys() - keys)[:80]
         raise refuse(f"{what} has the key {extra!r}; it may have {', '.join(sorted(keys))}")
-
-
-def _none_left(what: str, parameters: Mapping[str, Any]) -> None:
-    if parameters:
-        raise refuse(f"{what}: parameter {min(parameters)[:80]!r} has no meaning here; remove it")
 
 
 def _distinct(what: str, names: Sequence[str]) -> None:

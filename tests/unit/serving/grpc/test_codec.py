@@ -172,6 +172,13 @@ def test_parameters_reach_the_request():
     assert caught.value.code is ServingCode.UNIMPLEMENTED
 
 
+@pytest.mark.parametrize("field", ["id", "model_name", "model_version"])
+def test_a_name_that_the_log_would_repeat_at_length_is_refused(field):
+    request = infer_message("m", {})
+    setattr(request, field, "x" * 1025)
+    _refused(request, "longer than 1024")
+
+
 def test_classes_are_the_largest_elements():
     request = infer_message("m", {}, outputs=("p",))
     request.outputs[0].parameters["classification"].int64_param = 2

@@ -1,5 +1,6 @@
 """Requests in JSON and binary: what is read, and what is refused with its reason."""
 
+import dataclasses
 import tracemalloc
 
 import numpy as np
@@ -49,6 +50,17 @@ def test_binary_json_and_shared_tensors_in_one_request(tmp_path):
     np.testing.assert_array_equal(request.inputs["b"], b)
     assert request.inputs["s"].tolist() == [1, 2]
     assert request.inputs["x"].tolist() == [1, 2]
+
+
+def test_inputs_in_shared_memory_are_held_to_the_body_together():
+    span = {"shared_memory_region": "r", "shared_memory_byte_size": 1000}
+    inputs = [
+        {"name": name, "datatype": "UINT8", "shape": [1000], "parameters": span} for name in "abc"
+    ]
+    limits = dataclasses.replace(LIMITS, max_body_bytes=2000)
+    with pytest.raises(ServingError, match="together") as caught:
+        Decoder(limits, SharedMemory()).decode(orjson.dumps({"inputs": inputs}), None, "m")
+    assert caught.value.code is ServingCode.TOO_LARGE
 
 
 def test_what_a_request_says_of_itself_is_read():
