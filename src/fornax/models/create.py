@@ -1,5 +1,7 @@
 """Making a decoder's parameters: abstractly, or directly where they will live."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,13 +53,30 @@ def create_decoder(
     Raises:
       ShardingError: when a parameter does not divide over the mesh.
     """
-    abstract = abstract_decoder(config, dtype=dtype, compute_dtype=compute_dtype)
-    graphdef, state = nnx.split(abstract)
     key = jax.random.key(seed) if isinstance(seed, int) else seed
+    kind = config, jnp.dtype(dtype), None if compute_dtype is None else jnp.dtype(compute_dtype)
+    graphdef, state = _shapes(*kind)
+    where = None
+    if mesh is not None:
+        leaves, tree = jax.tree.flatten(tree_shardings(state, mesh, rules))
+        where = tuple(leaves), tree
+    return nnx.merge(graphdef, _drawing(*kind, where)(key))
+
+
+@functools.lru_cache(maxsize=8)
+def _shapes(config: DecoderConfig, dtype: Any, compute_dtype: Any) -> tuple[Any, Any]:
+    return nnx.split(abstract_decoder(config, dtype=dtype, compute_dtype=compute_dtype))
+
+
+@functools.lru_cache(maxsize=8)
+def _drawing(
+    config: DecoderConfig, dtype: Any, compute_dtype: Any, where: tuple[tuple, Any] | None
+) -> Callable[[jax.Array], Any]:
+    """The compiled call; another model of the same kind takes it over."""
 
     def draw(key: jax.Array) -> Any:
         rngs = nnx.Rngs(params=key)
         return nnx.state(Decoder(config, rngs=rngs, dtype=dtype, compute_dtype=compute_dtype))
 
-    shardings = None if mesh is None else tree_shardings(state, mesh, rules)
-    return nnx.merge(graphdef, jax.jit(draw, out_shardings=shardings)(key))
+    shardings = None if where is None else jax.tree.unflatten(where[1], where[0])
+    return jax.jit(draw, out_shardings=shardings)
