@@ -2,7 +2,8 @@
 
     python benchmarks/_model_server_bare.py DIRECTORY mlp,recommender,encoder
 
-Times one call for each of the clients' requests: padded arrays in, arrays out, nothing else.
+Times one call for each of the clients' requests: padded arrays in, arrays out, nothing else, run in
+the thread that calls, as the server does.
 """
 
 import json
@@ -45,6 +46,9 @@ def times(folder: Path, model: models.Model) -> list[float]:
 
 
 if __name__ == "__main__":
+    import jax
+
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     found = {}
     for name in sys.argv[2].split(","):
         found[name] = {"us": [round(us, 1) for us in times(Path(sys.argv[1]), models.MODELS[name])]}

@@ -181,17 +181,18 @@ def _codec() -> tuple[float, float]:
 
 
 def _bare(folder: Path) -> dict[str, float]:
+    import jax
+
     from fornax import export
 
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # as the server does
     bundle = export.open_bundle(folder / "repository" / "mlp" / "1")
     program = bundle.compile("predict", {"b": 1}, bundle.load_weights())
     inputs = MODEL.requests(1)[0]
     placed = program.put(inputs)
     return {
         "put, execute, fetch": _best_us(lambda: np.asarray(program(inputs)[MODEL.output])),
-        "bare PJRT call, arguments on the device": _best_us(
-            lambda: program.run(placed)[0].block_until_ready()
-        ),
+        "bare PJRT call alone": _best_us(lambda: program.run(placed)[0].block_until_ready()),
     }
 
 
