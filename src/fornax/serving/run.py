@@ -89,6 +89,7 @@ class HostServer:
     def _fronts(self) -> tuple[HttpServer | None, GrpcServer | None]:
         config, limits, tls = self.config, self.config.limits(), self.config.tls()
         auth, admin = config.auth(), config.admin_auth()
+        traced = config.trace_sample_rate if config.trace_endpoint else 0.0
         memory = SharedMemory(
             enabled=config.shared_memory_allowed(), prefixes=config.shared_memory_prefixes
         )
@@ -102,7 +103,7 @@ class HostServer:
                 extra_apps=self._extra_apps(),
                 shared_memory=memory,
                 metrics=self._metrics.exposition,
-                trace_sample_rate=config.trace_sample_rate if config.trace_endpoint else 0.0,
+                trace_sample_rate=traced,
             )
             http = HttpServer(app, address, limits, tls)
         if (address := config.grpc_address()) is not None:
@@ -114,6 +115,7 @@ class HostServer:
                 admin=admin,
                 tls=tls,
                 shared_memory=memory,
+                trace_sample_rate=traced,
             )
         return http, grpc
 

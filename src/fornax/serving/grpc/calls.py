@@ -20,6 +20,9 @@ _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _MAX_DETAILS = 2048
 """Bytes; as header they may take three times as many, and clients take 8 KiB of headers."""
 
+_MAX_MESSAGE = 2**20
+"""Bytes of a message that is no inference."""
+
 Answer = Callable[[Any, Any], Awaitable[Any]]
 """From a request's message and the call's context to the answer's message."""
 
@@ -58,6 +61,11 @@ def unary(method: Method, answer: Answer) -> grpc.RpcMethodHandler:
 
     async def handle(data: bytes, context: Any) -> bytes:
         try:
+            if len(data) > _MAX_MESSAGE:
+                raise ServingError(
+                    ServingCode.TOO_LARGE,
+                    f"the message has {len(data)} bytes; {method.name} takes {_MAX_MESSAGE}",
+                )
             response = await answer(parse(method.request, data), context)
             return response.SerializeToString()
         except Exception as error:

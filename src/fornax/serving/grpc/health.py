@@ -25,6 +25,8 @@ _ListResponse = health_message("HealthListResponse")
 _WHOLE = ("", SERVICE)
 _LOOK_SECONDS = 1.0
 """Between looks of a watch, as not everything that ends readiness is told."""
+_MOST_WATCHES = 256
+"""They need no token, and each takes a place among the calls."""
 
 
 class Health:
@@ -104,6 +106,12 @@ class Health:
         changed = asyncio.Event()
         self._changed.add(changed)
         try:
+            if len(self._changed) > _MOST_WATCHES:
+                raise ServingError(
+                    ServingCode.RESOURCE_EXHAUSTED,
+                    f"{_MOST_WATCHES} calls watch already, the most that this server takes; ask by "
+                    "Check",
+                )
             service = parse(_Request, data).service
             await self._report(service, changed, context.write)
         except Exception as error:

@@ -23,13 +23,14 @@ ADMIN = frozenset(
     {
         "RepositoryModelLoad",
         "RepositoryModelUnload",
+        "SystemSharedMemoryStatus",
         "SystemSharedMemoryRegister",
         "SystemSharedMemoryUnregister",
         "TraceSetting",
         "LogSettings",
     }
 )
-"""Calls that change the server, and may need a token of their own."""
+"""Calls that change the server or tell of others' memory, and may need a token of their own."""
 
 
 def _fill(method: str, document: dict[str, Any]) -> Any:
@@ -41,9 +42,10 @@ def _fill(method: str, document: dict[str, Any]) -> Any:
 class Management:
     """Answers by the names of methods. `host` is the server's Host."""
 
-    def __init__(self, host: Any, memory: SharedMemory):
+    def __init__(self, host: Any, memory: SharedMemory, trace_sample_rate: float = 0.0):
         self._host = host
         self._memory = memory
+        self._trace_sample_rate = trace_sample_rate
 
     def answers(self) -> dict[str, Callable[[Any, Any], Awaitable[Any]]]:
         """Each call's coroutine: of its request and its context."""
@@ -126,10 +128,12 @@ class Management:
         raise ServingError(ServingCode.UNIMPLEMENTED, CUDA_REFUSED)
 
     async def _trace_setting(self, request: Any, context: Any) -> Any:
+        if request.model_name:
+            self._host.metadata(request.model_name)
         changes = {
             name: _trace_value(name, setting.value) for name, setting in request.settings.items()
         }
-        found = settings.update_trace_settings(changes)
+        found = settings.update_trace_settings(changes, self._trace_sample_rate)
         values = {
             name: {"value": [value] if isinstance(value, str) else list(value)}
             for name, value in found.items()

@@ -45,6 +45,7 @@ class GrpcServer:
         admin: Auth | None = None,
         tls: Tls | None = None,
         shared_memory: SharedMemory | None = None,
+        trace_sample_rate: float = 0.0,
         compression: Compression = "none",
     ):
         """Nothing listens yet.
@@ -55,6 +56,7 @@ class GrpcServer:
           auth: the tokens of which a call must present one, liveness and readiness excepted.
           admin: the tokens for calls that change the server; None: those of `auth`.
           shared_memory: the registry that HTTP has too; None: shared memory is refused.
+          trace_sample_rate: share of requests that is traced, for clients that ask.
           compression: of answers; requests come as their client likes.
         """
         self._host = host
@@ -67,7 +69,7 @@ class GrpcServer:
         memory = SharedMemory(enabled=False) if shared_memory is None else shared_memory
         self._inference = Inference(host, self._limits, memory)
         self._streams = Streams(self._inference, self._limits)
-        self._management = Management(host, memory)
+        self._management = Management(host, memory, trace_sample_rate)
         self._health: health.Health | None = None
         self._server: grpc.aio.Server | None = None
 
@@ -104,7 +106,8 @@ class GrpcServer:
             auth = self._admin if name in ADMIN else None if name in OPEN else self._auth
             table.add(METHODS[name].path, unary(METHODS[name], answer), auth)
         for name, handler in checks.handlers().items():
-            table.add(f"/{health.NAME}/{name}", handler, None)
+            auth = self._auth if name == "List" else None  # it names the models
+            table.add(f"/{health.NAME}/{name}", handler, auth)
         for name, handler in reflection.handlers().items():
             for service in reflection.NAMES:
                 table.add(f"/{service}/{name}", handler, self._auth)

@@ -213,7 +213,9 @@ def test_reflection_describes_all_services(channel):
 
 
 def test_tokens(serve):
-    served = serve(auth=Auth(tokens=("user", "boss")), admin=Auth(tokens=("boss",)))
+    served = serve(
+        auth=Auth(tokens=("user", "boss")), admin=Auth(tokens=("boss",)), trace_sample_rate=0.5
+    )
     with Client(served.address) as client:
         assert client.ready()
         with pytest.raises(ServingError, match="none was sent") as caught:
@@ -225,12 +227,18 @@ def test_tokens(serve):
         client.metadata("echo")
     with Client(served.address, token="user") as client:
         assert client.infer("echo", _X)["x"].size == 4
-        with pytest.raises(ServingError, match="token"):
-            client.load("echo")
+        for change in ("RepositoryModelLoad", "SystemSharedMemoryStatus", "TraceSetting"):
+            with pytest.raises(ServingError, match="token"):
+                client.call(change)
     with Client(served.address, token="boss") as client:
         client.load("echo")
+        assert client.call("TraceSetting").settings["trace_rate"].value == ["2"]
+        with pytest.raises(ServingError, match="takes 1048576"):
+            client.metadata("x" * 2**20)
     with grpc.insecure_channel(served.address) as channel:
         assert _status(channel.unary_unary(_CHECK), b"")[0] == "OK"
+        named = channel.unary_unary("/grpc.health.v1.Health/List")
+        assert _status(named, b"")[0] == "UNAUTHENTICATED"
         call = channel.stream_stream(METHODS["ModelStreamInfer"].path)
         with pytest.raises(grpc.RpcError) as refused:
             list(call(iter([b""]), timeout=5))
