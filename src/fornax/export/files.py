@@ -139,7 +139,9 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
       BundleError: when `path` exists and may not be overwritten, or cannot be written.
     """
     if path.is_symlink() or (path.exists() and not (overwrite and path.is_dir())):
-        raise BundleError(f"{path} exists; choose another directory or pass overwrite=True")
+        raise BundleError(
+            f"{path} exists; choose another directory or pass overwrite=True (--overwrite)"
+        )
     if path.exists() and any(path.iterdir()) and not (path / MANIFEST).is_file():
         raise BundleError(f"{path} is no bundle, so it is not overwritten; choose another")
     try:

@@ -117,6 +117,16 @@ class V2Client:
                 f"the certificate of {host}:{port} is not trusted ({error.verify_message}); name "
                 "its authority with --ca FILE",
             ) from error
+        except http.client.BadStatusLine as error:
+            if isinstance(error, http.client.RemoteDisconnected):
+                why = "it hung up"
+            else:
+                why = "what is there does not speak HTTP; is it the port of gRPC?"
+            raise ServingError(
+                ServingCode.UNAVAILABLE,
+                f"no server answers at {host}:{port} ({why}); start one with fornax host, or name "
+                "another with --url",
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ServingError(
                 ServingCode.UNAVAILABLE,

@@ -133,6 +133,7 @@ def test_what_does_not_fit_is_refused(words, reason, capsys):
         ("odd", "returned has 'bucket'"),
         ("lists", "returned a list"),
         ("broken", "raises KeyError at"),
+        ("scale", "wants arguments (params, x); name a function that takes none"),
         ("mak", "did you mean make?"),
     ],
 )

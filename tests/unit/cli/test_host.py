@@ -2,6 +2,8 @@
 
 import json
 import re
+import socket
+import threading
 
 import pytest
 from tests.unit.serving.bench.fake import running
@@ -196,6 +198,22 @@ def test_mistakes_of_the_user_are_exit_code_2(capsys, words, message):
     assert fornax(words) == 2
     said = capsys.readouterr().err
     assert re.search(message, said), said
+
+
+def test_what_speaks_no_http_is_not_repeated(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"\0\0\x18\x04\0\0\0\0\0\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert fornax(["host", "status", "--url", f"127.0.0.1:{listener.getsockname()[1]}"]) == 2
+        thread.join()
+    assert "does not speak HTTP; is it the port of gRPC?" in capsys.readouterr().err
 
 
 def test_help_names_the_commands_and_the_config(capsys):

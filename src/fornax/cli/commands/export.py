@@ -155,6 +155,11 @@ def _export_own(arguments: Arguments, name: str, out: Path) -> "Manifest":
     from fornax.cli.user_code import load_name, mending
 
     make = load_name(name)
+    if needed := _needed(make):
+        raise ConfigError(
+            f"{name} wants arguments ({', '.join(needed)}); name a function that takes none and "
+            "returns a dict of export.save's arguments: functions, params, inputs, buckets, ..."
+        )
     with mending(name):
         made = make()
     if not isinstance(made, Mapping):
@@ -179,6 +184,18 @@ def _parameters(function: Any) -> list[str]:
     import inspect
 
     return list(inspect.signature(function).parameters)
+
+
+def _needed(function: Any) -> list[str]:
+    """The arguments that a function cannot be called without."""
+    import inspect
+
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a callable that does not tell
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def _say(manifest: "Manifest", out: Path) -> None:
