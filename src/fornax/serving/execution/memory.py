@@ -1,9 +1,11 @@
 """Device memory: what each loaded model has set aside, and whether one more fits."""
 
+import contextlib
 import dataclasses
 import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 
@@ -12,6 +14,11 @@ from fornax.config.errors import ServingCode, ServingError
 __all__ = ["Memory", "Reservation", "limit_of"]
 
 _HOST_SHARE = 0.8
+_CGROUPS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""What a container may have, by the new and the old rules."""
 _DEVICE_SHARE = 0.95
 """Of what XLA has set aside there: a little is lost between arrays."""
 
@@ -21,7 +28,17 @@ def limit_of(device: jax.Device) -> int:
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(_DEVICE_SHARE * stats["bytes_limit"])
-    return int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(_HOST_SHARE * _host_bytes())
+
+
+def _host_bytes() -> int:
+    """What the machine has, or the container may have if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CGROUPS:
+        with contextlib.suppress(OSError):
+            limit = path.read_text().strip()
+            total = min(total, int(limit)) if limit.isdecimal() else total
+    return total
 
 
 def account_of(device: jax.Device) -> str:
