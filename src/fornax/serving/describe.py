@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
+from fornax.export.dtypes import BYTES, numpy_dtype
 from fornax.export.spec import Signature, TensorSpec
 from fornax.serving.lifecycle import Instance
 from fornax.serving.settings import All, Latest, ModelSettings, Replicas
@@ -36,15 +35,9 @@ def model_metadata(
 
 def _tensor(spec: TensorSpec) -> TensorMetadata:
     shape = tuple(-1 if isinstance(size, str) else size for size in spec.shape)
-    if spec.dtype == "bytes":  # the last dimension is a string's length, which clients do not see
+    if spec.dtype == BYTES:  # the last dimension is a string's length, which clients do not see
         return TensorMetadata(spec.name, "BYTES", shape[:-1])
-    return TensorMetadata(spec.name, datatype_of(_dtype(spec.dtype)), shape)
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return TensorMetadata(spec.name, datatype_of(numpy_dtype(spec.dtype)), shape)
 
 
 def model_config(

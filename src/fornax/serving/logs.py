@@ -23,6 +23,8 @@ Format = Literal["text", "json"]
 
 _log = logging.getLogger("fornax.serving")
 _OK = "OK"
+_MOST = 1024
+"""Characters of a field of a line: clients choose them, and many lines may wait."""
 
 
 def configure_logging(form: Format, level: str) -> None:
@@ -118,10 +120,10 @@ class AccessLog:
         first = next(iter(request.inputs.values()), None)
         line: dict[str, Any] = {
             "time": time.time(),
-            "id": request.id,
-            "model": request.model,
-            "version": request.version,
-            "function": request.function,
+            "id": request.id[:_MOST],
+            "model": request.model[:_MOST],
+            "version": request.version[:_MOST],
+            "function": request.function[:_MOST],
             "rows": first.shape[0] if first is not None and first.ndim else None,
             "seconds": now - request.received if request.received else None,
         }
@@ -136,7 +138,10 @@ class AccessLog:
                 // 1000,
             }
         else:
-            line |= {"code": _code(outcome).name, "error": str(outcome) or type(outcome).__name__}
+            line |= {
+                "code": _code(outcome).name,
+                "error": str(outcome)[:_MOST] or type(outcome).__name__,
+            }
         self._later.add(line)
 
     def refused(self, refusal: Refusal) -> None:
@@ -144,11 +149,11 @@ class AccessLog:
         self._later.add(
             {
                 "time": time.time(),
-                "id": refusal.id,
-                "model": refusal.model,
+                "id": refusal.id[:_MOST],
+                "model": refusal.model[:_MOST],
                 "protocol": refusal.protocol,
                 "code": refusal.code.name,
-                "error": refusal.message,
+                "error": refusal.message[:_MOST],
             }
         )
 

@@ -118,7 +118,7 @@ class Metrics:
             "fornax_compilations_after_ready_total",
             "counter",
             "Programs compiled while models served; more than 0 is a defect.",
-            [({}, max((each.compilations_after_ready for each in models), default=0))],
+            [({}, sum(each.compilations_after_ready for each in models))],
         )
 
 

@@ -17,7 +17,7 @@ from fornax.config.errors import ServingCode
 from fornax.export import Spec
 from fornax.export.dtypes import TENSORS, numpy_dtype
 from fornax.serving.events import Events
-from fornax.serving.execution import DevicePool, lane
+from fornax.serving.execution import DevicePool, lane, memory
 from fornax.serving.servable import Servable
 from fornax.serving.settings import Batching, ModelSettings, NanPolicy, OnMesh, Replicas, Timeouts
 from fornax.serving.types import InferRequest
@@ -226,6 +226,27 @@ def test_more_rows_than_the_largest_bucket_are_split_and_joined(model, loop, cou
     a = np.arange(count)
     (limited,) = loop.run_until_complete(together(model, ask("wide", a=a, d=a * 1.0)))
     np.testing.assert_array_equal(limited.outputs["a"], a * 3 + 2**40)
+
+
+def test_an_answer_that_cannot_be_joined_is_an_error(model, loop, monkeypatch):
+    def join(self, by_row):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("fornax.serving.execution.answers.Answer.join", join)
+    with pytest.raises(ServingError, match="no room") as caught:
+        loop.run_until_complete(together(model, ask(x=rows(5))))
+    assert caught.value.code is ServingCode.RESOURCE_EXHAUSTED
+    assert model.statistics().pending == 0
+
+
+def test_models_may_take_a_share_of_what_a_container_has(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_CGROUPS", (tmp_path / "none", limit))
+    device = jax.local_devices()[0]
+    limit.write_text("max\n")
+    whole = memory.limit_of(device)
+    limit.write_text(f"{2**20}\n")
+    assert memory.limit_of(device) == int(0.8 * 2**20) < whole
 
 
 def test_unaligned_and_read_only_arrays_are_read_as_they_are(model, loop):

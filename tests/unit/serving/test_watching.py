@@ -159,6 +159,16 @@ def _lines(which, form, tell):
     return "".join(written).splitlines()
 
 
+def test_what_a_client_sends_makes_no_endless_line():
+    request = _request(version="v" * 9999)
+    (line,) = _lines(
+        "all",
+        "json",
+        lambda log: log.finished(request, ServingError(ServingCode.NOT_FOUND, "x" * 9999)),
+    )
+    assert len(line) < 4000
+
+
 def test_a_request_is_one_line_of_json():
     (line,) = _lines("all", "json", lambda log: log.finished(_request(), _result()))
     entry = json.loads(line)

@@ -145,7 +145,10 @@ class Function:
                 continue
             answer.take(part, outputs, started, computed)
             if not answer.missing:
-                self._succeed(answer)
+                try:
+                    self._succeed(answer)
+                except Exception as failure:  # such as no memory to join its parts
+                    self._fail(answer, as_serving_error(failure))
             each.forget()
 
     def fail_waiting(self, error: ServingError) -> None:

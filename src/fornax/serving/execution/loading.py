@@ -4,12 +4,14 @@ Everything here blocks: it is called in a thread, while the event loop serves ot
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fornax.export.bundle import Bundle
+from fornax.export.dtypes import numpy_dtype
 from fornax.export.spec import Signature
 from fornax.export.weights import Weights
 from fornax.serving.batching import Key, Waiting
@@ -48,15 +50,10 @@ class Copy:
 
 def weight_bytes(bundle: Bundle) -> int:
     """Bytes of all weights, by the manifest."""
-    from fornax.export.dtypes import numpy_dtype
-
-    total = 0
-    for weight in bundle.manifest.weights.values():
-        count = numpy_dtype(weight.dtype).itemsize
-        for size in weight.shape:
-            count *= size
-        total += count
-    return total
+    return sum(
+        math.prod(weight.shape) * numpy_dtype(weight.dtype).itemsize
+        for weight in bundle.manifest.weights.values()
+    )
 
 
 def load(

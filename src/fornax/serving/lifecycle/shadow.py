@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -111,11 +111,25 @@ class Shadowing:
             return
         shadow = done.result()
         if sum(array.nbytes for array in main.outputs.values()) <= _INLINE_BYTES:
-            self._finish(copy, main, shadow, self._compare(main, shadow))
+            self._take(copy, main, shadow, lambda: self._compare(main, shadow))
             return
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(None, self._compare, main, shadow)
-        work.add_done_callback(lambda found: self._finish(copy, main, shadow, found.result()))
+        work.add_done_callback(lambda found: self._take(copy, main, shadow, found.result))
+
+    def _take(
+        self,
+        copy: InferRequest,
+        main: InferResult,
+        shadow: InferResult,
+        compared: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        try:
+            found = compared()
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._finish(copy, main, shadow, found)
 
     def _compare(self, main: InferResult, shadow: InferResult) -> Mapping[str, Any]:
         absolute, relative = self.settings.absolute, self.settings.relative
