@@ -38,8 +38,18 @@ def from_json(data: bytes, where: str) -> Manifest:
         missing, unknown, of a wrong type, or at odds with another.
     """
     try:
+        return _read(data, where)
+    except RecursionError:
+        raise BundleError(
+            f"{where} is nested deeper than any manifest; copy the bundle again"
+        ) from None
+
+
+def _read(data: bytes, where: str) -> Manifest:
+    try:
         body = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        json.dumps(body, ensure_ascii=False).encode()  # half a surrogate fits no protocol
+    except ValueError as error:
         raise BundleError(
             f"{where} is no JSON ({error}); it was truncated or altered: copy the bundle again"
         ) from None

@@ -194,6 +194,21 @@ def test_a_manifest_that_lies_is_refused(copy, change):
         export.load(copy)
 
 
+@pytest.mark.parametrize("depth", [*range(900, 1000, 7), 5000, 200_000])
+def test_a_manifest_of_any_depth_is_read_or_refused(sealed, depth):
+    """Somewhere below Python's limit reading succeeds and what comes after it no longer does."""
+    body = json.loads((sealed / "manifest.json").read_text())
+    text = json.dumps(body | {"metadata": "deep"}).replace('"deep"', "[" * depth + "]" * depth)
+    with pytest.raises(BundleError):
+        reading.from_json(text.encode(), "manifest.json")
+
+
+def test_half_a_surrogate_which_no_protocol_carries_is_refused(copy):
+    rewrite(copy, lambda body: body["functions"][0]["outputs"][0].update(name="\ud800"))
+    with pytest.raises(BundleError, match="surrogates not allowed"):
+        export.open_bundle(copy)
+
+
 def test_calling_conventions_this_jax_does_not_know_are_refused(copy):
     rewrite(copy, lambda b: b["functions"][0]["programs"]["cpu"].update(calling_convention=99))
     with pytest.raises(BundleError, match="calling convention 99"):

@@ -169,6 +169,12 @@ def test_a_deep_manifest_is_no_crash(root):
     assert "no JSON" in examine(root, folder).waiting
 
 
+def test_folders_deeper_than_any_bundles_wait_and_stop_nothing_else(root):
+    folder = deploy(root, "m", 1)
+    (folder / "/".join("d" * 40)).mkdir(parents=True)
+    assert "more than 32 folders deep" in examine(root, folder).waiting
+
+
 def test_a_pin_is_written_whole_and_read_back(root):
     folder = deploy(root, "m", 2).parent
     assert read_pin(root, folder) is None

@@ -15,6 +15,7 @@ __all__ = ["Bundle", "examine"]
 MANIFEST = "manifest.json"
 _MANIFEST_LIMIT = 64 << 20
 _MOST_FILES = 100_000
+_DEEPEST = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,8 @@ def _files(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
+                if prefix.count("/") >= _DEEPEST:
+                    raise OSError(f"{prefix[:80]} is more than {_DEEPEST} folders deep")
                 yield from _files(Path(entry.path), f"{prefix}{entry.name}/")
             else:
                 yield f"{prefix}{entry.name}", entry.stat(follow_symlinks=False)

@@ -16,7 +16,7 @@ from fornax.serving.settings import ModelSettings
 __all__ = ["SETTINGS_FILE", "ModelFolder", "scan", "scan_model"]
 
 SETTINGS_FILE = "serving.yaml"
-_SETTINGS_LIMIT = 1 << 20
+_SETTINGS_LIMIT = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
