@@ -1,7 +1,6 @@
 """An entry among the models: its metadata, its answers and its counters in the server's terms."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping
 
@@ -10,11 +9,10 @@ import numpy as np
 from fornax.config import FornaxError, ServingCode, ServingError
 from fornax.serving.entry import Entry, Tensor
 from fornax.serving.execution.counters import ModelStatistics
+from fornax.serving.failures import as_serving_error
 from fornax.serving.types import InferRequest, InferResult, ModelMetadata, TensorMetadata, Timing
 
 __all__ = ["VERSION", "EntryModel"]
-
-_log = logging.getLogger("fornax.serving")
 
 VERSION = "1"
 """The only version of an entry."""
@@ -127,7 +125,4 @@ def _known(error: BaseException) -> ServingError:
         return ServingError(ServingCode.DEADLINE_EXCEEDED, "the request took longer than it may")
     if isinstance(error, FornaxError):
         return ServingError(ServingCode.INVALID_ARGUMENT, str(error))
-    _log.error("a request failed", exc_info=error)
-    return ServingError(
-        ServingCode.INTERNAL, f"the model failed on this request ({type(error).__name__})"
-    )
+    return as_serving_error(error)

@@ -1,21 +1,20 @@
 """A call's way in and out: who may make it, what its bytes hold, and how a failure is told."""
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from fornax.config.errors import FornaxError, ServingCode, ServingError
+from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.access import Auth
 from fornax.serving.events import Events
+from fornax.serving.failures import as_serving_error
 from fornax.serving.grpc.messages import Method
 from fornax.serving.v2.datatypes import refuse
 
-__all__ = ["Answer", "Table", "as_serving_error", "fail", "parse", "unary"]
+__all__ = ["Answer", "Table", "fail", "parse", "unary"]
 
-_LOG = logging.getLogger("fornax.serving.grpc")
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _MAX_DETAILS = 2048
 """Bytes; as header they may take three times as many, and clients take 8 KiB of headers."""
@@ -33,20 +32,6 @@ def parse(kind: Any, data: bytes) -> Any:
         return kind.FromString(data)
     except DecodeError:
         raise refuse(f"{len(data)} bytes are no {kind.DESCRIPTOR.full_name}") from None
-
-
-def as_serving_error(error: Exception, what: str) -> ServingError:
-    """What the client is told of `error`; what is not its own fault is logged, and not told."""
-    if isinstance(error, ServingError):
-        # Its frames hold the request, and what holds the error: a ring, kept until a collection.
-        error.__traceback__ = None
-        return error
-    if isinstance(error, FornaxError):
-        return ServingError(ServingCode.FAILED_PRECONDITION, str(error))
-    _LOG.exception("%s failed", what, exc_info=error)
-    return ServingError(
-        ServingCode.INTERNAL, f"{what} failed inside the server; its log says where"
-    )
 
 
 async def fail(context: Any, error: ServingError) -> NoReturn:

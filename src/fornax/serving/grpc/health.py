@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from fornax.config.errors import FornaxError, ServingCode, ServingError
-from fornax.serving.grpc.calls import as_serving_error, fail, parse
+from fornax.serving.failures import as_serving_error
+from fornax.serving.grpc.calls import fail, parse
 from fornax.serving.grpc.messages import SERVICE
 from fornax.serving.grpc.standard import HEALTH, health_message
 

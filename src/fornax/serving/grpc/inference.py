@@ -9,7 +9,8 @@ import grpc
 
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.access import Limits
-from fornax.serving.grpc.calls import as_serving_error, fail, parse
+from fornax.serving.failures import as_serving_error
+from fornax.serving.grpc.calls import fail, parse
 from fornax.serving.grpc.codec import Delivery, decode, encode
 from fornax.serving.grpc.messages import METHODS
 from fornax.serving.grpc.sending import Sending

@@ -6,7 +6,8 @@ from typing import Any
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 
-from fornax.serving.grpc.calls import as_serving_error, fail, parse
+from fornax.serving.failures import as_serving_error
+from fornax.serving.grpc.calls import fail, parse
 from fornax.serving.grpc.messages import POOL, SERVICE, SERVICE_FILE
 from fornax.serving.grpc.standard import FILES, HEALTH, REFLECTIONS, reflection_message
 

@@ -13,7 +13,8 @@ from grpc.aio import EOF  # pyrefly: ignore[missing-module-attribute]
 
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.access import Limits
-from fornax.serving.grpc.calls import as_serving_error, fail
+from fornax.serving.failures import as_serving_error
+from fornax.serving.grpc.calls import fail
 from fornax.serving.grpc.codec import encode
 from fornax.serving.grpc.inference import Inference, Submitted
 from fornax.serving.grpc.messages import METHODS

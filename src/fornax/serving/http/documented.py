@@ -9,8 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from fornax.config import ServingError
-from fornax.serving.http.replies import Reply, error_reply, json_reply, unexpected
+from fornax.serving.failures import as_serving_error
+from fornax.serving.http.replies import Reply, error_reply, json_reply
 from fornax.serving.http.schemas import ErrorAnswer
 
 __all__ = ["DocumentedRoute", "answer", "failures", "install_errors"]
@@ -77,7 +77,7 @@ class DocumentedRoute(APIRoute):
             except (HTTPException, RequestValidationError):
                 raise
             except Exception as error:
-                known = error if isinstance(error, ServingError) else unexpected(error)
+                known = as_serving_error(error)
                 return _response(error_reply(known.code.http, str(known)))
 
         return documented

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
 from fornax.serving.events import Events
+from fornax.serving.failures import as_serving_error
 from fornax.serving.http import bodies
 from fornax.serving.http.bodies import ClientLeft, Held, LateBody
-from fornax.serving.http.replies import JSON, Headers, error_reply, send_reply, unexpected
+from fornax.serving.http.replies import JSON, Headers, Reply, error_reply, send_reply
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.datatypes import Raw, refuse
 from fornax.serving.v2.request import Decoder, Wanted
@@ -71,13 +72,13 @@ class Inference:
         except ServingError as error:
             if not submitted and self._events is not None:
                 self._events.tell_refused("http", error.code, str(error), model)
-            await send_reply(send, error_reply(error.code.http, str(error)))
+            await send_reply(send, _reply(error))
         except LateBody as error:
             await send_reply(send, error_reply(408, str(error)), close=True)
         except ClientLeft:
             pass
         except Exception as error:
-            await send_reply(send, error_reply(500, str(unexpected(error))))
+            await send_reply(send, _reply(error))
 
     async def _body(
         self, headers: dict[bytes, bytes], receive: Any, scope: Any
@@ -221,9 +222,13 @@ def _cancelled(request: InferRequest) -> ServingError:
     )
 
 
+def _reply(error: Exception) -> Reply:
+    known = as_serving_error(error)
+    return error_reply(known.code.http, str(known))
+
+
 def _failure(error: Exception) -> tuple[int, Headers, list[Raw]]:
-    known = error if isinstance(error, ServingError) else unexpected(error)
-    status, headers, body = error_reply(known.code.http, str(known))
+    status, headers, body = _reply(error)
     return status, [*headers, (b"content-length", b"%d" % len(body))], [body]
 
 

@@ -1,16 +1,12 @@
 """Answers: JSON, and errors in the V2 protocol's form."""
 
-import logging
 from typing import Any
 
 import orjson
 
-from fornax.config import ServingCode, ServingError
 from fornax.serving.entry import ASGIApp
 
-__all__ = ["Headers", "Reply", "error_reply", "json_reply", "send_reply", "unexpected"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["Headers", "Reply", "error_reply", "json_reply", "send_reply"]
 
 Headers = list[tuple[bytes, bytes]]
 Reply = tuple[int, Headers, bytes]
@@ -36,14 +32,6 @@ def error_reply(status: int, message: str) -> Reply:
     # Names in a message come from clients, and may hold what is no Unicode.
     text = message.encode("utf-8", "backslashreplace").decode()
     return status, headers, orjson.dumps({"error": " ".join(text.split())})
-
-
-def unexpected(error: BaseException) -> ServingError:
-    """A failure that is ours, as what its client is told; the log has its traceback."""
-    _log.error("a request failed", exc_info=error)
-    return ServingError(
-        ServingCode.INTERNAL, f"the server failed on this request ({type(error).__name__})"
-    )
 
 
 async def send_reply(send: Any, reply: Reply, *, close: bool = False) -> None:
