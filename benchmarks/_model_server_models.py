@@ -157,9 +157,9 @@ def _encoder_params(rng: np.random.Generator) -> dict[str, np.ndarray]:
         params[f"{name}.scale"] = 1 + 0.1 * rng.standard_normal(WIDTH).astype(np.float32)
         params[f"{name}.shift"] = 0.1 * rng.standard_normal(WIDTH).astype(np.float32)
     for n in range(LAYERS):
-        for part in ("q", "k", "v", "o"):
-            params[f"{n}.{part}"] = _dense(rng, WIDTH, WIDTH)
-            params[f"{n}.{part}.b"] = 0.1 * rng.standard_normal(WIDTH).astype(np.float32)
+        for part, size in (("qkv", 3 * WIDTH), ("o", WIDTH)):
+            params[f"{n}.{part}"] = _dense(rng, WIDTH, size)
+            params[f"{n}.{part}.b"] = 0.1 * rng.standard_normal(size).astype(np.float32)
         params[f"{n}.up"], params[f"{n}.down"] = _dense(rng, WIDTH, MLP), _dense(rng, MLP, WIDTH)
         params[f"{n}.up.b"] = 0.1 * rng.standard_normal(MLP).astype(np.float32)
         params[f"{n}.down.b"] = 0.1 * rng.standard_normal(WIDTH).astype(np.float32)
@@ -172,6 +172,7 @@ def encoder(params: Any, *, ids: Any, lengths: Any) -> dict[str, Any]:
     import jax.numpy as jnp
 
     b, t = ids.shape
+    heads = (b, t, HEADS, WIDTH // HEADS)
     mask_BT = jnp.arange(t) < lengths[:, None]
     bias_B11T = jnp.where(mask_BT, 0.0, -1e9)[:, None, None, :]
 
@@ -181,13 +182,10 @@ def encoder(params: Any, *, ids: Any, lengths: Any) -> dict[str, Any]:
         scaled = (x - mean) * jax.lax.rsqrt(spread + 1e-12)
         return scaled * params[f"{name}.scale"] + params[f"{name}.shift"]
 
-    def heads(x_BTD: Any, name: str) -> Any:
-        projected = x_BTD @ params[name] + params[f"{name}.b"]
-        return projected.reshape(b, t, HEADS, WIDTH // HEADS)
-
     x_BTD = norm(params["tokens"][ids] + params["positions"][jnp.arange(t)], "embed")
     for n in range(LAYERS):
-        q, k, v = (heads(x_BTD, f"{n}.{part}") for part in "qkv")
+        qkv = x_BTD @ params[f"{n}.qkv"] + params[f"{n}.qkv.b"]
+        q, k, v = (part.reshape(heads) for part in jnp.split(qkv, 3, axis=-1))
         logits = jnp.einsum("btnh,bsnh->bnts", q, k) * (WIDTH // HEADS) ** -0.5 + bias_B11T
         mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v).reshape(b, t, WIDTH)
         x_BTD = norm(x_BTD + mixed @ params[f"{n}.o"] + params[f"{n}.o.b"], f"{n}.first")

@@ -80,10 +80,6 @@ def _encoder(graph: _Graph, params: dict[str, np.ndarray]) -> None:
     def weight(name: str) -> str:
         return graph.constant(f"p.{name}", params[name])
 
-    def joined(n: int, suffix: str) -> str:
-        parts = [params[f"{n}.{part}{suffix}"] for part in "qkv"]
-        return graph.constant(f"p.{n}.qkv{suffix}", np.concatenate(parts, axis=-1))
-
     zero, one = (graph.constant(str(n), np.array(n)) for n in (0, 1))
     size = graph.node("Gather", graph.node("Shape", "ids", out="size"), one, out="t")
     steps = graph.node("Range", zero, size, one, out="steps")
@@ -108,8 +104,8 @@ def _encoder(graph: _Graph, params: dict[str, np.ndarray]) -> None:
         attended = graph.node(
             "Attention",
             x,
-            joined(n, ""),
-            joined(n, ".b"),
+            weight(f"{n}.qkv"),
+            weight(f"{n}.qkv.b"),
             mask,
             out=f"{n}.attended",
             num_heads=models.HEADS,
