@@ -14,9 +14,10 @@ from fornax.serving.http.bodies import ClientLeft, Held, LateBody
 from fornax.serving.http.replies import JSON, Headers, Reply, error_reply, send_reply
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.datatypes import Raw, refuse
-from fornax.serving.v2.request import Decoder, Wanted
+from fornax.serving.v2.request import Decoder
 from fornax.serving.v2.response import encode
 from fornax.serving.v2.shared_memory import SharedMemory
+from fornax.serving.v2.wanted import Wanted
 
 __all__ = ["Inference", "Submits"]
 

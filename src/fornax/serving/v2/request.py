@@ -5,13 +5,10 @@ again and again with other tensors behind it, so plans are kept.
 """
 
 import dataclasses
-import json
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import orjson
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
@@ -28,45 +25,18 @@ from fornax.serving.v2.parameters import (
     none_left,
     shared_span,
 )
-from fornax.serving.v2.shared_memory import Region, SharedMemory
+from fornax.serving.v2.reading import all_distinct, name_in, object_in, only_known, parse
+from fornax.serving.v2.shared_memory import SharedMemory
+from fornax.serving.v2.wanted import Output, Wanted
 
-__all__ = ["Decoder", "Output", "Wanted"]
+__all__ = ["Decoder"]
 
-MAX_JSON = 16 * 2**20
-"""Bytes of a request's JSON: lists of numbers take many times their text while they are read."""
-_MAX_LISTS = 2**20
-_MAX_QUOTES = 2**22
-"""Lists, objects and texts of a request's JSON: each takes up to 30 times its text."""
 _KEPT = 256
 _KEPT_BYTES = 4096
 _FIRST_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*"([^"\\\x00-\x1f\x7f-\xff]{1,128})"\s*,')
 _KEYS = frozenset({"id", "parameters", "inputs", "outputs"})
 _INPUT_KEYS = frozenset({"name", "datatype", "shape", "parameters", "data"})
 _OUTPUT_KEYS = frozenset({"name", "parameters"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Output:
-    """How the client wants one output."""
-
-    name: str
-    binary: bool
-    classes: int = 0
-    """Over 0: this many classes in its stead."""
-    span: SharedSpan | None = None
-    region: Region | None = None
-    """Where it goes, if not into the answer."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
-    """How the client wants the answer."""
-
-    binary: bool
-    """For all outputs, where none is named."""
-    outputs: tuple[Output, ...] = ()
-    id: str = ""
-    """The request's, which the answer repeats."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,16 +174,18 @@ class Decoder:
         return Wanted(wanted.binary, outputs, wanted.id or name)
 
     def _read(self, text: bytes) -> _Plan:
-        document = _parse(text)
-        _known("the request", document, _KEYS)
+        document = parse(text)
+        only_known("the request", document, _KEYS)
         name = document.get("id", "")
         if type(name) is not str or len(name) > MAX_NAME:
             raise refuse(f"id is no string of at most {MAX_NAME} characters")
-        common = common_parameters(_object("the request's parameters", document.get("parameters")))
+        common = common_parameters(
+            object_in("the request's parameters", document.get("parameters"))
+        )
         inputs = tuple(self._input(each) for each in self._list("inputs", document.get("inputs")))
         if not inputs:
             raise refuse("the request has no inputs; list them under inputs")
-        _distinct("inputs", [each.name for each in inputs])
+        all_distinct("inputs", [each.name for each in inputs])
         outputs = tuple(
             self._output(each, common.binary)
             for each in self._list("outputs", document.get("outputs"))
@@ -222,7 +194,7 @@ class Decoder:
             sum(each.span.byte_size for each in inputs if each.span), self._limits.max_body_bytes
         )
         names = tuple(each.name for each in outputs)
-        _distinct("outputs", names)
+        all_distinct("outputs", names)
         timeout, limit = common.timeout, self._limits.request_timeout
         plan = _Plan(
             common,
@@ -251,9 +223,9 @@ class Decoder:
         return value
 
     def _input(self, document: object) -> _Input:
-        document = _object("an input", document, empty=False)
-        name = _name("an input", document)
-        _known(f"input {name!r}", document, _INPUT_KEYS)
+        document = object_in("an input", document, empty=False)
+        name = name_in("an input", document)
+        only_known(f"input {name!r}", document, _INPUT_KEYS)
         datatype = document.get("datatype")
         dtype = dtype_of(name, datatype)
         assert isinstance(datatype, str)
@@ -263,7 +235,7 @@ class Decoder:
         shape = tuple(sizes)
         elements = count(name, shape)
         self._fits(name, elements * dtype.itemsize)
-        parameters = _object(f"the parameters of input {name!r}", document.get("parameters"))
+        parameters = object_in(f"the parameters of input {name!r}", document.get("parameters"))
         size = parameters.pop("binary_data_size", None)
         span = shared_span(f"input {name!r}", parameters)
         none_left(f"input {name!r}", parameters)
@@ -299,10 +271,10 @@ class Decoder:
             )
 
     def _output(self, document: object, default: bool) -> Output:
-        document = _object("an output", document, empty=False)
-        name = _name("an output", document)
-        _known(f"output {name!r}", document, _OUTPUT_KEYS)
-        parameters = _object(f"the parameters of output {name!r}", document.get("parameters"))
+        document = object_in("an output", document, empty=False)
+        name = name_in("an output", document)
+        only_known(f"output {name!r}", document, _OUTPUT_KEYS)
+        parameters = object_in(f"the parameters of output {name!r}", document.get("parameters"))
         binary = parameters.pop("binary_data", default)
         if type(binary) is not bool:
             raise refuse(
@@ -316,62 +288,3 @@ class Decoder:
             raise refuse(f"output {name!r}: classification cannot go to shared memory")
         none_left(f"output {name!r}", parameters)
         return Output(name, binary, classes, span)
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    if len(text) > MAX_JSON:
-        raise ServingError(
-            ServingCode.TOO_LARGE,
-            f"the JSON has {len(text)} bytes; at most {MAX_JSON} are read: send tensors in binary, "
-            "as the binary-tensor extension has it",
-        )
-    lists = text.count(b"[") + text.count(b"{")
-    if lists > _MAX_LISTS or text.count(b'"') > _MAX_QUOTES:
-        raise ServingError(
-            ServingCode.TOO_LARGE,
-            "the JSON has more lists or texts than are read; send data flat, or in binary",
-        )
-    try:
-        document = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        document = _lenient(text, error)
-    if type(document) is not dict:
-        raise refuse("the request is no JSON object")
-    return document
-
-
-def _lenient(text: bytes, error: Exception) -> object:
-    """JSON with NaN and Infinity as bare words, which several clients write."""
-    if b"NaN" not in text and b"Infinity" not in text:
-        raise refuse(f"the request is no JSON: {error}")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise refuse(f"the request is no JSON: {error}") from None
-
-
-def _object(what: str, value: object, *, empty: bool = True) -> dict[str, Any]:
-    if value is None and empty:
-        return {}
-    if type(value) is not dict:
-        raise refuse(f"{what} is no JSON object")
-    return value
-
-
-def _name(what: str, document: Mapping[str, Any]) -> str:
-    name = document.get("name")
-    if type(name) is not str or not 0 < len(name) <= MAX_NAME:
-        raise refuse(f"{what} has no name; it is a string of 1 to {MAX_NAME} characters")
-    return name
-
-
-def _known(what: str, document: Mapping[str, Any], keys: frozenset[str]) -> None:
-    if not document.keys() <= keys:
-        extra = min(document.keys() - keys)[:80]
-        raise refuse(f"{what} has the key {extra!r}; it may have {', '.join(sorted(keys))}")
-
-
-def _distinct(what: str, names: Sequence[str]) -> None:
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise refuse(f"{what} has {twice[:80]!r} twice")

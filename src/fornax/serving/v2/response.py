@@ -9,7 +9,7 @@ from fornax.serving.types import InferResult
 from fornax.serving.v2.classify import classify
 from fornax.serving.v2.datatypes import Raw, datatype_of, encode_raw, refuse
 from fornax.serving.v2.json_tensors import to_json
-from fornax.serving.v2.request import Output, Wanted
+from fornax.serving.v2.wanted import Output, Wanted
 
 __all__ = ["encode"]
 
