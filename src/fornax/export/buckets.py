@@ -4,7 +4,7 @@ A request is a mapping of a function's inputs to arrays; row i of an output belo
 the inputs. Dimensions: `b` rows of all requests together, others as the function names them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fornax.export import expressions
 from fornax.export.dtypes import BYTES, numpy_dtype
 from fornax.export.spec import Signature, TensorSpec
 
-__all__ = ["assemble", "choose", "measure", "split", "take", "true_sizes"]
+__all__ = ["assemble", "choose", "measure", "take", "true_sizes"]
 
 Request = Mapping[str, np.ndarray]
 
@@ -247,7 +247,7 @@ def take(
     ragged = False
     for name, array in outputs.items():
         shape = signature.outputs[name].shape
-        by_row = signature.batch is not None and bool(shape) and shape[0] == signature.batch
+        by_row = name in signature.by_row
         cut = any(isinstance(size, str) for size in (shape[1:] if by_row else shape))
         columns.append((name, array, by_row, shape if cut else None))
         ragged = ragged or cut
@@ -290,17 +290,3 @@ def _trim(array: np.ndarray, shape: tuple[int | str, ...], own: Mapping[str, int
     if len(wanted) == 2:
         return array[: wanted[0], : wanted[1]]
     return array[tuple(slice(0, size) for size in wanted)]
-
-
-def split(signature: Signature, request: Request) -> Iterator[Request]:
-    """A request in pieces of no more rows than the largest batch bucket."""
-    if signature.batch is None:
-        yield request
-        return
-    most = signature.buckets[signature.batch][-1]
-    rows = next(iter(request.values())).shape[0]
-    if rows <= most:
-        yield request
-        return
-    for start in range(0, rows, most):
-        yield {name: array[start : start + most] for name, array in request.items()}

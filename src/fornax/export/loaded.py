@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fornax.config.errors import BundleError
-from fornax.export import buckets
+from fornax.export import buckets, parts
 from fornax.export.bundle import Bundle, open_bundle
 from fornax.export.coerce import as_arrays
 from fornax.export.placement import OneDevice, Placement
@@ -44,17 +44,11 @@ class Callable:
             larger than any bucket.
         """
         request = as_arrays(self.signature, inputs)
-        buckets.measure(self.signature, request)
-        parts = [self._run(part) for part in buckets.split(self.signature, request)]
-        if len(parts) == 1:
-            return parts[0]
-        joined = {}
-        for name, spec in self.signature.outputs.items():
-            by_row = bool(spec.shape) and spec.shape[0] == self.signature.batch
-            joined[name] = (
-                np.concatenate([part[name] for part in parts]) if by_row else parts[0][name]
-            )
-        return joined
+        own, batch = buckets.measure(self.signature, request), self.signature.batch
+        if batch is None or own[batch] <= self.signature.buckets[batch][-1]:
+            return self._run(request)
+        cut = parts.split(request, own[batch], self.signature.buckets[batch][-1])
+        return dict(parts.join(self.signature, [self._run(part) for _, part in cut]))
 
     def program(self, dims: Mapping[str, int]) -> Program:
         """The program of a bucket, compiled if it was not yet."""

@@ -150,6 +150,15 @@ class Signature:
         return {d: tuple(sorted({shape[d] for shape in self.shapes})) for d in self.dims}
 
     @cached_property
+    def by_row(self) -> frozenset[str]:
+        """Outputs that have a row for each of the inputs'."""
+        return frozenset(
+            name
+            for name, spec in self.outputs.items()
+            if self.batch is not None and spec.shape[:1] == (self.batch,)
+        )
+
+    @cached_property
     def lengths(self) -> dict[str, str]:
         """Arguments that the loader fills: name to the input whose rows they measure."""
         found: dict[str, str] = {}

@@ -229,10 +229,10 @@ def test_more_rows_than_the_largest_bucket_are_split_and_joined(model, loop, cou
 
 
 def test_an_answer_that_cannot_be_joined_is_an_error(model, loop, monkeypatch):
-    def join(self, by_row):
+    def join(signature, parts):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("fornax.serving.execution.answers.Answer.join", join)
+    monkeypatch.setattr("fornax.serving.execution.function.join", join)
     with pytest.raises(ServingError, match="no room") as caught:
         loop.run_until_complete(together(model, ask(x=rows(5))))
     assert caught.value.code is ServingCode.RESOURCE_EXHAUSTED

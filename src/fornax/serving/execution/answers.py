@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -40,17 +40,6 @@ class Answer:
         timing.compute_input += computed.input_ns
         timing.compute_infer += computed.infer_ns
         timing.compute_output += computed.output_ns
-
-    def join(self, by_row: Collection[str]) -> Outputs:
-        """The answers to all parts as one; outputs not `by_row` are the same in each."""
-        first = self.parts[0]
-        if len(self.parts) == 1 and first is not None:
-            return first
-        parts = [part for part in self.parts if part is not None]
-        return {
-            name: np.concatenate([part[name] for part in parts]) if name in by_row else array
-            for name, array in parts[0].items()
-        }
 
 
 def abandoned(part: "tuple[Answer, int]") -> bool:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from fornax.config.errors import ServingCode, ServingError
+from fornax.export.parts import join, split
 from fornax.export.spec import Signature
 from fornax.serving.batching import Batch, Key, Limit, Queue, RowPlan, Waiting
 from fornax.serving.events import Events
 from fornax.serving.execution.answers import Answer, abandoned, refuse_nonfinite
 from fornax.serving.execution.counters import Counters, ModelStatistics
-from fornax.serving.execution.intake import Intake, split
+from fornax.serving.execution.intake import Intake
 from fornax.serving.execution.lane import IN_LOOP_SECONDS, Claim, Lane
 from fornax.serving.execution.reports import Reports
 from fornax.serving.execution.runner import Computed, Runner, as_serving_error
@@ -48,11 +49,6 @@ class Function:
         self._timer_due = 0.0
         shapes = Shapes(signature)
         self._intake = Intake(model, signature, shapes, settings)
-        self._by_row = {
-            name
-            for name, spec in signature.outputs.items()
-            if spec.shape and spec.shape[0] == signature.batch
-        }
         self.queue = Queue(
             plans(shapes, runners[0][2], batching.max_rows),
             limit=batching.queue_limit,
@@ -218,7 +214,7 @@ class Function:
 
     def _succeed(self, answer: Answer) -> None:
         request = answer.request
-        outputs = answer.join(self._by_row)
+        outputs = join(self.signature, [part for part in answer.parts if part is not None])
         if request.outputs:
             outputs = {name: outputs[name] for name in request.outputs}
         if self._refuse_nonfinite:

@@ -1,9 +1,5 @@
 """What a function accepts: the checks of a request before it enters a queue."""
 
-from collections.abc import Iterator, Mapping
-
-import numpy as np
-
 from fornax.config.errors import BundleError, ServingCode, ServingError
 from fornax.export.buckets import measure
 from fornax.export.spec import Signature
@@ -13,7 +9,7 @@ from fornax.serving.execution.shapes import Shapes
 from fornax.serving.settings import ModelSettings
 from fornax.serving.types import InferRequest
 
-__all__ = ["Intake", "split"]
+__all__ = ["Intake"]
 
 
 class Intake:
@@ -82,12 +78,3 @@ class Intake:
                 "the request's deadline had passed when it came; allow more time",
             )
         return deadline
-
-
-def split(
-    inputs: Mapping[str, np.ndarray], rows: int, most: int
-) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-    """A request in parts of at most `most` rows, each with its rows."""
-    for start in range(0, rows, most):
-        part = {name: array[start : start + most] for name, array in inputs.items()}
-        yield min(most, rows - start), part
