@@ -20,7 +20,6 @@ __all__ = [
     "Ready",
     "RegionAnswer",
     "RegisterBody",
-    "RegisterCudaBody",
     "RolledBack",
     "ServerMetadata",
     "Shadow",
@@ -207,14 +206,6 @@ class RegisterBody(_Body):
     key: str = Field(description="The object's name, such as `/input`.")
     byte_size: int = Field(ge=1, lt=2**63)
     offset: int = Field(0, ge=0, lt=2**63)
-
-
-class RegisterCudaBody(_Body):
-    """A CUDA allocation, which is refused."""
-
-    raw_handle: dict[str, Any]
-    device_id: int
-    byte_size: int
 
 
 class RegionAnswer(BaseModel):
