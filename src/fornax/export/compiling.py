@@ -13,7 +13,7 @@ from fornax.export.dtypes import numpy_dtype
 from fornax.export.executables import memory_of
 from fornax.export.manifest import Function, Weight
 from fornax.export.placement import Placement, platform_of
-from fornax.export.program import Memory, Program
+from fornax.export.program import Program
 from fornax.export.trace import abstract_argument, x64
 from fornax.export.weights import Weights
 
@@ -109,7 +109,7 @@ def compile_program(
         dims=dims,
         weights=held,
         placement=placement,
-        memory=_memory(compiled),
+        memory=memory_of(compiled.memory_analysis()),
         x64=f.x64,
         ahead=False,
     )
@@ -130,7 +130,7 @@ def loaded_program(
         dims=dims,
         weights=[weights.params[name] for name in f.weights],
         placement=placement,
-        memory=memory_of(executable),
+        memory=memory_of(executable.get_compiled_memory_stats()),
         x64=f.x64,
         ahead=True,
     )
@@ -157,13 +157,3 @@ def _call_one(
 
 def _call_compiled(compiled: Any) -> Any:
     return lambda arrays: list(compiled(*arrays))
-
-
-def _memory(compiled: Any) -> Memory:
-    found = compiled.memory_analysis()
-    return Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        code=found.generated_code_size_in_bytes,
-    )

@@ -99,12 +99,11 @@ def deserialize(data: bytes, device: Any, what: str) -> Any | None:
         return None
 
 
-def memory_of(executable: Any) -> Memory:
-    """What the runtime says of a loaded executable's memory."""
-    found = executable.get_compiled_memory_stats()
+def memory_of(stats: Any) -> Memory:
+    """What the compiler or the runtime says of a program's memory."""
     return Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        code=found.generated_code_size_in_bytes,
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
     )
