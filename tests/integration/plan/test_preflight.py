@@ -45,7 +45,7 @@ def test_a_recipe_passes(recipe: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_other_seeds_pass(seed: int):
     words = ["--seed", str(seed), "--mesh.tensor", "2", "--accumulate", "2", *SMALL]
     found = run("--quick", "--only", "mesh", "precision", "packing", *words)

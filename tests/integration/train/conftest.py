@@ -58,8 +58,9 @@ def settings(dataset: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One device, and one compilation cache for all processes of the session."""
+    """One device, one compilation cache for all processes of the session, quick compilations."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     return {**kept, "FORNAX_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
 
 
