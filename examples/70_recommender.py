@@ -106,7 +106,7 @@ try:
             break
     host, _, port = found[1].rpartition(":")
     http, grpc = V2Client(address=(host, int(port))), Client(found[2])
-    while not grpc.ready("ranker"):
+    while not grpc.ready():  # until every model is
         time.sleep(0.1)
 
     def hit_rate():

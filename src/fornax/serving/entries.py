@@ -70,8 +70,14 @@ class Entries:
         state = self._states[name]
         if state is State.READY and not entry.ready():
             state = State.UNAVAILABLE
-        reason = "" if state is State.READY else entry.reason() or self._reasons.get(name, "")
+        reason = "" if state is State.READY else self._reason(name)
         return IndexEntry(name, VERSION, state.value, reason)
+
+    def _reason(self, name: str) -> str:
+        """Why an entry is not ready: what its start came to, before what it says itself."""
+        if self._states[name] is State.LOADING:
+            return ""
+        return self._reasons.get(name, "") or self.entries[name].reason()
 
     async def start(self, wanted: Callable[[str], bool]) -> None:
         """Start those wanted, one after another; one that fails keeps no other from starting."""
@@ -135,7 +141,7 @@ class Entries:
                 f"{request.model} has no version {request.version!r}; it has {VERSION}",
             )
         if self._states[request.model] is not State.READY or not entry.ready():
-            reason = entry.reason() or self._reasons.get(request.model, "") or "it is loading"
+            reason = self._reason(request.model) or "it is loading"
             raise ServingError(ServingCode.UNAVAILABLE, f"{request.model} is not ready: {reason}")
         answer = asyncio.ensure_future(self.models[request.model].infer(request))
         answer.add_done_callback(lambda done: self._tell(request, done))

@@ -209,7 +209,7 @@ async def test_a_repository_that_is_away_changes_nothing(tmp_path):
 
 
 @in_loop
-async def test_settings_that_cannot_be_read_change_nothing(tmp_path):
+async def test_settings_that_cannot_be_read_change_nothing(tmp_path, caplog):
     deploy(tmp_path, "m", 1)
     r = await started(tmp_path)
     (tmp_path / "m" / "serving.yaml").write_text("batchin: {}")
@@ -217,6 +217,8 @@ async def test_settings_that_cannot_be_read_change_nothing(tmp_path):
     await r.host.poll()
     assert await r.version() == "1"
     assert "did you mean batching" in r.index()["m", ""][1]
+    await r.host.poll()
+    assert caplog.text.count("did you mean batching") == 1
     (tmp_path / "m" / "serving.yaml").write_text("labels: {stable: 1}")
     await r.host.poll()
     assert (await r.version(), await r.version(version="stable")) == ("2", "1")

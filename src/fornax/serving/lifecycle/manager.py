@@ -156,6 +156,9 @@ class Manager:
         if folder is not None and folder.type != "bundle":
             folder = None
         model = self.models.get(name)
+        before = "" if model is None else model.folder.problem
+        if folder is not None and folder.problem not in ("", before):
+            _log.error("%s: %s; what it serves goes on as it was", name, folder.problem)
         if model is not None:
             model.see(folder)
         elif folder is not None:
