@@ -52,12 +52,19 @@ CONTESTANTS = (
         settings="HTTP, defaults",
     ),
     Contestant(
+        name="fornax-1-thread",
+        wire="v2-binary",
+        path="/v2/models/{model}/infer",
+        settings="cpu_threads 1, as its guide recommends for small programs",
+        flags=("--cpu-threads", "1"),
+    ),
+    Contestant(
         name="fornax-trusting",
         wire="v2-binary",
         path="/v2/models/{model}/infer",
         settings="started only: with the executables that the bundles carry, which it is told to "
         "trust",
-        flags=("--trust_executables", "true"),
+        flags=("--trust-executables", "true"),
         starts_only=True,
     ),
     Contestant(
@@ -197,6 +204,7 @@ def fornax_command(repository: Path, port: int, flags: Sequence[str] = ()) -> li
         str(port),
         "--grpc",
         "none",
+        *flags,
     ]
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "for_child",
     "full_traceback",
     "host_tokens",
+    "limit_cpu_threads",
     "openai_api_key",
     "prepare_virtual_devices",
     "set_default_platform_quiet",
@@ -152,6 +153,11 @@ def prepare_virtual_devices() -> None:
     )
     if match and int(match.group(1)) > (os.cpu_count() or 1):
         os.environ.setdefault("NPROC", _threads_for(int(match.group(1))))
+
+
+def limit_cpu_threads(count: int) -> None:
+    """Let XLA's CPU client divide a program over so many threads; call before jax starts it."""
+    os.environ["NPROC"] = str(count)
 
 
 def set_default_platform_quiet() -> None:

@@ -67,6 +67,9 @@ class HostConfig(Limits):
     """Bytes that models may take of each device, such as 6GiB (default: a share of its memory)."""
     devices: tuple[int, ...] = ()
     """Numbers of the devices to serve on (default: all)."""
+    cpu_threads: int | None = None
+    """Threads that a program on CPU devices is divided over (default: the cores). 1 is fastest for
+    programs of less than some 200 us, which waking a second thread only delays."""
     trust_executables: bool = False
     """Whether native code in bundles may be run; only for bundles from hands you trust."""
 
@@ -136,6 +139,8 @@ class HostConfig(Limits):
             raise ConfigError(
                 f"devices={list(self.devices)} must be different numbers, from 0 upwards"
             )
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise ConfigError(f"cpu_threads={self.cpu_threads} must be 1 or more")
         self.model_memory_bytes()
 
     def folder(self) -> Path:

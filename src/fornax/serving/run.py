@@ -10,6 +10,7 @@ from typing import Any
 
 from fornax import __version__
 from fornax.config import ConfigError
+from fornax.config.environment import limit_cpu_threads
 from fornax.serving.config import Address, HostConfig
 from fornax.serving.entry import ASGIApp, EntryFactory
 from fornax.serving.events import Events, Outcome
@@ -67,6 +68,8 @@ class HostServer:
         config.folder()
         self.config = config
         self.events = Events()
+        if config.cpu_threads is not None:
+            limit_cpu_threads(config.cpu_threads)
         self._devices = DevicePool(numbers=config.devices, memory_limit=config.model_memory_bytes())
         self.host = Host(config, devices=self._devices, events=self.events, entries=entries)
         self._profiler = Profiler(config.profile_dir, config.profile_max_seconds)

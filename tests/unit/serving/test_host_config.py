@@ -53,6 +53,7 @@ def test_what_is_no_size_is_refused(text):
         (["--drain-seconds", "-1"], "drain_seconds=-1"),
         (["--trace-sample-rate", "1.5"], "not between 0 and 1"),
         (["--devices", "1", "1"], "different numbers"),
+        (["--cpu-threads", "0"], "cpu_threads=0"),
         (["--model-memory", "much"], "is no size"),
         (["--max-body-bytes", "0"], "max_body_bytes=0"),
         (["--send-timeout", "0"], "send_timeout=0"),
