@@ -318,9 +318,9 @@ KINDS = {f.__name__: f for f in (flipped, manifests, golden, pages, outside, nod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hostile_bundle_is_refused_and_never_ends_the_process(sealed, tmp_path, kind):
-    command = [sys.executable, __file__, str(sealed), str(tmp_path), kind]
+@pytest.mark.parametrize("kinds", ["flipped golden nodes", "manifests pages outside"])
+def test_a_hostile_bundle_is_refused_and_never_ends_the_process(sealed, tmp_path, kinds):
+    command = [sys.executable, __file__, str(sealed), str(tmp_path), *kinds.split()]
     where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run(
         command, env=where, capture_output=True, text=True, timeout=240, check=False
@@ -329,4 +329,5 @@ def test_a_hostile_bundle_is_refused_and_never_ends_the_process(sealed, tmp_path
 
 
 if __name__ == "__main__":
-    KINDS[sys.argv[3]](Path(sys.argv[1]), Path(sys.argv[2]))
+    for each in sys.argv[3:]:
+        KINDS[each](Path(sys.argv[1]), Path(sys.argv[2]))
