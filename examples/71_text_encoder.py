@@ -132,7 +132,7 @@ try:
         if found := re.search(r"grpc://([\d.:]+)", line):
             break
     client = Client(found[1])
-    while not client.ready("encoder"):
+    while not client.ready():
         time.sleep(0.1)
 
     def embed(texts):
