@@ -65,7 +65,6 @@ def start(folder: Path, out: Path) -> Any:
     ]
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", "XLA_FLAGS": ""}
-    environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     return subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
