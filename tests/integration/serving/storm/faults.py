@@ -31,6 +31,13 @@ class Faults:
         model = rng.choice(["rank", "multi"])
         version = str(rng.choice(world.VERSIONS[1:]))
         source, target = self.stock / model / version, self.root / model / version
+        try:
+            await self._change(rng, source, target)
+        except OSError:
+            self.storm.counts["clashed"] += 1  # with another operator
+        await asyncio.sleep(rng.random() * 0.6)
+
+    async def _change(self, rng: random.Random, source: Path, target: Path) -> None:
         if target.exists():
             await asyncio.to_thread(world.remove, target)
             self.storm.counts["removed"] += 1
@@ -40,7 +47,6 @@ class Faults:
         else:
             await self._trickle(rng, source, target)
             self.storm.counts["deployed slowly"] += 1
-        await asyncio.sleep(rng.random() * 0.6)
 
     async def _trickle(self, rng: random.Random, source: Path, target: Path) -> None:
         """Copy in place, in any order and in halves, as rsync or a network disk would."""
@@ -138,8 +144,8 @@ class Faults:
         kind = rng.choice(list(DAMAGES))
         try:
             DAMAGES[kind](rng, target)
-        except OSError:
-            return  # taken away meanwhile
+        except (OSError, ValueError, IndexError):
+            return  # taken away meanwhile, or not whole yet
         self.storm.counts["rotten"] += 1
         try:
             await asyncio.sleep(rng.random())

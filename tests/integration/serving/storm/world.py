@@ -115,10 +115,13 @@ def settle(root: Path, source: Path) -> None:
 
 def deploy(source: Path, target: Path) -> None:
     """Copy a version so that it appears whole, as the guide says."""
-    work = target.parent / f".incoming-{target.name}"
-    shutil.rmtree(work, ignore_errors=True)
+    work = target.parent / f".incoming-{target.name}-{random.getrandbits(40)}"
     shutil.copytree(source, work)
-    work.rename(target)
+    try:
+        work.rename(target)
+    except OSError:
+        shutil.rmtree(work)
+        raise
 
 
 def remove(target: Path) -> None:
