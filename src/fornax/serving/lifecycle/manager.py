@@ -224,9 +224,15 @@ class Manager:
     def _loaded(self, model: Model, instance: Instance, started: float) -> None:
         version = instance.version
         model.failures.pop(version, None)
-        before = model.serving.pop(version, None)
+        before = model.serving.get(version)
+        unwanted = self._closing or version not in model.plan.wanted
+        if unwanted and before is not None:
+            # It answers until what replaces the version is ready; a new copy is not needed.
+            self._retire(model, instance, 0.0)
+            self._settle(model)
+            return
         model.serving[version] = instance
-        if self._closing or version not in model.plan.wanted:
+        if unwanted:
             self._retire(model, instance, 0.0)
         else:
             self._tell(instance.source, State.READY, seconds=time.monotonic() - started)
