@@ -195,6 +195,24 @@ async def test_a_version_that_failed_and_was_removed_is_forgotten(tmp_path):
 
 
 @in_loop
+async def test_a_reload_that_a_newer_version_overtakes_leaves_no_gap(tmp_path):
+    deploy(tmp_path, "m", 1)
+    r = await started(tmp_path)
+    r.made.hold.clear()
+    deploy(tmp_path, "m", 1, offset=5)
+    polls = [asyncio.create_task(r.host.poll())]
+    await asyncio.sleep(0.1)
+    deploy(tmp_path, "m", 2, broken="it is damaged")
+    polls.append(asyncio.create_task(r.host.poll()))
+    await asyncio.sleep(0.1)
+    r.made.hold.set()
+    while not all(each.done() for each in polls):
+        assert await r.version() == "1"
+        await asyncio.sleep(0)
+    assert await r.version() == "1"
+
+
+@in_loop
 async def test_a_repository_that_is_away_changes_nothing(tmp_path):
     root = tmp_path / "models"
     deploy(root, "m", 1)
