@@ -12,6 +12,7 @@ import numpy as np
 from fornax.config.errors import BundleError
 from fornax.export import expressions
 from fornax.export.dtypes import BYTES, numpy_dtype
+from fornax.export.parts import longest
 from fornax.export.spec import Signature, TensorSpec
 
 __all__ = ["assemble", "choose", "measure", "take", "true_sizes"]
@@ -33,7 +34,7 @@ def measure(signature: Signature, request: Request) -> dict[str, int]:
         shape = array.shape
         if spec.dtype == BYTES:
             _check_bytes(signature, spec, array)
-            shape = (*shape, max(map(len, array.ravel()), default=0))
+            shape = (*shape, longest(request, spec))
         elif array.dtype != numpy_dtype(spec.dtype):
             raise BundleError(
                 f"input {name!r} of {signature.name!r} has dtype {array.dtype}; it takes "
@@ -276,7 +277,7 @@ def _own_sizes(signature: Signature, request: Request) -> dict[str, int]:
         array = request[name]
         if spec.dtype == BYTES:
             dim = str(spec.shape[-1])
-            sizes[dim] = max(sizes.get(dim, 0), max(map(len, array.ravel()), default=0))
+            sizes[dim] = max(sizes.get(dim, 0), longest(request, spec))
         for size, dim in zip(array.shape, spec.shape, strict=False):
             if isinstance(dim, str):
                 sizes[dim] = max(sizes.get(dim, 0), size)

@@ -47,7 +47,7 @@ class Callable:
         own, batch = buckets.measure(self.signature, request), self.signature.batch
         if batch is None or own[batch] <= self.signature.buckets[batch][-1]:
             return self._run(request)
-        cut = parts.split(request, own[batch], self.signature.buckets[batch][-1])
+        cut = parts.split(self.signature, request, own[batch], self.signature.buckets[batch][-1])
         return dict(parts.join(self.signature, [self._run(part) for _, part in cut]))
 
     def program(self, dims: Mapping[str, int]) -> Program:

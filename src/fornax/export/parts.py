@@ -4,17 +4,38 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fornax.export.spec import Signature
+from fornax.export.dtypes import BYTES
+from fornax.export.spec import Signature, TensorSpec
 
-__all__ = ["join", "split"]
+__all__ = ["Part", "join", "longest", "split"]
 
 Arrays = Mapping[str, np.ndarray]
 
 
-def split(request: Arrays, rows: int, most: int) -> Iterator[tuple[int, Arrays]]:
+class Part(dict[str, np.ndarray]):
+    """Some rows of a request; its strings count as long as the longest of the whole request.
+
+    Outputs that are as long as the strings are thus of one size in all parts.
+    """
+
+    longest: Mapping[str, int]
+
+
+def longest(request: Arrays, spec: TensorSpec) -> int:
+    """The longest string of a bytes input, of the whole request where this is a part of one."""
+    own = max(map(len, request[spec.name].ravel()), default=0)
+    return max(own, request.longest[spec.name]) if isinstance(request, Part) else own
+
+
+def split(
+    signature: Signature, request: Arrays, rows: int, most: int
+) -> Iterator[tuple[int, Arrays]]:
     """Parts of at most `most` of a request's rows, each with how many it has."""
+    texts = [spec for spec in signature.inputs.values() if spec.dtype == BYTES]
+    sizes = {spec.name: longest(request, spec) for spec in texts}
     for start in range(0, rows, most):
-        part = {name: array[start : start + most] for name, array in request.items()}
+        part = Part({name: array[start : start + most] for name, array in request.items()})
+        part.longest = sizes
         yield min(most, rows - start), part
 
 

@@ -67,9 +67,14 @@ class HostConfig(Limits):
     """Bytes that models may take of each device, such as 6GiB (default: a share of its memory)."""
     devices: tuple[int, ...] = ()
     """Numbers of the devices to serve on (default: all)."""
+    grpc_compression: Literal["none", "deflate", "gzip"] = "none"
+    """How answers over gRPC are compressed; over HTTP a client asks for it."""
     cpu_threads: int | None = None
     """Threads that a program on CPU devices is divided over (default: the cores). 1 is fastest for
     programs of less than some 200 us, which waking a second thread only delays."""
+    busy_poll_us: float = 300.0
+    """Microseconds in which the server looks for the next request after a lone small one instead of
+    sleeping, so that it need not be woken; 0 saves the processor's time."""
     trust_executables: bool = False
     """Whether native code in bundles may be run; only for bundles from hands you trust."""
 
@@ -141,6 +146,10 @@ class HostConfig(Limits):
             )
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ConfigError(f"cpu_threads={self.cpu_threads} must be 1 or more")
+        if not 0 <= self.busy_poll_us <= 1e6:
+            raise ConfigError(
+                f"busy_poll_us={self.busy_poll_us:g} is not from 0 to a second's 1000000"
+            )
         self.model_memory_bytes()
 
     def folder(self) -> Path:

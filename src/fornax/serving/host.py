@@ -77,8 +77,8 @@ class Host:
             types=frozenset(entries or {}),
         )
         self._models = self._manager.models
-        self._naming = Naming(self._models, self._others.entries)
-        self._started = self._stopped = False
+        self._naming = Naming(self._models, self._others.entries, lambda: self._read)
+        self._read = self._started = self._stopped = False
         self._must_be_ready: frozenset[str] = frozenset()
 
     @property
@@ -114,6 +114,7 @@ class Host:
         """
         try:
             await self._manager.start()
+            self._read = True
             if self._config.control == "explicit":
                 self._check_names()
             self._must_be_ready = frozenset(

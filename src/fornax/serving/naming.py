@@ -1,6 +1,6 @@
 """What a request's name and version stand for: a copy of a version, a function, or a refusal."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from fornax.config import ServingCode, ServingError, nearest
 from fornax.serving.lifecycle import Instance
@@ -22,20 +22,31 @@ def no_function(instance: Instance, function: str) -> ServingError:
 
 
 class Naming:
-    """Finds models by name; `others` are names that someone else answers to."""
+    """Finds models by name; `others` are names that someone else answers to.
 
-    def __init__(self, models: Mapping[str, Model], others: Iterable[str]):
+    `known()` says whether the repository has been read: before, no name is known to be wrong.
+    """
+
+    def __init__(
+        self, models: Mapping[str, Model], others: Iterable[str], known: Callable[[], bool]
+    ):
         self._models = models
         self._others = others
+        self._known = known
 
     def model(self, name: str) -> Model:
         """A model by its own name, without a function.
 
         Raises:
-          ServingError: NOT_FOUND, with the nearest name.
+          ServingError: NOT_FOUND, with the nearest name; UNAVAILABLE before names are known.
         """
         model = self._models.get(name)
         if model is None:
+            if not self._known():
+                raise ServingError(
+                    ServingCode.UNAVAILABLE,
+                    "the server is starting and has not read its repository yet; try again",
+                )
             guess = nearest(name, [*self._models, *self._others])
             hint = f"did you mean {guess}?" if guess else "GET /v2/repository/index lists all"
             raise ServingError(

@@ -70,7 +70,11 @@ class HostServer:
         self.events = Events()
         if config.cpu_threads is not None:
             limit_cpu_threads(config.cpu_threads)
-        self._devices = DevicePool(numbers=config.devices, memory_limit=config.model_memory_bytes())
+        self._devices = DevicePool(
+            numbers=config.devices,
+            memory_limit=config.model_memory_bytes(),
+            awake_seconds=config.busy_poll_us * 1e-6,
+        )
         self.host = Host(config, devices=self._devices, events=self.events, entries=entries)
         self._profiler = Profiler(config.profile_dir, config.profile_max_seconds)
         self._metrics = Metrics(
@@ -119,6 +123,7 @@ class HostServer:
                 tls=tls,
                 shared_memory=memory,
                 trace_sample_rate=traced,
+                compression=config.grpc_compression,
             )
         return http, grpc
 
@@ -263,17 +268,22 @@ class HostServer:
         """Give everything back, whatever happened before."""
         if self._trimming is not None:
             self._trimming.cancel()
-        for front in (self._http, self._grpc):
-            if front is not None:
-                # A drain that was cut short has cancelled what would be waited for here.
-                with contextlib.suppress(asyncio.CancelledError):
-                    await front.stop(0.0)
-        await self.host.stop(0.0)
-        await self._profiler.close()
-        if self._tracer is not None:
-            self._tracer.close()
-        if self._access is not None:
-            self._access.close()
+        async with contextlib.AsyncExitStack() as rest:  # each is closed whatever another says
+            if self._access is not None:
+                rest.callback(self._access.close)
+            if self._tracer is not None:
+                rest.callback(self._tracer.close)
+            rest.push_async_callback(self._profiler.close)
+            rest.push_async_callback(self.host.stop, 0.0)
+            for front in (self._grpc, self._http):
+                if front is not None:
+                    rest.push_async_callback(_stop_at_once, front)
+
+
+async def _stop_at_once(front: HttpServer | GrpcServer) -> None:
+    # A drain that was cut short has cancelled what would be waited for here.
+    with contextlib.suppress(asyncio.CancelledError):
+        await front.stop(0.0)
 
 
 def _of_clients(listener: Listener) -> Listener:

@@ -11,7 +11,7 @@ from tests.unit.export.conftest import PARAMS, VOCABULARY
 
 from fornax import export
 from fornax.config.errors import BundleError
-from fornax.export import buckets
+from fornax.export import Spec, buckets
 
 
 def request(rows: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -52,6 +52,21 @@ def test_more_rows_than_the_largest_bucket_run_in_parts(loaded):
 def test_strings_become_rows_of_bytes_with_their_own_lengths(loaded):
     found = loaded["letters"](text=[b"banana", b"", b"a\0a", b"xyz", b"aaaaaa"])
     np.testing.assert_array_equal(found["count"], [3, 0, 2, 0, 6])
+
+
+def test_outputs_as_long_as_the_strings_are_joined_from_parts(tmp_path):
+    export.save(
+        tmp_path / "upper",
+        {"upper": lambda params, text: {"text": text - 32 * (text > 96)}},
+        {},
+        inputs={"upper": {"text": Spec(("b", "n"), "bytes")}},
+        buckets={"b": [2], "n": [4, 8]},
+        platforms=["cpu"],
+    )
+    upper = export.load(tmp_path / "upper")["upper"]
+    found = upper(text=[b"a", b"bc", b"defghi", b"", b"j"])["text"]
+    assert [row.tobytes().rstrip(b"\0") for row in found] == [b"A", b"BC", b"DEFGHI", b"", b"J"]
+    assert found.shape == (5, 6)
 
 
 def test_lists_and_jax_arrays_are_taken(loaded):

@@ -124,6 +124,8 @@ class Function:
     def answer(self, batch: Batch, computed: Computed, started: int) -> None:
         """Hand out what was computed."""
         if computed.error is not None:
+            if not isinstance(computed.error, ServingError):
+                self._reports.failed(computed.error)
             error = as_serving_error(computed.error)
             for each in batch.requests:
                 self._fail(each.owner[0], error)
@@ -144,6 +146,7 @@ class Function:
                 try:
                     self._succeed(answer)
                 except Exception as failure:  # such as no memory to join its parts
+                    self._reports.failed(failure)
                     self._fail(answer, as_serving_error(failure))
             each.forget()
 
@@ -183,7 +186,9 @@ class Function:
             self.queue.put(
                 *(
                     Waiting((answer, i), part, size, key, priority, deadline, arrived)
-                    for i, (size, part) in enumerate(split(request.inputs, rows, most))
+                    for i, (size, part) in enumerate(
+                        split(self.signature, request.inputs, rows, most)
+                    )
                 )
             )
         if deadline is not None and (self._timer is None or deadline < self._timer_due):

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from fornax.serving.batching import Batch, Share, Shares
+from fornax.serving.execution.awake import Awake
 from fornax.serving.execution.runner import Computed, Runner
 from fornax.serving.execution.turns import Turns
 
@@ -68,8 +69,8 @@ class _Work:
 class Lane:
     """See the module."""
 
-    def __init__(self, name: str, *, on_host: bool, devices: int = 1):
-        """A lane over so many devices; `on_host`: CPU devices."""
+    def __init__(self, name: str, *, on_host: bool, devices: int = 1, awake_seconds: float = 0.0):
+        """A lane over so many devices; `on_host`: CPU devices; `awake_seconds`: see `Awake`."""
         self.name = name
         self.on_host = on_host
         self.lock: AbstractContextManager = (
@@ -79,7 +80,6 @@ class Lane:
         self.shares: Shares[Claim] = Shares()
         self.running = 0
         """Batches in its threads."""
-        self.busy_seconds = 0.0
         self.slots = 1
         """Batches that may be in its threads at once: the most that a model here may have."""
         self._again: deque[_Work] = deque()
@@ -89,6 +89,7 @@ class Lane:
         self._kicked = False
         self._crowded = False
         """Several requests came at once the last time."""
+        self._awake = Awake(awake_seconds, lambda: self.running > 0)
         self._ends = 0.0
         self._freed = 0.0
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
@@ -189,6 +190,8 @@ class Lane:
         computed = work.claim.runner.compute(work.batch, alone=True)
         self._account(work, computed, (time.monotonic_ns() - work.started) * 1e-9)
         self._deliver(work, computed)
+        if not self._crowded and self._loop is not None:
+            self._awake.stay(self._loop)
 
     def _hand_over(self, work: _Work) -> None:
         now = time.monotonic()
@@ -232,7 +235,6 @@ class Lane:
         if computed.error is None:
             work.claim.runner.prepared[work.batch.bucket, work.batch.key].took(took)
         self.shares.charge(work.claim, took - work.estimate)
-        self.busy_seconds += computed.infer_ns * 1e-9
 
     def _deliver(self, work: _Work, computed: Computed) -> None:
         requests = work.batch.requests

@@ -40,13 +40,20 @@ class Place:
 class DevicePool:
     """Devices, lanes and memory, shared by all models of a process."""
 
-    def __init__(self, *, numbers: Sequence[int] = (), memory_limit: int | None = None):
+    def __init__(
+        self,
+        *,
+        numbers: Sequence[int] = (),
+        memory_limit: int | None = None,
+        awake_seconds: float = 0.0,
+    ):
         """The devices `numbers` of this process (none: all).
 
         Args:
           numbers: positions in `jax.local_devices()`.
           memory_limit: bytes that models may take of each device (CPU: of the host, by all CPU
             devices together); None: most of what it has.
+          awake_seconds: how long the event loop looks for the next request after a lone one.
 
         Raises:
           ConfigError: for a number that no device has.
@@ -67,6 +74,7 @@ class DevicePool:
                 for device in self._devices.values()
             }
         )
+        self._awake_seconds = awake_seconds
         self._lanes: dict[tuple[int, ...], Lane] = {}
 
     @property
@@ -131,7 +139,10 @@ class DevicePool:
             devices = [self._device(number) for number in key]
             name = f"{devices[0].platform}:{','.join(map(str, key))}"
             self._lanes[key] = Lane(
-                name, on_host=devices[0].platform == "cpu", devices=len(devices)
+                name,
+                on_host=devices[0].platform == "cpu",
+                devices=len(devices),
+                awake_seconds=self._awake_seconds,
             )
         return self._lanes[key]
 

@@ -1,6 +1,7 @@
 """What a function tells whoever watches it, and the figures of its batches."""
 
 import logging
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,6 +17,8 @@ from fornax.serving.types import InferRequest, InferResult
 __all__ = ["Reports"]
 
 _log = logging.getLogger("fornax.serving")
+_AGAIN_SECONDS = 10.0
+"""A failure is logged once in this time: a model that fails at every request fills no disk."""
 
 
 class Reports:
@@ -33,6 +36,20 @@ class Reports:
         self._ragged = bool(signature.ragged) or signature.batch is None
         self._counters = counters
         self._events = events
+        self._logged = -_AGAIN_SECONDS
+
+    def failed(self, error: BaseException) -> None:
+        """Something that no client is to blame for: the log gets where it happened."""
+        now = time.monotonic()
+        if now - self._logged >= _AGAIN_SECONDS:
+            self._logged = now
+            _log.error(
+                "%s of %s %s could not be computed",
+                self._function,
+                self._model,
+                self._version,
+                exc_info=error,
+            )
 
     def ended(self, request: InferRequest, outcome: InferResult | ServingError) -> None:
         """A request has its answer or its error."""
