@@ -156,7 +156,7 @@ def prepare_virtual_devices() -> None:
 
 
 def limit_cpu_threads(count: int) -> None:
-    """Let XLA's CPU client divide a program over so many threads; call before jax starts it."""
+    """Have XLA's CPU client divide a program over so many threads; call before jax starts it."""
     os.environ["NPROC"] = str(count)
 
 

@@ -32,7 +32,12 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=environment.for_child({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": None}),
             )
-        self.wait_for(wait)
+        try:
+            self.wait_for(wait)
+        except BaseException:
+            self.popen.kill()
+            self.popen.wait()
+            raise
 
     def wait_for(self, words: str, seconds: float = 60) -> str:
         """Wait until the log has something; the whole log."""
