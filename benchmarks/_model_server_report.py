@@ -86,7 +86,7 @@ def _summary(standings: Mapping[str, Any], cells: Sequence[tuple[str, int]]) -> 
     for name, concurrency in cells:
         key = name, concurrency
         at = {who: s.cells[key] for who, s in standings.items() if key in s.cells}
-        peers = {who: found for who, found in at.items() if who != MINE}
+        peers = {who: found for who, found in at.items() if not who.startswith(MINE)}
         if MINE not in at or not peers:
             continue
         best = max(peers, key=lambda who: rate(peers[who]))
