@@ -14,7 +14,15 @@ from pathlib import Path
 from fornax.config.errors import BundleError
 from fornax.export.manifest import File
 
-__all__ = ["MANIFEST", "check_listing", "measure", "new_directory", "read_checked", "verify"]
+__all__ = [
+    "MANIFEST",
+    "check_listing",
+    "measure",
+    "new_directory",
+    "read_checked",
+    "sync",
+    "verify",
+]
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
@@ -154,7 +162,7 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
         os.chmod(work, 0o755)
         _sync(work)
         _put_in_place(work, path)
-        _sync_one(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise BundleError(f"{path} cannot be written ({error.strerror or error})") from error
     finally:
@@ -184,11 +192,12 @@ def _exchange(a: Path, b: Path) -> bool:
 def _sync(root: Path) -> None:
     for parent, _, names in os.walk(root):
         for name in names:
-            _sync_one(Path(parent) / name)
-        _sync_one(Path(parent))
+            sync(Path(parent) / name)
+        sync(Path(parent))
 
 
-def _sync_one(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file, or what a folder was just told, last beyond a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

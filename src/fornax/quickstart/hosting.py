@@ -4,16 +4,11 @@ The bundle is served by the command that a user types, in a process of its own, 
 how likely functions of held-out files are; the answers are compared with the model's own.
 """
 
-import contextlib
 import importlib.util
 import json
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fornax.config.errors import EngineError, ServingError
+from fornax.config.errors import ServingError
 from fornax.data import load_tokenizer
 from fornax.models import Decoder, load_pretrained, token_logprobs
+from fornax.quickstart.child import child_server
 from fornax.train import export_model
 
 if TYPE_CHECKING:
@@ -36,7 +32,6 @@ MODEL = "lm"
 """The model's name in the repository."""
 
 _NEEDS = ("grpc", "prometheus_client", "uvicorn")
-_PATIENCE_S = 600
 _ROWS = 4
 _ASKED = 20
 
@@ -107,8 +102,10 @@ def serve_and_score(
     texts = texts_of(pairs)
     rows = [np.asarray(tokenizer.encode(text), np.int32)[:length] for text in texts]
     began = time.perf_counter()
-    with _server(repository, log) as (process, address), Client(address) as client:
-        _wait_ready(client, process, log)
+    words = ("host", str(repository), "--http", "none", "--grpc", "127.0.0.1:0")
+    listening = child_server(words, log, r"listens on grpc://(\S+)")
+    with listening as server, Client(server.address) as client:
+        server.wait_until(lambda: _ready(client))
         ready = time.perf_counter() - began
         found = [client.infer(MODEL, {"tokens": row[None]}) for row in rows]
         times = []
@@ -116,10 +113,7 @@ def serve_and_score(
             asked = time.perf_counter()
             client.infer(MODEL, {"tokens": rows[0][None]})
             times.append(time.perf_counter() - asked)
-        process.send_signal(signal.SIGTERM)
-        exit_code = process.wait(timeout=60)
-    if exit_code != 0:
-        raise EngineError(f"the server ended with exit code {exit_code}; {log} says why")
+        exit_code = server.stop()
     own = direct_scores(load_pretrained(model), rows)
     scores = [
         {
@@ -139,36 +133,9 @@ def serve_and_score(
     }
 
 
-@contextlib.contextmanager
-def _server(repository: Path, log: Path) -> Iterator[tuple[subprocess.Popen, str]]:
-    options = ("--http", "none", "--grpc", "127.0.0.1:0")
-    command = [sys.executable, "-m", "fornax", "host", str(repository), *options]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+def _ready(client: "Client") -> bool:
+    """Whether the model is compiled, checked and takes requests."""
     try:
-        yield process, _address(process, log)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _address(process: subprocess.Popen, log: Path) -> str:
-    until = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < until and process.poll() is None:
-        found = re.search(r"listens on grpc://(\S+)", log.read_text(errors="replace"))
-        if found:
-            return found[1]
-        time.sleep(0.05)
-    raise EngineError(f"the server did not start; {log} says why")
-
-
-def _wait_ready(client: "Client", process: subprocess.Popen, log: Path) -> None:
-    """Wait until the model is compiled, checked and takes requests."""
-    until = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(ServingError):
-            if client.ready(MODEL):
-                return
-        time.sleep(0.05)
-    raise EngineError(f"the server was not ready within {_PATIENCE_S} s; {log} says why")
+        return client.ready(MODEL)
+    except ServingError:
+        return False

@@ -3,19 +3,13 @@
 The server is a process of its own, started by the command that a user types and stopped by SIGTERM.
 """
 
-import contextlib
 import importlib.util
-import re
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fornax.config.errors import EngineError
+from fornax.quickstart.child import child_server
 
 __all__ = ["ASKED", "CHAT_TEMPLATE", "missing", "serve_and_ask"]
 
@@ -29,7 +23,6 @@ CHAT_TEMPLATE = (
 """A base model knows no roles: a conversation is its messages in a row, to go on from."""
 
 _NEEDS = ("fastapi", "openai", "prometheus_client", "uvicorn")
-_PATIENCE_S = 600
 _OPTIONS = ("--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 _SERVED = "quickstart"
 
@@ -54,15 +47,13 @@ def serve_and_ask(directory: Path, log: Path, prompt: str, *, max_tokens: int) -
     from openai import OpenAI
 
     began = time.perf_counter()
-    with _server(directory, log) as (process, address):
-        with OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60.0) as client:
-            _wait_ready(client, process, log)
+    words = ("serve", str(directory), *_OPTIONS, "--served-model-name", _SERVED)
+    with child_server(words, log, r"listening on (http://\S+)") as server:
+        with OpenAI(base_url=f"{server.address}/v1", api_key="none", timeout=60.0) as client:
+            server.wait_until(lambda: _ready(server.address))
             ready = time.perf_counter() - began
             answers = _ask(client, prompt, max_tokens)
-        process.send_signal(signal.SIGTERM)
-        exit_code = process.wait(timeout=60)
-    if exit_code != 0:
-        raise EngineError(f"the server ended with exit code {exit_code}; {log} says why")
+        exit_code = server.stop()
     return {"seconds_to_ready": round(ready, 2), "exit_code": exit_code, **answers}
 
 
@@ -98,38 +89,10 @@ def _ask(client: Any, prompt: str, max_tokens: int) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _server(directory: Path, log: Path) -> Iterator[tuple[subprocess.Popen, str]]:
-    command = [sys.executable, "-m", "fornax", "serve", str(directory), *_OPTIONS]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*command, "--served-model-name", _SERVED], stdout=file, stderr=subprocess.STDOUT
-        )
+def _ready(address: str) -> bool:
+    """Whether the server has compiled its steps."""
     try:
-        yield process, _address(process, log)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _address(process: subprocess.Popen, log: Path) -> str:
-    until = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < until and process.poll() is None:
-        found = re.search(r"listening on (http://\S+)", log.read_text(errors="replace"))
-        if found:
-            return found[1]
-        time.sleep(0.1)
-    raise EngineError(f"the server did not start; {log} says why")
-
-
-def _wait_ready(client: Any, process: subprocess.Popen, log: Path) -> None:
-    """Wait until the server has compiled its steps."""
-    address = str(client.base_url).removesuffix("/v1/")
-    until = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < until and process.poll() is None:
-        # OSError: not listening yet, or 503.
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/ready", timeout=10):
-            return
-        time.sleep(0.1)
-    raise EngineError(f"the server was not ready within {_PATIENCE_S} s; {log} says why")
+        with urllib.request.urlopen(f"{address}/ready", timeout=10):
+            return True
+    except OSError:  # not listening yet, or 503
+        return False

@@ -48,13 +48,6 @@ def bundles(tmp_path_factory, quick_compiles):
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture(scope="module")
 def pool() -> DevicePool:
     return DevicePool(numbers=[0])
 

@@ -85,13 +85,6 @@ def path(tmp_path_factory, quick_compiles):
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture(scope="module")
 def pool() -> DevicePool:
     return DevicePool(numbers=[0, 1])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fornax.config import ServingCode, ServingError
+from fornax.export.files import sync
 from fornax.serving.repository.names import inside
 
 __all__ = ["read_small", "write_json"]
@@ -54,16 +55,7 @@ def write_json(path: Path, value: Any) -> None:
     except BaseException:
         os.unlink(name)
         raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename or removal in a folder last beyond a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def _refused(message: str) -> ServingError:

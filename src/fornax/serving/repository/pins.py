@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 from fornax.config import ServingCode, ServingError
-from fornax.serving.repository.files import read_small, sync_folder, write_json
+from fornax.export.files import sync
+from fornax.serving.repository.files import read_small, write_json
 from fornax.serving.repository.names import name_problem, version_number
 
 __all__ = ["PIN_FILE", "pin", "read_pin", "unpin"]
@@ -67,7 +68,7 @@ def unpin(root: str | os.PathLike[str], name: str) -> bool:
         (folder / PIN_FILE).unlink()
     except FileNotFoundError:
         return False
-    sync_folder(folder)
+    sync(folder)
     return True
 
 

@@ -1,7 +1,5 @@
 """The service by bare gRPC: tokens, TLS, health, reflection, limits, broken bytes, stopping."""
 
-import datetime
-import ipaddress
 import subprocess
 import sys
 import threading
@@ -11,9 +9,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -22,6 +17,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.serving.certificate import certify
 
 from fornax.config import ConfigError, ServingCode, ServingError
 from fornax.serving.access import Auth, Limits, Tls
@@ -246,7 +242,7 @@ def test_tokens(serve):
 
 
 def test_tls_with_certificates_of_both_sides(serve, tmp_path):
-    tls = _certify(tmp_path)
+    tls = certify(tmp_path)
     served = serve(tls=tls)
     with Client(served.address, ca=tls.cert) as client:
         assert client.infer("echo", _X)["x"].size == 4
@@ -264,25 +260,6 @@ def test_tls_with_certificates_of_both_sides(serve, tmp_path):
         served.run(
             GrpcServer(served.host, "127.0.0.1:0", tls=Tls(cert=Path("/no"), key=tls.key)).start()
         )
-
-
-def _certify(folder):
-    """A certificate of this machine's, its own authority."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "here")])
-    now = datetime.datetime.now(datetime.UTC)
-    day = datetime.timedelta(days=1)
-    place = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(now - day).not_valid_after(now + day)
-    builder = builder.add_extension(place, critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    certificate = builder.sign(key, hashes.SHA256())
-    pem = serialization.Encoding.PEM
-    (folder / "cert.pem").write_bytes(certificate.public_bytes(pem))
-    private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (folder / "key.pem").write_bytes(key.private_bytes(pem, *private))
-    return Tls(cert=folder / "cert.pem", key=folder / "key.pem")
 
 
 def test_a_request_that_the_host_drops_is_to_be_sent_again(served, channel):
