@@ -71,6 +71,46 @@ def _ranker(scale: float) -> dict[str, np.ndarray]:
     return {"table": table, "w": scale * rng.standard_normal(8).astype(np.float32)}
 
 
+WIDE = 65536
+"""Numbers in a row of `wide`."""
+
+
+def _predict(params, x, scale):
+    return {"y": jnp.tanh(x @ params["w"]) * scale[:, None]}
+
+
+def _text(params, s):
+    return {"s": s, "length": jnp.sum(s > 0, axis=1)}
+
+
+def _wide(params, x):
+    return {"x": x + 1}
+
+
+def write_tiny(
+    root: Path, name: str, function: Callable, inputs: dict[str, Spec], queue_limit: int
+) -> Path:
+    """Two versions of `tiny`: predict, text, wide, and a function of the test's own."""
+    weights = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for version in (1, 2):
+        export.save(
+            root / "tiny" / str(version),
+            {"predict": _predict, name: function, "text": _text, "wide": _wide},
+            {"w": weights * version},
+            inputs={
+                "predict": {"x": Spec(("b", 4), "float32"), "scale": Spec(("b",), "float32")},
+                name: inputs,
+                "text": {"s": Spec(("b", "n"), "bytes")},
+                "wide": {"x": Spec(("b", WIDE), "float32")},
+            },
+            buckets={"b": [1, 4], "n": [16]},
+            platforms=("cpu",),
+        )
+    settings = f"versions: {{type: all}}\nbatching: {{queue_limit: {queue_limit}}}\n"
+    (root / "tiny" / "serving.yaml").write_text(settings)
+    return root
+
+
 @pytest.fixture(scope="session")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two versions of a ranker."""

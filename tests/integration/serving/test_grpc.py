@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from google.protobuf import json_format
+from tests.integration.serving.conftest import WIDE, write_tiny
 from tritonclient.utils import InferenceServerException
 
 from fornax import export
@@ -31,47 +32,17 @@ pytestmark = pytest.mark.slow
 _INFER = METHODS["ModelInfer"].path
 _STREAM = METHODS["ModelStreamInfer"].path
 _BIG = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-_WIDE = 65536
-"""Numbers in a row of `wide`."""
-
-
-def _predict(params, x, scale):
-    return {"y": x @ params["w"] * scale[:, None]}
 
 
 def _half(params, h):
     return {"h": h * jnp.bfloat16(3)}
 
 
-def _text(params, s):
-    return {"s": s, "length": jnp.sum(s > 0, axis=1)}
-
-
-def _wide(params, x):
-    return {"x": x + 1}
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    weights = np.arange(12, dtype=np.float32).reshape(4, 3)
-    for version in (1, 2):
-        export.save(
-            root / "tiny" / str(version),
-            {"predict": _predict, "half": _half, "text": _text, "wide": _wide},
-            {"w": weights * version},
-            inputs={
-                "predict": {"x": Spec(("b", 4), "float32"), "scale": Spec(("b",), "float32")},
-                "half": {"h": Spec(("b", 2), "bfloat16")},
-                "text": {"s": Spec(("b", "n"), "bytes")},
-                "wide": {"x": Spec(("b", _WIDE), "float32")},
-            },
-            buckets={"b": [1, 4], "n": [16]},
-            platforms=("cpu",),
-        )
-    settings = "versions: {type: all}\nbatching: {queue_limit: 8}\n"
-    (root / "tiny" / "serving.yaml").write_text(settings)
-    return root
+    return write_tiny(
+        tmp_path_factory.mktemp("models"), "half", _half, {"h": Spec(("b", 2), "bfloat16")}, 8
+    )
 
 
 @pytest.fixture(scope="module")
@@ -190,14 +161,14 @@ def _quiet(server) -> None:
                 break
             assert time.monotonic() < until
         for value in range(3):
-            x = np.full((1, _WIDE), value, np.float32)
+            x = np.full((1, WIDE), value, np.float32)
             assert (client.infer("tiny:wide", {"x": x})["x"] == value + 1).all()
 
 
 _VANISHING = f"""
 import sys, grpc, numpy as np
 from fornax.serving.grpc.client import infer_message
-data = infer_message("tiny:wide", {{"x": np.ones((4, {_WIDE}), np.float32)}}).SerializeToString()
+data = infer_message("tiny:wide", {{"x": np.ones((4, {WIDE}), np.float32)}}).SerializeToString()
 def endless():
     while True:
         yield data
@@ -228,7 +199,7 @@ def test_clients_that_vanish_mid_stream_leave_nothing_behind(server):
 
 @pytest.mark.fault
 def test_readers_that_dawdle_hold_a_bounded_share(server):
-    data = infer_message("tiny:wide", {"x": np.ones((4, _WIDE), np.float32)}).SerializeToString()
+    data = infer_message("tiny:wide", {"x": np.ones((4, WIDE), np.float32)}).SerializeToString()
     before = _memory(server)
     sent = [0]
 
@@ -264,7 +235,7 @@ def test_ten_times_too_many_requests_are_answered_or_refused(server):
             call = channel.unary_unary(_INFER)
 
             async def caller(number):
-                x = np.full((1, _WIDE), number, np.float32)
+                x = np.full((1, WIDE), number, np.float32)
                 data = infer_message("tiny:wide", {"x": x}).SerializeToString()
                 while time.monotonic() < end:
                     try:
@@ -302,7 +273,7 @@ def test_a_stop_answers_what_was_taken(server):
     def calls():
         with Client(server.address("grpc")) as client:
             while True:
-                x = np.full((1, _WIDE), len(outcomes), np.float32)
+                x = np.full((1, WIDE), len(outcomes), np.float32)
                 try:
                     got = client.infer("tiny:wide", {"x": x})["x"]
                 except ServingError as error:

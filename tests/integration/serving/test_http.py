@@ -7,13 +7,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orjson
 import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as aio
+from tests.integration.serving.conftest import WIDE, write_tiny
 from tests.unit.serving.http.client import Client
 from tritonclient.utils import InferenceServerException
 
@@ -24,47 +24,21 @@ from fornax.serving.v2.datatypes import DTYPES
 pytestmark = pytest.mark.slow
 
 _NUMBERS = [name for name in DTYPES if name != "BYTES"]
-_WIDE = 65536
-"""Numbers in a row of `wide`."""
 
 
 def _every(params, **inputs):
     return {f"out_{name}": ~x if x.dtype == bool else x + x for name, x in inputs.items()}
 
 
-def _text(params, s):
-    return {"s": s, "length": jnp.sum(s > 0, axis=1)}
-
-
-def _predict(params, x, scale):
-    return {"y": jnp.tanh(x @ params["w"]) * scale[:, None]}
-
-
-def _wide(params, x):
-    return {"x": x + 1}
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    weights = np.arange(12, dtype=np.float32).reshape(4, 3)
-    for version in (1, 2):
-        export.save(
-            root / "tiny" / str(version),
-            {"predict": _predict, "every": _every, "text": _text, "wide": _wide},
-            {"w": weights * version},
-            inputs={
-                "predict": {"x": Spec(("b", 4), "float32"), "scale": Spec(("b",), "float32")},
-                "every": {name: Spec(("b", 3), DTYPES[name].name) for name in _NUMBERS},
-                "text": {"s": Spec(("b", "n"), "bytes")},
-                "wide": {"x": Spec(("b", _WIDE), "float32")},
-            },
-            buckets={"b": [1, 4], "n": [16]},
-            platforms=("cpu",),
-        )
-    settings = "versions: {type: all}\nbatching: {queue_limit: 64}\n"
-    (root / "tiny" / "serving.yaml").write_text(settings)
-    return root
+    return write_tiny(
+        tmp_path_factory.mktemp("models"),
+        "every",
+        _every,
+        {name: Spec(("b", 3), DTYPES[name].name) for name in _NUMBERS},
+        64,
+    )
 
 
 def _input(name: str, array: np.ndarray, datatype: str, *, binary: bool = True):
@@ -185,9 +159,9 @@ def _memory(server) -> int:
 
 
 def _wide_request(rows: int, value: float = 1.0) -> bytes:
-    array = np.full((rows, _WIDE), value, np.float32)
+    array = np.full((rows, WIDE), value, np.float32)
     size = {"binary_data_size": array.nbytes}
-    tensor = {"name": "x", "datatype": "FP32", "shape": [rows, _WIDE], "parameters": size}
+    tensor = {"name": "x", "datatype": "FP32", "shape": [rows, WIDE], "parameters": size}
     text = orjson.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}})
     head = (
         "POST /v2/models/tiny:wide/infer HTTP/1.1\r\nHost: x\r\n"
@@ -222,7 +196,7 @@ def test_clients_that_vanish_dawdle_and_flood_leave_nothing_behind(models, start
         async with aio.InferenceServerClient(server.address("http")) as client:
 
             async def one(value: int) -> str:
-                array = np.full((1, _WIDE), value, np.float32)
+                array = np.full((1, WIDE), value, np.float32)
                 try:
                     got = await client.infer("tiny:wide", [_input("x", array, "FP32")])
                 except InferenceServerException as error:
