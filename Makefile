@@ -42,10 +42,10 @@ format: $(VENV)/.dev ## Rewrite files in the project's style
 	$(BIN)/ruff check --fix .
 
 parity: $(PARITY)/.ready ## Compare with torch and transformers, in an environment of their own
-	$(PARITY)/bin/python -m pytest tests/parity $(PYTEST_ARGS)
+	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal tests/parity $(PYTEST_ARGS)
 
 tpu-test: $(TPU)/.ready ## Compile with the real TPU compiler, in an environment of its own
-	$(TPU)/bin/python -m pytest -m tpu --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+	$(TPU)/bin/python -m pytest -n 2 --dist worksteal -m tpu --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 vllm-test: $(VLLM)/.ready ## Run inside real vLLM, in an environment of its own
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(PYTEST_ARGS)

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fornax import export
+from fornax.config.environment import tpu_compiler
 
 pytestmark = [
     pytest.mark.tpu,
@@ -20,9 +21,8 @@ pytestmark = [
 
 
 def test_the_tpus_program_compiles(sealed, monkeypatch):
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    for name, value in tpu_compiler("v5litepod-4").items():
+        monkeypatch.setenv(name, value)
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")

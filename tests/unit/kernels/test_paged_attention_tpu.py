@@ -4,7 +4,6 @@ Legend: T tokens of the step, R rows (sequences).
 """
 
 import importlib.util
-import os
 import subprocess
 import sys
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as upstream
 
 from fornax import kernels
+from fornax.config.environment import for_child, tpu_compiler
 
 _COMPILE = """
 import sys
@@ -62,16 +62,9 @@ assert not [line for line in text.splitlines() if " copy(" in line and "[4,200,1
 )
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_tpu_compiler_takes_the_kernel_and_copies_no_cache(topology: str) -> None:
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": topology.split(":")[0] + "-4",
-    }
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE, topology],
-        env=environment,
+        env=for_child(tpu_compiler(topology.split(":")[0] + "-4")),
         capture_output=True,
         text=True,
         check=False,

@@ -2,11 +2,12 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+
+from fornax.config.environment import for_child, tpu_compiler
 
 _COMPILE = """
 import json, re, sys
@@ -71,17 +72,9 @@ _MANY = [
 
 
 def _compile(topology: str, cases: list[dict]) -> None:
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs: several may compile at once
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": topology.split(":")[0] + "-4",
-    }
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE, topology, json.dumps(cases)],
-        env=environment,
+        env=for_child(tpu_compiler(topology.split(":")[0] + "-4")),
         capture_output=True,
         text=True,
         check=False,
