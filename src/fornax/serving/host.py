@@ -306,6 +306,8 @@ class Host:
             settings = model.settings.shadow
             if settings is None:
                 text = f"{name} has no shadow; put shadow: {{version: N}} into its serving.yaml"
+            elif problem := model.shadow_problem():
+                text = f"version {settings.version} of {name} is no shadow: {problem}"
             else:
                 reason = model.reason(settings.version) or "none answers beside it"
                 text = f"version {settings.version}, the shadow of {name}, is not ready: {reason}"

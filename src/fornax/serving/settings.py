@@ -158,7 +158,10 @@ class Shadow:
     """A version that gets copies of requests, and whose answers are compared and dropped."""
 
     version: int
-    """Its number; while it stands here the version policy passes it over."""
+    """Its number; while it stands here the version policy passes it over, so that another answers.
+
+    Where none can, one that answers already goes on doing so, and status and log say it; a server
+    that starts so has no version of the model that answers."""
     share: float = 0.1
     """Which part of the requests to the default version is copied, 0 to 1."""
     queue_limit: int = 64
@@ -210,6 +213,12 @@ class ModelSettings:
     def __post_init__(self):
         _at_least("concurrency", self.concurrency, 1)
         _finite("weight", self.weight, 1e-6)
+        alone = self.versions.versions if isinstance(self.versions, Named) else ()
+        if self.shadow is not None and alone == (self.shadow.version,):
+            raise ConfigError(
+                f"versions names {self.shadow.version} alone, the version under shadow, which "
+                "answers no one; name one that answers too, or remove the shadow"
+            )
         for label, version in self.labels.items():
             _version(f"labels.{label}", version)
             if not _LABEL.match(label):

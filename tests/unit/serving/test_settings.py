@@ -43,6 +43,7 @@ def test_versions_may_be_named():
         ("batching: {max_delay_ms: .inf}", "finite"),
         ("shadow: {version: 2, share: 2}", "over 1"),
         ("shadow: {version: 2}\nlabels: {a: 2}", "under shadow"),
+        ("shadow: {version: 2}\nversions: {type: named, versions: [2]}", "answers no one"),
         ("devices: {type: replicas, devices: [0, 0]}", "different"),
         ("devices: {type: mesh, mesh: {tensr: 2}}", "tensor"),
         ("timeouts: {drain_seconds: -1}", "at least 0"),

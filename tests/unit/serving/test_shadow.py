@@ -266,3 +266,78 @@ def test_a_report_says_why_there_is_none(tmp_path):
             r.host.shadow_report("x")
 
     run(test())
+
+
+def test_what_answers_goes_on_when_it_is_the_only_one_and_made_the_shadow(tmp_path, caplog):
+    async def test():
+        deploy(tmp_path, "m", 1)
+        r = running(tmp_path)
+        await r.host.start()
+        (tmp_path / "m" / "serving.yaml").write_text("shadow: {version: 1}")
+        for _ in range(3):
+            await r.host.poll()
+        assert await r.version() == "1"
+        state, reason = r.index()["m", "1"]
+        assert state == "READY"
+        assert "under shadow, but it goes on answering, for there is no other version" in reason
+        assert [each.message for each in caplog.records] == [f"m version 1: {reason}"]
+        with pytest.raises(ServingError, match="version 1 of m is no shadow: serving"):
+            r.host.shadow_report("m")
+        deploy(tmp_path, "m", 2)
+        await r.host.poll()
+        assert await r.version() == "2"
+        assert r.index()["m", "1"] == ("READY", "")
+        assert r.host.shadow_report("m")["running"]
+        assert len(caplog.records) == 1
+
+    run(test())
+
+
+def test_a_server_that_starts_with_nothing_but_a_shadow_says_so(tmp_path, caplog):
+    async def test():
+        deploy(tmp_path, "m", 1)
+        (tmp_path / "m" / "serving.yaml").write_text("shadow: {version: 1}")
+        r = running(tmp_path)
+        await r.host.start()
+        assert not r.host.ready()
+        assert not r.host.model_ready("m")
+        words = "under shadow, so it answers no one, and there is no other version that could"
+        assert words in r.index()["m", "1"][1]
+        assert words in caplog.text
+        with pytest.raises(ServingError, match=words):
+            await r.version()
+        with pytest.raises(ServingError, match=words):
+            await r.host.load("m")
+        await r.host.load("m", "1")
+        assert await r.version(version="1") == "1"
+        deploy(tmp_path, "m", 2, broken="altered")
+        await r.host.poll()
+        assert not r.host.model_ready("m")
+
+    run(test())
+
+
+def test_a_shadow_that_a_rollback_asks_for_answers_and_says_that_it_is_none(tmp_path):
+    async def test():
+        r = shadowed(tmp_path)
+        await r.host.start()
+        deploy(tmp_path, "m", 3)
+        await r.host.poll()
+        await r.host.rollback("m", "2")
+        assert await r.version() == "2"
+        assert "but a rollback has it answer" in r.index()["m", "2"][1]
+
+    run(test())
+
+
+def test_a_shadow_that_is_loaded_by_number_answers_no_one(tmp_path):
+    async def test():
+        r = running(shadowed(tmp_path).root, load=())
+        await r.host.start()
+        await r.host.load("m", "1")
+        await r.host.load("m", "2")
+        assert await r.version() == "1"
+        await r.ask()
+        assert r.host.shadow_report("m")["running"]
+
+    run(test())

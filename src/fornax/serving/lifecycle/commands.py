@@ -56,6 +56,8 @@ async def load(manager: Manager, name: str, version: str = "") -> None:
         )
     await manager.settled(model)
     _check(model, numbers)
+    if not version and model.default is None and (problem := model.shadow_problem()):
+        raise ServingError(ServingCode.FAILED_PRECONDITION, f"{name}: {problem}")
 
 
 async def _ask_for(manager: Manager, model: Model, number: int) -> None:

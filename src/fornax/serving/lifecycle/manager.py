@@ -61,7 +61,6 @@ class Manager:
         self._eyes = Eyes(root, types)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop_task: asyncio.Task[None] | None = None
-        self._dirty: set[str] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._news: list[StateChange] = []
@@ -110,7 +109,6 @@ class Manager:
             found = await self._eyes.all()
             if found is None:
                 return
-            self._dirty.clear()
             for name in self.models.keys() | found.keys():
                 self._see(name, found.get(name))
             for model in list(self.models.values()):
@@ -166,9 +164,14 @@ class Manager:
 
     async def turn(self, model: Model) -> None:
         """Plan anew and begin what the plan asks for, the lock held."""
+        model.due = False
         if self.root is None or self._closing:
             return
-        model.plan = await self._eyes.plan(model.situation(self.root, self._epoch))
+        model.turning = True
+        try:
+            model.plan = await self._eyes.plan(model.situation(self.root, self._epoch))
+        finally:
+            model.turning = False
         model.bundles = dict(model.plan.bundles)
         for source in model.plan.loads:
             if source.version not in model.loading:
@@ -185,6 +188,10 @@ class Manager:
             model.reroute()
         if model.idle and model.gone:
             self.models.pop(model.name, None)
+        shadow, problem = model.settings.shadow, model.shadow_problem()
+        if shadow is not None and problem not in ("", model.warned):
+            _log.warning("%s version %d: %s", model.name, shadow.version, problem)
+        model.warned = problem
         self._publish()
 
     def _load(self, model: Model, source: Source) -> None:
@@ -265,9 +272,10 @@ class Manager:
 
     def _again(self, model: Model, *, memory: bool = False) -> None:
         """Ask for another turn of a model, and of those that lack memory when some came free."""
-        self._dirty.add(model.name)
+        model.due = True
         if memory:
-            self._dirty |= {each.name for each in self.models.values() if each.lacks_memory}
+            for each in self.models.values():
+                each.due = each.due or each.lacks_memory
         self._wake.set()
         self._publish()
 
@@ -291,19 +299,19 @@ class Manager:
                 _log.exception("looking at the repository failed")
 
     async def _turns(self) -> None:
-        while self._dirty:
-            async with self.alone():
-                model = self.models.get(self._dirty.pop())
-                if model is not None:
-                    await self.turn(model)
+        while due := [model for model in self.models.values() if model.due]:
+            for model in due:
+                async with self.alone():
+                    if model.due and self.models.get(model.name) is model:
+                        await self.turn(model)
 
     async def settled(self, model: Model | None = None) -> None:
         """Wait until nothing loads any more, of one model or of all."""
         while not self._closing:
             models = list(self.models.values()) if model is None else [model]
-            names = {each.name for each in models}
-            loading = any(each.loading for each in models)
-            if not loading and not names & self._dirty and not self._lock.locked():
+            there = [each for each in models if self.models.get(each.name) is each]
+            under_way = any(each.loading for each in models) or any(each.due for each in there)
+            if not under_way and not self._lock.locked():
                 return
             self._changed.clear()
             await self._changed.wait()

@@ -12,6 +12,8 @@ from fornax.serving.settings import ModelSettings
 
 __all__ = ["Model"]
 
+_BESIDE = "put one that loads beside it, or remove shadow"
+
 
 class Model:
     """What is known of a model, changed in the event loop's thread only.
@@ -41,6 +43,12 @@ class Model:
         self.default: Instance | None = None
         self.routes: dict[str, Instance] = {}
         self.shadowing: Shadowing | None = None
+        self.due = follows_policy
+        """Whether a turn will come, which may begin a load."""
+        self.turning = False
+        """Whether its plan is being made."""
+        self.warned = ""
+        """What was last said in the log about its shadow."""
 
     @property
     def settings(self) -> ModelSettings:
@@ -61,6 +69,11 @@ class Model:
     def to_serve(self) -> bool:
         """Whether there is something that should be served."""
         return self.follows_policy and bool(self.folder.versions or self.folder.problem)
+
+    @property
+    def deciding(self) -> bool:
+        """Whether what it will load next is not known yet."""
+        return self.due or self.turning
 
     @property
     def lacks_memory(self) -> bool:
@@ -152,6 +165,29 @@ class Model:
                 current.stop()
             self.shadowing = Shadowing(self.name, main, target, settings)
 
+    def shadow_problem(self) -> str:
+        """Why the version under `shadow` is not just that; empty while it is, or may yet be."""
+        shadow = self.settings.shadow
+        if shadow is None or shadow.version not in self.serving or shadow.version in self.stopped:
+            return ""
+        if shadow.version == self.pin:
+            return "serving.yaml names it under shadow, but a rollback has it answer"
+        if self.deciding or any(v in self.loading for v in self.plan.wanted):
+            return ""
+        if self.plan.choice.shadow != shadow.version:
+            return ""
+        if self.default is None:
+            return (
+                "serving.yaml names it under shadow, so it answers no one, and there is no other "
+                f"version that could; {_BESIDE}"
+            )
+        if self.default.version == shadow.version:
+            return (
+                "serving.yaml names it under shadow, but it goes on answering, for there is no "
+                f"other version that could; {_BESIDE}"
+            )
+        return ""
+
     def refusal(self, version: str) -> ServingError:
         """Why a request for a version, label or the default (empty) finds no route."""
         if not version:
@@ -227,6 +263,8 @@ class Model:
             state = State.READY
             if reason:
                 reason = f"the copy in memory goes on; of the one in the repository: {reason}"
+            elif self.settings.shadow is not None and version == self.settings.shadow.version:
+                reason = self.shadow_problem()
         elif version in self.loading:
             state, reason = State.LOADING, ""
         elif any(each.version == version for each in self.draining):

@@ -70,9 +70,10 @@ def make_plan(now: Situation) -> Plan:
         return not found.waiting and not _failed(now, version, found)
 
     there = now.folder.versions.keys() | now.lingering
-    choice = _NOTHING
     if now.follows_policy:
         choice = choose(settings, there, now.pin, usable)
+    else:
+        choice = Choice(shadow=_shadow(now))
     gone = now.serving.keys() - there
     choice = dataclasses.replace(
         choice,
@@ -97,6 +98,14 @@ def make_plan(now: Situation) -> Plan:
         waiting=_waiting(now, wanted, bundles),
         bundles=bundles,
     )
+
+
+def _shadow(now: Situation) -> int | None:
+    """The shadow among versions that were asked for by number."""
+    shadow = now.folder.settings.shadow
+    if shadow is None or shadow.version == now.pin or shadow.version not in now.extra:
+        return None
+    return shadow.version
 
 
 def _failed(now: Situation, version: int, found: Bundle) -> bool:
