@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["InferRequest", "InferResult", "ModelMetadata", "TensorMetadata", "Timing"]
+__all__ = [
+    "WAITING",
+    "InferRequest",
+    "InferResult",
+    "ModelMetadata",
+    "TensorMetadata",
+    "Timing",
+]
+
+WAITING = "waiting for its files"
+"""How the reason of a version begins that serves once its folder is complete."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,6 +45,8 @@ class InferRequest:
     """When its last byte had come, by `time.monotonic()`."""
     trace: Any = None
     """The caller's trace, for spans; None without tracing."""
+    lone: bool = False
+    """Whether no other request is on its way, so that it need not wait to see who else comes."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -105,6 +105,25 @@ def test_short_batches_run_in_the_loop_and_long_ones_in_threads():
     asyncio.run(run())
 
 
+def test_a_lone_request_is_computed_before_its_submission_returns():
+    async def run():
+        function, (runner,) = serve([host_lane()], 1e-5)
+        answer = function.submit(ask(3, lone=True))
+        assert answer.done()
+        assert answer.result().outputs["y"] == 6
+        assert not function.submit(ask(4)).done()
+        late = function.submit(ask(5, lone=True))  # one waits: they are computed together
+        assert not late.done()
+        assert (await late).outputs["y"] == 10
+        assert [len(batch) for batch in runner.batches] == [1, 2]
+        waiting, _ = serve([host_lane()], 1e-5, batching=Batching(max_delay_ms=5.0))
+        assert not (delayed := waiting.submit(ask(6, lone=True))).done()
+        assert (await delayed).outputs["y"] == 12
+        await close(function, waiting)
+
+    asyncio.run(run())
+
+
 def test_what_comes_while_a_batch_runs_makes_the_next_one():
     async def run():
         function, (runner,) = serve([host_lane()], 0.02)

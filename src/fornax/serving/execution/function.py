@@ -112,7 +112,7 @@ class Function:
             self._reports.ended(request, error)
             raise
         self.pending += 1
-        self._kick()
+        self._kick(request.lone)
         return answer.future
 
     def overdue(self, now: float) -> None:
@@ -195,10 +195,10 @@ class Function:
             self._watch(deadline, arrived)
         return answer
 
-    def _kick(self) -> None:
+    def _kick(self, lone: bool = False) -> None:
         lanes = self._lanes
         if len(lanes) == 1:
-            lanes[0].kick()
+            lanes[0].kick(lone)
         else:
             for lane in sorted(lanes, key=lambda lane: lane.running):
                 lane.kick()

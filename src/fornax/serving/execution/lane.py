@@ -118,12 +118,19 @@ class Lane:
         self._threads = []
         self._queue = SimpleQueue()
 
-    def kick(self) -> None:
-        """Something waits: look once the loop has read what else has come."""
-        if not self._kicked:
-            self._kicked = True
-            assert self._loop is not None
-            self._loop.call_soon(self._pump)
+    def kick(self, lone: bool = False) -> None:
+        """Something waits: look once the loop has read what else has come.
+
+        `lone`: nothing else is coming, so look now; a short batch is computed before this returns.
+        """
+        if self._kicked:
+            return
+        if lone and not self.running:
+            self._pump()
+            return
+        self._kicked = True
+        assert self._loop is not None
+        self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
         """Begin what is due."""

@@ -9,6 +9,7 @@ from fornax.serving.access import Auth, Limits
 from fornax.serving.entry import ASGIApp
 from fornax.serving.http import bodies
 from fornax.serving.http.bodies import ClientLeft, Held, LateBody
+from fornax.serving.http.connection import Call
 from fornax.serving.http.infer import Inference
 from fornax.serving.http.parts import Parts
 from fornax.serving.http.replies import error_reply, send_reply
@@ -83,18 +84,18 @@ class App:
             if "fornax.held" in scope:
                 self._held.release(scope)
 
-    def quick(self, cycle: Any, connection: Any) -> bool:
-        """Answer an inference of uvicorn's without a task; False: it must be called as an app."""
-        path = _path(cycle.scope)
+    def quick(self, scope: Any) -> Call | None:
+        """What answers inferences with this scope's head without a task; None: no such one is."""
+        path = _path(scope)
         names = _inference(path)
-        if names is None or cycle.scope["method"] != "POST":
-            return False
+        if names is None or scope["method"] != "POST":
+            return None
         if self._closed:
             try:
-                self._check(path, cycle.scope)
+                self._check(path, scope)
             except ServingError:
-                return False
-        return self._infer.quick(cycle, connection, *names)
+                return None
+        return self._infer.quick(scope, *names)
 
     def _check(self, path: str, scope: Any) -> None:
         """Raise ServingError unless the request's token opens `path`."""

@@ -36,13 +36,35 @@ _RAW_LONG_HEAD = _raw(
 _RAW_INVALID = _raw(b"400 Bad Request", "this is no valid HTTP request")
 
 
-Quick = Callable[[Any, Any], bool]
-"""Answers uvicorn's cycle on a connection without a task, or does nothing and says False."""
+Call = Callable[[Any, Any, bytes], bool]
+"""Answers uvicorn's cycle on a connection, for a body, without a task; or does nothing and says
+False."""
+Quick = Callable[[Any], Call | None]
+"""What answers requests with the head that a scope has; None: they must go uvicorn's way."""
+
+_KEPT_HEAD = 8192
+"""Bytes of a head that is kept to be known again."""
 
 
 class _Bounded(HttpToolsProtocol):
+    """Uvicorn's protocol, with limits, and with a short way for requests that are like the last.
+
+    A client sends the same head before each body of a size. Where the last request came whole in
+    one piece, and was answered the quick way, the same head at the start of the next piece says the
+    same: nothing of it is parsed again.
+    """
+
     limits: Limits
     quick: Quick | None
+
+    _call: Call | None = None
+    """What answered the last request, if the next may be answered so without a look at its head."""
+    _head = b""
+    """Its head."""
+    _whole = 0
+    """Bytes of its head and body."""
+    _idle_since: float | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
 
     _deferred: tuple[Any, Any] | None = None
     """A cycle that awaits its body before it gets a task, and the app for it."""
@@ -71,6 +93,9 @@ class _Bounded(HttpToolsProtocol):
         """The client left, or was sent away."""
         self._stop_waiting()
         self._stop_watching()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._call = self._idle_timer = None
         super().connection_lost(exc)
         if self.pending is not None:
             pending, self.pending = self.pending, None
@@ -78,11 +103,18 @@ class _Bounded(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; then see whether a message still has something to come, and in what time."""
+        call = self._call
+        if call is not None:
+            if len(data) == self._whole and data.startswith(self._head) and self._repeats():
+                self._repeat(call, data)
+                return
+            self._call = None
         if self._in_head or not self.in_message:
             self._size += len(data)
+        alone = self._between()
         super().data_received(data)
         if self._deferred is not None:
-            self._begin(*self._deferred)
+            self._begin(*self._deferred, data if alone else b"")
         if not self.in_message:
             self._size = 0
             if self._timer is not None:
@@ -126,12 +158,40 @@ class _Bounded(HttpToolsProtocol):
         else:
             super()._start_asgi_task(cycle, app)
 
-    def _begin(self, cycle: Any, app: Any) -> None:
+    def _begin(self, cycle: Any, app: Any, data: bytes) -> None:
+        """Answer a request; `data` is it and nothing else, or empty."""
         self._deferred = None
         if self.transport.is_closing():
             return
-        whole = not cycle.more_body
-        if self.quick is None or not whole or not self.quick(cycle, self):
+        call = None
+        if self.quick is not None and not cycle.more_body:
+            call = self.quick(cycle.scope)
+        if call is None or not call(cycle, self, bytes(cycle.body)):
+            super()._start_asgi_task(cycle, app)
+        elif data and cycle is self.cycle and cycle.keep_alive and not self.expect_100_continue:
+            size = len(data) - len(cycle.body)  # a body in chunks is shorter than its bytes
+            if size <= _KEPT_HEAD and data.find(b"\r\n\r\n") + 4 == size:
+                self._call, self._head, self._whole = call, data[:size], len(data)
+
+    def _between(self) -> bool:
+        """Whether the next byte begins a request, and no other is being answered."""
+        cycle = self.cycle
+        return not self.in_message and (cycle is None or cycle.response_complete)
+
+    def _repeats(self) -> bool:
+        """Whether a request may begin here, and be answered without a task."""
+        return self._between() and not self.transport.is_closing() and not self.flow.write_paused
+
+    def _repeat(self, call: Call, data: bytes) -> None:
+        """Answer a request whose head is that of the last one."""
+        cycle: Any = self.cycle
+        self._idle_since = None
+        cycle.body, cycle.more_body = data[len(self._head) :], False
+        cycle.response_started = cycle.response_complete = False
+        cycle.chunked_encoding, cycle.expected_content_length = None, 0
+        if not call(cycle, self, cycle.body):
+            self._call = None  # its scope and its cycle are the application's now
+            app: Any = self.config.loaded_app
             super()._start_asgi_task(cycle, app)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -182,12 +242,38 @@ class _Bounded(HttpToolsProtocol):
         super().resume_writing()
         self._stop_watching()
 
+    def _unset_keepalive_if_required(self) -> None:
+        """The connection is idle no more."""
+        self._idle_since = None
+
+    def on_response_complete(self) -> None:
+        """The connection is idle, or goes on with what came meanwhile.
+
+        Uvicorn starts a timer here and stops it at the next request; one that looks at the time
+        when it is over will do for all of them.
+        """
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        if self.flow.read_paused:
+            self.flow.resume_reading()
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle(self.timeout_keep_alive)
+
+    def _idle(self, seconds: float) -> None:
+        self._idle_timer = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
     def timeout_keep_alive_handler(self) -> None:
         """Idle for long: end it, unless the client is still taking a large answer."""
-        if self._sending is not None:
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+        self._idle_timer = None
+        since = self._idle_since
+        left = 0.0 if since is None else since + self.timeout_keep_alive - self.loop.time()
+        if since is None or self._sending is not None:
+            self._idle(self.timeout_keep_alive)
+        elif left > 0.01:
+            self._idle(left)
         elif self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

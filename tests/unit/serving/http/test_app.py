@@ -251,11 +251,9 @@ def test_a_model_or_a_label_called_ready_is_no_open_door(make_caller):
 
 def test_a_small_body_is_held_to_the_limit_on_the_quick_way(make_caller, tight):
     call = make_caller(limits=tight)
-    cycle = SimpleNamespace(
-        scope={"path": ECHO, "root_path": "", "method": "POST", "headers": []},
-        body=BODY + b" " * tight.max_body_bytes,
-    )
-    assert not call.app.quick(cycle, SimpleNamespace())
+    quick = call.app.quick({"path": ECHO, "root_path": "", "method": "POST", "headers": []})
+    body = BODY + b" " * tight.max_body_bytes
+    assert not quick(SimpleNamespace(), SimpleNamespace(), body)
     assert not call.host.requests
 
 
