@@ -3,10 +3,27 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["shadow_lines", "status_lines"]
+from fornax.serving.client import not_served
+
+__all__ = ["head_line", "shadow_lines", "status_lines"]
 
 _HEAD = ("model", "version", "state", "requests", "failed", "rows/batch", "queue us", "us", "")
 _OUTPUT_HEAD = ("output", "compared", "differing", "most off", "relatively", "")
+
+
+def head_line(address: str, ready: bool, index: Sequence[Mapping[str, Any]]) -> str:
+    """Whether the server at an address is ready, and which models it lacks."""
+    if ready:
+        return f"{address} is live and ready"
+    lacking = not_served(index)
+    loading = {each["name"] for each in lacking if each["state"] == "LOADING"}
+    failed = {each["name"] for each in lacking} - loading
+    parts = [
+        f"{', '.join(sorted(names))} {'is' if len(names) == 1 else 'are'} {what}"
+        for names, what in ((loading, "loading"), (failed, "not served"))
+        if names
+    ]
+    return f"{address} is live and not ready{': ' if parts else ''}{'; '.join(parts)}"
 
 
 def status_lines(

@@ -3,14 +3,26 @@
 import http.client
 import json
 import ssl
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from fornax.config import ConfigError, ServingCode, ServingError
+from fornax.serving.types import WAITING
 
-__all__ = ["V2Client", "model_path", "parse_server", "tls_context"]
+__all__ = [
+    "V2Client",
+    "model_path",
+    "not_served",
+    "parse_server",
+    "tls_context",
+    "wait_until_ready",
+]
+
+_PAUSE = 0.2
 
 
 def parse_server(url: str, default: str) -> tuple[str, int]:
@@ -138,3 +150,43 @@ class V2Client:
 
 
 _CODES = {code.http: code for code in ServingCode}
+
+
+def wait_until_ready(client: V2Client, seconds: float) -> bool:
+    """Wait so long for a server to be there and ready; False as soon as it cannot become so.
+
+    That is when it lacks a model, and nothing loads any more or is still being copied.
+
+    Raises:
+      ServingError: none answers in time, or it refuses to say.
+    """
+    until, still = time.monotonic() + seconds, False
+    while True:
+        left = until - time.monotonic()
+        try:
+            if client.status("/v2/health/ready") == 200:
+                return True
+            # Seen twice, for the server may be between its last load and saying that it is ready.
+            before, still = still, left > 0 and _still(client.post("/v2/repository/index"))
+        except ServingError as error:
+            if left <= 0 or error.code is not ServingCode.UNAVAILABLE:
+                raise
+            before = still = False
+        if left <= 0 or (before and still):
+            return False
+        time.sleep(min(_PAUSE, max(left, 0.0)))
+
+
+def _still(index: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether models are lacking, and none of their versions is on its way."""
+    lacking = not_served(index)
+    return bool(lacking) and not any(
+        each["state"] == "LOADING" or str(each.get("reason", "")).startswith(WAITING)
+        for each in lacking
+    )
+
+
+def not_served(index: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines of models of which no version is ready, and of what loads."""
+    ready = {each["name"] for each in index if each["state"] == "READY"}
+    return [each for each in index if each["state"] == "LOADING" or each["name"] not in ready]

@@ -50,7 +50,7 @@ class Entries:
             self._broken[name] = str(error)
             return
         self.entries[name], self.models[name] = entry, EntryModel(entry)
-        self._states[name] = State.UNAVAILABLE
+        self._states[name] = State.LOADING  # or so it must seem until `start` says otherwise
 
     def ready(self) -> bool:
         """Whether all of them take requests, those unloaded by request apart."""
@@ -81,11 +81,13 @@ class Entries:
 
     async def start(self, wanted: Callable[[str], bool]) -> None:
         """Start those wanted, one after another; one that fails keeps no other from starting."""
+        for name in self.entries:
+            if not wanted(name):
+                self._states[name], self._reasons[name] = State.UNAVAILABLE, _UNLOADED
         for name, reason in self._broken.items():
             self._events.tell_state(StateChange(name, VERSION, State.UNAVAILABLE.value, reason))
         for name in self.entries:
-            if not wanted(name):
-                self._reasons[name] = _UNLOADED
+            if self._states[name] is not State.LOADING:  # not wanted, or unloaded meanwhile
                 continue
             try:
                 await self.load(name)

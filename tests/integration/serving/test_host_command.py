@@ -157,6 +157,10 @@ def test_a_model_that_fails_takes_no_other_down(start, repository, bundles, caps
     reasons = {each["name"]: each["reason"] for each in found["models"]}
     assert reasons["ranker"] == ""
     assert reasons["broken"]
+    began = time.monotonic()
+    assert fornax(["host", "status", "--url", strict.address("http"), "--wait", "60"]) == 1
+    assert time.monotonic() - began < 30
+    assert "not ready: broken is not served" in capsys.readouterr().out
     with httpx.Client(base_url=f"http://{strict.address('http')}", timeout=30) as client:
         assert client.get("/v2/models/ranker/ready").status_code == 200
         assert _score(client)[0] == "1"

@@ -4,11 +4,13 @@ import json
 import re
 import socket
 import threading
+import time
 
 import pytest
 from tests.unit.serving.bench.fake import running
 
 from fornax.cli.main import main as fornax
+from fornax.serving.types import WAITING
 
 STATS = {
     "name": "ranker",
@@ -64,6 +66,8 @@ class Fake:
     def __init__(self):
         self.asked = []
         self.ready_after = 0
+        self.indices = []
+        """What the index says before it says INDEX."""
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
@@ -81,6 +85,8 @@ class Fake:
         else:
             status = 200 if path in ANSWERS else 404
             answer = ANSWERS.get(path, {"error": "there is no such model"})
+            if path == "/v2/repository/index" and self.indices:
+                answer = self.indices.pop(0)
         content = json.dumps(answer).encode()
         length = (b"content-length", str(len(content)).encode())
         await send({"type": "http.response.start", "status": status, "headers": [length]})
@@ -98,7 +104,7 @@ def listening():
 def server(listening, monkeypatch):
     fake, address = listening
     monkeypatch.delenv("FORNAX_HOST_TOKEN", raising=False)
-    fake.asked, fake.ready_after = [], 0
+    fake.asked, fake.ready_after, fake.indices = [], 0, []
     return fake, address
 
 
@@ -121,6 +127,36 @@ def test_status_is_1_while_it_is_not_ready_and_can_wait(server, capsys):
     assert _say(capsys, server, "status")[0] == 1
     assert _say(capsys, server, "status", "--wait", "5", "--json")[0] == 0
     assert server[0].ready_after < 0
+
+
+def _line(name, version, state, reason=""):
+    return {"name": name, "version": version, "state": state, "reason": reason}
+
+
+def test_waiting_ends_when_what_is_lacking_has_failed(server, capsys, monkeypatch):
+    monkeypatch.setattr("fornax.serving.client._PAUSE", 0.001)
+    fake = server[0]
+    fake.ready_after = 10**9
+    waits = _line("ranker", "2", "UNAVAILABLE", f"{WAITING}: weights/d/0 has 1 of 2 bytes")
+    fake.indices = [
+        [],
+        [_line("broken", "", "LOADING")],
+        [waits, _line("broken", "1", "UNAVAILABLE", "altered")],
+        [_line("ranker", "2", "READY"), _line("broken", "1", "LOADING")],
+        [_line("ranker", "2", "READY")],
+        INDEX,
+        [_line("ranker", "2", "READY"), _line("broken", "1", "LOADING")],
+    ]
+    began = time.monotonic()
+    code, said = _say(capsys, server, "status", "--wait", "60")
+    assert time.monotonic() - began < 30
+    assert code == 1
+    assert fake.indices == []
+    lines = said.out.splitlines()
+    assert lines[0] == f"{server[1]} is live and not ready: broken is not served"
+    assert lines[3].split() == ["broken", "1", "UNAVAILABLE", "altered"]
+    fake.indices = [[_line("ranker", "2", "LOADING")]]
+    assert "not ready: ranker is loading" in _say(capsys, server, "status")[1].out
 
 
 @pytest.mark.parametrize(

@@ -654,3 +654,22 @@ async def test_a_listener_that_hears_ready_finds_it_ready(tmp_path):
     assert ("1", "READY", True) in seen
     assert ("2", "READY", True) in seen
     assert ("1", "UNLOADING", False) in seen
+
+
+@in_loop
+async def test_a_model_is_loading_until_all_that_could_serve_was_tried(tmp_path):
+    for version in (1, 2, 3):
+        deploy(tmp_path, "m", version, broken="altered")
+    r = running(tmp_path)
+    assert r.host.index() == []
+    r.made.hold.clear()
+    starting = asyncio.ensure_future(r.host.start())
+    seen = set()
+    while not starting.done():
+        await asyncio.sleep(0)
+        states = {state for state, _ in r.index().values()}
+        assert "LOADING" in states or not states or r.made.tries == [3, 2, 1]
+        seen |= {version for _, version in r.index()}
+        r.made.hold.set()
+    assert seen == {"", "1", "2", "3"}
+    assert set(r.index().values()) == {("UNAVAILABLE", "altered")}

@@ -205,3 +205,19 @@ def test_a_repository_that_is_none_is_said(tmp_path):
 
     with pytest.raises(ConfigError, match="nowhere is no folder"):
         asyncio.run(make())
+
+
+def test_one_that_will_be_started_is_loading_until_then(tmp_path):
+    root = _repository(tmp_path, lm="")
+
+    async def state(**changes):
+        server = HostServer(_config(root, grpc="none", **changes), {"test": Entry})
+        before = [each.state for each in server.host.index()]
+        server.host.entries["lm"].go.set()
+        await server.host.start()
+        after = [each.state for each in server.host.index()]
+        await server.close()
+        return before + after
+
+    assert asyncio.run(state()) == ["LOADING", "READY"]
+    assert asyncio.run(state(control="explicit")) == ["LOADING", "UNAVAILABLE"]

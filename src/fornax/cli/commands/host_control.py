@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +11,11 @@ from urllib.parse import quote
 from tyro.conf import Positional, arg
 
 from fornax.cli.arguments import NO_DEFAULT
-from fornax.cli.host_report import shadow_lines, status_lines
-from fornax.config import ConfigError, ServingError, environment
-from fornax.serving.client import V2Client, parse_server, tls_context
+from fornax.cli.host_report import head_line, shadow_lines, status_lines
+from fornax.config import ConfigError, environment
+from fornax.serving.client import V2Client, parse_server, tls_context, wait_until_ready
 
 _MODEL = arg(metavar="MODEL", help_behavior_hint="")
-_PAUSE = 0.2
 _DEFAULT = "127.0.0.1:8080"
 _HELP = """{summary}
 
@@ -89,7 +87,7 @@ class StatusArguments(Arguments):
     """Of a look at the server."""
 
     wait: Annotated[float, arg(metavar="SECONDS", help_behavior_hint="")] = 0.0
-    """Wait so long for it to be ready."""
+    """Wait so long for it to be ready, but no longer once nothing is loading that it lacks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,33 +102,16 @@ class ProfileArguments(Arguments):
 
 def _status(arguments: StatusArguments) -> int:
     client = arguments.client()
-    ready = _ready(client, arguments.wait)
+    ready = wait_until_ready(client, arguments.wait)
     index = client.post("/v2/repository/index")
     stats = client.get("/v2/models/stats")["model_stats"]
     if arguments.json:
         _say(json.dumps({"ready": ready, "models": index, "model_stats": stats}))
         return 0 if ready else 1
-    _say("{}:{} is live and {}".format(*client.address, "ready" if ready else "not ready"))
+    _say(head_line("{}:{}".format(*client.address), ready, index))
     for line in status_lines(index, stats):
         _say(line)
     return 0 if ready else 1
-
-
-def _ready(client: V2Client, wait: float) -> bool:
-    """Whether the server is ready, or becomes so in time; ServingError when none answers."""
-    until = time.monotonic() + wait
-    while True:
-        left = until - time.monotonic()
-        try:
-            if client.status("/v2/health/ready") == 200:
-                return True
-        except ServingError:
-            if left <= 0:
-                raise
-        else:
-            if left <= 0:
-                return False
-        time.sleep(min(_PAUSE, max(left, 0.0)))
 
 
 def _load(arguments: VersionArguments) -> int:

@@ -164,11 +164,10 @@ class Manager:
 
     async def turn(self, model: Model) -> None:
         """Plan anew and begin what the plan asks for, the lock held."""
-        model.due = False
-        if self.root is None or self._closing:
-            return
-        model.turning = True
+        model.turning, model.due = model.due, False
         try:
+            if self.root is None or self._closing:
+                return
             model.plan = await self._eyes.plan(model.situation(self.root, self._epoch))
         finally:
             model.turning = False

@@ -9,6 +9,7 @@ from fornax.serving.lifecycle.shadow import Shadowing
 from fornax.serving.lifecycle.states import Failure, IndexEntry, Instance, Source, State
 from fornax.serving.repository import Bundle, ModelFolder, version_number
 from fornax.serving.settings import ModelSettings
+from fornax.serving.types import WAITING
 
 __all__ = ["Model"]
 
@@ -44,9 +45,9 @@ class Model:
         self.routes: dict[str, Instance] = {}
         self.shadowing: Shadowing | None = None
         self.due = follows_policy
-        """Whether a turn will come, which may begin a load."""
+        """Whether something happened that a turn must come for, which may begin a load."""
         self.turning = False
-        """Whether its plan is being made."""
+        """Whether the plan of such a turn is being made."""
         self.warned = ""
         """What was last said in the log about its shadow."""
 
@@ -228,7 +229,7 @@ class Model:
             where = "in this server's memory alone" if self.held is not None else "by pin.json"
             return f"withheld: a rollback holds the model at version {self.pin}, {where}"
         if version in self.plan.waiting:
-            return f"waiting for its files: {self.plan.waiting[version]}"
+            return f"{WAITING}: {self.plan.waiting[version]}"
         if (failure := self.failures.get(version)) is not None:
             return failure.reason
         if any(each.version == version for each in self.draining):
@@ -250,7 +251,9 @@ class Model:
         if self.folder.problem:
             state = State.UNAVAILABLE.value
             entries.insert(0, IndexEntry(self.name, "", state, self.folder.problem))
-        if not entries:
+        if not entries and self.deciding:
+            entries = [IndexEntry(self.name, "", State.LOADING.value)]
+        elif not entries:
             there = (
                 "none of its versions is loaded" if self.folder.versions else "it has no version"
             )
@@ -265,7 +268,8 @@ class Model:
                 reason = f"the copy in memory goes on; of the one in the repository: {reason}"
             elif self.settings.shadow is not None and version == self.settings.shadow.version:
                 reason = self.shadow_problem()
-        elif version in self.loading:
+        elif version in self.loading or (version in self.failures and self.deciding):
+            # Of one that has just failed, too: whether it, or another, is tried is being decided.
             state, reason = State.LOADING, ""
         elif any(each.version == version for each in self.draining):
             state = State.UNLOADING
