@@ -9,7 +9,7 @@ from fornax.serving.access import Auth, Limits
 from fornax.serving.entry import ASGIApp
 from fornax.serving.http import bodies
 from fornax.serving.http.bodies import ClientLeft, Held, LateBody
-from fornax.serving.http.connection import Call
+from fornax.serving.http.direct import Call
 from fornax.serving.http.infer import Inference
 from fornax.serving.http.parts import Parts
 from fornax.serving.http.replies import error_reply, send_reply

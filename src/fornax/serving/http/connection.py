@@ -2,16 +2,14 @@
 and how slowly a client takes what it asked for."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fornax.serving.access import Limits
-from fornax.serving.http.replies import Headers, always, error_reply
-from fornax.serving.v2.datatypes import Raw
+from fornax.serving.http.replies import always, error_reply
 
-__all__ = ["connection"]
+__all__ = ["Bounded"]
 
 _SLACK = 5.0
 """Seconds beyond a body's time in which the app may answer that it is late."""
@@ -36,38 +34,13 @@ _RAW_LONG_HEAD = _raw(
 _RAW_INVALID = _raw(b"400 Bad Request", "this is no valid HTTP request")
 
 
-Call = Callable[[Any, Any, bytes], bool]
-"""Answers uvicorn's cycle on a connection, for a body, without a task; or does nothing and says
-False."""
-Quick = Callable[[Any], Call | None]
-"""What answers requests with the head that a scope has; None: they must go uvicorn's way."""
-
-_KEPT_HEAD = 8192
-"""Bytes of a head that is kept to be known again."""
-
-
-class _Bounded(HttpToolsProtocol):
-    """Uvicorn's protocol, with limits, and with a short way for requests that are like the last.
-
-    A client sends the same head before each body of a size. Where the last request came whole in
-    one piece, and was answered the quick way, the same head at the start of the next piece says the
-    same: nothing of it is parsed again.
-    """
+class Bounded(HttpToolsProtocol):
+    """Uvicorn's protocol, with limits."""
 
     limits: Limits
-    quick: Quick | None
 
-    _call: Call | None = None
-    """What answered the last request, if the next may be answered so without a look at its head."""
-    _head = b""
-    """Its head."""
-    _whole = 0
-    """Bytes of its head and body."""
     _idle_since: float | None = None
     _idle_timer: asyncio.TimerHandle | None = None
-
-    _deferred: tuple[Any, Any] | None = None
-    """A cycle that awaits its body before it gets a task, and the app for it."""
 
     pending: "asyncio.Future[Any] | None" = None
     """What the request in progress waits for; cancelled when the client leaves."""
@@ -79,8 +52,6 @@ class _Bounded(HttpToolsProtocol):
     _timed_head = False
     _sending: asyncio.TimerHandle | None = None
     _unsent = 0
-    _defaults: list[tuple[bytes, bytes]] | None = None
-    _default_lines = b""
 
     def connection_made(self, transport: Any) -> None:  # pyrefly: ignore[bad-override]
         """Begin; the first request's head is awaited."""
@@ -95,7 +66,7 @@ class _Bounded(HttpToolsProtocol):
         self._stop_watching()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        self._call = self._idle_timer = None
+        self._idle_timer = None
         super().connection_lost(exc)
         if self.pending is not None:
             pending, self.pending = self.pending, None
@@ -103,18 +74,10 @@ class _Bounded(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; then see whether a message still has something to come, and in what time."""
-        call = self._call
-        if call is not None:
-            if len(data) == self._whole and data.startswith(self._head) and self._repeats():
-                self._repeat(call, data)
-                return
-            self._call = None
         if self._in_head or not self.in_message:
             self._size += len(data)
-        alone = self._between()
         super().data_received(data)
-        if self._deferred is not None:
-            self._begin(*self._deferred, data if alone else b"")
+        self.begin()
         if not self.in_message:
             self._size = 0
             if self._timer is not None:
@@ -128,6 +91,9 @@ class _Bounded(HttpToolsProtocol):
         elif self._timer is None or self._timed_head:
             self._size = 0
             self._wait(self.limits.body_timeout + _SLACK, head=False)
+
+    def begin(self) -> None:
+        """Answer what has come whole, if it is not being answered."""
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -149,82 +115,6 @@ class _Bounded(HttpToolsProtocol):
         """The body is there."""
         self.in_message = False
         super().on_message_complete()
-
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Start a request; one that may be answered without a task waits for its body first."""
-        deferrable = self.quick is not None and app is self.config.loaded_app
-        if deferrable and cycle is self.cycle and self.in_message and not self.expect_100_continue:
-            self._deferred = (cycle, app)
-        else:
-            super()._start_asgi_task(cycle, app)
-
-    def _begin(self, cycle: Any, app: Any, data: bytes) -> None:
-        """Answer a request; `data` is it and nothing else, or empty."""
-        self._deferred = None
-        if self.transport.is_closing():
-            return
-        call = None
-        if self.quick is not None and not cycle.more_body:
-            call = self.quick(cycle.scope)
-        if call is None or not call(cycle, self, bytes(cycle.body)):
-            super()._start_asgi_task(cycle, app)
-        elif data and cycle is self.cycle and cycle.keep_alive and not self.expect_100_continue:
-            size = len(data) - len(cycle.body)  # a body in chunks is shorter than its bytes
-            if size <= _KEPT_HEAD and data.find(b"\r\n\r\n") + 4 == size:
-                self._call, self._head, self._whole = call, data[:size], len(data)
-
-    def _between(self) -> bool:
-        """Whether the next byte begins a request, and no other is being answered."""
-        cycle = self.cycle
-        return not self.in_message and (cycle is None or cycle.response_complete)
-
-    def _repeats(self) -> bool:
-        """Whether a request may begin here, and be answered without a task."""
-        return self._between() and not self.transport.is_closing() and not self.flow.write_paused
-
-    def _repeat(self, call: Call, data: bytes) -> None:
-        """Answer a request whose head is that of the last one."""
-        cycle: Any = self.cycle
-        self._idle_since = None
-        cycle.body, cycle.more_body = data[len(self._head) :], False
-        cycle.response_started = cycle.response_complete = False
-        cycle.chunked_encoding, cycle.expected_content_length = None, 0
-        if not call(cycle, self, cycle.body):
-            self._call = None  # its scope and its cycle are the application's now
-            app: Any = self.config.loaded_app
-            super()._start_asgi_task(cycle, app)
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what remains of an answer as a task of the server's."""
-        task = self.loop.create_task(work)
-        task.add_done_callback(self.tasks.discard)
-        self.tasks.add(task)
-
-    def answer(self, cycle: Any, status: int, headers: Headers, body: list[Raw]) -> bool:
-        """Send a whole answer in one write: uvicorn makes two, each a system call, the first of
-        which wakes the client for nothing. False: it must go uvicorn's way."""
-        if self.flow.write_paused or cycle.response_started or cycle.disconnected:
-            return False
-        lines = [STATUS_LINE[status], self._usual_lines()]
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-        lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
-        cycle.response_started = cycle.response_complete = True
-        cycle.waiting_for_100_continue = False
-        self.transport.write(b"".join((*lines, *body)))
-        cycle.message_event.set()
-        if not cycle.keep_alive:
-            self.transport.close()
-        cycle.on_response()
-        return True
-
-    def _usual_lines(self) -> bytes:
-        """The headers of every answer; uvicorn makes a new list of them every second."""
-        headers = self.server_state.default_headers
-        if headers is not self._defaults:
-            self._defaults = headers
-            self._default_lines = b"".join(b"%b: %b\r\n" % each for each in headers)
-        return self._default_lines
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP gets an error of the protocol's form."""
@@ -308,9 +198,3 @@ class _Bounded(HttpToolsProtocol):
     def _late(self) -> None:
         self._timer = None
         self.transport.abort()
-
-
-def connection(limits: Limits, quick: Quick | None = None) -> type[asyncio.Protocol]:
-    """The protocol of a server's connections."""
-    bound = None if quick is None else staticmethod(quick)
-    return type("Connection", (_Bounded,), {"limits": limits, "quick": bound})

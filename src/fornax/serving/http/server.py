@@ -11,7 +11,7 @@ import uvicorn
 
 from fornax.serving.access import Limits, Tls
 from fornax.serving.config import Address
-from fornax.serving.http.connection import connection
+from fornax.serving.http.direct import connection
 
 __all__ = ["HttpServer"]
 
