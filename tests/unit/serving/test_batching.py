@@ -1,5 +1,6 @@
 """What the queues and the order of turns promise, with a clock that the test moves."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -43,22 +44,58 @@ def test_rows_are_cut_where_two_runs_cost_less_than_padding():
     assert [flat.rows(n) for n in (9, 32, 500)] == [9, 32, 32]
 
 
+def followed(cut: RowPlan, rows: int, seconds) -> float:
+    """What so many rows cost, batch after batch."""
+    cost, left = 0.0, rows
+    while left:
+        take = cut.rows(left)
+        assert 1 <= take <= min(left, cut.most)
+        cost += seconds[cut.bucket(take)]
+        left -= take
+    return cost
+
+
+def rising(seconds):
+    return {b: min(value for each, value in seconds.items() if each >= b) for b in seconds}
+
+
 @given(
     st.dictionaries(st.sampled_from([1, 2, 4, 8, 16]), st.floats(0.1, 10), min_size=1),
     st.integers(1, 16),
 )
 def test_a_plan_never_costs_more_than_one_bucket_for_all(seconds, most):
-    buckets = sorted(seconds)
-    cut = RowPlan(buckets, most, seconds)
-    seconds = {b: min(seconds[larger] for larger in buckets if larger >= b) for b in buckets}
+    cut = RowPlan(sorted(seconds), most, seconds)
+    seconds = rising(seconds)
     for rows in range(1, cut.most + 1):
-        cost, left = 0.0, rows
-        while left:
-            take = cut.rows(left)
-            assert 1 <= take <= left
-            cost += seconds[cut.bucket(take)]
-            left -= take
-        assert cost <= seconds[cut.bucket(rows)] + 1e-9
+        assert followed(cut, rows, seconds) <= seconds[cut.bucket(rows)] + 1e-9
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([1, 7, 64, 500, 1500, 5000, 20_000]), st.floats(0.1, 10), min_size=1
+    ),
+    st.integers(1025, 20_000),
+    st.integers(1, 20_000),
+)
+def test_a_plan_of_many_rows_costs_no_more_than_a_bucket_or_one_bucket_again_and_again(
+    seconds, most, rows
+):
+    cut = RowPlan(sorted(seconds), most, seconds)
+    seconds = rising(seconds)
+    rows = min(rows, cut.most)
+    cost = followed(cut, rows, seconds)
+    again = [-(-rows // b) * seconds[b] for b in seconds if 1024 < b < rows]
+    assert cost <= min([seconds[cut.bucket(rows)], *again]) + 1e-9
+
+
+def test_a_plan_of_a_million_rows_is_made_in_milliseconds():
+    buckets = [10**power for power in range(7)]
+    began = time.process_time()
+    cut = RowPlan(buckets, buckets[-1], {rows: 1e-4 + 1e-6 * rows for rows in buckets})
+    assert cut.rows(10**6) == 10**6
+    assert cut.rows(100_007) == 100_000
+    assert cut.rows(11_000) == 10_000
+    assert time.process_time() - began < 0.2  # one entry a row took 0.5
 
 
 def test_a_batch_goes_at_once_without_a_delay_and_else_when_it_is_full_or_due():
