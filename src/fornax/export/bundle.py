@@ -3,8 +3,9 @@
 Nothing here needs the code that made the bundle; nothing of a bundle runs as Python.
 """
 
+import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,8 @@ class Bundle:
         self.manifest = found
         self._hashes = hashes
         self._weights_checked = weights_checked
+        self._hashing: Future[None] | None = None
+        self._lock = threading.Lock()
         self._trusted = trust_executables
         self._exported: dict[tuple[str, str], export.Exported] = {}
 
@@ -115,22 +118,34 @@ class Bundle:
     def load_weights(self, placement: Placement | None = None) -> Weights:
         """All weights, on the placement's devices; hashed meanwhile if they were not yet.
 
+        Several threads may load onto several placements: the hashing of one does for all.
+
         Raises:
           BundleError: naming the file or weight that is damaged.
         """
         placement = placement or OneDevice()
         if self._weights_checked:
             return weights.read(self.path, self.manifest.weights, placement)
-        below = f"{weights.DIRECTORY}/"
-        names = [name for name in self.manifest.files if name.startswith(below)]
-        with ThreadPoolExecutor(1) as pool:
-            hashed = pool.submit(files.verify, self.path, self.manifest.files, names)
-            try:
-                loaded = weights.read(self.path, self.manifest.weights, placement)
-            finally:
-                hashed.result()
+        hashing = self._hash_weights()
+        try:
+            loaded = weights.read(self.path, self.manifest.weights, placement)
+        finally:
+            hashing.result()
         self._weights_checked = True
         return loaded
+
+    def _hash_weights(self) -> "Future[None]":
+        """The hashing that is under way; a new one where there is none, or what is done failed."""
+        with self._lock:
+            found = self._hashing
+            if found is None or (found.done() and found.exception() is not None):
+                below = f"{weights.DIRECTORY}/"
+                names = [name for name in self.manifest.files if name.startswith(below)]
+                pool = ThreadPoolExecutor(1, thread_name_prefix="fornax-hash")
+                found = pool.submit(files.verify, self.path, self.manifest.files, names)
+                pool.shutdown(wait=False)
+                self._hashing = found
+            return found
 
     def exported(self, function: str, platform: str) -> export.Exported:
         """The function as jax has it: positional arrays (weights, inputs, lengths) to a tuple.

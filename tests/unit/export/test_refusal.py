@@ -4,8 +4,11 @@ import dataclasses
 import hashlib
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +18,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from fornax import export
 from fornax.config.errors import BundleError
-from fornax.export import manifest, reading
+from fornax.export import files, manifest, reading
 from fornax.export.fields import safe_path
 
 
@@ -51,6 +54,40 @@ def test_load_refuses_what_open_leaves_for_later(copy, below):
     file.write_bytes(data)
     with pytest.raises(BundleError, match=file.name):
         export.load(copy)
+
+
+def test_weights_of_several_placements_are_hashed_once(copy, monkeypatch):
+    hashed, together, verify = [], threading.Barrier(3), files.verify
+
+    def counted(root, known, names):
+        hashed.append(names := list(names))
+        verify(root, known, names)
+
+    def load(placement):
+        together.wait(10)
+        return bundle.load_weights(placement)
+
+    monkeypatch.setattr(files, "verify", counted)
+    bundle = export.open_bundle(copy, verify="as-read")
+    placements = [export.OneDevice(device) for device in jax.devices()[:3]]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(load, placements))
+    assert len(hashed) == 1
+    assert hashed[0]
+    bundle.load_weights()
+    assert len(hashed) == 1
+    file = some_file(copy, "weights")
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    bundle = export.open_bundle(copy, verify="as-read")
+    for _ in range(2):
+        with (
+            ThreadPoolExecutor(3) as pool,
+            pytest.raises(BundleError, match=f"{file.name} was altered"),
+        ):
+            list(pool.map(load, placements))
+    file.write_bytes(good)
+    bundle.load_weights()
 
 
 def test_a_truncated_file_is_refused_without_reading_it(copy):
