@@ -4,20 +4,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from fornax.config import FornaxError, ServingCode, ServingError
-from fornax.serving.events import Events, StateChange
+from fornax.config import ServingCode, ServingError
+from fornax.serving.events import Events
+from fornax.serving.lifecycle.copies import Copies
 from fornax.serving.lifecycle.eyes import Eyes
 from fornax.serving.lifecycle.model import Model
-from fornax.serving.lifecycle.states import Failure, Instance, Loader, Source, State
+from fornax.serving.lifecycle.states import Instance, Loader
 from fornax.serving.repository import ModelFolder
 
 __all__ = ["Manager"]
 
 _log = logging.getLogger("fornax.serving")
-_LAST_SECONDS = 10.0
 
 
 class Manager:
@@ -50,22 +50,22 @@ class Manager:
         concurrent_loads: int = 2,
         types: frozenset[str] = frozenset(),
     ):
-        self.events = events
         self.models: dict[str, Model] = {}
         self._lock = asyncio.Lock()
-        self._loader = loader
+        self._copies = Copies(
+            loader=loader,
+            events=events,
+            at_once=concurrent_loads,
+            switch=self._settle,
+            again=self._again,
+        )
         self._follow = follow
         self._poll_seconds = poll_seconds
         self._names_only = names_only
-        self._room = asyncio.Semaphore(concurrent_loads)
         self._eyes = Eyes(root, types)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._loop_task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
-        self._news: list[StateChange] = []
-        self._epoch = 0
-        self._closing = False
 
     @property
     def root(self) -> Path | None:
@@ -85,7 +85,7 @@ class Manager:
 
     async def stop(self, drain_seconds: float) -> None:
         """Unload everything: what was accepted is answered within `drain_seconds`."""
-        self._closing = True
+        self._copies.closing = True
         self._changed.set()
         if self._loop_task is not None:
             self._loop_task.cancel()
@@ -93,14 +93,10 @@ class Manager:
         async with self.alone():
             for model in self.models.values():
                 for instance in list(model.serving.values()):
-                    self._retire(model, instance, drain_seconds)
+                    self._copies.retire(model, instance, drain_seconds)
                 model.reroute()
             self._publish()
-        while self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=drain_seconds + _LAST_SECONDS)
-            for task in late:
-                _log.error("%s did not end; leaving it", task.get_name())
-                task.cancel()
+        await self._copies.ended(drain_seconds)
         self._eyes.close()
 
     async def look(self) -> None:
@@ -166,15 +162,15 @@ class Manager:
         """Plan anew and begin what the plan asks for, the lock held."""
         model.turning, model.due = model.due, False
         try:
-            if self.root is None or self._closing:
+            if self.root is None or self._copies.closing:
                 return
-            model.plan = await self._eyes.plan(model.situation(self.root, self._epoch))
+            model.plan = await self._eyes.plan(model.situation(self.root, self._copies.epoch))
         finally:
             model.turning = False
         model.bundles = dict(model.plan.bundles)
         for source in model.plan.loads:
             if source.version not in model.loading:
-                self._load(model, source)
+                self._copies.load(model, source)
         self._settle(model)
 
     def _settle(self, model: Model) -> None:
@@ -182,7 +178,7 @@ class Manager:
         model.reroute()
         retired = model.to_retire()
         for instance in retired:
-            self._retire(model, instance, model.settings.timeouts.drain_seconds)
+            self._copies.retire(model, instance, model.settings.timeouts.drain_seconds)
         if retired:
             model.reroute()
         if model.idle and model.gone:
@@ -193,83 +189,7 @@ class Manager:
         model.warned = problem
         self._publish()
 
-    def _load(self, model: Model, source: Source) -> None:
-        model.loading[source.version] = source
-        self._tell(source, State.LOADING)
-        self._spawn(self._load_in_turn(model, source))
-
-    async def _load_in_turn(self, model: Model, source: Source) -> None:
-        async with self._room:
-            started = time.monotonic()
-            try:
-                if self._closing or source.version not in model.plan.wanted:
-                    raise ServingError(ServingCode.CANCELLED, "it was no longer wanted")
-                servable = await self._loader(source)
-            except Exception as error:
-                del model.loading[source.version]
-                self._failed(model, source, error)
-            else:
-                del model.loading[source.version]
-                self._loaded(model, Instance(source, servable, time.time()), started)
-        self._again(model)
-
-    def _failed(self, model: Model, source: Source, error: Exception) -> None:
-        code = ServingCode.INTERNAL
-        if isinstance(error, FornaxError):
-            code = getattr(error, "code", ServingCode.FAILED_PRECONDITION)
-        if self._closing or source.version not in model.plan.wanted:
-            self._tell(source, State.UNAVAILABLE, str(error))
-            return
-        reason = str(error)
-        if not isinstance(error, FornaxError):
-            reason = f"{type(error).__name__}: {error}"
-            _log.error("%s version %d", source.name, source.version, exc_info=error)
-        model.failures[source.version] = Failure(source, code, reason, self._epoch)
-        self._tell(source, State.UNAVAILABLE, reason)
-
-    def _loaded(self, model: Model, instance: Instance, started: float) -> None:
-        version = instance.version
-        model.failures.pop(version, None)
-        before = model.serving.get(version)
-        unwanted = self._closing or version not in model.plan.wanted
-        if unwanted and before is not None:
-            # It answers until what replaces the version is ready; a new copy is not needed.
-            self._retire(model, instance, 0.0)
-            self._settle(model)
-            return
-        model.serving[version] = instance
-        if unwanted:
-            self._retire(model, instance, 0.0)
-        else:
-            self._tell(instance.source, State.READY, seconds=time.monotonic() - started)
-        if before is not None:
-            self._retire(model, before, model.settings.timeouts.drain_seconds)
-        self._settle(model)
-
-    def _retire(self, model: Model, instance: Instance, seconds: float) -> None:
-        """Take a copy out of service; what it accepted is still answered by it."""
-        if model.serving.get(instance.version) is instance:
-            del model.serving[instance.version]
-            self._tell(instance.source, State.UNLOADING)
-        model.draining.append(instance)
-        self._spawn(self._drain(model, instance, seconds))
-
-    async def _drain(self, model: Model, instance: Instance, seconds: float) -> None:
-        name = f"{model.name} version {instance.version}"
-        try:
-            if not await instance.servable.drain(seconds):
-                _log.warning("%s had requests left after %g s of draining", name, seconds)
-            await instance.servable.close()
-        except Exception:
-            _log.exception("%s could not be unloaded cleanly", name)
-        finally:
-            model.draining.remove(instance)
-            self._epoch += 1
-            if instance.version not in model.serving:
-                self._tell(instance.source, State.UNAVAILABLE, "unloaded")
-            self._again(model, memory=True)
-
-    def _again(self, model: Model, *, memory: bool = False) -> None:
+    def _again(self, model: Model, memory: bool) -> None:
         """Ask for another turn of a model, and of those that lack memory when some came free."""
         model.due = True
         if memory:
@@ -306,7 +226,7 @@ class Manager:
 
     async def settled(self, model: Model | None = None) -> None:
         """Wait until nothing loads any more, of one model or of all."""
-        while not self._closing:
+        while not self._copies.closing:
             models = list(self.models.values()) if model is None else [model]
             there = [each for each in models if self.models.get(each.name) is each]
             under_way = any(each.loading for each in models) or any(each.due for each in there)
@@ -321,21 +241,6 @@ class Manager:
             self._changed.clear()
             await self._changed.wait()
 
-    def _tell(self, source: Source, state: State, reason: str = "", seconds: float = 0.0) -> None:
-        version = str(source.version)
-        self._news.append(StateChange(source.name, version, state.value, reason, seconds))
-
     def _publish(self) -> None:
-        """Tell listeners, who may ask what is ready: only once the routes say so."""
-        news, self._news = self._news, []
-        for change in news:
-            try:
-                self.events.tell_state(change)
-            except Exception:
-                _log.exception("a listener failed at a change of state")
+        self._copies.publish()
         self._changed.set()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
