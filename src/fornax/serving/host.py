@@ -6,24 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from fornax.config import ServingCode, ServingError
-from fornax.export.bundle import open_bundle
+from fornax.serving import telling
+from fornax.serving.bundle_loader import BundleLoader
 from fornax.serving.describe import model_config, model_metadata
 from fornax.serving.entries import Entries
 from fornax.serving.entry import Entry, EntryFactory
 from fornax.serving.events import Events
 from fornax.serving.execution.counters import ModelStatistics
 from fornax.serving.host_settings import HostSettings
-from fornax.serving.lifecycle import (
-    IndexEntry,
-    Loader,
-    Manager,
-    Rollback,
-    ServableLike,
-    Source,
-    commands,
-)
+from fornax.serving.lifecycle import IndexEntry, Loader, Manager, Rollback, commands
 from fornax.serving.naming import Naming, no_function
-from fornax.serving.servable import DevicePool, Servable
+from fornax.serving.servable import DevicePool
 from fornax.serving.types import InferRequest, InferResult, ModelMetadata
 from fornax.serving.v2.parameters import function_of
 
@@ -62,13 +55,12 @@ class Host:
         self.events = Events() if events is None else events
         self.stopping = False
         """Set before requests stop coming: the server is no longer ready, and still answers."""
-        self._devices = devices
         self._others = Entries(config.repository, entries or {}, self.events)
         every = config.control != "explicit" or "*" in config.load
         self._wanted = lambda name: every or name in config.load
         self._manager = Manager(
             config.repository,
-            loader=loader or self._load_bundle,
+            loader=loader or BundleLoader(devices, self.events, config.trust_executables),
             events=self.events,
             follow=self._wanted,
             poll_seconds=None if config.control == "none" else config.poll_seconds,
@@ -85,24 +77,6 @@ class Host:
     def entries(self) -> Mapping[str, Entry]:
         """The models that are no bundles, by name; they are there before `start`."""
         return self._others.entries
-
-    async def _load_bundle(self, source: Source) -> ServableLike:
-        bundle = await asyncio.to_thread(
-            open_bundle,
-            source.path,
-            verify="as-read",
-            trust_executables=self._config.trust_executables,
-        )
-        if self._devices is None:
-            self._devices = DevicePool()
-        return await Servable.create(
-            bundle,
-            source.settings,
-            self._devices,
-            name=source.name,
-            version=str(source.version),
-            events=self.events,
-        )
 
     async def start(self) -> None:
         """Load what is to be served and return when each version is ready or has failed.
@@ -240,18 +214,15 @@ class Host:
         """
         if name in self._others.models:
             return [self._others.models[name].statistics()]
-        others = [] if name else [each.statistics() for each in self._others.models.values()]
         name = function_of(name)[0]
-        models = [self._naming.model(name)] if name else list(self._models.values())
-        found = [
-            each
-            for model in models
-            for each in model.instances()
-            if not version or each in (model.routes.get(version),) or str(each.version) == version
-        ]
-        if name and version and not found:
-            raise models[0].refusal(version)
-        return [*(each.servable.statistics() for each in found), *others]
+        if name:
+            model = self._naming.model(name)
+            found = telling.statistics([model], version)
+            if version and not found:
+                raise model.refusal(version)
+            return found
+        others = [each.statistics() for each in self._others.models.values()]
+        return telling.statistics(self._models.values(), version) + others
 
     async def load(self, name: str, version: str = "") -> None:
         """Load what a model's policy picks, or one version; return when it answers.
@@ -301,18 +272,7 @@ class Host:
         Raises:
           ServingError: no such model, or it has no shadow.
         """
-        model = self._naming.model(name)
-        if model.shadowing is None:
-            settings = model.settings.shadow
-            if settings is None:
-                text = f"{name} has no shadow; put shadow: {{version: N}} into its serving.yaml"
-            elif problem := model.shadow_problem():
-                text = f"version {settings.version} of {name} is no shadow: {problem}"
-            else:
-                reason = model.reason(settings.version) or "none answers beside it"
-                text = f"version {settings.version}, the shadow of {name}, is not ready: {reason}"
-            raise ServingError(ServingCode.FAILED_PRECONDITION, text)
-        return model.shadowing.report()
+        return telling.shadow_report(self._naming.model(name))
 
     def shadow_reports(self) -> list[dict[str, Any]]:
         """The reports of all models that have one."""

@@ -11,7 +11,8 @@ import pytest
 from tests.unit.serving.fakes import deploy, running
 
 from fornax.config import ServingError
-from fornax.serving.lifecycle.compare import Latencies, OutputDifferences, difference
+from fornax.serving.latencies import Percentiles
+from fornax.serving.lifecycle.compare import OutputDifferences, difference
 from fornax.serving.lifecycle.shadow import ShadowRequest
 from fornax.serving.types import InferRequest
 
@@ -76,7 +77,7 @@ def test_another_shape_is_a_difference_with_its_reason():
 
 
 def test_percentiles_are_within_a_tenth():
-    latencies = Latencies()
+    latencies = Percentiles()
     for microseconds in range(1, 1001):
         latencies.add(microseconds * 1000)
     assert latencies.quantile(0.5) == pytest.approx(500, rel=0.1)

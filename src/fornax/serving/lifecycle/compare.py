@@ -3,11 +3,10 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
 
 import numpy as np
 
-__all__ = ["Difference", "Latencies", "OutputDifferences", "difference"]
+__all__ = ["Difference", "OutputDifferences", "difference"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,38 +112,3 @@ class OutputDifferences:
 
 def _number(value: float) -> float | str:
     return value if math.isfinite(value) else "infinity"
-
-
-class Latencies:
-    """Durations in buckets a tenth apart, so that percentiles cost no memory."""
-
-    _BASE = math.log(1.1)
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self._number = 0
-        self._sum = 0
-
-    def add(self, nanoseconds: int) -> None:
-        """Take in one duration."""
-        self._counts[int(math.log(max(nanoseconds, 1)) / self._BASE)] += 1
-        self._number += 1
-        self._sum += nanoseconds
-
-    def quantile(self, share: float) -> float:
-        """Microseconds under which so many of the durations are, within a tenth; 0 for none."""
-        left = share * self._number
-        for bucket in sorted(self._counts):
-            left -= self._counts[bucket]
-            if left <= 0:
-                return math.exp((bucket + 1) * self._BASE) / 1000
-        return 0.0
-
-    def report(self) -> Mapping[str, float]:
-        """Microseconds: mean, median, and the slowest hundredth's border."""
-        mean = self._sum / self._number / 1000 if self._number else 0.0
-        return {
-            "mean_us": round(mean, 1),
-            "p50_us": round(self.quantile(0.5), 1),
-            "p99_us": round(self.quantile(0.99), 1),
-        }

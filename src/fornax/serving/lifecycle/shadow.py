@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from fornax.config import FornaxError
-from fornax.serving.lifecycle.compare import Latencies, OutputDifferences, difference
+from fornax.serving.latencies import Percentiles
+from fornax.serving.lifecycle.compare import OutputDifferences, difference
 from fornax.serving.lifecycle.states import Instance
 from fornax.serving.settings import Shadow
 from fornax.serving.types import InferRequest, InferResult
@@ -45,7 +46,7 @@ class Shadowing:
         self._counts: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._outputs: dict[str, OutputDifferences] = {}
-        self._latencies = {"main": Latencies(), "shadow": Latencies()}
+        self._latencies = {"main": Percentiles(), "shadow": Percentiles()}
         self._worst: list[tuple[float, str, str]] = []
 
     def compares(self, main: Instance, shadow: Instance, settings: Shadow) -> bool:
