@@ -4,10 +4,11 @@ Every variable Fornax honours has one function here; `documented()` lists them f
 reference page.
 """
 
+import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 __all__ = [
@@ -15,12 +16,14 @@ __all__ = [
     "compilation_cache_enabled",
     "compiler_flags",
     "coordinator",
+    "cpu_threads",
     "cxx",
     "documented",
     "for_child",
     "full_traceback",
     "host_tokens",
     "limit_cpu_threads",
+    "one_cpu_thread",
     "openai_api_key",
     "prepare_virtual_devices",
     "set_default_platform_quiet",
@@ -158,6 +161,29 @@ def prepare_virtual_devices() -> None:
 def limit_cpu_threads(count: int) -> None:
     """Have XLA's CPU client divide a program over so many threads; call before jax starts it."""
     os.environ["NPROC"] = str(count)
+
+
+def cpu_threads() -> int:
+    """Over how many threads XLA's CPU client divides a program."""
+    chosen = os.environ.get("NPROC", "")
+    if chosen.isdecimal():
+        return int(chosen)
+    limited = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def one_cpu_thread() -> Iterator[None]:
+    """Have the CPU client of XLA's that is made meanwhile run programs in the threads that call."""
+    before = os.environ.get("NPROC")
+    limit_cpu_threads(1)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["NPROC"]
+        else:
+            os.environ["NPROC"] = before
 
 
 def set_default_platform_quiet() -> None:

@@ -6,6 +6,7 @@ convention; the class differs between versions of jax by private fields, which a
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ import jax
 import numpy as np
 from jax import export
 
+from fornax.config.environment import one_cpu_thread
 from fornax.config.errors import BundleError
 
 __all__ = [
     "abstract",
+    "calling_device",
     "fast_call",
     "load_executable",
     "portable",
@@ -187,6 +190,22 @@ def fast_call(
     except (ImportError, AttributeError, TypeError):
         return executable.execute
     return lambda arrays: start(arrays).consume_with_handlers(handlers)
+
+
+@functools.cache
+def calling_device() -> Any | None:
+    """A CPU device whose programs run in the thread that calls them; None where jax has none.
+
+    XLA's CPU client divides every program over its threads, and has as many as when it was made:
+    one more client, with none to divide over, is the way to have a program that is not divided.
+    """
+    try:
+        from jax._src.lib import xla_client
+
+        with one_cpu_thread():
+            return xla_client.make_cpu_client(asynchronous=False).local_devices()[0]
+    except (ImportError, AttributeError, TypeError):
+        return None
 
 
 def _device_put(aval: Any, sharding: Any, arrays: list[Any], devices: list[Any]) -> jax.Array:

@@ -168,8 +168,7 @@ class Servable:
             await function.quiet()
             function.close()
         for copy in self._copies:
-            for array in copy.weights.params.values():
-                array.delete()
+            copy.delete()
         self._copies.clear()
         self._reservation.release()
 

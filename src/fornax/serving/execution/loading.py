@@ -4,6 +4,7 @@ Everything here blocks: it is called in a thread, while the event loop serves ot
 """
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,18 @@ from typing import Any
 from fornax.export.bundle import Bundle
 from fornax.export.dtypes import numpy_dtype
 from fornax.export.spec import Signature
+from fornax.export.undivided import Undivided, share_undivided
 from fornax.export.weights import Weights
 from fornax.serving.batching import Key, Waiting
 from fornax.serving.execution.memory import Reservation, account_of
 from fornax.serving.execution.pool import Place
 from fornax.serving.execution.runner import Prepared, Runner, sample
 from fornax.serving.execution.shapes import Shapes
+from fornax.serving.execution.threads import choose_threads
 
 __all__ = ["Copy", "MemoryUse", "load", "weight_bytes"]
+
+_log = logging.getLogger("fornax.serving")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,15 @@ class Copy:
     place: Place
     weights: Weights
     runners: Mapping[str, Runner]
+    undivided: Undivided | None = None
+    """What shares its weights with programs that are not divided over threads."""
+
+    def delete(self) -> None:
+        """Give the weights' memory back; no program runs any more."""
+        if self.undivided is not None:
+            self.undivided.delete()
+        for array in self.weights.params.values():
+            array.delete()
 
 
 def weight_bytes(bundle: Bundle) -> int:
@@ -73,7 +87,8 @@ def load(
     with ThreadPoolExecutor(_threads(), thread_name_prefix="fornax-load") as pool:
         try:
             weights = list(pool.map(lambda place: bundle.load_weights(place.placement), places))
-            programs = _compile_all(bundle, places, weights, pool, dict(options) or None)
+            chosen = dict(options) or None
+            programs = _compile_all(bundle, places, weights, pool, chosen)
             use, by_account = _memory(places, weights, programs, concurrency)
             reservation.change(
                 by_account,
@@ -85,8 +100,10 @@ def load(
                     name: _runner(bundle.signature(name), place, found)
                     for name, found in mine.items()
                 }
-                copies.append(Copy(place, held, runners))
-                _prove(bundle, copies[-1])
+                one = place.lane.on_host and len(place.devices) == 1
+                undivided = share_undivided(held) if one else None
+                copies.append(Copy(place, held, runners, undivided))
+                _prove(bundle, copies[-1], chosen)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -182,8 +199,9 @@ def _runner(signature: Signature, place: Place, programs: Mapping[tuple[int, Key
     )
 
 
-def _prove(bundle: Bundle, copy: Copy) -> None:
-    """Compare golden outputs, then run every program and take its time."""
+def _prove(bundle: Bundle, copy: Copy, options: Mapping[str, Any] | None) -> None:
+    """Compare golden outputs, then run every program, take its time, and have it run the faster
+    way."""
     for name, runner in copy.runners.items():
         golden = bundle.manifest.functions[name].golden
         if golden is not None:
@@ -194,3 +212,12 @@ def _prove(bundle: Bundle, copy: Copy) -> None:
         for (rows, key), prepared in runner.prepared.items():
             filled = Waiting(None, sample(runner.signature, prepared.dims), rows, key)
             runner.measure(rows, key, filled)
+        if copy.undivided is not None:
+            count = choose_threads(bundle, copy.undivided, runner, options)
+            if count:
+                _log.info(
+                    "%s: %d of %d programs run faster on one thread, and will",
+                    name,
+                    count,
+                    len(runner.prepared),
+                )
