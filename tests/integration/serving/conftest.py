@@ -23,14 +23,17 @@ READY = r"ready after [\d.]+ s: serving"
 class Server:
     """A running `fornax host`."""
 
-    def __init__(self, words: list[str], log: Path, wait: str):
+    def __init__(self, words: list[str], log: Path, wait: str, devices: int = 1):
         self.log = log
+        devices_of = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": None}
+        if devices > 1:
+            devices_of = environment.virtual_cpus(devices)
         with log.open("wb") as file:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "fornax", "host", *words],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=environment.for_child({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": None}),
+                env=environment.for_child(devices_of),
             )
         try:
             self.wait_for(wait)
@@ -143,9 +146,10 @@ def repository(bundles: Path, tmp_path: Path) -> Path:
 def _starter(folder: Path) -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
-    def run(repository: Path, *words: str, wait: str = READY) -> Server:
+    def run(repository: Path, *words: str, wait: str = READY, devices: int = 1) -> Server:
         log = folder / f"server{len(started)}.log"
-        server = Server([str(repository), "--http", "0", "--grpc", "0", *words], log, wait)
+        words = (str(repository), "--http", "0", "--grpc", "0", *words)
+        server = Server(list(words), log, wait, devices)
         started.append(server)
         return server
 

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.serving.storm import clients, world
@@ -61,8 +62,23 @@ async def _watch(storm: Storm, rng: random.Random) -> None:
     late = re.search(r"^fornax_compilations_after_ready_total (\S+)$", text, re.MULTILINE)
     if late is None or float(late[1]):
         storm.problem(f"compiled after ready: {late and late[0]}")
+    status, report = await storm.call("GET", f"/v2/repository/models/{world.SHADE}/shadow")
+    if status == 200:
+        _shadowed(storm, report)
+    elif status != 409:
+        storm.problem(f"the shadow's report: {status} {report}")
     storm.counts["watched"] += 1
     await asyncio.sleep(0.2)
+
+
+def _shadowed(storm: Storm, report: Any) -> None:
+    """A shadow computes other numbers in the same shapes; no copy fails but by a refusal."""
+    storm.counts["shadow compared"] += report["requests"]["compared"]
+    storm.counts["shadow differing"] += report["requests"]["differing"]
+    odd = [each["problems"] for each in report["outputs"].values() if each["problems"]]
+    odd += [reason for reason in report["errors"] if len(reason) < 30]
+    if odd or report["shadow_version"] != "2" or report["main_version"] == "2":
+        storm.problem(f"the shadow's report: {report}")
 
 
 @contextlib.asynccontextmanager
@@ -117,14 +133,16 @@ async def _quiet(storm: Storm, wanted: set[tuple[str, str, str]]) -> None:
 
 
 _ALL = {("rank", "2", "READY")}
-_ALL |= {(name, version, "READY") for name in ("multi", "guest") for version in "12"}
+_ALL |= {(name, version, "READY") for name in ("multi", "guest", world.SHADE) for version in "12"}
 
 
 async def _in_order(storm: Storm, faults: Faults) -> None:
     """Put the repository in order, and wait until it is served so."""
     await asyncio.to_thread(world.settle, faults.root, faults.stock)
-    for path in ("rank/release", "multi/release", "rank/load", "multi/load", "guest/load"):
-        await _asked(storm, path)
+    for name in ("rank", "multi", world.SHADE):
+        await _asked(storm, f"{name}/release")
+    for name in world.MODELS:
+        await _asked(storm, f"{name}/load")
     await _quiet(storm, _ALL)
 
 
@@ -159,13 +177,14 @@ async def _restarted(storm: Storm, faults: Faults, start, may_be: set[str]):
     """A server over what a killed one left: whole, and held where it was."""
     pin = json.loads((faults.root / "rank/pin.json").read_text())["version"]
     assert pin in may_be
-    server = await asyncio.to_thread(start, faults.root, *_WORDS)
+    server = await asyncio.to_thread(start, faults.root, *_WORDS, devices=world.DEVICES)
     storm.http, storm.grpc = server.address("http"), server.address("grpc")
     wanted = {("rank", pin, "READY"), ("rank", "3", "UNAVAILABLE")}
     wanted |= {("rank", "2", "UNAVAILABLE")} if pin == "1" else set()
     wanted |= {("multi", version, "READY") for version in "23"}
     wanted |= {("multi", "1", "READY")}
     wanted |= {("guest", version, "READY") for version in "123"}
+    wanted |= {(world.SHADE, version, "READY") for version in "12"}
     await _quiet(storm, wanted)
     return server
 
@@ -174,7 +193,7 @@ async def _storm(seconds: float, seed: int, start, root: Path, stock: Path) -> N
     storm = Storm(seed)
     faults = Faults(storm, root, stock)
     world.settle(root, stock)
-    first = await asyncio.to_thread(start, root, *_WORDS)
+    first = await asyncio.to_thread(start, root, *_WORDS, devices=world.DEVICES)
     storm.http, storm.grpc = first.address("http"), first.address("grpc")
     may_be = await _killed(storm, faults, first)
     server = await _restarted(storm, faults, start, may_be)
@@ -196,14 +215,18 @@ async def _storm(seconds: float, seed: int, start, root: Path, stock: Path) -> N
     assert after["threads"] <= before["threads"] + _THREADS
     for kind in ("binary 200", "json 200", "grpc 200", "stream 200", "burst 429", "deployed"):
         assert storm.counts[kind], kind
+    assert storm.counts["shadow compared"] >= storm.counts["shadow differing"] > 0
     assert server.stop() == 0
     assert "Traceback" not in server.log.read_text() + first.log.read_text()
     assert not [path for path in root.rglob(".*") if path.name.startswith(".pin")]
 
 
+def _minute(seed: int):
+    return pytest.param(60, seed, id=f"minute-{seed}", marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
-    "seconds",
-    [pytest.param(6, id="short"), pytest.param(60, id="minute", marks=pytest.mark.exhaustive)],
+    ("seconds", "seed"), [pytest.param(6, 1, id="short"), *map(_minute, (1, 2, 3))]
 )
-def test_a_storm_of_faults(seconds, stock, start, tmp_path):
-    asyncio.run(_storm(seconds, 1, start, tmp_path / "models", stock))
+def test_a_storm_of_faults(seconds, seed, stock, start, tmp_path):
+    asyncio.run(_storm(seconds, seed, start, tmp_path / "models", stock))

@@ -111,6 +111,8 @@ class Storm:
             wrong = wrong or f"it answers {name} {id_}"
         if asked.version and version != asked.version.replace("first", "1"):
             wrong = wrong or f"version {version} answered for {asked.version}"
+        if asked.model == world.SHADE and version == "2" and not asked.version:
+            wrong = wrong or "the shadow answered"
         if wrong:
             self.problem(f"{kind} {asked.model}:{asked.function}/{asked.version}: {wrong}")
 

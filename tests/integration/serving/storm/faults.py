@@ -28,7 +28,7 @@ class Faults:
 
     async def rollout(self, rng: random.Random) -> None:
         """A good version comes whole, or slowly, or goes; version 1 stays."""
-        model = rng.choice(["rank", "multi"])
+        model = rng.choice(["rank", "multi", world.SHADE])
         version = str(rng.choice(world.VERSIONS[1:]))
         source, target = self.stock / model / version, self.root / model / version
         try:
@@ -63,7 +63,7 @@ class Faults:
 
     async def pinned(self, rng: random.Random) -> None:
         """A rollback, and later its end."""
-        model = rng.choice(["rank", "multi"])
+        model = rng.choice(["rank", "multi", world.SHADE])
         base = f"/v2/repository/models/{model}"
         status, found = await self.storm.call("POST", f"{base}/rollback", {})
         self._seen("rollback", status, found)
@@ -100,7 +100,7 @@ class Faults:
 
     async def poisoned(self, rng: random.Random) -> None:
         """A version that is damaged comes: it is refused with a reason, and never serves."""
-        model = rng.choice(["rank", "multi"])
+        model = rng.choice(["rank", "multi", world.SHADE])
         self._bad += 1
         target = self.root / model / str(self._bad)
         kind = rng.choice([*DAMAGES, "half", "off"])
@@ -136,7 +136,7 @@ class Faults:
 
     async def rotten(self, rng: random.Random) -> None:
         """The files of a version that serves rot on the disk, and are mended later."""
-        model = rng.choice(["rank", "multi", "guest"])
+        model = rng.choice(world.MODELS)
         version = rng.choice(["1", "2"])
         target = self.root / model / version
         if not target.exists():

@@ -67,14 +67,18 @@ _MODELS = {
     ),
     "guest": ({"affine": _affine}, {"affine": _AFFINE}),
 }
+SHADE = "shade"
+"""The model whose version 2 is a shadow; its bundles are those of `guest`."""
 _BUCKETS = {"b": [1, BATCH], "t": [4, LONGEST], "n": [8]}
-MODELS = tuple(_MODELS)
+MODELS = (*_MODELS, SHADE)
 SETTINGS = {
-    "rank": "batching: {queue_limit: 16}\n",
+    "rank": "batching: {queue_limit: 16}\ndevices: {type: replicas, count: 2}\n",
     "multi": "versions: {type: latest, count: 2}\nlabels: {first: 1}\n"
     "batching: {queue_limit: 32}\n",
     "guest": "versions: {type: all}\n",
+    SHADE: "shadow: {version: 2, share: 0.5}\nbatching: {queue_limit: 16}\n",
 }
+DEVICES = 2
 
 
 def stock(root: Path) -> Path:
@@ -91,6 +95,7 @@ def stock(root: Path) -> Path:
                 platforms=("cpu",),
                 check=version < 3,
             )
+    shutil.copytree(root / "guest", root / SHADE)
     return root
 
 
@@ -140,7 +145,8 @@ def write(path: Path, text: str) -> None:
 
 def draw(rng: random.Random) -> tuple[str, str, Arrays]:
     """A request: model, function and inputs, all numbers small enough to be exact."""
-    kind = rng.choice(["rank", "rank", "affine", "guest", "letters", "wide", "turned"])
+    kinds = ["rank", "rank", "affine", "guest", SHADE, SHADE, "letters", "wide", "turned"]
+    kind = rng.choice(kinds)
     rows = rng.choice([1, 1, 2, 5, BATCH, BATCH + 3])
     numbers = np.random.default_rng(rng.getrandbits(60))
     if kind == "rank":
@@ -153,7 +159,8 @@ def draw(rng: random.Random) -> tuple[str, str, Arrays]:
         return "multi", "wide", {"x": _whole(numbers, (rng.choice([1, 2]), WIDE))}
     if kind == "turned":
         return "multi", "turned", {"x": _whole(numbers, (3, 2))}
-    return "guest" if kind == "guest" else "multi", "affine", {"x": _whole(numbers, (rows, 4))}
+    model = "multi" if kind == "affine" else kind
+    return model, "affine", {"x": _whole(numbers, (rows, 4))}
 
 
 def numbers(rng: random.Random, shape: tuple[int, ...]) -> np.ndarray:
