@@ -5,6 +5,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from fornax.config.errors import ServingCode
 from fornax.export import Spec
 from fornax.export.dtypes import TENSORS, numpy_dtype
 from fornax.serving.events import Events
-from fornax.serving.execution import DevicePool, lane, memory
+from fornax.serving.execution import DevicePool, lane, memory, runner
 from fornax.serving.servable import Servable
 from fornax.serving.settings import Batching, ModelSettings, NanPolicy, OnMesh, Replicas, Timeouts
 from fornax.serving.types import InferRequest
@@ -575,3 +576,27 @@ def test_replicas_share_the_load_and_a_mesh_serves_alike(path, pool, loop):
     assert loop.run_until_complete(run(OnMesh())) == 1
     with pytest.raises(ServingError, match=r"devices\.count=3"):
         loop.run_until_complete(run(Replicas(count=3)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "runs"),
+    [
+        ([0.03, 0.025], 2),  # what takes long is run once more than to warm it up
+        ([0.03, 0.012, 0.013], 3),
+        ([1.5], 1),
+        ([0.0] * 6, 6),
+    ],
+)
+def test_a_bucket_is_run_no_more_often_than_its_time_needs(monkeypatch, seconds, runs):
+    clock, left = [0.0], [*seconds, *[seconds[-1]] * 9]
+
+    def compute(batch, alone):
+        clock[0] += left.pop(0)
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    measured = runner.Runner.__new__(runner.Runner)
+    measured.prepared = {(1, ()): runner.Prepared(None, {}, 0)}
+    measured._compute = compute
+    measured.measure(1, (), None)
+    assert len(seconds) + 9 - len(left) == runs
+    assert measured.prepared[1, ()].seconds == pytest.approx(min(seconds))
