@@ -45,6 +45,9 @@ class InferRequest:
     """When its last byte had come, by `time.monotonic()`."""
     trace: Any = None
     """The caller's trace, for spans; None without tracing."""
+    layout: object | None = None
+    """The same object for requests whose inputs have the same names, dtypes and shapes; None: not
+    known."""
     lone: bool = False
     """Whether no other request is on its way, so that it need not wait to see who else comes."""
 

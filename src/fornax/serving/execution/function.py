@@ -111,8 +111,6 @@ class Function:
             self.counters.failed(error.code, time.monotonic_ns() - now)
             self._reports.ended(request, error)
             raise
-        self.pending += 1
-        self._kick(request.lone)
         return answer.future
 
     def overdue(self, now: float) -> None:
@@ -179,9 +177,10 @@ class Function:
         answer = Answer(request, self._loop.create_future(), now, rows, [None] * count, count)
         arrived = now * 1e-9
         if count == 1:
-            self.queue.put(
-                Waiting((answer, 0), request.inputs, rows, key, priority, deadline, arrived)
-            )
+            waiting = Waiting((answer, 0), request.inputs, rows, key, priority, deadline, arrived)
+            if request.lone and self._compute_now(waiting):
+                return answer
+            self.queue.put(waiting)
         else:
             self.queue.put(
                 *(
@@ -193,12 +192,27 @@ class Function:
             )
         if deadline is not None and (self._timer is None or deadline < self._timer_due):
             self._watch(deadline, arrived)
+        self.pending += 1
+        self._kick()
         return answer
 
-    def _kick(self, lone: bool = False) -> None:
+    def _compute_now(self, waiting: Waiting) -> bool:
+        """Compute a request for which no other waits, at once; False: it goes into the queue."""
+        queue = self.queue
+        if queue.size or queue.delay > 0 or len(self._claims) != 1:
+            return False
+        lane, claim = self._claims[0]
+        bucket = queue.plans[waiting.key].bucket(waiting.rows)
+        self.pending += 1
+        if lane.compute_now(claim, Batch([waiting], waiting.rows, bucket, waiting.key)):
+            return True
+        self.pending -= 1
+        return False
+
+    def _kick(self) -> None:
         lanes = self._lanes
         if len(lanes) == 1:
-            lanes[0].kick(lone)
+            lanes[0].kick()
         else:
             for lane in sorted(lanes, key=lambda lane: lane.running):
                 lane.kick()

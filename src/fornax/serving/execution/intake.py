@@ -11,6 +11,8 @@ from fornax.serving.types import InferRequest
 
 __all__ = ["Intake"]
 
+_REMEMBERED = 256
+
 
 class Intake:
     """The checks of one function."""
@@ -22,6 +24,8 @@ class Intake:
         self._batching = settings.batching_of(signature.name)
         self._seconds = settings.timeouts.request_seconds
         self._refuse_nonfinite = settings.nan.inputs == "refuse"
+        self._placed: dict[object, tuple[int, Key]] = {}
+        """By layout: what was looked at once need not be looked at again."""
 
     def read(self, request: InferRequest, now: int) -> tuple[int, Key, int, float | None]:
         """Rows, padded shape, priority and deadline of a request that came `now` (monotonic ns).
@@ -29,7 +33,15 @@ class Intake:
         Raises:
           ServingError: for what the function cannot take, with the reason.
         """
-        rows, key = self._place(request)
+        layout = request.layout
+        placed = None if layout is None else self._placed.get(layout)
+        if placed is None:
+            placed = self._place(request)
+            if layout is not None:
+                if len(self._placed) >= _REMEMBERED:
+                    self._placed.clear()
+                self._placed[layout] = placed
+        rows, key = placed
         if request.outputs or request.parameters:
             self._check(request)
         if self._refuse_nonfinite:

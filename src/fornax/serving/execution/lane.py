@@ -118,19 +118,24 @@ class Lane:
         self._threads = []
         self._queue = SimpleQueue()
 
-    def kick(self, lone: bool = False) -> None:
-        """Something waits: look once the loop has read what else has come.
+    def kick(self) -> None:
+        """Something waits: look once the loop has read what else has come."""
+        if not self._kicked:
+            self._kicked = True
+            assert self._loop is not None
+            self._loop.call_soon(self._pump)
 
-        `lone`: nothing else is coming, so look now; a short batch is computed before this returns.
+    def compute_now(self, claim: Claim, batch: Batch) -> bool:
+        """Compute a batch that need not wait for others, before this returns; False: it must.
+
+        It must where something runs or is about to, or where the batch is a long one.
         """
-        if self._kicked:
-            return
-        if lone and not self.running:
-            self._pump()
-            return
-        self._kicked = True
-        assert self._loop is not None
-        self._loop.call_soon(self._pump)
+        seconds = claim.runner.prepared[batch.bucket, batch.key].seconds
+        if self._kicked or self.running or not self.in_loop or seconds > ALONE_SECONDS:
+            return False
+        self._crowded = False
+        self._compute_here(self._work(claim, batch))
+        return True
 
     def _pump(self) -> None:
         """Begin what is due."""

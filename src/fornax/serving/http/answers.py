@@ -5,7 +5,7 @@ from typing import Any
 from fornax.serving.failures import as_serving_error
 from fornax.serving.http import bodies
 from fornax.serving.http.heads import Head
-from fornax.serving.http.replies import JSON, Headers, Reply, error_reply
+from fornax.serving.http.replies import JSON, Headers, Reply, error_reply, lines_of
 from fornax.serving.v2.datatypes import Raw
 
 __all__ = ["failure", "pack", "reply_of", "send_packed", "send_whole"]
@@ -50,7 +50,11 @@ async def send_packed(
         headers.append((b"content-encoding", head.accepted))
         body = list[Raw]([packed])
     cycle = getattr(send, "__self__", None)
-    if connection is None or cycle is None or not connection.answer(cycle, 200, headers, body):
+    if (
+        cycle is None
+        or not connection
+        or not connection.answer(cycle, 200, lines_of(headers), body)
+    ):
         await send_whole(send, 200, headers, body)
 
 

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from fornax.serving.access import Limits
 from fornax.serving.http.connection import Bounded
-from fornax.serving.http.replies import Headers
+from fornax.serving.http.replies import lines_of
 from fornax.serving.v2.datatypes import Raw
 
 __all__ = ["Call", "Quick", "connection"]
@@ -118,18 +118,20 @@ class _Direct(Bounded):
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
-    def answer(self, cycle: Any, status: int, headers: Headers, body: list[Raw]) -> bool:
+    def answer(self, cycle: Any, status: int, lines: bytes, body: list[Raw]) -> bool:
         """Send a whole answer in one write: uvicorn makes two, each a system call, the first of
-        which wakes the client for nothing. False: it must go uvicorn's way."""
+        which wakes the client for nothing. False: it must go uvicorn's way.
+
+        `lines` are the headers beside those of every answer; see `lines_of`.
+        """
         if self.flow.write_paused or cycle.response_started or cycle.disconnected:
             return False
-        lines = [STATUS_LINE[status], self._usual_lines()]
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-        lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
         cycle.response_started = cycle.response_complete = True
         cycle.waiting_for_100_continue = False
-        self.transport.write(b"".join((*lines, *body)))
+        self.transport.write(
+            b"".join((STATUS_LINE[status], self._usual_lines(), lines, end, *body))
+        )
         cycle.message_event.set()
         if not cycle.keep_alive:
             self.transport.close()
@@ -141,7 +143,7 @@ class _Direct(Bounded):
         headers = self.server_state.default_headers
         if headers is not self._defaults:
             self._defaults = headers
-            self._default_lines = b"".join(b"%b: %b\r\n" % each for each in headers)
+            self._default_lines = lines_of(headers)
         return self._default_lines
 
 

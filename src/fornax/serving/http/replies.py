@@ -6,7 +6,7 @@ import orjson
 
 from fornax.serving.entry import ASGIApp
 
-__all__ = ["Headers", "Reply", "error_reply", "json_reply", "send_reply"]
+__all__ = ["Headers", "Reply", "error_reply", "json_reply", "lines_of", "send_reply"]
 
 Headers = list[tuple[bytes, bytes]]
 Reply = tuple[int, Headers, bytes]
@@ -32,6 +32,11 @@ def error_reply(status: int, message: str) -> Reply:
     # Names in a message come from clients, and may hold what is no Unicode.
     text = message.encode("utf-8", "backslashreplace").decode()
     return status, headers, orjson.dumps({"error": " ".join(text.split())})
+
+
+def lines_of(headers: Headers) -> bytes:
+    """Headers as they go over the wire."""
+    return b"".join(b"%b: %b\r\n" % header for header in headers)
 
 
 async def send_reply(send: Any, reply: Reply, *, close: bool = False) -> None:

@@ -67,6 +67,8 @@ class _Plan:
     """Its regions are not looked up yet."""
     shared: bool
     """Whether outputs go to shared memory."""
+    layout: object | None
+    """See `InferRequest`; None where the inputs' shapes are not all there is to know."""
 
 
 class Decoder:
@@ -119,6 +121,7 @@ class Decoder:
             received + plan.timeout if plan.timeout else None,
             common.others,
             received,
+            layout=plan.layout,
         )
         return request, wanted
 
@@ -204,6 +207,7 @@ class Decoder:
             names,
             Wanted(common.binary, outputs, name),
             any(each.span is not None for each in outputs),
+            object() if all(each.plain for each in inputs) else None,
         )
         if len(text) <= _KEPT_BYTES and not name and all(each.array is None for each in inputs):
             if len(self._plans) >= _KEPT:

@@ -43,6 +43,8 @@ class FakeHost:
         self.requests: list[InferRequest] = []
         self.unloaded: set[str] = set()
         self.is_ready = True
+        self.version = "1"
+        """That answers; asked for is 1."""
         self.events.refusals.clear()
 
     def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]":
@@ -61,7 +63,7 @@ class FakeHost:
         if not set(names) <= outputs.keys():
             raise ServingError(ServingCode.INVALID_ARGUMENT, f"no output among {names}")
         chosen = {name: outputs[name] for name in names}
-        future.set_result(InferResult(request.model, "1", "f", request.id, chosen))
+        future.set_result(InferResult(request.model, self.version, "f", request.id, chosen))
         return future
 
     async def answer_slow(self) -> "asyncio.Future[InferResult]":

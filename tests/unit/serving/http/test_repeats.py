@@ -4,6 +4,7 @@ between them: each gets its own answer."""
 import random
 import socket
 
+import numpy as np
 import orjson
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -144,3 +145,78 @@ def test_a_request_beside_one_that_waits_is_not_alone(client, server):
     client.answer()
     waiting.close()
     assert [request.lone for request in server.host.requests][-2:] == [False, False]
+
+
+def _echo(array: np.ndarray, outputs: str = "", *, binary: bool) -> bytes:
+    """A binary request to `echo`, whose outputs are wanted as the JSON `outputs` says."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": list(array.shape)}
+    tensor["parameters"] = {"binary_data_size": array.nbytes}
+    document = {"inputs": [tensor], "parameters": {"binary_data_output": binary}}
+    text = orjson.dumps(document)[:-1] + outputs.encode() + b"}"
+    more = f"Inference-Header-Content-Length: {len(text)}\r\n"
+    return _request(text + array.tobytes(), "echo", more)
+
+
+def _document(client: _Client) -> tuple[dict, bytes]:
+    """The next answer's JSON, and what follows it."""
+    head, data = client.socket.recv(65536).split(b"\r\n\r\n")
+    size = head.lower().partition(b"inference-header-content-length: ")[2].split(b"\r\n")[0]
+    at = int(size) if size else len(data)
+    return orjson.loads(data[:at]), data[at:]
+
+
+def test_tensors_behind_a_text_that_is_known_are_each_answers_own(client):
+    for value in range(5):
+        array = np.full(3, value, np.float32)
+        client.send(_echo(array, binary=True))
+        document, data = _document(client)
+        assert document["outputs"][0]["shape"] == [3]
+        np.testing.assert_array_equal(np.frombuffer(data, "<f4"), array)
+
+
+def test_an_answers_text_follows_its_version_dtype_and_shape(client, server, monkeypatch):
+    array = np.arange(4, dtype=np.float32)
+    makes = [np.copy, np.copy, lambda x: x.astype(np.int16), lambda x: x.reshape(2, 2), np.copy]
+    for number, make in enumerate(makes):
+        monkeypatch.setattr(server.host, "version", "2" if number else "1")
+        function = lambda inputs, make=make: {"y": make(inputs["x"])}  # noqa: E731
+        monkeypatch.setitem(server.host.functions, "echo", function)
+        client.send(_echo(array, binary=True))
+        document, data = _document(client)
+        made = make(array)
+        (output,) = document["outputs"]
+        assert document["model_version"] == ("2" if number else "1")
+        assert output["shape"] == list(made.shape)
+        assert output["datatype"] == {"f": "FP32", "i": "INT16"}[made.dtype.kind]
+        assert output["parameters"] == {"binary_data_size": made.nbytes}
+        assert data == made.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "binary"),
+    [
+        ("", False),
+        (',"outputs":[{"name":"out_x","parameters":{"classification":2}}]', True),
+        (',"outputs":[{"name":"out_x","parameters":{"binary_data":false}}]', True),
+    ],
+)
+def test_answers_that_are_more_than_tensors_are_made_anew(client, outputs, binary):
+    for value in (1, 2, 3):
+        client.send(_echo(np.full(3, value, np.float32), outputs, binary=binary))
+        document, data = _document(client)
+        (output,) = document["outputs"]
+        if "classification" in outputs:
+            assert output["datatype"] == "BYTES"
+            assert data[4:].startswith(f"{value}.0".encode())
+        else:
+            assert output["data"] == [value] * 3
+
+
+def test_strings_of_one_shape_may_be_longer_each_time(client, server, monkeypatch):
+    for value in (1, 2, 3):
+        made = np.array([b"a" * value, b""], object)
+        monkeypatch.setitem(server.host.functions, "echo", lambda inputs, made=made: {"y": made})
+        client.send(_echo(np.zeros(3, np.float32), binary=True))
+        document, data = _document(client)
+        assert document["outputs"][0]["parameters"] == {"binary_data_size": 8 + value}
+        assert data == bytes([value, 0, 0, 0]) + b"a" * value + bytes(4)
