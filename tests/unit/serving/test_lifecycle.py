@@ -4,12 +4,13 @@ import asyncio
 import functools
 import json
 import shutil
+import sys
 
 import pytest
 from tests.unit.serving.fakes import deploy, running
 
 from fornax.config import ServingCode, ServingError
-from fornax.serving.repository import pin, unpin
+from fornax.serving.repository import bundles, pin, unpin
 
 
 def in_loop(test):
@@ -673,3 +674,38 @@ async def test_a_model_is_loading_until_all_that_could_serve_was_tried(tmp_path)
         r.made.hold.set()
     assert seen == {"", "1", "2", "3"}
     assert set(r.index().values()) == {("UNAVAILABLE", "altered")}
+
+
+@in_loop
+async def test_looks_read_again_only_what_has_changed(tmp_path, monkeypatch):
+    read, settings = [], []
+
+    def counted(root, path, limit):
+        read.append(path)
+        return read_small(root, path, limit)
+
+    def parsed(*args, **kwargs):
+        settings.append(args)
+        return from_yaml(*args, **kwargs)
+
+    scan = sys.modules["fornax.serving.repository.scan"]  # the function of that name hides it
+    read_small, from_yaml = bundles.read_small, scan.from_yaml
+    monkeypatch.setattr(bundles, "read_small", counted)
+    monkeypatch.setattr(scan, "from_yaml", parsed)
+    folder = deploy(tmp_path, "m", 1)
+    (tmp_path / "m" / "serving.yaml").write_text("labels: {a: 1}")
+    r = await started(tmp_path)
+    for _ in range(3):
+        await r.host.poll()
+    assert len(read) == len(settings) == 1
+    (tmp_path / "m" / "serving.yaml").write_text("labels: {b: 1}")
+    manifest = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(manifest + " ")
+    await r.host.poll()
+    assert len(read) == len(settings) == 2
+    assert await r.version(version="b") == "1"
+    (folder / "content").unlink()
+    for _ in range(2):
+        await r.host.poll()
+        assert "waiting for its files" in r.index()["m", "1"][1]
+    assert len(read) == 4  # of what is not complete, at each look

@@ -38,6 +38,8 @@ class Model:
         self.failures: dict[int, Failure] = {}
         self.bundles: dict[int, Bundle] = {}
         """What the folders of versions held when they were last looked at."""
+        self.before: dict[int, Bundle] = {}
+        """What they held at the look before."""
         self.gone = False
         """Whether its folder is no longer there."""
         self.plan = Plan()
@@ -85,7 +87,9 @@ class Model:
         """Take in what its folder looks like now; None: it is gone."""
         self.gone = folder is None
         if folder is None or not folder.problem:
-            self.bundles = {}
+            there = {} if folder is None else folder.versions
+            seen = self.before | self.bundles
+            self.before, self.bundles = {v: seen[v] for v in seen if v in there}, {}
         if folder is None:
             folder = ModelFolder(self.name, self.folder.path, settings=self.settings)
             self.lingering = frozenset()
@@ -117,6 +121,7 @@ class Model:
             loading=dict(self.loading),
             failures=dict(self.failures),
             bundles=dict(self.bundles),
+            before=dict(self.before),
             epoch=epoch,
         )
 

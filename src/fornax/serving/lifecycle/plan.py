@@ -33,6 +33,8 @@ class Situation:
     failures: Mapping[int, Failure]
     bundles: Mapping[int, Bundle]
     """Those looked at since the folder was; the others are looked at when they are needed."""
+    before: Mapping[int, Bundle]
+    """What was seen of others at an earlier look."""
     epoch: int
 
 
@@ -60,7 +62,9 @@ def make_plan(now: Situation) -> Plan:
     def bundle(version: int) -> Bundle:
         if version not in bundles:
             path = now.folder.versions.get(version)
-            bundles[version] = _MISSING if path is None else examine(now.root, path)
+            bundles[version] = (
+                _MISSING if path is None else examine(now.root, path, now.before.get(version))
+            )
         return bundles[version]
 
     def usable(version: int) -> bool:

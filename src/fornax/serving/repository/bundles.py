@@ -28,10 +28,14 @@ class Bundle:
     """What a copy under way still lacks; empty when everything the manifest lists is there."""
 
 
-def examine(root: Path, folder: Path) -> Bundle:
+def examine(root: Path, folder: Path, before: Bundle | None = None) -> Bundle:
     """Look at a version's files without reading them; what they hold is verified at load.
 
     A file that grows, or is still to come, makes the version wait, whatever order a copy takes.
+
+    Args:
+      before: What was seen there at an earlier look; the manifest of one that was complete is
+        read again only if a file has changed.
     """
     found: dict[str, tuple[int, int, int]] = {}
     try:
@@ -42,6 +46,8 @@ def examine(root: Path, folder: Path) -> Bundle:
     except OSError as error:  # files come and go while it is copied or removed
         return Bundle("", f"its files cannot be listed: {error}")
     digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).hexdigest()
+    if before is not None and before.fingerprint == digest and not before.waiting:
+        return before
     return Bundle(digest, _waiting(root, folder, found))
 
 

@@ -1,6 +1,7 @@
 """What lies in a repository of models: `<name>/<version>/`, `serving.yaml`, `pin.json`."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -139,7 +140,13 @@ def _settings(
         return "bundle", ModelSettings(), {}
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}; save it as UTF-8") from error
-    source = str(path)
+    return _parsed(text, str(path), types)
+
+
+@functools.lru_cache(maxsize=4096)  # every look reads every file, and few have changed
+def _parsed(
+    text: str, source: str, types: frozenset[str]
+) -> tuple[str, ModelSettings, Mapping[str, Any]]:
     value, _ = read_yaml(text, source)
     kind = value.get("type", "bundle") if isinstance(value, Mapping) else "bundle"
     if kind == "bundle":
