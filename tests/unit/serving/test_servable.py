@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -600,3 +602,25 @@ def test_a_bucket_is_run_no_more_often_than_its_time_needs(monkeypatch, seconds,
     measured.measure(1, (), None)
     assert len(seconds) + 9 - len(left) == runs
     assert measured.prepared[1, ()].seconds == pytest.approx(min(seconds))
+
+
+def test_memory_is_summed_while_threads_set_some_aside():
+    accounts = memory.Memory({"cpu": 10**9})
+    for number in range(50):
+        accounts.reserve(f"model {number}", {"cpu": 2}, "")
+    done = threading.Event()
+
+    def load():
+        while not done.is_set():
+            accounts.reserve("another", {"cpu": 1}, "").release()
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=load)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        # A few thousand sums met the other thread in the midst of a change before.
+        assert {accounts.used("cpu") for _ in range(20_000)} <= {100, 101}
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)

@@ -96,7 +96,8 @@ class Memory:
 
     def used(self, account: str) -> int:
         """Bytes set aside."""
-        return sum(each.bytes.get(account, 0) for each in self._held)
+        # Of a copy, made at once: a thread that loads may set aside or give back meanwhile.
+        return sum(each.bytes.get(account, 0) for each in tuple(self._held))
 
     def free(self, account: str) -> int:
         """Bytes left."""
