@@ -56,7 +56,7 @@ CONTESTANTS = (
         name="fornax-1-thread",
         wire="v2-binary",
         path="/v2/models/{model}/infer",
-        settings="cpu_threads 1, as its guide recommends for small programs",
+        settings="cpu_threads 1: no program is divided over threads, not the large ones either",
         flags=("--cpu-threads", "1"),
     ),
     Contestant(

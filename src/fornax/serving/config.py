@@ -70,8 +70,8 @@ class HostConfig(Limits):
     grpc_compression: Literal["none", "deflate", "gzip"] = "none"
     """How answers over gRPC are compressed; over HTTP a client asks for it."""
     cpu_threads: int | None = None
-    """Threads that a program on CPU devices is divided over (default: the cores). 1 is fastest for
-    programs of less than some 200 us, which waking a second thread only delays."""
+    """Threads that a program on CPU devices is divided over (default: the cores; small programs run
+    on one where that was faster when they were loaded)."""
     busy_poll_us: float = 300.0
     """Microseconds in which the server looks for the next request after a lone small one instead of
     sleeping, so that it need not be woken; 0 saves the processor's time."""
