@@ -61,13 +61,16 @@ def check_listing(root: Path, files: Mapping[str, File]) -> None:
 
 
 def _walk(root: Path, below: str) -> Iterator[tuple[str, os.stat_result]]:
+    at = root / below
     try:
-        entries = list(os.scandir(root / below))
+        found = []
+        for entry in list(os.scandir(at)):
+            at = Path(entry.path)  # which may be gone by now
+            found.append((entry.name, entry.stat(follow_symlinks=False)))
     except OSError as error:
-        raise BundleError(f"{root / below} cannot be read ({error.strerror})") from None
-    for entry in entries:
-        path = f"{below}/{entry.name}" if below else entry.name
-        info = entry.stat(follow_symlinks=False)
+        raise BundleError(f"{at} cannot be read ({error.strerror})") from None
+    for name, info in found:
+        path = f"{below}/{name}" if below else name
         yield path, info
         if stat.S_ISDIR(info.st_mode):
             yield from _walk(root, path)

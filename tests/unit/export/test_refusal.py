@@ -90,6 +90,19 @@ def test_weights_of_several_placements_are_hashed_once(copy, monkeypatch):
     bundle.load_weights()
 
 
+def test_a_file_that_goes_while_the_bundle_is_listed_is_named(copy, monkeypatch):
+    class Leaving:
+        def __init__(self, entry):
+            self.name, self.path, self.stat = entry.name, entry.path, entry.stat
+            if entry.name == "manifest.json":
+                os.unlink(entry.path)
+
+    listed = os.scandir
+    monkeypatch.setattr(files.os, "scandir", lambda path: map(Leaving, listed(path)))
+    with pytest.raises(BundleError, match=r"manifest\.json cannot be read \(No such file"):
+        export.open_bundle(copy)
+
+
 def test_a_truncated_file_is_refused_without_reading_it(copy):
     file = some_file(copy, "weights")
     os.truncate(file, file.stat().st_size - 1)
