@@ -1,4 +1,4 @@
-"""A language model among the models of `fornax host`: OpenAI's routes and V2's infer, one engine.
+"""A language model among the models of `fornax host`: OpenAI's routes and V2's, one engine.
 
 A folder of the repository with a `serving.yaml` that says `type: llm`, `model: PATH` (default: the
 folder itself) and any key of `fornax serve` but those about listening. The model server knows this
@@ -6,20 +6,18 @@ class by its methods alone, and the command connects the two.
 """
 
 import asyncio
-import dataclasses
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fornax.config import ConfigError, EngineError, ServingCode, ServingError, from_mapping
-from fornax.llm.async_engine import EngineDead
+from fornax.llm.host_answers import pieces, told, whole
 from fornax.llm.host_tensors import INPUTS, OUTPUTS, Asked, bytes_array, read_request
-from fornax.llm.outputs import RequestOutput
-from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.server.app import create_app, create_server, guarded
 from fornax.llm.server.engine import Engine
 from fornax.llm.server.errors import ApiError
@@ -51,12 +49,11 @@ _LISTENING = frozenset(
     }
 )
 """Keys of `fornax serve` about what the model server does itself, or not at all."""
-_CODES = {code.http: code for code in ServingCode}
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 class LLMEntry:
-    """One language model; see `fornax.serving.entry.Entry` for its methods."""
+    """One language model; see `fornax.serving.entry.StreamingEntry` for its methods."""
 
     platform = "fornax_llm"
 
@@ -92,7 +89,7 @@ class LLMEntry:
         self._server: Server | None = None
         self._app: Any = None
         self._reason = "it is not loaded"
-        self._ids = itertools.count()
+        self._ids = (f"v2-{name}-{count}" for count in itertools.count())
 
     @property
     def memory(self) -> int:
@@ -171,7 +168,7 @@ class LLMEntry:
             "max_batch_size": 0,
             "input": inputs,
             "output": [_described(name, tensor) for name, tensor in OUTPUTS.items()],
-            "model_transaction_policy": {"decoupled": False},
+            "model_transaction_policy": {"decoupled": True},
         }
 
     def collect(self) -> Iterable[Any]:
@@ -199,59 +196,41 @@ class LLMEntry:
         Raises:
           ServingError: it is refused, or the engine ended.
         """
+        with told():
+            server, asked = self._read(request, in_pieces=False)
+            with server.load.admitted():
+                texts = await whole(server, asked, request.priority, self._ids)
+        return {"text_output": bytes_array(texts)}
+
+    async def stream(self, request: Any) -> AsyncGenerator[tuple[Mapping[str, np.ndarray], bool]]:
+        """What is new of a prompt's completions, as it is made; whole without `stream`.
+
+        A piece has a text for each of `n` completions, empty where nothing is new of one.
+
+        Raises:
+          ServingError: it is refused, or the engine ended.
+        """
+        with told():
+            server, asked = self._read(request, in_pieces=True)
+            with server.load.admitted():
+                if not asked.stream:
+                    texts = await whole(server, asked, request.priority, self._ids)
+                    yield {"text_output": bytes_array(texts)}, True
+                    return
+                new = pieces(server, asked, request.priority, self._ids)
+                async with contextlib.aclosing(new):
+                    async for texts, last in new:
+                        yield {"text_output": bytes_array(texts)}, last
+
+    def _read(self, request: Any, *, in_pieces: bool) -> tuple[Server, Asked]:
+        """What answers, and what is asked for."""
         server = self._server
         if server is None:
             raise ServingError(ServingCode.UNAVAILABLE, f"{self.name} is not ready")
-        try:
-            server.require_ready()
-            defaults = _defaults(server.defaults)
-            asked = read_request(request.inputs, request.parameters, defaults)
-            with server.load.admitted():
-                texts = await self._complete(server, asked, request.priority)
-        except ApiError as error:
-            code = _CODES.get(error.status_code, ServingCode.INTERNAL)
-            raise ServingError(code, error.message) from error
-        except EngineError as error:
-            raise ServingError(ServingCode.INVALID_ARGUMENT, str(error)) from error
-        except EngineDead as error:
-            raise ServingError(ServingCode.UNAVAILABLE, str(error)) from error
-        return {"text_output": bytes_array(texts)}
-
-    async def _complete(self, server: Server, asked: Asked, priority: int) -> list[str]:
-        encoded = [
-            await server.encoder.encode(prompt, add_special_tokens=True) for prompt in asked.prompts
-        ]
-        tasks = [
-            asyncio.ensure_future(self._one(server, prompt, ids, asked.params, priority))
-            for prompt, ids in zip(asked.prompts, encoded, strict=True)
-        ]
-        try:
-            done = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        return [
-            (prompt if asked.echo else "") + completion.text
-            for prompt, output in zip(asked.prompts, done, strict=True)
-            for completion in output.outputs
-        ]
-
-    async def _one(
-        self, server: Server, prompt: str, ids: list[int], params: SamplingParams, priority: int
-    ) -> RequestOutput:
-        room = server.encoder.room(ids, params.max_tokens)
-        answers = server.engine.generate(
-            ids,
-            dataclasses.replace(params, max_tokens=room),
-            request_id=f"v2-{self.name}-{next(self._ids)}",
-            priority=priority,
-            prompt=prompt,
-        )
-        last: RequestOutput | None = None
-        async for output in answers:
-            last = output
-        assert last is not None  # the engine ends with an output or raises
-        return last
+        server.require_ready()
+        defaults = _defaults(server.defaults)
+        asked = read_request(request.inputs, request.parameters, defaults, in_pieces=in_pieces)
+        return server, asked
 
 
 async def _compiled(engine: Engine) -> None:

@@ -1,8 +1,10 @@
 """A V2 request to a language model: its tensors as Triton's vLLM backend names them, read strictly.
 
 BYTES `text_input` [n] is the prompts. BYTES `sampling_parameters` [1] is a JSON object of fields of
-`SamplingParams`, which may stand among the request's parameters as well. `text_output` begins with
-its prompt unless BOOL `exclude_input_in_output` [1] is true. BOOL `stream` [1] can only be false.
+`SamplingParams`, which may stand among the request's parameters as well; numbers and lists may be
+JSON in a string, as some clients send no others. `text_output` begins with its prompt unless BOOL
+`exclude_input_in_output` [1] is true. BOOL `stream` [1] asks for the text in pieces, without the
+prompt.
 """
 
 import dataclasses
@@ -29,6 +31,10 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {"text_output": ("BYTES", (-1,
 _FIELDS = {
     field.name for field in dataclasses.fields(SamplingParams) if field.name != "output_kind"
 }
+_TEXTS = frozenset({"stop", "bad_words"})
+"""Fields for which a string is a value."""
+_OTHER_NAMES = {"stop_words": "stop"}
+"""What clients of TensorRT-LLM's backend call a field. They send [""] for none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +45,22 @@ class Asked:
     params: SamplingParams
     echo: bool
     """Whether outputs begin with their prompt."""
+    stream: bool
+    """Whether the text is wanted in pieces."""
 
 
 def read_request(
-    inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any], defaults: Mapping[str, Any]
+    inputs: Mapping[str, np.ndarray],
+    parameters: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    *,
+    in_pieces: bool = False,
 ) -> Asked:
     """Read a request's tensors and parameters.
 
     Args:
       defaults: fields of SamplingParams where the request has none.
+      in_pieces: whether the answer may come so.
 
     Raises:
       ServingError: a tensor or field that is missing, unknown, or of another type or shape.
@@ -58,15 +71,23 @@ def read_request(
     prompts = tuple(_texts("text_input", inputs["text_input"]))
     if not prompts:
         raise _refuse("text_input has no prompt; send one at least")
-    if _flag(inputs, "stream"):
+    stream = _flag(inputs, "stream")
+    if stream and not in_pieces:
         raise _refuse(
-            "stream=true is not answered by infer; POST /v1/completions with stream=true streams"
+            "stream=true takes a call that streams: POST …/generate_stream, gRPC's "
+            "ModelStreamInfer, or POST /v1/completions"
         )
-    return Asked(
-        prompts=prompts,
-        params=_params(inputs, parameters, defaults, len(prompts)),
-        echo=not _flag(inputs, "exclude_input_in_output"),
-    )
+    if stream and len(prompts) > 1:
+        raise _refuse(f"text_input has {len(prompts)} prompts; with stream=true send one a request")
+    echo = not _flag(inputs, "exclude_input_in_output", stream)
+    if stream and echo:
+        raise _refuse(
+            "exclude_input_in_output=false does not go with stream=true, whose pieces have no "
+            "prompt; leave it out"
+        )
+    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    params = _params(inputs, parameters, {**defaults, "output_kind": kind}, len(prompts))
+    return Asked(prompts=prompts, params=params, echo=echo, stream=stream)
 
 
 def bytes_array(texts: list[str]) -> np.ndarray:
@@ -91,19 +112,32 @@ def _params(
             raise _refuse(f"sampling_parameters is not JSON: {error}") from None
         if not isinstance(given, dict):
             raise _refuse("sampling_parameters is no JSON object")
-    given = {**parameters, **given}
+    given = {_OTHER_NAMES.get(name, name): value for name, value in {**parameters, **given}.items()}
     unknown = sorted(given.keys() - _FIELDS)
     if unknown:
         raise _refuse(
             f"{unknown[0]} is no field of a request; it may have {', '.join(sorted(_FIELDS))}"
         )
+    given = {name: _value(name, value) for name, value in given.items()}
     try:
-        params = SamplingParams(**{**defaults, **given}, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = SamplingParams(**{**defaults, **given})
     except TypeError as error:
         raise _refuse(f"a sampling parameter is of another type: {error}") from None
     if params.n > 1 and prompts > 1:
         raise _refuse(f"n={params.n} goes with one prompt, and text_input has {prompts}")
     return params
+
+
+def _value(name: str, value: Any) -> Any:
+    """A field's value, out of the string that a client may have had to put it into."""
+    if name in _TEXTS:
+        return [text for text in value if text != ""] if isinstance(value, list) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise _refuse(f"{name}={value[:40]!r} is no number, list or truth value") from None
 
 
 def _texts(name: str, array: np.ndarray) -> list[str]:
@@ -122,10 +156,10 @@ def _only(name: str, array: np.ndarray) -> list[str]:
     return texts
 
 
-def _flag(inputs: Mapping[str, np.ndarray], name: str) -> bool:
+def _flag(inputs: Mapping[str, np.ndarray], name: str, default: bool = False) -> bool:
     array = inputs.get(name)
     if array is None:
-        return False
+        return default
     if array.dtype != np.bool_ or array.size != 1:
         raise _refuse(f"{name} is {array.dtype} of shape {list(array.shape)}; send one BOOL")
     return bool(array.ravel()[0])

@@ -5,16 +5,19 @@ Whoever starts the server hands it factories by the `type` that a repository fol
 names; `fornax.llm.host_entry` has the one for language models.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["ASGIApp", "Entry", "EntryFactory", "Tensor"]
+__all__ = ["ASGIApp", "Entry", "EntryFactory", "Piece", "StreamingEntry", "Tensor", "stream_of"]
 
 Tensor = tuple[str, tuple[int, ...]]
 """V2 datatype and shape; -1 for a size that may vary."""
+
+Piece = tuple[Mapping[str, np.ndarray], bool]
+"""Some of an answer's outputs, and whether they are the last."""
 
 ASGIApp = Callable[
     [
@@ -78,6 +81,22 @@ class Entry(Protocol):
 
     def routes(self) -> Mapping[str, ASGIApp]:
         """Apps by the path they answer under, beside V2; they exist before `start`."""
+
+
+class StreamingEntry(Entry, Protocol):
+    """An entry that can also answer a request in pieces: Triton calls such a model decoupled."""
+
+    def stream(self, request: Any) -> AsyncGenerator[Piece, None]:
+        """The answer's pieces as they are made, one at least; closing aborts the request.
+
+        Raises:
+          ServingError: the request is refused, or cannot be answered to its end.
+        """
+
+
+def stream_of(entry: object) -> Callable[[Any], AsyncGenerator[Piece, None]] | None:
+    """An entry's `stream`; None: what it is answers whole alone."""
+    return getattr(entry, "stream", None)
 
 
 EntryFactory = Callable[[str, Path, Mapping[str, Any]], Entry]

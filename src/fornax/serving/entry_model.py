@@ -1,13 +1,14 @@
 """An entry among the models: its metadata, its answers and its counters in the server's terms."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 
 import numpy as np
 
 from fornax.config import FornaxError, ServingCode, ServingError
-from fornax.serving.entry import Entry, Tensor
+from fornax.serving.entry import Entry, Tensor, stream_of
 from fornax.serving.execution.counters import ModelStatistics
 from fornax.serving.failures import as_serving_error
 from fornax.serving.types import InferRequest, InferResult, ModelMetadata, TensorMetadata, Timing
@@ -23,6 +24,7 @@ class EntryModel:
 
     def __init__(self, entry: Entry):
         self.entry = entry
+        self._stream = stream_of(entry)
         self._counts = ModelStatistics(name=entry.name, version=VERSION, memory_bytes=entry.memory)
 
     def metadata(self) -> ModelMetadata:
@@ -40,7 +42,7 @@ class EntryModel:
         return self._counts
 
     async def infer(self, request: InferRequest) -> InferResult:
-        """Answer a request, in its time.
+        """Answer a request, in its time; what comes before the last piece goes to its `pieces`.
 
         Raises:
           ServingError: what became of it.
@@ -50,7 +52,7 @@ class EntryModel:
         try:
             self._check(request)
             async with asyncio.timeout(_seconds_left(request)):
-                outputs = await self.entry.infer(request)
+                outputs = await self._outputs(request, started)
             result = self._result(request, outputs, started)
         except BaseException as error:
             known = _known(error)
@@ -62,6 +64,17 @@ class EntryModel:
             self._counts.pending -= 1
         self._answered(request, result, started)
         return result
+
+    async def _outputs(self, request: InferRequest, started: float) -> Mapping[str, np.ndarray]:
+        """The whole answer, or the last of its pieces."""
+        if request.pieces is None or self._stream is None:
+            return await self.entry.infer(request)
+        async with contextlib.aclosing(self._stream(request)) as pieces:
+            async for outputs, last in pieces:
+                if last:
+                    return outputs
+                request.pieces(self._result(request, outputs, started))
+        raise ServingError(ServingCode.INTERNAL, f"{request.model} ended without its last piece")
 
     def _check(self, request: InferRequest) -> None:
         """Refuse what is no tensor of the entry's; its own meaning is the entry's to judge."""

@@ -5,7 +5,7 @@ Arrays are numpy arrays on the host. A BYTES tensor is an object array of `bytes
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,9 @@ class InferRequest:
     known."""
     lone: bool = False
     """Whether no other request is on its way, so that it need not wait to see who else comes."""
+    pieces: "Callable[[InferResult], None] | None" = None
+    """Takes what is answered before the last piece, by models that answer in pieces; None: the
+    answer is wanted whole."""
 
 
 @dataclasses.dataclass(slots=True)

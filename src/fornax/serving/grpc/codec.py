@@ -53,7 +53,7 @@ def decode(
     if max(len(message.id), len(message.model_name), len(message.model_version)) > MAX_NAME:
         raise refuse(f"id, model_name or model_version is longer than {MAX_NAME} characters")
     values = parameter_values(message.parameters) if message.parameters else {}
-    # A request has one answer, so that its final one is never empty: nothing to switch on.
+    # A request's last answer, or last piece of it, is never empty: nothing to switch on.
     if not isinstance(values.pop(_FINAL, False), bool):
         raise refuse(f"parameter {_FINAL} is true or false")
     common = common_parameters(values)

@@ -1,14 +1,15 @@
-"""The calls that infer: one request in, one answer out, or a stream of them in their order."""
+"""The calls that infer: one request in, its answer out, whole or in pieces."""
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import grpc
 
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.access import Limits
+from fornax.serving.entry import stream_of
 from fornax.serving.failures import as_serving_error
 from fornax.serving.grpc.calls import fail, parse
 from fornax.serving.grpc.codec import Delivery, decode, encode
@@ -33,6 +34,8 @@ class Submitted(NamedTuple):
     id: str
     deadline: float | None = None
     """By `time.monotonic()`."""
+    in_pieces: bool = False
+    """Whether pieces may come before the answer."""
 
     async def result(self) -> InferResult:
         """The answer; ServingError where there is none, or not in time."""
@@ -86,8 +89,17 @@ class Inference:
         """Watch over answers no more."""
         self._sending.close()
 
-    def submit(self, data: bytes, context: Any) -> Submitted:
-        """Hand the request in `data` to the host; where it is refused, the future says so."""
+    def submit(
+        self,
+        data: bytes,
+        context: Any,
+        take: Callable[[Submitted, InferResult], None] | None = None,
+    ) -> Submitted:
+        """Hand the request in `data` to the host; where it is refused, the future says so.
+
+        `take` gets the pieces before the last of models that answer in pieces; None: all of them
+        answer whole.
+        """
         received = time.monotonic()
         message = None
         try:
@@ -99,6 +111,11 @@ class Inference:
             self._host.events.tell_refused("grpc", error.code, str(error), model, name)
             return Submitted(_failed(error), {}, model, name)
         _from_context(request, context, self._limits.request_timeout)
+        in_pieces = (
+            take is not None and stream_of(self._host.entries.get(request.model)) is not None
+        )
+        if take is not None and in_pieces:
+            request.pieces = lambda piece: take(submitted, piece)  # none comes before this returns
         try:
             future = self._host.submit(request)
         except Exception as failure:
@@ -110,7 +127,10 @@ class Inference:
             left = max(request.deadline - time.monotonic(), 0.0)
             timer = asyncio.get_running_loop().call_later(left, future.cancel)
             future.add_done_callback(lambda _: timer.cancel())
-        return Submitted(future, deliveries, message.model_name, request.id, request.deadline)
+        submitted = Submitted(
+            future, deliveries, message.model_name, request.id, request.deadline, in_pieces
+        )
+        return submitted
 
     def _parse(self, data: bytes) -> Any:
         """The request's message, if there is room for one more."""

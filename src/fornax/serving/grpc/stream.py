@@ -1,4 +1,5 @@
-"""A stream of requests: many in flight, one answer each, in the requests' order.
+"""A stream of requests: many in flight, answered in their order; models that answer in pieces send
+each as it is made, among those of others.
 
 A request that fails has its error in its own answer, and the stream goes on. What waits for a slow
 reader is bounded: beyond it no more requests are read, and the client's sending stops.
@@ -6,6 +7,7 @@ reader is bounded: beyond it no more requests are read, and the client's sending
 
 import asyncio
 import contextlib
+from collections import deque
 from typing import Any
 
 import grpc
@@ -29,6 +31,8 @@ _IN_FLIGHT = 256
 _WAITING_BYTES = 64 * 2**20
 """Bytes of answers that wait for their turn; while there are more, no request is read."""
 _FINAL = "triton_final_response"
+_Ready = tuple[Submitted, InferResult | None]
+"""A request, and a piece of its answer; None: its answer, or the last piece."""
 
 
 class Streams:
@@ -68,9 +72,13 @@ class _Stream:
         self._inference = inference
         self._context = context
         self._send_timeout = send_timeout
-        self._sent: asyncio.Queue[Submitted | None] = asyncio.Queue()
+        self._turn: deque[Submitted] = deque()
+        """Requests that are answered whole, in their order."""
+        self._ready: asyncio.Queue[_Ready | None] = asyncio.Queue()
+        """What can be sent; None: no more requests come."""
         self._moved = asyncio.Event()
-        self._unanswered = 0
+        self._open: set[asyncio.Future[InferResult]] = set()
+        """Of requests whose last answer is not sent."""
         self._waiting_bytes = 0
         self._reader: asyncio.Task[None] | None = None
         self._closed = False
@@ -84,16 +92,19 @@ class _Stream:
     async def run(self) -> None:
         """Until the client has sent its last request and read its last answer."""
         reader = self._reader = asyncio.create_task(self._read())
+        reader.add_done_callback(lambda _: self._ready.put_nowait(None))
         if self._closed:
             reader.cancel()
         try:
-            while (sent := await self._sent.get()) is not None:
-                await self._answer(sent)
+            while self._open or not reader.done():
+                if (ready := await self._ready.get()) is not None:
+                    await self._answer(*ready)
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
         finally:
             reader.cancel()
-            self._drop()
+            for future in self._open:  # nobody will read them
+                future.cancel()
         if self._closed:
             raise ServingError(
                 ServingCode.UNAVAILABLE,
@@ -103,35 +114,51 @@ class _Stream:
 
     async def _read(self) -> None:
         """Hand requests to the host as they come."""
-        try:
-            while (data := await self._context.read()) is not EOF:
-                submitted = self._inference.submit(data, self._context)
-                self._unanswered += 1
-                submitted.future.add_done_callback(self._finished)
-                self._sent.put_nowait(submitted)
-                while self._unanswered >= _IN_FLIGHT or self._waiting_bytes > _WAITING_BYTES:
-                    self._moved.clear()
-                    await self._moved.wait()
-        finally:
-            self._sent.put_nowait(None)
+        while (data := await self._context.read()) is not EOF:
+            submitted = self._inference.submit(data, self._context, self._piece)
+            self._open.add(submitted.future)
+            submitted.future.add_done_callback(self._finished)
+            if submitted.in_pieces:
+                submitted.future.add_done_callback(
+                    lambda _, each=submitted: self._ready.put_nowait((each, None))
+                )
+            else:
+                self._turn.append(submitted)
+                submitted.future.add_done_callback(self._advance)
+            while len(self._open) >= _IN_FLIGHT or self._waiting_bytes > _WAITING_BYTES:
+                self._moved.clear()
+                await self._moved.wait()
+
+    def _piece(self, sent: Submitted, piece: InferResult) -> None:
+        self._waiting_bytes += _bytes(piece)
+        self._ready.put_nowait((sent, piece))
 
     def _finished(self, future: "asyncio.Future[InferResult]") -> None:
         self._waiting_bytes += _size(future)
 
-    async def _answer(self, sent: Submitted) -> None:
-        """Wait for one request's outcome, and send it."""
-        response = _Response()
-        answer = response.infer_response
-        try:
-            encode(await sent.result(), sent.deliveries, answer)
-        except Exception as error:
-            response.error_message = str(as_serving_error(error, "ModelStreamInfer"))
-            answer.Clear()
-            answer.model_name, answer.id = sent.model, sent.id
-        answer.parameters[_FINAL].bool_param = True
-        await self._write(response.SerializeToString())
-        self._unanswered -= 1
-        self._waiting_bytes -= _size(sent.future)
+    def _advance(self, _: object) -> None:
+        """Those whose turn it is are ready."""
+        while self._turn and self._turn[0].future.done():
+            self._ready.put_nowait((self._turn.popleft(), None))
+
+    async def _answer(self, sent: Submitted, piece: InferResult | None) -> None:
+        """Send what became of a request, or a piece of it."""
+        if sent.future in self._open:
+            response = _Response()
+            answer, last = response.infer_response, piece is None
+            try:
+                encode(await sent.result() if piece is None else piece, sent.deliveries, answer)
+            except Exception as error:
+                response.error_message = str(as_serving_error(error, "ModelStreamInfer"))
+                answer.Clear()
+                answer.model_name, answer.id = sent.model, sent.id
+                sent.future.cancel()  # of use where it was a piece that could not be sent
+                last = True
+            answer.parameters[_FINAL].bool_param = last
+            if last:
+                self._open.discard(sent.future)
+            await self._write(response.SerializeToString())
+        self._waiting_bytes -= _size(sent.future) if piece is None else _bytes(piece)
         self._moved.set()
 
     async def _write(self, data: bytes) -> None:
@@ -144,15 +171,13 @@ class _Stream:
                 f"an answer waited {self._send_timeout:g} s to be read; read answers as they come",
             ) from None
 
-    def _drop(self) -> None:
-        """Cancel what nobody will read."""
-        while not self._sent.empty():
-            if (sent := self._sent.get_nowait()) is not None:
-                sent.future.cancel()
-
 
 def _size(future: "asyncio.Future[InferResult]") -> int:
     """The bytes of a future's arrays; 0 where it has none."""
     if future.cancelled() or future.exception() is not None:
         return 0
-    return sum(map(raw_size, future.result().outputs.values()))
+    return _bytes(future.result())
+
+
+def _bytes(result: InferResult) -> int:
+    return sum(map(raw_size, result.outputs.values()))

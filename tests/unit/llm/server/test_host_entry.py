@@ -1,6 +1,7 @@
 """A language model among the models of `fornax host`, over an engine without a model."""
 
 import asyncio
+import contextlib
 import json
 import time
 from types import SimpleNamespace
@@ -84,7 +85,7 @@ def test_parameters_of_the_request_are_fields_too_and_n_makes_outputs(make_entry
         (_request(), "text_input is missing"),
         (_request(text_input=np.zeros(1, np.int32)), "text_input is int32"),
         (_request(b"\xff"), "not UTF-8"),
-        (_request("a", stream=np.array([True])), "stream=true is not answered"),
+        (_request("a", stream=np.array([True])), "stream=true takes a call"),
         (_request("a", stream=np.array([1.0])), "send one BOOL"),
         (_request("a", sampling_parameters=_bytes("{")), "not JSON"),
         (_request("a", sampling_parameters=_bytes("[]")), "no JSON object"),
@@ -178,3 +179,79 @@ def test_an_engine_that_dies_while_it_compiles_is_said(make_entry, monkeypatch):
     monkeypatch.setattr(MockEngine, "error", lambda self: RuntimeError("no memory"))
     with pytest.raises(EngineError, match="died while it compiled: no memory"):
         asyncio.run(entry.start())
+
+
+def _pieces(entry, request, most=None):
+    async def work():
+        found = []
+        await entry.start()
+        async with contextlib.aclosing(entry.stream(request)) as pieces:
+            async for outputs, last in pieces:
+                found.append((outputs["text_output"].tolist(), last))
+                if len(found) == most:
+                    break
+        return found, entry.ready()
+
+    return asyncio.run(work())
+
+
+STREAM = np.array([True])
+
+
+def test_pieces_join_to_the_whole_without_the_prompt(make_entry):
+    fields = {"max_tokens": 4, "temperature": 0}
+    entry = make_entry()
+    request = _request("hello world", stream=STREAM, parameters=fields)
+    found, _ = _pieces(entry, request)
+    assert [last for _, last in found] == [False] * 3 + [True]
+    (whole,) = _run(
+        make_entry(), _request("hello world", exclude_input_in_output=STREAM, parameters=fields)
+    )
+    assert [b"".join(texts[0] for texts, _ in found)] == whole
+    assert entry.config()["model_transaction_policy"] == {"decoupled": True}
+
+
+def test_without_stream_there_is_one_piece_which_has_the_prompt(make_entry):
+    found, _ = _pieces(make_entry(), _request("hello", parameters={"max_tokens": 2}))
+    ((texts, last),) = found
+    assert last
+    assert texts[0].startswith(b"hello")
+
+
+def test_a_piece_has_a_text_for_each_completion(make_entry):
+    parameters = {"max_tokens": 2, "n": 3, "temperature": 1.0}
+    found, _ = _pieces(make_entry(), _request("hello", stream=STREAM, parameters=parameters))
+    assert {len(texts) for texts, _ in found} == {3}
+
+
+def test_closing_the_pieces_gives_the_request_up(make_entry, monkeypatch):
+    given_up = []
+    abort = MockEngine._abort
+    monkeypatch.setattr(
+        MockEngine, "_abort", lambda self, stream: (given_up.append(stream), abort(self, stream))
+    )
+    entry = make_entry(engine={"step_seconds": 0.01})
+    request = _request("hello", stream=STREAM, parameters={"max_tokens": 50})
+    found, _ = _pieces(entry, request, most=1)
+    assert len(found) == len(given_up) == 1
+    assert given_up[0].made < 50
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (_request("a", "b", stream=STREAM), "2 prompts"),
+        (_request("a", stream=STREAM, exclude_input_in_output=np.array([False])), "does not go"),
+        (_request("a", stream=STREAM, parameters={"max_tokens": "many"}), "is no number"),
+    ],
+)
+def test_what_cannot_come_in_pieces_is_refused_with_the_reason(make_entry, request_, message):
+    with pytest.raises(ServingError, match=message) as caught:
+        _pieces(make_entry(), request_)
+    assert caught.value.code.http == 400
+
+
+def test_parameters_may_be_strings_and_words_empty_as_clients_send_them(make_entry):
+    parameters = {"max_tokens": "3", "temperature": "0.0", "stop_words": [""], "bad_words": [""]}
+    found, _ = _pieces(make_entry(), _request("hello", stream=STREAM, parameters=parameters))
+    assert len(found) == 3

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import uvloop
+from tests.unit.serving.talk import Talk
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
+from fornax.serving.entry_model import EntryModel
 from fornax.serving.events import Events, StateChange
 from fornax.serving.execution.counters import BatchCount, ModelStatistics
 from fornax.serving.grpc.server import GrpcServer
@@ -21,10 +23,13 @@ LIMITS = Limits(max_body_bytes=4 << 20, max_tensor_bytes=2 << 20, max_concurrent
 
 
 class FakeHost:
-    """`echo` answers its inputs, `slow` after parameter `seconds`, `broken` never does."""
+    """`echo` answers its inputs, `slow` after parameter `seconds`, `broken` never does, `talk` in
+    pieces."""
 
     def __init__(self) -> None:
         self.events = Events()
+        self.talk = Talk()
+        self.entries = {"talk": self.talk}
         self.is_ready = True
         self.requests: list[InferRequest] = []
         self.futures: list[asyncio.Future[InferResult]] = []
@@ -91,6 +96,8 @@ class FakeHost:
         ]
 
     def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]":
+        if request.model == "talk":
+            return asyncio.ensure_future(EntryModel(self.talk).infer(request))
         self._known(request.model, request.version)
         if request.outputs and not set(request.outputs) <= set(request.inputs):
             raise ServingError(ServingCode.INVALID_ARGUMENT, f"no output {request.outputs}")
