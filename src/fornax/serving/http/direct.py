@@ -64,7 +64,9 @@ class _Direct(Bounded):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Start a request; one that may be answered without a task waits for its body first."""
         deferrable = self.quick is not None and app is self.config.loaded_app
-        if deferrable and cycle is self.cycle and self.in_message and not self.expect_100_continue:
+        deferrable = deferrable and cycle is self.cycle and not self.expect_100_continue
+        # What is still to come may belong to the request after this one.
+        if deferrable and self.in_message and cycle.more_body:
             self._deferred = (cycle, app)
         else:
             super()._start_asgi_task(cycle, app)

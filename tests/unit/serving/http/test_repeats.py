@@ -122,6 +122,14 @@ def test_the_last_request_after_known_ones_ends_the_connection(client, more):
     assert client.socket.recv(10) == b""
 
 
+def test_a_request_does_not_wait_for_the_one_after_it(client):
+    first, second = _request(_body(1)), _request(_body(2))
+    client.send(first[:-5])  # so that it waits as a task of the application's
+    client.send(first[-5:] + second + b"POST /v2/mod")
+    assert client.answer() == (200, 2.0)
+    assert client.answer() == (200, 4.0)
+
+
 def test_a_request_is_alone_if_no_other_connection_asked_since(client, server):
     other = _Client(server)
     for each in (client, client, client, other, client, client):
