@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's own, and inference, which FastAPI never sees."""
+"""The OpenAPI document: FastAPI's own, and infer and generate, which FastAPI never sees."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from fastapi.openapi.utils import get_openapi
 
 from fornax.serving.http import schemas
 from fornax.serving.http.documented import failures
+from fornax.serving.http.generate_documented import SCHEMAS, generate_paths
 
 __all__ = ["describe"]
 
@@ -27,7 +28,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for methods in document["paths"].values():
             for operation in methods.values():
                 operation["responses"].pop("422", None)
-        for model in (schemas.InferBody, schemas.InferAnswer):
+        for model in (schemas.InferBody, schemas.InferAnswer, *SCHEMAS):
             schema = model.model_json_schema(ref_template=_REF + "{model}")
             known |= schema.pop("$defs", {})
             known[model.__name__] = schema
@@ -35,6 +36,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
             path = "/v2/models/{model}/versions/{version}/infer"
             path = path if versioned else path.replace("/versions/{version}", "")
             document["paths"][path] = {"post": _inference(versioned)}
+        document["paths"] |= generate_paths(_failures())
         app.openapi_schema = document
     return app.openapi_schema
 
@@ -75,9 +77,13 @@ def _inference(versioned: bool) -> dict[str, Any]:
                     "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
                 },
             },
-            **{str(status): _failure(each) for status, each in failures(*_FAILURES).items()},
+            **_failures(),
         },
     }
+
+
+def _failures() -> dict[str, Any]:
+    return {str(status): _failure(each) for status, each in failures(*_FAILURES).items()}
 
 
 def _failure(about: dict[str, Any]) -> dict[str, Any]:

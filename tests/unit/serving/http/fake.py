@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from tests.unit.serving.talk import Talk
 
 from fornax.config import ServingCode, ServingError
+from fornax.serving.entry_model import EntryModel
 from fornax.serving.events import Events
 from fornax.serving.execution.counters import BatchCount, ModelStatistics
 from fornax.serving.lifecycle.states import IndexEntry
@@ -25,10 +27,13 @@ class Rollback:
 
 
 class FakeHost:
-    """`echo` gives every input back as `out_<name>`; the others are for failures."""
+    """`echo` gives every input back as `out_<name>`, `talk` answers in pieces; the others are for
+    failures."""
 
     def __init__(self) -> None:
         self.events = Events()
+        self.talk = Talk()
+        self.entries = {"talk": self.talk}
         self.functions: dict[str, Callable[[Arrays], Arrays]] = {
             "echo": lambda inputs: {f"out_{name}": array for name, array in inputs.items()},
             "sum": lambda inputs: {"sum": inputs["x"].sum(axis=-1)},
@@ -49,6 +54,8 @@ class FakeHost:
 
     def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]":
         self.requests.append(request)
+        if request.model == "talk":
+            return asyncio.ensure_future(EntryModel(self.talk).infer(request))
         self._known(request.model, request.version)
         if request.model in self.unloaded:
             raise ServingError(ServingCode.UNAVAILABLE, f"model {request.model!r} is unloaded")
@@ -91,6 +98,8 @@ class FakeHost:
         return name in self.functions and name not in self.unloaded and version in ("", "1")
 
     def metadata(self, name: str, version: str = "") -> ModelMetadata:
+        if name == "talk":
+            return EntryModel(self.talk).metadata()
         self._known(name, version)
         tensor = TensorMetadata("x", "FP32", (-1, 4))
         return ModelMetadata(name, ("1",), "fornax_stablehlo", (tensor,), (tensor,))

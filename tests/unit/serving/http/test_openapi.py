@@ -66,7 +66,7 @@ def test_whatever_is_sent_the_answer_is_as_documented(schema, mode):
 
 
 def test_the_document_has_every_path_of_the_protocol(document):
-    model = ("", "/ready", "/infer", "/config", "/stats")
+    model = ("", "/ready", "/infer", "/generate", "/generate_stream", "/config", "/stats")
     expected = {
         *(f"/v2/models/{{model}}{rest}" for rest in model),
         *(f"/v2/models/{{model}}/versions/{{version}}{rest}" for rest in model),
@@ -85,7 +85,7 @@ def test_the_document_has_every_path_of_the_protocol(document):
 def test_the_document_says_what_it_names(document):
     schemas = document["components"]["schemas"]
     text = repr(document)
-    for name in ("InferBody", "InputTensor", "InferAnswer", "ErrorAnswer"):
+    for name in ("InferBody", "InputTensor", "InferAnswer", "GenerateBody", "ErrorAnswer"):
         assert f"#/components/schemas/{name}'" in text
         assert schemas[name]["description"]
     for path, methods in document["paths"].items():

@@ -1,9 +1,10 @@
-"""Every call that is no inference, by topic."""
+"""Every call but infer, by topic."""
 
 from fastapi import FastAPI
 
 from fornax import __version__
 from fornax.serving.http.documented import install_errors
+from fornax.serving.http.generate import generate_routes
 from fornax.serving.http.openapi import describe
 from fornax.serving.http.parts import Parts
 from fornax.serving.http.routes.memory import memory
@@ -29,5 +30,6 @@ def create_routes(parts: Parts) -> FastAPI:
     install_errors(app)
     for router in (health, models, repository, memory, operations):
         app.include_router(router)
+    app.router.routes.extend(generate_routes(parts))
     app.openapi = lambda: describe(app)  # pyrefly: ignore[bad-assignment]
     return app
