@@ -2,8 +2,10 @@
 and how slowly a client takes what it asked for."""
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fornax.serving.access import Limits
@@ -34,6 +36,20 @@ _RAW_LONG_HEAD = _raw(
 _RAW_INVALID = _raw(b"400 Bad Request", "this is no valid HTTP request")
 
 
+class _Flow(FlowControl):
+    """Uvicorn's, which reads on at each answer: a client that sends faster than it is answered
+    would have all that it ever sent in memory."""
+
+    def __init__(self, transport: Any, pipeline: Collection[Any]):
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        """Read on, unless whole requests wait for the answer of the one before."""
+        if not self._pipeline:
+            super().resume_reading()
+
+
 class Bounded(HttpToolsProtocol):
     """Uvicorn's protocol, with limits."""
 
@@ -48,17 +64,22 @@ class Bounded(HttpToolsProtocol):
     """Whether something of the request is still to come."""
     _in_head = False
     _size = 0
+    """Bytes of the head in progress, at most."""
+    _begun = False
+    """Whether what came last began with, or has begun, a request."""
+    _within = False
+    """Whether the head in progress began behind another request, so that its size is not known."""
     _timer: asyncio.TimerHandle | None = None
-    _timed_head = False
     _sending: asyncio.TimerHandle | None = None
     _unsent = 0
 
     def connection_made(self, transport: Any) -> None:  # pyrefly: ignore[bad-override]
         """Begin; the first request's head is awaited."""
         super().connection_made(transport)
+        self.flow = _Flow(transport, self.pipeline)
         if len(self.connections) > self.limits.max_connections:
             self.app = _CROWDED
-        self._wait(self.limits.header_timeout, head=True)
+        self._wait(self.limits.header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left, or was sent away."""
@@ -76,21 +97,20 @@ class Bounded(HttpToolsProtocol):
         """Parse; then see whether a message still has something to come, and in what time."""
         if self._in_head or not self.in_message:
             self._size += len(data)
+        self._begun = self.in_message
         super().data_received(data)
         self.begin()
         if not self.in_message:
             self._size = 0
-            if self._timer is not None:
-                self._stop_waiting()
         elif self._in_head:
             if self._size > self.limits.max_header_bytes and not self.transport.is_closing():
                 self.transport.write(_RAW_LONG_HEAD)
                 self.transport.close()
             elif self._timer is None:
-                self._wait(self.limits.header_timeout, head=True)
-        elif self._timer is None or self._timed_head:
+                self._wait(self.limits.header_timeout)
+        elif self._timer is None:
             self._size = 0
-            self._wait(self.limits.body_timeout + _SLACK, head=False)
+            self._wait(self.limits.body_timeout + _SLACK)
 
     def begin(self) -> None:
         """Answer what has come whole, if it is not being answered."""
@@ -99,13 +119,18 @@ class Bounded(HttpToolsProtocol):
         """The first byte of a request."""
         super().on_message_begin()
         self.in_message = self._in_head = True
+        self._within, self._begun = self._begun, True
+        if self._within:
+            self._size = 0
+        self._idle_since = None
         self.scope["fornax.connection"] = self  # pyrefly: ignore[bad-typed-dict-key]
 
     def on_headers_complete(self) -> None:
         """The head is there."""
         self._in_head = False
+        self._stop_waiting()
         most = self.limits.max_header_bytes
-        if self._size > most:
+        if self._size > most or self._within:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > most:
                 self.app = _LONG_HEAD
@@ -114,6 +139,7 @@ class Bounded(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The body is there."""
         self.in_message = False
+        self._stop_waiting()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -133,8 +159,7 @@ class Bounded(HttpToolsProtocol):
         self._stop_watching()
 
     def _unset_keepalive_if_required(self) -> None:
-        """The connection is idle no more."""
-        self._idle_since = None
+        """Nothing: uvicorn takes blank lines for a request."""
 
     def on_response_complete(self) -> None:
         """The connection is idle, or goes on with what came meanwhile.
@@ -144,11 +169,12 @@ class Bounded(HttpToolsProtocol):
         """
         if self.pipeline or self.transport.is_closing():
             super().on_response_complete()
+            self.flow.resume_reading()
             return
         self.server_state.total_requests += 1
         if self.flow.read_paused:
             self.flow.resume_reading()
-        self._idle_since = self.loop.time()
+        self._idle_since = None if self.in_message else self.loop.time()
         if self._idle_timer is None:
             self._idle(self.timeout_keep_alive)
 
@@ -185,9 +211,8 @@ class Bounded(HttpToolsProtocol):
             self._sending.cancel()
             self._sending = None
 
-    def _wait(self, seconds: float, *, head: bool) -> None:
+    def _wait(self, seconds: float) -> None:
         self._stop_waiting()
-        self._timed_head = head
         self._timer = self.loop.call_later(seconds, self._late)
 
     def _stop_waiting(self) -> None:
@@ -197,4 +222,7 @@ class Bounded(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._timer = None
-        self.transport.abort()
+        if self.flow.read_paused:  # it is not the client that is late
+            self._wait(self.limits.header_timeout)
+        else:
+            self.transport.abort()

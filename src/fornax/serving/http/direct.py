@@ -33,6 +33,8 @@ class _Direct(Bounded):
 
     _deferred: tuple[Any, Any] | None = None
     """A cycle that awaits its body before it gets a task, and the app for it."""
+    _answering: Any = None
+    """The cycle whose turn it is; others may have come behind it."""
     _piece = b""
     """What came last, if it began with a request."""
     _call: Call | None = None
@@ -47,6 +49,10 @@ class _Direct(Bounded):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left, or was sent away."""
         self._call = None
+        cycle = self._answering
+        if cycle is not None and not cycle.response_complete:  # uvicorn knows the last one alone
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -63,6 +69,7 @@ class _Direct(Bounded):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Start a request; one that may be answered without a task waits for its body first."""
+        self._answering = cycle
         deferrable = self.quick is not None and app is self.config.loaded_app
         deferrable = deferrable and cycle is self.cycle and not self.expect_100_continue
         # What is still to come may belong to the request after this one.

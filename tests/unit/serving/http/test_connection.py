@@ -2,6 +2,7 @@
 
 import gzip
 import socket
+import struct
 import time
 from random import Random
 
@@ -281,3 +282,13 @@ def test_damaged_http_does_not_stop_the_server(connect):
     client = connect()
     client.sendall(_request("echo"))
     assert _answer(client)[0] == 200
+
+
+def test_a_client_that_leaves_with_answers_unread_is_no_error(connect, caplog):
+    client = connect()
+    client.sendall(_request("huge") * 3)
+    client.recv(1000)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    time.sleep(0.2)
+    assert not caplog.records

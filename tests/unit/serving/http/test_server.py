@@ -118,3 +118,67 @@ def test_what_outlasts_the_drain_gets_503():
         return await asked
 
     assert asyncio.run(run()) == 503
+
+
+async def _started(**changes: float) -> tuple[HttpServer, Address]:
+    limits = dataclasses.replace(LIMITS, **changes)
+    server = HttpServer(http_app(FakeHost(), limits=limits), Address("127.0.0.1", 0), limits)
+    return server, await server.start()
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_blank_lines_do_not_keep_a_connection(first):
+    async def run() -> None:
+        server, address = await _started(keep_alive=0.2, header_timeout=0.2)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        for each in (first, b"\r\n", b"\r\n"):
+            writer.write(each)
+            await asyncio.sleep(0.05)
+        await asyncio.wait_for(reader.read(), 3)  # to its end
+        writer.close()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_no_more_is_read_from_a_client_than_is_answered():
+    count, piece = 4000, 256 * 1024
+    head = f"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nX-A: {'a' * 600}\r\n"
+    request = f"{head}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
+
+    async def run() -> None:
+        server, address = await _started(send_timeout=60.0)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(request * count)
+        (connection,) = server._server.server_state.connections
+        answered = most = 0
+        while answered < count:
+            answered += (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).count(b" 200 OK")
+            most = max(most, len(connection.pipeline))
+        assert most <= piece // len(request) + 1
+        writer.close()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_client_is_not_late_with_what_is_not_read_yet():
+    host = FakeHost()
+    half = f"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n"
+
+    async def run() -> None:
+        limits = dataclasses.replace(LIMITS, header_timeout=0.1)
+        server = HttpServer(http_app(host, limits=limits), Address("127.0.0.1", 0), limits)
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        slow = half.replace("echo", "slow").encode() + b"\r\n" + BODY
+        writer.write(slow + half.encode() + b"\r\n" + BODY + half.encode())
+        await asyncio.sleep(0.3)
+        writer.write(b"\r\n" + BODY)
+        await host.answer_slow()
+        for _ in range(3):
+            assert b" 200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 3)
+        writer.close()
+        await server.stop()
+
+    asyncio.run(run())
