@@ -151,6 +151,7 @@ class QuickCall:
         lines, outputs = lines_of(headers), result.outputs
         plain = wanted.binary if not wanted.outputs else all(map(_is_plain, wanted.outputs))
         # Strings differ in size under one shape.
+        plain = plain and not result.parameters
         if plain and all(array.dtype != object for array in outputs.values()):
             self._last = _Last(
                 wanted, result.version, _layout(outputs), headers, lines, bytes(body[0])

@@ -200,6 +200,21 @@ def test_an_answers_text_follows_its_version_dtype_and_shape(client, server, mon
         assert data == made.tobytes()
 
 
+def test_an_answers_parameters_are_its_own(client, server, monkeypatch):
+    submit = server.host.submit
+    given = [{"a": 1}, {}, {}, {"b": 2}, {}]
+
+    def with_parameters(request):
+        future = submit(request)
+        future.result().parameters = given[len(server.host.requests) - 1]
+        return future
+
+    monkeypatch.setattr(server.host, "submit", with_parameters)
+    for expected in given:
+        client.send(_echo(np.zeros(3, np.float32), binary=True))
+        assert _document(client)[0].get("parameters", {}) == expected
+
+
 @pytest.mark.parametrize(
     ("outputs", "binary"),
     [
