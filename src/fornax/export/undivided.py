@@ -41,10 +41,8 @@ def share_undivided(weights: Weights) -> Undivided | None:
     None where there is one thread to divide over, where this jax has no such programs, or where the
     weights would be copied.
     """
-    if cpu_threads() == 1:
-        return None
-    with _ONE:
-        device = _exported.calling_device()
+    with _ONE:  # who makes the device has the environment say one thread meanwhile
+        device = None if cpu_threads() == 1 else _exported.calling_device()
     if device is None:
         return None
     shared: dict[str, jax.Array] = {}
@@ -53,7 +51,8 @@ def share_undivided(weights: Weights) -> Undivided | None:
         host = np.asarray(array)
         aval = _exported.abstract(array.shape, array.dtype)
         sharding = jax.sharding.SingleDeviceSharding(device)
-        shared[name] = _exported.put(aval, sharding, [host], [device])
+        with jax.enable_x64(True):
+            shared[name] = _exported.put(aval, sharding, [host], [device])
         if host.size and _address(np.asarray(shared[name])) != _address(host):
             found.delete()
             return None

@@ -1,14 +1,21 @@
 """Small programs that are not divided over threads: the same bits, and only where it is faster."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fornax import export
-from fornax.export import Spec
+from fornax.config.environment import one_cpu_thread
+from fornax.export import Spec, _exported
 from fornax.export.buckets import assemble
 from fornax.export.golden import examples
 from fornax.export.undivided import share_undivided
+from fornax.export.weights import Weights
 from fornax.serving.execution import threads
 from fornax.serving.execution.runner import Prepared, Runner
 from fornax.serving.execution.turns import Turns
@@ -106,3 +113,38 @@ def test_other_bits_are_never_chosen(bundle, undivided, runner, monkeypatch):
 def test_one_thread_is_nothing_to_divide_over(held, monkeypatch):
     monkeypatch.setattr("fornax.export.undivided.cpu_threads", lambda: 1)
     assert share_undivided(held) is None
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int8", "bool"])
+def test_weights_of_any_width_are_shared(dtype, monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    with jax.enable_x64(True):
+        weights = Weights({"w": jnp.ones((8, 64), dtype), "s": jnp.zeros((), dtype)})
+    found = share_undivided(weights)
+    assert found is not None
+    assert found.weights.params["w"].dtype == dtype
+    found.delete()
+
+
+def test_weights_whose_copies_would_take_memory_are_not_shared(monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    assert share_undivided(Weights({"w": jnp.ones((8, 64), "int4")})) is None
+
+
+def test_loads_at_once_do_not_see_the_environment_of_the_device_being_made(held, monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    make, making = _exported.calling_device, threading.Event()
+
+    def slowly():
+        with one_cpu_thread():
+            making.set()
+            time.sleep(0.05)
+        return make()
+
+    monkeypatch.setattr(_exported, "calling_device", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(share_undivided, held)
+        assert making.wait(5)
+        second = pool.submit(share_undivided, held)
+        for each in (first, second):
+            each.result().delete()
