@@ -124,23 +124,27 @@ class Bundle:
           BundleError: naming the file or weight that is damaged.
         """
         placement = placement or OneDevice()
+        still = files.watch(self.path, self._weight_files())
         if self._weights_checked:
-            return weights.read(self.path, self.manifest.weights, placement)
+            return weights.read(self.path, self.manifest.weights, placement, still)
         hashing = self._hash_weights()
         try:
-            loaded = weights.read(self.path, self.manifest.weights, placement)
+            loaded = weights.read(self.path, self.manifest.weights, placement, still)
         finally:
             hashing.result()
         self._weights_checked = True
         return loaded
+
+    def _weight_files(self) -> list[str]:
+        below = f"{weights.DIRECTORY}/"
+        return [name for name in self.manifest.files if name.startswith(below)]
 
     def _hash_weights(self) -> "Future[None]":
         """The hashing that is under way; a new one where there is none, or what is done failed."""
         with self._lock:
             found = self._hashing
             if found is None or (found.done() and found.exception() is not None):
-                below = f"{weights.DIRECTORY}/"
-                names = [name for name in self.manifest.files if name.startswith(below)]
+                names = self._weight_files()
                 pool = ThreadPoolExecutor(1, thread_name_prefix="fornax-hash")
                 found = pool.submit(files.verify, self.path, self.manifest.files, names)
                 pool.shutdown(wait=False)

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,7 @@ __all__ = [
     "read_checked",
     "sync",
     "verify",
+    "watch",
 ]
 
 MANIFEST = "manifest.json"
@@ -101,9 +102,19 @@ def read_checked(root: Path, name: str, file: File | None, *, limit: int = 1 << 
 
 
 def measure(path: Path) -> File:
-    """Size and SHA-256 of a file."""
+    """Size and SHA-256 of a file.
+
+    Raises:
+      BundleError: it is no regular file.
+      OSError: it cannot be read.
+    """
     digest, size = hashlib.sha256(), 0
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as stream:
+    # It was regular when the bundle was listed. What took its place may be a pipe, which would
+    # hold the reader for ever without O_NONBLOCK.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb", buffering=0) as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BundleError(f"{path} is no regular file; {_AGAIN}")
         block = bytearray(_BLOCK)
         view = memoryview(block)
         while count := stream.readinto(block):
@@ -140,6 +151,34 @@ def verify(root: Path, files: Mapping[str, File], names: Iterable[str]) -> None:
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for _ in pool.map(check, largest_first):
             pass
+
+
+def watch(root: Path, names: Iterable[str]) -> Callable[[], None]:
+    """A check that the named files are still the same ones, for who waits for a reader of them.
+
+    A pipe in a file's place holds a reader that opens it for ever, also when the pipe is gone.
+
+    Raises:
+      BundleError: as the check does, naming a file that is no regular one, or none, or another.
+    """
+    before = {name: _identity(root / name) for name in names}
+
+    def check() -> None:
+        for name, identity in before.items():
+            if _identity(root / name) != identity:
+                raise BundleError(f"{root / name} was replaced while it was read; load it again")
+
+    return check
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        info = path.lstat()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(info.st_mode):
+        raise BundleError(f"{path} is no regular file; {_AGAIN}")
+    return info.st_dev, info.st_ino
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ Each weight is a zarr array without compression, under its own path.
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ _CHUNK = 8 << 20
 _AHEAD = 1 << 30
 _FILE = 64 << 20
 """About the size of a data file: several, so that all cores can hash them."""
+_LOOK = 1.0
+"""Seconds between looks at the files while they are waited for."""
 _NATIVE = {"bool", "bfloat16", "complex64", "complex128"}
 
 
@@ -118,10 +120,16 @@ def _stored(array: Any, weight: Weight) -> np.ndarray:
     return host.reshape((*host.shape, 1)).view(np.uint8)
 
 
-def read(root: Path, weights: Mapping[str, Weight], placement: Placement) -> Weights:
+def read(
+    root: Path,
+    weights: Mapping[str, Weight],
+    placement: Placement,
+    still: Callable[[], None] = lambda: None,
+) -> Weights:
     """Read weights, each straight into the placement's sharding.
 
-    Several are read at a time; no more than about a gigabyte of them waits in host memory.
+    Several are read at a time; no more than about a gigabyte of them waits in host memory. `still`
+    is called now and then while they are waited for; what it raises ends that.
 
     Raises:
       BundleError: naming a weight that is missing or damaged.
@@ -133,15 +141,15 @@ def read(root: Path, weights: Mapping[str, Weight], placement: Placement) -> Wei
     held = 0
     params: dict[str, jax.Array] = {}
     for name, weight in weights.items():
-        waiting.append((name, _start(root, name, weight, shardings[name], context)))
+        waiting.append((name, _start(root, name, weight, shardings[name], context, still)))
         held += _bytes(weight)
         while held > _AHEAD:
             done, parts = waiting.popleft()
-            params[done] = _finish(root, done, weights[done], shardings[done], parts)
+            params[done] = _finish(root, done, weights[done], shardings[done], parts, still)
             held -= _bytes(weights[done])
     while waiting:
         done, parts = waiting.popleft()
-        params[done] = _finish(root, done, weights[done], shardings[done], parts)
+        params[done] = _finish(root, done, weights[done], shardings[done], parts, still)
     return Weights(params)
 
 
@@ -150,7 +158,12 @@ def _bytes(weight: Weight) -> int:
 
 
 def _finish(
-    root: Path, name: str, weight: Weight, sharding: jax.sharding.Sharding, parts: list[Any]
+    root: Path,
+    name: str,
+    weight: Weight,
+    sharding: jax.sharding.Sharding,
+    parts: list[Any],
+    still: Callable[[], None],
 ) -> jax.Array:
     """Wait for a weight's parts and put each on its devices."""
     dtype = numpy_dtype(weight.dtype)
@@ -158,7 +171,9 @@ def _finish(
     with jax.enable_x64(True):
         for future, devices in parts:
             try:
-                host = future.result()
+                host = _result(future, still)
+            except BundleError:
+                raise
             except Exception as error:
                 raise BundleError(
                     f"weight {name!r} in {root / DIRECTORY} cannot be read: {error}"
@@ -169,13 +184,31 @@ def _finish(
         return jax.make_array_from_single_device_arrays(weight.shape, sharding, pieces, dtype=dtype)
 
 
-def _start(root: Path, name: str, weight: Weight, sharding: Any, context: Any) -> list[Any]:
+def _result(future: Any, still: Callable[[], None]) -> Any:
+    while True:
+        try:
+            return future.result(timeout=_LOOK)
+        except TimeoutError:
+            still()
+
+
+def _start(
+    root: Path,
+    name: str,
+    weight: Weight,
+    sharding: Any,
+    context: Any,
+    still: Callable[[], None],
+) -> list[Any]:
     try:
-        store = ts.open(
+        opening = ts.open(
             {**_spec(root, name, weight), "fill_missing_data_reads": False},
             open_mode=ts.OpenMode(open=True, assume_metadata=True),
             context=context,
-        ).result()
+        )
+        store = _result(opening, still)
+    except BundleError:
+        raise
     except Exception as error:
         raise BundleError(
             f"weight {name!r} in {root / DIRECTORY} cannot be opened: {error}"

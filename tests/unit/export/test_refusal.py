@@ -1,11 +1,12 @@
 """Bundles that were altered, truncated, lengthened, linked or written otherwise are refused."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from fornax import export
 from fornax.config.errors import BundleError
-from fornax.export import files, manifest, reading
+from fornax.export import files, manifest, reading, weights
 from fornax.export.fields import safe_path
 
 
@@ -101,6 +102,61 @@ def test_a_file_that_goes_while_the_bundle_is_listed_is_named(copy, monkeypatch)
     monkeypatch.setattr(files.os, "scandir", lambda path: map(Leaving, listed(path)))
     with pytest.raises(BundleError, match=r"manifest\.json cannot be read \(No such file"):
         export.open_bundle(copy)
+
+
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def test_a_pipe_in_the_place_of_a_listed_file_holds_nobody(copy):
+    bundle = export.open_bundle(copy, verify="as-read")
+    file = some_file(copy, "weights")
+    piped(file)
+    name = str(file.relative_to(copy))
+    for load in (
+        bundle.load_weights,
+        lambda: files.verify(copy, bundle.manifest.files, [name]),
+    ):
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(load)
+            held = not wait([done], timeout=10).done
+            _release(file)
+            with pytest.raises(BundleError, match=f"{file.name} is no regular file"):
+                done.result()
+            assert not held
+
+
+def _release(pipe: Path) -> None:
+    """Let go of who waits at a pipe, so that a test that fails ends."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+
+@pytest.mark.parametrize("pattern", ["*", "manifest.ocdbt"])
+def test_a_pipe_that_comes_and_goes_while_weights_are_read_holds_nobody(copy, monkeypatch, pattern):
+    bundle = export.open_bundle(copy, verify=False)
+    file, aside, read = some_file(copy, "weights", pattern), copy.parent / "pipe", weights.read
+    good = file.read_bytes()
+
+    def replaced(*args):
+        piped(file)
+        threading.Timer(0.2, mended).start()
+        return read(*args)
+
+    def mended():
+        file.rename(aside)
+        file.write_bytes(good)
+
+    monkeypatch.setattr(weights, "read", replaced)
+    monkeypatch.setattr(weights, "_LOOK", 0.3)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(bundle.load_weights)
+        held = not wait([done], timeout=10).done
+        _release(aside)
+        with pytest.raises(BundleError, match=f"{file.name} was replaced while it was read"):
+            done.result()
+        assert not held
 
 
 def test_a_truncated_file_is_refused_without_reading_it(copy):
