@@ -9,10 +9,15 @@ import time
 import httpx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.unit.serving.http.fake import FakeHost
 
+from fornax.config import ServingError
 from fornax.serving.access import Auth, Limits
-from fornax.serving.types import ModelMetadata, TensorMetadata
+from fornax.serving.http.generate_json import read_generate, write_generate
+from fornax.serving.http.heads import Head
+from fornax.serving.types import InferResult, ModelMetadata, TensorMetadata
 
 TALK = "/v2/models/talk/generate"
 
@@ -101,7 +106,7 @@ def test_other_methods_and_missing_tokens_are_refused(call, make_caller):
 
 
 class _Zoo(FakeHost):
-    """`zoo` doubles what is there, in every datatype."""
+    """`zoo` gives back tensors of several datatypes."""
 
     def metadata(self, name, version=""):
         if name.partition(":")[0] != "zoo":
@@ -216,3 +221,29 @@ def test_so_many_requests_at_once_and_so_long(make_caller, monkeypatch):
 
     assert asyncio.run(work()) == (504, 429)
     assert caller.app.routes.state.parts.events.refusals["http", "RESOURCE_EXHAUSTED"] == 1
+
+
+_LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+_VALUE = st.recursive(
+    _LEAF,
+    lambda each: (
+        st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=2), each, max_size=2)
+    ),
+    max_leaves=6,
+)
+_KEY = st.sampled_from(
+    ["rows", "ids", "half", "flag", "one", "text", "id", "timeout", "priority", "function"]
+)
+_DOCUMENT = st.dictionaries(_KEY, _VALUE, max_size=4)
+
+
+@given(_DOCUMENT, st.none() | _DOCUMENT | _VALUE)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_any_json_is_read_or_refused(document, parameters):
+    body = json.dumps({**document, "parameters": parameters}).encode()
+    head = Head("zoo", "", None, "", None, b"")
+    try:
+        request = read_generate(body, head, _Zoo(), Limits(), 0.0, streams=True)
+    except ServingError:
+        return
+    write_generate(InferResult("zoo", "1", "", request.id, request.inputs), done=True)
