@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import ml_dtypes
 import numpy as np
 import orjson
@@ -99,6 +100,13 @@ def test_tritons_client_gets_the_original_functions_bits(models, start):
         assert {each["datatype"] for each in metadata["inputs"]} == set(_NUMBERS)
         assert client.get_model_metadata("tiny")["versions"] == ["1", "2"]
         assert client.get_model_config("tiny")["max_batch_size"] == 4
+    with httpx.Client(base_url=f"http://{server.address('http')}/v2/models", timeout=60) as plain:
+        body = {"x": _X.tolist(), "scale": _SCALE.tolist()}
+        answer = plain.post("/tiny/generate", json=body).json()
+        assert np.array(answer["y"], np.float32).tobytes() == wanted_y.tobytes()
+        assert plain.post("/tiny:text/generate", json={"s": "abc"}).json()["length"] == 3
+        wrong = plain.post("/tiny/generate", json={**body, "scales": 1})
+        assert (wrong.status_code, "scales" in wrong.json()["error"]) == (400, True)
     assert server.stop() == 0
 
 
