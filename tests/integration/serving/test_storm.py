@@ -228,7 +228,10 @@ async def _storm(seconds: float, seed: int, start, root: Path, stock: Path) -> N
     while more := _more(after := _held(server), before):
         assert time.monotonic() < until, (more, before, after)
         await asyncio.sleep(0.2)
-    for kind in ("binary 200", "json 200", "grpc 200", "stream 200", "burst 429", "deployed"):
+    kinds = ["binary 200", "json 200", "grpc 200", "stream 200", "deployed"]
+    if seconds >= 60:  # the few bursts of a short one may all be answered in time
+        kinds.append("burst 429")
+    for kind in kinds:
         assert storm.counts[kind], kind
     assert storm.counts["shadow compared"] >= storm.counts["shadow differing"] > 0
     assert server.stop() == 0
