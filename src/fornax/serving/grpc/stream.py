@@ -117,14 +117,12 @@ class _Stream:
         while (data := await self._context.read()) is not EOF:
             submitted = self._inference.submit(data, self._context, self._piece)
             self._open.add(submitted.future)
-            submitted.future.add_done_callback(self._finished)
-            if submitted.in_pieces:
-                submitted.future.add_done_callback(
-                    lambda _, each=submitted: self._ready.put_nowait((each, None))
-                )
-            else:
+            if not submitted.in_pieces:
                 self._turn.append(submitted)
-                submitted.future.add_done_callback(self._advance)
+            if submitted.future.done():
+                self._finished(submitted)
+            else:
+                submitted.future.add_done_callback(lambda _, each=submitted: self._finished(each))
             while len(self._open) >= _IN_FLIGHT or self._waiting_bytes > _WAITING_BYTES:
                 self._moved.clear()
                 await self._moved.wait()
@@ -133,11 +131,12 @@ class _Stream:
         self._waiting_bytes += _bytes(piece)
         self._ready.put_nowait((sent, piece))
 
-    def _finished(self, future: "asyncio.Future[InferResult]") -> None:
-        self._waiting_bytes += _size(future)
-
-    def _advance(self, _: object) -> None:
-        """Those whose turn it is are ready."""
+    def _finished(self, sent: Submitted) -> None:
+        """Those whose turn it is now are ready."""
+        self._waiting_bytes += _size(sent.future)
+        if sent.in_pieces:
+            self._ready.put_nowait((sent, None))
+            return
         while self._turn and self._turn[0].future.done():
             self._ready.put_nowait((self._turn.popleft(), None))
 
