@@ -18,6 +18,7 @@ from fornax.config.environment import one_cpu_thread
 from fornax.config.errors import BundleError
 
 __all__ = [
+    "Inconclusive",
     "abstract",
     "calling_device",
     "fast_call",
@@ -30,6 +31,10 @@ __all__ = [
     "supported_conventions",
     "without_places",
 ]
+
+_errors: Any = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else jax.core
+Inconclusive: type[Exception] = _errors.InconclusiveDimensionOperation
+"""What tracing raises where it would have to know the size of an open dimension."""
 
 _EMPTY_BY_POSITION = ("_in_named_shardings", "in_shardings_hlo")
 _EMPTY_BY_OUTPUT = ("_out_named_shardings", "out_shardings_hlo")

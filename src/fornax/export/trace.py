@@ -128,7 +128,7 @@ def _attempts(
             raise
         except Exception as error:
             first = first or error
-    if not isinstance(first, jax.errors.InconclusiveDimensionOperation):
+    if not isinstance(first, _exported.Inconclusive):
         raise first or AssertionError
     reason = str(first).strip().split("\n", 1)[0]
     raise BundleError(

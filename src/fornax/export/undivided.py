@@ -15,7 +15,7 @@ from fornax.export import _exported
 from fornax.export.placement import OneDevice
 from fornax.export.weights import Weights
 
-__all__ = ["Undivided", "share_undivided"]
+__all__ = ["Undivided", "share_undivided", "undivided_device"]
 
 _ONE = threading.Lock()
 """Several bundles load at once, and one device is made for all."""
@@ -35,24 +35,32 @@ class Undivided:
             array.delete()
 
 
+def undivided_device() -> Any | None:
+    """The CPU device whose programs are not divided, made by the first call.
+
+    The first call changes the environment for a moment: make it where no other thread starts
+    processes. None where there is one thread to divide over, or this jax has no such programs.
+    """
+    with _ONE:  # who makes the device has the environment say one thread meanwhile
+        return None if cpu_threads() == 1 else _exported.calling_device()
+
+
 def share_undivided(weights: Weights) -> Undivided | None:
     """The weights of one CPU device, in their place, for programs that are not divided.
 
-    None where there is one thread to divide over, where this jax has no such programs, or where the
-    weights would be copied.
+    None where there is no device for them, or the weights would be copied.
     """
-    with _ONE:  # who makes the device has the environment say one thread meanwhile
-        device = None if cpu_threads() == 1 else _exported.calling_device()
-    if device is None:
+    place = undivided_device()
+    if place is None:
         return None
     shared: dict[str, jax.Array] = {}
-    found = Undivided(Weights(shared), OneDevice(device))
+    found = Undivided(Weights(shared), OneDevice(place))
     for name, array in weights.params.items():
         host = np.asarray(array)
         aval = _exported.abstract(array.shape, array.dtype)
-        sharding = jax.sharding.SingleDeviceSharding(device)
+        sharding = jax.sharding.SingleDeviceSharding(place)
         with jax.enable_x64(True):
-            shared[name] = _exported.put(aval, sharding, [host], [device])
+            shared[name] = _exported.put(aval, sharding, [host], [place])
         if host.size and _address(np.asarray(shared[name])) != _address(host):
             found.delete()
             return None

@@ -16,7 +16,7 @@ from fornax.export.buckets import assemble
 from fornax.export.golden import examples
 from fornax.export.undivided import share_undivided
 from fornax.export.weights import Weights
-from fornax.serving.execution import threads
+from fornax.serving.execution import loading, threads
 from fornax.serving.execution.runner import Prepared, Runner
 from fornax.serving.execution.turns import Turns
 
@@ -108,6 +108,18 @@ def test_other_bits_are_never_chosen(bundle, undivided, runner, monkeypatch):
     monkeypatch.setattr(threads, "_time", lambda one, inputs: 1.0 if one is divided else 1e-4)
     assert threads.choose_threads(bundle, undivided, runner, None) == 0
     assert prepared.program is divided
+
+
+def test_what_cannot_be_timed_stays_as_it_is(bundle, undivided, runner, monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("out of order")
+
+    (prepared,) = runner.prepared.values()
+    program = prepared.program
+    monkeypatch.setattr(loading, "choose_threads", broken)
+    loading._speed_up(bundle, undivided, runner, None)
+    assert prepared.program is program
+    assert "could not be timed" in caplog.text
 
 
 def test_one_thread_is_nothing_to_divide_over(held, monkeypatch):

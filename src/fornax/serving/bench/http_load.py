@@ -159,6 +159,13 @@ class _Load:
             fresh.send()
             return
 
+    async def stop_opening(self) -> None:
+        """Give up on connections that are being put in the place of lost ones."""
+        openings = list(self._openings)
+        for task in openings:
+            task.cancel()
+        await asyncio.gather(*openings, return_exceptions=True)
+
     def ended(self, caller: _Caller) -> None:
         """A connection has sent its last request."""
         self.callers.discard(caller)
@@ -194,6 +201,7 @@ async def http_load(
             caller.overdue(timeout)
     for caller in [*load.callers, *callers]:
         caller.close()
+    await load.stop_opening()
     return load.counts
 
 

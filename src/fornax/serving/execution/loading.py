@@ -213,11 +213,18 @@ def _prove(bundle: Bundle, copy: Copy, options: Mapping[str, Any] | None) -> Non
             filled = Waiting(None, sample(runner.signature, prepared.dims), rows, key)
             runner.measure(rows, key, filled)
         if copy.undivided is not None:
-            count = choose_threads(bundle, copy.undivided, runner, options)
-            if count:
-                _log.info(
-                    "%s: %d of %d programs run faster on one thread, and will",
-                    name,
-                    count,
-                    len(runner.prepared),
-                )
+            _speed_up(bundle, copy.undivided, runner, options)
+
+
+def _speed_up(
+    bundle: Bundle, undivided: Undivided, runner: Runner, options: Mapping[str, Any] | None
+) -> None:
+    name = runner.signature.name
+    try:
+        count = choose_threads(bundle, undivided, runner, options)
+    except Exception:  # what runs already runs as well without
+        _log.exception("%s: its small programs could not be timed on one thread", name)
+        return
+    if count:
+        every = len(runner.prepared)
+        _log.info("%s: %d of %d programs run faster on one thread, and will", name, count, every)

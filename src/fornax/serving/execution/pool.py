@@ -8,6 +8,7 @@ import jax
 
 from fornax.config.errors import ConfigError, ServingCode, ServingError
 from fornax.export.placement import OneDevice, Placement
+from fornax.export.undivided import undivided_device
 from fornax.mesh import make_mesh
 from fornax.serving.execution.lane import Lane
 from fornax.serving.execution.memory import Memory, Reservation, account_of, limit_of
@@ -62,6 +63,8 @@ class DevicePool:
         # a thread of XLA's and back cost 30 us of the 45 that a small program took.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         every = jax.local_devices()
+        if any(device.platform == "cpu" for device in every):
+            undivided_device()  # now, before threads load models
         for number in numbers:
             if not 0 <= number < len(every):
                 raise ConfigError(
