@@ -20,6 +20,8 @@ __all__ = ["http_load"]
 
 _PAUSE = 0.05
 """Seconds before a lost connection is opened again."""
+_PATIENCE = 1.0
+"""Seconds for a connection to be there or not."""
 _CHECK = 0.25
 _OK = 200
 _SHOWN = 300
@@ -120,9 +122,11 @@ class _Load:
         self.loop = asyncio.get_running_loop()
         self.callers: set[_Caller] = set()
         self.done = self.loop.create_future()
+        self._over = False
         self._address = address
         self._tls: ssl.SSLContext | None = None
         self._openings: set[asyncio.Task[None]] = set()
+        self._every: list[_Caller] = []
 
     async def open(self, number: int, tls: ssl.SSLContext | None) -> list[_Caller]:
         """Open `number` connections; OSError when the server takes none."""
@@ -135,6 +139,7 @@ class _Load:
         _, caller = await self.loop.create_connection(
             lambda: _Caller(self, first), *self._address, ssl=self._tls
         )
+        self._every.append(caller)
         return caller
 
     def reopen(self, caller: _Caller) -> None:
@@ -156,15 +161,22 @@ class _Load:
                 continue
             self.callers.discard(caller)
             self.callers.add(fresh)
-            fresh.send()
+            if not self._over:
+                fresh.send()
             return
 
-    async def stop_opening(self) -> None:
-        """Give up on connections that are being put in the place of lost ones."""
-        openings = list(self._openings)
-        for task in openings:
+    async def close(self) -> None:
+        """Close every connection, those that are being opened as well.
+
+        They are waited for: one that is cancelled when it is there already would stay open.
+        """
+        self._over = True
+        if self._openings:
+            await asyncio.wait(self._openings, timeout=_PATIENCE)
+        for task in self._openings:
             task.cancel()
-        await asyncio.gather(*openings, return_exceptions=True)
+        for caller in self._every:
+            caller.close()
 
     def ended(self, caller: _Caller) -> None:
         """A connection has sent its last request."""
@@ -199,9 +211,7 @@ async def http_load(
         await asyncio.wait([load.done], timeout=_CHECK)
         for caller in list(load.callers):
             caller.overdue(timeout)
-    for caller in [*load.callers, *callers]:
-        caller.close()
-    await load.stop_opening()
+    await load.close()
     return load.counts
 
 

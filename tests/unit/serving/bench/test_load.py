@@ -55,7 +55,7 @@ def test_requests_are_v2_with_binary_tensors(server):
 
 def test_failures_are_counted_by_reason_and_the_load_goes_on(server, caplog):
     app, address = server
-    app.refuse_every, app.hang_up_every, app.hang_every = 5, 7, 41
+    app.refuse_every, app.hang_up_every, app.hang_every = 5, 7, 17
     (measured,) = bench_host(_config(address, timeout=0.2, seconds=0.5))
     found = figures(measured)
     assert found["requests"] > 20
