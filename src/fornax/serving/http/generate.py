@@ -1,8 +1,6 @@
 """The generate extension: an answer as plain JSON, whole or as server-sent events."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
 
@@ -17,6 +15,7 @@ from fornax.serving.http.generate_json import read_generate, write_generate
 from fornax.serving.http.heads import Head, read_head
 from fornax.serving.http.parts import Parts
 from fornax.serving.http.replies import JSON, Headers, send_reply
+from fornax.serving.http.waiting import awaited
 from fornax.serving.types import InferRequest, InferResult
 
 __all__ = ["generate_routes"]
@@ -25,8 +24,6 @@ _MODEL = "/v2/models/{model}"
 _VERSION = "/v2/models/{model}/versions/{version}"
 _MOST = 2**20
 """Bytes of a body, also after decompression."""
-_EARLY = 0.005
-"""Seconds by which a timer may come before its time: loops count in milliseconds."""
 _EVENTS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -92,7 +89,7 @@ class _Generate:
     async def _whole(
         self, request: InferRequest, head: Head, scope: Any, receive: Any, send: Any
     ) -> None:
-        async with self._submitted(request, scope, receive) as future:
+        async with awaited(self._host.submit(request), request, scope, receive) as future:
             body = write_generate(await future)
         await send_reply(send, (200, [JSON, *_named(head)], body))
 
@@ -114,7 +111,7 @@ class _Generate:
             await send({"type": "http.response.body", "body": data, "more_body": not last})
 
         try:
-            async with self._submitted(request, scope, receive) as future:
+            async with awaited(self._host.submit(request), request, scope, receive) as future:
                 future.add_done_callback(lambda _: pieces.put_nowait(None))
                 while (piece := await pieces.get()) is not None:
                     await event(write_generate(piece, done=False), last=False)
@@ -127,41 +124,6 @@ class _Generate:
                 raise
             await event(reply_of(error)[2], last=True)
 
-    @contextlib.asynccontextmanager
-    async def _submitted(
-        self, request: InferRequest, scope: Any, receive: Any
-    ) -> AsyncIterator["asyncio.Future[InferResult]"]:
-        """The host's answer, cancelled when its client leaves, its time is up, or by an error.
-
-        Raises ClientLeft, or ServingError for the time and for a host that stops.
-        """
-        future = self._host.submit(request)
-        connection = scope.get("fornax.connection")
-        watch = timer = None
-        if connection is not None:
-            connection.pending = future
-        else:
-            watch = asyncio.ensure_future(_cancel_when_gone(receive, future))
-        if request.deadline is not None:
-            left = max(0.0, request.deadline - monotonic())
-            timer = asyncio.get_running_loop().call_later(left, future.cancel)
-        try:
-            yield future
-        except asyncio.CancelledError:
-            late = request.deadline is not None and monotonic() >= request.deadline - _EARLY
-            gone = connection.pending is None if watch is None else watch.done()
-            if gone and not late:
-                raise ClientLeft from None
-            raise _cancelled(request, late) from None
-        finally:
-            future.cancel()  # of use where its answer could not be sent
-            if connection is not None:
-                connection.pending = None
-            if watch is not None:
-                watch.cancel()
-            if timer is not None:
-                timer.cancel()
-
 
 def _limits(scope: Any) -> Limits:
     """Those of the connection's server."""
@@ -171,19 +133,3 @@ def _limits(scope: Any) -> Limits:
 
 def _named(head: Head) -> Headers:
     return [(b"x-request-id", head.id.encode())] if head.id else []
-
-
-def _cancelled(request: InferRequest, late: bool) -> ServingError:
-    """What became of a request that was cancelled, whose client is still there."""
-    if late and request.deadline is not None:
-        seconds = request.deadline - request.received
-        return ServingError(ServingCode.DEADLINE_EXCEEDED, f"the request's {seconds:g} s are over")
-    return ServingError(
-        ServingCode.UNAVAILABLE, "the server stopped before it answered; send this again"
-    )
-
-
-async def _cancel_when_gone(receive: Any, future: "asyncio.Future[InferResult]") -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    future.cancel()

@@ -13,6 +13,7 @@ from fornax.serving.http.bodies import ClientLeft, Held, LateBody
 from fornax.serving.http.heads import Head, read_head
 from fornax.serving.http.quick import QuickCall, quick_call
 from fornax.serving.http.replies import error_reply, send_reply
+from fornax.serving.http.waiting import awaited
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.request import Decoder
 from fornax.serving.v2.response import encode
@@ -20,9 +21,6 @@ from fornax.serving.v2.shared_memory import SharedMemory
 from fornax.serving.v2.wanted import Wanted
 
 __all__ = ["Inference", "Submits"]
-
-_EARLY = 0.005
-"""Seconds by which a timer may come before its time: loops count in milliseconds."""
 
 
 class Submits(Protocol):
@@ -67,7 +65,8 @@ class Inference:
             self.running += 1
             try:
                 connection = scope.get("fornax.connection")
-                result = await self._result(request, connection, receive)
+                async with awaited(self.submit(request), request, scope, receive) as future:
+                    result = await future
             finally:
                 self.running -= 1
             await send_packed(send, connection, head, *encode(result, wanted))
@@ -117,52 +116,3 @@ class Inference:
     def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]":
         """The host's; see `Submits`."""
         return self._host.submit(request)
-
-    def cancelled(self, request: InferRequest) -> ServingError:
-        """What became of a request that was cancelled, whose client is still there."""
-        if request.deadline is not None and _late(request):
-            seconds = request.deadline - request.received
-            return ServingError(
-                ServingCode.DEADLINE_EXCEEDED, f"the request's {seconds:g} s are over"
-            )
-        # The host dropped it, or the time to drain was over.
-        return ServingError(
-            ServingCode.UNAVAILABLE, "the server stopped before it answered; send this again"
-        )
-
-    async def _result(self, request: InferRequest, connection: Any, receive: Any) -> InferResult:
-        """The host's answer; the request is cancelled when its client leaves or its time is up."""
-        future = self._host.submit(request)
-        watch = timer = None
-        if connection is not None:
-            connection.pending = future
-        else:
-            watch = asyncio.ensure_future(_cancel_when_gone(receive, future))
-        if request.deadline is not None:
-            left = max(0.0, request.deadline - monotonic())
-            timer = asyncio.get_running_loop().call_later(left, future.cancel)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            late = _late(request)
-            gone = connection.pending is None if watch is None else watch.done()
-            if gone and not late:
-                raise ClientLeft from None
-            raise self.cancelled(request) from None
-        finally:
-            if connection is not None:
-                connection.pending = None
-            if watch is not None:
-                watch.cancel()
-            if timer is not None:
-                timer.cancel()
-
-
-async def _cancel_when_gone(receive: Any, future: "asyncio.Future[InferResult]") -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    future.cancel()
-
-
-def _late(request: InferRequest) -> bool:
-    return request.deadline is not None and monotonic() >= request.deadline - _EARLY

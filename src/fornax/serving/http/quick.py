@@ -11,6 +11,7 @@ from fornax.config import ServingError
 from fornax.serving.http.answers import failure, pack, send_whole
 from fornax.serving.http.heads import Head, read_head
 from fornax.serving.http.replies import Headers, lines_of
+from fornax.serving.http.waiting import cancelled
 from fornax.serving.types import InferRequest, InferResult
 from fornax.serving.v2.datatypes import Raw, encode_raw
 from fornax.serving.v2.response import encode
@@ -29,8 +30,6 @@ class Inferences(Protocol):
     def read(self, head: Head, body: bytes, received: float) -> tuple[InferRequest, Wanted]: ...
 
     def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]": ...
-
-    def cancelled(self, request: InferRequest) -> ServingError: ...
 
 
 def quick_call(
@@ -129,7 +128,7 @@ class QuickCall:
                 packed = self._remember(result, wanted, *pack(self._head, text, binary))
             headers, lines, body = packed
         except asyncio.CancelledError:
-            self._fail(cycle, connection, self._inferences.cancelled(request))
+            self._fail(cycle, connection, cancelled(request))
         except Exception as error:
             self._fail(cycle, connection, error)
         else:
