@@ -21,6 +21,7 @@ __all__ = [
     "Inconclusive",
     "abstract",
     "calling_device",
+    "compiled_anew",
     "fast_call",
     "load_executable",
     "portable",
@@ -168,6 +169,28 @@ def stable_calls() -> frozenset[str]:
             "supports"
         )
     return frozenset(known) - {"tf.call_tf_function"}
+
+
+@contextlib.contextmanager
+def compiled_anew(wanted: bool) -> Iterator[None]:
+    """Compile everything in this process meanwhile, if `wanted`: nothing is read from jax's cache.
+
+    What was read from it cannot be serialized: the result loads, and fails when it runs (jaxlib
+    0.10.2: `Function … not found`).
+    """
+    if not wanted:
+        yield
+        return
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether it is in use is asked once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def load_executable(data: bytes, device: Any) -> Any:

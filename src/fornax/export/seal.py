@@ -108,7 +108,10 @@ def save(
     used = {name for t in traced.values() for name in t.weights}
     stored = {n: weights.describe(a, named.get(n)) for n, a in arrays.items() if n in used}
     _check_outputs(tolerance, traced)
-    with files.new_directory(path, overwrite=overwrite) as work:
+    with (
+        files.new_directory(path, overwrite=overwrite) as work,
+        _exported.compiled_anew(executables),
+    ):
         found = Manifest(
             platforms=tuple(platforms),
             versions=_versions(next(iter(traced.values()))),

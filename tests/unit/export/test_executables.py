@@ -4,8 +4,10 @@ import json
 import logging
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from fornax import export
 from fornax.config.errors import BundleError
@@ -44,6 +46,36 @@ def run(loaded: export.Loaded) -> bool:
 def test_native_code_runs_only_when_it_is_trusted(ahead):
     assert not run(export.load(ahead))
     assert run(export.load(ahead, trust_executables=True))
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """JAX's compilation cache, of this test alone."""
+    names = {
+        "jax_compilation_cache_dir": str(tmp_path / "cache"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in names}
+    for name, value in names.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path / "cache"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_code_is_compiled_anew_whatever_the_cache_holds(cache, tmp_path):
+    """What comes from jax's cache cannot be written down again."""
+    export.load(save(tmp_path / "a", platforms=("cpu",)))["double"].program({"b": 2})
+    assert list(cache.iterdir())
+    again = save(tmp_path / "b", platforms=("cpu",), executables=True)
+    assert run(export.load(again, trust_executables=True))
+    count = len(list(cache.iterdir()))
+    export.load(again)["double"](x=np.zeros((1, 3), np.float32))
+    jax.jit(lambda x: x * 3 + 1)(np.float32(2))
+    assert len(list(cache.iterdir())) > count  # the cache is in use again
 
 
 def test_code_for_another_machine_is_left_alone_and_said_to_be(ahead, monkeypatch, caplog):
