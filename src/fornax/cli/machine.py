@@ -7,7 +7,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -194,10 +193,7 @@ def _tpu_compiler() -> Iterator[Finding]:
 
 
 def _cores() -> Iterator[Finding]:
-    if sys.platform == "linux":
-        usable = len(os.sched_getaffinity(0))
-    else:
-        usable = os.cpu_count() or 1
+    usable = environment.usable_cores()
     yield Finding(name="cores", value=f"{usable} usable of {os.cpu_count()}")
 
 

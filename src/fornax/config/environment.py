@@ -7,6 +7,7 @@ reference page.
 import contextlib
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "prepare_virtual_devices",
     "set_default_platform_quiet",
     "tpu_compiler",
+    "usable_cores",
     "virtual_cpus",
 ]
 
@@ -163,13 +165,17 @@ def limit_cpu_threads(count: int) -> None:
     os.environ["NPROC"] = str(count)
 
 
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def cpu_threads() -> int:
     """Over how many threads XLA's CPU client divides a program."""
     chosen = os.environ.get("NPROC", "")
-    if chosen.isdecimal():
-        return int(chosen)
-    limited = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
+    return int(chosen) if chosen.isdecimal() else usable_cores()
 
 
 @contextlib.contextmanager

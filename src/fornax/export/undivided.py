@@ -55,10 +55,10 @@ def share_undivided(weights: Weights) -> Undivided | None:
         return None
     shared: dict[str, jax.Array] = {}
     found = Undivided(Weights(shared), OneDevice(place))
+    sharding = jax.sharding.SingleDeviceSharding(place)
     for name, array in weights.params.items():
         host = np.asarray(array)
         aval = _exported.abstract(array.shape, array.dtype)
-        sharding = jax.sharding.SingleDeviceSharding(place)
         with jax.enable_x64(True):
             shared[name] = _exported.put(aval, sharding, [host], [place])
         if host.size and _address(np.asarray(shared[name])) != _address(host):

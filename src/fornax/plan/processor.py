@@ -65,7 +65,7 @@ def cpu_chip(devices: int = 1) -> Chip:
 def _key() -> dict[str, object]:
     return {
         "processor": _model(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores": environment.usable_cores(),
         "jaxlib": importlib.metadata.version("jaxlib"),
         "method": _METHOD,
     }

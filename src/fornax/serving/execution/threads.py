@@ -1,7 +1,7 @@
 """Whether a small program is divided over the processor's threads: both ways are run, and timed.
 
-Two threads halve a product of ten milliseconds and double one of fifty microseconds. What is
-divided must give the same bits, or a bucket would answer otherwise than the function it holds.
+Two threads halve a product of ten milliseconds and double one of fifty microseconds. Both ways must
+give the same bits, or a bucket would answer otherwise than the function it holds.
 """
 
 import statistics
