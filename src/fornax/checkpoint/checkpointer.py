@@ -1,8 +1,11 @@
 """Save and restore a training run: asynchronous, atomic, verified."""
 
 import errno
+import itertools
 import shutil
+import socket
 import time
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +16,6 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import jax
-from jax.experimental import multihost_utils
 
 from fornax.checkpoint.arrays import check_fits, load_arrays, save_arrays, table
 from fornax.checkpoint.config import CheckpointConfig
@@ -32,15 +34,17 @@ from fornax.checkpoint.records import (
     json_copy,
     read_record,
     read_records,
+    record_path,
     write_record,
 )
 from fornax.checkpoint.retention import Kept, expired
 from fornax.config.errors import CheckpointError
+from fornax.mesh import hosts
 
 __all__ = ["Checkpointer", "Restored"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_POLL_SECONDS = 0.02
+_saves = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +66,8 @@ class Checkpointer:
     A save copies the arrays and returns; a background thread writes them, adds checksums, and only
     then makes the step complete. What is complete is read from disk each time it is asked.
 
-    With several processes, all call `save`, `restore`, `wait` and `close` together, on a
-    directory they share.
+    With several processes, all call `save`, `restore`, `resume_step` and `wait` together, on a
+    directory they share: process 0 decides, and what fails in one is raised in all.
     """
 
     def __init__(self, directory: str | Path, config: CheckpointConfig | None = None) -> None:
@@ -125,9 +129,8 @@ class Checkpointer:
           CheckpointError: when the directory cannot be written, or an earlier save failed.
         """
         self.wait()
-        self._claim()
         path = step_path(self.directory, step)
-        if is_complete(path):
+        if not hosts.decide(lambda: self._make_room(path)):
             return False
         record = Record(
             step=step,
@@ -141,13 +144,12 @@ class Checkpointer:
             metrics=json_copy(dict(metrics)),
             arrays=table(state),
         )
-        if record.process == 0 and path.exists():
-            shutil.rmtree(path)
         try:
             response = save_arrays(path, state, timeout_seconds=self._config.timeout_seconds)
         except Exception as error:
             raise self._save_error(step, error) from error
-        self._pending = self._executor.submit(self._finish, path, response, record)
+        meet = f"fornax/checkpoint/{next(_saves)}"
+        self._pending = self._executor.submit(self._finish, path, response, record, meet)
         if force:
             self.wait()
         return True
@@ -160,32 +162,39 @@ class Checkpointer:
     def check(self) -> None:
         """Raise the failure of a background save that has ended; cheap, for every step.
 
+        With several processes `wait` raises it, at the next save: all stop at the same step.
+
         Raises:
           CheckpointError: once per failure, naming the step, the directory and what to do.
         """
-        if not self.saving:
+        if not self.saving and jax.process_count() == 1:
             self.wait()
 
     def wait(self) -> None:
         """Block until the save in the background, if any, is complete in all processes.
 
         Raises:
-          CheckpointError: when it failed.
+          CheckpointError: when it failed, in any of them.
         """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if pending is None:
+            return
+        failure = pending.exception()
+        if jax.process_count() > 1:
+            _raise_anywhere(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
-        """Wait, then end the background thread.
+        """Wait for this process's part of the last save, then end the background thread.
 
         Raises:
-          CheckpointError: when the last save failed.
+          CheckpointError: when that part failed.
         """
-        try:
-            self.wait()
-        finally:
-            self._executor.shutdown()
+        pending, self._pending = self._pending, None
+        self._executor.shutdown()
+        if pending is not None:
+            pending.result()
 
     def all_steps(self) -> list[int]:
         """Complete steps on disk, ascending."""
@@ -195,6 +204,39 @@ class Checkpointer:
         """Newest complete step on disk, or None."""
         steps = self.all_steps()
         return steps[-1] if steps else None
+
+    def resume_step(self) -> int | None:
+        """The step to go on from: the newest complete one that process 0 finds; None to start anew.
+
+        Raises:
+          CheckpointError: when another process does not find that very step, naming the processes
+            and what each has.
+        """
+        step = hosts.decide(self.latest_step)
+        if jax.process_count() == 1:
+            return step
+        found = hosts.gather([socket.gethostname(), self.all_steps(), self._mark(step)])
+        others = [
+            f"process {number} on {host} has {_listed(steps)}"
+            for number, (host, steps, mark) in enumerate(found)
+            if mark != found[0][2] or (step is None and steps)
+        ]
+        if others:
+            raise CheckpointError(
+                f"the processes do not share {self.directory}: process 0 on {found[0][0]} "
+                f"{'starts anew' if step is None else f'goes on from step {step}'} and has "
+                f"{_listed(found[0][1])}; {'; '.join(others)}"
+                + ("" if step is None else f", or another step {step}")
+                + ". Give all of them one directory on storage that every host reaches"
+            )
+        return step
+
+    def _mark(self, step: int | None) -> int | None:
+        """What tells a step from another of the same number; None when it is not complete here."""
+        path = step_path(self.directory, step or 0)
+        if step is None or not is_complete(path):
+            return None
+        return zlib.crc32(record_path(path, 0).read_bytes())
 
     def read_config(self, step: int | None = None) -> str:
         """The config a step was saved with; of the latest step when `step` is None.
@@ -216,14 +258,14 @@ class Checkpointer:
         Args:
           abstract_state: tree of `jax.ShapeDtypeStruct` with the shardings and dtypes wanted; they
             may differ from those saved. A leaf without a sharding goes to the first device.
-          step: None takes the latest complete one.
+          step: None takes that of `resume_step`.
           partial: load only the arrays that `abstract_state` has, such as the parameters.
 
         Raises:
           CheckpointError: when there is no such step, a file is damaged, or the arrays saved are
             not those asked for. The message names the step, the file and what to do.
         """
-        path = self._existing(step)
+        path = self._existing(self.resume_step() if step is None else step)
         records = self._verified(path)
         check_fits(abstract_state, records[0].arrays, partial=partial, where=str(path))
         try:
@@ -248,51 +290,51 @@ class Checkpointer:
             metadata=dict(records[0].metadata),
         )
 
-    def _claim(self) -> None:
-        """Before the first save: make sure the directory is ours, and clear what kills left."""
-        if self._claimed:
-            return
-        refusal = None
-        if jax.process_index() == 0:
-            try:
+    def _make_room(self, path: Path) -> bool:
+        """Process 0 before a save: whether the step is still to be saved, its place made free."""
+        try:
+            if not self._claimed:
                 claim(self.directory)
                 remove_leftovers(self.directory)
-            except CheckpointError as error:
-                refusal = error
-            except OSError as error:
-                refusal = CheckpointError(
-                    f"cannot clear {error.filename} ({error.strerror}), which an interrupted save "
-                    "left; delete it"
-                )
-        if _anywhere(refusal is not None):
-            raise refusal or CheckpointError(f"process 0 cannot use {self.directory}; see its log")
-        self._claimed = True
+                self._claimed = True
+            if is_complete(path):
+                return False
+            if path.exists():
+                shutil.rmtree(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot clear {error.filename} ({error.strerror}), which an interrupted save "
+                "left; delete it"
+            ) from error
+        return True
 
-    def _finish(self, path: Path, response: Any, record: Record) -> None:
+    def _finish(self, path: Path, response: Any, record: Record, meet: str) -> None:
         """The background part: Orbax's commit, checksums, the record, then retention."""
+        failure = None
         try:
             response.result(timeout=self._config.timeout_seconds)
             files = checksums(path, record.process, record.processes)
             write_record(path, replace(record, files=files))
-            self._wait_for_others(path, record.processes)
         except Exception as error:
+            failure = error
+        try:
+            # Also after a failure, so that nobody waits for a record that will not come.
+            _meet(meet, self._config.timeout_seconds)
+        except Exception as error:
+            failure = failure or error
+        if failure is not None:
             if record.processes == 1:
                 # Give back what the failed save took; the failure itself is reported below.
                 with suppress(OSError):
                     remove_leftovers(self.directory)
-            raise self._save_error(record.step, error) from error
+            raise self._save_error(record.step, failure) from failure
         if record.process == 0:
-            self._prune(record.step)
-
-    def _wait_for_others(self, path: Path, processes: int) -> None:
-        deadline = time.monotonic() + self._config.timeout_seconds
-        while not is_complete(path):
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"not all {processes} processes finished within "
-                    f"{self._config.timeout_seconds} seconds"
+            if not is_complete(path):
+                raise CheckpointError(
+                    f"step {record.step} in {self.directory} lacks the record of another process: "
+                    "its save failed, or its directory is another one"
                 )
-            time.sleep(_POLL_SECONDS)
+            self._prune(record.step)
 
     def _prune(self, saved: int) -> None:
         """Delete the steps that no rule keeps."""
@@ -335,9 +377,7 @@ class Checkpointer:
         except CheckpointError as error:
             damage, records = str(error), []
         damage = damage or self._damage(path, records)
-        if _anywhere(damage is not None):
-            what = damage or f"another process found a damaged file in {path}"
-            raise self._damaged(path, what)
+        _raise_anywhere(None if damage is None else str(self._damaged(path, damage)))
         return records
 
     def _damage(self, path: Path, records: list[Record]) -> str | None:
@@ -377,11 +417,26 @@ class Checkpointer:
         )
 
 
-def _anywhere(found: bool) -> bool:
-    """Whether any process found something."""
-    if jax.process_count() == 1:
-        return found
-    return bool(multihost_utils.process_allgather(found).any())
+def _meet(name: str, timeout_seconds: int) -> None:
+    """Return once every process came; from any thread, as it asks jax's coordinator only."""
+    from orbax.checkpoint import multihost
+
+    wait = multihost.get_barrier_sync_fn()
+    wait(key=name, timeout_ms=timeout_seconds * 1000)
+
+
+def _raise_anywhere(failure: str | None) -> None:
+    """Raise in every process what failed in any of them."""
+    failures = hosts.gather(failure)
+    if len(failures) == 1 and failure is not None:
+        raise CheckpointError(failure)
+    named = [f"process {n}: {text}" for n, text in enumerate(failures) if text is not None]
+    if named:
+        raise CheckpointError(" ".join(dict.fromkeys(named)))
+
+
+def _listed(steps: list[int]) -> str:
+    return f"steps {', '.join(map(str, steps))}" if steps else "none"
 
 
 def _reason(error: BaseException, directory: Path) -> str:

@@ -5,7 +5,8 @@ concatenation over shards of B/V rows each; process p owns V/P neighbouring shar
 a contiguous block of the global batch.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,17 +38,25 @@ class Batches(Iterator[Batch]):
         process_index: int,
         process_count: int,
         times: StageTimes | None = None,
+        agree: Callable[[int], int] | None = None,
     ):
+        if agree is None and process_count > 1 and pipeline.order.epochs is not None:
+            raise DataError(
+                f"a split that ends, read by {process_count} processes, needs `agree`: a function "
+                "to the largest of the numbers that all of them call it with"
+            )
+        self._agree = agree
         self._pipeline = pipeline
         self._identity = pipeline.identity()
         self._times = times
         shards = pipeline.config.virtual_shards
         block = shards // process_count
         self._shards = range(process_index * block, (process_index + 1) * block)
-        self._process_count = process_count
         self._cursors = {shard: Cursor() for shard in self._shards}
         self._blocks: list[Prefetched] = []
-        self._total: int | None = None
+        self._ahead: deque[list[Element]] = deque()
+        self._certain = 0
+        self._look = 1
         self._ended = False
 
     @property
@@ -59,29 +68,43 @@ class Batches(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        if self._ended:
-            raise StopIteration
-        if not self._blocks:
-            self._start()
-        elements = [next(block) for block in self._blocks]
-        cursors = {s: c for element in elements for s, c in element.cursors.items()}
-        if self._is_past_end(elements, cursors):
-            self._ended = True
+        if not self._certain and not self._ended:
+            self._look_ahead()
+        if not self._certain:
             self.close()
             raise StopIteration
-        self._cursors = cursors
+        self._certain -= 1
+        elements = self._ahead.popleft() if self._ahead else self._pull()
+        self._cursors = {s: c for element in elements for s, c in element.cursors.items()}
         return _joined(elements)
 
-    def _is_past_end(self, elements: list[Element], cursors: dict[int, Cursor]) -> bool:
-        """Whether these are the padding batches that follow the last one of all processes."""
-        if self._total is None:
-            return not any(element.alive for element in elements)
-        return cursors[self._shards[0]].batch > self._total
+    def _pull(self) -> list[Element]:
+        if not self._blocks:
+            self._start()
+        return [next(block) for block in self._blocks]
+
+    def _look_ahead(self) -> None:
+        """Learn of how many more batches it is certain that some process has records for them.
+
+        A process whose shards have ended gives padding until those of all have. They exchange how
+        many batches each sees before it, one at first, then up to a buffer full.
+        """
+        if self._pipeline.order.epochs is None:
+            self._certain = 1
+            return
+        live = 0
+        while live < self._look:
+            self._ahead.append(self._pull())
+            if not any(element.alive for element in self._ahead[-1]):
+                break
+            live += 1
+        self._certain = live if self._agree is None else self._agree(live)
+        self._ended = self._certain < self._look
+        if self._agree is not None:
+            self._look = max(1, min(2 * self._look, self._pipeline.config.prefetch.buffer))
 
     def _start(self) -> None:
         config = self._pipeline.config
-        if self._pipeline.order.epochs is not None and self._process_count > 1:
-            self._total = count_batches(self._pipeline)
         for shards in split_block(self._shards, 1 if config.debug else config.prefetch.workers):
             cursors = {shard: self._cursors[shard] for shard in shards}
             workers = 0 if config.debug else config.prefetch.workers
@@ -132,6 +155,9 @@ class Batches(Iterator[Batch]):
         for block in self._blocks:
             block.close()
         self._blocks = []
+        self._ahead.clear()
+        self._ended = self._ended and not self._certain
+        self._certain, self._look = 0, 1
 
     def __enter__(self) -> "Batches":
         return self
@@ -200,6 +226,7 @@ def open_batches(
     process_index: int = 0,
     process_count: int = 1,
     times: StageTimes | None = None,
+    agree: Callable[[int], int] | None = None,
 ) -> Batches:
     """Open the batches of one process.
 
@@ -212,6 +239,9 @@ def open_batches(
         process_count: processes that read together; a divisor of the virtual shards.
         times: when given, filled with the time and the records of every stage (no prefetch
             workers).
+        agree: to the largest of the numbers that all processes call it with, at the same batches:
+            how several processes learn together that a finite split has ended. Not needed by one
+            process, or without end.
 
     Returns:
         An iterator of dicts of arrays `[B / process_count, T]`: `tokens`, `targets`, `segment_ids`,
@@ -231,4 +261,4 @@ def open_batches(
             f"virtual_shards={shards} do not divide over {process_count} processes: use a number "
             f"of processes that divides {shards}"
         )
-    return Batches(pipeline, process_index, process_count, times)
+    return Batches(pipeline, process_index, process_count, times, agree)

@@ -1,13 +1,23 @@
-"""What may change when a run goes on: every other difference is named and refused."""
+"""What may change when a run goes on, and differ between its processes: all else is refused."""
 
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fornax.config import Change, ConfigError, FornaxError, diff, from_yaml, to_mapping
+from fornax.config import (
+    Change,
+    ClusterError,
+    ConfigError,
+    FornaxError,
+    diff,
+    dump_yaml,
+    from_yaml,
+    to_mapping,
+)
+from fornax.mesh import hosts
 
-__all__ = ["HARMLESS", "check_changes", "known_keys"]
+__all__ = ["HARMLESS", "check_changes", "check_same", "known_keys"]
 
 HARMLESS: dict[str, str] = {
     "log.*": "what is recorded does not change what is learned",
@@ -26,6 +36,30 @@ HARMLESS: dict[str, str] = {
     "data.debug": "it checks the same records",
 }
 """Patterns of keys that may change without being accepted, and why; a task has its own besides."""
+
+
+_OF_ONE_HOST = ("processes.*", "data.cache_dir", "data.storage_options.*")
+
+
+def check_same(config: Any) -> None:
+    """Refuse processes that were given other configs: they would part ways at some step.
+
+    Raises:
+      ClusterError: in every process, naming those that differ from process 0, and the keys.
+    """
+    text = hosts.decide(lambda: dump_yaml(config))
+    first = from_yaml(type(config), text, source="process 0's config")
+    changes = [str(c) for c in diff(first, config) if not _matches(c.path, _OF_ONE_HOST)]
+    named = [
+        f"process {number} has {', '.join(found)}"
+        for number, found in enumerate(hosts.gather(changes))
+        if found
+    ]
+    if named:
+        raise ClusterError(
+            f"the processes were given different configs: {'; '.join(named)} (process 0's value "
+            "first). Start all of them with the same file and flags"
+        )
 
 
 def check_changes(saved: str, config: Any, accept: Sequence[str] = ()) -> list[Change]:

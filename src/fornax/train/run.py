@@ -10,7 +10,7 @@ import jax
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import Change, dump_yaml, to_mapping
-from fornax.mesh import initialize
+from fornax.mesh import hosts, initialize
 from fornax.train import report
 from fornax.train.config import TrainConfig, TrainerConfig
 from fornax.train.goodput import Goodput, Ledger, summarise
@@ -19,7 +19,7 @@ from fornax.train.loop import Loop, Reason
 from fornax.train.metrics import MetricsFile, Sink, TensorBoard, Wandb
 from fornax.train.progress import Progression, ProgressName, Quiet, choose
 from fornax.train.recorder import Recorder
-from fornax.train.resume import check_changes
+from fornax.train.resume import check_changes, check_same
 from fornax.train.run_dir import RunDirectory
 from fornax.train.session import Start, prepare, start
 from fornax.train.signals import StopSignals, exit_code
@@ -76,7 +76,7 @@ def train(
       ConfigError: for a changed config, a directory in use or not writable.
       ShardingError: when model or batch do not divide over the devices.
       DataError, CheckpointError: from the data and the checkpoints.
-      ClusterError: when the processes asked for do not all join.
+      ClusterError: when the processes asked for do not all join, or were given other configs.
     """
     ledger = Ledger()
     initialize(config.processes)
@@ -84,10 +84,8 @@ def train(
     first = jax.process_index() == 0
     directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
     with ExitStack() as stack:
-        if first:
-            stack.enter_context(directory)
-        else:
-            shown = Quiet()
+        hosts.decide(lambda: _open(directory, stack))
+        shown = shown if first else Quiet()
         signals = stack.enter_context(StopSignals(shown.say))
         checkpointer = Checkpointer(directory.checkpoints, config.checkpoint)
         stack.callback(checkpointer.close)
@@ -145,13 +143,20 @@ def _settle(
     shown: Progression,
 ) -> tuple[TrainerConfig, list[Change]]:
     """The config to go on with, its model filled in, and what changed since the checkpoint."""
-    saved = None if checkpointer.latest_step() is None else checkpointer.read_config()
+    step = checkpointer.resume_step()
+    saved = None if step is None else checkpointer.read_config(step)
     if isinstance(config, TrainConfig):
         config = with_model(config, saved)
     changes = [] if saved is None else check_changes(saved, config, accept)
     for change in changes:
         shown.say(f"changed since the checkpoint: {change}")
+    check_same(config)
     return config, changes
+
+
+def _open(directory: RunDirectory, stack: ExitStack) -> None:
+    """Make the directory and lock it until the run ends."""
+    stack.enter_context(directory)
 
 
 def _touches_data(changes: Sequence[Change]) -> bool:

@@ -192,12 +192,13 @@ def start(
 ) -> Start:
     """The state, the data position and the counts to begin with: a checkpoint's, else fresh."""
     batches = programs.parts.task.batches("train", programs.hosts)
-    if checkpointer.latest_step() is None:
+    step = checkpointer.resume_step()
+    if step is None:
         with programs.ledger.phase("initialise"):
             state = first_state(config, programs)
             return Start(state=state, step=0, total=0.0, batches=batches)
     with programs.ledger.phase("restore"):
-        restored = checkpointer.restore(as_tree(programs.abstract))
+        restored = checkpointer.restore(as_tree(programs.abstract), step)
         batches.restore(restored.data, allow_changes=allow_data_changes)
         programs.frozen = _first_frozen(config, programs)
     return Start(

@@ -11,7 +11,7 @@ import jax
 
 from fornax.checkpoint import Checkpointer
 from fornax.config.errors import ConfigError
-from fornax.mesh import initialize
+from fornax.mesh import hosts, initialize
 from fornax.train import RunDirectory, Task, TrainResult, train
 from fornax.train.progress import Progression, ProgressName, Quiet, choose
 from fornax.tune.config import TuneConfig
@@ -65,8 +65,7 @@ def tune(
     shown = shown if first else Quiet()
     directory = RunDirectory(out)
     with ExitStack() as stack:
-        if first:
-            stack.enter_context(directory)
+        hosts.decide(lambda: _open(directory, stack))
         origin = read_origin(config)
         given, config = config, settle(config, origin)
         if config.max_length < given.max_length:
@@ -83,6 +82,11 @@ def tune(
         if first:
             _keep_tokenizer(origin, config, directory.path)
         return train(config, directory, task=task, accept_changes=accept_changes, progress=shown)
+
+
+def _open(directory: RunDirectory, stack: ExitStack) -> None:
+    """Make the directory and lock it until the run ends."""
+    stack.enter_context(directory)
 
 
 def _consult(

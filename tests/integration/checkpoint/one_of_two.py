@@ -1,5 +1,7 @@
 """One of two processes that save and restore together, for `test_two_processes.py`; not a test."""
 
+import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -8,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fornax.checkpoint import Checkpointer
+from fornax.checkpoint import CheckpointConfig, Checkpointer
 from fornax.config.errors import CheckpointError
+
+CONFIG = CheckpointConfig(timeout_seconds=20)
 
 
 def main() -> None:
@@ -23,9 +27,11 @@ def main() -> None:
         "w": jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=divided),
         "count": jax.ShapeDtypeStruct((), jnp.int32, sharding=same),
     }
-    with Checkpointer(root) as checkpointer:
+    with Checkpointer(root / str(process) if task == "apart" else root, CONFIG) as checkpointer:
         if task == "save":
             save(checkpointer, wanted, process)
+        elif task == "full":
+            full(checkpointer, wanted, process)
         elif task == "restore":
             restored = checkpointer.restore(wanted)
             assert len(restored.data) == 4
@@ -58,6 +64,17 @@ def save(checkpointer: Checkpointer, wanted: dict, process: int) -> None:
         checkpointer.check()
     checkpointer.wait()
     say(f"saved {checkpointer.latest_step()}")
+
+
+def full(checkpointer: Checkpointer, wanted: dict, process: int) -> None:
+    """Process 1 cannot write another byte; both learn of it at the same call."""
+    if process == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    try:
+        save(checkpointer, wanted, process)
+    except CheckpointError as error:
+        say(f"refused {error}")
 
 
 def say(text: str) -> None:

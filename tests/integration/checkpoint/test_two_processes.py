@@ -1,6 +1,7 @@
 """Two real processes save one checkpoint together; one process, or two, restore it."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -89,5 +90,39 @@ def test_both_processes_refuse_a_file_that_one_finds_damaged(root):
     largest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     outs = run_two(root, "refuse")
     largest.write_bytes(content)
-    assert all("refused step 5" in out for out in outs), outs
-    assert any(str(largest) in out for out in outs)
+    assert all(" step 5: " in out and str(largest) in out for out in outs), outs
+
+
+def test_two_directories_with_other_steps_are_refused_by_both(root, tmp_path):
+    """Process 0 would go on from 5 and process 1 from 4, each with its own arrays."""
+    for process in range(2):
+        shutil.copytree(root, tmp_path / str(process))
+    shutil.rmtree(tmp_path / "1" / "5")
+    for out in run_two(tmp_path, "apart"):
+        assert "goes on from step 5 and has steps 3, 4, 5" in out
+        assert "process 1 on " in out
+        assert "has steps 3, 4, or another step 5. Give all of them one directory" in out
+
+
+def test_two_directories_with_another_step_of_one_number_are_refused(root, tmp_path):
+    for process in range(2):
+        shutil.copytree(root, tmp_path / str(process))
+    for name in ("fornax.0.json", "fornax.1.json"):
+        shutil.copyfile(root / "4" / name, tmp_path / "1" / "5" / name)
+    for out in run_two(tmp_path, "apart"):
+        assert "refused the processes do not share" in out
+
+
+def test_a_process_that_starts_anew_beside_one_that_has_steps_is_refused(root, tmp_path):
+    (tmp_path / "0").mkdir()
+    shutil.copytree(root, tmp_path / "1")
+    for out in run_two(tmp_path, "apart"):
+        assert "starts anew and has none; process 1 on" in out
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_in_one_process_is_refused_by_both(tmp_path):
+    for out in run_two(tmp_path / "new", "full"):
+        assert "refused process" in out
+        assert "saving step 1" in out
+        assert "process 1: " in out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,12 +27,18 @@ def free_port() -> int:
 
 
 def start_hosts(
-    start: Any, run_dir: Path, count: int, flags: Sequence[str] = (), **changes: Any
+    start: Any,
+    run_dir: Path | Sequence[Path],
+    count: int,
+    flags: Sequence[str] = (),
+    **changes: Any,
 ) -> list[subprocess.Popen]:
+    """Processes of one run directory, or each of its own."""
     port = free_port()
+    directories = [run_dir] * count if isinstance(run_dir, Path) else run_dir
     return [
         start(
-            run_dir,
+            directories[number],
             flags,
             env={
                 "FORNAX_COORDINATOR": f"localhost:{port}",
@@ -52,7 +59,7 @@ def finish_all(processes: Sequence[subprocess.Popen], code: int = 0) -> list[str
 
 def series(run_dir: Path, name: str) -> dict[int, Any]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return {r["step"]: r[name] for r in map(json.loads, lines)}
+    return {r["step"]: r.get(name) for r in map(json.loads, lines)}
 
 
 def test_saved_at_two_hosts_and_resumed_at_one_and_four(
@@ -96,6 +103,61 @@ def test_a_signal_to_one_process_stops_all_at_one_step(start: Any, tmp_path: Pat
     outputs = finish_all(processes, 143)
     last = max(series(run_dir, "step"))
     assert Checkpointer(run_dir / "checkpoints").all_steps() == [last], outputs
+
+
+def test_hosts_whose_directories_stand_at_other_steps_do_not_train(start: Any, tmp_path: Path):
+    """A copy of the directory that lags by one checkpoint would mix two states."""
+    changes: dict[str, Any] = {"mesh": DATA_PARALLEL, "eval": {}, "save_every": 2}
+    ahead, behind = tmp_path / "ahead", tmp_path / "behind"
+    finish_all(start_hosts(start, ahead, 2, **changes, steps=6))
+    shutil.copytree(ahead, behind)
+    shutil.rmtree(behind / "checkpoints" / "6")
+    flags = ["--accept-changes", "steps"]
+    hosts = start_hosts(start, [ahead, behind], 2, flags, **changes, steps=8)
+    for output in finish_all(hosts, 2):
+        assert "goes on from step 6 and has steps 2, 4, 6; process 1 on" in output
+        assert "has steps 2, 4, or another step 6" in output
+        assert "Traceback" not in output
+    assert Checkpointer(ahead / "checkpoints").latest_step() == 6
+
+
+def test_hosts_with_different_configs_do_not_train(start: Any, tmp_path: Path):
+    port, processes = free_port(), []
+    for number, rate in enumerate((1e-3, 2e-3)):
+        environment = {
+            "FORNAX_COORDINATOR": f"localhost:{port}",
+            "FORNAX_NUM_PROCESSES": "2",
+            "FORNAX_PROCESS_ID": str(number),
+        }
+        flags = ["--optim.learning-rate", str(rate)]
+        processes.append(start(tmp_path / "run", flags, env=environment, mesh=DATA_PARALLEL))
+    for output in finish_all(processes, 2):
+        assert "process 1 has optim.learning_rate: 0.001 -> 0.002" in output
+        assert "Traceback" not in output
+
+
+def test_two_hosts_end_a_finite_run_and_an_evaluation_where_one_does(
+    start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
+):
+    """No host knows beforehand how many batches there are."""
+    changes: dict[str, Any] = {
+        "data": {**settings["data"], "epochs": 1},
+        "steps": 10_000,
+        "save_every": 7,
+        "eval": {"every": 20},
+        "optim": {"schedule": {"type": "constant"}},
+    }
+    code, output = finish(tmp_path / "one", **changes)
+    assert code == 0, output
+    for output in finish_all(
+        start_hosts(start, tmp_path / "two", 2, mesh=DATA_PARALLEL, **changes)
+    ):
+        assert "Traceback" not in output
+    one, two = (series(tmp_path / name, "tokens") for name in ("one", "two"))
+    assert one == two
+    one, two = (series(tmp_path / name, "eval/weight") for name in ("one", "two"))
+    assert one == two
+    assert any(one.values())
 
 
 def test_processes_that_do_not_all_join_refuse_to_train(start: Any, tmp_path: Path):

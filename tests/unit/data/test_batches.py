@@ -1,8 +1,12 @@
 """A position is exact under any interruption, packer, mixture and number of processes."""
 
 import json
+import threading
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +28,7 @@ from fornax.data import (
     StepRange,
     open_batches,
 )
+from fornax.data.stream import StageTimes
 
 PACKINGS = [
     ConcatThenSplit(),
@@ -141,19 +146,93 @@ def test_every_token_comes_once_per_epoch(sources, packing, epochs):
     assert seen == expected
 
 
+def on_hosts(hosts: int, read: Callable[..., Any]) -> list[Any]:
+    """What `read(process_index, agree)` gives on each of `hosts` threads that agree."""
+    given: list[int] = []
+    answer: list[int] = []
+
+    def settle() -> None:
+        answer[:] = [max(given)]
+        given.clear()
+
+    together = threading.Barrier(hosts, action=settle, timeout=30)
+
+    def agree(number: int) -> int:
+        given.append(number)
+        together.wait()
+        return answer[0]
+
+    with ThreadPoolExecutor(hosts) as pool:
+        return list(pool.map(lambda host: read(host, agree), range(hosts)))
+
+
+@pytest.mark.parametrize("buffer", [0, 3, 16])
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_a_finite_split_ends_at_the_same_batch_on_every_host(sources, hosts):
-    config = config_of(sources, packing=FirstFit(bins=2), epochs=1)
+def test_a_finite_split_ends_at_the_same_batch_on_every_host(sources, hosts, buffer):
+    """Also after a stop in its middle, whoever has the longest shard."""
+    config = config_of(
+        sources, packing=FirstFit(bins=2), epochs=1, prefetch=Prefetch(buffer=buffer)
+    )
     alone = list(open_batches(config, batch_size=4, seq_len=16))
-    counts = {
-        len(
-            list(
-                open_batches(config, batch_size=4, seq_len=16, process_index=h, process_count=hosts)
-            )
+    half = len(alone) // 2
+
+    def opened(host, agree):
+        return open_batches(
+            config,
+            batch_size=4,
+            seq_len=16,
+            process_index=host,
+            process_count=hosts,
+            agree=agree,
         )
-        for h in range(hosts)
-    }
-    assert counts == {len(alone)}
+
+    def first(host, agree):
+        with opened(host, agree) as batches:
+            return take(batches, half), batches.state()
+
+    def rest(host, agree):
+        with opened(host, agree) as batches:
+            batches.restore(state)
+            found = list(batches)
+            assert next(batches, None) is None
+            return found
+
+    begun = on_hosts(hosts, first)
+    state = {shard: position for _, states in begun for shard, position in states.items()}
+    ended = on_hosts(hosts, rest)
+    read = [[*made, *left] for (made, _), left in zip(begun, ended, strict=True)]
+    assert {len(batches) for batches in read} == {len(alone)}
+    joined = [
+        {name: np.concatenate([host[i][name] for host in read]) for name in alone[i]}
+        for i in range(len(alone))
+    ]
+    assert_same(joined, alone)
+
+
+def test_a_host_reads_its_own_records_of_a_finite_split_and_no_more(token_files):
+    source = ArrayRecord(path=str(token_files("many", [16] * 4000)), content="uint16")
+    config = config_of({"a": source}, epochs=1, read_batch=8, prefetch=Prefetch(buffer=4))
+
+    def read(host, agree):
+        times = StageTimes()
+        with open_batches(
+            config,
+            batch_size=4,
+            seq_len=16,
+            process_index=host,
+            process_count=4,
+            times=times,
+            agree=agree,
+        ) as batches:
+            take(batches, 10)
+        return sum(stage.entered for (_, name), stage in times.stages.items() if name == "read")
+
+    assert max(on_hosts(4, read)) <= 100
+
+
+def test_hosts_that_cannot_agree_on_an_end_are_refused(sources):
+    with pytest.raises(DataError, match="read by 2 processes, needs `agree`"):
+        open_batches(config_of(sources, epochs=1), batch_size=4, seq_len=16, process_count=2)
 
 
 def test_each_epoch_has_its_own_order(token_files):

@@ -17,6 +17,7 @@ from fornax.data import DataConfig, Dataset, Mixture, open_batches, read_manifes
 from fornax.data.files import Storage
 from fornax.kernels import linear_cross_entropy
 from fornax.mesh import Rules
+from fornax.mesh.hosts import most
 from fornax.models import Decoder, DecoderConfig, Remat, flops_per_token
 from fornax.train.config import TrainConfig
 from fornax.train.task import Batch, Batches, Hosts, Loss, Task
@@ -63,6 +64,7 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
             split=split,
             process_index=hosts.index,
             process_count=hosts.count,
+            agree=most,
         )
 
     def pretrained(mesh: Mesh, rules: Rules) -> nnx.Module:

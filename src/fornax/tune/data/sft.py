@@ -16,6 +16,7 @@ from fornax.data.pipeline import Pipeline
 from fornax.data.records import Record
 from fornax.data.stream import PartReader
 from fornax.data.transforms import Chain
+from fornax.mesh.hosts import most
 from fornax.tune.data.encoded import Encoded
 from fornax.tune.data.feed import Feed, Picks, fingerprint
 from fornax.tune.data.load import Loaded
@@ -109,7 +110,9 @@ class PackedStream(Iterator[Batch]):
         self._part = PartReader("main", _Flagged(items), None, Chain(()), ())
         self._rows = feed.batch_size
         self._max_length = max_length
-        self._batches = Batches(self._pipeline(feed.epochs), feed.host_index, feed.host_count)
+        self._batches = Batches(
+            self._pipeline(feed.epochs), feed.host_index, feed.host_count, agree=most
+        )
 
     def _pipeline(self, epochs: int | None) -> Pipeline:
         order = Order(
