@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from fornax import __version__
-from fornax.config import environment
+from fornax.config import FornaxError, environment
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _DISTRIBUTION = "fornax-ai"
@@ -37,6 +37,7 @@ def examine() -> list[Finding]:
     parts: tuple[Callable[[], Iterable[Finding]], ...] = (
         _versions,
         _devices,
+        _processes,
         _compiler,
         _tpu_compiler,
         _cores,
@@ -138,6 +139,30 @@ def _devices() -> Iterator[Finding]:
         )
     else:
         yield Finding(name="devices", value=value)
+
+
+def _processes() -> Iterator[Finding]:
+    """Which process of how many a run started here would be."""
+    from fornax.mesh import ProcessConfig, find_processes
+
+    try:
+        found = find_processes(ProcessConfig())
+    except FornaxError as error:
+        yield Finding(name="processes", value="unknown", problem=str(error), fix="see above")
+        return
+    number, count, first = found.process_id, found.num_processes, found.coordinator
+    if count in (None, 1) and first is None:
+        yield Finding(name="processes", value="one (no launcher found)")
+    elif number is None or count is None or first is None:
+        yield Finding(
+            name="processes",
+            value=f"process {number} of {count}, process 0 at {first} ({found.launcher})",
+            problem="an address, a count and a number are needed",
+            fix="set FORNAX_COORDINATOR, FORNAX_NUM_PROCESSES and FORNAX_PROCESS_ID",
+        )
+    else:
+        value = f"process {number} of {count}, process 0 at {first} ({found.launcher})"
+        yield Finding(name="processes", value=value)
 
 
 _ACCELERATORS = {"NVIDIA GPU": "cuda", "TPU": "tpu"}

@@ -22,7 +22,9 @@ __all__ = [
     "documented",
     "for_child",
     "full_traceback",
+    "gce_metadata_server",
     "host_tokens",
+    "launcher_variables",
     "limit_cpu_threads",
     "one_cpu_thread",
     "openai_api_key",
@@ -41,6 +43,10 @@ _DOCUMENTED = {
     "FORNAX_COORDINATOR": "host:port of process 0 in a run of several processes.",
     "FORNAX_NUM_PROCESSES": "How many processes the run has.",
     "FORNAX_PROCESS_ID": "This process's number, from 0.",
+    "JAX_COORDINATOR_ADDRESS": "With JAX_NUM_PROCESSES and JAX_PROCESS_ID, the same as the three "
+    "above where those are not set. Next come MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK; what "
+    "SLURM, Cloud TPU and Kubernetes set; fornax doctor shows what was found.",
+    "JAX_COORDINATOR_PORT": "The port of process 0, where a launcher names only its host.",
     "FORNAX_HOST_TOKEN": "Tokens, with commas between, of which fornax host wants one from its "
     "clients; fornax host status, its kin and fornax bench host send the first.",
     "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that wants one.",
@@ -93,13 +99,39 @@ def cxx() -> str | None:
     return os.environ.get("CXX") or None
 
 
-def coordinator() -> dict[str, str | None]:
-    """Address, process count and process number as the launcher set them (None: not set)."""
-    return {
-        "address": os.environ.get("FORNAX_COORDINATOR"),
-        "num_processes": os.environ.get("FORNAX_NUM_PROCESSES"),
-        "process_id": os.environ.get("FORNAX_PROCESS_ID"),
+def coordinator() -> dict[str, str]:
+    """The variables that say by hand which process of a run this is; those that are set."""
+    found = {
+        "FORNAX_COORDINATOR": os.environ.get("FORNAX_COORDINATOR"),
+        "FORNAX_NUM_PROCESSES": os.environ.get("FORNAX_NUM_PROCESSES"),
+        "FORNAX_PROCESS_ID": os.environ.get("FORNAX_PROCESS_ID"),
     }
+    return {name: value for name, value in found.items() if value}
+
+
+_LAUNCHERS = (
+    *("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_PORT"),
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"),
+    *("SLURM_STEP_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID"),
+    *("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+    *("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
+    *("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"),
+)
+
+
+def launcher_variables() -> dict[str, str]:
+    """What launchers of several processes left in the environment, by name."""
+    return {name: os.environ[name] for name in _LAUNCHERS if os.environ.get(name)}
+
+
+def gce_metadata_server() -> str | None:
+    """The address of the virtual machine's metadata server, for a run on the TPUs of one."""
+    has_tpu = any(Path(device).exists() for device in ("/dev/accel0", "/dev/vfio/0"))
+    elsewhere = os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu"
+    if not has_tpu or elsewhere or os.environ.get("TPU_SKIP_MDS_QUERY"):
+        return None
+    return os.environ.get("GCE_METADATA_IP") or "metadata.google.internal"
 
 
 def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from fornax.mesh.rules import (
     partition_spec,
     use_mesh,
 )
-from fornax.mesh.startup import ProcessConfig, initialize
+from fornax.mesh.startup import ProcessConfig, find_processes, initialize
 from fornax.mesh.tree import path_name, tree_shardings
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "constrain",
     "current_mesh",
     "current_rules",
+    "find_processes",
     "initialize",
     "make_mesh",
     "merge_rules",

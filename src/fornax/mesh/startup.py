@@ -1,19 +1,22 @@
 """Process start-up: joins the processes of a run, checks that all came, sets up the caches."""
 
+import functools
+import urllib.request
 from dataclasses import dataclass
 
 import jax
 
 from fornax.config import environment
 from fornax.config.errors import ClusterError, ConfigError
+from fornax.mesh.launchers import Launched, discover, fornax_variables
 from fornax.mesh.rendezvous import meet
 
-__all__ = ["ProcessConfig", "initialize"]
+__all__ = ["ProcessConfig", "find_processes", "initialize"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig:
-    """The processes of a run; the launcher's environment variables fill what is None."""
+    """The processes of a run; FORNAX_ variables, then the launcher's, fill what is None."""
 
     coordinator: str | None = None
     """host:port of process 0; None for one process, or FORNAX_COORDINATOR."""
@@ -34,52 +37,68 @@ class ProcessConfig:
             raise ConfigError("join_timeout and heartbeat_timeout are seconds, 1 or more")
 
 
-def _integer(name: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{name}={text!r} is not a whole number; unset it or fix it") from None
+def find_processes(config: ProcessConfig | None) -> Launched:
+    """The processes of a run: what `config` says, then FORNAX_ variables, then a launcher's.
+
+    Raises:
+      ConfigError: for an environment variable that is not a number.
+      ClusterError: when a Cloud TPU virtual machine does not say which host of its slice it is.
+    """
+    given = fornax_variables(environment.coordinator())
+    if config is None:
+        return given
+    given = Launched(
+        coordinator=config.coordinator,
+        num_processes=config.num_processes,
+        process_id=config.process_id,
+    ).filled_from(given)
+    if given.num_processes == 1:
+        return given
+    server = environment.gce_metadata_server()
+    metadata = None if server is None else functools.partial(_metadata, server)
+    return discover(environment.launcher_variables(), given, metadata)
 
 
-def _resolve(config: ProcessConfig) -> ProcessConfig:
-    found = environment.coordinator()
-    count = config.num_processes
-    if count is None:
-        count = _integer("FORNAX_NUM_PROCESSES", found["num_processes"])
-    number = config.process_id
-    if number is None:
-        number = _integer("FORNAX_PROCESS_ID", found["process_id"])
-    return ProcessConfig(
-        coordinator=config.coordinator or found["address"],
-        num_processes=count,
-        process_id=number,
-        join_timeout=config.join_timeout,
-        heartbeat_timeout=config.heartbeat_timeout,
+def _metadata(server: str, attribute: str) -> str:
+    """An attribute of this virtual machine, of Google Cloud's metadata server."""
+    request = urllib.request.Request(
+        f"http://{server}/computeMetadata/v1/instance/attributes/{attribute}",
+        headers={"Metadata-Flavor": "Google"},
     )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.read().decode()
+    except OSError as error:
+        raise ClusterError(
+            f"this machine has a TPU, and its metadata server {server} does not say which of the "
+            f"slice's hosts it is ({error}); set FORNAX_NUM_PROCESSES to 1, or the three FORNAX_ "
+            "variables"
+        ) from error
 
 
-def _join(config: ProcessConfig) -> None:
+def _join(found: Launched, config: ProcessConfig) -> None:
     """Initialise jax.distributed and refuse to go on alone."""
-    count = config.num_processes
-    if config.coordinator is None or config.process_id is None or count is None:
+    count = found.num_processes
+    source = f" (from {found.launcher})" if found.launcher else ""
+    if found.coordinator is None or found.process_id is None or count is None:
         raise ClusterError(
             f"a run of several processes needs an address, a count and a number, and has "
-            f"coordinator={config.coordinator}, num_processes={count}, "
-            f"process_id={config.process_id}; set FORNAX_COORDINATOR, FORNAX_NUM_PROCESSES and "
-            "FORNAX_PROCESS_ID in every process"
+            f"coordinator={found.coordinator}, num_processes={count}, "
+            f"process_id={found.process_id}{source}; set FORNAX_COORDINATOR, FORNAX_NUM_PROCESSES "
+            "and FORNAX_PROCESS_ID in every process, or FORNAX_NUM_PROCESSES=1 for one alone"
         )
-    if not 0 <= config.process_id < count:
+    if not 0 <= found.process_id < count:
         raise ClusterError(
-            f"process_id={config.process_id} is not below num_processes={count}; number the "
+            f"process_id={found.process_id} is not below num_processes={count}{source}; number the "
             f"processes 0 to {count - 1}"
         )
-    meet(config.coordinator, count, config.process_id, config.join_timeout)
+    meet(found.coordinator, count, found.process_id, config.join_timeout)
     jax.distributed.initialize(
-        coordinator_address=config.coordinator,
+        coordinator_address=found.coordinator,
         num_processes=count,
-        process_id=config.process_id,
+        process_id=found.process_id,
+        # Under SLURM jax would give each process one GPU, also where it has the host to itself.
+        cluster_detection_method="deactivate" if found.alone_on_host else None,
         initialization_timeout=config.join_timeout,
         heartbeat_timeout_seconds=config.heartbeat_timeout,
     )
@@ -95,18 +114,22 @@ def initialize(config: ProcessConfig | None = None) -> None:
 
     Call once, before anything asks jax for its devices.
 
+    Args:
+      config: the processes of a run; what it leaves open, a launcher may say. None: a command that
+        works alone, unless FORNAX_ variables say otherwise.
+
     Raises:
       ClusterError: when the processes asked for do not all join.
       ConfigError: for an environment variable that is not a number.
     """
     environment.set_default_platform_quiet()
     environment.prepare_virtual_devices()
-    resolved = _resolve(config or ProcessConfig())
+    found = find_processes(config)
     if jax.distributed.is_initialized():
         return
     already = jax.config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
     if environment.compilation_cache_enabled() and already is None:
         jax.config.update("jax_compilation_cache_dir", str(environment.cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    if (resolved.num_processes or 1) > 1 or resolved.coordinator is not None:
-        _join(resolved)
+    if (found.num_processes or 1) > 1 or found.coordinator is not None:
+        _join(found, config or ProcessConfig())

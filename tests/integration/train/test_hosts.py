@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,45 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def by_hand(port: int, count: int, number: int) -> dict[str, str]:
+    return {
+        "FORNAX_COORDINATOR": f"localhost:{port}",
+        "FORNAX_NUM_PROCESSES": str(count),
+        "FORNAX_PROCESS_ID": str(number),
+    }
+
+
+def by_slurm(port: int, count: int, number: int) -> dict[str, str]:
+    """What `srun` sets in each task of a step, all on this host."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": str(count),
+        "SLURM_NTASKS": str(count),
+        "SLURM_PROCID": str(number),
+        "SLURM_LOCALID": str(number),
+        "JAX_COORDINATOR_PORT": str(port),
+    }
+
+
 def start_hosts(
     start: Any,
     run_dir: Path | Sequence[Path],
     count: int,
     flags: Sequence[str] = (),
+    variables: Callable[[int, int, int], dict[str, str]] = by_hand,
     **changes: Any,
 ) -> list[subprocess.Popen]:
-    """Processes of one run directory, or each of its own."""
+    """Processes of one run directory, or each of its own; `variables` tell each which it is."""
     port = free_port()
     directories = [run_dir] * count if isinstance(run_dir, Path) else run_dir
     return [
         start(
             directories[number],
             flags,
-            env={
-                "FORNAX_COORDINATOR": f"localhost:{port}",
-                "FORNAX_NUM_PROCESSES": str(count),
-                "FORNAX_PROCESS_ID": str(number),
-            },
+            env=variables(port, count, number),
             **changes,
         )
         for number in range(count)
@@ -124,13 +144,9 @@ def test_hosts_whose_directories_stand_at_other_steps_do_not_train(start: Any, t
 def test_hosts_with_different_configs_do_not_train(start: Any, tmp_path: Path):
     port, processes = free_port(), []
     for number, rate in enumerate((1e-3, 2e-3)):
-        environment = {
-            "FORNAX_COORDINATOR": f"localhost:{port}",
-            "FORNAX_NUM_PROCESSES": "2",
-            "FORNAX_PROCESS_ID": str(number),
-        }
         flags = ["--optim.learning-rate", str(rate)]
-        processes.append(start(tmp_path / "run", flags, env=environment, mesh=DATA_PARALLEL))
+        told = by_hand(port, 2, number)
+        processes.append(start(tmp_path / "run", flags, env=told, mesh=DATA_PARALLEL))
     for output in finish_all(processes, 2):
         assert "process 1 has optim.learning_rate: 0.001 -> 0.002" in output
         assert "Traceback" not in output
@@ -139,7 +155,7 @@ def test_hosts_with_different_configs_do_not_train(start: Any, tmp_path: Path):
 def test_two_hosts_end_a_finite_run_and_an_evaluation_where_one_does(
     start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
 ):
-    """No host knows beforehand how many batches there are."""
+    """No host knows beforehand how many batches there are. SLURM's variables tell who is who."""
     changes: dict[str, Any] = {
         "data": {**settings["data"], "epochs": 1},
         "steps": 10_000,
@@ -163,11 +179,7 @@ def test_two_hosts_end_a_finite_run_and_an_evaluation_where_one_does(
 def test_processes_that_do_not_all_join_refuse_to_train(start: Any, tmp_path: Path):
     process = start(
         tmp_path / "run",
-        env={
-            "FORNAX_COORDINATOR": f"localhost:{free_port()}",
-            "FORNAX_NUM_PROCESSES": "2",
-            "FORNAX_PROCESS_ID": "0",
-        },
+        env=by_hand(free_port(), 2, 0),
         processes={"join_timeout": 3},
     )
     output, _ = process.communicate(timeout=90)

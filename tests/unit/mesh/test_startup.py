@@ -5,6 +5,9 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ import fornax
 from fornax.config import environment
 from fornax.config.errors import ClusterError, ConfigError
 from fornax.mesh import ProcessConfig, initialize, startup
+from fornax.mesh.launchers import Launched
+from fornax.mesh.rendezvous import meet
 
 SOURCE = Path(fornax.__file__).parent
 
@@ -40,18 +45,18 @@ def test_a_number_that_is_none_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("found", "message"),
     [
-        (ProcessConfig(num_processes=2), "coordinator=None"),
+        (Launched(num_processes=2, launcher="SLURM"), "process_id=None (from SLURM); set"),
         (
-            ProcessConfig(num_processes=2, process_id=2, coordinator="127.0.0.1:1"),
+            Launched(num_processes=2, process_id=2, coordinator="127.0.0.1:1"),
             "process_id=2 is not below num_processes=2",
         ),
     ],
 )
-def test_an_incomplete_address_is_refused(config, message):
+def test_an_incomplete_address_is_refused(found, message):
     with pytest.raises(ClusterError, match=re.escape(message)):
-        startup._join(config)
+        startup._join(found, ProcessConfig())
 
 
 _JOIN = """
@@ -101,8 +106,76 @@ def test_two_processes_with_one_number_are_refused():
     port = _free_port()
     processes = [_start(0, 3, port), _start(1, 3, port), _start(1, 3, port)]
     outputs = [process.communicate(timeout=90)[0] for process in processes]
-    assert "process number 1 joined twice" in outputs[0], outputs[0]
+    assert "process number 1 of 3 joined twice" in outputs[0], outputs[0]
     assert all("refused" in output for output in outputs)
+
+
+def test_strangers_at_the_coordinators_port_are_ignored():
+    """A port scan, a health check, a half-open connection, a TLS hello: while others still join."""
+    port = _free_port()
+    failures: list[Exception] = []
+
+    def take_part(number: int) -> None:
+        try:
+            meet(f"127.0.0.1:{port}", 3, number, 20)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=take_part, args=(number,)) for number in range(3)]
+    threads[0].start()
+    silent = [_connect(port) for _ in range(20)]
+    for said in (
+        b"",
+        b"1",
+        b"2\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01" + bytes(400),
+        b"x" * 39,
+    ):
+        with _connect(port) as stranger:
+            stranger.sendall(said)
+    began = time.monotonic()
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    for stranger in silent:
+        stranger.close()
+    assert not failures
+    assert time.monotonic() - began < 10
+
+
+def test_a_process_that_died_while_joining_may_come_again():
+    port = _free_port()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(meet, f"127.0.0.1:{port}", 3, 0, 20)
+        with _connect(port) as dying:
+            dying.sendall(b"fornax-join 3 1\n")
+            time.sleep(0.1)
+        time.sleep(0.1)
+        others = [pool.submit(meet, f"127.0.0.1:{port}", 3, n, 20) for n in (1, 2)]
+        for done in (first, *others):
+            done.result(timeout=20)
+
+
+def test_a_process_of_another_run_is_refused():
+    port = _free_port()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, f"127.0.0.1:{port}", 3, 0, 20)
+        with _connect(port) as other:
+            other.sendall(b"fornax-join 4 1\n")
+            with pytest.raises(ClusterError, match=r"number 1 of 4 .* this run of 3 processes"):
+                first.result(timeout=20)
+
+
+def _connect(port: int) -> socket.socket:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_more_virtual_devices_than_cores_get_threads(monkeypatch):
