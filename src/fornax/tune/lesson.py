@@ -18,6 +18,7 @@ from fornax.config.errors import ConfigError
 from fornax.data import load_tokenizer
 from fornax.llm import EngineConfig
 from fornax.mesh import Rules, make_mesh, named_sharding
+from fornax.mesh import hosts as agreed
 from fornax.models import DecoderConfig
 from fornax.train import load_decoder, model_config, tokenizer_folder
 from fornax.train.hosts import find_hosts
@@ -193,7 +194,7 @@ class Lesson:
                 temperature=self.config.temperature,
                 teacher=None if named is None else weights_fingerprint(named),
             )
-            if not TopStore.exists(path):
+            if not agreed.decide(lambda: TopStore.exists(path)):
                 rows = self._plain(split, feed_of(self.config, hosts, train=False))
                 write_top(path, key, self.teacher(hosts), rows, [item.trained for item in items])
                 self._teacher = None  # it is not asked again: give its memory back

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from fornax.config.errors import ConfigError
-from fornax.mesh import Rules, use_mesh
+from fornax.mesh import Rules, named_sharding, use_mesh
 from fornax.models import Decoder
 from fornax.train.hosts import abstract_batch, find_hosts, to_global
 from fornax.train.task import Hosts
@@ -45,8 +45,12 @@ class Teacher:
         self.config = decoder.config
         self._mesh, self._rules, self._hosts = mesh, rules, hosts
         self._graphdef, self._state = nnx.split(decoder)
-        self._hidden = jax.jit(self._compute_hidden)
-        self._top = jax.jit(self._compute_top, static_argnames=("k", "words"))
+        rows = named_sharding(mesh, ("batch",), rules)  # whole rows: `_own` puts none together
+        everywhere = named_sharding(mesh, (), rules)
+        self._hidden = jax.jit(self._compute_hidden, out_shardings=rows)
+        self._top = jax.jit(
+            self._compute_top, static_argnames=("k", "words"), out_shardings=everywhere
+        )
 
     def output_weights(self) -> jax.Array:
         """The projection to the vocabulary, [E, V]."""
@@ -62,17 +66,23 @@ class Teacher:
 
     def top(
         self, rows: Mapping[str, np.ndarray], k: int, *, temperature: float, words: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The k likeliest next tokens after each, and their log-probs: int32, float32 [B, T, K].
+    ) -> dict[str, np.ndarray]:
+        """The k likeliest next tokens after each, for the rows of all processes.
+
+        Every process calls it with its own rows; all get the whole batch's.
 
         Args:
-          rows: tokens, positions, segment_ids int32 [B, T].
+          rows: tokens, positions, segment_ids int32, loss_weights float32 [B, T]; example int32
+            [B].
           k: how many.
           temperature: divides the logits.
           words: outputs that are tokens; those beyond only fill the teacher's table.
+
+        Returns:
+          ids int32, logprobs float32 [B, T, K], and the rows' example and loss_weights.
         """
-        ids, logps = self._top(self._state, self._batch(rows), temperature, k=k, words=words)
-        return np.asarray(self._own(ids)), np.asarray(self._own(logps))
+        batch = self._batch(rows, (*_INPUTS, "example", "loss_weights"))
+        return jax.device_get(self._top(self._state, batch, temperature, k=k, words=words))
 
     def _compute_hidden(self, state: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
         with use_mesh(self._mesh, self._rules):
@@ -89,7 +99,7 @@ class Teacher:
         *,
         k: int,
         words: int,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> dict[str, jax.Array]:
         x_BTE = self._compute_hidden(state, batch)
         decoder = nnx.merge(self._graphdef, state)
 
@@ -99,10 +109,14 @@ class Teacher:
             logps_TK, ids_TK = jax.lax.top_k(logps_TV, k)
             return ids_TK.astype(jnp.int32), logps_TK
 
-        return jax.lax.map(of_row, x_BTE)
+        ids_BTK, logps_BTK = jax.lax.map(of_row, x_BTE)
+        given = {name: batch[name] for name in ("example", "loss_weights")}
+        return {"ids": ids_BTK, "logprobs": logps_BTK, **given}
 
-    def _batch(self, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        inputs = {name: rows[name] for name in _INPUTS}
+    def _batch(
+        self, rows: Mapping[str, np.ndarray], names: tuple[str, ...] = _INPUTS
+    ) -> dict[str, Any]:
+        inputs = {name: rows[name] for name in names}
         size = len(rows["tokens"]) * self._hosts.count
         if find_hosts(size, self._mesh, self._rules) != self._hosts:
             raise ConfigError(

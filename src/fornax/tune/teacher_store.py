@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from fornax.config.errors import ConfigError, DataError
+from fornax.mesh import hosts
 from fornax.tune.teacher import Teacher
 
 __all__ = ["TopKey", "TopStore", "write_top"]
@@ -45,6 +47,9 @@ def write_top(
 ) -> None:
     """Ask the teacher about every example, once.
 
+    All processes call it, each with its own rows; process 0 writes everybody's, and none returns
+    before the folder is whole.
+
     Args:
       path: the folder; made here.
       key: written into the manifest.
@@ -52,33 +57,60 @@ def write_top(
       batches: rows, each example once: tokens, positions, segment_ids, loss_weights [B, T] and
         example int32 [B], -1 for a row that only fills.
       positions: trained positions of each example.
+
+    Raises:
+      DataError: when `batches` leave an example out.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    (path / _MANIFEST).unlink(missing_ok=True)
     offsets = np.concatenate([[0], np.cumsum(positions, dtype=np.int64)])
-    shape = (int(offsets[-1]), key.k)
-
-    def new(name: str, dtype: Any) -> Any:
-        return np.lib.format.open_memmap(path / name, mode="w+", dtype=dtype, shape=shape)
-
-    ids, logprobs = new("ids.npy", np.int32), new("logprobs.npy", np.float32)
+    writer = _Writer(path, key, offsets) if jax.process_index() == 0 else None
     for rows in batches:
-        ids_BTK, logps_BTK = teacher.top(
-            rows, key.k, temperature=key.temperature, words=key.vocabulary
-        )
-        for row, example in enumerate(rows["example"]):
+        found = teacher.top(rows, key.k, temperature=key.temperature, words=key.vocabulary)
+        if writer is not None:
+            writer.add(found)
+    hosts.decide(lambda: writer and writer.finish())
+
+
+class _Writer:
+    """The files of a store in the making."""
+
+    def __init__(self, path: Path, key: TopKey, offsets: np.ndarray) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / _MANIFEST).unlink(missing_ok=True)
+        self._path, self._key, self._offsets = path, key, offsets
+        self._missing = set(range(len(offsets) - 1))
+        shape = (int(offsets[-1]), key.k)
+        self._files = {
+            name: np.lib.format.open_memmap(
+                path / f"{name}.npy", mode="w+", dtype=dtype, shape=shape
+            )
+            for name, dtype in (("ids", np.int32), ("logprobs", np.float32))
+        }
+
+    def add(self, found: Mapping[str, np.ndarray]) -> None:
+        """Write the examples of a batch: what `Teacher.top` returns."""
+        for row, example in enumerate(found["example"].tolist()):
             if example < 0:
                 continue
-            trained = rows["loss_weights"][row] > 0
-            span = slice(offsets[example], offsets[example + 1])
-            ids[span], logprobs[span] = ids_BTK[row][trained], logps_BTK[row][trained]
-    for array in (ids, logprobs):
-        array.flush()
-    np.save(path / "offsets.npy", offsets)
-    text = json.dumps({"version": 1, **asdict(key)}, indent=1)
-    temporary = path / (_MANIFEST + ".new")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(path / _MANIFEST)
+            trained = found["loss_weights"][row] > 0
+            span = slice(self._offsets[example], self._offsets[example + 1])
+            for name, file in self._files.items():
+                file[span] = found[name][row][trained]
+            self._missing.discard(example)
+
+    def finish(self) -> None:
+        """Write the manifest, which says that all the rest is there."""
+        if self._missing:
+            raise DataError(
+                f"{len(self._missing)} of {len(self._offsets) - 1} examples were in no batch that "
+                "the teacher was asked about, so their logits cannot be stored"
+            )
+        for file in self._files.values():
+            file.flush()
+        np.save(self._path / "offsets.npy", self._offsets)
+        text = json.dumps({"version": 1, **asdict(self._key)}, indent=1)
+        temporary = self._path / (_MANIFEST + ".new")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(self._path / _MANIFEST)
 
 
 class TopStore:
@@ -94,7 +126,8 @@ class TopStore:
         if not self.exists(path):
             raise DataError(
                 f"{path} holds no stored logits (no {_MANIFEST}); name the teacher with --teacher, "
-                "and they are written there"
+                "and they are written there. Processes on several hosts need a folder that all of "
+                "them see"
             )
         saved = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         for name, asked in asdict(key).items():

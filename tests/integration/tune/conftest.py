@@ -38,10 +38,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def start(environment: dict[str, str]) -> Start:
     """Start `fornax` with these words."""
 
-    def begin(*words: str | Path) -> subprocess.Popen:
+    def begin(*words: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, "-c", COMMAND, *map(str, words)],
-            env=environment,
+            env={**environment, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

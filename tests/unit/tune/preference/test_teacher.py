@@ -89,6 +89,15 @@ def test_stored_tokens_are_the_likeliest_at_the_trained_positions(
         assert not found["teacher_logprobs"][~trained].any()
 
 
+def test_an_example_that_the_teacher_never_saw_is_an_error(
+    teacher: Teacher, rows: Any, positions: list[int], tmp_path: Path
+):
+    first = next(batches(rows))
+    with pytest.raises(DataError, match="3 of 7 examples were in no batch"):
+        write_top(tmp_path, KEY, teacher, iter([first]), positions)
+    assert not TopStore.exists(tmp_path)
+
+
 @pytest.mark.parametrize("part", ["data", "vocabulary", "k", "temperature", "teacher"])
 def test_logits_of_something_else_are_refused(store: Path, part: str):
     change: Any = {part: "other" if part in ("data", "teacher") else 3}
