@@ -77,6 +77,15 @@ class Pieces:
         found = self._special.search(text) if self._special else None
         return found.group() if found else None
 
+    def without_special(self, text: str) -> str:
+        """The text with a space inside each special token that it spells, so that it spells none.
+
+        For what a model or a tool wrote, which must not end a turn or begin another.
+        """
+        while (found := self.special_in(text)) is not None:
+            text = text.replace(found, f"{found[0]} {found[1:]}")
+        return text
+
     def show(self, ids: np.ndarray | list[int]) -> str:
         """Text of ids, special tokens included."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)

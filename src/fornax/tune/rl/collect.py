@@ -194,6 +194,7 @@ class Collector:
                 completion=each.completion.text,
                 record=prompt.record,
                 tokens=tuple(each.completion.tokens.tolist()),
+                tools=prompt.tools,
             )
             for prompt, group in zip(picked, drawn, strict=True)
             for each in group

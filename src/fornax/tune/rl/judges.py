@@ -4,32 +4,16 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
+from fornax.config.errors import DataError
 from fornax.rewards import Sample, Score
 from fornax.tune.data import Encoded
+from fornax.tune.reward_model import RewardModel
 
-__all__ = ["ModelJudge", "Scorer"]
+__all__ = ["ModelJudge"]
 
 _NAME = "reward_model"
-
-
-class Scorer(Protocol):
-    """What a `RewardModel` is to a judge."""
-
-    max_length: int
-    """Tokens of a sequence at most."""
-
-    @property
-    def codec(self) -> Any:
-        """What encodes for it."""
-        ...
-
-    def score_encoded(self, sequences: Sequence[Encoded]) -> np.ndarray:
-        """A score for each sequence, float32."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +23,7 @@ class ModelJudge:
     It computes in the trainer's own process; nothing of it changes while a run lasts.
     """
 
-    model: Scorer
+    model: RewardModel
     weight: float
     functions: Any = None
     """A `RewardPool` or another judge; None: the model alone."""
@@ -47,30 +31,46 @@ class ModelJudge:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """One score a sample, in order.
 
-        A completion that the reward model has no room for counts nothing, and a note says so.
+        A completion of a chat is scored as the assistant's message, in the reward model's own
+        template. One that the reward model cannot read, or has no room for, counts nothing, and a
+        note says why.
         """
         given = (
             [Score(total=0.0, parts={}) for _ in samples]
             if self.functions is None
             else self.functions.score(samples)
         )
-        encoded = [self.model.codec.completion(s.prompt, s.completion) for s in samples]
-        fits = [e.length <= self.model.max_length for e in encoded]
-        values = np.full(len(samples), math.nan)
-        values[fits] = self.model.score_encoded(
-            [e for e, fit in zip(encoded, fits, strict=True) if fit]
-        )
+        found = [self._encode(sample) for sample in samples]
+        readable = [each for each in found if isinstance(each, Encoded)]
+        values = iter(self.model.score_encoded(readable).tolist())
         return [
-            self._with(score, float(value), each.length)
-            for score, value, each in zip(given, values, encoded, strict=True)
+            self._without(score, each) if isinstance(each, str) else self._with(score, next(values))
+            for score, each in zip(given, found, strict=True)
         ]
 
-    def _with(self, score: Score, value: float, length: int) -> Score:
+    def _encode(self, sample: Sample) -> Encoded | str:
+        """The sample's tokens, or why the reward model cannot read them."""
+        codec = self.model.codec
+        text = codec.pieces.without_special(sample.completion)  # it might spell an end of turn
+        try:
+            if isinstance(sample.prompt, str):
+                encoded = codec.completion(sample.prompt, text)
+            else:
+                answer = {"role": "assistant", "content": text}
+                encoded = codec.completion(list(sample.prompt), [answer], sample.tools)
+        except DataError as error:
+            return str(error)
+        if encoded.length > self.model.max_length:
+            return f"{encoded.length} tokens, and the reward model reads {self.model.max_length}"
+        return encoded
+
+    def _with(self, score: Score, value: float) -> Score:
         parts = {**score.parts, _NAME: value}
-        if math.isnan(value):
-            note = f"{length} tokens, and the reward model reads {self.model.max_length}"
-            return dataclasses.replace(score, parts=parts, notes={**score.notes, _NAME: note})
         return dataclasses.replace(score, total=score.total + self.weight * value, parts=parts)
+
+    def _without(self, score: Score, why: str) -> Score:
+        parts, notes = {**score.parts, _NAME: math.nan}, {**score.notes, _NAME: why}
+        return dataclasses.replace(score, parts=parts, notes=notes)
 
     def state(self) -> dict[str, Any]:
         """What the functions remember; the model remembers nothing."""

@@ -64,8 +64,8 @@ class TextFraming:
     ) -> list[int]:
         """Tokens of the answers' contents."""
         del history, tools, last
-        text = _safe(self._codec, _contents(answers))
-        return self._codec.pieces.go_on(text).tolist()
+        pieces = self._codec.pieces
+        return pieces.go_on(pieces.without_special(_contents(answers))).tolist()
 
     def read(self, completion: Completion) -> Message:
         """The text."""
@@ -212,12 +212,6 @@ def _no_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 
 def _safe_message(codec: Codec, message: Message) -> Message:
     content = message.get("content")
-    return {**message, "content": _safe(codec, content)} if isinstance(content, str) else message
-
-
-def _safe(codec: Codec, text: str) -> str:
-    """Text in which special tokens that an environment spells are text: what a tool prints, which
-    the model may have asked it to, must not end a turn."""
-    while (found := codec.pieces.special_in(text)) is not None:
-        text = text.replace(found, f"{found[0]} {found[1:]}")
-    return text
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": codec.pieces.without_special(content)}
