@@ -65,7 +65,7 @@ class Sample:
     """The other columns of the prompt's line of data."""
     tokens: Sequence[int] = ()
     """The completion's token ids, for functions that ask for `completion_ids`."""
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     """Functions that the chat's model was told of, in OpenAI's form; functions do not get them."""
 
 

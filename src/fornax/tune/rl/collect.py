@@ -3,6 +3,7 @@
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -28,6 +29,8 @@ class Drawn:
     completion: Completion
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What an environment gave."""
+    error: str = ""
+    """How the environment failed, if it did."""
 
 
 Draw = Callable[[Sampler, Sequence[PromptTokens], SampleSettings, Sequence[int]], list[list[Drawn]]]
@@ -104,13 +107,20 @@ class Collector:
     draw: Draw = draw_completions
     max_resamples: int = 0
     """Above 0: groups whose rewards are all alike are replaced, asking so many times more."""
+    max_failed: float = 1.0
+    """Share of a round's completions that may fail; more are an error."""
     position: int = 0
     """Prompts drawn so far."""
 
     def __call__(self, sampler: Sampler, number: int) -> Collected:
-        """Draw and judge round `number`, with what weights the sampler has now."""
+        """Draw and judge round `number`, with what weights the sampler has now.
+
+        Raises:
+          DataError: a reward that never gives a number, or too many completions that failed.
+        """
         before, began = sampler.stats(), time.monotonic()
         kept: list[list[Rollout]] = []
+        failed: list[str] = []
         asked = alike = resamples = 0
         rewarding = 0.0
         while True:
@@ -118,6 +128,7 @@ class Collector:
             groups, seconds = self._groups(sampler, count, number)
             rewarding += seconds
             asked += len(groups)
+            failed += [r.error or r.finish_reason for group in groups for r in group if r.failed]
             flat = [zero_variance([r.reward for r in group]) for group in groups]
             alike += sum(flat)
             if not self.max_resamples:
@@ -127,6 +138,7 @@ class Collector:
             if len(kept) >= self.groups or resamples == self.max_resamples:
                 break
             resamples += 1
+        self._check_failed(failed, asked * self.settings.n, number)
         rollouts = [r for group in kept[: self.groups] for r in group]
         versions = [int(v) for r in rollouts for v in r.versions[r.versions >= 0]]
         used = sampler.stats().minus(before)
@@ -138,6 +150,7 @@ class Collector:
             rollouts=rollouts,
             numbers={
                 **({"zero_variance_groups": alike / asked} if self.settings.n > 1 else {}),
+                "rollouts_failed": float(len(failed)),
                 "groups_sampled": float(asked),
                 "groups_missing": float(max(self.groups - len(kept), 0)),
                 "rollout_seconds": seconds,
@@ -175,6 +188,17 @@ class Collector:
         useful = max((asked - alike) / asked, 0.25)
         return min(math.ceil(missing / useful), self.groups)
 
+    def _check_failed(self, failed: Sequence[str], drawn: int, number: int) -> None:
+        """Stop where the environment, not the model, decides what is learned."""
+        if len(failed) <= self.max_failed * drawn:
+            return
+        [(most, times)] = Counter(failed).most_common(1)
+        raise DataError(
+            f"{len(failed)} of {drawn} conversations of round {number} failed, and "
+            f"conversation.max_failed={self.max_failed} allows {self.max_failed:.0%}; {times} with "
+            f"{most!r}. Correct the environment, or allow more"
+        )
+
     def _which(self, place: int) -> int:
         count = len(self.prompts)
         return prompt_number(place, count, self.seed) if self.shuffle else place % count
@@ -198,23 +222,31 @@ class Collector:
             )
             for prompt, group in zip(picked, drawn, strict=True)
             for each in group
+            if each.completion.status != "failed"
         ]
         scores = self.judge.score(samples) if self.judge is not None else None
         if scores is not None and number == 0:
             _require_numbers(scores)
-        found: list[list[Rollout]] = []
-        for i, (prompt, group) in enumerate(zip(picked, drawn, strict=True)):
-            rollouts = []
-            for j, each in enumerate(group):
-                score = None if scores is None else scores[i * self.settings.n + j]
-                rollouts.append(_rollout(each, score, where=prompt.where, group=places[i]))
-            found.append(rollouts)
+        given = iter([None] * len(samples) if scores is None else scores)
+        found = [
+            [
+                _rollout(
+                    each,
+                    None if each.completion.status == "failed" else next(given),
+                    where=prompt.where,
+                    group=place,
+                )
+                for each in group
+            ]
+            for prompt, group, place in zip(picked, drawn, places, strict=True)
+        ]
         return found, time.monotonic() - began
 
 
 def _rollout(drawn: Drawn, score: Score | None, *, where: str, group: int) -> Rollout:
     completion = drawn.completion
     parts = {**(score.parts if score is not None else {}), **drawn.rewards}
+    reward = (score.total if score is not None else 0.0) + sum(drawn.rewards.values())
     return Rollout(
         prompt=np.asarray(drawn.prompt, np.int32),
         tokens=completion.tokens,
@@ -222,11 +254,12 @@ def _rollout(drawn: Drawn, score: Score | None, *, where: str, group: int) -> Ro
         versions=completion.versions,
         mask=completion.mask,
         finish_reason=completion.finish_reason,
-        truncated=completion.truncated,
+        status=completion.status,
+        error=drawn.error,
         text=completion.text,
         where=where,
         group=group,
-        reward=(score.total if score is not None else 0.0) + sum(drawn.rewards.values()),
+        reward=math.nan if completion.status == "failed" else reward,
         parts=parts,
         failures=len(score.notes) if score is not None else 0,
     )

@@ -63,7 +63,12 @@ def draw_conversations(
         task_seeds=[seed for seed in seeds for _ in range(n)],
     )
     drawn = [
-        Drawn(prompt=each.prompt, completion=each.completion, rewards=each.rewards)
+        Drawn(
+            prompt=each.prompt,
+            completion=each.completion,
+            rewards=each.rewards,
+            error=each.error,
+        )
         for each in found
     ]
     return [drawn[i : i + n] for i in range(0, len(drawn), n)]

@@ -42,6 +42,8 @@ def group_credit(
     With `baseline: none` a token's advantage is what comes after it: the reward less the
     divergences from it on, whitened over all tokens when `scale` is `batch` (REINFORCE++).
 
+    A failed completion has advantage 0, and the others of its group are compared without it.
+
     Args:
       rollouts: the completions, whole groups one after the other.
       algorithm: the options.
@@ -58,7 +60,7 @@ def group_credit(
             lengths, max_length=max_tokens, buffer=buffer, penalty=algorithm.overlong_penalty
         )
     costs = [
-        algorithm.kl_coefficient * divergences[i] * rollout.mask
+        algorithm.kl_coefficient * divergences[i] * rollout.learned
         if divergences is not None
         else np.zeros(len(rollout.tokens))
         for i, rollout in enumerate(rollouts)
@@ -75,7 +77,7 @@ def group_credit(
     return Credit(
         rewards=rewards.tolist(),
         advantages=[
-            (score * rollout.mask).astype(np.float32)
+            (score * rollout.learned).astype(np.float32)
             for score, rollout in zip(np.ravel(scores_GN), rollouts, strict=True)
         ],
     )
@@ -89,10 +91,12 @@ def _returns(
         reward - np.cumsum(cost[::-1])[::-1] for reward, cost in zip(rewards, costs, strict=True)
     ]
     if whiten:
-        mask = np.concatenate([r.mask for r in rollouts])
+        mask = np.concatenate([r.learned for r in rollouts])
         flat = advantages.whiten(np.concatenate(to_go), mask)
         to_go = np.split(np.asarray(flat), np.cumsum([len(x) for x in to_go])[:-1])
-    return [(x * r.mask).astype(np.float32) for x, r in zip(to_go, rollouts, strict=True)]
+    return [
+        np.where(r.learned, x, 0).astype(np.float32) for x, r in zip(to_go, rollouts, strict=True)
+    ]
 
 
 def divergence(logps: np.ndarray, ref_logps: np.ndarray, estimator: Estimator) -> np.ndarray:
@@ -135,16 +139,16 @@ def gae_credit(
     mask_NT, values_NT, rewards_NT = (
         _padded(parts)
         for parts in (
-            [r.mask.astype(np.float64) for r in rollouts],
+            [r.learned.astype(np.float64) for r in rollouts],
             values,
             [
-                -np.asarray(cost, np.float64) * r.mask
+                -np.asarray(cost, np.float64) * r.learned
                 for cost, r in zip(costs, rollouts, strict=True)
             ],
         )
     )
     for number, rollout in enumerate(rollouts):
-        if rollout.drawn:
+        if rollout.learned.any():
             rewards_NT[number, np.flatnonzero(rollout.mask)[-1]] += rewards[number]
     if whiten_rewards:
         rewards_NT = advantages.whiten(rewards_NT, mask_NT, shift=False)
@@ -175,12 +179,14 @@ def _explained(values_NT: np.ndarray, returns_NT: np.ndarray, drawn_NT: np.ndarr
 
 def _padded(parts: Sequence[np.ndarray]) -> np.ndarray:
     """float64 [N, T]: arrays of different lengths, zeros behind."""
-    padded = np.zeros((len(parts), max(len(x) for x in parts)), np.float64)
+    padded = np.zeros((len(parts), max(1, *(len(x) for x in parts))), np.float64)
     for number, part in enumerate(parts):
         padded[number, : len(part)] = part
     return padded
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether a group's rewards are all alike, so that it teaches nothing."""
-    return bool(np.ptp(np.asarray(rewards, np.float64)) < 1e-9)
+    """Whether a group's rewards are all alike, so that it teaches nothing; NaN is no reward."""
+    given = np.asarray(rewards, np.float64)
+    given = given[~np.isnan(given)]
+    return bool(given.size < 2 or np.ptp(given) < 1e-9)

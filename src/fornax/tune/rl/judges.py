@@ -56,8 +56,9 @@ class ModelJudge:
             if isinstance(sample.prompt, str):
                 encoded = codec.completion(sample.prompt, text)
             else:
+                asked = [dict(message) for message in sample.prompt]
                 answer = {"role": "assistant", "content": text}
-                encoded = codec.completion(list(sample.prompt), [answer], sample.tools)
+                encoded = codec.completion(asked, [answer], sample.tools)
         except DataError as error:
             return str(error)
         if encoded.length > self.model.max_length:

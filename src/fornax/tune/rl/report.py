@@ -13,20 +13,22 @@ def round_numbers(collected: Collected, credit: Credit, *, group_size: int) -> d
 
     `reward` is the mean over completions of the weighted sum of the functions; `reward_std` the
     mean over groups of their standard deviation (over all completions when groups are of one);
-    `trained_reward` what is left of it after penalties of length and divergence.
+    `trained_reward` what is left of it after penalties of length and divergence. Completions that
+    failed are in none of these but `rollouts_failed`.
     """
-    rollouts = collected.rollouts
+    groups = np.array([r.reward for r in collected.rollouts], np.float64)
+    groups = groups.reshape(-1, group_size) if group_size > 1 else groups[None]
+    rollouts = [r for r in collected.rollouts if not r.failed]
     if not rollouts:
         return dict(collected.numbers)
     rewards = np.array([r.reward for r in rollouts], np.float64)
-    groups = rewards.reshape(-1, group_size) if group_size > 1 else rewards[None]
     lengths = np.array([r.drawn for r in rollouts], np.float64)
     numbers = {
         "reward": float(rewards.mean()),
-        "reward_std": float(groups.std(axis=1).mean()),
+        "reward_std": _spread(groups),
         "reward_min": float(rewards.min()),
         "reward_max": float(rewards.max()),
-        "trained_reward": float(np.mean(credit.rewards)),
+        "trained_reward": float(np.nanmean(credit.rewards)),
         "reward_failures": float(sum(r.failures for r in rollouts)),
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
@@ -38,3 +40,14 @@ def round_numbers(collected: Collected, credit: Credit, *, group_size: int) -> d
         if np.isfinite(scores).any():
             numbers[f"reward/{name}"] = float(scores[np.isfinite(scores)].mean())
     return numbers | collected.numbers
+
+
+def _spread(rewards_GN: np.ndarray) -> float:
+    """The mean over groups of their standard deviation, without those that have no reward."""
+    given_GN = ~np.isnan(rewards_GN)
+    count_G = given_GN.sum(axis=1)
+    means_G1 = np.where(given_GN, rewards_GN, 0).sum(axis=1, keepdims=True) / np.maximum(
+        count_G[:, None], 1
+    )
+    squares_G = np.where(given_GN, (rewards_GN - means_G1) ** 2, 0).sum(axis=1)
+    return float(np.sqrt(squares_G[count_G > 0] / count_G[count_G > 0]).mean())

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fornax.tune.rollout import Status
+
 __all__ = ["Collected", "Rollout", "from_arrays", "to_arrays"]
 
 _ARRAYS = {
@@ -35,8 +37,9 @@ class Rollout:
     """int8 [n]: 1 where the model drew the token."""
     finish_reason: str
     """Why it ended."""
-    truncated: bool
-    """Whether it ran out of tokens or turns."""
+    status: Status
+    """`failed`: nothing is learned from it, and it is in no statistic; `truncated`: it ran out of
+    tokens or turns."""
     text: str
     """The completion's text."""
     where: str
@@ -44,11 +47,28 @@ class Rollout:
     group: int
     """Which prompt of the rollout it answers; completions of one group share it."""
     reward: float
-    """The weighted sum of the reward functions."""
+    """The weighted sum of the reward functions; NaN where it failed."""
     parts: Mapping[str, float]
     """Each reward function's score, before its weight; NaN where it gave none."""
     failures: int = 0
     """Reward functions that failed on it."""
+    error: str = ""
+    """How it failed, if it did."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is nothing to learn from it."""
+        return self.status == "failed"
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it ran out of tokens or turns."""
+        return self.status == "truncated"
+
+    @property
+    def learned(self) -> np.ndarray:
+        """int8 [n]: `mask`, and 0 everywhere where it failed."""
+        return np.zeros_like(self.mask) if self.failed else self.mask
 
     @property
     def sequence(self) -> np.ndarray:

@@ -5,7 +5,6 @@ Legend: R rows, T tokens of a row, n tokens of a completion.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -59,8 +58,8 @@ def make_round(
 ) -> Round:
     """Divide a round into mini-batches, pack each, and fill in what the loss needs.
 
-    A mini-batch is packed once: the pass that scores it and every epoch see the same rows, so that
-    a ratio differs from 1 only by what was learned.
+    Completions that failed are in none. A mini-batch is packed once: the pass that scores it and
+    every epoch see the same rows, so that a ratio differs from 1 only by what was learned.
 
     Args:
       collected: the completions.
@@ -71,16 +70,19 @@ def make_round(
     """
     rollouts = collected.rollouts
     draw = np.random.default_rng([layout.seed, 11, collected.number])
-    parts = np.array_split(draw.permutation(len(rollouts)), layout.mini_batches)
+    whole = np.flatnonzero([not r.failed for r in rollouts])
+    parts = np.array_split(draw.permutation(whole), layout.mini_batches)
     packs = [_pack([rollouts[i] for i in part], layout) for part in parts]
     extra = [dict(score(p.rows)) if score is not None else {} for p in packs]
-    scored = _by_rollout(len(rollouts), parts, packs, extra)
+    scored = _by_rollout(rollouts, parts, packs, extra)
     given = credit(rollouts, scored)
     steps = [
         {**packed.rows, **more, **_filled(packed, part, given, rollouts, layout)}
         for part, packed, more in zip(parts, packs, extra, strict=True)
     ]
     order = [int(i) for _ in range(layout.epochs) for i in draw.permutation(layout.mini_batches)]
+    # With few completions a mini-batch may be empty; a round without any is one step, skipped.
+    order = [i for i in order if steps[i]["sequence_weights"].any()] or order[:1]
     return Round(
         steps=steps, order=order, credit=given, numbers=_figures(rollouts, scored) | given.numbers
     )
@@ -88,11 +90,12 @@ def make_round(
 
 def _figures(rollouts: Sequence[Rollout], scored: Scored) -> dict[str, float]:
     """How far policy and sampler lie from each other and from the reference, on drawn tokens."""
-    if not ("old_logps" in scored and "ref_logps" in scored and rollouts):
+    whole = sum(not r.failed for r in rollouts)
+    if not ("old_logps" in scored and "ref_logps" in scored and whole):
         return {}
-    drawn = np.concatenate([r.mask for r in rollouts]).astype(bool)
+    drawn = np.concatenate([r.learned for r in rollouts]).astype(bool)
     old, ref = (np.concatenate(scored[name])[drawn] for name in ("old_logps", "ref_logps"))
-    per_completion = float(np.sum(old - ref)) / len(rollouts)
+    per_completion = float(np.sum(old - ref)) / whole
     return {"kl_reference": float(np.mean(old - ref)), "kl_reference_sum": per_completion}
 
 
@@ -101,12 +104,16 @@ def _pack(rollouts: Sequence[Rollout], layout: Layout) -> Packed:
 
 
 def _by_rollout(
-    count: int,
+    rollouts: Sequence[Rollout],
     parts: Sequence[np.ndarray],
     packs: Sequence[Packed],
     extra: Sequence[Mapping[str, np.ndarray]],
 ) -> Scored:
-    found: dict[str, list[Any]] = {name: [None] * count for name in (extra[0] if extra else ())}
+    """Each array, cut into one [n] a completion; zeros for those that are in no mini-batch."""
+    found = {
+        name: [np.zeros(len(r.tokens), np.float32) for r in rollouts]
+        for name in (extra[0] if extra else ())
+    }
     for part, packed, more in zip(parts, packs, extra, strict=True):
         for name, array_RT in more.items():
             for place, i in enumerate(part):

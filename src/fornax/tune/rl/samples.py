@@ -50,6 +50,8 @@ class SamplesFile:
                 "completion": rollout.text
                 if drawn.all()
                 else self._decode(rollout.tokens.tolist()),
+                "status": rollout.status,
+                **({"error": rollout.error} if rollout.failed else {}),
                 "reward": rollout.reward,
                 "rewards": {k: v if math.isfinite(v) else None for k, v in rollout.parts.items()},
                 "trained_reward": credit.rewards[number],

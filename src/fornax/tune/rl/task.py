@@ -125,6 +125,7 @@ def _source(config: RLConfig, parts: Parts, method: Method) -> Source:
         judge=parts.judge,
         draw=parts.draw,
         max_resamples=method.max_resamples,
+        max_failed=1.0 if config.conversation is None else config.conversation.max_failed,
     )
 
     def sampler(model: nnx.Module) -> Sampler:

@@ -6,7 +6,12 @@ What brings JAX or the engine with it is imported when it is first asked for.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fornax.tune.rollout.completion import Completion, rollouts_from_arrays, rollouts_to_arrays
+from fornax.tune.rollout.completion import (
+    Completion,
+    Status,
+    rollouts_from_arrays,
+    rollouts_to_arrays,
+)
 from fornax.tune.rollout.conversation import ConversationConfig
 from fornax.tune.rollout.environment import Environment, Limits, Message, Trajectory, Turn
 from fornax.tune.rollout.sampler import Sampler, SamplerStats, StreamSampler
@@ -34,6 +39,7 @@ __all__ = [
     "SampleSettings",
     "Sampler",
     "SamplerStats",
+    "Status",
     "StreamSampler",
     "TextFraming",
     "Tool",

@@ -6,10 +6,21 @@ Legend: T tokens of a completion.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-__all__ = ["Completion", "rollouts_from_arrays", "rollouts_to_arrays"]
+__all__ = ["Completion", "Status", "rollouts_from_arrays", "rollouts_to_arrays"]
+
+Status = Literal["ok", "failed", "truncated"]
+"""Whether a rollout ended by itself, could not be finished, or ran out of tokens or turns."""
+
+_STATUS: Mapping[str, Status] = {
+    "length": "truncated",
+    "turns": "truncated",
+    "error": "failed",
+    "abort": "failed",
+}
 
 _DTYPES = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "mask": np.int8}
 
@@ -27,7 +38,8 @@ class Completion:
     mask: np.ndarray
     """int8 [T]: 1 for the model's own tokens, 0 for those of tools and environments."""
     finish_reason: str
-    """`stop` (end token or stop text), `length` (no room for more), or what an environment says."""
+    """`stop` (end token or stop text), `length` (no room for more), and with environments `done`,
+    `turns` (no more of them) or `error` (the environment failed)."""
     text: str
     """Without special tokens; of several turns, the model's own text alone."""
     seed: int
@@ -37,9 +49,14 @@ class Completion:
         return len(self.tokens)
 
     @property
+    def status(self) -> Status:
+        """What `finish_reason` means for training; nothing is learned from what failed."""
+        return _STATUS.get(self.finish_reason, "ok")
+
+    @property
     def truncated(self) -> bool:
         """Whether it ended for want of room, in tokens or turns, rather than by itself."""
-        return self.finish_reason in ("length", "turns")
+        return self.status == "truncated"
 
 
 def rollouts_to_arrays(rollouts: Sequence[Sequence[Completion]]) -> dict[str, np.ndarray]:

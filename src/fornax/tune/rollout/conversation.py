@@ -24,6 +24,9 @@ class ConversationConfig:
     """Processes that run tools."""
     max_turns: int = 8
     """Times that the model speaks, at most."""
+    max_failed: float = 0.25
+    """Share of a round's conversations that may fail (the environment raises, say) and are left out
+    of the loss; more end the run, with the reason."""
 
     def __post_init__(self) -> None:
         """Check that there is something to talk with."""
@@ -35,5 +38,9 @@ class ConversationConfig:
         if self.tools and self.tool_parser is None:
             raise ConfigError(
                 "tools need tool_parser, the way the model writes its calls, such as hermes"
+            )
+        if not 0 <= self.max_failed <= 1:
+            raise ConfigError(
+                f"max_failed={self.max_failed} is a share of conversations and must lie in [0, 1]"
             )
         Limits(max_turns=self.max_turns)

@@ -86,10 +86,10 @@ class Trajectory:
     `turns` or `length` (limits), or `error` (the environment failed). `text` is the model's last
     turn."""
     rewards: Mapping[str, float]
-    """By name, added up over the turns."""
+    """By name, added up over the turns; finite."""
     turns: int
     """Times that the model spoke."""
     messages: Sequence[Message]
     """The whole conversation."""
     error: str = ""
-    """How the environment failed, if it did."""
+    """How the environment failed, if it did: it raised, or what it said cannot be used."""

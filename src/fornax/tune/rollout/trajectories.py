@@ -5,13 +5,14 @@ before it and the environment's tokens, so the cache still holds most of it.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 
-from fornax.config.errors import ConfigError
+from fornax.config.errors import ConfigError, DataError
 from fornax.tune.rollout.completion import Completion
 from fornax.tune.rollout.environment import Environment, Limits, Message, Trajectory, Turn
 from fornax.tune.rollout.framing import Framing
@@ -53,7 +54,8 @@ def run_trajectories(
     Raises:
       ConfigError: lists of unequal lengths, or `n` above 1.
       EngineError: from the sampler, or a template that cannot go on after the model's tokens. An
-        environment that raises ends its own trajectory only.
+        environment that raises, answers what is no answer, or begins with more than the model has
+        room for fails its own trajectory only.
     """
     task_seeds = seeds if task_seeds is None else task_seeds
     if settings.n != 1:
@@ -108,10 +110,12 @@ class _Task:
     def reward(self, rewards: Mapping[str, float]) -> None:
         """Add a turn's rewards."""
         for name, value in rewards.items():
+            if not math.isfinite(value):
+                raise DataError(f"step returned the reward {name}={value}; it must be finite")
             self.rewards[name] = self.rewards.get(name, 0.0) + float(value)
 
     def fail(self, error: Exception) -> None:
-        """End because the environment raised."""
+        """End because the environment raised, or what it said cannot be used."""
         self.ended = "error"
         self.error = f"{type(error).__name__}: {error}"
 
@@ -189,21 +193,40 @@ class _Loop:
                 raise error
             task.fail(error)
             return
-        if not task.turns:
-            task.messages = list(future.result())
-            task.tools = tuple(task.environment.tools)
-            task.prompt = self._framing.begin(task.messages, task.tools)
-            self._speak(task)
-            return
-        turn: Turn = future.result()
+        try:
+            if task.turns:
+                self._take_turn(task, future.result())
+            else:
+                self._open(task, future.result())
+        except DataError as error:
+            task.fail(error)
+
+    def _open(self, task: _Task, messages: Any) -> None:
+        """Begin with what `reset` returned."""
+        task.messages = _messages(messages, "reset")
+        task.tools = tuple(task.environment.tools)
+        task.prompt = self._framing.begin(task.messages, task.tools)
+        if self._room(task) < 1:
+            raise DataError(
+                f"reset returned messages of {len(task.prompt)} tokens, which leave no room for an "
+                f"answer in a window of {self._sampler.max_model_len}; shorten them, or raise "
+                "max_length"
+            )
+        self._speak(task)
+
+    def _take_turn(self, task: _Task, turn: Any) -> None:
+        """Go on with what `step` returned."""
+        if not isinstance(turn, Turn):
+            raise DataError(f"step returned a {type(turn).__name__}; it must return a Turn")
+        answers = _messages(turn.messages, "step")
         task.reward(turn.rewards)
         if turn.done:
-            task.messages += turn.messages
+            task.messages += answers
             task.ended = "done"
         elif task.turns >= self._limits.max_turns:
             task.ended = "turns"
         else:
-            self._go_on(task, turn.messages)
+            self._go_on(task, answers)
 
     def _go_on(self, task: _Task, answers: Sequence[Message]) -> None:
         last = int(task.parts[-1].tokens[-1])
@@ -247,3 +270,17 @@ class _Loop:
             task.ended = "length"
         else:
             self._thinking[self._pool.submit(task.environment.step, message)] = task
+
+
+def _messages(given: Any, method: str) -> list[Message]:
+    """What an environment said, if it is messages.
+
+    Raises:
+      DataError: saying what it is instead.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise DataError(f"{method} returned a {type(given).__name__}; it must return messages")
+    for each in given:
+        if not (isinstance(each, Mapping) and isinstance(each.get("role"), str)):
+            raise DataError(f"{method} returned {each!r:.80}, which is no message: it has no role")
+    return list(given)

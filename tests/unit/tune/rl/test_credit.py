@@ -1,11 +1,15 @@
 """Advantages of a round against loops written out: penalties, masks, returns, GAE."""
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 from tests.unit.tune.rl.test_rows import rollout
 
-from fornax.tune.rl.algorithms import DAPO, GRPO, RLOO, ReinforcePlusPlus
-from fornax.tune.rl.credit import divergence, gae_credit, group_credit
+from fornax.tune.rl.algorithms import DAPO, GRPO, RLOO, Algorithm, ReinforcePlusPlus
+from fornax.tune.rl.credit import Credit, divergence, gae_credit, group_credit
+from fornax.tune.rl.rollouts import Rollout
 
 MASKS = [[1, 1, 0, 1], [1], [1, 1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 1]]
 ROLLOUTS = [rollout(2, mask, number) for number, mask in enumerate(MASKS)]
@@ -98,3 +102,55 @@ def test_estimators_of_the_divergence() -> None:
     np.testing.assert_allclose(divergence(logps, reference, "k1"), ratio)
     np.testing.assert_allclose(divergence(logps, reference, "k2"), ratio**2 / 2)
     np.testing.assert_allclose(divergence(logps, reference, "k3"), np.exp(-ratio) - 1 + ratio)
+
+
+def failed(number: int) -> Rollout:
+    """What an environment left when it raised."""
+    lost = rollout(2, [1, 1, 1], number)
+    return dataclasses.replace(lost, status="failed", reward=math.nan, error="it raised")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GRPO(),
+        GRPO(scale="batch"),
+        RLOO(kl_coefficient=0.0),
+        ReinforcePlusPlus(),
+        ReinforcePlusPlus(scale="none"),
+    ],
+)
+def test_what_failed_is_in_no_group_and_no_loss(algorithm: Algorithm) -> None:
+    """Half of each group of four failed: the others' advantages are those of groups of two."""
+    half = [failed(0), ROLLOUTS[1], ROLLOUTS[3], failed(1), failed(2), *ROLLOUTS[:2], failed(3)]
+    found = group_credit(half, algorithm, group_size=4, max_tokens=8)
+    whole = [each for each in half if not each.failed]
+    alone = group_credit(whole, algorithm, group_size=2, max_tokens=8)
+    kept = [x for x, each in zip(found.advantages, half, strict=True) if not each.failed]
+    for one, other in zip(kept, alone.advantages, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    for each, advantage in zip(half, found.advantages, strict=True):
+        assert not each.failed or (advantage == 0).all()
+
+
+def test_what_failed_is_in_no_value_and_no_whitening() -> None:
+    def credit(rollouts: list[Rollout]) -> Credit:
+        return gae_credit(
+            rollouts,
+            [each.reward for each in rollouts],
+            [np.linspace(0.1, 0.4, len(each.tokens)) for each in rollouts],
+            costs=[np.zeros(len(each.tokens)) for each in rollouts],
+            gamma=0.9,
+            lam=0.8,
+            whiten_rewards=True,
+            whiten_advantages=True,
+        )
+
+    found, alone = credit([failed(0), *ROLLOUTS, failed(9)]), credit(ROLLOUTS)
+    assert found.returns is not None
+    assert alone.returns is not None
+    for mine, its in ((found.advantages, alone.advantages), (found.returns, alone.returns)):
+        assert not mine[0].any()
+        assert not mine[-1].any()
+        for one, other in zip(mine[1:-1], its, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)

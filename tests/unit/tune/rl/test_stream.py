@@ -1,7 +1,9 @@
 """Rounds as the trainer's batches: ratios, samples, dynamic sampling, references, resume."""
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from tests.unit.tune.rl.toy import ADAPTED, BASE, GOOD, Counter, Run, ToySampler
 from fornax.adapters import LoRA
 from fornax.config import DataError
 from fornax.rewards import Score
+from fornax.tune.data import PromptTokens
 from fornax.tune.rl.algorithms import DAPO, GRPO
+from fornax.tune.rl.collect import Draw, Drawn, draw_completions
 from fornax.tune.rl.config import AsyncConfig, RolloutConfig
+from fornax.tune.rollout import ConversationConfig, Sampler, SampleSettings
 
 
 @pytest.mark.parametrize(
@@ -199,6 +204,84 @@ def test_a_reward_that_is_never_a_number_stops_the_run_at_once(base: Run, tmp_pa
     run = Run(BASE, tmp_path, programs=base.programs, judge=Broken())
     with pytest.raises(DataError, match=r"reward b gave no number for any of the first 16.*NaN"):
         run.take()
+
+
+def flaky(failing: Callable[[int], bool]) -> Draw:
+    """Completions of which some failed, by number, as a broken environment leaves them."""
+
+    def draw(
+        sampler: Sampler,
+        prompts: Sequence[PromptTokens],
+        settings: SampleSettings,
+        seeds: Sequence[int],
+    ) -> list[list[Drawn]]:
+        groups = draw_completions(sampler, prompts, settings, seeds)
+        numbers = itertools.count()
+        return [
+            [_broken(each) if failing(next(numbers)) else each for each in group]
+            for group in groups
+        ]
+
+    return draw
+
+
+def _broken(drawn: Drawn) -> Drawn:
+    completion = dataclasses.replace(drawn.completion, finish_reason="error")
+    return dataclasses.replace(drawn, completion=completion, error="RuntimeError: no server")
+
+
+def test_a_failed_rollout_is_neither_learned_from_nor_silent(base: Run, tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        BASE, conversation=ConversationConfig(environment="e.py:Game", max_failed=0.5)
+    )
+    judge = Counter()
+    draw = flaky(lambda number: number % 2 == 0)
+    run = Run(config, tmp_path, programs=base.programs, judge=judge, draw=draw)
+    rows = [run.take() for _ in range(4)]
+    numbers = run.stream.observe()
+    lines = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["status"] != "failed"]
+    lost = [line for line in lines if line["status"] == "failed"]
+    assert (len(kept), len(lost), numbers["rollouts_failed"]) == (8, 8, 8)
+    assert judge.seen == 8
+    assert all(line["error"] == "RuntimeError: no server" for line in lost)
+    assert all(line["reward"] is None and line["advantage"] == 0 for line in lost)
+    rewards = [line["reward"] for line in kept]
+    assert numbers["reward"] == pytest.approx(np.mean(rewards))
+    pairs = np.reshape(rewards, (4, 2))
+    assert numbers["reward_std"] == pytest.approx(pairs.std(axis=1).mean())
+    spread = np.where(np.ptp(pairs, axis=1) > 0, pairs.std(axis=1, ddof=1) + 1e-4, 1)
+    expected = (pairs - pairs.mean(axis=1, keepdims=True)) / spread[:, None]
+    np.testing.assert_allclose([x["advantage"] for x in kept], expected.ravel(), atol=1e-5)
+    once = [rows[0], next(x for x in rows if not np.array_equal(x["tokens"], rows[0]["tokens"]))]
+    assert sum(x["loss_mask"].sum() for x in once) == sum(line["tokens"] for line in kept)
+    assert sum(x["sequence_weights"].sum() for x in once) == 8
+
+
+def test_too_many_failures_end_the_run_with_the_reason(base: Run, tmp_path: Path) -> None:
+    config = dataclasses.replace(BASE, conversation=ConversationConfig(environment="e.py:Game"))
+    run = Run(config, tmp_path, programs=base.programs, draw=flaky(lambda number: number < 5))
+    with pytest.raises(DataError, match=r"5 of 16 .* round 0 .*max_failed=0\.25 .*no server"):
+        run.take()
+    enough = Run(config, tmp_path, programs=base.programs, draw=flaky(lambda number: number < 4))
+    assert enough.train()["rollouts_failed"] == 4
+
+
+def test_mini_batches_without_completions_are_no_steps(base: Run, tmp_path: Path) -> None:
+    """One completion of sixteen is left: a round is the epochs of one mini-batch, not of two."""
+    config = dataclasses.replace(
+        BASE, conversation=ConversationConfig(environment="e.py:Game", max_failed=1.0)
+    )
+    run = Run(config, tmp_path, programs=base.programs, draw=flaky(lambda number: number != 3))
+    metrics = [run.train() for _ in range(3)]
+    assert [m["skipped"] for m in metrics] == [0, 0, 0]
+    assert [m["staleness"] for m in metrics] == [0, 1, 0]
+    none = Run(config, tmp_path / "none", programs=base.programs, draw=flaky(lambda number: True))
+    before = none.params()
+    metrics = [none.train() for _ in range(2)]
+    assert [m["skipped"] for m in metrics] == [1, 1]
+    assert metrics[1]["rollouts_failed"] == 16
+    jax.tree.map(np.testing.assert_array_equal, before, none.params())
 
 
 def test_truncated_completions_can_be_left_out(base: Run, tmp_path: Path) -> None:

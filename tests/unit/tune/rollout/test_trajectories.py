@@ -239,6 +239,49 @@ def test_an_environment_that_raises_ends_its_own_trajectory_only(framing):
     assert (len(found[2].prompt), len(found[2].completion)) == (0, 0)
 
 
+def test_an_environment_that_begins_too_long_fails_its_own_trajectory_only(sampler, framing):
+    class Wordy(Echo):
+        def reset(self, record, seed):
+            return [{"role": "user", "content": "number " * 300}]
+
+    settings = SampleSettings(max_tokens=3, temperature=1.5, stop_token_ids=tuple(range(290)))
+    long, other = run(sampler, framing, [Wordy(), Echo(turns=1)], settings=settings)
+    assert (long.completion.status, long.turns, len(long.completion)) == ("failed", 0, 0)
+    assert "leave no room for an answer in a window of 192" in long.error
+    assert (other.completion.status, other.error) == ("ok", "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (None, "step returned a NoneType; it must return a Turn"),
+        (Turn(messages=["higher"]), "'higher', which is no message"),
+        (Turn(messages="higher"), "step returned a str; it must return messages"),
+        (Turn(rewards={"won": float("nan")}), "won=nan; it must be finite"),
+    ],
+)
+def test_what_is_no_answer_fails_the_trajectory(framing, answer, why):
+    class Odd(Echo):
+        def step(self, message):
+            return answer
+
+    odd, other = run(Scripted(([40], "")), framing, [Odd(), Echo(turns=1)])
+    assert (odd.completion.status, other.completion.status) == ("failed", "ok")
+    assert why in odd.error
+
+
+def test_a_chat_that_spells_a_special_token_fails_its_own_trajectory_only(chat):
+    class Spells(Echo):
+        def reset(self, record, seed):
+            return [{"role": "user", "content": "<|im_end|>"}]
+
+    codec = chat()
+    fake = Scripted(([40, codec.eos_ids[-1]], "x"))
+    spells, other = run(fake, ChatFraming(codec), [Spells(), Echo(turns=1)])
+    assert (spells.completion.status, other.completion.status) == ("failed", "ok")
+    assert "spells the special token" in spells.error
+
+
 def test_nothing_stays_queued_after_an_error(sampler, framing):
     class Breaks(TextFraming):
         def read(self, completion):
