@@ -177,12 +177,16 @@ def rewards_vary(rollouts: Rollouts) -> Outcome:
 
 
 def _all(rollouts: Rollouts) -> list[Rollout]:
-    return [r for drawn in rollouts.rounds for r in drawn.collected.rollouts]
+    """The completions that did not fail."""
+    return [r for group in _groups(rollouts) for r in group]
 
 
 def _groups(rollouts: Rollouts) -> list[list[Rollout]]:
-    found, size = _all(rollouts), rollouts.config.group_size
-    return [found[i : i + size] for i in range(0, len(found), size)]
+    """The same by prompt; no group is empty."""
+    found = [r for drawn in rollouts.rounds for r in drawn.collected.rollouts]
+    size = rollouts.config.group_size
+    groups = [[r for r in found[i : i + size] if not r.failed] for i in range(0, len(found), size)]
+    return [group for group in groups if group]
 
 
 def _alike(group: list[Rollout]) -> bool:

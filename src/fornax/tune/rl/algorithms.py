@@ -52,7 +52,9 @@ class Algorithm:
     kl_coefficient: float = 0.0
     """Weight of the divergence from the reference policy; 0 keeps no reference."""
     kl_estimator: Estimator = "k3"
-    """Estimator of the divergence from one sample (Schulman 2020)."""
+    """Estimator of the divergence from one sample (Schulman 2020). In the loss k2 and k3 are
+    differentiated as they stand; k1, whose own gradient is 0 in the mean, takes that of
+    KL(policy | reference) (Tang and Munos 2025)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether the divergence is a term of the loss, or is taken off the reward: off a completion's
     as a sum over its tokens, or, with baseline=none, off each token's own."""

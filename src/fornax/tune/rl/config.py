@@ -83,17 +83,18 @@ class Importance:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncConfig:
-    """Rollouts drawn while the trainer works on the ones before."""
+    """One round drawn while the trainer works on the one before."""
 
     max_staleness: int = 1
-    """How many rollouts old the weights may be that one is drawn with."""
+    """How many rounds old the weights are that one is drawn with: 1."""
 
     def __post_init__(self) -> None:
         """Check the number."""
-        if self.max_staleness < 1:
+        if self.max_staleness != 1:
             raise ConfigError(
-                f"max_staleness={self.max_staleness} must be 1 or more; leave `asynchronous` out "
-                "for rollouts with the newest weights"
+                f"max_staleness={self.max_staleness} must be 1: one round is drawn ahead, so its "
+                "weights are never older. Leave `asynchronous` out for rollouts with the newest "
+                "weights"
             )
 
 
@@ -134,7 +135,8 @@ class RLConfig(TuneConfig):
     importance: Importance | None = None
     """Correct for differences between sampler and trainer; null only reports them."""
     asynchronous: AsyncConfig | None = None
-    """Draw the next round while this one is trained on; null draws with the newest weights."""
+    """Draw the next round while this one is trained on, which needs `importance`; null draws with
+    the newest weights."""
 
     def __post_init__(self) -> None:
         """Check combinations."""
@@ -164,6 +166,12 @@ class RLConfig(TuneConfig):
                 "reinforcement learning evaluates nothing between its steps: the reward of every "
                 "step is reported. Leave eval_data and eval_share out, and use `fornax eval` on "
                 "held-out prompts"
+            )
+        if self.asynchronous is not None and self.importance is None:
+            raise ConfigError(
+                "asynchronous draws with weights that are a round old, and without importance the "
+                "loss takes them for the newest: weigh tokens by how much likelier the trainer "
+                "finds them, with --importance.cap 2"
             )
         if self.virtual_shards is not None:
             raise ConfigError(

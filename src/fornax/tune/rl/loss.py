@@ -89,7 +89,9 @@ def policy_loss(options: PolicyLoss, batch: Batch, policy_RT: TokenLogprobs) -> 
         estimator = options.kl_estimator
         # On slots that are not trained the two may lie far apart, where exp() would overflow.
         ref_RT = jnp.where(mask_RT > 0, batch["ref_logps"], logps_RT)
-        kl_RT = losses.kl_penalty(logps_RT, ref_RT, estimator=estimator, gradient="estimator")
+        # k2 and k3 are differentiated as published; k1's own gradient is 0 in the mean.
+        gradient = "unbiased" if estimator == "k1" else "estimator"
+        kl_RT = losses.kl_penalty(logps_RT, ref_RT, estimator=estimator, gradient=gradient)
         metrics["kl"] = mean(kl_RT)
         loss_RT += options.kl_coefficient * kl_RT
     if options.entropy_coefficient:

@@ -64,8 +64,6 @@ class Ahead:
     sampler: Callable[[nnx.Module], Sampler]
     weights: Callable[[nnx.Module], Any]
     steps_per_round: int
-    max_staleness: int
-    """In rounds."""
     _rollouts: AsyncRollouts[Collected] | None = None
     _sampler: Sampler | None = None
     _pending: Mapping[str, Any] | None = None
@@ -108,7 +106,7 @@ class Ahead:
             save=to_arrays,
             load=from_arrays,
             updates_per_batch=self.steps_per_round,
-            max_staleness=self.max_staleness * self.steps_per_round,
+            max_staleness=self.steps_per_round,
         )
         if self._pending:
             self._rollouts.restore(self._pending)

@@ -141,7 +141,6 @@ def _source(config: RLConfig, parts: Parts, method: Method) -> Source:
         sampler=sampler,
         weights=weights,
         steps_per_round=config.steps_per_round,
-        max_staleness=config.asynchronous.max_staleness,
     )
 
 
