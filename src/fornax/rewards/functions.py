@@ -13,7 +13,7 @@ from typing import Any
 
 from fornax.config import nearest
 from fornax.config.errors import ConfigError
-from fornax.rewards.spec import RewardSpec, Sample
+from fornax.rewards.spec import RewardSpec, Sample, Verdict
 from fornax.rewards.verifiers import BUILT_IN, build
 
 __all__ = ["Function", "as_score", "describe_failure", "load_function", "missing_columns"]
@@ -182,21 +182,25 @@ def _inspect(call: Any, module: ModuleType, label: str) -> Function:
     )
 
 
-def as_score(value: Any) -> tuple[float | None, str]:
-    """A value a function gave as a number, or None and what is wrong with it.
+def as_score(value: Any) -> tuple[float | None, str, dict[str, float]]:
+    """A value a function gave as a number, or None and what is wrong with it; and its counts.
 
     None stays None without a complaint: the reward does not apply to this sample.
     """
+    counts: dict[str, float] = {}
+    if isinstance(value, Verdict):
+        counts = {str(name): float(count) for name, count in value.counts.items()}
+        value = value.value
     if value is None:
-        return None, ""
+        return None, "", counts
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     if not isinstance(value, int | float):
-        return None, f"gave a {type(value).__name__}, not a number"
+        return None, f"gave a {type(value).__name__}, not a number", {}
     number = float(value)
     if not math.isfinite(number):
-        return None, f"gave {number}"
-    return number, ""
+        return None, f"gave {number}", {}
+    return number, "", counts
 
 
 def describe_failure(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from fornax.rewards.spec import RewardSpec, Sample, Score
 
 __all__ = ["RewardPool"]
 
-Answer = tuple[float | None, str]
+Answer = tuple[float | None, str, Mapping[str, float]]
 
 
 class RewardPool:
@@ -124,8 +124,10 @@ class RewardPool:
 
     def _combine(self, answers: Sequence[Answer]) -> Score:
         total, parts, notes = 0.0, {}, {}
-        for spec, name, (value, problem) in zip(self.specs, self.names, answers, strict=True):
+        each = zip(self.specs, self.names, answers, strict=True)
+        for spec, name, (value, problem, counts) in each:
             parts[name] = float("nan") if value is None else value
+            parts |= {f"{name}.{count}": number for count, number in counts.items()}
             if problem:
                 notes[name] = problem
                 total += spec.weight * spec.failure_score
@@ -140,7 +142,7 @@ class _Round:
     def __init__(self, crew: Crew, samples: list[Sample]) -> None:
         self._crew = crew
         self._samples = samples
-        self._answers: list[list[Answer]] = [[(None, "")] * len(samples) for _ in crew.specs]
+        self._answers: list[list[Answer]] = [[(None, "", {})] * len(samples) for _ in crew.specs]
         self._waiting = deque(divide(crew.functions, len(samples), len(crew.workers)))
         self._running: dict[int, Job] = {}
 
@@ -198,9 +200,9 @@ class _Round:
             while connection.poll(0):
                 kind, *rest = connection.recv()
                 if kind == "done":
-                    number, value, problem = rest
+                    number, answer = rest
                     job.answered(number, time.monotonic())
-                    self._answer(job.place, number, value, problem)
+                    self._answer(job.place, number, answer)
                 elif kind == "fault":
                     job.fault = rest[0]
                 else:
@@ -220,10 +222,10 @@ class _Round:
     def _settle(self, job: Job, problem: str) -> None:
         guilty, again = job.blame()
         for number in guilty:
-            self._answer(job.place, number, None, problem)
+            self._answer(job.place, number, (None, problem, {}))
         self._waiting.extendleft(reversed(again))
 
-    def _answer(self, place: int, number: int, value: float | None, problem: str) -> None:
-        self._answers[place][number] = (value, problem)
-        if problem:
-            self._crew.say(f"{self._crew.specs[place].label}: sample {number}: {problem}")
+    def _answer(self, place: int, number: int, answer: Answer) -> None:
+        self._answers[place][number] = answer
+        if answer[1]:
+            self._crew.say(f"{self._crew.specs[place].label}: sample {number}: {answer[1]}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from fornax.config.errors import ConfigError
 
-__all__ = ["Message", "RewardSpec", "Sample", "Score"]
+__all__ = ["Message", "RewardSpec", "Sample", "Score", "Verdict"]
 
 Message = Mapping[str, Any]
 """A message of a chat, in OpenAI's form."""
@@ -70,6 +70,15 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a reward function may give in place of a number, to have more of it counted."""
+
+    value: float | None
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers that metrics show beside the value, as NAME.COUNT; they change no total."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Score:
     """What all rewards say of one sample."""
 
@@ -77,6 +86,7 @@ class Score:
     """Sum of weight times part; a failed part counts its failure score, one that does not apply
     counts nothing."""
     parts: Mapping[str, float]
-    """Each reward's own value, without its weight; NaN where it failed or does not apply."""
+    """Each reward's own value, without its weight, NaN where it failed or does not apply; and its
+    counts, as NAME.COUNT."""
     notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a part failed, for those that did."""

@@ -94,30 +94,30 @@ def _run_each(parent: Connection, function: Function, samples: Numbered, limit: 
     for number, sample in samples:
         lacking = missing_columns(function, sample.record)
         if lacking:
-            parent.send(("done", number, None, _lacks(lacking)))
+            parent.send(("done", number, (None, _lacks(lacking), {})))
             continue
         _seed([sample])
         try:
-            value, problem = as_score(function.call(**function.arguments(sample)))
+            answer = as_score(function.call(**function.arguments(sample)))
         except Exception as error:
-            value, problem = None, describe_failure(error)
-        parent.send(("done", number, value, problem))
+            answer = None, describe_failure(error), {}
+        parent.send(("done", number, answer))
 
 
 def _run_async(parent: Connection, function: Function, samples: Numbered, limit: float) -> None:
     async def one(number: int, sample: Sample) -> None:
         lacking = missing_columns(function, sample.record)
         if lacking:
-            parent.send(("done", number, None, _lacks(lacking)))
+            parent.send(("done", number, (None, _lacks(lacking), {})))
             return
         try:
             call = function.call(**function.arguments(sample))
-            value, problem = as_score(await asyncio.wait_for(call, limit))
+            answer = as_score(await asyncio.wait_for(call, limit))
         except TimeoutError:
-            value, problem = None, f"took over {limit:g} s"
+            answer = None, f"took over {limit:g} s", {}
         except Exception as error:
-            value, problem = None, describe_failure(error)
-        parent.send(("done", number, value, problem))
+            answer = None, describe_failure(error), {}
+        parent.send(("done", number, answer))
 
     async def everything() -> None:
         await asyncio.gather(*(one(number, sample) for number, sample in samples))
@@ -148,7 +148,7 @@ def _run_batch(parent: Connection, function: Function, samples: Numbered, limit:
         parent.send(("fault", f"gave {len(values)} scores for {len(given)} completions"))
         return
     for (number, _), value in zip(samples, values, strict=True):
-        parent.send(("done", number, *as_score(value)))
+        parent.send(("done", number, as_score(value)))
 
 
 def _lacks(columns: Sequence[str]) -> str:

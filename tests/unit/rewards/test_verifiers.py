@@ -183,15 +183,15 @@ def test_code() -> None:
     verify, columns = build("code", {"limits.seconds": "5"})
     assert columns == ("tests",)
     prompt = "def double(x):\n"
-    assert verify(prompt, "    return 2 * x\n", tests="assert double(2) == 4") == 1.0
-    assert verify(prompt, "    return 2 * x\n", tests=["assert double(2) == 5"]) == 0.0
-    assert verify(prompt, "    return 2 *\n", tests=["assert True"]) == 0.0
+    assert verify(prompt, "    return 2 * x\n", tests="assert double(2) == 4").value == 1.0
+    assert verify(prompt, "    return 2 * x\n", tests=["assert double(2) == 5"]).value == 0.0
+    assert verify(prompt, "    return 2 *\n", tests=["assert True"]).value == 0.0
     share, _ = build("code", {"partial": "true"})
     tests = ["assert double(2) == 4", "assert double(0) == 1"]
-    assert share("", "```\ndef double(x):\n    return 2 * x\n```", tests=tests) == 0.5
+    assert share("", "```\ndef double(x):\n    return 2 * x\n```", tests=tests).value == 0.5
     cases = [{"input": "1 2\n", "output": "3"}, {"input": "2 2\n", "output": "5"}]
     adds = "print(sum(map(int, input().split())))"
-    assert share("Add.", adds, tests=cases) == 0.5
-    assert verify("Add.", adds, tests=cases[:1]) == 1.0
+    assert share("Add.", adds, tests=cases).value == 0.5
+    assert verify("Add.", adds, tests=cases[:1]).value == 1.0
     with pytest.raises(ConfigError, match="tests must be"):
         verify("p", "x = 1", tests=[{"in": "x"}])

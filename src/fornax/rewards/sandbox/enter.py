@@ -1,15 +1,17 @@
 """The sandbox's own program: closes itself in, then runs what it was given. Standard library only.
 
-Run as `python enter.py IN OUT`, file descriptors with a JSON object and for the answers. The
+Run as `python enter.py IN OUT`: descriptors with a dict as a value, and for frames of answers. The
 first process makes the spaces, the second is the first in them and ends all when it ends, the
-third runs the program.
+third runs the program, or the tests of a program that runs in another sandbox.
 """
 
-import json
 import os
 import resource
 import signal
 import sys
+import types
+
+import values  # pyrefly: ignore[missing-import]
 
 try:
     import kernel  # pyrefly: ignore[missing-import]
@@ -21,7 +23,7 @@ _IN, _OUT = map(int, sys.argv[1:3])
 
 def _main() -> None:
     with os.fdopen(_IN, "rb") as file:
-        job = json.load(file)
+        job = values.decode(file.read(), _no_objects)
     held = {"time"}
     if kernel is not None:
         kernel.die_with_parent()
@@ -30,10 +32,10 @@ def _main() -> None:
         held |= {"network", "signals"}
     if separated:
         kernel.die_with_parent()  # a change of user undoes it
+    ours = [place for place in (_OUT, job["requests"], job["answers"]) if place is not None]
     second = os.fork()
     if second:
-        _, status = os.waitpid(second, 0)
-        os._exit(_code(status))
+        _wait(second, ours)
     if kernel is not None:
         kernel.die_with_parent()
     if separated:
@@ -43,15 +45,20 @@ def _main() -> None:
     os.chdir(job["folder"])
     third = os.fork()
     if third:
-        os.close(_OUT)
-        _, status = os.waitpid(third, 0)
-        os._exit(_code(status))
+        _wait(third, ours)
     _close_in(job, held, separated)
     lacking = sorted(set(job["required"]) - held)
     _answer({"held": sorted(held), "lacking": lacking})
     if lacking:  # nothing runs that is not held
         os._exit(125)
     _run(job)
+
+
+def _wait(child: int, descriptors: list) -> None:
+    for place in descriptors:  # so that the other end sees when the program closes its own
+        os.close(place)
+    _, status = os.waitpid(child, 0)
+    os._exit(_code(status))
 
 
 def _try(held, kinds, step) -> bool:
@@ -105,41 +112,49 @@ def _close_in(job: dict, held: set, separated: bool) -> None:
 
 
 def _answer(value: dict) -> None:
-    os.write(_OUT, json.dumps(value).encode() + b"\n")
+    values.send(_OUT, values.encode(value, _no_objects))
+
+
+def _no_objects(_: object) -> int:
+    raise ValueError("only values are told")
 
 
 def _run(job: dict) -> None:
-    """Run the program, then each test in its name space; the answer carries the caller's token."""
+    """Run the tests, or the program: as `__main__` for what it prints, or to answer the tests."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    token, tests = job["token"], job["tests"]
+    role = job["role"]
+    side = types.ModuleType(role) if role == "print" else __import__(role)
+    for name in ("judge", "kernel", "program", "values"):  # names that belong to the program now
+        sys.modules.pop(name, None)
     sys.path[0] = job["folder"]
     sys.path.extend(job["packages"])
     sys.argv = ["program.py"]
-    space = {"__name__": "__main__" if tests is None else "program", "__builtins__": __builtins__}
-    code, source = 0, job["program"]
+    if role == "judge":
+        side.judge(job, _answer)
+        os._exit(0)
+    space: dict = {"__name__": "__main__", "__builtins__": __builtins__}
+    if role == "program":
+        sys.modules["program"] = types.ModuleType("program")
+        space = vars(sys.modules["program"])
+    source, requests, answers = job["program"], job["requests"], job["answers"]
     del job
-    try:
-        exec(compile(source, "program.py", "exec"), space)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        _answer({"error": f"SystemExit: {error.code}"[:300]})
-    except BaseException as error:
-        code = 1
-        _answer({"error": f"{type(error).__name__}: {error}"[:300]})
-    if tests is not None and code == 0:
-        passed = [_passes(test, space) for test in tests]
-        _answer({"token": token, "passed": passed})
+    code = _execute(source, space)
+    if role == "program" and code == 0:
+        side.answer(space, requests, answers)
     _flush()
     os._exit(code)
 
 
-def _passes(test: str, space: dict) -> bool:
+def _execute(source: str, space: dict) -> int:
     try:
-        exec(compile(test, "test.py", "exec"), space)
+        exec(compile(source, "program.py", "exec"), space)
+    except SystemExit as error:
+        _answer({"error": f"SystemExit: {error.code}"[:300]})
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
         _answer({"error": f"{type(error).__name__}: {error}"[:300]})
-        return False
-    return True
+        return 1
+    return 0
 
 
 def _flush() -> None:

@@ -5,7 +5,6 @@ Each function raises OSError where the kernel refuses. Runs in the sandbox's fir
 
 import ctypes
 import os
-import platform
 import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -167,7 +166,7 @@ def refuse_calls(*, forks: bool, signals: bool, attributes: bool) -> None:
       signals: whether signals are refused, to any process.
       attributes: whether owners, modes and times of files are kept, which Landlock does not do.
     """
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in _MACHINES:
         raise OSError(_ENOSYS, f"the call numbers of {machine} are not known here")
     column, architecture = _MACHINES[machine]

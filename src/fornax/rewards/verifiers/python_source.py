@@ -15,6 +15,7 @@ __all__ = [
     "SignatureOptions",
     "SourceOptions",
     "answered",
+    "before_last",
     "parse",
     "signature",
     "source",
@@ -109,6 +110,22 @@ def signature(text: str) -> Definition | None:
                 if tree is not None and isinstance(tree.body[0], Definition):
                     return tree.body[0]
     return None
+
+
+def before_last(text: str) -> str:
+    """What stands before the last function or class that a text begins; "" where it is no Python.
+
+    These are the imports and helpers that a prompt gives.
+    """
+    lines = text.splitlines(keepends=True)
+    starts = [
+        n for n, line in enumerate(lines) if line.startswith(("def ", "async def ", "class "))
+    ]
+    last = starts[-1] if starts else 0
+    while last and lines[last - 1].startswith("@"):
+        last -= 1
+    before = "".join(lines[:last])
+    return before if _tree(before) is not None else ""
 
 
 @dataclass(frozen=True)
