@@ -92,6 +92,7 @@ def build_engine(
         max_logprobs=config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         drafts=_drafts(config),
+        places=_places(config),
         coarse=config.step_sizes == "coarse",
         state=None if adapters is None else adapters.attach(weights.state),
         bind=None if adapters is None else bind,
@@ -159,6 +160,11 @@ def _drafts(config: EngineConfig) -> int:
     return 0 if speculation is None else speculation.num_speculative_tokens
 
 
+def _places(config: EngineConfig) -> int:
+    """Places of a row that a draft model has proposals for: a draft each, and the one after."""
+    return 1 + _drafts(config) if isinstance(config.speculative_config, DraftModel) else 0
+
+
 def _proposer(
     config: EngineConfig, weights: Weights, limits: Limits, programs: Programs
 ) -> Proposer | None:
@@ -191,7 +197,16 @@ def _draft_runner(
     pages = limits.max_num_seqs * limits.table_width + 1
     own = dataclasses.replace(limits, num_pages=(pages,) * len(cache_windows(small.config)))
     coarse = config.step_sizes == "coarse"
-    runner = Runner(small, own, programs, max_logprobs=0, coarse=coarse, name="draft")
+    runner = Runner(
+        small,
+        own,
+        programs,
+        max_logprobs=0,
+        places=_places(config),
+        proposes=True,
+        coarse=coarse,
+        name="draft",
+    )
     runner.use_fixed_tables()
     return runner
 

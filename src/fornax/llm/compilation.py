@@ -21,12 +21,14 @@ from fornax.llm.buckets import buckets, fours, powers
 from fornax.llm.config import LogprobsMode
 from fornax.llm.limits import Limits
 from fornax.llm.masks import mask_words
+from fornax.llm.rejection import Proposals, init_proposals
 from fornax.llm.sampler import (
     RowParams,
     Sampled,
     SamplerState,
     init_sampler_state,
     load_row,
+    propose,
     sample,
     score,
 )
@@ -101,15 +103,28 @@ class Arrays:
     sampler: SamplerState
     masks: dict[int, Any]
     """For each number of samples the bitmask that allows everything: uint32 [M, W]."""
+    proposals: Proposals | None = None
+    """What a draft model proposes; None without one."""
 
 
-def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes) -> Arrays:
-    """The shapes of what an engine keeps, none of it made."""
+def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes, places: int = 0) -> Arrays:
+    """The shapes of what an engine keeps, none of it made.
+
+    Args:
+      weights: the model's.
+      limits: the engine's.
+      sizes: to compile for.
+      places: proposals of a draft model that a row has room for; 0 without one.
+    """
     model, where = weights.config, weights.placement
     pages = describe_pages(
         model, limits.num_pages, limits.page_size, limits.cache_dtype, where.mesh
     )
-    sampler = jax.eval_shape(lambda: init_sampler_state(limits.max_num_seqs, model.vocab_size))
+    rows = limits.max_num_seqs
+    sampler = jax.eval_shape(lambda: init_sampler_state(rows, model.vocab_size))
+    proposals = None
+    if places:
+        proposals = jax.eval_shape(lambda: init_proposals(rows, places, model.vocab_size))
     words = mask_words(model.vocab_size)
 
     def put(shape: Any) -> jax.ShapeDtypeStruct:
@@ -122,6 +137,7 @@ def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes) -> Arrays:
         hidden=put(jax.ShapeDtypeStruct(hidden, where.compute_dtype)),
         sampler=jax.tree.map(put, sampler),
         masks={n: put(jax.ShapeDtypeStruct((n, words), jnp.uint32)) for n in sizes.samples},
+        proposals=jax.tree.map(put, proposals),
     )
 
 
@@ -169,6 +185,7 @@ def make_programs(
     *,
     max_logprobs: int,
     logprobs_mode: LogprobsMode = "raw_logprobs",
+    proposes: bool = False,
     bind: Bind | None = None,
 ) -> dict[tuple[Any, ...], Program]:
     """All programs of an engine, the largest steps first.
@@ -183,11 +200,12 @@ def make_programs(
       arrays: shapes of what is on the devices.
       max_logprobs: K, at most.
       logprobs_mode: of which distribution, see `EngineConfig`.
+      proposes: whether these are the weights of the draft model.
       bind: gives weights with adapters each token's adapter; None without adapters.
 
     Returns:
       By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group), ("pool",),
-      ("score",).
+      ("score",); of a draft model ("propose", M) for ("sample", M).
     """
     vocab = weights.config.vocab_size
     most = min(max_logprobs, vocab)
@@ -210,7 +228,12 @@ def make_programs(
         return weights.merge(state).logits(x_MD[None])[0]
 
     def choose(
-        state: Any, hidden: jax.Array, sampler: SamplerState, vector: jax.Array, mask: Any
+        state: Any,
+        hidden: jax.Array,
+        sampler: SamplerState,
+        vector: jax.Array,
+        mask: Any,
+        proposals: Proposals | None,
     ) -> tuple[Sampled, SamplerState]:
         places_M, rows_M, positions_M = vector[0], vector[1], vector[2]
         logits_MV = logits(state, hidden[jnp.maximum(places_M, 0)])
@@ -224,7 +247,19 @@ def make_programs(
             num_logprobs=most,
             want_logprobs=wanted,
             logprobs_mode=logprobs_mode,
+            proposals=proposals,
+            slots_M=vector[4],
         )
+
+    def draft(
+        state: Any,
+        hidden: jax.Array,
+        sampler: SamplerState,
+        proposals: Proposals,
+        vector: jax.Array,
+    ) -> tuple[jax.Array, SamplerState, Proposals]:
+        logits_MV = logits(state, hidden[jnp.maximum(vector[0], 0)])
+        return propose(logits_MV, sampler, proposals, vector[1], vector[2], vector[4])
 
     def score_rows(state: Any, hidden: jax.Array, vector: jax.Array) -> Any:
         logits_MV = logits(state, hidden[jnp.maximum(vector[0], 0)])
@@ -237,8 +272,13 @@ def make_programs(
         args = (leaves, kv, hidden, sampler.last_token, ints((layout.size,)))
         found["step", size] = Program(weights, step, args, (1, 2), places)
     for size in sizes.samples:
+        vector = ints((5, size))
+        if proposes:
+            args = (leaves, hidden, sampler, arrays.proposals, vector)
+            found["propose", size] = Program(weights, on_leaves(draft), args, (2, 3))
+            continue
         mask = ints((size, mask_words(vocab)), jnp.uint32)
-        args = (leaves, hidden, sampler, ints((4, size)), mask)
+        args = (leaves, hidden, sampler, vector, mask, arrays.proposals)
         found["sample", size] = Program(weights, on_leaves(choose), args, (2,))
     row = jax.tree.map(np.asarray, RowParams.default(vocab))
     args = (sampler, ints(()), jax.tree.map(lambda x: ints(x.shape, x.dtype), row))

@@ -253,6 +253,7 @@ class Engine:
     def _sample(self, plan: Plan, bucket: int) -> Ticket:
         masks: dict[int, np.ndarray] = {}
         dead: set[int] = set()
+        checked: dict[int, Sample] = {}
         logprobs = False
         for index, sample in enumerate(plan.samples):
             if sample.sequence.status is Status.FINISHED:
@@ -269,12 +270,15 @@ class Engine:
                 if not mask.any():
                     self._failed[sample.sequence.request_id] = _NO_TOKEN
             logprobs = logprobs or completion.wants_logprobs
+            if completion.may_draft:
+                checked[index] = sample
+        drafted = None if self._proposer is None else self._proposer.drafted(checked)
         scores = {
             index: targets
             for index, entry in enumerate(plan.entries)
             if (targets := self._targets(entry.sequence, entry.start, entry.stop)) is not None
         }
-        return self.runner.sample(plan, bucket, masks, dead, logprobs, scores)
+        return self.runner.sample(plan, bucket, masks, dead, logprobs, scores, drafted)
 
     def _targets(self, sequence: Sequence, start: int, stop: int) -> np.ndarray | None:
         """The prompt tokens after each token of an entry, if they are to be scored."""

@@ -9,7 +9,7 @@ D model width, V vocabulary, W words of an allowed-token bitmask, K log probabil
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,21 @@ from fornax.llm.logprobs import Scores
 from fornax.llm.masks import full_mask
 from fornax.llm.plan import Plan
 from fornax.llm.programs import Programs
+from fornax.llm.rejection import Proposals, init_proposals
 from fornax.llm.sampler import RowParams, Sampled, SamplerState, init_sampler_state
 from fornax.llm.step import Bind
 from fornax.llm.weights import Weights
 from fornax.models import cache_windows, init_pages
 
-__all__ = ["Runner", "Ticket"]
+__all__ = ["Drafted", "Runner", "Ticket"]
+
+
+class Drafted(NamedTuple):
+    """What a draft model proposed for a step's samples."""
+
+    proposals: Proposals
+    slots: dict[int, int]
+    """By index of a sample: which of its row's proposals is for it."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +96,29 @@ class Runner:
         max_logprobs: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         drafts: int = 0,
+        places: int = 0,
+        proposes: bool = False,
         coarse: bool = False,
         name: str = "model",
         state: Any = None,
         bind: Bind | None = None,
     ) -> None:
+        """Make what is kept on the device, and announce the programs.
+
+        Args:
+          weights: the model's.
+          limits: the engine's.
+          programs: to compile with.
+          max_logprobs: K, at most.
+          logprobs_mode: of which distribution, see `EngineConfig`.
+          drafts: tokens proposed for a sequence at a time, at most.
+          places: proposals of a draft model that a row has room for; 0 without one.
+          proposes: whether this is the draft model.
+          coarse: whether to compile few sizes, see `EngineConfig.step_sizes`.
+          name: of the programs.
+          state: the weights with adapters, if there are any.
+          bind: gives weights with adapters each token's adapter.
+        """
         self.weights = weights
         self.limits = limits
         self._sizes = Sizes.of(weights, limits, drafts, coarse=coarse)
@@ -103,7 +130,7 @@ class Runner:
         self._rows = limits.max_num_seqs
         groups = len(cache_windows(weights.config))
         self._tables = [np.zeros((self._rows, limits.table_width), np.int32) for _ in range(groups)]
-        kept = describe_arrays(weights, limits, self._sizes)
+        kept = describe_arrays(weights, limits, self._sizes, places)
         self._hidden = self._put(jnp.zeros(kept.hidden.shape, kept.hidden.dtype))
         self._sampler: SamplerState = self._put(init_sampler_state(self._rows, self._vocab))
         self._all_allowed = {
@@ -111,7 +138,12 @@ class Runner:
         }
         self._kv: tuple[jax.Array, ...] | None = None
         self.wake()
-        self._announce(bind, state, max_logprobs, logprobs_mode)
+        self.proposals: Proposals | None = None
+        """Of a draft model: what it proposed last, for every row."""
+        if proposes:
+            made = init_proposals(self._rows, places, self._vocab)
+            self.proposals = self._put(made)
+        self._announce(kept.proposals, bind, state, max_logprobs, logprobs_mode, proposes)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -195,6 +227,7 @@ class Runner:
         dead: set[int],
         logprobs: bool,
         scores: dict[int, np.ndarray],
+        drafted: Drafted | None = None,
     ) -> Ticket:
         """Dispatch the sampling of a step that `forward` was given.
 
@@ -206,25 +239,52 @@ class Runner:
           logprobs: whether some sample's log probabilities are wanted.
           scores: index of an entry to the int32 targets of all its tokens, for prompt logprobs; -1
             where there is none.
+          drafted: what a draft model proposed, where there is one.
         """
         starts = _starts(plan)
         scored = {index: self._score(starts[index], targets) for index, targets in scores.items()}
         pooled = self._pool([starts[s.entry] + s.offset for s in plan.pooled])
         sampled = None
         if plan.samples:
-            size = bucket_for(len(plan.samples), self._sizes.samples)
-            vector = np.full((4, size), -1, np.int32)
-            for index, one in enumerate(plan.samples):
-                if index not in dead:
-                    vector[0, index] = starts[one.entry] + one.offset
-                    vector[1, index] = one.row
-                    vector[2, index] = one.position
+            slots = {} if drafted is None else drafted.slots
+            vector = self._sample_vector(plan, starts, dead, slots)
             vector[3, 0] = logprobs
+            size = vector.shape[1]
             program = self._programs.get((self._name, "sample", size))
-            mask = self._mask(masks, size)
-            args = (self._leaves, self._hidden, self._sampler, vector, mask)
-            sampled, self._sampler = program(*args)
+            args = (self._leaves, self._hidden, self._sampler, vector, self._mask(masks, size))
+            proposals = None if drafted is None else drafted.proposals
+            sampled, self._sampler = program(*args, proposals)
         return Ticket(plan, sampled, pooled, scored, bucket)
+
+    def propose(self, plan: Plan, slots: dict[int, int]) -> jax.Array:
+        """Dispatch a whole step of the draft model, into `proposals`.
+
+        Args:
+          plan: the step.
+          slots: by index of a sample, which of its row's proposals it becomes.
+
+        Returns:
+          The tokens, int32 [M]; -1 where the logits are not finite.
+        """
+        self.forward(plan)
+        vector = self._sample_vector(plan, _starts(plan), set(), slots)
+        program = self._programs.get((self._name, "propose", vector.shape[1]))
+        args = (self._leaves, self._hidden, self._sampler, self.proposals, vector)
+        tokens, self._sampler, self.proposals = program(*args)
+        return tokens
+
+    def _sample_vector(
+        self, plan: Plan, starts: list[int], dead: set[int], slots: dict[int, int]
+    ) -> np.ndarray:
+        size = bucket_for(len(plan.samples), self._sizes.samples)
+        vector = np.full((5, size), -1, np.int32)
+        for index, one in enumerate(plan.samples):
+            if index not in dead:
+                vector[0, index] = starts[one.entry] + one.offset
+                vector[1, index] = one.row
+                vector[2, index] = one.position
+                vector[4, index] = slots.get(index, -1)
+        return vector
 
     def _fill(self, plan: Plan, parts: dict[str, np.ndarray], adapters: dict[int, int]) -> None:
         tokens, positions, source = parts["tokens_T"], parts["positions_T"], parts["source_T"]
@@ -300,7 +360,13 @@ class Runner:
         return tuple(parts)
 
     def _announce(
-        self, bind: Bind | None, state: Any, max_logprobs: int, logprobs_mode: LogprobsMode
+        self,
+        proposals: Proposals | None,
+        bind: Bind | None,
+        state: Any,
+        max_logprobs: int,
+        logprobs_mode: LogprobsMode,
+        proposes: bool,
     ) -> None:
         arrays = Arrays(
             state=abstract(state),
@@ -308,6 +374,7 @@ class Runner:
             hidden=abstract(self._hidden),
             sampler=abstract(self._sampler),
             masks=abstract(self._all_allowed),
+            proposals=proposals,
         )
         programs = make_programs(
             self.weights,
@@ -316,6 +383,7 @@ class Runner:
             arrays,
             max_logprobs=max_logprobs,
             logprobs_mode=logprobs_mode,
+            proposes=proposes,
             bind=bind,
         )
         for key, program in programs.items():

@@ -2,11 +2,13 @@
 
 Each part is behind a `lax.cond` on what the samples at hand ask for, so greedy requests pay for
 an argmax and nothing else. Random bits are those of `fold_in(key(seed), position)`: a seeded
-request draws the same tokens whatever runs beside it.
+request draws the same tokens whatever runs beside it. A draft model draws with bits of its own
+(`propose`), and the model keeps or corrects what it proposed (`fornax.llm.rejection`).
 
 Legend: M samples, R rows, V vocabulary, W words of 32 tokens, K log probabilities a token.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ from fornax.llm import lanes
 from fornax.llm.adjust import adjust, adjusts
 from fornax.llm.config import LogprobsMode
 from fornax.llm.filters import filtered
+from fornax.llm.masks import full_mask
+from fornax.llm.rejection import Proposals, correct, record
 from fornax.llm.sampler_state import (
     Choice,
     RowParams,
@@ -34,9 +38,13 @@ __all__ = [
     "Scored",
     "init_sampler_state",
     "load_row",
+    "propose",
     "sample",
     "score",
 ]
+
+_DRAFT, _KEEP = 1, 2
+"""Further streams of random bits of a position: to propose a token, and to keep it."""
 
 
 class Scored(NamedTuple):
@@ -73,6 +81,8 @@ def sample(
     num_logprobs: int,
     want_logprobs: jax.Array | bool,
     logprobs_mode: LogprobsMode = "raw_logprobs",
+    proposals: Proposals | None = None,
+    slots_M: jax.Array | None = None,
 ) -> tuple[Sampled, SamplerState]:
     """Choose a token for each sample, and note it in its row.
 
@@ -86,14 +96,31 @@ def sample(
         num_logprobs: K.
         want_logprobs: whether some sample's log probabilities are wanted.
         logprobs_mode: of which distribution, see `EngineConfig`.
+        proposals: a draft model's, of all rows; None without one.
+        slots_M: int32, which of its row's proposals is for the sample; -1 for none.
     """
     all_R = state.rows
-    choice = jax.tree.map(lambda leaf_R: leaf_R[jnp.maximum(rows_M, 0)], all_R.choice)
-    choice = replace(choice, temperature=jnp.where(rows_M >= 0, choice.temperature, 0.0))
+    choice = _choices(all_R.choice, rows_M)
     changing = adjusts(all_R.change, rows_M, mask_MW)
 
     def adjusted() -> jax.Array:
         return adjust(logits_MV, all_R.change, rows_M, mask_MW)
+
+    def draw(weights_MGL: jax.Array) -> jax.Array:
+        if proposals is None or slots_M is None:
+            return _draw(weights_MGL, choice, positions_M)
+        kept_M, weights_MGL = lax.cond(
+            jnp.any(slots_M >= 0),
+            lambda: correct(
+                weights_MGL,
+                proposals,
+                rows_M,
+                slots_M,
+                _uniforms(choice, positions_M, 1, stream=_KEEP)[:, 0],
+            ),
+            lambda: (jnp.full_like(rows_M, -1), weights_MGL),
+        )
+        return jnp.where(kept_M >= 0, kept_M, _draw(weights_MGL, choice, positions_M))
 
     def scored(reported: tuple[jax.Array, ...], target_M: jax.Array) -> Scored:
         if not reported:
@@ -110,7 +137,7 @@ def sample(
         x_MV = lax.cond(changing, adjusted, lambda: logits_MV)
         cut_MV = _cut(x_MV, choice)
         reported = {"raw_logprobs": (), "scaled_logprobs": (x_MV,)}.get(logprobs_mode, (cut_MV,))
-        return _choose(cut_MV, choice, positions_M), reported
+        return _choose(cut_MV, choice, draw), reported
 
     def most_likely() -> tuple[jax.Array, tuple[jax.Array, ...]]:
         own = () if logprobs_mode == "raw_logprobs" else (logits_MV,)
@@ -130,6 +157,53 @@ def sample(
         rows=replace(all_R, change=replace(all_R.change, counts=counts)),
     )
     return Sampled(tokens_M, *found), state
+
+
+def propose(
+    logits_MV: jax.Array,
+    state: SamplerState,
+    proposals: Proposals,
+    rows_M: jax.Array,
+    positions_M: jax.Array,
+    slots_M: jax.Array,
+) -> tuple[jax.Array, SamplerState, Proposals]:
+    """Choose what a draft model proposes, and note the distribution that it was drawn from.
+
+    Args:
+        logits_MV: float32, the draft model's.
+        state: with the parameters of the model's own; may be donated.
+        proposals: may be donated.
+        rows_M: int32, row of each sample, none twice; -1 for padding.
+        positions_M: int32, index in the sequence of the token to choose.
+        slots_M: int32, which of its row's proposals it becomes.
+
+    Returns:
+        Tokens, int32 [M], -1 where the logits are not finite; and the new states.
+    """
+    samples, vocab_size = logits_MV.shape
+    change, choice = state.rows.change, _choices(state.rows.choice, rows_M)
+    mask_MW = jnp.asarray(full_mask(vocab_size, samples))
+    x_MV = lax.cond(
+        adjusts(change, rows_M, mask_MW),
+        lambda: adjust(logits_MV, change, rows_M, mask_MW),
+        lambda: logits_MV,
+    )
+    x_MGL, max_M = _in_lanes(_cut(x_MV, choice))
+    greedy_M, random_M = _most_likely(x_MGL, max_M), choice.temperature > 0
+    noted_M = jnp.where(rows_M >= 0, rows_M, len(state.last_token))
+
+    def drawn() -> tuple[jax.Array, Proposals]:
+        # Drawn from the weights as they are kept, so that the model knows the very odds.
+        kept_MGL = _weights(x_MGL, max_M, choice).astype(jnp.bfloat16)
+        weights_MGL = kept_MGL.astype(jnp.float32)
+        tokens_M = _draw(weights_MGL, choice, positions_M, stream=_DRAFT)
+        kept_MV = kept_MGL.reshape(samples, -1)[:, :vocab_size]
+        return tokens_M, record(proposals, noted_M, slots_M, tokens_M, kept_MV)
+
+    drawn_M, proposals = lax.cond(jnp.any(random_M), drawn, lambda: (greedy_M, proposals))
+    tokens_M = jnp.where(random_M & (greedy_M >= 0), drawn_M, greedy_M)
+    last_token = state.last_token.at[noted_M].set(jnp.maximum(tokens_M, 0), mode="drop")
+    return tokens_M, replace(state, last_token=last_token), proposals
 
 
 def score(logits_MV: jax.Array, targets_M: jax.Array, k: int) -> Scored:
@@ -158,23 +232,38 @@ def _most_likely(x_MGL: jax.Array, max_M: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(max_M), lanes.argmax(x_MGL, max_M), -1)
 
 
-def _choose(x_MV: jax.Array, choice: Choice, positions_M: jax.Array) -> jax.Array:
-    """Tokens, int32 [M]; -1 where logits are not finite."""
+def _choices(all_R: Choice, rows_M: jax.Array) -> Choice:
+    """How each sample is drawn; padding is greedy."""
+    choice = jax.tree.map(lambda leaf_R: leaf_R[jnp.maximum(rows_M, 0)], all_R)
+    return replace(choice, temperature=jnp.where(rows_M >= 0, choice.temperature, 0.0))
+
+
+def _choose(x_MV: jax.Array, choice: Choice, draw: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Tokens, int32 [M], drawn by weights [M, G, L]; -1 where logits are not finite."""
     x_MGL, max_M = _in_lanes(x_MV)
     random_M = choice.temperature > 0
     greedy_M = _most_likely(x_MGL, max_M)
     drawn_M = lax.cond(
         jnp.any(random_M),
-        lambda: _draw(x_MGL, max_M, choice, positions_M),
+        lambda: draw(_weights(x_MGL, max_M, choice)),
         lambda: greedy_M,
     )
     return jnp.where(random_M & (greedy_M >= 0), drawn_M, greedy_M)
 
 
-def _draw(x_MGL: jax.Array, max_M: jax.Array, choice: Choice, positions_M: jax.Array) -> jax.Array:
-    depth_MGL = (max_M[:, None, None] - x_MGL) / _scale(choice)[:, None, None]
-    uniforms_M2 = jax.vmap(_uniforms)(choice.key, positions_M)
-    return lanes.pick(jnp.exp(-depth_MGL), uniforms_M2)
+def _draw(
+    weights_MGL: jax.Array, choice: Choice, positions_M: jax.Array, stream: int | None = None
+) -> jax.Array:
+    return lanes.pick(weights_MGL, _uniforms(choice, positions_M, 2, stream=stream))
+
+
+def _weights(x_MGL: jax.Array, max_M: jax.Array, choice: Choice) -> jax.Array:
+    """Of each token, 1 for the most likely one."""
+    return jnp.exp(-_depth(x_MGL, max_M, choice))
+
+
+def _depth(x_MGL: jax.Array, max_M: jax.Array, choice: Choice) -> jax.Array:
+    return (max_M[:, None, None] - x_MGL) / _scale(choice)[:, None, None]
 
 
 def _cut(x_MV: jax.Array, choice: Choice) -> jax.Array:
@@ -183,7 +272,7 @@ def _cut(x_MV: jax.Array, choice: Choice) -> jax.Array:
 
     def cut() -> jax.Array:
         x_MGL, max_M = _in_lanes(x_MV)
-        depth_MGL = (max_M[:, None, None] - x_MGL) / _scale(choice)[:, None, None]
+        depth_MGL = _depth(x_MGL, max_M, choice)
         kept_MGL = filtered(depth_MGL, jnp.exp(-depth_MGL), choice) > 0
         kept_MV = kept_MGL.reshape(samples, -1)[:, :vocab_size]
         return jnp.where(kept_MV | (choice.temperature <= 0)[:, None], x_MV, -jnp.inf)
@@ -201,9 +290,17 @@ def _cuts(choice: Choice, vocab_size: int) -> jax.Array:
     return jnp.any(cutting_M & (choice.temperature > 0))
 
 
-def _uniforms(key: jax.Array, position: jax.Array) -> jax.Array:
-    bits = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
-    return jax.random.uniform(bits, (2,))
+def _uniforms(
+    choice: Choice, positions_M: jax.Array, count: int, *, stream: int | None
+) -> jax.Array:
+    """Uniform in [0, 1), float32 [M, count]; None is the stream of plain draws."""
+
+    def one(key: jax.Array, position: jax.Array) -> jax.Array:
+        bits = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
+        bits = bits if stream is None else jax.random.fold_in(bits, stream)
+        return jax.random.uniform(bits, (count,))
+
+    return jax.vmap(one)(choice.key, positions_M)
 
 
 def _unscored(samples: int, k: int) -> Scored:

@@ -1,20 +1,27 @@
 """Proposing tokens ahead: from the sequence itself, or from a smaller model.
 
-A proposal costs nothing but time when it is wrong: the model samples at every proposed place with
-that place's own random bits, and a proposed token stays only where it is what was sampled. So the
-tokens are those of decoding without proposals, one by one. A draft model draws with the very bits
-that the model will draw with, so that the two agree wherever their distributions do (drafting by
-shared randomness; Daliri et al. 2024).
+The model samples at every proposed place, and a proposed token stays only where it is what was
+sampled. Tokens looked up in the sequence do not change what is sampled. A draft model's do: the
+model keeps or corrects them by speculative sampling (`fornax.llm.rejection`), which leaves its
+distribution as it is, and its most likely token too.
+
+What a seeded request samples at a place must not depend on what runs beside it, so neither may
+whether the draft model has a proposal there: it has one for every place after the first, also for
+those that the scheduler finds no room to try, and for the one after them.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from fornax.llm.config import NGram
 from fornax.llm.plan import Entry, Plan, Sample
-from fornax.llm.runner import Runner
+from fornax.llm.runner import Drafted, Runner
 from fornax.llm.sequence import Sequence
 
 __all__ = ["DraftProposer", "NGramProposer", "Proposer"]
@@ -32,6 +39,9 @@ class Proposer(Protocol):
     def propose(self, sequences: Items[Sequence]) -> None:
         """Set the drafts of sequences all of whose tokens are known."""
 
+    def drafted(self, samples: Mapping[int, Sample]) -> Drafted | None:
+        """What samples, by index in their plan, are to be checked against."""
+
     def reset(self) -> None:
         """Forget what was computed: the weights or the cache are others now."""
 
@@ -47,6 +57,9 @@ class NGramProposer:
 
     def finish(self, sequence: Sequence) -> None:
         """Nothing to forget."""
+
+    def drafted(self, samples: Mapping[int, Sample]) -> Drafted | None:
+        """Nothing: a token that was looked up is no draw."""
 
     def reset(self) -> None:
         """Nothing to forget."""
@@ -69,74 +82,121 @@ class NGramProposer:
         return []
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """How far the draft model got with a sequence, for as long as it keeps its row."""
+
+    row: int
+    known: int
+    """Tokens that the sequence had."""
+    drafts: list[int]
+    """Tokens proposed after them."""
+    places: range
+    """Those with a proposal: of the drafts, and of the token after them."""
+
+
 class DraftProposer:
     """Proposes what a smaller model samples. Its cache gives every row its own full length."""
 
     def __init__(self, runner: Runner, num_tokens: int) -> None:
         self._runner = runner
-        self._num_tokens = num_tokens
-        self._computed: dict[int, tuple[int, int]] = {}
+        self._places = num_tokens + 1
+        self._seen: dict[int, _Seen] = {}
 
     def start(self, sequence: Sequence, params: Any) -> None:
         """Give the draft model's sampler the same parameters."""
         if sequence.row is not None:
             self._runner.load_row(sequence.row, params)
-            self._computed.pop(sequence.id, None)
+            self._seen.pop(sequence.id, None)
 
     def finish(self, sequence: Sequence) -> None:
         """Forget the sequence."""
-        self._computed.pop(sequence.id, None)
+        self._seen.pop(sequence.id, None)
 
     def reset(self) -> None:
         """Compute all sequences anew."""
-        self._computed.clear()
+        self._seen.clear()
 
     def propose(self, sequences: Items[Sequence]) -> None:
         """Bring the draft model up to each sequence's last token, then sample ahead."""
-        most = self._runner.limits.max_model_len
-        ready = [each for each in sequences if len(each.tokens) + self._num_tokens < most]
-        if not ready:
-            return
-        first = self._catch_up(ready)
-        tickets = [first]
-        for ahead in range(1, self._num_tokens):
-            plan = Plan()
-            for sequence in ready:
-                self._add(plan, sequence, len(sequence.tokens) - 1 + ahead, 1, sample=True)
-            tickets.append(self._run(plan))
-        columns = [ticket.tokens() for ticket in tickets]
-        for index, sequence in enumerate(ready):
-            drafts = [column[index] for column in columns]
-            sequence.drafts = drafts if -1 not in drafts else []
+        self._sample_ahead(sequences, self._places)
+        for sequence in sequences:
+            seen = self._seen.get(sequence.id)
+            sequence.drafts = [] if seen is None else list(seen.drafts)
 
-    def _catch_up(self, ready: list[Sequence]) -> Any:
+    def drafted(self, samples: Mapping[int, Sample]) -> Drafted:
+        """The proposals for all but first tokens; those of resumed sequences are made now."""
+        later = {i: one for i, one in samples.items() if one.position > one.sequence.num_prompt}
+        resumed = [one.sequence for one in later.values() if self._slot(one) is None]
+        self._sample_ahead(resumed, 1)
+        assert self._runner.proposals is not None, "the runner was made for a draft model"
+        slots = {i: self._slot(one) for i, one in later.items()}
+        known = {i: slot for i, slot in slots.items() if slot is not None}
+        return Drafted(self._runner.proposals, known)
+
+    def _slot(self, sample: Sample) -> int | None:
+        seen = self._seen.get(sample.sequence.id)
+        if seen is None or seen.row != sample.row or sample.position not in seen.places:
+            return None
+        return sample.position % self._places
+
+    def _sample_ahead(self, sequences: Items[Sequence], places: int) -> None:
+        """Make proposals for the next places of each sequence, as far as it may go."""
+        if not sequences:
+            return
+        counts = {each.id: min(places, each.max_len - len(each.tokens)) for each in sequences}
+        steps = [(sequences, self._catch_up(sequences))]
+        for ahead in range(1, max(counts.values())):
+            going = [each for each in sequences if counts[each.id] > ahead]
+            plan = Plan()
+            for sequence in going:
+                self._add(plan, sequence, len(sequence.tokens) - 1 + ahead, 1, sample=True)
+            steps.append((going, self._run(plan)))
+        found: dict[int, list[int]] = {each.id: [] for each in sequences}
+        for going, tokens in steps:
+            for sequence, token in zip(going, np.asarray(tokens).tolist(), strict=False):
+                found[sequence.id].append(token)
+        for sequence in sequences:
+            self._note(sequence, found[sequence.id])
+
+    def _note(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Keep what was proposed, unless the draft model's logits were not finite."""
+        self._seen.pop(sequence.id, None)
+        if -1 not in tokens:
+            known = len(sequence.tokens)
+            places = range(known, known + len(tokens))
+            self._seen[sequence.id] = _Seen(sequence.row or 0, known, tokens[:-1], places)
+
+    def _catch_up(self, sequences: Items[Sequence]) -> jax.Array:
         """Compute all that the draft model has not seen; the last step samples for every one."""
         budget = self._runner.limits.max_num_batched_tokens
-        waiting = {sequence.id: self._done(sequence) for sequence in ready}
-        while True:
-            left = sum(len(each.tokens) - waiting[each.id] for each in ready)
-            if left <= budget:
-                break
+        done = {each.id: self._done(each) for each in sequences}
+        while sum(len(each.tokens) - done[each.id] for each in sequences) > budget:
             plan, room = Plan(), budget
-            for sequence in ready:  # all but the last token, which samples
-                start = waiting[sequence.id]
+            for sequence in sequences:  # all but the last token, which samples
+                start = done[sequence.id]
                 count = min(room, len(sequence.tokens) - 1 - start)
                 if count > 0:
                     self._add(plan, sequence, start, count, sample=False)
-                    waiting[sequence.id] += count
+                    done[sequence.id] += count
                     room -= count
-            self._run(plan)
+            self._runner.forward(plan)
         plan = Plan()
-        for sequence in ready:
-            start = waiting[sequence.id]
+        for sequence in sequences:
+            start = done[sequence.id]
             self._add(plan, sequence, start, len(sequence.tokens) - start, sample=True)
-            # What is sampled ahead may be rejected: only known tokens count as computed.
-            self._computed[sequence.id] = (sequence.row or 0, len(sequence.tokens))
         return self._run(plan)
 
     def _done(self, sequence: Sequence) -> int:
-        row, computed = self._computed.get(sequence.id, (-1, 0))
-        return min(computed, len(sequence.tokens) - 1) if row == sequence.row else 0
+        """Tokens that the draft model need not compute: known ones, and its own that stayed."""
+        seen = self._seen.get(sequence.id)
+        if seen is None or seen.row != sequence.row:
+            return 0
+        stayed = takewhile(
+            lambda pair: pair[0] == pair[1],
+            zip(seen.drafts, sequence.tokens[seen.known :], strict=False),
+        )
+        return min(seen.known + len(list(stayed)), len(sequence.tokens) - 1)
 
     def _add(self, plan: Plan, sequence: Sequence, start: int, count: int, *, sample: bool) -> None:
         row = sequence.row
@@ -147,6 +207,6 @@ class DraftProposer:
             position = start + count
             plan.samples.append(Sample(sequence, row, len(plan.entries) - 1, count - 1, position))
 
-    def _run(self, plan: Plan) -> Any:
-        bucket = self._runner.forward(plan)
-        return self._runner.sample(plan, bucket, {}, set(), False, {})
+    def _run(self, plan: Plan) -> jax.Array:
+        slots = {i: sample.position % self._places for i, sample in enumerate(plan.samples)}
+        return self._runner.propose(plan, slots)

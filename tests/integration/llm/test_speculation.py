@@ -1,10 +1,13 @@
-"""Proposing tokens changes how fast they come, never which."""
+"""Proposing tokens changes how fast they come, never their distribution: lookups not even which."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 from tests.integration.llm.helpers import SIZES, Figures, completions, prompts_of
 from tests.unit.models.conftest import CONFIGS
 
@@ -31,6 +34,20 @@ def plain() -> list[list[list[int]]]:
     return _tokens(_engine())
 
 
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model that agrees with the model now and then: it is the model with noise."""
+    near, rng = create_decoder(CONFIG, seed=3), np.random.default_rng(0)
+
+    def noisy(x: Any) -> Any:
+        return x + 0.3 * np.std(x) * rng.normal(size=x.shape).astype(x.dtype)
+
+    nnx.update(near, jax.tree.map(noisy, nnx.state(near)))
+    folder = tmp_path_factory.mktemp("draft")
+    save_pretrained(near, folder)
+    return folder
+
+
 def _engine(**options: Any) -> LLM:
     return LLM(MODEL, **SIZES, **options)
 
@@ -52,13 +69,53 @@ def test_lookups_in_the_sequence_change_no_token(plain: list) -> None:
     assert llm.num_free_pages == llm.num_pages
 
 
-def test_a_draft_model_changes_no_token(plain: list, tmp_path: Path) -> None:
-    save_pretrained(create_decoder(CONFIG, seed=9), tmp_path / "draft")
+def test_a_draft_model_changes_no_greedy_token(plain: list, draft: Path) -> None:
     figures = Figures()
-    llm = _engine(speculative_config=_draft(tmp_path / "draft"), observer=figures)
-    assert _tokens(llm) == plain
+    tokens = _tokens(_engine(speculative_config=_draft(draft), observer=figures))
+    # The fourth has a penalty and gets no proposals.
+    assert [tokens[0], tokens[3], tokens[5]] == [plain[0], plain[3], plain[5]]
     assert figures.drafted > 0
     assert not figures.compiled
+
+
+def test_with_a_draft_model_a_seeded_request_is_the_same_whatever_runs_beside_it(
+    draft: Path,
+) -> None:
+    """Beside others there is no room to try all drafts, and sequences are preempted."""
+    count = 8
+    prompts = [prompt + prompt for prompt in prompts_of(*(5 + i % 4 for i in range(count)))]
+    requests = [SamplingParams(temperature=1.0, seed=i, max_tokens=30) for i in range(count)]
+    figures, crowded = Figures(), Figures()
+    llm = _engine(speculative_config=_draft(draft), observer=figures)
+    alone = [
+        completions(llm.generate([p], one))[0] for p, one in zip(prompts, requests, strict=True)
+    ]
+    llm = _engine(speculative_config=_draft(draft), observer=crowded, num_gpu_blocks_override=17)
+    assert completions(llm.generate(prompts, requests)) == alone
+    assert crowded.preemptions > 0
+    assert 0 < crowded.drafted < figures.drafted
+
+
+def test_with_a_draft_model_tokens_follow_the_models_distribution(draft: Path) -> None:
+    """A token's place in the cumulative distribution that it was drawn from is uniform."""
+    size = CONFIG.vocab_size
+    llm = _engine(speculative_config=_draft(draft), max_logprobs=size)
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=12, logprobs=size)
+        for seed in range(200)
+    ]
+    outputs = llm.generate(prompts_of(6) * len(params), params)
+    rng, places = np.random.default_rng(0), []
+    for output in outputs:
+        one = output.outputs[0]
+        assert one.logprobs is not None
+        for token, entries in zip(one.token_ids, one.logprobs, strict=True):
+            p = np.exp([entries[other].logprob for other in range(size)], dtype=np.float64)
+            places.append((p[:token].sum() + rng.random() * p[token]) / p.sum())
+    found, _ = np.histogram(places, bins=20, range=(0, 1))
+    expected = len(places) / 20
+    statistic = ((found - expected) ** 2 / expected).sum()
+    assert statistic < 19 + 4 * np.sqrt(2 * 19)
 
 
 def test_a_draft_model_equal_to_the_model_is_always_right(tmp_path: Path) -> None:

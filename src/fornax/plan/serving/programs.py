@@ -74,7 +74,7 @@ def _arguments(engine: Engine, program: Program) -> tuple[ArrayFact, ...]:
     """Facts of each argument; the first is the leaves of the state."""
     names = ("kv", "hidden", "last_token", "vector")
     if program.donated == (2,):  # a choice of tokens
-        names = ("hidden", "sampler", "vector", "mask")
+        names = ("hidden", "sampler", "vector", "mask", "proposals")
     found = array_facts({"params": engine.arrays.state}, lambda _: "parameters")
     rest = [{name: one} for name, one in zip(names, program.arguments[1:], strict=True)]
     return (*found, *array_facts(rest, lambda path: "cache" if "kv" in path else "other"))
