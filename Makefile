@@ -12,7 +12,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-exhaustive lint format parity tpu-test vllm-test bench docs docs-serve examples clean
+.PHONY: help install quickstart test test-all test-exhaustive lint format parity tpu-test vllm-test bench wheel docs docs-serve examples clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,6 +55,12 @@ bench: $(PARITY)/.ready ## All benchmarks beside their peers; results in benchma
 	$(PARITY)/bin/python benchmarks/data_pipeline.py
 	$(PARITY)/bin/python benchmarks/checkpoint.py
 	$(PARITY)/bin/python benchmarks/trainer_overhead.py
+
+wheel: $(VENV)/.dev ## Build a wheel in dist/ with the native kernels compiled (x86-64 Linux)
+	rm -rf build/wheel
+	HATCH_BUILD_HOOK_ENABLE_CUSTOM=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation -w build/wheel .
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair -w dist build/wheel/*.whl
 
 docs: $(VENV)/.docs ## Build the documentation into site/
 	$(BIN)/python -m fornax.cli.reference docs/reference

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from fornax.kernels import _native, attention
-from fornax.kernels._native import build
+from fornax.kernels._native import build, units
 
 _USE = """
 import jax.numpy as jnp
@@ -77,14 +77,14 @@ def test_processes_that_compile_at_once_all_succeed(fresh: Path) -> None:
     assert [p.name for p in fresh.glob("native/*/*")] == ["attention.so"]
 
 
-@pytest.mark.parametrize("unit", build._UNITS)
+@pytest.mark.parametrize("unit", units.UNITS)
 def test_compiles_without_warnings_for_plain_and_for_this_processor(unit: str) -> None:
     source = Path(build.__file__).parent / f"{unit}.cc"
     include = ["-isystem", jax.ffi.include_dir()]
     cxx = _native.compiler()
     assert cxx is not None
     command = [cxx, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fsyntax-only"]
-    for flags in ([], ["-march=native"]):
+    for flags in ([], units.NATIVE):
         done = subprocess.run(
             [*command, *flags, *include, str(source)], capture_output=True, text=True, check=False
         )
@@ -107,3 +107,23 @@ with ThreadPoolExecutor(4) as pool:
         check=False,
     )
     assert done.stdout == "{None}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("features", "chosen"),
+    [
+        ("fpu sse2", None),
+        (
+            "avx avx2 bmi1 bmi2 f16c fma abm movbe",
+            None,
+        ),
+        ("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave avx512f", "avx2"),
+        (" ".join(units.PREBUILT["avx512"][1]), "avx512"),
+        (" ".join(units.PREBUILT["avx512"][1] | {"avx512_bf16"}), "avx512"),
+        (" ".join(units.PREBUILT["avx512_bf16"][1] | {"amx_tile"}), "avx512_bf16"),
+    ],
+)
+def test_widest_instruction_set_that_the_processor_has_is_chosen(
+    features: str, chosen: str | None
+) -> None:
+    assert units.instruction_set(frozenset(features.split())) == chosen

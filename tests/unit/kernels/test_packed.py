@@ -11,6 +11,7 @@ import pytest
 
 from fornax import kernels
 from fornax.config.errors import KernelError
+from fornax.kernels._native import build, units
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
 IMPLEMENTATIONS = ["native", "plain"]
@@ -144,8 +145,8 @@ def test_native_by_name_says_why_it_declines() -> None:
 
 _PORTABLE = """
 import sys
-from fornax.kernels._native import build
-build._FLAGS = (*(f for f in build._FLAGS if f != "-march=native"), *sys.argv[1].split())
+from fornax.kernels._native import units
+units.NATIVE = tuple(sys.argv[1].split())
 import jax.numpy as jnp, numpy as np
 from fornax import kernels
 rng = np.random.default_rng(0)
@@ -163,13 +164,14 @@ print("right")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "-mavx2 -mfma", "-march=x86-64-v4"])
-def test_kernel_is_right_on_lesser_processors(flags, tmp_path) -> None:
-    """The paths that this processor would not take: plain, AVX2, AVX-512 without its extensions."""
-    if flags and not _has("avx512bw" if "v4" in flags else "avx2"):
-        pytest.skip(f"this processor cannot run code compiled with {flags}")
+@pytest.mark.parametrize("name", ["plain", *units.PREBUILT])
+def test_kernel_is_right_on_lesser_processors(name, tmp_path) -> None:
+    """The paths that this processor would not take: plain, and what a wheel carries."""
+    march, needed = units.PREBUILT.get(name, ((), frozenset()))
+    if not needed <= build._features():
+        pytest.skip(f"this processor cannot run code compiled for {name}")
     done = subprocess.run(
-        [sys.executable, "-c", _PORTABLE, flags],
+        [sys.executable, "-c", _PORTABLE, " ".join(march)],
         env={**os.environ, "FORNAX_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -177,11 +179,3 @@ def test_kernel_is_right_on_lesser_processors(flags, tmp_path) -> None:
         check=False,
     )
     assert done.stdout.strip() == "right", done.stderr
-
-
-def _has(feature: str) -> bool:
-    try:
-        with open("/proc/cpuinfo") as info:
-            return feature in info.read()
-    except OSError:
-        return False

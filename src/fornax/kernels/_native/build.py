@@ -1,9 +1,11 @@
-"""Compile the native CPU kernels on first use and keep the libraries for later processes.
+"""Find or compile the native CPU kernels on first use; keep what was compiled for later processes.
 
-Each unit (one .cc file) is a library of its own, compiled when an operation first asks for it. Its
-folder is named after everything that shapes it: sources, compiler, flags, the processor's features,
-jaxlib. It is written beside its place and renamed into it, so concurrent processes only ever see
-whole files. Without a compiler the kernels decline, and one notice says so.
+Each unit (one .cc file) is a library of its own. A wheel carries each compiled for the instruction
+sets of `units.PREBUILT`, and the widest that the processor has is loaded. From a source install a
+unit is compiled when an operation first asks for it; its folder is named after everything that
+shapes it: sources, compiler, flags, the processor's features, jaxlib. It is written beside its
+place and renamed into it, so concurrent processes only ever see whole files. Without a compiler the
+kernels decline, and one notice says so.
 """
 
 import ctypes
@@ -23,33 +25,17 @@ import jax
 import jaxlib
 
 from fornax.config import environment
+from fornax.kernels._native import units
 
 __all__ = ["build_all", "compiler", "library_path", "unavailable"]
 
-_HEADERS = ("simd.h", "crew.h", "paged_block.h")
-_UNITS = {
-    "attention": ("fornax_attention_forward", "fornax_attention_backward"),
-    "paged_attention": ("fornax_paged_attention", "fornax_paged_write"),
-    "linear": ("fornax_linear",),
-    "norm": ("fornax_rms_norm",),
-}
-"""Unit, named after its .cc file, to the call targets that it exports."""
-
-_FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-shared",
-    "-fPIC",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-w",  # jaxlib's headers warn; ours are compiled with warnings in the tests
-)
 _TIMEOUT_S = 300
 
 _log = logging.getLogger("fornax.kernels")
 
-_locks = {unit: threading.Lock() for unit in _UNITS}
+_PREBUILT = units.SOURCES / "prebuilt"
+
+_locks = {unit: threading.Lock() for unit in units.UNITS}
 _reasons: dict[str, str | None] = {}
 """Unit to why it cannot be used, or to None once it is registered."""
 
@@ -76,7 +62,7 @@ def _register(unit: str) -> str | None:
     except _BuildError as error:
         _notice(str(error))
         return str(error)
-    for target in _UNITS[unit]:
+    for target in units.UNITS[unit]:
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
         )
@@ -85,8 +71,8 @@ def _register(unit: str) -> str | None:
 
 def build_all() -> None:
     """Build every unit that this machine has not built before, at once rather than in turn."""
-    with ThreadPoolExecutor(len(_UNITS)) as pool:
-        list(pool.map(unavailable, _UNITS))
+    with ThreadPoolExecutor(len(units.UNITS)) as pool:
+        list(pool.map(unavailable, units.UNITS))
 
 
 @functools.cache
@@ -104,7 +90,10 @@ def compiler() -> str | None:
 
 
 def library_path(unit: str) -> Path:
-    """Return a unit's library, compiling it if this machine has not done so before."""
+    """Return a unit's library: the wheel's, or one compiled now if this machine has none yet."""
+    prebuilt = _prebuilt(unit)
+    if prebuilt is not None:
+        return prebuilt
     cxx = compiler()
     if cxx is None:
         raise _BuildError("no C++ compiler was found; install g++ or clang++, or set CXX")
@@ -115,13 +104,28 @@ def library_path(unit: str) -> Path:
     return path
 
 
+def _prebuilt(unit: str) -> Path | None:
+    """Return the wheel's library for this processor, or None if there is none."""
+    if not _PREBUILT.is_dir():  # a source install
+        return None
+    path = _PREBUILT / str(units.instruction_set(_features())) / f"{unit}.so"
+    return path if path.exists() else None
+
+
+def _features() -> frozenset[str]:
+    """Return the processor's features by their names in /proc/cpuinfo."""
+    lines = _cpuinfo() if platform.machine() == "x86_64" else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
 def _fingerprint(cxx: str, unit: str) -> str:
     """Name everything that a unit's library depends on."""
     digest = hashlib.sha256()
-    for part in (_version(cxx), *_FLAGS, _processor(), jaxlib.__version__):
+    for part in (_version(cxx), *units.FLAGS, *units.NATIVE, _processor(), jaxlib.__version__):
         digest.update(part.encode() + b"\0")
-    for name in (*_HEADERS, f"{unit}.cc"):
-        digest.update((Path(__file__).parent / name).read_bytes() + b"\0")
+    for name in (*units.HEADERS, f"{unit}.cc"):
+        digest.update((units.SOURCES / name).read_bytes() + b"\0")
     return digest.hexdigest()[:24]
 
 
@@ -137,16 +141,20 @@ def _version(cxx: str) -> str:
 
 def _processor() -> str:
     """Name the processor's features, which `-march=native` compiles for."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
     wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    found = sorted({line for line in _cpuinfo() if line.startswith(wanted)})
+    return "\n".join(found) or f"{platform.machine()} {platform.processor()}"
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return []
 
 
 def _compile(cxx: str, unit: str, path: Path) -> None:
-    source = Path(__file__).parent / f"{unit}.cc"
+    source = f"{unit}.cc"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so.tmp")
@@ -155,15 +163,16 @@ def _compile(cxx: str, unit: str, path: Path) -> None:
             f"{path.parent} cannot be written ({error.strerror}); set FORNAX_CACHE_DIR"
         ) from error
     os.close(handle)
-    command = [cxx, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(source), "-o", temporary]
+    include = jax.ffi.include_dir()
+    command = units.compile_command(cxx, unit, temporary, include=include, march=units.NATIVE)
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
         os.replace(temporary, path)
     except subprocess.CalledProcessError as error:
         first = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr)
-        raise _BuildError(f"{cxx} failed to compile {source.name}: {first.strip()}") from error
+        raise _BuildError(f"{cxx} failed to compile {source}: {first.strip()}") from error
     except (OSError, subprocess.SubprocessError) as error:
-        raise _BuildError(f"{cxx} failed to compile {source.name}: {error}") from error
+        raise _BuildError(f"{cxx} failed to compile {source}: {error}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 
