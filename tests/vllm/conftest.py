@@ -5,6 +5,7 @@ import os
 # In this process vLLM's engine is as easy to look into as Fornax's own.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["VLLM_PLUGINS"] = "fornax"
 
 import gc
 from collections.abc import Iterator

@@ -33,6 +33,7 @@ __all__ = [
     "tpu_compiler",
     "usable_cores",
     "virtual_cpus",
+    "vllm_plugins",
 ]
 
 _DOCUMENTED = {
@@ -49,6 +50,8 @@ _DOCUMENTED = {
     "JAX_COORDINATOR_PORT": "The port of process 0, where a launcher names only its host.",
     "FORNAX_HOST_TOKEN": "Tokens, with commas between, of which fornax host wants one from its "
     "clients; fornax host status, its kin and fornax bench host send the first.",
+    "VLLM_PLUGINS": "Plugins of vLLM, with commas between: with fornax among them vLLM runs over "
+    "Fornax, without it vLLM stays as it is.",
     "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that wants one.",
     "CXX": "The C++ compiler for native CPU kernels (default: c++, g++ or clang++, first found).",
 }
@@ -87,6 +90,11 @@ def host_tokens() -> tuple[str, ...]:
     """The tokens of which the model server's clients must present one."""
     text = os.environ.get("FORNAX_HOST_TOKEN", "")
     return tuple(token.strip() for token in text.split(",") if token.strip())
+
+
+def vllm_plugins() -> tuple[str, ...]:
+    """The plugins that vLLM was told to load; none when it was told nothing."""
+    return tuple(os.environ.get("VLLM_PLUGINS", "").split(","))
 
 
 def full_traceback() -> bool:

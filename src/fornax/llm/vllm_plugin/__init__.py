@@ -1,5 +1,5 @@
 """Fornax's model, step and sampler inside real vLLM, which keeps its own scheduler and server.
 
-vLLM finds `platform.register` by its entry point; nothing here is imported by Fornax itself.
-Where both are installed vLLM takes this platform, unless VLLM_PLUGINS is set and does not name it.
+vLLM finds `options.register` by its entry point; nothing here is imported by Fornax itself. Without
+`fornax` in VLLM_PLUGINS there is no platform, and vLLM stays as it is.
 """

@@ -1,12 +1,17 @@
-"""vLLM's configuration as Fornax's engine takes it, and what of it the worker cannot do."""
+"""vLLM's configuration as Fornax's engine takes it, and what of it the worker cannot do.
+
+Whether vLLM is to run over Fornax at all is asked here too, without importing either.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from fornax.config import from_mapping
+from fornax.config import environment, from_mapping
 from fornax.llm.config import EngineConfig
 
-__all__ = ["check_config", "engine_config"]
+__all__ = ["check_config", "engine_config", "register"]
+
+_PLATFORM = "fornax.llm.vllm_plugin.platform.FornaxPlatform"
 
 _ALONE = {
     "pipeline_parallel_size": "divide the layers with tensor_parallel_size",
@@ -33,6 +38,15 @@ _MODEL_OFF = {
     "logits_processors": "they are torch code and Fornax samples in JAX",
 }
 """Fields of the model's configuration that must be unset."""
+
+
+def register() -> str | None:
+    """The platform, for vLLM's entry point group `vllm.platform_plugins`, where it is wanted.
+
+    vLLM calls what every installed package registers when VLLM_PLUGINS is not set, so that has to
+    name Fornax.
+    """
+    return _PLATFORM if "fornax" in environment.vllm_plugins() else None
 
 
 def engine_config(config: Any) -> EngineConfig:

@@ -15,14 +15,9 @@ from fornax.config.errors import EngineError
 from fornax.llm.vllm_plugin.batch import sampling_params
 from fornax.llm.vllm_plugin.options import check_config
 
-__all__ = ["FornaxPlatform", "register"]
+__all__ = ["FornaxPlatform"]
 
 _WORKER = "fornax.llm.vllm_plugin.worker.FornaxWorker"
-
-
-def register() -> str:
-    """The platform, for vLLM's entry point group `vllm.platform_plugins`."""
-    return f"{__name__}.FornaxPlatform"
 
 
 class FornaxPlatform(Platform):
