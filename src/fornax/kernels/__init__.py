@@ -15,22 +15,28 @@ from fornax.kernels._native import build_all as build_native
 from fornax.kernels._norm import rms_norm
 from fornax.kernels._packed import PackedWeight, pack
 from fornax.kernels._paged_attention import (
+    TPU_LANES,
+    PreparedAttention,
     copy_pages,
     paged_attention,
     paged_attention_operation,
+    paged_table_fits,
     paged_write,
     paged_write_operation,
+    prepare_paged_attention,
 )
 from fornax.kernels.registry import Implementation, Operation, target_platform
 from fornax.kernels.tuning import autotuning
 
 __all__ = [
+    "TPU_LANES",
     "Implementation",
     "KernelError",
     "LogitsLoss",
     "LossSums",
     "Operation",
     "PackedWeight",
+    "PreparedAttention",
     "TokenLogprobs",
     "Weight",
     "attention",
@@ -49,8 +55,10 @@ __all__ = [
     "pack",
     "paged_attention",
     "paged_attention_operation",
+    "paged_table_fits",
     "paged_write",
     "paged_write_operation",
+    "prepare_paged_attention",
     "rms_norm",
     "target_platform",
 ]

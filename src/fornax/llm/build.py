@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from fornax.config.errors import ConfigError, DataError
 from fornax.data import Tokenizer, load_tokenizer
 from fornax.llm.adapters import Adapters
@@ -16,7 +18,7 @@ from fornax.llm.admission import Admission
 from fornax.llm.block_manager import BlockManager, PageGroup
 from fornax.llm.config import DraftModel, EngineConfig, NGram
 from fornax.llm.engine import Engine
-from fornax.llm.limits import Limits, resolve_limits
+from fornax.llm.limits import Limits, cache_heads, resolve_limits
 from fornax.llm.lora import bind
 from fornax.llm.programs import Programs, keep_compiled
 from fornax.llm.runner import Runner
@@ -195,7 +197,11 @@ def _draft_runner(
             f"positions and max_model_len is {limits.max_model_len}; lower max_model_len"
         )
     pages = limits.max_num_seqs * limits.table_width + 1
-    own = dataclasses.replace(limits, num_pages=(pages,) * len(cache_windows(small.config)))
+    own = dataclasses.replace(
+        limits,
+        num_pages=(pages,) * len(cache_windows(small.config)),
+        cache_heads=cache_heads(small.config, jax.default_backend(), config.tensor_parallel_size),
+    )
     coarse = config.step_sizes == "coarse"
     runner = Runner(
         small,

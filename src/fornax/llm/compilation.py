@@ -32,11 +32,12 @@ from fornax.llm.sampler import (
     sample,
     score,
 )
-from fornax.llm.step import Bind, StepLayout, make_step, placed
+from fornax.llm.step import Bind, StepLayout, change_tables, make_step, placed
 from fornax.llm.weights import Weights
 from fornax.models import cache_windows, describe_pages
 
 __all__ = [
+    "CHANGES",
     "COPIES",
     "POOLED",
     "SCORED",
@@ -50,6 +51,8 @@ __all__ = [
 
 COPIES = 16
 """Page copies of one call; more take several."""
+CHANGES = 1024
+"""Changes of each page table in one call; more take several."""
 SCORED = 32
 """Prompt tokens scored by one call."""
 POOLED = 8
@@ -86,8 +89,14 @@ class Sizes:
         return cls(
             steps,
             fours(samples) if coarse else powers(samples),
-            {n: StepLayout(n, min(n, rows), limits.table_width, groups) for n in steps},
+            {n: StepLayout(n, min(n, rows), _changes(n, limits), groups) for n in steps},
         )
+
+
+def _changes(tokens: int, limits: Limits) -> int:
+    """Most changes of a page table that `tokens` tokens of running sequences cause: pages that they
+    begin, and as many that leave a window."""
+    return 2 * (tokens // limits.page_size + min(tokens, limits.max_num_seqs))
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,8 @@ class Arrays:
     """The weights, with adapters if there are any."""
     kv: tuple[Any, ...]
     """The cache's pages, an array for each group."""
+    tables: tuple[Any, ...]
+    """The page table of each group: int32 [R, W]."""
     hidden: Any
     """The last step's final hidden states: [most tokens, D]."""
     sampler: SamplerState
@@ -118,7 +129,12 @@ def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes, places: int 
     """
     model, where = weights.config, weights.placement
     pages = describe_pages(
-        model, limits.num_pages, limits.page_size, limits.cache_dtype, where.mesh
+        model,
+        limits.num_pages,
+        limits.page_size,
+        limits.cache_dtype,
+        where.mesh,
+        heads=limits.cache_heads,
     )
     rows = limits.max_num_seqs
     sampler = jax.eval_shape(lambda: init_sampler_state(rows, model.vocab_size))
@@ -130,10 +146,12 @@ def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes, places: int 
     def put(shape: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where.everywhere)
 
+    table = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.table_width), jnp.int32)
     hidden = (limits.max_num_batched_tokens, model.hidden_size)
     return Arrays(
         state=weights.state,
         kv=tuple(one if one.sharding is not None else put(one) for one in pages),
+        tables=(put(table),) * len(pages),
         hidden=put(jax.ShapeDtypeStruct(hidden, where.compute_dtype)),
         sampler=jax.tree.map(put, sampler),
         masks={n: put(jax.ShapeDtypeStruct((n, words), jnp.uint32)) for n in sizes.samples},
@@ -204,15 +222,15 @@ def make_programs(
       bind: gives weights with adapters each token's adapter; None without adapters.
 
     Returns:
-      By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group), ("pool",),
-      ("score",); of a draft model ("propose", M) for ("sample", M).
+      By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group),
+      ("change tables",), ("pool",), ("score",); of a draft model ("propose", M) for ("sample", M).
     """
     vocab = weights.config.vocab_size
     most = min(max_logprobs, vocab)
     weights = replace(weights, state=None)
     everywhere = weights.placement.everywhere
     leaves, tree = jax.tree.flatten(arrays.state)
-    kv, hidden, sampler = arrays.kv, arrays.hidden, arrays.sampler
+    kv, tables, hidden, sampler = arrays.kv, arrays.tables, arrays.hidden, arrays.sampler
 
     def ints(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
@@ -266,11 +284,11 @@ def make_programs(
         return score(logits_MV, jnp.maximum(vector[1], 0), most)
 
     found: dict[tuple[Any, ...], Program] = {}
-    places = (tuple(pages.sharding for pages in kv), everywhere)
+    places = (tuple(pages.sharding for pages in kv), everywhere, everywhere)
     for size, layout in reversed(sizes.layouts.items()):
         step = on_leaves(make_step(weights, layout, limits.max_model_len, bind))
-        args = (leaves, kv, hidden, sampler.last_token, ints((layout.size,)))
-        found["step", size] = Program(weights, step, args, (1, 2), places)
+        args = (leaves, kv, tables, hidden, sampler.last_token, ints((layout.size,)))
+        found["step", size] = Program(weights, step, args, (1, 2, 3), places)
     for size in sizes.samples:
         vector = ints((5, size))
         if proposes:
@@ -286,6 +304,8 @@ def make_programs(
     for group, pages in enumerate(kv):
         args = (pages, ints((2, COPIES)))
         found["copy pages", group] = Program(weights, _copy_pages, args, (0,), pages.sharding)
+    changes = (ints((3, CHANGES)),) * len(tables)
+    found["change tables",] = Program(weights, change_tables, (tables, changes), (0,))
     found["pool",] = Program(weights, _pool_rows, (hidden, ints((POOLED,))))
     args = (leaves, hidden, ints((2, SCORED)))
     found["score",] = Program(weights, on_leaves(score_rows), args)

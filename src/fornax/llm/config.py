@@ -75,8 +75,8 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Who goes first: who came first, or the lowest `priority`."""
 
-    block_size: int = 16
-    """Tokens of a cache page."""
+    block_size: int | None = None
+    """Tokens of a cache page; None: 16, and on TPU up to 256 where sequences are many and long."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the cache; auto: bfloat16 when the weights are not float32, else float32."""
     kv_cache_memory_bytes: int | None = None
@@ -116,10 +116,10 @@ class EngineConfig:
         """Check sizes and combinations."""
         optional = {
             name: getattr(self, name)
-            for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+            for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
             if getattr(self, name) is not None
         }
-        _at_least(1, **optional, block_size=self.block_size, max_loras=self.max_loras)
+        _at_least(1, **optional, max_loras=self.max_loras)
         _at_least(1, max_lora_rank=self.max_lora_rank, compile_threads=self.compile_threads)
         _at_least(1, tensor_parallel_size=self.tensor_parallel_size)
         _at_least(1, max_num_partial_prefills=self.max_num_partial_prefills)

@@ -1,5 +1,6 @@
 """An engine's limits in figures: what the config leaves open, from the model and the device."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +8,21 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from fornax.config.errors import ConfigError, EngineError
+from fornax.kernels import TPU_LANES, paged_table_fits
 from fornax.llm.config import EngineConfig
 from fornax.llm.target import Target, attached
-from fornax.models import DecoderConfig, cache_windows, page_bytes
+from fornax.models import CacheHeads, DecoderConfig, cache_windows, page_bytes
 
-__all__ = ["Limits", "cache_shards", "divide_pages", "pages_needed", "resolve_limits"]
+__all__ = [
+    "Limits",
+    "cache_heads",
+    "divide_pages",
+    "limits_without_cache",
+    "pages_needed",
+    "resolve_limits",
+]
 
+_LARGEST_PAGE = 256
 _CPU_CACHE_SHARE = 0.25
 _CPU_CACHE_MOST = 4 << 30
 
@@ -28,11 +38,26 @@ class Limits:
     num_pages: tuple[int, ...]
     """Pages of each group of `cache_windows`, page 0, which is never given out, included."""
     cache_dtype: jnp.dtype
+    cache_heads: CacheHeads
 
     @property
     def table_width(self) -> int:
         """Pages of the longest sequence."""
         return math.ceil(self.max_model_len / self.page_size)
+
+    def page_bytes(self, model: DecoderConfig) -> tuple[int, ...]:
+        """Bytes of a page of each group of `model`, on all devices together."""
+        return page_bytes(model, self.page_size, self.cache_dtype, self.cache_heads)
+
+    def pages_per_sequence(self, model: DecoderConfig) -> tuple[int, ...]:
+        """Pages of each group of `model` that a sequence of full length may hold at once."""
+        tokens = self.max_num_batched_tokens
+        return pages_needed(model, self.max_model_len, tokens, self.page_size)
+
+    def sequence_bytes(self, model: DecoderConfig) -> int:
+        """Bytes of the cache of one sequence of full length, on all devices together."""
+        pages = zip(self.pages_per_sequence(model), self.page_bytes(model), strict=True)
+        return sum(need * size for need, size in pages)
 
     @property
     def cache_tokens(self) -> int:
@@ -61,6 +86,30 @@ def resolve_limits(
       EngineError: no memory for the cache.
     """
     target = target or attached()
+    limits = limits_without_cache(config, model, weights_dtype, target)
+    needs, sizes = limits.pages_per_sequence(model), limits.page_bytes(model)
+    seqs, page_size = limits.max_num_seqs, limits.page_size
+    if config.num_gpu_blocks_override is not None:
+        pages = [config.num_gpu_blocks_override for _ in needs]
+    else:
+        full = seqs * limits.sequence_bytes(model)
+        pages = divide_pages(_budget(config, weight_bytes, full, target), needs, sizes, seqs)
+    for window, have, need in zip(cache_windows(model), pages, needs, strict=True):
+        if have < need:
+            kind = "full attention" if window is None else f"a window of {window}"
+            raise EngineError(
+                f"the cache has room for {have * page_size} tokens of layers with {kind} "
+                f"and one sequence of max_model_len={limits.max_model_len} needs "
+                f"{need * page_size}; give kv_cache_memory_bytes (or num_gpu_blocks_override) "
+                "more, or max_model_len less"
+            )
+    return dataclasses.replace(limits, num_pages=tuple(count + 1 for count in pages))
+
+
+def limits_without_cache(
+    config: EngineConfig, model: DecoderConfig, weights_dtype: jnp.dtype, target: Target
+) -> Limits:
+    """The limits that do not depend on memory, with no pages; see `resolve_limits`."""
     on_cpu = target.platform == "cpu"
     length = config.max_model_len or model.max_position_embeddings
     if length > model.max_position_embeddings:
@@ -75,32 +124,24 @@ def resolve_limits(
             f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}: a step must hold "
             "a token of every running sequence"
         )
-    dtype = _cache_dtype(config, weights_dtype)
-    sizes = page_bytes(model, config.block_size, dtype)
-    needs = pages_needed(model, length, tokens, config.block_size)
-    full = seqs * sum(need * size for need, size in zip(needs, sizes, strict=True))
-    budget = _budget(config, model, weight_bytes, full, target)
-    if config.num_gpu_blocks_override is not None:
-        pages = [config.num_gpu_blocks_override for _ in needs]
-    else:
-        pages = divide_pages(budget, needs, sizes, seqs)
-    for window, have, need in zip(cache_windows(model), pages, needs, strict=True):
-        if have < need:
-            kind = "full attention" if window is None else f"a window of {window}"
-            raise EngineError(
-                f"the cache has room for {have * config.block_size} tokens of layers with {kind} "
-                f"and one sequence of max_model_len={length} needs {need * config.block_size}; "
-                "give kv_cache_memory_bytes (or num_gpu_blocks_override) more, or max_model_len "
-                "less"
-            )
     return Limits(
         max_model_len=length,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
-        page_size=config.block_size,
-        num_pages=tuple(count + 1 for count in pages),
-        cache_dtype=dtype,
+        page_size=config.block_size or _page_size(target.platform, seqs, length),
+        num_pages=(),
+        cache_dtype=_cache_dtype(config, weights_dtype),
+        cache_heads=cache_heads(model, target.platform, config.tensor_parallel_size),
     )
+
+
+def _page_size(platform: str, seqs: int, length: int) -> int:
+    """16 tokens; on TPU more where the page table would not fit in scalar memory as a whole."""
+    size = 16
+    if platform == "tpu":
+        while size < _LARGEST_PAGE and not paged_table_fits(seqs, math.ceil(length / size)):
+            size *= 2
+    return size
 
 
 def _cache_dtype(config: EngineConfig, weights_dtype: jnp.dtype) -> jnp.dtype:
@@ -122,16 +163,18 @@ def pages_needed(model: DecoderConfig, length: int, tokens: int, page_size: int)
     return tuple(math.ceil(tokens / page_size) for tokens in kept)
 
 
-def cache_shards(model: DecoderConfig, tensor_parallel_size: int) -> int:
-    """How many devices share the cache: all, or it is whole on each if its heads do not divide."""
-    return 1 if model.kv_heads % tensor_parallel_size else tensor_parallel_size
+def cache_heads(model: DecoderConfig, platform: str, tensor_parallel_size: int) -> CacheHeads:
+    """The heads that the cache holds: one for each device at least, and on TPU as wide as it would
+    store them anyway."""
+    width = model.head_width
+    if platform == "tpu":
+        width = math.ceil(width / TPU_LANES) * TPU_LANES
+    return CacheHeads(max(model.kv_heads, tensor_parallel_size), width)
 
 
-def _budget(
-    config: EngineConfig, model: DecoderConfig, weight_bytes: int, wanted: int, target: Target
-) -> int:
-    """Bytes for the cache on all devices together, each part of it counted once."""
-    shards = cache_shards(model, config.tensor_parallel_size)
+def _budget(config: EngineConfig, weight_bytes: int, wanted: int, target: Target) -> int:
+    """Bytes for the cache on all devices together."""
+    shards = config.tensor_parallel_size
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes * shards
     if target.memory is not None:

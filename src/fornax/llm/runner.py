@@ -17,6 +17,7 @@ import numpy as np
 
 from fornax.llm.buckets import bucket_for
 from fornax.llm.compilation import (
+    CHANGES,
     COPIES,
     POOLED,
     SCORED,
@@ -34,9 +35,9 @@ from fornax.llm.plan import Plan
 from fornax.llm.programs import Programs
 from fornax.llm.rejection import Proposals, init_proposals
 from fornax.llm.sampler import RowParams, Sampled, SamplerState, init_sampler_state
-from fornax.llm.step import Bind
+from fornax.llm.step import NO_ROW, Bind
 from fornax.llm.weights import Weights
-from fornax.models import cache_windows, init_pages
+from fornax.models import init_pages
 
 __all__ = ["Drafted", "Runner", "Ticket"]
 
@@ -128,9 +129,8 @@ class Runner:
         self._leaves, self._tree = jax.tree.flatten(state)
         self._vocab = weights.config.vocab_size
         self._rows = limits.max_num_seqs
-        groups = len(cache_windows(weights.config))
-        self._tables = [np.zeros((self._rows, limits.table_width), np.int32) for _ in range(groups)]
         kept = describe_arrays(weights, limits, self._sizes, places)
+        self._tables = self._put(tuple(jnp.zeros(each.shape, each.dtype) for each in kept.tables))
         self._hidden = self._put(jnp.zeros(kept.hidden.shape, kept.hidden.dtype))
         self._sampler: SamplerState = self._put(init_sampler_state(self._rows, self._vocab))
         self._all_allowed = {
@@ -168,6 +168,7 @@ class Runner:
                 limits.page_size,
                 limits.cache_dtype,
                 where.mesh,
+                heads=limits.cache_heads,
             )
 
     def update_weights(self, weights: Weights, state: Any = None) -> None:
@@ -188,9 +189,12 @@ class Runner:
 
     def use_fixed_tables(self) -> None:
         """Give every row its own pages for good, for a cache that nobody keeps books of."""
-        width = self.limits.table_width
-        for table in self._tables:
-            table[:] = 1 + np.arange(self._rows * width, dtype=np.int32).reshape(-1, width)
+        self._tables = self._put(
+            tuple(
+                1 + jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
+                for table in self._tables
+            )
+        )
 
     # A step.
 
@@ -206,16 +210,16 @@ class Runner:
           plan: the step.
           adapters: index of an entry to the slot of its adapter.
         """
-        for update in plan.updates:
-            self._tables[update.group][update.row, update.index] = update.page
         self._copy(plan)
         bucket = bucket_for(plan.num_tokens, self.buckets)
         layout = self._sizes.layouts[bucket]
         vector, parts = layout.empty()
         self._fill(plan, parts, adapters or {})
+        for group, change_3U in enumerate(self._changes(plan, layout.changes)):
+            parts[f"changes_3U.{group}"][:, : change_3U.shape[1]] = change_3U
         program = self._programs.get((self._name, "step", bucket))
-        self._kv, self._hidden = program(
-            self._leaves, self._kv, self._hidden, self._sampler.last_token, vector
+        self._kv, self._tables, self._hidden = program(
+            self._leaves, self._kv, self._tables, self._hidden, self._sampler.last_token, vector
         )
         return bucket
 
@@ -289,7 +293,6 @@ class Runner:
     def _fill(self, plan: Plan, parts: dict[str, np.ndarray], adapters: dict[int, int]) -> None:
         tokens, positions, source = parts["tokens_T"], parts["positions_T"], parts["source_T"]
         starts, lens = parts["query_start_R1"], parts["context_lens_R"]
-        rows = np.zeros(len(tokens), np.int32)
         at = 0
         for index, entry in enumerate(plan.entries):
             sequence, count = entry.sequence, entry.count
@@ -305,19 +308,33 @@ class Runner:
                 if len(known) < count:
                     source[end - 1] = entry.row
                 positions[at:end] = np.arange(entry.start, entry.stop)
-            rows[at:end] = entry.row
+            parts["rows_T"][at:end] = entry.row
+            parts["rows_R"][index] = entry.row
             starts[index + 1] = end
             lens[index] = entry.stop
             if index in adapters:
                 parts["adapters_T"][at:end] = adapters[index]
             at = end
         starts[len(plan.entries) + 1 :] = at
-        order = [entry.row for entry in plan.entries]
-        size = self.limits.page_size
-        page_T, slot_T = np.divmod(positions[:at], size)
-        for group, table in enumerate(self._tables):
-            parts[f"page_table_RW.{group}"][: len(order)] = table[order]
-            parts[f"slots_T.{group}"][:at] = table[rows[:at], page_T] * size + slot_T
+
+    def _changes(self, plan: Plan, most: int) -> list[np.ndarray]:
+        """What changes in each page table, int32 [3, at most `most`]; the rest is dispatched."""
+        found: list[dict[tuple[int, int], int]] = [{} for _ in self._tables]
+        for update in plan.updates:  # in order: the last one of an entry counts
+            found[update.group][update.row, update.index] = update.page
+        changes = [
+            np.array([(*place, page) for place, page in each.items()], np.int32).reshape(-1, 3).T
+            for each in found
+        ]
+        longest = max(change_3U.shape[1] for change_3U in changes)
+        for first in range(most, longest, CHANGES):
+            vectors = [np.full((3, CHANGES), NO_ROW, np.int32) for _ in changes]
+            for vector, change_3U in zip(vectors, changes, strict=True):
+                part = change_3U[:, first : first + CHANGES]
+                vector[:, : part.shape[1]] = part
+            change = self._programs.get((self._name, "change tables"))
+            self._tables = change(self._tables, tuple(vectors))
+        return [change_3U[:, :most] for change_3U in changes]
 
     def _copy(self, plan: Plan) -> None:
         for group in range(len(self._tables)):
@@ -371,6 +388,7 @@ class Runner:
         arrays = Arrays(
             state=abstract(state),
             kv=abstract(self._kv),
+            tables=abstract(self._tables),
             hidden=abstract(self._hidden),
             sampler=abstract(self._sampler),
             masks=abstract(self._all_allowed),

@@ -1,13 +1,15 @@
 """The one step of the model: a ragged batch through the paged cache.
 
-All that the host tells the device about a step travels as one int32 vector, cut up inside.
+All that the host tells the device about a step travels as one int32 vector, cut up inside. The page
+tables stay on the device; the vector brings what changed in them.
 
-Legend: T tokens of the bucket, R sequences of the bucket, W pages of a table, D model width.
+Legend: T tokens of the bucket, R sequences of the bucket, A rows of the engine, W pages of a table,
+U changes of a table, S slots of a page, D model width.
 """
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +21,16 @@ from fornax.llm.weights import Weights
 from fornax.mesh import use_mesh
 from fornax.models import Decoder, PagedCache, PageTables, cache_windows
 
-__all__ = ["StepLayout", "make_step", "placed"]
+__all__ = ["NO_ROW", "StepLayout", "change_tables", "make_step", "placed"]
+
+NO_ROW = np.iinfo(np.int32).max
+"""Where a list of changes is filled up: a row that no page table has."""
 
 Bind = Callable[[Any, jax.Array], Any]
 """(state, adapters_T) to a state whose weights know each token's adapter."""
+
+Tables = tuple[jax.Array, ...]
+"""The page table of each group, int32 [A, W]; 0 where there is no page."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,8 @@ class StepLayout:
     """T."""
     rows: int
     """R."""
-    table_width: int
-    """W."""
+    changes: int
+    """U, of each group's page table; what is more goes ahead of the step by itself."""
     groups: int
 
     @property
@@ -45,12 +53,13 @@ class StepLayout:
             "positions_T": (self.tokens,),
             "source_T": (self.tokens,),
             "adapters_T": (self.tokens,),
+            "rows_T": (self.tokens,),
+            "rows_R": (self.rows,),
             "query_start_R1": (self.rows + 1,),
             "context_lens_R": (self.rows,),
         }
         for group in range(self.groups):
-            shapes[f"slots_T.{group}"] = (self.tokens,)
-            shapes[f"page_table_RW.{group}"] = (self.rows, self.table_width)
+            shapes[f"changes_3U.{group}"] = (3, self.changes)
         return shapes
 
     @property
@@ -73,6 +82,9 @@ class StepLayout:
         parts = self.cut(vector)
         parts["source_T"].fill(-1)
         parts["adapters_T"].fill(-1)
+        parts["rows_T"].fill(-1)
+        for group in range(self.groups):
+            parts[f"changes_3U.{group}"].fill(NO_ROW)
         return vector, parts
 
 
@@ -88,24 +100,33 @@ def make_step(
       bind: gives weights with adapters each token's adapter; None without adapters.
 
     Returns:
-      A function of (state, kv, hidden [most tokens, D], last_token [rows], vector) that returns
-      the new (kv, hidden): pages written, and the final norm's output of the step's tokens in the
-      first T rows. A token whose source is a row takes that row's last sampled token.
+      A function of (state, kv, tables, hidden [most tokens, D], last_token [A], vector) that
+      returns the new (kv, tables, hidden): pages written, page tables changed, and the final norm's
+      output of the step's tokens in the first T rows. A token whose source is a row takes that
+      row's last sampled token.
     """
     windows = cache_windows(weights.config)
 
     def step(
-        state: Any, kv: Any, hidden: jax.Array, last_token: jax.Array, vector: jax.Array
-    ) -> tuple[Any, jax.Array]:
+        state: Any,
+        kv: Any,
+        tables: Tables,
+        hidden: jax.Array,
+        last_token: jax.Array,
+        vector: jax.Array,
+    ) -> tuple[Any, Tables, jax.Array]:
         parts = layout.cut(vector)
         source_T = parts["source_T"]
         sampled_T = last_token[jnp.maximum(source_T, 0)]
         tokens_T = jnp.where(source_T >= 0, sampled_T, parts["tokens_T"])
+        tables = change_tables(
+            tables, [parts[f"changes_3U.{group}"] for group in range(layout.groups)]
+        )
         cache = PagedCache(
             kv=kv,
             tables=tuple(
-                PageTables(parts[f"page_table_RW.{group}"], parts[f"slots_T.{group}"])
-                for group in range(layout.groups)
+                _of_step(table_AW, pages.shape[2], parts)
+                for table_AW, pages in zip(tables, kv, strict=True)
             ),
             query_start_R1=parts["query_start_R1"],
             context_lens_R=parts["context_lens_R"],
@@ -117,9 +138,31 @@ def make_step(
         with placed(weights):
             x_TD, cache = model.paged(tokens_T, parts["positions_T"], cache, longest=longest)
         hidden = jax.lax.dynamic_update_slice(hidden, x_TD.astype(hidden.dtype), (0, 0))
-        return cache.kv, hidden
+        return cache.kv, tables, hidden
 
     return step
+
+
+def change_tables(tables: Tables, changes: Sequence[jax.Array]) -> Tables:
+    """Write changes into page tables; in place where these are donated.
+
+    Args:
+      tables: int32 [A, W], of each group.
+      changes: int32 [3, U], of each group: row, index, page; no two of one row and index, and
+        `NO_ROW` for none.
+    """
+    return tuple(
+        table_AW.at[change_3U[0], change_3U[1]].set(change_3U[2], mode="drop")
+        for table_AW, change_3U in zip(tables, changes, strict=True)
+    )
+
+
+def _of_step(table_AW: jax.Array, page_size: int, parts: dict[str, jax.Array]) -> PageTables:
+    """A group's page table as the step's sequences need it, and where its tokens are written."""
+    row_T, position_T = parts["rows_T"], parts["positions_T"]
+    page_T = table_AW[row_T, position_T // page_size]
+    slots_T = jnp.where(row_T < 0, 0, page_T * page_size + position_T % page_size)
+    return PageTables(table_AW[parts["rows_R"]], slots_T)
 
 
 def placed(weights: Weights) -> contextlib.AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from fornax.models.generation import Sampling, generate, stream
 from fornax.models.load import load_pretrained, read_config
 from fornax.models.logprobs import TokenLogprobs, logits_logprobs, token_logprobs
 from fornax.models.paged_cache import (
+    CacheHeads,
     PagedCache,
     PageTables,
     cache_windows,
@@ -33,6 +34,7 @@ __all__ = [
     "REMAT_NAMES",
     "REMAT_POLICIES",
     "Cache",
+    "CacheHeads",
     "Decoder",
     "DecoderConfig",
     "DynamicNTKScaling",

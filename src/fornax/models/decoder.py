@@ -171,6 +171,7 @@ class Decoder(nnx.Module):
         Returns:
           (the final norm's output x [T, D], the cache with the tokens in it).
         """
+        cache = cache.prepare(self.config, len(tokens_T), self.compute_dtype)
         x_BTD, cache = self._through(cache, tokens_T[None], positions_T[None], None, longest)
         return x_BTD[0], cache
 

@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from fornax.models.attend import AttendOptions, Place
 from fornax.models.config import DecoderConfig
 
 __all__ = [
+    "CacheHeads",
     "PageTables",
     "PagedCache",
     "cache_windows",
@@ -34,7 +36,7 @@ def cache_windows(config: DecoderConfig) -> tuple[int | None, ...]:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("page_table_RW", "slots_T"),
+    data_fields=("page_table_RW", "slots_T", "prepared"),
     meta_fields=(),
 )
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class PageTables:
     """int32: the page of each W-th run of S tokens; 0 where there is none."""
     slots_T: jax.Array
     """int32: page * S + slot that each token of the step is written to; in page 0 for padding."""
+    prepared: kernels.PreparedAttention | None = None
+    """What attention of all layers of the group shares; see `PagedCache.prepare`."""
 
 
 @functools.partial(
@@ -67,6 +71,31 @@ class PagedCache:
     windows: tuple[int | None, ...]
     """The groups' windows."""
 
+    def prepare(self, config: DecoderConfig, tokens: int, dtype) -> "PagedCache":
+        """Derive once what attention in every layer would derive from the tables.
+
+        Args:
+          config: the model's.
+          tokens: T.
+          dtype: of the queries.
+        """
+        prepared = [
+            kernels.prepare_paged_attention(
+                jax.ShapeDtypeStruct((tokens, config.num_heads, kv.shape[4]), dtype),
+                kv,
+                page_table_RW=tables.page_table_RW,
+                query_start_R1=self.query_start_R1,
+                context_lens_R=self.context_lens_R,
+                window=window,
+                softcap=config.attention_logit_softcap,
+            )
+            for kv, tables, window in zip(self.kv, self.tables, self.windows, strict=True)
+        ]
+        tables = tuple(
+            replace(one, prepared=ready) for one, ready in zip(self.tables, prepared, strict=True)
+        )
+        return replace(self, tables=tables)
+
     def attend(
         self,
         q_BTNH: jax.Array,
@@ -77,15 +106,16 @@ class PagedCache:
     ) -> tuple[jax.Array, "PagedCache"]:
         """Write one layer's keys and values to their slots and attend through the page tables.
 
-        The batch axis has size 1: the step's sequences stand one after the other on T.
+        The batch axis has size 1: the step's sequences stand one after the other on T. Heads are
+        repeated and filled up with zeros to what the pages hold.
         """
         group = self.windows.index(options.window)
-        tables = self.tables[group]
-        kv = kernels.paged_write(
-            self.kv[group], k_BTKH[0], v_BTKH[0], layer=place.among, slots_T=tables.slots_T
-        )
+        tables, kv = self.tables[group], self.kv[group]
+        width, repeats = kv.shape[4], kv.shape[3] // (2 * k_BTKH.shape[2])
+        k_TKH, v_TKH = (_fit(x_BTKH[0], width, repeats) for x_BTKH in (k_BTKH, v_BTKH))
+        kv = kernels.paged_write(kv, k_TKH, v_TKH, layer=place.among, slots_T=tables.slots_T)
         o_TNH = kernels.paged_attention(
-            q_BTNH[0],
+            _fit(q_BTNH[0], width),
             kv,
             layer=place.among,
             page_table_RW=tables.page_table_RW,
@@ -94,9 +124,26 @@ class PagedCache:
             scale=options.scale,
             window=options.window,
             softcap=options.softcap,
+            prepared=tables.prepared,
         )
         everything = (*self.kv[:group], kv, *self.kv[group + 1 :])
-        return o_TNH[None], replace(self, kv=everything)
+        return o_TNH[None, ..., : q_BTNH.shape[3]], replace(self, kv=everything)
+
+
+def _fit(x_TKH: jax.Array, width: int, repeats: int = 1) -> jax.Array:
+    missing = width - x_TKH.shape[2]
+    if missing:
+        x_TKH = jnp.pad(x_TKH, ((0, 0), (0, 0), (0, missing)))
+    return jnp.repeat(x_TKH, repeats, axis=1) if repeats > 1 else x_TKH
+
+
+class CacheHeads(NamedTuple):
+    """The key/value heads of pages."""
+
+    count: int
+    """A multiple of the model's: each head is kept that many times, side by side."""
+    width: int
+    """The model's, or more: what is more is zero."""
 
 
 def describe_pages(
@@ -106,6 +153,7 @@ def describe_pages(
     dtype,
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = ("tensor",),
+    heads: CacheHeads | None = None,
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The pages kv_LPSCH of each group of `cache_windows`, and how they are divided over a mesh.
 
@@ -116,21 +164,23 @@ def describe_pages(
       dtype: of keys and values.
       mesh: where they will lie; key/value heads are divided over `axes` where they divide.
       axes: mesh axes for the heads.
+      heads: as the pages hold them; None for the model's own.
     """
     kinds = config.layer_kinds()
+    heads = heads or CacheHeads(config.kv_heads, config.head_width)
     where = None
     if mesh is not None and mesh.size > 1:
         shards = math.prod(mesh.shape[axis] for axis in axes)
-        heads = axes if config.kv_heads % shards == 0 else None
-        where = NamedSharding(mesh, PartitionSpec(None, None, None, heads, None))
+        divided = axes if heads.count % shards == 0 else None
+        where = NamedSharding(mesh, PartitionSpec(None, None, None, divided, None))
     return tuple(
         jax.ShapeDtypeStruct(
             (
                 sum(kind.window == window for kind in kinds),
                 pages,
                 page_size,
-                2 * config.kv_heads,
-                config.head_width,
+                2 * heads.count,
+                heads.width,
             ),
             dtype,
             sharding=where,
@@ -146,6 +196,7 @@ def init_pages(
     dtype,
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = ("tensor",),
+    heads: CacheHeads | None = None,
 ) -> tuple[jax.Array, ...]:
     """Empty pages, as `describe_pages` says."""
 
@@ -155,13 +206,16 @@ def init_pages(
         zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=pages.sharding)
         return zeros(pages.shape, pages.dtype)
 
-    described = describe_pages(config, num_pages, page_size, dtype, mesh, axes)
+    described = describe_pages(config, num_pages, page_size, dtype, mesh, axes, heads)
     return tuple(make(pages) for pages in described)
 
 
-def page_bytes(config: DecoderConfig, page_size: int, dtype) -> tuple[int, ...]:
-    """Bytes of one page of each group, over all its layers."""
-    per_layer = page_size * 2 * config.kv_heads * config.head_width * jnp.dtype(dtype).itemsize
+def page_bytes(
+    config: DecoderConfig, page_size: int, dtype, heads: CacheHeads | None = None
+) -> tuple[int, ...]:
+    """Bytes of one page of each group, over all its layers and heads."""
+    heads = heads or CacheHeads(config.kv_heads, config.head_width)
+    per_layer = page_size * 2 * heads.count * heads.width * jnp.dtype(dtype).itemsize
     kinds = config.layer_kinds()
     return tuple(
         per_layer * sum(kind.window == window for kind in kinds) for window in cache_windows(config)

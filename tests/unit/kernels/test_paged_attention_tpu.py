@@ -3,6 +3,7 @@
 Legend: T tokens of the step, R rows (sequences).
 """
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as upstream
 
 from fornax import kernels
 from fornax.config.environment import for_child, tpu_compiler
+from fornax.kernels._paged_attention import tpu
 
 _COMPILE = """
 import sys
@@ -74,53 +76,75 @@ def test_tpu_compiler_takes_the_kernel_and_copies_no_cache(topology: str) -> Non
 
 
 def _arguments(dtype: Any, **changes: Any) -> dict[str, Any]:
-    """Three rows with tokens, one of them after a row without; two padding tokens."""
+    """A decode, chunks of prompts, two rows without tokens; five padding tokens."""
     rng = np.random.default_rng(0)
+    pages = np.resize(1 + rng.permutation(11), (8, 5))
     arguments: dict[str, Any] = {
-        "q_TNH": jnp.asarray(rng.normal(size=(9, 8, 128)), dtype),
+        "q_TNH": jnp.asarray(rng.normal(size=(36, 8, 128)), dtype),
         "kv_LPSCH": jnp.asarray(rng.normal(size=(2, 12, 4, 8, 128)), dtype),
         "layer": 1,
-        "page_table_RW": jnp.asarray([[3, 5, 1], [9, 9, 9], [2, 8, 4], [7, 6, 10]], jnp.int32),
-        "query_start_R1": jnp.asarray([0, 1, 1, 6, 7], jnp.int32),
-        "context_lens_R": jnp.asarray([9, 0, 12, 1], jnp.int32),
+        "page_table_RW": jnp.asarray(pages, jnp.int32),
+        "query_start_R1": jnp.asarray([0, 1, 2, 16, 17, 20, 31, 31, 31], jnp.int32),
+        "context_lens_R": jnp.asarray([9, 1, 20, 5, 3, 17, 0, 0], jnp.int32),
         "scale": 0.1,
     }
     return {**arguments, **changes}
 
 
+@pytest.mark.parametrize("rows", [8, 4, 2, 1])
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 2.0}], ids=str)
 def test_hands_rows_pages_and_options_to_the_kernel(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JAX's own reference stands in for its kernel, which runs on TPUs only."""
+    """JAX's own reference stands in for its kernel, which runs on TPUs only.
+
+    Scalar memory holds the page table of all eight rows, or of so few that the step runs in chunks.
+    """
+    seen = []
+
+    def reference(q: np.ndarray, *arrays: np.ndarray, **options: Any) -> np.ndarray:
+        o = upstream.kernel.ref_ragged_paged_attention(*map(jnp.asarray, (q, *arrays)), **options)
+        padding = np.full((len(q) - len(o), *q.shape[1:]), np.nan, q.dtype)
+        return np.concatenate([np.asarray(o), padding])
 
     def stand_in(q: jax.Array, *arrays: jax.Array, **options: Any) -> jax.Array:
-        assert options.pop("num_kv_pages_per_block") == 3
-        assert options.pop("num_queries_per_block") == 9
-        o = upstream.kernel.ref_ragged_paged_attention(q, *arrays, **options)
-        return jnp.concatenate([o, jnp.full((len(q) - len(o), *q.shape[1:]), jnp.nan, q.dtype)])
+        assert options.pop("num_kv_pages_per_block") == 5
+        assert options.pop("num_queries_per_block") == min(32, len(q))
+        seen.append((len(q), arrays[2].shape))
+        run = functools.partial(reference, **options)
+        return jax.pure_callback(run, jax.ShapeDtypeStruct(q.shape, q.dtype), q, *arrays)
 
     monkeypatch.setattr(upstream, "ragged_paged_attention", stand_in)
+    monkeypatch.setattr(tpu, "_TABLE_BYTES", rows * 128 * 4)
     arguments = _arguments(jnp.float32, **options)
     expected = kernels.paged_attention(**arguments, implementation="reference")
     with kernels.target_platform("tpu"):
         found = kernels.paged_attention(**arguments, implementation="pallas_tpu")
+    assert seen == [(36 if rows == 8 else rows, (rows, 5))]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_takes_as_many_rows_as_half_of_scalar_memory_holds() -> None:
+    assert tpu.rows_at_once(256, 512) == 256
+    assert tpu.rows_at_once(256, 8192) == 16
+    assert tpu.rows_at_once(256, 8193) == 8
+    assert tpu.rows_at_once(256, 2**20) == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         (
-            {"q_TNH": jnp.ones((9, 8, 64)), "kv_LPSCH": jnp.ones((2, 12, 4, 8, 64))},
+            {"q_TNH": jnp.ones((36, 8, 64)), "kv_LPSCH": jnp.ones((2, 12, 4, 8, 64))},
             "multiple of 128",
         ),
         ({"sinks_N": jnp.ones(8)}, "knows no sinks"),
         (
-            {"q_TNH": jnp.ones((9, 6, 128)), "kv_LPSCH": jnp.ones((2, 12, 4, 6, 128))},
+            {"q_TNH": jnp.ones((36, 6, 128)), "kv_LPSCH": jnp.ones((2, 12, 4, 6, 128))},
             "cannot tile 3",
         ),
         ({"kv_LPSCH": jnp.ones((2, 12, 4, 8, 128), jnp.float8_e4m3fn)}, "float8_e4m3fn"),
+        ({"page_table_RW": jnp.ones((8, 2**18), jnp.int32)}, "larger pages"),
     ],
 )
 def test_declines_and_leaves_to_xla(changes: dict[str, Any], reason: str) -> None:

@@ -7,7 +7,7 @@
 // see adds exact zeros to it. Tiles, tasks and threads only decide who computes what.
 //
 // Letters: T tokens of the step, N query heads, K key/value heads, G = N / K, H head width, P pages of
-// a layer, S slots of a page, C = 2 K (or more, if the caller uses one head of several), R rows
+// a layer, S slots of a page, C = 2 K, R rows
 // (sequences), W pages of a table's row. q, o [T, N, H]; kv [L, P, S, C, H]. A line is one query head
 // of one token.
 
@@ -64,7 +64,7 @@ __attribute__((noinline)) void join(const Partial& sum_, const Partial& next, in
 
 struct Step {
   int64_t T, N, H, P, S, C, R, W, K;
-  int64_t layer, first_head;  // first_head: the key head of query head 0
+  int64_t layer;
   const int32_t *table, *start, *lens;
   const float* sinks;  // null: none
   float scale, softcap;  // softcap 0: none
@@ -147,7 +147,7 @@ struct Attend {
     const int64_t low = std::max(item.low, base), high = std::min(item.high, base + kKeys);
     for (int64_t position = low; position < high;) {
       const int64_t page = s.table[item.row * s.W + position / s.S], slot = position % s.S;
-      const T* at = kv + (((s.layer * s.P + page) * s.S + slot) * s.C + 2 * s.first_head) * s.H;
+      const T* at = kv + (((s.layer * s.P + page) * s.S + slot) * s.C) * s.H;
       const int64_t end = std::min(high, position + s.S - slot);
       for (; position < end; ++position, at += s.C * s.H) to[position - base] = at;
     }
@@ -415,16 +415,14 @@ void attend(const Step& s, ffi::ThreadPool& pool, const ffi::AnyBuffer& q, const
 }
 
 ffi::Error attend_call(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, Ints layer,
-                       Ints table, Ints start, Ints lens, Floats sinks, Ints kv_head,
+                       Ints table, Ints start, Ints lens, Floats sinks,
                        ffi::Result<ffi::AnyBuffer> o, float scale, float softcap, int64_t window) {
   const auto qd = q.dimensions(), kvd = kv.dimensions(), td = table.dimensions();
   Step s;
   s.T = qd[0], s.N = qd[1], s.H = qd[2];
   s.P = kvd[1], s.S = kvd[2], s.C = kvd[3];
   s.R = td[0], s.W = td[1];
-  const bool picks = kv_head.element_count() != 0;
-  s.K = picks ? 1 : s.C / 2;
-  s.first_head = picks ? kv_head.typed_data()[0] : 0;
+  s.K = s.C / 2;
   s.layer = layer.typed_data()[0];
   s.table = table.typed_data(), s.start = start.typed_data(), s.lens = lens.typed_data();
   s.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
@@ -502,7 +500,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_paged_attention, fornax::attend_call,
                                   .Arg<fornax::Ints>()
                                   .Arg<fornax::Ints>()
                                   .Arg<fornax::Floats>()
-                                  .Arg<fornax::Ints>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")

@@ -1,12 +1,22 @@
 """Attention over a paged cache, and the writes and copies that keep such a cache."""
 
 from fornax.kernels._paged_attention.cache import copy_pages, paged_write, paged_write_operation
-from fornax.kernels._paged_attention.operation import paged_attention, paged_attention_operation
+from fornax.kernels._paged_attention.call import PreparedAttention
+from fornax.kernels._paged_attention.operation import (
+    paged_attention,
+    paged_attention_operation,
+    prepare_paged_attention,
+)
+from fornax.kernels._paged_attention.tpu import TPU_LANES, paged_table_fits
 
 __all__ = [
+    "TPU_LANES",
+    "PreparedAttention",
     "copy_pages",
     "paged_attention",
     "paged_attention_operation",
+    "paged_table_fits",
     "paged_write",
     "paged_write_operation",
+    "prepare_paged_attention",
 ]

@@ -17,12 +17,17 @@ import jax.numpy as jnp
 from fornax.kernels._paged_attention.call import PagedInputs
 from fornax.kernels._paged_attention.layout import Tiles, cut
 
-__all__ = ["blockwise"]
+__all__ = ["blockwise", "prepare"]
 
 _BLOCK = 128
 LARGEST_TILE = 64
 """Queries of one row that one reading of the keys serves, at most."""
 _LOWEST = -1e30
+
+
+def prepare(inputs: PagedInputs) -> Tiles:
+    """Cut the step's tokens into tiles."""
+    return cut(inputs, LARGEST_TILE)
 
 
 def blockwise(inputs: PagedInputs) -> jax.Array:
@@ -31,7 +36,7 @@ def blockwise(inputs: PagedInputs) -> jax.Array:
     K = inputs.kv_heads
     S = inputs.kv_LPSCH.shape[2]
     dtype = jnp.promote_types(inputs.q_TNH.dtype, jnp.float32)
-    tiles = cut(inputs, LARGEST_TILE)
+    tiles = inputs.prepared_for("xla") or prepare(inputs)
     M, Q = tiles.token_MQ.shape
     pages = max(1, _BLOCK // S)
     table_RW = jnp.pad(inputs.page_table_RW, ((0, 0), (0, -inputs.page_table_RW.shape[1] % pages)))
@@ -78,11 +83,11 @@ def _gather(inputs: PagedInputs, pages_MD: jax.Array) -> tuple[jax.Array, jax.Ar
     """Return these pages' keys and values in q's dtype: [M, D, K, H] each."""
     L, P, S, C, H = inputs.kv_LPSCH.shape
     kv = inputs.kv_LPSCH.reshape(L, P, S, C // 2, 2, H)
-    if inputs.kv_head is None:
-        kv = kv[inputs.layer, pages_MD]
-    else:
-        kv = kv[inputs.layer, pages_MD, :, inputs.kv_head]
-    kv = kv.reshape(pages_MD.shape[0], -1, inputs.kv_heads, 2, H).astype(inputs.q_TNH.dtype)
+    kv = (
+        kv[inputs.layer, pages_MD]
+        .reshape(pages_MD.shape[0], -1, inputs.kv_heads, 2, H)
+        .astype(inputs.q_TNH.dtype)
+    )
     return kv[:, :, :, 0], kv[:, :, :, 1]
 
 

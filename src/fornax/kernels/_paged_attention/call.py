@@ -4,7 +4,9 @@ Legend: T tokens of the step, N query heads, K key/value heads, H head width, L 
 S slots of a page, C = 2 K (k0, v0, k1, v1, ...), R rows (sequences), W pages of a table's row.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 from fornax.config.errors import KernelError
 from fornax.kernels.registry import current_platform
 
-__all__ = ["PagedCall", "PagedInputs", "WriteCall", "describe"]
+__all__ = ["PagedCall", "PagedInputs", "PreparedAttention", "WriteCall", "describe"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,6 @@ class PagedCall:
     window: int | None
     softcap: float | None
     sinks: bool
-    picks_head: bool
-    """Whether all query heads share one of several key heads that the device holds."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,21 @@ class WriteCall:
     cache_dtype: str
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("data",), meta_fields=("implementation",)
+)
+@dataclass(frozen=True)
+class PreparedAttention:
+    """What an implementation derived from a step's rows, for all layers of the step."""
+
+    implementation: str
+    data: Any
+    """A pytree of arrays; None where the implementation derives nothing."""
+
+
 @dataclass(frozen=True)
 class PagedInputs:
-    """The arrays and options of one call.
-
-    Under tensor parallelism a device may hold more key heads than its query heads use; then
-    `kv_head` says which single one they all share.
-    """
+    """The arrays and options of one call."""
 
     q_TNH: jax.Array
     kv_LPSCH: jax.Array
@@ -67,12 +75,18 @@ class PagedInputs:
     scale: float
     window: int | None
     softcap: float | None
-    kv_head: jax.Array | None = None
+    prepared: PreparedAttention | None = None
+
+    def prepared_for(self, implementation: str) -> Any:
+        """What `implementation` derived from these rows before, or None."""
+        if self.prepared is None or self.prepared.implementation != implementation:
+            return None
+        return self.prepared.data
 
     @property
     def kv_heads(self) -> int:
         """Key heads that the query heads divide over."""
-        return self.kv_LPSCH.shape[3] // 2 if self.kv_head is None else 1
+        return self.kv_LPSCH.shape[3] // 2
 
 
 def describe(inputs: PagedInputs) -> PagedCall:
@@ -100,7 +114,6 @@ def describe(inputs: PagedInputs) -> PagedCall:
         window=inputs.window,
         softcap=inputs.softcap,
         sinks=inputs.sinks_N is not None,
-        picks_head=inputs.kv_head is not None,
     )
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from fornax.kernels._paged_attention.call import PagedCall, PagedInputs
 from fornax.kernels._paged_attention.layout import Tiles, cut
 
-__all__ = ["declines", "gpu"]
+__all__ = ["declines", "gpu", "prepare"]
 
 ROWS = 64
 """Query heads of one key head that one reading of the keys serves, at most."""
@@ -37,9 +37,13 @@ def declines(call: PagedCall) -> str | None:
     for dtype in (call.dtype, call.cache_dtype):
         if dtype not in ("float32", "bfloat16", "float16"):
             return f"it takes float32, bfloat16 and float16, not {dtype}"
-    if call.picks_head:
-        return "the mesh holds every key head on every device"
     return None
+
+
+def prepare(inputs: PagedInputs) -> Tiles:
+    """Cut the step's tokens into tiles."""
+    group = inputs.q_TNH.shape[1] // inputs.kv_heads
+    return cut(inputs, max(1, ROWS // (1 << (group - 1).bit_length())))
 
 
 def gpu(inputs: PagedInputs, *, interpret: bool = False) -> jax.Array:
@@ -51,7 +55,7 @@ def gpu(inputs: PagedInputs, *, interpret: bool = False) -> jax.Array:
     _, N, H = inputs.q_TNH.shape
     L, P, S, C, _ = inputs.kv_LPSCH.shape
     K, G = C // 2, 2 * N // C
-    tiles = cut(inputs, max(1, ROWS // pl.next_power_of_2(G)))
+    tiles = inputs.prepared_for("pallas_gpu") or prepare(inputs)
     M, Q = tiles.token_MQ.shape
     X = max(_FEWEST_ROWS, pl.next_power_of_2(Q * G))
     table_MW = inputs.page_table_RW[tiles.row_M] + inputs.layer * P

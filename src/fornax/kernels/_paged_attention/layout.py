@@ -33,6 +33,7 @@ def rows_and_positions(
     return row_T, position_T, token_T < query_start_R1[-1]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tiles:
     """How the step's tokens are cut: tiles M of Q queries, each of one row."""

@@ -41,9 +41,7 @@ def _declines(call: PagedCall | WriteCall) -> str | None:
 
 def native(inputs: PagedInputs) -> jax.Array:
     """Compute attention on one device, in float32."""
-    none = jnp.zeros((0,))
-    sinks_N = none if inputs.sinks_N is None else inputs.sinks_N.astype(jnp.float32)
-    kv_head = none if inputs.kv_head is None else inputs.kv_head.reshape(1)
+    sinks_N = jnp.zeros((0,)) if inputs.sinks_N is None else inputs.sinks_N
     call = jax.ffi.ffi_call(
         "fornax_paged_attention",
         jax.ShapeDtypeStruct(inputs.q_TNH.shape, inputs.q_TNH.dtype),
@@ -56,7 +54,6 @@ def native(inputs: PagedInputs) -> jax.Array:
         inputs.query_start_R1,
         inputs.context_lens_R,
         sinks_N.astype(jnp.float32),
-        kv_head.astype(jnp.int32),
         scale=np.float32(inputs.scale),
         softcap=np.float32(inputs.softcap or 0),
         window=np.int64(inputs.window or 0),

@@ -4,18 +4,20 @@ Legend: T tokens of the step, N query heads, K key/value heads, H head width, L 
 S slots of a page, C = 2 K (k0, v0, k1, v1, ...), R rows (sequences), W pages of a table's row.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from fornax.kernels._paged_attention import gpu, native, tpu
-from fornax.kernels._paged_attention.blockwise import blockwise
-from fornax.kernels._paged_attention.call import PagedCall, PagedInputs, describe
+from fornax.kernels._paged_attention import blockwise, gpu, native, tpu
+from fornax.kernels._paged_attention.call import PagedCall, PagedInputs, PreparedAttention, describe
 from fornax.kernels._paged_attention.reference import reference
 from fornax.kernels._paged_attention.rehearsal import rehearse
 from fornax.kernels._paged_attention.sharded import over_mesh
 from fornax.kernels.registry import Implementation, Operation
 
-__all__ = ["paged_attention", "paged_attention_operation"]
+__all__ = ["paged_attention", "paged_attention_operation", "prepare_paged_attention"]
 
 
 paged_attention_operation: Operation[PagedCall] = Operation(
@@ -24,11 +26,18 @@ paged_attention_operation: Operation[PagedCall] = Operation(
         Implementation("native", native.native, native.declines),
         Implementation("pallas_tpu", tpu.tpu, tpu.declines),
         Implementation("pallas_gpu", gpu.gpu, gpu.declines),
-        Implementation("xla", blockwise, lambda call: None),
+        Implementation("xla", blockwise.blockwise, lambda call: None),
         Implementation("reference", reference, lambda call: None),
     ),
     rehearse,
 )
+
+_PREPARE: dict[str, Callable[[PagedInputs], Any]] = {
+    "pallas_tpu": tpu.prepare,
+    "pallas_gpu": gpu.prepare,
+    "xla": blockwise.prepare,
+}
+"""By implementation: what it derives from the rows alone, the same for every layer."""
 
 
 def paged_attention(
@@ -43,6 +52,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
+    prepared: PreparedAttention | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Attend from every token of a ragged step to its own sequence, kept in pages of a cache.
@@ -60,11 +70,13 @@ def paged_attention(
         layer: which layer of the stack, int32 scalar.
         page_table_RW: int32; entries that no token sees may be anything below P.
         query_start_R1: int32, cumulative; row r owns tokens [query_start[r], query_start[r + 1]).
+            Rows without tokens come after those with tokens.
         context_lens_R: int32, tokens of each row including this step's; 0 for an unused row.
         scale: factor on the scores, usually H ** -0.5.
         window: number of keys visible including the token's own.
         softcap: c in s = c tanh(s / c), applied to the scaled scores.
         sinks_N: float logit per query head that takes part in the softmax without a value.
+        prepared: what `prepare_paged_attention` made of the same rows, if several layers share it.
         implementation: name of one implementation to run, no other.
 
     Returns:
@@ -84,6 +96,7 @@ def paged_attention(
         scale=float(scale),
         window=window,
         softcap=softcap,
+        prepared=prepared,
     )
     describe(inputs)
 
@@ -91,3 +104,51 @@ def paged_attention(
         return paged_attention_operation.choose(describe(local), implementation).run(local)
 
     return over_mesh(attend, inputs)
+
+
+def prepare_paged_attention(
+    q_TNH: jax.ShapeDtypeStruct,
+    kv_LPSCH: jax.Array,
+    *,
+    page_table_RW: jax.Array,
+    query_start_R1: jax.Array,
+    context_lens_R: jax.Array,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> PreparedAttention:
+    """Derive once a step what calls of `paged_attention` would each derive from the rows.
+
+    Call it outside the loop over layers, under the mesh that they run under, and hand the result to
+    each call with the same rows, shapes and options.
+
+    Args:
+        q_TNH: shape and dtype of the queries.
+        kv_LPSCH: the cache; not read.
+        page_table_RW: as `paged_attention` takes it, like all that follows.
+        query_start_R1: int32.
+        context_lens_R: int32.
+        window: of the calls.
+        softcap: of the calls.
+
+    Raises:
+        KernelError: arguments that do not fit together.
+    """
+    inputs = PagedInputs(
+        q_TNH=jnp.zeros(q_TNH.shape, q_TNH.dtype),
+        kv_LPSCH=kv_LPSCH,
+        layer=jnp.zeros((), jnp.int32),
+        page_table_RW=page_table_RW,
+        query_start_R1=query_start_R1,
+        context_lens_R=context_lens_R,
+        sinks_N=None,
+        scale=1.0,
+        window=window,
+        softcap=softcap,
+    )
+    describe(inputs)
+
+    def prepare(local: PagedInputs) -> PreparedAttention:
+        name = paged_attention_operation.choose(describe(local)).name
+        return PreparedAttention(name, _PREPARE.get(name, lambda _: None)(local))
+
+    return over_mesh(prepare, inputs, replicated=True)

@@ -23,8 +23,6 @@ def reference(inputs: PagedInputs) -> jax.Array:
     dtype = jnp.promote_types(inputs.q_TNH.dtype, jnp.float32)
     kv = inputs.kv_LPSCH[inputs.layer, inputs.page_table_RW]
     kv_RMK2H = kv.reshape(kv.shape[0], -1, kv.shape[3] // 2, 2, H).astype(dtype)
-    if inputs.kv_head is not None:
-        kv_RMK2H = jax.lax.dynamic_slice_in_dim(kv_RMK2H, inputs.kv_head, 1, axis=2)
     row_T, position_T, valid_T = rows_and_positions(inputs.query_start_R1, inputs.context_lens_R, T)
     key_M = jnp.arange(kv_RMK2H.shape[1])
     mask_TM = (key_M <= position_T[:, None]) & valid_T[:, None]

@@ -24,25 +24,22 @@ def _axes(mesh: Mesh) -> tuple[tuple[str, ...], int]:
     return axes, math.prod(mesh.shape[a] for a in axes)
 
 
-def over_mesh(attend: Callable[[PagedInputs], jax.Array], inputs: PagedInputs) -> jax.Array:
+def over_mesh(
+    attend: Callable[[PagedInputs], Any], inputs: PagedInputs, *, replicated: bool = False
+) -> Any:
     """Run `attend` under the mesh in use, heads divided where they divide evenly.
 
-    The cache is divided with the key heads. Where these do not divide over the devices it is whole
-    on each of them: if the devices divide over the key heads, each takes the one that its query
-    heads share, otherwise each computes everything.
+    The cache is divided with the key heads; where these do not divide over the devices, each device
+    computes everything. The result has q's layout, or is whole on each device if `replicated`.
     """
     mesh = current_mesh()
     if mesh is None or mesh.size == 1:
         return attend(inputs)
     axes, shards = _axes(mesh)
-    K = inputs.kv_heads
-    if inputs.q_TNH.shape[1] % shards or (K % shards and shards % K):
-        axes, shards = (), 1
-    heads = axes or None
-    picks = K % shards != 0
+    heads = None if inputs.q_TNH.shape[1] % shards or inputs.kv_heads % shards else axes or None
     arrays = {
         "q_TNH": PartitionSpec(None, heads, None),
-        "kv_LPSCH": PartitionSpec(None, None, None, None if picks else heads, None),
+        "kv_LPSCH": PartitionSpec(None, None, None, heads, None),
         "layer": PartitionSpec(),
         "page_table_RW": PartitionSpec(),
         "query_start_R1": PartitionSpec(),
@@ -50,20 +47,18 @@ def over_mesh(attend: Callable[[PagedInputs], jax.Array], inputs: PagedInputs) -
     }
     if inputs.sinks_N is not None:
         arrays["sinks_N"] = PartitionSpec(heads)
+    if inputs.prepared is not None:
+        arrays["prepared"] = PartitionSpec()
 
-    def local(*parts: jax.Array) -> jax.Array:
+    def local(*parts: Any) -> Any:
         named: dict[str, Any] = dict(zip(arrays, parts, strict=True))
-        mine = dataclasses.replace(inputs, **named)
-        if picks:
-            kv_head = jax.lax.axis_index(axes) // (shards // K)
-            mine = dataclasses.replace(mine, kv_head=kv_head)
-        return attend(mine)
+        return attend(dataclasses.replace(inputs, **named))
 
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=tuple(arrays.values()),
-        out_specs=arrays["q_TNH"],
+        out_specs=PartitionSpec() if replicated else arrays["q_TNH"],
         check_vma=False,
     )(*(getattr(inputs, name) for name in arrays))
 

@@ -96,7 +96,7 @@ def build_observed(model: str, config: ServeConfig, observer: Observer) -> Engin
 
 def _cache(config: EngineConfig) -> dict[str, object]:
     return {
-        "block_size": config.block_size,
+        "block_size": config.block_size or "auto",
         "cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": config.enable_prefix_caching,
         "gpu_memory_utilization": config.gpu_memory_utilization,

@@ -71,9 +71,9 @@ class FornaxWorker(WorkerBase):
         """
         model = self._weights.config
         spec = FullAttentionSpec(
-            block_size=self._config.block_size,
-            num_kv_heads=model.kv_heads,
-            head_size=model.head_width,
+            block_size=self._limits.page_size,
+            num_kv_heads=self._limits.cache_heads.count,
+            head_size=self._limits.cache_heads.width,
             dtype=STR_DTYPE_TO_TORCH_DTYPE[str(self._limits.cache_dtype)],
         )
         return {f"layers.{index}": spec for index in range(model.num_layers)}
@@ -84,10 +84,9 @@ class FornaxWorker(WorkerBase):
 
     def determine_available_memory(self) -> int:
         """Bytes for the cache."""
-        [each] = page_bytes(
-            _unwindowed(self._weights.config), self._limits.page_size, self._limits.cache_dtype
-        )
-        return each * self._limits.num_pages[0]
+        limits, model = self._limits, _unwindowed(self._weights.config)
+        [each] = page_bytes(model, limits.page_size, limits.cache_dtype, limits.cache_heads)
+        return each * limits.num_pages[0]
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Take over the length that vLLM fitted to the memory."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from fornax.config.errors import ConfigError, EngineError, FornaxError, PlanError
 from fornax.llm.config import EngineConfig
-from fornax.llm.limits import pages_needed
-from fornax.models import page_bytes
+from fornax.llm.limits import limits_without_cache
 from fornax.plan.bytes import show_bytes
 from fornax.plan.serving.data import Advice
 from fornax.plan.serving.layout import (
@@ -43,10 +42,12 @@ def too_large(
     chip = topology.chip
     usable = int(chip.usable_bytes)
     target = target_of(topology)
-    weights = described_weights(model, config, target).nbytes * chip.devices
+    described = described_weights(model, config, target)
+    weights = described.nbytes * chip.devices
     if total is None:
-        length = config.max_model_len or model.config.max_position_embeddings
-        sequence = _sequence_bytes(model, config, length) * chip.devices
+        limits = limits_without_cache(config, model.config, described.dtype, target)
+        length, parts = limits.max_model_len, config.tensor_parallel_size
+        sequence = limits.sequence_bytes(model.config) // parts * chip.devices
         share = 1.0 if config.kv_cache_memory_bytes else config.gpu_memory_utilization
         given = int(usable * share)
         need = weights + sequence
@@ -71,19 +72,6 @@ def too_large(
     )
     where = f"{topology.name} with tensor_parallel_size={config.tensor_parallel_size}"
     return PlanError(f"{model.name} does not fit on {where}: {what}; {fixes}")
-
-
-def _sequence_bytes(model: ServedModel, config: EngineConfig, length: int) -> int:
-    """Cache of one sequence on one device."""
-    target_dtype = config.kv_cache_dtype
-    full = "float32" in (config.dtype, model.dtype) and config.dtype != "bfloat16"
-    dtype = target_dtype if target_dtype != "auto" else "float32" if full else "bfloat16"
-    tokens = config.max_num_batched_tokens or 2048
-    needs = pages_needed(model.config, length, tokens, config.block_size)
-    sizes = page_bytes(model.config, config.block_size, dtype)
-    size = config.tensor_parallel_size
-    shards = 1 if model.config.kv_heads % size else size
-    return sum(need * each for need, each in zip(needs, sizes, strict=True)) // shards
 
 
 def advise(model: ServedModel, config: EngineConfig, topology: Topology) -> list[Advice]:

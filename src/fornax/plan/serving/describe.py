@@ -83,8 +83,9 @@ def notes_of(
     ]
     if engine.devices > 1 and model.kv_heads % engine.devices:
         notes.append(
-            f"{model.kv_heads} key/value heads do not divide over {engine.devices} devices: each "
-            f"holds the whole cache; tensor_parallel_size={model.kv_heads} would divide it"
+            f"{model.kv_heads} key/value heads do not divide over {engine.devices} devices: the "
+            f"cache keeps each {engine.devices // model.kv_heads} times; "
+            f"tensor_parallel_size={model.kv_heads} would keep it once"
         )
     if engine.config.speculative_config is not None:
         notes.append("speculation counts in memory only: times are those of one token a step")

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.compilation import Arrays, Sizes, describe_arrays
 from fornax.llm.config import EngineConfig
-from fornax.llm.limits import Limits, cache_shards, pages_needed, resolve_limits
+from fornax.llm.limits import Limits, resolve_limits
 from fornax.llm.target import Target
 from fornax.llm.weights import Weights, describe_weights
-from fornax.models import DecoderConfig, cache_windows, page_bytes
+from fornax.models import DecoderConfig, cache_windows
 from fornax.plan.serving.model import ServedModel
 from fornax.plan.topology import Topology
 
@@ -72,15 +72,9 @@ class Engine:
         return self.topology.num_devices // self.devices
 
     @property
-    def cache_shards(self) -> int:
-        """Devices that share the cache; 1 where each holds all of it."""
-        return cache_shards(self.model.config, self.devices)
-
-    @property
     def page_bytes(self) -> tuple[int, ...]:
         """Bytes of a page of each group on one device."""
-        whole = page_bytes(self.model.config, self.limits.page_size, self.limits.cache_dtype)
-        return tuple(size // self.cache_shards for size in whole)
+        return tuple(size // self.devices for size in self.limits.page_bytes(self.model.config))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -90,13 +84,7 @@ class Engine:
     @property
     def pages_per_sequence(self) -> tuple[int, ...]:
         """Pages of each group that a sequence of full length may hold."""
-        limits = self.limits
-        return pages_needed(
-            self.model.config,
-            limits.max_model_len,
-            limits.max_num_batched_tokens,
-            limits.page_size,
-        )
+        return self.limits.pages_per_sequence(self.model.config)
 
 
 def target_of(topology: Topology, devices: tuple[Any, ...] = ()) -> Target:
@@ -120,7 +108,7 @@ def target_of(topology: Topology, devices: tuple[Any, ...] = ()) -> Target:
 
 def parallel_sizes(model: DecoderConfig, topology: Topology) -> list[int]:
     """Tensor parallelisms to choose from, the best first: as many devices of one slice or server
-    as divide the key/value heads too, then those that each hold the whole cache."""
+    as divide the key/value heads too, then those that keep a head on several devices."""
     most = topology.num_devices // topology.slices
     if topology.chip.platform == "gpu":
         most = topology.shape[-1] * topology.chip.devices

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from fornax.llm.limits import divide_pages, pages_needed
-from fornax.models import page_bytes
 from fornax.plan.serving.data import CacheGroup, MemoryReport
 from fornax.plan.serving.layout import Engine
 from fornax.plan.serving.work import Amounts
@@ -34,9 +33,7 @@ def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
     free = max(0, usable - weights - sampler - temporaries - code)
     needs, sizes = engine.pages_per_sequence, engine.page_bytes
     per_sequence = sum(need * size for need, size in zip(needs, sizes, strict=True)) * each
-    whole = page_bytes(engine.model.config, engine.limits.page_size, engine.limits.cache_dtype)
-    budget = free // each * engine.cache_shards
-    most = divide_pages(budget, needs, whole, 1 << 40)
+    most = divide_pages(free // each, needs, sizes, 1 << 40)
     fits = free >= per_sequence
     page_size = engine.limits.page_size
     kinds = engine.model.config.layer_kinds()
@@ -75,7 +72,7 @@ def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
 def kept_bytes(engine: Engine) -> int:
     """Bytes of one device that an engine keeps besides weights and cache."""
     arrays = engine.arrays
-    return local_bytes((arrays.hidden, arrays.sampler, arrays.masks))
+    return local_bytes((arrays.tables, arrays.hidden, arrays.sampler, arrays.masks))
 
 
 def local_bytes(tree: Any) -> int:

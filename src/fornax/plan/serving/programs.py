@@ -10,7 +10,7 @@ from fornax.config import from_mapping, to_mapping
 from fornax.llm.compilation import Program, make_programs
 from fornax.llm.config import EngineConfig
 from fornax.llm.limits import Limits
-from fornax.models import DecoderConfig
+from fornax.models import CacheHeads, DecoderConfig
 from fornax.plan.artifact import ArrayFact
 from fornax.plan.compile.arguments import array_facts
 from fornax.plan.compile.request import Job, Lowering, Request
@@ -72,7 +72,7 @@ def _lowering(engine: Engine, program: Program) -> Callable[[], Lowering]:
 
 def _arguments(engine: Engine, program: Program) -> tuple[ArrayFact, ...]:
     """Facts of each argument; the first is the leaves of the state."""
-    names = ("kv", "hidden", "last_token", "vector")
+    names = ("kv", "tables", "hidden", "last_token", "vector")
     if program.donated == (2,):  # a choice of tokens
         names = ("hidden", "sampler", "vector", "mask", "proposals")
     found = array_facts({"params": engine.arrays.state}, lambda _: "parameters")
@@ -98,5 +98,6 @@ def _limits(told: Mapping[str, Any]) -> Limits:
     changed: dict[str, Any] = {
         "num_pages": tuple(told["num_pages"]),
         "cache_dtype": jnp.dtype(told["cache_dtype"]),
+        "cache_heads": CacheHeads(*told["cache_heads"]),
     }
     return Limits(**{**told, **changed})

@@ -138,8 +138,7 @@ class Attention:
 def attention_of(engine: Engine, tokens: int) -> Attention:
     """How steps of `tokens` tokens attend."""
     model, size, limits = engine.model.config, engine.devices, engine.limits
-    picks = bool(model.kv_heads % size)
-    local_kv = 1 if picks else model.kv_heads // size
+    local_kv, width = limits.cache_heads.count // size, limits.cache_heads.width
     call = PagedCall(
         platform=engine.target.platform,
         tokens=tokens,
@@ -148,13 +147,12 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
         page_size=limits.page_size,
         heads=model.num_heads // size,
         kv_heads=local_kv,
-        head_dim=model.head_width,
+        head_dim=width,
         dtype=engine.weights.placement.compute_dtype.name,
         cache_dtype=str(limits.cache_dtype),
         window=None,
         softcap=model.attention_logit_softcap,
         sinks=False,
-        picks_head=picks,
     )
     told = paged_attention_operation.explain(call)
     chosen = next(name for name, reason in told.items() if reason == "can run it")
@@ -165,8 +163,8 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
         layers=tuple(
             (sum(kind.window == window for kind in kinds), window) for window in engine.windows
         ),
-        key_bytes=2 * local_kv * model.head_width * limits.cache_dtype.itemsize,
-        pair_flops=4 * model.head_width * (model.num_heads // size),
+        key_bytes=2 * local_kv * width * limits.cache_dtype.itemsize,
+        pair_flops=4 * width * (model.num_heads // size),
         page_size=limits.page_size,
         queries=_queries(chosen, tokens, model.num_heads // size // local_kv),
         passes=3 if chosen == "xla" else 1,

@@ -1,7 +1,9 @@
 """An engine's own steps through the TPU compiler, against the shapes that were planned."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.plan.serving.conftest import write_config
@@ -54,6 +56,45 @@ def test_decode_and_prefill_compile_and_take_what_was_planned(tmp_path: Path) ->
         # Pages are written in place: nothing of the cache's size is made.
         assert artifact.memory.aliased >= owned["cache"]
         assert artifact.memory.temporaries < owned["cache"] / 4
+
+
+LARGE = dataclasses.replace(
+    MODEL,
+    vocab_size=32_000,
+    hidden_size=4096,
+    intermediate_size=8192,
+    num_heads=32,
+    num_kv_heads=8,
+    max_position_embeddings=131_072,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "options", "program"),
+    [
+        ({}, "v6e:2x2", {}, "step 256"),
+        ({}, "v6e:2x2", {"block_size": 16}, "step 256"),
+        ({"num_kv_heads": 4}, "v6e:2x4", {}, "step 256"),
+        ({"head_dim": 64}, "v6e:2x2", {}, "step 256"),
+        ({"head_dim": 96, "num_kv_heads": 32}, "v6e:2x2", {}, "step 256"),
+    ],
+    ids=["defaults", "a table in chunks", "more devices than key heads", "width 64", "width 96"],
+)
+def test_256_sequences_of_131072_tokens_compile(
+    changes: dict[str, Any], place: str, options: dict[str, Any], program: str, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(LARGE, **changes)
+    model = read_model(write_config(tmp_path / "llama", config, torch_dtype="bfloat16"))
+    topology = parse_topology(place)
+    engine = describe_engine(model, ServingConfig(**options).engine(topology.num_devices), topology)
+    limits = engine.limits
+    assert (limits.max_num_seqs, limits.max_model_len) == (256, 131_072)
+    [artifact] = compile_programs(
+        request_of(engine, (program,)), topology, cache=False, progress=Quiet()
+    )
+    assert "ragged_paged_attention" in artifact.hlo
+    assert artifact.owned()["cache"] == local_bytes(engine.arrays.kv)
+    assert artifact.memory.temporaries < 2**26
 
 
 def test_a_compiled_plan_agrees_with_closed_forms(tmp_path: Path) -> None:

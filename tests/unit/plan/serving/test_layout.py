@@ -12,7 +12,7 @@ from tests.unit.plan.serving.conftest import MODELS
 from fornax.llm.build import build_engine
 from fornax.llm.config import EngineConfig
 from fornax.llm.target import Target
-from fornax.models import DecoderConfig, create_decoder
+from fornax.models import CacheHeads, DecoderConfig, create_decoder
 from fornax.plan.serving.layout import Engine, check_devices, describe_engine, parallel_sizes
 from fornax.plan.serving.memory import kept_bytes, local_bytes, memory_of
 from fornax.plan.serving.model import ServedModel
@@ -70,7 +70,7 @@ def test_a_real_engine_allocates_what_was_planned(
     assert plan.sizes.steps == runner.buckets
     assert plan.weights.nbytes == on_one_device(runner.weights.state)
     assert local_bytes(plan.arrays.kv) == on_one_device(runner._kv)
-    state = (runner._hidden, runner._sampler, runner._all_allowed)
+    state = (runner._tables, runner._hidden, runner._sampler, runner._all_allowed)
     assert kept_bytes(plan) == on_one_device(state)
     pages = sum(
         count * size for count, size in zip(plan.limits.num_pages, plan.page_bytes, strict=True)
@@ -89,9 +89,9 @@ def test_the_compiler_counts_the_same_bytes(name: str) -> None:
         vectors = 4 * (plan.sizes.layouts[size].size + plan.limits.max_num_seqs)
         head = plan.arrays.state["lm_head"]["kernel"].get_value()
         unused = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(head))
-        expected = plan.weights.nbytes - unused + local_bytes((plan.arrays.kv, plan.arrays.hidden))
-        assert told.argument_size_in_bytes == expected + vectors
-        assert told.alias_size_in_bytes == local_bytes((plan.arrays.kv, plan.arrays.hidden))
+        kept = local_bytes((plan.arrays.kv, plan.arrays.tables, plan.arrays.hidden))
+        assert told.argument_size_in_bytes == plan.weights.nbytes - unused + kept + vectors
+        assert told.alias_size_in_bytes == kept
 
 
 def test_sliding_layers_keep_only_their_pages() -> None:
@@ -127,7 +127,8 @@ def test_an_engine_for_an_accelerator_takes_its_share() -> None:
     assert plan.limits.max_num_seqs == 256
     # 256 sequences need less than nine tenths of the memory: no more is taken
     assert plan.limits.num_pages == (256 * math.ceil(512 / 16) + 1,)
-    assert plan.cache_shards == 4
+    # as TPUs store them: heads 128 wide
+    assert plan.limits.cache_heads == CacheHeads(4, 128)
 
 
 def test_parallelism_prefers_to_divide_the_cache() -> None:

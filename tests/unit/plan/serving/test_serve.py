@@ -60,12 +60,12 @@ def test_an_8b_on_four_chips(large: Path) -> None:
     assert "The largest batch within 20.0 ms" in text
 
 
-def test_two_engines_side_by_side_beat_a_cache_held_by_all(large: Path) -> None:
+def test_two_engines_side_by_side_beat_heads_kept_twice(large: Path) -> None:
     plan = predicted(large, "v6e:4x4", ServingConfig(max_model_len=8192))
     assert (plan.engine.tensor_parallel_size, plan.engine.engines) == (8, 2)
     plan = predicted(large, "v6e:4x4", ServingConfig(max_model_len=8192, tensor_parallel_size=16))
-    assert any("each holds the whole cache" in note for note in plan.notes)
-    assert "xla" in plan.engine.attention
+    assert any("the cache keeps each 2 times" in note for note in plan.notes)
+    assert plan.engine.attention == "pallas_tpu"
 
 
 def test_gpus_are_predicted(large: Path) -> None:
