@@ -14,6 +14,7 @@ from fornax.cli import registry
 from fornax.cli.registry import Command, Group
 from fornax.config import Field, describe
 from fornax.config.environment import documented
+from fornax.mesh import USES, axes_table
 
 
 def write_reference(directory: Path) -> list[Path]:
@@ -60,6 +61,9 @@ def config_page() -> str:
     readers[ModelSettings] = ["`fornax host` as the `serving.yaml` of a model"]
     for cls, programs in readers.items():
         parts += _config(cls, ", ".join(programs))
+    said = "What divides over an axis of `mesh`, and which commands can give it a size above 1."
+    parts += ["## Mesh axes", "", said, ""]
+    parts += [*_table(("Axis", "Divides", *(f"`{use}`" for use in USES)), axes_table()), ""]
     return "\n".join(parts)
 
 

@@ -1,10 +1,10 @@
 """Devices, named meshes, sharding rules, dtypes and process start-up."""
 
+from fornax.mesh.capabilities import MESH_AXES, USES, axes_table
 from fornax.mesh.dtypes import DtypePolicy, parse_dtype
 from fornax.mesh.mesh import MeshConfig, make_mesh
 from fornax.mesh.rules import (
     DEFAULT_RULES,
-    MESH_AXES,
     Rules,
     batch_sharding,
     constrain,
@@ -21,10 +21,12 @@ from fornax.mesh.tree import path_name, tree_shardings
 __all__ = [
     "DEFAULT_RULES",
     "MESH_AXES",
+    "USES",
     "DtypePolicy",
     "MeshConfig",
     "ProcessConfig",
     "Rules",
+    "axes_table",
     "batch_sharding",
     "constrain",
     "current_mesh",

@@ -10,7 +10,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from fornax.config.errors import ConfigError, ShardingError
-from fornax.mesh.rules import DEFAULT_RULES, MESH_AXES, Rules, merge_rules
+from fornax.mesh.capabilities import MESH_AXES, check_axes
+from fornax.mesh.rules import DEFAULT_RULES, Rules, merge_rules
 
 __all__ = ["MeshConfig", "make_mesh"]
 
@@ -24,11 +25,11 @@ class MeshConfig:
     data: int = 1
     """Data parallelism: parameters replicated, batch divided."""
     stage: int = 1
-    """Pipeline stages."""
+    """Pipeline stages: not implemented, always 1."""
     fsdp: int = -1
     """Fully sharded data parallelism: parameters, optimizer state and batch divided."""
     expert: int = 1
-    """Expert parallelism."""
+    """Expert parallelism: not implemented, always 1."""
     context: int = 1
     """Sequence parallelism: the length of a batch divided."""
     tensor: int = 1
@@ -37,8 +38,9 @@ class MeshConfig:
     """Overrides of the rule table: logical axis to the mesh axes that divide it."""
 
     def __post_init__(self) -> None:
-        """Check sizes and rule names."""
+        """Check sizes and rule names, and that each axis divides something."""
         sizes = self.axis_sizes()
+        check_axes(sizes, self.rules)
         for axis, size in sizes.items():
             if size == 0 or size < -1:
                 raise ConfigError(f"{axis}={size}: a mesh axis is a positive size, or -1 for rest")

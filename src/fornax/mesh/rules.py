@@ -11,10 +11,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fornax.config.errors import ShardingError
+from fornax.mesh.capabilities import MESH_AXES
 
 __all__ = [
     "DEFAULT_RULES",
-    "MESH_AXES",
     "Rules",
     "batch_sharding",
     "constrain",
@@ -26,14 +26,11 @@ __all__ = [
     "use_mesh",
 ]
 
-MESH_AXES = ("slice", "data", "stage", "fsdp", "expert", "context", "tensor")
-"""Mesh axes from the slowest link to the fastest."""
-
 Rules = Mapping[str, tuple[str, ...]]
 """Logical axis to the mesh axes that divide it; an empty tuple replicates."""
 
 DEFAULT_RULES: Rules = {
-    "batch": ("slice", "data", "fsdp", "expert"),
+    "batch": ("slice", "data", "fsdp"),
     "length": ("context",),
     "activation_embed": (),
     "activation_heads": ("tensor",),
@@ -46,8 +43,8 @@ DEFAULT_RULES: Rules = {
     "head_dim": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    "expert": ("expert",),
-    "layers": ("stage",),
+    "expert": (),
+    "layers": (),
     "norm": (),
 }
 

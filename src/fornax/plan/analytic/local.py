@@ -86,18 +86,13 @@ def localise(config: TrainConfig, topology: Topology) -> Local:
     """Divide a step over the devices of a topology, as the trainer would.
 
     Raises:
-      ConfigError: when the model is not given, or the mesh has pipeline stages.
+      ConfigError: when the model is not given.
       ShardingError: when model, batch or length do not divide over the mesh.
     """
     model = config.model
     if model is None:
         raise ConfigError("model is null; describe it, or let init_from be read first")
     sizes = config.mesh.resolved_sizes(topology.num_devices)
-    if sizes["stage"] > 1:
-        raise ConfigError(
-            f"mesh.stage={sizes['stage']}: the trainer runs no pipeline, so stages would all "
-            "compute the same; use stage=1 and give the devices to fsdp"
-        )
     rules = config.mesh.resolved_rules()
     mesh: Any = abstract_mesh(tuple(sizes.values()))  # the trainer's own checks read sizes only
     check_rows(config.batch_size, config.accumulate, mesh, rules)

@@ -64,9 +64,7 @@ def shrink_model(
         vocab_size=smallest_multiple(_VOCABULARY, pieces("vocab", "activation_vocab")),
         hidden_size=D,
         intermediate_size=smallest_multiple(F, pieces("mlp", "activation_mlp")),
-        num_layers=len(kept)
-        if depth == "kinds"
-        else _depth(model, len(kinds), kept, pieces("layers")),
+        num_layers=len(kept) if depth == "kinds" else _depth(model, len(kinds), kept),
         attention_pattern=tuple(kinds[i][0] for i in kept),
         rope_pattern=tuple(kinds[i][1] for i in kept),
         num_heads=N,
@@ -126,14 +124,10 @@ def _compressed(kinds: list[tuple], longest: int) -> list[int]:
     return [i for _, run in runs for i in list(run)[:longest]]
 
 
-def _depth(model: DecoderConfig, period: int, kept: list[int], stages: int) -> int:
-    """Two periods and what is left over, a multiple of the stages where the model's depth is."""
+def _depth(model: DecoderConfig, period: int, kept: list[int]) -> int:
+    """Two periods at most, and what is left over."""
     repeats, left = divmod(model.num_layers, period)
-    rest = sum(i < left for i in kept)
-    if repeats == 1 and stages == 1:
-        return len(kept) + rest
-    tries = (len(kept) * n + rest for n in range(2, 2 + stages))
-    return next((depth for depth in tries if depth % stages == 0), len(kept) * 2 * stages)
+    return len(kept) * min(repeats, 2) + sum(i < left for i in kept)
 
 
 def _window(model: DecoderConfig, seq_len: int, original_seq_len: int) -> int | None:

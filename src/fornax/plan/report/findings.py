@@ -16,7 +16,7 @@ LogicalAxes = Mapping[str, tuple[str | None, ...]]
 """A parameter's path, such as `layers/mlp/up/kernel`, to the logical axes of its dimensions."""
 
 _LARGE = 16 << 20
-_DIVIDING = ("fsdp", "tensor", "expert", "stage")
+_DIVIDING = ("fsdp", "tensor")
 """Mesh axes that exist to divide parameters; `data` and `slice` replicate on purpose."""
 _SMALL_MOVE = 1 << 20
 _SMALL_SHARE = 5e-3
@@ -136,9 +136,9 @@ def _asked(one: Collective, rules: Rules, residual: int) -> bool:
         return axes <= {"data", "slice", *rules["embed"]}
     match one.kind:
         case "all-to-all":
-            return axes <= {"expert"}
+            return False
         case "collective-permute":
-            return axes <= {"context", "stage"} or "dot_general" in one.what
+            return axes <= {"context"} or "dot_general" in one.what
         case _:
             if one.bytes in (2 * residual, 4 * residual):
                 return axes <= {"context", *rules["mlp"], *rules["heads"], *rules["vocab"]}

@@ -122,7 +122,7 @@ def _splits(model: DecoderConfig, tensor: int) -> bool:
 
 def micro_batches(batch_size: int, mesh: MeshConfig) -> Sequence[int]:
     """Numbers of micro-batches that leave every device whole rows; none when rows are too few."""
-    shards = mesh.slice * mesh.data * mesh.fsdp * mesh.expert
+    shards = mesh.slice * mesh.data * mesh.fsdp
     rows, remainder = divmod(batch_size, shards)
     if remainder or rows == 0:
         return ()

@@ -82,11 +82,6 @@ def test_the_open_axis_divides_the_heads():
     assert shrink(configure(two, mesh={"fsdp": 1, "tensor": -1})).config.mesh.tensor == 2
 
 
-def test_stages_divide_the_layers():
-    model = small(LLAMA, mesh={"stage": 4, "fsdp": -1})
-    assert model.num_layers % 2 == 0
-
-
 def test_a_long_rope_has_a_factor_for_each_frequency():
     scaling = {
         "type": "longrope",
