@@ -8,6 +8,7 @@ from fornax.config.errors import ConfigError
 from fornax.rewards import RewardPool, RewardSpec, Sample
 from fornax.rewards.verifiers import build
 from fornax.rewards.verifiers.extract import answer_text, boxed, fenced_block
+from fornax.rewards.verifiers.mathematics import equal
 from fornax.rewards.verifiers.python_source import parse, signature
 
 AREA = "def area(width: float, height: float = 1.0) -> float:\n"
@@ -75,6 +76,104 @@ def math() -> Any:
 )
 def test_mathematics(math: Any, completion: str, answer: str, right: bool) -> None:
     assert math("p", completion, answer=answer) == float(right)
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "right"),
+    [
+        # decimals: as many places as `digits` asks for
+        ("3.14159265", "3.141593", True),
+        ("3.141593", "3.14159265", True),
+        ("3.141593", "3.14159", False),
+        ("3.14159265", "3.141594", False),
+        ("3.14", "3.14159265", False),
+        ("0.5", "0.50000001", True),
+        ("0.3333333", "1/3", True),
+        ("1/3", "0.3333333", False),
+        ("18", "17.9999999", False),
+        ("0.0000000001", "0", False),
+        ("1.5e-9", "1.5000001e-9", True),
+        ("1.5e-9", "1.6e-9", False),
+        (r"6.022\times 10^{23}", "6.022e23", True),
+        (r"1.5 \cdot 10^3", "1500", True),
+        ("33.3333333%", "33.333333%", True),
+        # spaces and separators
+        ("12", "1 2", False),
+        ("12", "1,2", False),
+        ("1234", "12,34", False),
+        ("123", "1 2 3", False),
+        ("1 2", "1 2", True),
+        ("1, 2", "1,2", True),
+        ("1,234", "1234", True),
+        ("1,234,567.5", "1234567.5", True),
+        ("1{,}234", "1234", True),
+        (r"1\,234", "1234", True),
+        ("1 234", "1234", True),
+        ("1,234", "(1,234)", False),
+        (".5", "0.5", True),
+        ("5.", "5", True),
+        # fractions and mixed numbers
+        (r"\frac{1}{2}", "1/2", True),
+        (r"\dfrac12", "0.5", True),
+        (r"-\frac{3}{4}", "-0.75", True),
+        ("3/2", "1 1/2", True),
+        ("1.5", r"1\frac{1}{2}", True),
+        ("11/2", "1 1/2", False),
+        (r"\frac{11}{2}", r"1\frac12", False),
+        ("-1 1/2", "-1.5", True),
+        ("2 and 3/4", "2.75", True),
+        ("1/2", "2/4", True),
+        ("1/0", "7", False),
+        # percentages
+        ("0.5", "50%", True),
+        (r"50\%", "50 percent", True),
+        ("12.5%", "1/8", True),
+        ("50", "5%", False),
+        # units and money
+        ("10", "10 cm", True),
+        (r"10\text{ cm}", "10", True),
+        ("10 m", "10 cm", False),
+        (r"10\,\mathrm{m}", r"10\text{ m}", True),
+        ("2 hours", "2 minutes", False),
+        ("1 hour", "1 hours", True),
+        ("5 m^2", r"5\text{ m}^2", True),
+        ("5 m^2", "5 m", False),
+        ("$5", "5 dollars", True),
+        ("$5", "5 euros", False),
+        (r"\$1,000", "1000", True),
+        (r"90^\circ", "90 degrees", True),
+        (r"90^{\circ}", "90", True),
+        ("2x", "2", False),
+        ("2 xy", "2", False),
+        ("3 and 4", "3", False),
+        # tuples, sets, intervals
+        ("(1,2)", "(1, 2)", True),
+        ("(1,2)", "(2,1)", False),
+        ("(1,2)", "(1,3)", False),
+        (r"\{1,2\}", r"\{2, 1\}", True),
+        (r"\{1,2\}", r"\{1,3\}", False),
+        ("[0,1)", "[0, 1)", True),
+        ("[0,1)", "[0,1]", False),
+        (r"(-\infty,2]", r"(-\infty, 2]", True),
+        (r"\frac{1}{2}, \frac{1}{3}", "1/2, 1/3", True),
+        # LaTeX and words
+        (r"$2\sqrt{2}$", r"\sqrt{8}", True),
+        (r"2 \sqrt{2}", r"2\sqrt{2}", True),
+        (r"\pi", "3.141593", True),
+        ("2^{10}", "1024", True),
+        (r"\text{Paris}", "paris", True),
+        ("x=3", "3", True),
+        ("x=3", "y=3", False),
+    ],
+)
+def test_what_equals_what(reference: str, answer: str, right: bool) -> None:
+    assert equal(reference, answer) is right
+
+
+def test_digits_say_how_many_places_agree() -> None:
+    assert equal("3.14159265", "3.14", digits=2)
+    assert not equal("3.14159265", "3.14", digits=3)
+    assert not equal("3.14159265", "3.141593", digits=8)
 
 
 def test_regex() -> None:

@@ -5,11 +5,11 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from fornax.config.errors import ConfigError
 from fornax.rewards.verifiers.extract import answer_text
+from fornax.rewards.verifiers.quantity import agree, quantity, several
 
 __all__ = ["TABLE", "MathOptions", "equal"]
 
@@ -23,7 +23,7 @@ class MathOptions:
     column: str = "answer"
     r"""The column of the reference: a bare answer, or a solution that ends in \boxed{} or ####."""
     digits: int = 6
-    """Decimal places that must agree where numbers are not exact."""
+    """Decimal places that must agree where the reference is a decimal fraction or irrational."""
 
 
 def _math(options: MathOptions) -> tuple[Callable[..., float], tuple[str, ...]]:
@@ -51,9 +51,11 @@ def equal(wanted: str, found: str, digits: int = 6) -> bool:
     """
     if _plain(wanted) == _plain(found):
         return True
-    numbers = _number(wanted), _number(found)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
+    numbers = quantity(wanted), quantity(found)
+    if numbers[0] is not None and numbers[1] is not None:
+        return agree(numbers[0], numbers[1], digits)
+    if numbers != (None, None) and (several(wanted) or several(found)):
+        return False  # "1 2" and "1,2" are two numbers, which the parser would join
     if len(found) > _LIMIT:  # parsing takes time that grows fast
         return False
     verify = _library()[1]
@@ -85,22 +87,9 @@ def _parsed(text: str) -> tuple[Any, ...]:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\s+|\\[,;!]|\$", "", text).rstrip(".").casefold()
-
-
-def _number(text: str) -> Fraction | None:
-    """A number written plainly: digits with commas, a sign, a dollar, a fraction, a percentage."""
-    bare = text.strip().rstrip(".").replace(",", "").replace("$", "").replace("\u2212", "-")
-    percent = bare.endswith(("%", r"\%"))
-    bare = bare.removesuffix("%").removesuffix("\\")
-    if not re.fullmatch(
-        r"[-+]?\d{1,400}(\.\d{1,400})?(/\d{1,400}|e[-+]?\d{1,3})?", bare, re.IGNORECASE
-    ):
-        return None
-    try:
-        return Fraction(bare) / (100 if percent else 1)
-    except (ValueError, ZeroDivisionError):
-        return None
+    """Text without white space, but for that between digits, which parts numbers."""
+    spaced = re.sub(r"\s+|\\[,;!]|\$", " ", text).strip()
+    return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r" +", " ", spaced)).rstrip(".").casefold()
 
 
 TABLE = {"math": (MathOptions, _math)}
