@@ -31,10 +31,11 @@ def parse_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypePolicy:
-    """Mixed precision: parameters and optimizer state in one dtype, products in another."""
+    """Mixed precision: parameters in one dtype, products in another; updates in float32."""
 
     params: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which parameters, gradients and optimizer state are kept."""
+    """Dtype in which parameters are kept. Gradients are added up, and the optimizer works and keeps
+    its state, in float32; its result is rounded stochastically to bfloat16 parameters."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations and of the operands of matrix products; norms, softmax and the loss
     stay in float32."""

@@ -149,10 +149,25 @@ class Embed(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Look up tokens -> x [B, T, D] in the compute dtype."""
-        x_BTD = jnp.take(self.embedding[...], tokens_BT, axis=0).astype(self.compute_dtype)
+        x_BTD = _lookup(self.embedding[...], tokens_BT).astype(self.compute_dtype)
         if self.scale != 1.0:
             x_BTD = x_BTD * jnp.asarray(self.scale, self.compute_dtype)
         return x_BTD
+
+
+@jax.custom_jvp
+def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    return jnp.take(table_VD, tokens_BT, axis=0)
+
+
+@_lookup.defjvp
+def _lookup_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    """The gradient of a token is summed over its occurrences in float32: a bfloat16 sum of
+    ones ends at 256."""
+    table_VD, tokens_BT = primals
+    wide_VD = tangents[0].astype(jnp.promote_types(table_VD.dtype, jnp.float32))
+    tangent = jnp.take(wide_VD, tokens_BT, axis=0).astype(table_VD.dtype)
+    return _lookup(table_VD, tokens_BT), tangent
 
 
 class Attention(nnx.Module):

@@ -11,6 +11,7 @@ import optax
 from fornax.config.errors import ConfigError
 from fornax.optim.config import EMA, OptimConfig, Optimizer
 from fornax.optim.optimizers import Parameters, make_clip, make_optimizer, split_off_fallback
+from fornax.optim.rounding import UpdateCount, count_updates, is_rounded, round_as, widen
 from fornax.optim.rules import Treatment, assign, decayed
 from fornax.optim.schedules import ScheduleFn, build_schedule
 from fornax.optim.shardings import state_shardings
@@ -46,17 +47,22 @@ class Built:
 
     def init(self, params: Any) -> Any:
         """The state before the first update. It shares no buffer with `params`."""
-        return self.transform.init(params)
+        return self.transform.init(widen(params))
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """New parameters (same tree and dtypes) and new state.
+
+        The chain sees float32 in place of bfloat16, and keeps float32 state; its result is rounded
+        stochastically to bfloat16 parameters, by random bits that the number of the update gives.
 
         Where both are donated, jit a function that takes them in the order it returns them: XLA
         pairs donated buffers with results of their shape in order, and pairs that do not match
         cost a copy of every array.
         """
-        updates, state = self.transform.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        wide = widen(params)
+        updates, new_state = self.transform.update(widen(grads), state, wide)
+        after = optax.apply_updates(wide, updates)
+        return round_as(params, after, _found(state, UpdateCount)), new_state
 
     def eval_params(self, params: Any, state: Any) -> Any:
         """The parameters to evaluate: EMA's average, Lookahead's slow ones, else `params`."""
@@ -90,10 +96,11 @@ def build(config: OptimConfig, *, total_steps: int, params: Any, axes: Any = Non
       axes: tree like `params` of tuples of logical axis names; None reads them from variables.
 
     Raises:
-      ConfigError: for a rule that matches nothing, a parameter no rule covers, a schedule longer
-        than the run, a combination that cannot work.
+      ConfigError: for a rule that matches nothing, a parameter no rule covers or of a dtype that
+        is not trained, a schedule longer than the run, a combination that cannot work.
     """
     views = make_views(params, axes)
+    _require_float(params)
     assigned = assign(config, tuple(views))
     treatments = {path: _actual(t, views[path]) for path, t in assigned.items()}
     known = Parameters(views, decayed(config, views))
@@ -110,6 +117,8 @@ def build(config: OptimConfig, *, total_steps: int, params: Any, axes: Any = Non
     chain = _with_averages(config, _core(config, schedule, known, treatments))
     if config.accumulate > 1:
         chain = optax.MultiSteps(chain, config.accumulate).gradient_transformation()
+    if any(map(is_rounded, jax.tree.leaves(params))):
+        chain = optax.chain(chain, count_updates())
     return Built(
         config=config,
         transform=_on_any_tree(chain),
@@ -118,6 +127,15 @@ def build(config: OptimConfig, *, total_steps: int, params: Any, axes: Any = Non
         views=views,
         abstract_params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
     )
+
+
+def _require_float(params: Any) -> None:
+    for path, leaf in flatten(params).items():
+        if leaf.dtype not in (jnp.float64, jnp.float32, jnp.bfloat16):
+            raise ConfigError(
+                f"parameter {path} is {leaf.dtype}, in which updates would be lost; train it in "
+                "float32 or bfloat16"
+            )
 
 
 def _core(
@@ -207,13 +225,18 @@ def _per_call(schedule: ScheduleFn, calls: int) -> ScheduleFn:
 
 def _averaged(state: Any, ema: EMA | None) -> Any:
     """The averaged or slow parameters inside a state, if it has them."""
-    kinds = EmaState | SlowState
-    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)):
-        if isinstance(node, SlowState):
-            return node.slow
-        if isinstance(node, EmaState):
-            return _debiased(node, ema.decay) if ema and ema.debias else node.average
+    node = _found(state, EmaState | SlowState)
+    if isinstance(node, SlowState):
+        return node.slow
+    if isinstance(node, EmaState):
+        return _debiased(node, ema.decay) if ema and ema.debias else node.average
     return None
+
+
+def _found(state: Any, kind: Any) -> Any:
+    """The first node of a kind inside a state, or None."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return next((node for node in nodes if isinstance(node, kind)), None)
 
 
 def _debiased(state: EmaState, decay: float) -> Any:

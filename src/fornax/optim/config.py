@@ -62,7 +62,7 @@ class AdamW:
     nesterov: bool = False
     """Look ahead along the first moment."""
     mu_dtype: StateDtype | None = None
-    """Type of the first moment; null takes the parameter's."""
+    """Type of the first moment; null keeps float32."""
 
     def __post_init__(self) -> None:
         _decay_rates(b1=self.b1, b2=self.b2)
@@ -82,7 +82,7 @@ class Lion:
     weight_decay: float = 1.0
     """Decay per unit of learning rate; Lion wants about ten times AdamW's at a tenth its rate."""
     mu_dtype: StateDtype | None = None
-    """Type of the momentum; null takes the parameter's."""
+    """Type of the momentum; null keeps float32."""
 
     def __post_init__(self) -> None:
         _decay_rates(b1=self.b1, b2=self.b2)
@@ -148,7 +148,7 @@ class Muon:
     weight_decay: float = 0.1
     """Decay per unit of learning rate."""
     mu_dtype: StateDtype | None = None
-    """Type of the momentum; null takes the parameter's."""
+    """Type of the momentum; null keeps float32."""
     fallback: AdamW = AdamW()
     """What updates the parameters that are no weight matrices."""
     fallback_learning_rate_factor: float = 1.0

@@ -172,7 +172,7 @@ def _smaller_types(config: TrainConfig) -> Iterator[_Change]:
         if getattr(config.dtypes, which) == "float32":
             smaller: dict[str, Any] = {which: "bfloat16"}
             dtypes = dataclasses.replace(config.dtypes, **smaller)
-            words = {"compute": "compute in bfloat16", "params": "keep the state in bfloat16"}
+            words = {"compute": "compute in bfloat16", "params": "keep parameters in bfloat16"}
             yield _Change(
                 which,
                 words[which],

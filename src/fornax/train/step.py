@@ -83,7 +83,7 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
             loss, other, grads = sum_gradients(held, state.params, state.other, batch, key)
         scale = jnp.where(loss.weight > 0, 1 / jnp.where(loss.weight > 0, loss.weight, 1), 0)
         mean = loss.total * scale
-        norm = optax.tree.norm(_means(grads, scale, state.params)).astype(jnp.float32)
+        norm = optax.tree.norm(_means(grads, scale))
         accept, guard = judge(parts.skip, state.guard, loss=mean, norm=norm, weight=loss.weight)
         params, optimizer = _update(parts, state, grads, scale, accept)
         new = TrainState(
@@ -109,8 +109,8 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
     return step
 
 
-def _means(sums: Any, scale: jax.Array, params: Any) -> Any:
-    return jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), sums, params)
+def _means(sums: Any, scale: jax.Array) -> Any:
+    return jax.tree.map(lambda g: g * scale, sums)
 
 
 def _update(
@@ -124,8 +124,8 @@ def _update(
     """
 
     def make() -> tuple[Any, Any]:
-        means = _means(sums, scale, state.params)
-        return parts.optim.update(means, state.optimizer, state.params)
+        with use_mesh(parts.mesh, parts.rules):
+            return parts.optim.update(_means(sums, scale), state.optimizer, state.params)
 
     return jax.lax.cond(accept, make, lambda: (state.params, state.optimizer))
 

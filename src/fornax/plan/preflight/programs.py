@@ -79,7 +79,7 @@ class Program:
         state = dataclasses.replace(
             state,
             optimizer=Recorded(
-                state.optimizer, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.params)
+                state.optimizer, jax.tree.map(lambda x: np.zeros(x.shape, np.float32), state.params)
             ),
         )
         placed = place(state, self._recording.abstract)
@@ -144,12 +144,13 @@ def _recording(programs: Programs) -> Programs:
         built, transform=optax.GradientTransformationExtraArgs(init, update)
     )
     abstract = programs.abstract
+    gradients = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), abstract.params
+    )
     return dataclasses.replace(
         programs,
         parts=dataclasses.replace(programs.parts, optim=optim),
-        abstract=dataclasses.replace(
-            abstract, optimizer=Recorded(abstract.optimizer, abstract.params)
-        ),
+        abstract=dataclasses.replace(abstract, optimizer=Recorded(abstract.optimizer, gradients)),
     )
 
 
