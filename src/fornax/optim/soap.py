@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fornax.optim.distribute import map_matrices
 from fornax.optim.tree import at_paths, flatten, nest
 from fornax.optim.views import View
 
@@ -53,6 +54,7 @@ def scale_by_soap(
     projects with the basis left by earlier gradients, then adds its own gradient to the
     preconditioner, and every `precondition_frequency` updates refines the basis with one step of
     power iteration and a QR factorisation (algorithm 4). Moments are bias-corrected as Adam's.
+    Both decompositions are divided over the devices of the mesh (`map_matrices`).
 
     Args:
       views: how to see each parameter, by path.
@@ -96,15 +98,11 @@ def scale_by_soap(
 
     def start(grads: Any, state: SoapState) -> tuple[Any, SoapState]:
         left, right = _outer_products(grads, state, views)
-        left = jax.tree.map(lambda x: (1 - beta) * x, left)
-        right = jax.tree.map(lambda x: (1 - beta) * x, right)
         new = state._replace(
-            left=left,
-            right=right,
-            left_basis=jax.tree.map(_eigenvectors, left),
-            right_basis=jax.tree.map(_eigenvectors, right),
+            left=jax.tree.map(lambda x: (1 - beta) * x, left),
+            right=jax.tree.map(lambda x: (1 - beta) * x, right),
         )
-        return jax.tree.map(jnp.zeros_like, grads), new
+        return jax.tree.map(jnp.zeros_like, grads), _decompose(new)
 
     def step(grads: Any, state: SoapState) -> tuple[Any, SoapState]:
         moments = _Moments(b1, b2, eps, state.count)
@@ -202,18 +200,38 @@ def _mix(old: Any, new: Any, beta: float) -> Any:
     return jax.tree.map(lambda a, b: beta * a + (1 - beta) * b, old, new)
 
 
-def _eigenvectors(p_MM: jax.Array) -> jax.Array:
-    """Eigenvectors in columns, largest eigenvalue first."""
-    return jnp.linalg.eigh(p_MM)[1][..., ::-1]
+def _decompose(state: SoapState) -> SoapState:
+    """Eigenvectors of the preconditioners in columns, largest eigenvalue first."""
+
+    def eigenvectors(p_KMM: jax.Array) -> jax.Array:
+        return jnp.linalg.eigh(p_KMM)[1][..., ::-1]
+
+    return _with_bases(state, map_matrices(eigenvectors, _by_side((state.left, state.right))))
 
 
 def _refine(state: SoapState) -> SoapState:
     """One step of power iteration for each basis; nothing is reordered, so `nu` keeps meaning."""
 
-    def one(p_MM: jax.Array, basis_MM: jax.Array) -> jax.Array:
-        return jnp.linalg.qr(_product(p_MM, basis_MM))[0]
+    def one(p_KMM: jax.Array, basis_KMM: jax.Array) -> jax.Array:
+        return jnp.linalg.qr(_product(p_KMM, basis_KMM))[0]
 
-    return state._replace(
-        left_basis=jax.tree.map(one, state.left, state.left_basis),
-        right_basis=jax.tree.map(one, state.right, state.right_basis),
+    sides = (state.left, state.right), (state.left_basis, state.right_basis)
+    return _with_bases(state, map_matrices(one, _by_side(*sides)))
+
+
+def _by_side(*pairs: tuple[Any, Any]) -> dict[tuple[int, str], tuple[jax.Array, ...]]:
+    """Of (left, right) pairs the arrays at each side and path."""
+    flat = [[flatten(tree) for tree in pair] for pair in pairs]
+    return {
+        (side, path): tuple(pair[side][path] for pair in flat)
+        for side in (0, 1)
+        for path in flat[0][side]
+    }
+
+
+def _with_bases(state: SoapState, bases: Mapping[tuple[int, str], jax.Array]) -> SoapState:
+    left, right = (
+        nest({path: basis for (where, path), basis in bases.items() if where == side})
+        for side in (0, 1)
     )
+    return state._replace(left_basis=left, right_basis=right)
