@@ -21,6 +21,7 @@ from fornax.config.errors import (
 from fornax.config.load import from_arguments, from_mapping, from_yaml, load
 from fornax.config.overrides import split_arguments
 from fornax.config.place import nearest
+from fornax.config.user_code import load_name, mending
 from fornax.config.write import Change, diff, dump_yaml, to_mapping
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "from_mapping",
     "from_yaml",
     "load",
+    "load_name",
+    "mending",
     "nearest",
     "split_arguments",
     "to_mapping",

@@ -105,18 +105,24 @@ def _variant(annotation: Any, value: Mapping, place: Place, default: Any) -> typ
     chosen = value["type"]
     here = place.child("type")
     name = chosen[0] if isinstance(chosen, Words) and len(chosen) == 1 else chosen
+    if isinstance(name, str) and ":" in name:
+        name = next((label for label, each in by_name.items() if schema.rest_of(each)), name)
     if not isinstance(name, str) or name not in by_name:
         raise here.error(_choices(name, by_name), chosen)
     return by_name[name]
 
 
 def _config(cls: type, value: Mapping, place: Place, default: Any) -> Any:
-    keys = schema.keys_of(cls)
+    keys, rest = schema.keys_of(cls), schema.rest_of(cls)
     unknown = [name for name in value if name not in keys]
-    if unknown:
+    if unknown and rest is None:
         _reject_unknown(cls, unknown, place)
     base = default if type(default) is cls else ABSENT
-    arguments = {}
+    arguments: dict[str, Any] = {}
+    if rest is not None:
+        base = ABSENT if "type" in value else base
+        old = {} if base is ABSENT else getattr(base, rest)
+        arguments[rest] = {**old, **{str(n): _untyped(value[n], place.child(n)) for n in unknown}}
     missing = []
     for name, key in keys.items():
         old = key.make_default() if base is ABSENT else getattr(base, name)
@@ -137,6 +143,20 @@ def _config(cls: type, value: Mapping, place: Place, default: Any) -> Any:
     except FornaxError as error:
         where = f"{place.name()}{place.source}" if place.name() else place.origin
         raise type(error)(f"{where}: {error}" if where else str(error)) from error
+
+
+def _untyped(value: Any, place: Place) -> Any:
+    """A value of a key that no dataclass declares, as YAML has it."""
+    if isinstance(value, Words):
+        plain = [read_yaml(word, place.origin)[0] for word in value]
+        return plain[0] if len(plain) == 1 else (plain or True)
+    if isinstance(value, Mapping):
+        return {str(name): _untyped(item, place.child(str(name))) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_untyped(item, place.child(str(n))) for n, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise place.error(f"is {kind_of(value)}; this key takes text, numbers, lists and mappings")
 
 
 def _reject_unknown(cls: type, unknown: list[Any], place: Place) -> NoReturn:

@@ -3,7 +3,8 @@
 A config is a frozen, keyword-only dataclass. The annotations that may stand on a field are bool,
 int, float, str, Path, None-unions, Literal, tuple[X, ...], dict[str, X], dataclasses and unions of
 dataclasses told apart by their `type` field. The line of documentation is the string literal that
-follows the field.
+follows the field. One variant of a union may be open: its `type` is a str, FILE.py:NAME, and its
+field with the metadata `rest` (a dict) takes whatever other keys are given.
 """
 
 import ast
@@ -49,7 +50,7 @@ def keys_of(cls: type) -> Mapping[str, Key]:
     hints = typing.get_type_hints(cls)
     keys = {}
     for field in dataclasses.fields(cls):
-        if not field.init:
+        if not field.init or field.name == rest_of(cls):
             continue
         annotation = hints[field.name]
         _check_annotation(annotation, f"{cls.__qualname__}.{field.name}")
@@ -83,6 +84,11 @@ def variants(annotation: Any) -> tuple[type, ...]:
     return tuple(member for member in members(annotation) if is_config(member))
 
 
+def rest_of(cls: type) -> str | None:
+    """The field of an open variant that takes the keys that are no fields; None of any other."""
+    return next((f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")), None)
+
+
 def is_tuple(annotation: Any) -> bool:
     return typing.get_origin(annotation) is tuple
 
@@ -104,7 +110,9 @@ def element_annotations(annotation: Any, length: int) -> tuple[Any, ...] | None:
 
 
 def type_names(variant: type) -> tuple[str, ...]:
-    """The values of `type:` that choose a variant."""
+    """The values of `type:` that choose a variant; of an open one, what they look like."""
+    if rest_of(variant):
+        return ("FILE.py:NAME",)
     key = keys_of(variant).get("type")
     return tuple(typing.get_args(key.annotation)) if key and is_literal(key.annotation) else ()
 
@@ -150,6 +158,8 @@ def _check_union(configs: tuple[type, ...], where: str) -> None:
     seen: dict[str, type] = {}
     for variant in configs:
         hint = typing.get_type_hints(variant).get("type")
+        if rest_of(variant) and hint is str:
+            continue
         if not is_literal(hint):
             raise TypeError(f"{where}: {variant.__qualname__} needs a field type: Literal[...]")
         for name in typing.get_args(hint):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fornax.config.place import shorten
+from fornax.config.schema import rest_of
 from fornax.config.text import write_yaml
 
 
@@ -45,11 +46,13 @@ def to_mapping(config: Any) -> dict[str, Any]:
 def to_plain(value: Any, path: str = "") -> Any:
     """Return any config value as plain values; `path` names it in errors."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
+        plain = {
             field.name: to_plain(getattr(value, field.name), f"{path}.{field.name}")
             for field in dataclasses.fields(value)
             if field.init
         }
+        rest = rest_of(type(value))
+        return plain if rest is None else plain | plain.pop(rest)
     if isinstance(value, Mapping):
         return {str(key): to_plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -17,6 +17,8 @@ from fornax.optim.config import (
     OptimConfig,
     Optimizer,
     RMSProp,
+    Shampoo,
+    UserOptimizer,
     ValueClip,
 )
 from fornax.optim.schedules import (
@@ -28,7 +30,9 @@ from fornax.optim.schedules import (
     Schedule,
     build_schedule,
 )
+from fornax.optim.shampoo import scale_by_shampoo
 from fornax.optim.soap import scale_by_soap
+from fornax.optim.views import View
 
 __all__ = [
     "EMA",
@@ -53,8 +57,12 @@ __all__ = [
     "Piecewise",
     "RMSProp",
     "Schedule",
+    "Shampoo",
+    "UserOptimizer",
     "ValueClip",
+    "View",
     "build",
     "build_schedule",
+    "scale_by_shampoo",
     "scale_by_soap",
 ]

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from fornax.config.errors import ConfigError
-from fornax.optim.config import EMA, OptimConfig, Optimizer
+from fornax.optim.config import EMA, AdamW, OptimConfig, Optimizer
 from fornax.optim.optimizers import Parameters, make_clip, make_optimizer, split_off_fallback
 from fornax.optim.rounding import UpdateCount, count_updates, is_rounded, round_as, widen
 from fornax.optim.rules import Treatment, assign, decayed
 from fornax.optim.schedules import ScheduleFn, build_schedule
-from fornax.optim.shardings import state_shardings
+from fornax.optim.shardings import state_shardings, unmatched
 from fornax.optim.transforms import EmaState, SlowState, average_parameters, follow_slowly
 from fornax.optim.tree import at_paths, flatten, nest, rebuild
+from fornax.optim.user import Factory, TaskOptimizer
 from fornax.optim.views import View, make_views
 
 __all__ = ["Built", "build"]
@@ -79,11 +80,26 @@ class Built:
         Args:
           param_shardings: a tree like the parameters of NamedShardings on one mesh.
         """
-        state = jax.eval_shape(self.init, self.abstract_params)
-        return state_shardings(state, self.views, flatten(param_shardings))
+        return state_shardings(self._abstract_state, self.views, flatten(param_shardings))
+
+    def replicated(self, param_shardings: Any) -> dict[str, Any]:
+        """State arrays, abstract and by path, that match no parameter: every device holds them
+        whole."""
+        return unmatched(self._abstract_state, self.views, flatten(param_shardings))
+
+    @property
+    def _abstract_state(self) -> Any:
+        return jax.eval_shape(self.init, self.abstract_params)
 
 
-def build(config: OptimConfig, *, total_steps: int, params: Any, axes: Any = None) -> Built:
+def build(
+    config: OptimConfig,
+    *,
+    total_steps: int,
+    params: Any,
+    axes: Any = None,
+    optimizer: Factory | None = None,
+) -> Built:
     """Build the chain that `config` declares.
 
     The chain: frozen gradients become zero, the clippings act in order, each parameter goes to its
@@ -94,16 +110,19 @@ def build(config: OptimConfig, *, total_steps: int, params: Any, axes: Any = Non
       total_steps: calls of `Built.update` in the whole run; schedules end there.
       params: tree of arrays, ShapeDtypeStructs or NNX variables, whose paths name the parameters.
       axes: tree like `params` of tuples of logical axis names; None reads them from variables.
+      optimizer: a factory (`fornax.optim.user`) in place of `config.optimizer`.
 
     Raises:
       ConfigError: for a rule that matches nothing, a parameter no rule covers or of a dtype that
         is not trained, a schedule longer than the run, a combination that cannot work.
     """
+    config = _with_factory(config, optimizer)
     views = make_views(params, axes)
     _require_float(params)
     assigned = assign(config, tuple(views))
     treatments = {path: _actual(t, views[path]) for path, t in assigned.items()}
-    known = Parameters(views, decayed(config, views))
+    named = config.decay is not None or bool(config.no_decay)
+    known = Parameters(views, decayed(config, views), named)
     if total_steps < 1 or total_steps % config.accumulate:
         raise ConfigError(
             f"total_steps={total_steps} is no positive multiple of accumulate={config.accumulate}"
@@ -127,6 +146,19 @@ def build(config: OptimConfig, *, total_steps: int, params: Any, axes: Any = Non
         views=views,
         abstract_params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
     )
+
+
+def _with_factory(config: OptimConfig, factory: Factory | None) -> OptimConfig:
+    if factory is None:
+        return config
+    named = config.optimizer
+    if named is not None and named != AdamW():
+        raise ConfigError(
+            f"optim.optimizer is {named.type}, and the task brings an optimizer of its "
+            "own; leave optim.optimizer out, or name it in a group"
+        )
+    optimizer: Any = TaskOptimizer(factory)
+    return replace(config, optimizer=optimizer)
 
 
 def _require_float(params: Any) -> None:
@@ -181,7 +213,7 @@ def _actual(treatment: Treatment, view: View) -> Treatment:
     )
 
 
-def _label(position: int, optimizer: Optimizer | None) -> str:
+def _label(position: int, optimizer: Optimizer | TaskOptimizer | None) -> str:
     return f"{position}-{optimizer.type if optimizer else 'frozen'}"
 
 

@@ -1,7 +1,8 @@
 """What a user may say about optimization: optimizers, clipping, groups, averages."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fornax.config.errors import ConfigError
 from fornax.optim.schedules import Constant, Cosine, Schedule
@@ -22,6 +23,8 @@ __all__ = [
     "OptimConfig",
     "Optimizer",
     "RMSProp",
+    "Shampoo",
+    "UserOptimizer",
     "ValueClip",
 ]
 
@@ -209,6 +212,49 @@ class SOAP:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shampoo:
+    """Gradients between inverse fourth roots of their second moments (Anil et al. 2020).
+
+    Embeddings, the output head, norms and biases go to `fallback`.
+    """
+
+    type: Literal["shampoo"] = "shampoo"
+    b1: float = 0.9
+    """Decay rate of the momentum."""
+    b2: float = 0.99
+    """Decay rate of the second moments, of the grafted optimizer's too."""
+    eps: float = 1e-8
+    """Added to the square root of the grafted optimizer's second moment."""
+    matrix_eps: float = 1e-6
+    """Added to the eigenvalues that are inverted, as a share of the largest."""
+    block_size: int = 1024
+    """Longest side of a block that has preconditioners of its own."""
+    root_interval: int = 10
+    """Updates between two computations of the inverse roots."""
+    start_step: int = 10
+    """Updates that the grafted optimizer makes before the first roots."""
+    grafting: Literal["rmsprop", "adagrad", "sgd"] = "rmsprop"
+    """Whose update gives each matrix's update its norm."""
+    weight_decay: float = 0.1
+    """Decay per unit of learning rate."""
+    fallback: AdamW = AdamW()
+    """What updates the parameters that are no weight matrices."""
+    fallback_learning_rate_factor: float = 1.0
+    """Learning rate of the fallback, as a multiple of Shampoo's."""
+
+    def __post_init__(self) -> None:
+        _decay_rates(b1=self.b1, b2=self.b2)
+        _positive(
+            eps=self.eps,
+            matrix_eps=self.matrix_eps,
+            block_size=self.block_size,
+            root_interval=self.root_interval,
+            fallback_learning_rate_factor=self.fallback_learning_rate_factor,
+        )
+        _not_negative(weight_decay=self.weight_decay, start_step=self.start_step)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SGD:
     """Gradient descent with momentum (`optax.sgd`)."""
 
@@ -253,7 +299,28 @@ class RMSProp:
             raise ConfigError("nesterov=true needs a momentum; set momentum or drop nesterov")
 
 
-Optimizer = AdamW | Lion | Adafactor | Muon | SOAP | SGD | RMSProp
+@dataclass(frozen=True, kw_only=True)
+class UserOptimizer:
+    """A factory of the user's own, called with the learning rate and the keys beside `type`.
+
+    See `fornax.optim.user` for what it is given.
+    """
+
+    type: str
+    """FILE.py:NAME or package.module:NAME of a function that returns an
+    `optax.GradientTransformation`, such as `optax:adabelief`."""
+    options: Mapping[str, Any] = field(default_factory=dict, metadata={"rest": True})
+    """Keyword arguments for the factory."""
+
+    def __post_init__(self) -> None:
+        if not all(self.type.rpartition(":")[::2]):
+            raise ConfigError(f"type={self.type} names no function; write FILE.py:NAME")
+
+    def __hash__(self) -> int:
+        return hash((self.type, tuple(sorted(self.options))))
+
+
+Optimizer = AdamW | Lion | Adafactor | Muon | SOAP | Shampoo | SGD | RMSProp | UserOptimizer
 """The rule that turns gradients into updates."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from fornax.config.errors import ConfigError
+from fornax.config import ConfigError, load_name
 from fornax.optim.config import (
     SGD,
     SOAP,
@@ -19,12 +19,16 @@ from fornax.optim.config import (
     NormClip,
     Optimizer,
     RMSProp,
+    Shampoo,
+    UserOptimizer,
     ValueClip,
 )
 from fornax.optim.schedules import ScheduleFn
+from fornax.optim.shampoo import scale_by_shampoo
 from fornax.optim.soap import scale_by_soap
 from fornax.optim.transforms import per_matrix
 from fornax.optim.tree import at_paths
+from fornax.optim.user import TaskOptimizer, call_factory
 from fornax.optim.views import View
 
 __all__ = ["Parameters", "make_clip", "make_optimizer", "split_off_fallback"]
@@ -36,6 +40,8 @@ class Parameters:
 
     views: Mapping[str, View]
     decayed: Mapping[str, bool]
+    decay_is_named: bool = False
+    """Whether the config says which parameters decay."""
 
     @property
     def mask(self) -> Callable[[Any], Any]:
@@ -53,18 +59,23 @@ class Parameters:
             )
 
 
-def split_off_fallback(optimizer: Optimizer, view: View) -> tuple[Optimizer, float]:
+def split_off_fallback(
+    optimizer: Optimizer | TaskOptimizer, view: View
+) -> tuple[Optimizer | TaskOptimizer, float]:
     """The optimizer that really updates a parameter, and its learning-rate factor.
 
-    Muon and SOAP hand what is not a hidden weight matrix to their fallback.
+    Muon, SOAP and Shampoo hand what is not a hidden weight matrix to their fallback.
     """
-    if isinstance(optimizer, Muon | SOAP) and not view.is_hidden_matrix:
+    if isinstance(optimizer, Muon | SOAP | Shampoo) and not view.is_hidden_matrix:
         return optimizer.fallback, optimizer.fallback_learning_rate_factor
     return optimizer, 1.0
 
 
 def make_optimizer(
-    config: Optimizer, schedule: ScheduleFn, params: Parameters, paths: tuple[str, ...]
+    config: Optimizer | TaskOptimizer,
+    schedule: ScheduleFn,
+    params: Parameters,
+    paths: tuple[str, ...],
 ) -> optax.GradientTransformation:
     """The Optax transformation of `config` for the parameters at `paths`."""
     match config:
@@ -94,6 +105,10 @@ def make_optimizer(
             return _muon(config, schedule, params, paths)
         case SOAP():
             return _soap(config, schedule, params, paths)
+        case Shampoo():
+            return _shampoo(config, schedule, params, paths)
+        case UserOptimizer() | TaskOptimizer():
+            return _of_the_user(config, schedule, params)
         case SGD():
             sgd = optax.sgd(schedule, momentum=config.momentum, nesterov=config.nesterov)
             return _after_decay(config.weight_decay, params, sgd)
@@ -183,6 +198,40 @@ def _soap(
         optax.add_decayed_weights(config.weight_decay, params.mask),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def _shampoo(
+    config: Shampoo, schedule: ScheduleFn, params: Parameters, paths: tuple[str, ...]
+) -> optax.GradientTransformation:
+    for path in paths:
+        params.require_clear("shampoo", path)
+    return optax.chain(
+        scale_by_shampoo(
+            {path: params.views[path] for path in paths},
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            matrix_eps=config.matrix_eps,
+            block_size=config.block_size,
+            root_interval=config.root_interval,
+            start_step=config.start_step,
+            grafting=config.grafting,
+        ),
+        optax.add_decayed_weights(config.weight_decay, params.mask),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _of_the_user(
+    config: UserOptimizer | TaskOptimizer, schedule: ScheduleFn, params: Parameters
+) -> optax.GradientTransformation:
+    offered = {"learning_rate": schedule, "mask": params.mask, "views": params.views}
+    if isinstance(config, TaskOptimizer):
+        factory, options = config.make, {}
+    else:
+        factory, options = load_name(config.type), config.options
+    needed = ("learning_rate", "mask") if params.decay_is_named else ("learning_rate",)
+    return call_factory(config.type, factory, options, offered, needed)
 
 
 def make_clip(config: Clip, params: Parameters) -> optax.GradientTransformation:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fornax.config.errors import ConfigError
 from fornax.optim.config import Group, OptimConfig, Optimizer
+from fornax.optim.user import TaskOptimizer
 from fornax.optim.views import View
 
 __all__ = ["Treatment", "assign", "decayed"]
@@ -18,7 +19,7 @@ _SHOWN = 5
 class Treatment:
     """What happens to one parameter; `optimizer` None leaves it frozen."""
 
-    optimizer: Optimizer | None
+    optimizer: Optimizer | TaskOptimizer | None
     learning_rate_factor: float = 1.0
 
 

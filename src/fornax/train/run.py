@@ -101,6 +101,8 @@ def train(
         recorder = _recorder(config, task, directory, begun, ledger, shown, first=first)
         stack.callback(lambda: [sink.close() for sink in recorder.sinks])
         stack.callback(shown.close)
+        for line in programs.warnings:
+            shown.say(line)
         if begun.step:
             done = " and is done" if begun.step >= config.steps else ""
             shown.say(f"the run stands at step {begun.step} of {config.steps}{done}")

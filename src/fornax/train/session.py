@@ -71,6 +71,21 @@ class Programs:
                 self.compilations += 1
         return self._compiled[key]
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to tell before the first step, a line each."""
+        parts = self.parts
+        if parts.mesh.size == 1:
+            return ()
+        whole = parts.optim.replicated(parts.param_shardings)
+        if not whole:
+            return ()
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in whole.values())
+        return (
+            f"optimizer state that matches no parameter by path or shape: {len(whole)} arrays, "
+            f"{size / 2**20:.1f} MiB, whole on every device (first: {next(iter(whole))})",
+        )
+
     def model(self, state: TrainState) -> Any:
         """The model of a state; its arrays are the state's and the frozen ones themselves."""
         held = self.parts.model.holding(self.frozen)
@@ -132,7 +147,9 @@ def prepare(
     built = nnx.eval_shape(lambda: task.build(nnx.Rngs(config.seed)))
     model = split_model(built, task.trained)
     _require_trained(model.params, task.trained)
-    chain = optim.build(config.optim, total_steps=config.steps, params=model.params)
+    chain = optim.build(
+        config.optim, total_steps=config.steps, params=model.params, optimizer=task.optimizer
+    )
     abstract = abstract_state(_builder(config, task, chain), model, chain, mesh, rules)
     parts = StepParts(
         task=task,

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 
 __all__ = ["Batch", "Batches", "Hosts", "Loss", "Task"]
@@ -93,6 +94,10 @@ class Task:
     """An NNX filter: which parameters are trained. Every other `nnx.Param` is frozen: it has no
     gradient and no optimizer state, a step neither copies nor replaces it, and no checkpoint holds
     it. A run that goes on gets it where it first came from, `pretrained` or `build`."""
+    optimizer: Callable[..., optax.GradientTransformation] | None = None
+    """A factory that takes `optim.optimizer`'s place, called with the schedule as `learning_rate`
+    (and with `mask` and `views` where it names them: `fornax.optim.user`). The state of what it
+    makes lies beside the parameters that its paths or shapes match."""
     follow: Callable[[int, Callable[[], nnx.Module]], None] | None = None
     """(steps done, model), called before each batch is asked for: a stream that depends on the
     weights, such as one of samples from the model, takes them here. `model()` is the model after

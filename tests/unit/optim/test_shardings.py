@@ -1,10 +1,13 @@
 """Optimizer state lies beside its parameters on a mesh, and computes what one device does."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fornax.mesh import use_mesh
 from fornax.optim import (
     EMA,
     SOAP,
@@ -16,6 +19,7 @@ from fornax.optim import (
     Muon,
     NormClip,
     OptimConfig,
+    Shampoo,
     build,
 )
 
@@ -67,6 +71,9 @@ CHAINS = {
         groups=(Group(pattern="scale", learning_rate_factor=0.5),),
         clip=(NormClip(max_norm=10.0),),
     ),
+    "shampoo": OptimConfig(
+        optimizer=Shampoo(block_size=8, root_interval=2, start_step=1, matrix_eps=1e-3), clip=()
+    ),
 }
 
 
@@ -76,8 +83,14 @@ def test_sharded_updates_equal_those_of_one_device(name, shardings):
     chain = build(CHAINS[name], total_steps=4, params=params, axes=AXES)
     on_mesh = chain.state_shardings(shardings)
     init = jax.jit(chain.init, out_shardings=on_mesh)
+    mesh = shardings["embed"].mesh
+
+    def on_the_mesh(*arguments):
+        with use_mesh(mesh):
+            return chain.update(*arguments)
+
     step = jax.jit(
-        chain.update,
+        on_the_mesh,
         in_shardings=(shardings, on_mesh, shardings),
         out_shardings=(shardings, on_mesh),
     )
@@ -119,6 +132,8 @@ def spec_of(tree, ending):
         ("soap", ".right_basis['layers']['q']", (None, "tensor", None)),
         ("soap", ".right['layers']['o']", (None, "fsdp", None)),
         ("soap", ".slow['embed']", ("tensor", "fsdp")),
+        ("shampoo", ".mu['layers']['o']", (None, "tensor", None, "fsdp")),
+        ("shampoo", ".left_stats['layers']['q']", (("fsdp", "tensor"), None, None)),
     ],
 )
 def test_state_is_divided_as_its_parameter(name, ending, spec, shardings):
@@ -136,3 +151,27 @@ def test_no_large_state_is_left_replicated(name, shardings):
     for leaf, sharding in pairs:
         if leaf.size > 64:
             assert np.prod(sharding.shard_shape(leaf.shape)) < leaf.size, leaf.shape
+
+
+@pytest.mark.parametrize("name", ["soap", "shampoo"])
+def test_each_device_decomposes_its_share_of_the_matrices(name, shardings):
+    """Read from the compiled program: what LAPACK is called with on one of eight devices."""
+    axes = {"w": ("layers", "embed", "mlp")}
+    where = {"w": NamedSharding(shardings["embed"].mesh, PartitionSpec(None, "fsdp", "tensor"))}
+    shapes = {"w": jax.ShapeDtypeStruct((12, 32, 16), np.float32)}
+    config = OptimConfig(optimizer={"soap": SOAP(), "shampoo": Shampoo(block_size=16)}[name])
+    chain = build(config, total_steps=4, params=shapes, axes=axes)
+    on_mesh = chain.state_shardings(where)
+
+    def update(*arguments):
+        with use_mesh(where["w"].mesh):
+            return chain.update(*arguments)
+
+    jitted = jax.jit(update, in_shardings=(where, on_mesh, where), out_shardings=(where, on_mesh))
+    state = jax.eval_shape(chain.init, shapes)
+    program = jitted.lower(shapes, state, shapes).compile().as_text()
+    found = re.findall(r"= \(?f32\[([\d,]+)\].* custom-call.*lapack_s(?:syevd|geqrf)", program)
+    # Twelve layers: 12 sides of 32 and 12 of 16, or two blocks of 16 x 16 with two sides each;
+    # evenly over eight devices, filled up with identities.
+    wanted = {"soap": ["2,16,16", "2,16,16", "2,32,32", "2,32,32"], "shampoo": ["6,16,16"]}[name]
+    assert sorted(found) == wanted

@@ -152,7 +152,7 @@ def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
 
 def _export_own(arguments: Arguments, name: str, out: Path) -> "Manifest":
     from fornax import export
-    from fornax.cli.user_code import load_name, mending
+    from fornax.config import load_name, mending
 
     make = load_name(name)
     if needed := _needed(make):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from fornax.optim import SOAP, Muon
+from fornax.optim import SOAP, Muon, Shampoo
 from fornax.plan.analytic.flops import Piece
 from fornax.plan.analytic.local import Local
 from fornax.plan.analytic.state import StateArray
@@ -40,7 +40,7 @@ def _matrices(local: Local, params: list[StateArray]) -> Iterable[Piece]:
     """Products of optimizers that work on whole matrices, divided over their devices."""
     chain = local.config.optim
     kinds = [chain.optimizer, *(group.optimizer for group in chain.groups)]
-    optimizer = next((kind for kind in kinds if isinstance(kind, Muon | SOAP)), None)
+    optimizer = next((kind for kind in kinds if isinstance(kind, Muon | SOAP | Shampoo)), None)
     if optimizer is None:
         return
     for array in params:
@@ -49,12 +49,7 @@ def _matrices(local: Local, params: list[StateArray]) -> Iterable[Piece]:
         layers = array.shape[0]
         shards = math.prod(local.mesh[axis] for dim in array.axes for axis in dim)
         rows, columns = _sides(array.name, [n * _over(local, d) for n, d in _dims(array)][1:])
-        per_layer = (
-            _muon(optimizer, rows, columns)
-            if isinstance(optimizer, Muon)
-            else _soap(optimizer, rows, columns)
-        )
-        flops = layers * per_layer / shards
+        flops = layers * _flops(optimizer, rows, columns) / shards
         yield Piece(
             kind="optimizer", flops=flops, bytes=float(2 * layers * rows * columns / shards)
         )
@@ -76,6 +71,17 @@ def _sides(name: str, whole: list[int]) -> tuple[int, int]:
     return whole[0], whole[1]
 
 
+def _flops(config: Muon | SOAP | Shampoo, rows: int, columns: int) -> float:
+    """Operations of one layer's matrix, an update."""
+    match config:
+        case Muon():
+            return _muon(config, rows, columns)
+        case SOAP():
+            return _soap(config, rows, columns)
+        case Shampoo():
+            return _shampoo(config, rows, columns)
+
+
 def _muon(config: Muon, rows: int, columns: int) -> float:
     """Newton-Schulz: X X^T, its square, and their product with X, each iteration."""
     small, large = min(rows, columns), max(rows, columns)
@@ -90,3 +96,14 @@ def _soap(config: SOAP, rows: int, columns: int) -> float:
             flops += 2.0 * side * side * other * 4
             flops += (2.0 * side**3 + 4.0 / 3.0 * side**3) / config.precondition_frequency
     return flops
+
+
+def _shampoo(config: Shampoo, rows: int, columns: int) -> float:
+    """Two covariances and two products of each block, and the roots' eigendecompositions."""
+    sides = [min(side, config.block_size) for side in (rows, columns)]
+    blocks = rows * columns / (sides[0] * sides[1])
+    flops = 0.0
+    for side, other in (sides, reversed(sides)):
+        flops += 2.0 * side * side * other * 2
+        flops += (9.0 * side**3 + 2.0 * side**3) / config.root_interval
+    return blocks * flops

@@ -10,7 +10,7 @@ from fornax.config.errors import ConfigError
 from fornax.data import Prefetch, PythonSource
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
 from fornax.models import DecoderConfig
-from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer
+from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer, Shampoo
 from fornax.plan.preflight.shrink_model import Depth, shrink_model, smallest_multiple
 from fornax.train import EvalConfig, TrainConfig
 
@@ -156,6 +156,9 @@ def _shrink_optimizer(optimizer: Optimizer | None, share: float) -> Optimizer | 
     if isinstance(optimizer, Adafactor):
         least = max(1, round(optimizer.min_dim_size_to_factor * share))
         return dataclasses.replace(optimizer, min_dim_size_to_factor=least)
+    if isinstance(optimizer, Shampoo):
+        side = max(1, round(optimizer.block_size * share))
+        return dataclasses.replace(optimizer, block_size=side)
     if isinstance(optimizer, SOAP):
         most = max(1, round(optimizer.max_precondition_dim * share))
         return dataclasses.replace(optimizer, max_precondition_dim=most)

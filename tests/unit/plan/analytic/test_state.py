@@ -38,6 +38,8 @@ def held(tree: Any) -> int:
         {"optimizer": {"type": "adamw", "mu_dtype": "bfloat16"}, "ema": {}},
         {"optimizer": {"type": "muon"}, "accumulate": 2},
         {"optimizer": {"type": "soap"}},
+        {"optimizer": {"type": "shampoo", "block_size": 48}},
+        {"optimizer": {"type": "optax:adabelief", "b1": 0.8}},
     ],
     ids=str,
 )

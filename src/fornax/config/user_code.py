@@ -10,9 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fornax.config import ConfigError, FornaxError, nearest
+from fornax.config.errors import ConfigError, FornaxError
+from fornax.config.place import nearest
 
 __all__ = ["load_name", "mending"]
+
+_SHOWN = 10
 
 
 def load_name(name: str) -> Callable[..., Any]:
@@ -31,7 +34,8 @@ def load_name(name: str) -> Callable[..., Any]:
     if not callable(found):
         has = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         guess = nearest(attribute, has)
-        hint = f"; did you mean {guess}?" if guess else f"; it has {', '.join(has) or 'none'}"
+        some = ", ".join(has[:_SHOWN]) + (f" and {len(has) - _SHOWN} more" if has[_SHOWN:] else "")
+        hint = f"; did you mean {guess}?" if guess else f"; it has {some or 'none'}"
         raise ConfigError(f"{place} has no function {attribute}{hint}")
     return found
 
@@ -57,11 +61,12 @@ def _from_file(place: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def mending(name: str) -> Iterator[None]:
+def mending(name: str, *, always: bool = False) -> Iterator[None]:
     """What the user's own code raises is theirs to mend, and is told with its place.
 
     Raises:
-      ConfigError: for an exception that passed through code outside Fornax and its libraries.
+      ConfigError: for an exception that passed through code outside Fornax and its libraries, or
+        `always`, where a library's code stands in for the user's.
     """
     try:
         yield
@@ -69,7 +74,7 @@ def mending(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         place = _place(error)
-        if place is None and not isinstance(error, ImportError | SyntaxError):
+        if place is None and not always and not isinstance(error, ImportError | SyntaxError):
             raise
         said = " ".join(str(error).split())[:300]
         where = f" at {place}" if place else ""
