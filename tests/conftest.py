@@ -7,6 +7,7 @@ os.environ["XLA_FLAGS"] = (
 ).strip()
 os.environ["NPROC"] = "16"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no path is not asked for outside
 
 from collections.abc import Iterator
 

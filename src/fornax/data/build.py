@@ -12,7 +12,7 @@ import numpy as np
 
 from fornax.config import to_mapping
 from fornax.config.errors import ConfigError, DataError
-from fornax.data.files import Storage, replace_directory
+from fornax.data.files import CACHE_GIB, Storage, replace_directory
 from fornax.data.manifest import FILE, Manifest, Shard, Split, read_manifest, write_manifest
 from fornax.data.records import Record
 from fornax.data.records import Source as OpenSource
@@ -77,7 +77,9 @@ class BuildConfig:
     compression: bool = False
     """Compress records with zstd: smaller files, slower reads."""
     cache_dir: Path | None = None
-    """Where remote files are kept; none: .cache/fornax/data in the home folder."""
+    """Where remote files are kept; none: data/ in Fornax's cache (FORNAX_CACHE_DIR)."""
+    cache_gib: float | None = CACHE_GIB
+    """GiB of remote files that are kept, the least recently used leave first; none: no limit."""
     storage_options: dict[str, str] = field(default_factory=dict)
     """Options of the remote file system, such as endpoint_url."""
 
@@ -116,7 +118,7 @@ def build(
             another dataset (give `overwrite` to replace it) or other files.
     """
     output = config.output
-    storage = Storage(config.cache_dir, config.storage_options)
+    storage = Storage(config.cache_dir, config.storage_options, config.cache_gib)
     source = config.source.open(storage)
     described = {**to_mapping(config), "records": _identity(source)}
     described.pop("output")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fornax.config.errors import ConfigError
+from fornax.data.files import CACHE_GIB, Storage
 from fornax.data.packing import ConcatThenSplit, Packing
 from fornax.data.sources import Mixture, Source
 from fornax.data.sources.dataset import Dataset
@@ -93,7 +94,9 @@ class DataConfig:
     prefetch: Prefetch = field(default_factory=Prefetch)
     """Batches made ahead of time."""
     cache_dir: Path | None = None
-    """Where remote files are kept; none: .cache/fornax/data in the home folder."""
+    """Where remote files are kept; none: data/ in Fornax's cache (FORNAX_CACHE_DIR)."""
+    cache_gib: float | None = CACHE_GIB
+    """GiB of remote files that are kept, the least recently used leave first; none: no limit."""
     storage_options: dict[str, str] = field(default_factory=dict)
     """Options of the remote file system, such as endpoint_url."""
     debug: bool = False
@@ -110,3 +113,9 @@ class DataConfig:
             raise ConfigError(f"seed={self.seed} must not be negative")
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"epochs={self.epochs} must be at least 1, or none for no end")
+        if self.cache_gib is not None and self.cache_gib <= 0:
+            raise ConfigError(f"cache_gib={self.cache_gib} must be above 0, or none for no limit")
+
+    def storage(self) -> Storage:
+        """What opens this data's files."""
+        return Storage(self.cache_dir, self.storage_options, self.cache_gib)

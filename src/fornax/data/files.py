@@ -4,14 +4,19 @@ import functools
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from fornax.config import environment
 from fornax.config.errors import DataError
+from fornax.config.hub import find_dataset
+from fornax.data.cache import FileCache
+
+CACHE_GIB = 100.0
+"""GiB of remote files that are kept, where nothing else is said."""
 
 # The package that fsspec needs for a protocol, and the extra of ours that installs it.
 _EXTRAS = {
@@ -42,26 +47,43 @@ def _filesystem(protocol: str, options: tuple[tuple[str, str], ...]) -> Any:
 
 
 class Storage:
-    """Opens files by path or address; remote ones are copied once into `cache_dir`.
+    """Opens files by path or address; remote ones are copied once into a cache.
 
-    `options` go to the fsspec filesystem of a remote protocol, for example `endpoint_url`.
+    Args:
+      cache_dir: the folder of the cache; None: data/ in Fornax's own (`FORNAX_CACHE_DIR`).
+      options: for the fsspec filesystem of a remote protocol, for example `endpoint_url`.
+      cache_gib: GiB that the cache may hold; None: without a limit.
     """
 
-    def __init__(self, cache_dir: Path | None = None, options: dict[str, str] | None = None):
-        self.cache_dir = cache_dir or Path.home() / ".cache" / "fornax" / "data"
+    def __init__(
+        self,
+        cache_dir: Path | None = None,
+        options: dict[str, str] | None = None,
+        cache_gib: float | None = CACHE_GIB,
+    ):
+        root = Path(cache_dir or environment.cache_dir() / "data").expanduser().absolute()
+        self.cache = FileCache(root, None if cache_gib is None else int(cache_gib * 2**30))
         self.options = tuple(sorted((options or {}).items()))
 
     def filesystem(self, path: str) -> Any:
         """The fsspec filesystem of a remote path."""
         return _filesystem(path.split("://", 1)[0], self.options)
 
-    def expand(self, patterns: str | Path | Sequence[str | Path]) -> list[str]:
-        """All files that `patterns` (paths, folders' files, or globs) name, sorted, each once."""
+    def expand(
+        self, patterns: str | Path | Sequence[str | Path], kinds: Sequence[str] = ()
+    ) -> list[str]:
+        """All files that `patterns` (paths, folders' files, or globs) name, sorted, each once.
+
+        A pattern that matches nothing may be the name of a dataset on the Hub, of which the files
+        of `kinds`, such as `*.parquet`, are meant.
+        """
         if isinstance(patterns, str | Path):
             patterns = (patterns,)
         found: set[str] = set()
         for pattern in patterns:
             matches = self._matches(str(pattern))
+            if not matches and kinds:
+                matches = find_dataset(pattern, kinds) or []
             if not matches:
                 raise DataError(f"{pattern} matches no file: check the path or the glob")
             found.update(matches)
@@ -120,23 +142,17 @@ class Storage:
             raise DataError(f"{address} cannot be read: {error}") from error
         version = [str(info.get(key)) for key in ("size", "etag", "ETag", "md5Hash", "mtime")]
         key = hashlib.sha256("\n".join([address, *version]).encode()).hexdigest()[:24]
-        target = self.cache_dir / key / address.rsplit("/", 1)[-1]
-        if target.is_file():
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".partial")
-        os.close(handle)
-        try:
-            filesystem.get_file(address, partial)
-            size = os.path.getsize(partial)
+
+        def fetch(partial: Path) -> None:
+            filesystem.get_file(address, str(partial))
+            size = partial.stat().st_size
             if size != info["size"]:
                 raise DataError(f"{address} ended after {size} of {info['size']} bytes: try again")
-            os.replace(partial, target)
+
+        try:
+            return self.cache.get(key, address.rsplit("/", 1)[-1], info["size"], fetch)
         except OSError as error:
             raise DataError(f"{address} cannot be fetched: {error}") from error
-        finally:
-            Path(partial).unlink(missing_ok=True)
-        return target
 
     def join(self, root: str | Path, name: str) -> str:
         """`name` inside the folder `root`, for local and remote roots alike."""

@@ -179,7 +179,7 @@ class _Lengths:
 def _tokenizer(config: DataConfig) -> Tokenizer | None:
     """The tokenizer that the dataset or the pipeline carries."""
     if isinstance(config.source, Dataset):
-        storage = Storage(config.cache_dir, config.storage_options)
+        storage = config.storage()
         return dataset_tokenizer(config.source.path, storage)
     paths = [t.tokenizer for t in config.transforms if isinstance(t, Tokenize)]
     return load_tokenizer(paths[-1]) if paths else None

@@ -107,7 +107,7 @@ def _weights(config: DataConfig, split: str) -> list[float]:
 
 
 def _open_parts(config: DataConfig, split: str) -> list[PartReader]:
-    storage = Storage(config.cache_dir, config.storage_options)
+    storage = config.storage()
     parts = _parts_of(config, split)
     unknown = {r.part for r in config.skip_records} - {
         part.name for part in _parts_of(config, "train")

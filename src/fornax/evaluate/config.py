@@ -21,7 +21,7 @@ class EvaluateConfig:
     """
 
     model: str
-    """A Hugging Face directory, or the directory of a run, of adapters too."""
+    """A Hugging Face directory, its name on the Hub, or the directory of a run, of adapters too."""
     against: str | None = None
     """Another model, for a comparison on `prompts`."""
     template: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from fornax.config.errors import ConfigError, DataError
+from fornax.config.hub import find_model
 from fornax.data import Tokenizer, load_tokenizer
 from fornax.llm.adapters import Adapters
 from fornax.llm.admission import Admission
@@ -67,7 +68,7 @@ def build_engine(
     """Load a model and make an engine for it; nothing is compiled yet.
 
     Args:
-      model: a Hugging Face directory, or a decoder in memory.
+      model: a Hugging Face directory, the name of one on the Hub, or a decoder in memory.
       config: limits and choices; the defaults if None.
       tokenizer: a tokenizer or its folder; None takes the one in the model's directory, if any.
       observer: told of steps and requests.
@@ -77,7 +78,8 @@ def build_engine(
     """
     config = config or EngineConfig()
     keep_compiled()
-    folder = None if isinstance(model, Decoder) else Path(model)
+    model = model if isinstance(model, Decoder) else find_model(model)
+    folder = None if isinstance(model, Decoder) else model
     words = Path(tokenizer) if isinstance(tokenizer, str | Path) else folder
     weights = load_weights(model, config)
     limits = resolve_limits(config, weights.config, weights.dtype, weights.nbytes)
@@ -185,7 +187,7 @@ def _proposer(
 def _draft_runner(
     config: EngineConfig, draft: DraftModel, weights: Weights, limits: Limits, programs: Programs
 ) -> Runner:
-    small = load_weights(draft.model, config)
+    small = load_weights(find_model(draft.model), config)
     if small.config.vocab_size != weights.config.vocab_size:
         raise ConfigError(
             f"the draft model {draft.model} has {small.config.vocab_size} tokens and the model "

@@ -40,7 +40,7 @@ class DraftModel:
 
     type: Literal["draft_model"] = "draft_model"
     model: Path
-    """Hugging Face directory of the draft model."""
+    """Hugging Face directory of the draft model, or its name on the Hub."""
     num_speculative_tokens: int = 4
     """Tokens proposed at a time."""
 

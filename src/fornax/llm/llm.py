@@ -43,7 +43,8 @@ class LLM:
         """Load a model and compile its steps.
 
         Args:
-          model: a Hugging Face directory, or a decoder in memory, whose arrays are shared.
+          model: a Hugging Face directory, `org/name[@revision]` on the Hub, or a decoder in memory,
+            whose arrays are shared.
           tokenizer: a tokenizer or its folder; None takes the one in the model's directory.
           observer: told of steps and requests.
           **options: fields of `EngineConfig`.

@@ -154,7 +154,7 @@ class TrainConfig(TrainerConfig):
     z_loss: float = 0.0
     """Weight of the squared log-normaliser of the logits (PaLM uses 1e-4)."""
     init_from: str | None = None
-    """Weights to start from: a Hugging Face directory or a Fornax run directory."""
+    """Weights to start from: a Hugging Face directory, its name on the Hub, or a run."""
 
     def __post_init__(self) -> None:
         """Check numbers and combinations."""

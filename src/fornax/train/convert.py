@@ -20,6 +20,7 @@ from fornax import adapters
 from fornax.checkpoint import Checkpointer
 from fornax.config import dump_yaml, from_yaml
 from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.hub import find_model
 from fornax.config.text import read_yaml
 from fornax.data import Dataset, load_tokenizer, read_manifest
 from fornax.mesh import DtypePolicy, parse_dtype
@@ -86,7 +87,7 @@ def convert(
     result.
 
     Args:
-      source: a run directory with checkpoints, or a Hugging Face directory.
+      source: a run directory with checkpoints, a Hugging Face directory, or a name on the Hub.
       destination: the directory to make.
       dtype: of the weights at the destination; None keeps the source's.
       step: which checkpoint of a run; None takes the latest.
@@ -98,7 +99,7 @@ def convert(
       ConfigError: when `source` is neither, or an option does not apply to it.
       CheckpointError: for weights that are missing or damaged, or a destination that exists.
     """
-    source, destination = Path(source).expanduser(), Path(destination).expanduser()
+    source, destination = find_model(source).expanduser(), Path(destination).expanduser()
     if source.resolve() == destination.resolve():
         raise ConfigError(f"source and destination are both {source}; choose another destination")
     to_hugging_face = is_run(source)
@@ -176,6 +177,7 @@ def tokenizer_folder(source: Path, given: str | Path | None = None) -> Path | No
     Raises:
       DataError: when what was given is no tokenizer.
     """
+    source = find_model(source)
     if given is not None:
         path = Path(given).expanduser()
         folder = path.parent if path.is_file() else path
@@ -189,7 +191,7 @@ def tokenizer_folder(source: Path, given: str | Path | None = None) -> Path | No
     text = saved.read_text(encoding="utf-8")
     base = read_yaml(text, str(saved))[0].get("model")
     if isinstance(base, str):  # tuned: the model that it began at has one
-        return tokenizer_folder(Path(base).expanduser())
+        return tokenizer_folder(find_model(base).expanduser())
     data = from_yaml(TrainConfig, text, source=str(saved)).data
     if not isinstance(data.source, Dataset) or "://" in data.source.path:
         return None

@@ -32,13 +32,14 @@ HARMLESS: dict[str, str] = {
     "data.prefetch.*": "batches made ahead are the same batches",
     "data.read_batch": "so are batches read in other portions",
     "data.cache_dir": "where remote files are kept does not change them",
+    "data.cache_gib": "nor how many of them",
     "data.storage_options.*": "how remote files are reached does not change them",
     "data.debug": "it checks the same records",
 }
 """Patterns of keys that may change without being accepted, and why; a task has its own besides."""
 
 
-_OF_ONE_HOST = ("processes.*", "data.cache_dir", "data.storage_options.*")
+_OF_ONE_HOST = ("processes.*", "data.cache_dir", "data.cache_gib", "data.storage_options.*")
 
 
 def check_same(config: Any) -> None:

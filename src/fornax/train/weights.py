@@ -17,6 +17,7 @@ from fornax import adapters, optim
 from fornax.checkpoint import CheckpointConfig, Checkpointer
 from fornax.config import diff, from_yaml
 from fornax.config.errors import ConfigError
+from fornax.config.hub import find_model
 from fornax.mesh import DEFAULT_RULES, Rules, tree_shardings
 from fornax.models import (
     Decoder,
@@ -84,6 +85,7 @@ def model_config(path: str | Path) -> DecoderConfig:
     Raises:
       ConfigError: when `path` holds neither a run nor a Hugging Face model.
     """
+    path = find_model(path)
     if is_run(path):
         return _model_of(path, run_record(path))
     _require_hugging_face(path)
@@ -129,10 +131,13 @@ def load_decoder(
 ) -> Decoder:
     """The decoder at `path`, a run directory or a Hugging Face one, its weights laid out on `mesh`.
 
+    A `path` that is not there may be the name of a model on the Hub, `org/name[@revision]`.
+
     Raises:
       ConfigError: when `path` holds neither.
       CheckpointError: for weights that are missing, damaged or of another shape.
     """
+    path = find_model(path)
     if is_run(path):
         loaded = load_run(path, dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, rules=rules)
         return loaded.model
@@ -235,7 +240,7 @@ def _model_of(path: str | Path, record: RunRecord) -> DecoderConfig:
 
 
 def _base(path: str | Path, record: RunRecord) -> str:
-    base = str(record.base)
+    base = str(find_model(str(record.base)))
     if not Path(base).is_dir():
         raise ConfigError(
             f"the run {path} began at the model {base}, which is not there (from {Path.cwd()}); "
@@ -248,5 +253,5 @@ def _require_hugging_face(path: str | Path) -> None:
     if not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigError(
             f"{path} is neither a run directory with checkpoints nor a Hugging Face directory with "
-            "a config.json; check the path"
+            "a config.json; check the path, or name a model of the Hub as org/name"
         )

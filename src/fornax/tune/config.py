@@ -25,9 +25,10 @@ class TuneConfig(TrainerConfig):
     """The doctor looks at a run before its first step, and at no other."""
 
     model: str
-    """The model to start from: a Hugging Face directory or a Fornax run directory."""
+    """The model to start from: a Hugging Face directory, its name on the Hub, or a run."""
     data: str
-    """The training data: a file of JSON lines, or what else the method's guide names."""
+    """The training data: a file of JSON lines, a dataset's name on the Hub, or what else the
+    method's guide names."""
     eval_data: str | None = None
     """Data to evaluate on; null holds back `eval_share` of the training data, or evaluates
     nothing."""

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from fornax import adapters
 from fornax.config.errors import ConfigError, DataError
+from fornax.config.hub import find_model, pinned
 from fornax.data import Tokenizer, load_tokenizer
 from fornax.llm.text import ChatTemplate, special_tokens
 from fornax.mesh import Rules
@@ -33,6 +34,8 @@ class Origin:
 
     path: Path
     """Absolute."""
+    name: str
+    """What the config of the run says: the path, or a repository of the Hub at its commit."""
     model_config: DecoderConfig
     tokenizer: Tokenizer
     """Encodes special tokens that a text spells out, as chat templates do."""
@@ -53,7 +56,7 @@ def read_origin(config: TuneConfig) -> Origin:
       ConfigError: when it is neither a run nor a Hugging Face directory, or has no tokenizer.
       DataError: when the tokenizer, or the template given, cannot be read or is too large.
     """
-    path = Path(config.model).expanduser().resolve()
+    path = find_model(config.model).expanduser().resolve()
     model = model_config(path)
     folder = tokenizer_folder(path)
     if folder is None:
@@ -71,6 +74,7 @@ def read_origin(config: TuneConfig) -> Origin:
     pads = [tokenizer.pad_id, *eos_ids, 0]
     return Origin(
         path=path,
+        name=pinned(config.model, path),
         model_config=model,
         tokenizer=tokenizer,
         tokenizer_path=folder,

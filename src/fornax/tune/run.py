@@ -111,10 +111,10 @@ def _consult(
 
 
 def settle(config: TuneConfig, origin: Origin) -> TuneConfig:
-    """The config with what follows from the model: its path, so that the run is found to belong to
-    it from any folder, and `max_length`, which is no larger than its positions."""
+    """The config with what follows from the model: its path, or its commit on the Hub, so that the
+    run is found to belong to it from any folder, and `max_length`, no larger than its positions."""
     length = min(config.max_length, origin.model_config.max_position_embeddings)
-    return dataclasses.replace(config, model=str(origin.path), max_length=length)
+    return dataclasses.replace(config, model=origin.name, max_length=length)
 
 
 def resolve(config: TuneConfig, task: Task) -> TuneConfig:

@@ -24,7 +24,7 @@ class Arguments:
     """
 
     source: Annotated[Positional[Path], arg(metavar="SOURCE")]
-    """A run directory with checkpoints, or a Hugging Face directory."""
+    """A run directory with checkpoints, a Hugging Face directory, or a name on the Hub."""
     out: Annotated[Path, arg(metavar="DIR")]
     """The directory to make."""
     dtype: Annotated[

@@ -36,7 +36,7 @@ class Arguments:
     """
 
     model: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
-    """A run directory or a Hugging Face directory."""
+    """A run directory, a Hugging Face directory, or a name on the Hub."""
     function: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
     """Functions of the model (the first is the default one), or FILE.py:NAME."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None

@@ -21,18 +21,19 @@ _CONTEXT = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(Sampling):
-    """Complete a prompt with a model: a run directory, or a Hugging Face directory.
+    """Complete a prompt with a model: a run, a Hugging Face directory, or a name on its Hub.
 
     The prompt is --prompt, or what comes on standard input. Without --temperature the most likely
     token is taken each time. The text goes to standard output as it is made.
 
     examples:
       fornax generate runs/quickstart/hf --prompt "def main(" --max-tokens 64
+      fornax generate Qwen/Qwen3-0.6B --prompt "The sea is"
       fornax generate runs/mine --temperature 0.8 --top-p 0.95 --seed 1 < prompt.txt
     """
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
-    """Where the model lies."""
+    """Where the model lies, or org/name[@revision] on the Hugging Face Hub."""
     prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
     """The text to go on from."""
     max_tokens: int = 128

@@ -34,7 +34,7 @@ class Arguments(ConfigArguments):
     """
 
     model: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
-    """Hugging Face directory (config.json alone is enough), or run directory."""
+    """Hugging Face directory or name on the Hub (of either config.json is enough), or run."""
     topology: Annotated[str | None, arg(metavar="T", help_behavior_hint="")] = None
     """v6e:2x2, v5p:2x2x2, h100:8, cpu (default: this machine)."""
     itl_ms: Annotated[float | None, arg(metavar="MS", help_behavior_hint="")] = None

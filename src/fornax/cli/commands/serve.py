@@ -28,13 +28,13 @@ class Arguments(ConfigArguments):
 
     examples:
       fornax serve runs/quickstart/hf --port 8000
-      fornax serve models/qwen --max-model-len 8192 --api-key SECRET
+      fornax serve Qwen/Qwen3-0.6B --max-model-len 8192 --api-key SECRET
       curl localhost:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"prompt": "def main(", "max_tokens": 32}'
     """
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")] = ""
-    """Hugging Face directory, run directory or checkpoint of the model."""
+    """Hugging Face directory, its name on the Hub (org/name[@revision]), or run directory."""
 
 
 def config_class() -> "type[ServeConfig]":

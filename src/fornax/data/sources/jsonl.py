@@ -5,7 +5,6 @@ import hashlib
 import json
 import mmap
 import os
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,21 +105,25 @@ def _plain(path: str, storage: Storage) -> Path:
         return local
     stat = local.stat()
     key = hashlib.sha256(f"{local.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode())
-    target = storage.cache_dir / key.hexdigest()[:24] / local.name.removesuffix(".gz")
-    if target.is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".partial")
-    try:
-        with gzip.open(local, "rb") as packed, os.fdopen(handle, "wb") as out:
+
+    def unpack(partial: Path) -> None:
+        with gzip.open(local, "rb") as packed, partial.open("wb") as out:
             while block := packed.read(_BLOCK):
                 out.write(block)
-        os.replace(partial, target)
+
+    try:
+        name = local.name.removesuffix(".gz")
+        return storage.cache.get(key.hexdigest()[:24], name, _unpacked_size(local), unpack)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is not a whole gzip file ({error}): copy it again") from error
-    finally:
-        Path(partial).unlink(missing_ok=True)
-    return target
+
+
+def _unpacked_size(path: Path) -> int:
+    """Bytes of a gzip file's contents, modulo 4 GiB, as its last four say (RFC 1952)."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 4))
+        return max(size, int.from_bytes(file.read(4), "little"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,7 @@ class Jsonl:
 
     type: Literal["jsonl"] = "jsonl"
     path: str | tuple[str, ...]
-    """Files, folders or globs; gs:// and s3:// too."""
+    """Files, folders or globs, gs:// and s3:// too; or a dataset on the Hub, `org/name`."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -137,4 +140,4 @@ class Jsonl:
 
     def open(self, storage: Storage) -> JsonlSource:
         """Index the lines; `DataError` when a path matches no file."""
-        return JsonlSource(storage.expand(self.path), storage)
+        return JsonlSource(storage.expand(self.path, ("*.jsonl", "*.jsonl.gz")), storage)

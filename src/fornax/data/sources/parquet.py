@@ -111,7 +111,7 @@ class Parquet:
 
     type: Literal["parquet"] = "parquet"
     path: str | tuple[str, ...]
-    """Files, folders or globs; gs:// and s3:// too."""
+    """Files, folders or globs, gs:// and s3:// too; or a dataset on the Hub, `org/name`."""
     columns: tuple[str, ...] = ("text",)
     """Columns to read; empty: all."""
 
@@ -121,4 +121,4 @@ class Parquet:
 
     def open(self, storage: Storage) -> ParquetSource:
         """Read the files' metadata; `DataError` for a damaged file or a missing column."""
-        return ParquetSource(storage.expand(self.path), self.columns, storage)
+        return ParquetSource(storage.expand(self.path, ("*.parquet",)), self.columns, storage)

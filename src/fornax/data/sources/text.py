@@ -47,4 +47,4 @@ class Text:
 
     def open(self, storage: Storage) -> TextSource:
         """List the files; `DataError` when a path matches none."""
-        return TextSource(storage.expand(self.path), storage)
+        return TextSource(storage.expand(self.path, ("*.txt",)), storage)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fornax.config.errors import ConfigError
+from fornax.config.hub import find_model
 from fornax.models import DecoderConfig, config_from_hf, num_parameters, read_config
 
 __all__ = ["ServedModel", "read_model"]
@@ -33,16 +34,19 @@ def read_model(path: Path, dtype: str = "auto") -> ServedModel:
     """Read what a directory says about its model; weights need not be there.
 
     Args:
-      path: a Hugging Face directory, of which config.json is enough, or a Fornax run directory.
+      path: a Hugging Face directory or a name on the Hub, of which config.json is enough, or a
+        Fornax run directory.
       dtype: what the user chose, or "auto".
 
     Raises:
       ConfigError: when it is neither, the family is not known, or the dtype must be chosen.
       CheckpointError: a damaged file.
     """
-    path = path.expanduser()
+    found = find_model(path, files=("*.json",))
+    name = found.expanduser().resolve().name if found == path else str(path)
+    path = found.expanduser()
     if (path / "config.json").is_file():
-        return _hugging_face(path, dtype)
+        return _hugging_face(path, dtype, name)
     if path.is_file():
         raise ConfigError(
             f"{path} is a file; name the directory that holds the model's config.json, or a run"
@@ -62,7 +66,7 @@ def read_model(path: Path, dtype: str = "auto") -> ServedModel:
     return ServedModel(name=path.name, config=run.model, dtype=stored, source=source)
 
 
-def _hugging_face(path: Path, dtype: str) -> ServedModel:
+def _hugging_face(path: Path, dtype: str, name: str) -> ServedModel:
     values = read_config(path)
     config = config_from_hf(values)
     if dtype != "auto":
@@ -70,7 +74,7 @@ def _hugging_face(path: Path, dtype: str) -> ServedModel:
     else:
         stored, said = _stored_dtype(path, values)
     return ServedModel(
-        name=path.resolve().name,
+        name=name,
         config=config,
         dtype=stored,
         source=f"bytes from config.json, no weights were read; {said}",

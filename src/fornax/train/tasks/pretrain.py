@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from fornax.config.errors import ConfigError
 from fornax.data import DataConfig, Dataset, Mixture, open_batches, read_manifest
-from fornax.data.files import Storage
 from fornax.kernels import linear_cross_entropy
 from fornax.mesh import Rules
 from fornax.mesh.hosts import most
@@ -107,7 +106,7 @@ def check_vocabulary(data: DataConfig, model: DecoderConfig) -> None:
         for source in sources:
             if not isinstance(source, Dataset) or not source.path:
                 continue
-            manifest = read_manifest(source.path, Storage(data.cache_dir, data.storage_options))
+            manifest = read_manifest(source.path, data.storage())
             if manifest.vocab_size is not None and manifest.vocab_size > model.vocab_size:
                 raise ConfigError(
                     f"{source.path} has {manifest.vocab_size} token ids and model.vocab_size is "
@@ -120,7 +119,7 @@ def tokens_per_byte(data: DataConfig) -> float | None:
     source = data.source if data.eval_source is None else data.eval_source
     if not isinstance(source, Dataset) or not source.path:
         return None
-    split = read_manifest(source.path, Storage(data.cache_dir, data.storage_options)).splits
+    split = read_manifest(source.path, data.storage()).splits
     held_out = split.get("eval")
     if held_out is None or not held_out.text_bytes or not held_out.tokens:
         return None

@@ -24,6 +24,8 @@ _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _ARRAYS = (".json", ".json.gz")
 _TABLES = (".parquet",)
 _KNOWN = (*_LINES, *_ARRAYS, *_TABLES)
+# Of JSON, a dataset's repository has its description.
+_ON_HUB = tuple(f"*{ending}" for ending in (*_LINES, *_TABLES))
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def read_lines(
     """The records of all files; what is no JSON object becomes a problem.
 
     Args:
-      paths: files, folders or globs; gs:// and s3:// too.
+      paths: files, folders, globs, or datasets on the Hub; gs:// and s3:// too.
       problems: takes up records that cannot be read.
       columns: our name of a field to the name that the files use.
       storage: opens remote files.
@@ -81,7 +83,7 @@ def _files(paths: Paths, storage: Storage) -> list[str]:
         if _is_saved_dataset(path):
             found.append(str(path))
             continue
-        files = storage.expand(path)
+        files = storage.expand(path, _ON_HUB)
         if Path(path).is_dir():
             files = [file for file in files if file.endswith(_KNOWN)]
             if not files:
