@@ -28,6 +28,7 @@ from fornax.checkpoint.files import (
     remove_leftovers,
     step_path,
 )
+from fornax.checkpoint.mirror import Mirror
 from fornax.checkpoint.records import (
     Record,
     is_complete,
@@ -79,12 +80,15 @@ class Checkpointer:
         if "://" in str(directory):
             raise CheckpointError(
                 f"{directory} is a URL; checkpoints go to a mounted file system, such as a local "
-                "disk or NFS"
+                "disk or NFS, and from there to the address of checkpoint.mirror"
             )
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise CheckpointError(f"{self.directory} is a file; choose a directory")
         self._config = config or CheckpointConfig()
+        self._mirror: Mirror | None = None
+        if self._config.mirror is not None:
+            self._mirror = Mirror(self._config.mirror, self.directory)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._claimed = False
@@ -208,11 +212,13 @@ class Checkpointer:
     def resume_step(self) -> int | None:
         """The step to go on from: the newest complete one that process 0 finds; None to start anew.
 
+        Where the mirror has a newer one than the directory, it is fetched.
+
         Raises:
           CheckpointError: when another process does not find that very step, naming the processes
             and what each has.
         """
-        step = hosts.decide(self.latest_step)
+        step = hosts.decide(self._newest_step)
         if jax.process_count() == 1:
             return step
         found = hosts.gather([socket.gethostname(), self.all_steps(), self._mark(step)])
@@ -230,6 +236,15 @@ class Checkpointer:
                 + ". Give all of them one directory on storage that every host reaches"
             )
         return step
+
+    def _newest_step(self) -> int | None:
+        here = self.latest_step()
+        there = None if self._mirror is None else self._mirror.latest_step()
+        if self._mirror is None or there is None or (here is not None and there <= here):
+            return here
+        claim(self.directory)
+        self._mirror.get(there)
+        return there
 
     def _mark(self, step: int | None) -> int | None:
         """What tells a step from another of the same number; None when it is not complete here."""
@@ -335,6 +350,8 @@ class Checkpointer:
                     "its save failed, or its directory is another one"
                 )
             self._prune(record.step)
+            if self._mirror is not None:
+                self._mirror.put(record.step, self._config)
 
     def _prune(self, saved: int) -> None:
         """Delete the steps that no rule keeps."""

@@ -29,6 +29,9 @@ class CheckpointConfig:
     its size only."""
     timeout_seconds: int = 1200
     """How long the background part of a save may take, all processes together."""
+    mirror: str | None = None
+    """An address such as gs://bucket/run or s3://bucket/run to which each complete step is copied,
+    and from which the run goes on where its directory has no newer step."""
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -41,6 +44,10 @@ class CheckpointConfig:
                 raise ConfigError(f"{name}={value} must be greater than 0")
         if self.keep_best < 0:
             raise ConfigError(f"keep_best={self.keep_best} is negative; use 0 to switch it off")
+        if self.mirror is not None and "://" not in self.mirror:
+            raise ConfigError(
+                f"mirror={self.mirror} is no address; write gs://bucket/folder or s3://…, or null"
+            )
         if (self.keep_best > 0) != (self.best_metric is not None):
             raise ConfigError(
                 f"keep_best={self.keep_best} and best_metric={self.best_metric!r} work only "
