@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fornax.llm.runner import Runner
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
 from fornax.llm.speculation import DraftProposer, NGramProposer, Proposer
 from fornax.llm.stats import Observer
+from fornax.llm.target import Target, attached
 from fornax.llm.text.chat_template import ChatTemplate
 from fornax.llm.weights import Weights, load_weights
 from fornax.models import Decoder, DecoderConfig, cache_windows
@@ -64,6 +65,7 @@ def build_engine(
     *,
     tokenizer: str | Path | Tokenizer | None = None,
     observer: Observer | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Parts:
     """Load a model and make an engine for it; nothing is compiled yet.
 
@@ -72,17 +74,19 @@ def build_engine(
       config: limits and choices; the defaults if None.
       tokenizer: a tokenizer or its folder; None takes the one in the model's directory, if any.
       observer: told of steps and requests.
+      devices: the engine's, `tensor_parallel_size` of them; None takes the first of JAX's.
 
     Raises:
       CheckpointError, ConfigError, DataError, EngineError: what is wrong with any of these.
     """
+    target = attached(devices)
     config = config or EngineConfig()
     keep_compiled()
     model = model if isinstance(model, Decoder) else find_model(model)
     folder = None if isinstance(model, Decoder) else model
     words = Path(tokenizer) if isinstance(tokenizer, str | Path) else folder
-    weights = load_weights(model, config)
-    limits = resolve_limits(config, weights.config, weights.dtype, weights.nbytes)
+    weights = load_weights(model, config, target)
+    limits = resolve_limits(config, weights.config, weights.dtype, weights.nbytes, target)
     loaded = _tokenizer(folder, tokenizer, weights.config)
     generation = _read_json(folder, "generation_config.json")
     programs = Programs(config.compile_threads)
@@ -115,7 +119,7 @@ def build_engine(
         runner,
         _scheduler(config, limits, weights.config, runner.buckets),
         programs,
-        proposer=_proposer(config, weights, limits, programs),
+        proposer=_proposer(config, weights, limits, programs, target),
         adapters=adapters,
         token_text=admission.token_text,
         observer=observer,
@@ -170,7 +174,7 @@ def _places(config: EngineConfig) -> int:
 
 
 def _proposer(
-    config: EngineConfig, weights: Weights, limits: Limits, programs: Programs
+    config: EngineConfig, weights: Weights, limits: Limits, programs: Programs, target: Target
 ) -> Proposer | None:
     match config.speculative_config:
         case None:
@@ -179,15 +183,20 @@ def _proposer(
             return NGramProposer(ngram)
         case DraftModel() as draft:
             return DraftProposer(
-                _draft_runner(config, draft, weights, limits, programs),
+                _draft_runner(config, draft, weights, limits, programs, target),
                 draft.num_speculative_tokens,
             )
 
 
 def _draft_runner(
-    config: EngineConfig, draft: DraftModel, weights: Weights, limits: Limits, programs: Programs
+    config: EngineConfig,
+    draft: DraftModel,
+    weights: Weights,
+    limits: Limits,
+    programs: Programs,
+    target: Target,
 ) -> Runner:
-    small = load_weights(find_model(draft.model), config)
+    small = load_weights(find_model(draft.model), config, target)
     if small.config.vocab_size != weights.config.vocab_size:
         raise ConfigError(
             f"the draft model {draft.model} has {small.config.vocab_size} tokens and the model "

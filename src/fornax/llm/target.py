@@ -37,6 +37,11 @@ class Target:
         return cast("Mesh", AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types))
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether its devices are attached, and JAX's default device is not the first of them."""
+        return self.attached and self.devices[0] != jax.devices()[0]
+
+    @property
     def single(self) -> NamedSharding | None:
         """Where the arrays of an engine on one device lie; None for JAX's default device."""
         if self.attached or not self.devices:
@@ -44,10 +49,11 @@ class Target:
         return NamedSharding(self.mesh(1), PartitionSpec())
 
 
-def attached() -> Target:
-    """The devices of this process."""
-    devices = jax.devices()
-    stats = jax.local_devices()[0].memory_stats() or {}
+def attached(devices: Sequence[jax.Device] | None = None) -> Target:
+    """These devices, or all that JAX has."""
+    first = jax.local_devices()[0] if devices is None else devices[0]
+    devices = jax.devices() if devices is None else devices
+    stats = first.memory_stats() or {}
     return Target(
         platform=jax.default_backend(),
         num_devices=len(devices),

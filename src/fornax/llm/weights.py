@@ -104,13 +104,16 @@ class Weights:
         return shapes
 
 
-def load_weights(source: Path | str | Decoder, config: EngineConfig) -> Weights:
+def load_weights(
+    source: Path | str | Decoder, config: EngineConfig, target: Target | None = None
+) -> Weights:
     """Load a model's weights, or take over those of a model in memory.
 
     Args:
       source: a Hugging Face directory, or a decoder, whose arrays are shared where they need not
         be laid out anew.
       config: the engine's.
+      target: the devices; None for this process's.
 
     Raises:
       CheckpointError, ConfigError: from loading.
@@ -120,14 +123,15 @@ def load_weights(source: Path | str | Decoder, config: EngineConfig) -> Weights:
         model_config, model = source.config, source
         stored = model.embed.embedding.get_value().dtype
         dtype = stored if config.dtype == "auto" else jnp.dtype(config.dtype)
-        return _lay_out(model_config, dtype, _place(config, model_config, dtype), flat(model))
+        where = _place(config, model_config, dtype, target)
+        return _lay_out(model_config, dtype, where, flat(model))
     model_config = config_from_hf(read_config(source))
     asked = None if config.dtype == "auto" else config.dtype
     # Where weights lie depends on their dtype only through what is computed in.
-    where = _place(config, model_config, jnp.dtype(asked or jnp.float32))
+    where = _place(config, model_config, jnp.dtype(asked or jnp.float32), target)
     model = load_pretrained(source, dtype=asked, mesh=where.mesh, rules=where.rules)
     dtype = model.embed.embedding.get_value().dtype
-    return _lay_out(model_config, dtype, _place(config, model_config, dtype), flat(model))
+    return _lay_out(model_config, dtype, _place(config, model_config, dtype, target), flat(model))
 
 
 def describe_weights(
@@ -158,10 +162,14 @@ def _place(
         raise EngineError(
             f"quantization={config.quantization} runs on CPU only; leave it out on {platform}"
         )
+    if config.quantization is not None and target.elsewhere:
+        raise EngineError(
+            f"quantization={config.quantization} runs on JAX's first device; give no other devices"
+        )
     compute = jnp.dtype(jnp.float32) if platform == "cpu" else dtype
-    if size > 1:
+    if size > 1 or target.elsewhere:
         if target.num_devices < size:
-            has = "this process has" if target.attached else "there are"
+            has = "this engine has" if target.attached else "there are"
             raise EngineError(
                 f"tensor_parallel_size={size} and {has} {target.num_devices} devices; give at "
                 "most as many"

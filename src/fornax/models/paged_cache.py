@@ -169,7 +169,7 @@ def describe_pages(
     kinds = config.layer_kinds()
     heads = heads or CacheHeads(config.kv_heads, config.head_width)
     where = None
-    if mesh is not None and mesh.size > 1:
+    if mesh is not None:
         shards = math.prod(mesh.shape[axis] for axis in axes)
         divided = axes if heads.count % shards == 0 else None
         where = NamedSharding(mesh, PartitionSpec(None, None, None, divided, None))

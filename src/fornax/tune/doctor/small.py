@@ -12,6 +12,7 @@ from fornax.tune.config import TuneConfig
 from fornax.tune.configs.distill import DistillConfig, TopLogits
 from fornax.tune.data import Problems, read_lines
 from fornax.tune.rl.config import RLConfig
+from fornax.tune.rl.parts import rollout_engine
 
 __all__ = ["data_shards", "head", "small_config"]
 
@@ -66,7 +67,7 @@ def _of_rollouts(config: RLConfig, folder: Path) -> dict[str, Any]:
     groups += groups % 2
     mini_batches = min(config.mini_batches, 2)
     data = head(config, folder / "records.jsonl", max(_RECORDS, groups))
-    slots = config.rollout.max_num_seqs or min(config.completions, 64)
+    engine, _ = rollout_engine(config)  # the run's own, so that its programs serve both
     return {
         "data": str(data),
         "group_size": config.group_size,
@@ -75,5 +76,5 @@ def _of_rollouts(config: RLConfig, folder: Path) -> dict[str, Any]:
         "rollout_epochs": min(config.rollout_epochs, 3),
         "asynchronous": None,
         "shuffle": False,
-        "rollout": dataclasses.replace(config.rollout, max_num_seqs=slots),
+        "rollout": dataclasses.replace(config.rollout, max_num_seqs=engine.max_num_seqs),
     }

@@ -33,8 +33,27 @@ class RolloutConfig:
     """Keep tokens at least this likely, as a share of the likeliest."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion."""
+    tensor_parallel_size: int | None = None
+    """Devices that each layer of an engine is divided over; null takes the trainer's `mesh.tensor`,
+    and 1 on CPU."""
+    data_parallel_size: int | None = None
+    """Engines that draw side by side, each with all the weights; null takes as many as the
+    trainer's devices hold, and 1 on CPU, whose devices share its cores."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the weights that are drawn with; null takes `dtypes.compute`, to which the trainer
+    rounds its own."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the cache; auto is the weights'."""
     max_num_seqs: int | None = None
-    """Completions the engine works on at once; null takes all of a rollout, 64 at most."""
+    """Completions an engine works on at once; null takes its part of a round, 256 at most."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of a step of an engine, at most; null takes twice `max_num_seqs`, 64 at least."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory of an engine's cache, on each of its devices; null takes what `max_num_seqs` full
+    sequences need, within `gpu_memory_utilization`."""
+    gpu_memory_utilization: float = 0.3
+    """Share of an accelerator's memory for the engine's weights and cache, beside the trainer's
+    parameters, optimizer and activations."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -45,8 +64,21 @@ class RolloutConfig:
             )
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens} must be 1 or more")
-        if self.max_num_seqs is not None and self.max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs={self.max_num_seqs} must be 1 or more, or null")
+        for name in (
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_memory_bytes",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be 1 or more, or null")
+        if not 0 < self.gpu_memory_utilization < 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and below "
+                "1: the trainer needs the rest"
+            )
         self.settings(1)
 
     def settings(self, group_size: int) -> SampleSettings:

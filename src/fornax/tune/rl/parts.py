@@ -1,10 +1,16 @@
 """From a config to what a run works with: policy, prompts, rewards, sampler."""
 
+import functools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from fornax.config.errors import ConfigError
 from fornax.llm import EngineConfig
+from fornax.mesh import make_mesh
 from fornax.rewards import RewardPool, RewardSpec
 from fornax.tune.data import Limit, load_prompts
 from fornax.tune.policy import Origin, policy
@@ -14,10 +20,13 @@ from fornax.tune.rl.config import RLConfig
 from fornax.tune.rl.conversations import Conversations
 from fornax.tune.rl.judges import ModelJudge
 from fornax.tune.rl.task import Parts
-from fornax.tune.rollout import LLMSampler, Sampler
+from fornax.tune.rollout import LLMSampler, ReplicatedSampler, Sampler
 from fornax.tune.splits import codec_of
 
-__all__ = ["make_parts", "reward_pool"]
+__all__ = ["make_parts", "reward_pool", "rollout_engine"]
+
+_MOST_SEQUENCES = 256
+"""Sequences of an engine, where the config leaves it open: its own default on accelerators."""
 
 
 def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
@@ -41,6 +50,7 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
     draw: Draw = draw_completions
     if config.conversation is not None:
         draw = Conversations(config.conversation, codec, max_tokens=config.rollout.max_tokens)
+    engine, devices = rollout_engine(config)
     made = policy(config, origin)
     return Parts(
         build=made.build,
@@ -48,10 +58,10 @@ def make_parts(config: RLConfig, origin: Origin, out: Path) -> Parts:
         trained=made.trained,
         prompts=prompts,
         judge=pool if judge is None else ModelJudge(judge, config.reward_model_weight, pool),
-        sampler=lambda model: _sampler(config, origin, model),
+        sampler=functools.partial(_sampler, engine, devices, origin),
         decode=lambda tokens: origin.tokenizer.decode(tokens, special=True),
         draw=draw,
-        notes=(loaded.summary.text(), made.text),
+        notes=(loaded.summary.text(), made.text, _described(engine, len(devices))),
         out=out,
     )
 
@@ -76,12 +86,54 @@ def _reward_model(config: RLConfig) -> RewardModel:
     return found
 
 
-def _sampler(config: RLConfig, origin: Origin, model: Any) -> Sampler:
-    most = config.rollout.max_num_seqs or min(config.completions, 64)
+def _described(engine: EngineConfig, count: int) -> str:
+    """A line on what draws."""
+    each = f"{engine.dtype}, {engine.max_num_seqs} sequences at once"
+    if engine.tensor_parallel_size > 1:
+        each += f", over {engine.tensor_parallel_size} devices"
+    return f"rollouts are drawn by {count} engine{'s' * (count > 1)} ({each})"
+
+
+def rollout_engine(config: RLConfig) -> tuple[EngineConfig, list[list[jax.Device]]]:
+    """What each engine is, and the devices of each: the trainer's, with neighbours on its tensor
+    axis together.
+
+    Raises:
+      ConfigError: when the trainer has fewer.
+    """
+    mesh, rollout = make_mesh(config.mesh), config.rollout
+    devices = list(mesh.devices.flat)
+    shared = devices[0].platform == "cpu"
+    tensor = rollout.tensor_parallel_size or (1 if shared else mesh.shape["tensor"])
+    data = rollout.data_parallel_size or (1 if shared else max(len(devices) // tensor, 1))
+    if tensor * data > len(devices):
+        raise ConfigError(
+            f"rollout.data_parallel_size={data} engines of rollout.tensor_parallel_size={tensor} "
+            f"devices are more than the trainer's {len(devices)}; lower one of them"
+        )
+    part = math.ceil(config.completions / data)
+    most = rollout.max_num_seqs or min(part, _MOST_SEQUENCES)
     engine = EngineConfig(
+        dtype=rollout.dtype or config.dtypes.compute,
+        tensor_parallel_size=tensor,
         max_model_len=config.max_length,
         max_num_seqs=most,
-        max_num_batched_tokens=max(2 * most, 64),
+        max_num_batched_tokens=rollout.max_num_batched_tokens or max(2 * most, 64),
+        kv_cache_dtype=rollout.kv_cache_dtype,
+        kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
         step_sizes="coarse",
     )
-    return LLMSampler(model, tokenizer=origin.tokenizer, eos_ids=origin.eos_ids, engine=engine)
+    return engine, [devices[i * tensor : (i + 1) * tensor] for i in range(data)]
+
+
+def _sampler(
+    engine: EngineConfig, devices: Sequence[Sequence[jax.Device]], origin: Origin, model: Any
+) -> Sampler:
+    made = [
+        LLMSampler(
+            model, tokenizer=origin.tokenizer, eos_ids=origin.eos_ids, engine=engine, devices=each
+        )
+        for each in devices
+    ]
+    return made[0] if len(made) == 1 else ReplicatedSampler(made)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fornax.tune.rollout.framing import ChatFraming, Framing, TextFraming
     from fornax.tune.rollout.guessing import GuessNumber, calculate
     from fornax.tune.rollout.llm_sampler import LLMSampler
+    from fornax.tune.rollout.replicas import ReplicatedSampler
     from fornax.tune.rollout.tools import Tool, ToolEnvironment, ToolPool
     from fornax.tune.rollout.trajectories import run_trajectories
 
@@ -36,6 +37,7 @@ __all__ = [
     "LLMSampler",
     "Limits",
     "Message",
+    "ReplicatedSampler",
     "SampleSettings",
     "Sampler",
     "SamplerStats",
@@ -60,6 +62,7 @@ _LATER = {
     "Framing": "framing",
     "GuessNumber": "guessing",
     "LLMSampler": "llm_sampler",
+    "ReplicatedSampler": "replicas",
     "TextFraming": "framing",
     "Tool": "tools",
     "ToolEnvironment": "tools",

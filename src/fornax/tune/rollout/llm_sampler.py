@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from fornax.config.errors import EngineError
@@ -18,7 +19,7 @@ from fornax.llm.outputs import CompletionOutput, RequestOutput
 from fornax.llm.stats import RequestStats, StepStats
 from fornax.models import Decoder
 from fornax.tune.rollout.completion import Completion
-from fornax.tune.rollout.sampler import SamplerStats
+from fornax.tune.rollout.sampler import SamplerStats, sample_all
 from fornax.tune.rollout.settings import SampleSettings
 
 __all__ = ["LLMSampler"]
@@ -46,6 +47,7 @@ class LLMSampler:
         engine: EngineConfig | None = None,
         filtered_logprobs: bool = True,
         share: bool = False,
+        devices: Sequence[jax.Device] | None = None,
     ) -> None:
         """Make an engine and compile its steps.
 
@@ -60,6 +62,7 @@ class LLMSampler:
           share: whether to use the arrays of `update` themselves where they need no new layout.
             They must then live until the next update; a trainer that donates its state gives them
             up at its next step. By default they are copied.
+          devices: `engine.tensor_parallel_size` of them; None takes the first of JAX's.
 
         Raises:
           CheckpointError, ConfigError, DataError, EngineError: what is wrong with any of these.
@@ -72,7 +75,9 @@ class LLMSampler:
             enable_lora=False,
         )
         self._figures = _Figures()
-        parts = build_engine(model, config, tokenizer=tokenizer, observer=self._figures)
+        parts = build_engine(
+            model, config, tokenizer=tokenizer, observer=self._figures, devices=devices
+        )
         self._engine, self._admission, self._programs = (
             parts.engine,
             parts.admission,
@@ -118,20 +123,7 @@ class LLMSampler:
         Raises:
           EngineError: a prompt or settings that the engine cannot honour; nothing stays queued.
         """
-        if len(prompts) != len(seeds):
-            raise EngineError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
-        names: list[str] = []
-        found: dict[str, list[Completion]] = {}
-        try:
-            for prompt, seed in zip(prompts, seeds, strict=True):
-                names.append(self.submit(prompt, settings, seed))
-            while len(found) < len(names):
-                found.update(self.poll())
-        finally:
-            for name in names:
-                if name not in found:
-                    self.cancel(name)
-        return [found[name] for name in names]
+        return sample_all(self, prompts, settings, seeds)
 
     def submit(self, prompt: Sequence[int], settings: SampleSettings, seed: int) -> str:
         """Queue a request; returns its name.

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
+from fornax.config.errors import EngineError
 from fornax.tune.rollout.completion import Completion
 from fornax.tune.rollout.settings import SampleSettings
 
-__all__ = ["Sampler", "SamplerStats", "StreamSampler"]
+__all__ = ["Sampler", "SamplerStats", "StreamSampler", "sample_all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +104,30 @@ class StreamSampler(Sampler, Protocol):
     def cancel(self, request_id: str) -> None:
         """Forget a request, at whatever point it is."""
         ...
+
+
+def sample_all(
+    sampler: StreamSampler,
+    prompts: Sequence[Sequence[int]],
+    settings: SampleSettings,
+    seeds: Sequence[int],
+) -> list[list[Completion]]:
+    """`Sampler.sample` of a sampler that takes single requests.
+
+    Raises:
+      EngineError: a prompt or settings that the engine cannot honour; nothing stays queued.
+    """
+    if len(prompts) != len(seeds):
+        raise EngineError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
+    names: list[str] = []
+    found: dict[str, list[Completion]] = {}
+    try:
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            names.append(sampler.submit(prompt, settings, seed))
+        while len(found) < len(names):
+            found.update(sampler.poll())
+    finally:
+        for name in names:
+            if name not in found:
+                sampler.cancel(name)
+    return [found[name] for name in names]
