@@ -13,7 +13,7 @@ from fornax.plan.topology import Topology
 __all__ = ["Compiled", "body_of", "choice_of", "exchanges_of", "unknown_of", "without_attention"]
 
 
-_PACKAGE = "kernels/_paged_attention/"
+_ATTENTION = ("attention", "kernel")
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,15 @@ def _predict(
 
 
 def without_attention(schedule: Sequence[Item]) -> tuple[Item, ...]:
-    """The schedule without attention: its kernels, and its loops of unknown length."""
+    """The schedule without attention, whose time depends on what the sequences hold: its kernels,
+    and loops of unknown length. What is written and prepared for attention stays."""
     kept: list[Item] = []
     for item in schedule:
         if isinstance(item, Loop):
             if item.exact:
                 body = without_attention(item.body)
                 kept.append(Loop(item.name, item.kind, item.count, item.exact, body))
-        elif not (isinstance(item.what, Operation) and _attends(item.what)):
+        elif not (isinstance(item.what, Operation) and item.what.category in _ATTENTION):
             kept.append(item)
     return tuple(kept)
 
@@ -77,11 +78,6 @@ def _straight(schedule: Sequence[Item]) -> tuple[Item, ...]:
             body = _straight(item.body)
             kept.append(Loop(item.name, item.kind, item.count, item.exact, body))
     return tuple(kept)
-
-
-def _attends(operation: Operation) -> bool:
-    """Whether it is attention, or the writing of what attention reads."""
-    return operation.category in ("attention", "kernel") or _PACKAGE in operation.fornax_source
 
 
 def unknown_of(programs: Iterable[ProgramFacts]) -> list[str]:

@@ -99,7 +99,8 @@ class Clock:
     def body(self, tokens: int) -> Body:
         """In closed form, for a step of that many tokens."""
         a, rates = self.amounts, self.rates
-        read = (a.body_bytes + tokens * a.table_row_bytes) / rates.bandwidth
+        written = tokens * a.layers * self.attention(tokens).key_bytes
+        read = (a.body_bytes + tokens * a.table_row_bytes + written) / rates.bandwidth
         compute = 2 * tokens * a.body_products / rates.flops
         exchange = 0.0
         if a.reductions:

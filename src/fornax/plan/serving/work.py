@@ -114,7 +114,7 @@ class Attention:
         rows = min(self.queries, batch) if self.implementation == "pallas_tpu" else 1
         for layers, window in self.layers:
             keys = self._keys(context if window is None else min(context, window))
-            nbytes += layers * batch * (keys * self.passes + 1) * self.key_bytes
+            nbytes += layers * batch * keys * self.passes * self.key_bytes
             flops += layers * batch * keys * rows * self.pair_flops
         return nbytes, flops
 

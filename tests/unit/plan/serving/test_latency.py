@@ -1,11 +1,18 @@
 """Bounds on latency against arithmetic done by hand."""
 
+import dataclasses
+from collections.abc import Iterable, Iterator
+
 import pytest
 from tests.unit.plan.serving.conftest import MODELS
 from tests.unit.plan.serving.test_layout import planned, served
 
+from fornax.llm.compilation import make_programs
 from fornax.llm.config import EngineConfig
 from fornax.mesh.hardware import find_chip
+from fornax.plan.hlo import analyse, parse
+from fornax.plan.hlo.facts import Item, Loop, Operation
+from fornax.plan.serving.compiled import without_attention
 from fornax.plan.serving.latency import Body, Clock, Rates
 from fornax.plan.serving.layout import Engine, describe_engine
 from fornax.plan.serving.points import Clocks, decode_points, largest_batches, prompt_points
@@ -34,9 +41,10 @@ def test_decoding_reads_weights_once_and_the_cache_for_every_sequence() -> None:
     table = model.vocab_size * model.hidden_size * 4
     body = engine.weights.nbytes - 2 * table  # but the table's rows and the output projection
     step = clock_of(engine).decode(batch=2, context=64)
-    assert step.weights == body + 2 * model.hidden_size * 4
     key = 2 * 4 * 16 * 4
-    assert step.cache == 4 * 2 * (64 + 1) * key  # layers, sequences, read and one written
+    written = 2 * 4 * key  # of a token of each sequence in each layer
+    assert step.weights == body + 2 * model.hidden_size * 4 + written
+    assert step.cache == 4 * 2 * 64 * key
     assert step.sampling == table + 2 * model.vocab_size * 8
     assert step.exchange == step.compute == 0
 
@@ -45,7 +53,7 @@ def test_windows_bound_what_is_read() -> None:
     clock = clock_of(planned("windowed", "float32", 1))
     key = 2 * 4 * 16 * 4
     near, far = clock.decode(1, 24), clock.decode(1, 128)
-    assert near.cache == 4 * (24 + 1) * key
+    assert near.cache == 4 * 24 * key
     assert far.cache - near.cache == (128 - 24) * key  # one layer of four sees everything
 
 
@@ -92,6 +100,26 @@ def test_a_compiled_body_takes_the_place_of_the_closed_form() -> None:
     assert not clock.decode(2, 8).compiled
 
 
+def test_a_compiled_body_leaves_out_attention_and_nothing_else() -> None:
+    engine = planned("llama", "float32", 1)
+    arrays = engine.arrays
+    programs = make_programs(engine.weights, engine.limits, engine.sizes, arrays, max_logprobs=0)
+    schedule = analyse(parse(programs["step", 8].compile().as_text()), {}).schedule
+
+    def operations(items: Iterable[Item]) -> Iterator[Operation]:
+        for item in items:
+            if isinstance(item, Loop):
+                yield from operations(item.body)
+            elif isinstance(item.what, Operation):
+                yield item.what
+
+    kept = {each.name for each in operations(without_attention(schedule))}
+    left_out = [each for each in operations(schedule) if each.name not in kept]
+    assert {each.category for each in left_out} == {"attention"}
+    ours = [each for each in operations(schedule) if each.opcode == "custom-call"]
+    assert any(each.category == "copy" and each.name in kept for each in ours), "the write"
+
+
 def test_points_end_where_the_cache_does() -> None:
     engine = planned("llama", "float32", 1, num_gpu_blocks_override=24)
     clock = clock_of(engine, bandwidth=1e9, flops=1e9, attention=1e9)
@@ -118,11 +146,15 @@ def test_finds_the_largest_batch_within_a_time() -> None:
 
 
 def test_knows_which_kernel_runs_and_what_it_reads_twice() -> None:
-    model = served(MODELS["llama"], "bfloat16")  # heads of width 16: no TPU kernel
-    config = EngineConfig(max_model_len=512, tensor_parallel_size=4)
-    tpu = attention_of(describe_engine(model, config, parse_topology("v6e:2x2")), 256)
+    three = dataclasses.replace(MODELS["llama"], num_heads=6, num_kv_heads=3)
+    alone = EngineConfig(max_model_len=512)
+    place = parse_topology("v6e:2x2")
+    tpu = attention_of(describe_engine(served(three, "bfloat16"), alone, place), 256)
     assert tpu.implementation == "xla"
-    assert "multiple of 128" in tpu.reasons["pallas_tpu"]
+    assert "cannot tile 3 key heads" in tpu.reasons["pallas_tpu"]
+    model = served(MODELS["llama"], "bfloat16")  # heads of width 16, kept 128 wide
+    config = EngineConfig(max_model_len=512, tensor_parallel_size=4)
+    assert attention_of(describe_engine(model, config, place), 256).implementation == "pallas_tpu"
     gpu = Topology(chip=find_chip("h100"), shape=(1, 4))
     found = attention_of(describe_engine(model, config, gpu), 256)
     assert found.implementation == "pallas_gpu"
