@@ -140,7 +140,9 @@ class Storage:
             raise DataError(f"{address} does not exist: check the address") from error
         except OSError as error:
             raise DataError(f"{address} cannot be read: {error}") from error
-        version = [str(info.get(key)) for key in ("size", "etag", "ETag", "md5Hash", "mtime")]
+        version = [
+            str(info.get(key)) for key in ("size", "etag", "ETag", "md5Hash", "mtime", "blob_id")
+        ]
         key = hashlib.sha256("\n".join([address, *version]).encode()).hexdigest()[:24]
 
         def fetch(partial: Path) -> None:

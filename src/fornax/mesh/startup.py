@@ -76,6 +76,16 @@ def _metadata(server: str, attribute: str) -> str:
         ) from error
 
 
+def _way_out(found: Launched) -> str:
+    """What to do where a launcher's variables are there and no run of several was meant."""
+    if found.launcher in ("", "FORNAX_ variables"):
+        return ""
+    return (
+        f". {found.launcher} asked for {found.num_processes} processes; for one alone set "
+        "FORNAX_NUM_PROCESSES=1"
+    )
+
+
 def _join(found: Launched, config: ProcessConfig) -> None:
     """Initialise jax.distributed and refuse to go on alone."""
     count = found.num_processes
@@ -92,7 +102,10 @@ def _join(found: Launched, config: ProcessConfig) -> None:
             f"process_id={found.process_id} is not below num_processes={count}{source}; number the "
             f"processes 0 to {count - 1}"
         )
-    meet(found.coordinator, count, found.process_id, config.join_timeout)
+    try:
+        meet(found.coordinator, count, found.process_id, config.join_timeout)
+    except ClusterError as error:
+        raise ClusterError(f"{error}{_way_out(found)}") from error
     jax.distributed.initialize(
         coordinator_address=found.coordinator,
         num_processes=count,

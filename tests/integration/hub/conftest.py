@@ -7,16 +7,18 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 from tests.unit.tune.tiny import save_chats, save_model
 
 COMMAND = "import sys; from fornax.cli.main import main; sys.exit(main(sys.argv[1:]))"
 _ROUTE = re.compile(
-    r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/(?P<what>revision|tree)/(?P<rev>[^/?]+)"
+    r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+?)"
+    r"(/(?P<what>revision|tree|paths-info)/(?P<rev>[^/?]+)(/(?P<folder>[^?]+))?)?(\?.*)?$"
     r"|(?P<data>/datasets)?/(?P<repo>[^/]+/[^/]+)/resolve/(?P<at>[^/]+)/(?P<file>[^?]+)"
 )
 
@@ -59,13 +61,18 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
-    def _answer(self) -> None:
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        fields = parse_qs(body) if body[:1] != "{" else json.loads(body)
+        self._answer(fields["paths"])
+
+    def _answer(self, paths: Sequence[str] = ()) -> None:
         self.hub.requests.append(f"{self.command} {self.path}")
         match = _ROUTE.match(self.path)
         if match is None:
             return self._refuse(404, "EntryNotFound")
         kind = match["kind"] or ("datasets" if match["data"] else "models")
-        name, revision = match["name"] or match["repo"], match["rev"] or match["at"]
+        name, revision = match["name"] or match["repo"], match["rev"] or match["at"] or "main"
         if name in self.hub.private and self.headers.get("Authorization") != "Bearer let-me-in":
             return self._refuse(403, "GatedRepo")
         commits = self.hub.repositories.get((kind, name))
@@ -75,11 +82,13 @@ class _Handler(BaseHTTPRequestHandler):
         if commit not in commits:
             return self._refuse(404, "RevisionNotFound")
         files = commits[commit]
-        if match["what"] == "revision":
+        if match["name"] and match["what"] in (None, "revision"):
             siblings = [{"rfilename": each} for each in files]
             return self._json({"id": name, "sha": commit, "siblings": siblings, "tags": []})
+        if match["what"] == "paths-info":
+            return self._json([_entry(each, files[each]) for each in paths if each in files])
         if match["what"] == "tree":
-            return self._json([_entry(each, data) for each, data in files.items()])
+            return self._json(_tree(files, match["folder"] or "", "recursive=true" in self.path))
         if match["file"] not in files:
             return self._refuse(404, "EntryNotFound")
         return self._file(match["file"], files[match["file"]], commit)
@@ -121,6 +130,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def _tree(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, object]]:
+    start = f"{folder.strip('/')}/".lstrip("/")
+    entries = {}
+    for name, data in files.items():
+        if name.startswith(start):
+            head, deeper, _ = name.removeprefix(start).partition("/")
+            if deeper and not recursive:
+                path = start + head
+                entries[path] = {"type": "directory", "path": path, "oid": _digest(path.encode())}
+            else:
+                entries[name] = _entry(name, data)
+    return list(entries.values())
 
 
 def _entry(name: str, data: bytes) -> dict[str, object]:

@@ -89,7 +89,12 @@ def test_every_command_that_takes_a_model_takes_a_name(
         (
             *("train", "--init-from", "org/tiny", "--model", "null", "--run-dir", "on"),
             *("--steps", "1", "--batch-size", "8", "--seq-len", "16", "--data.holdout", "0"),
-            *("--data.source.type", "jsonl", "--data.source.path", "org/texts"),
+            *(
+                "--data.source.type",
+                "jsonl",
+                "--data.source.path",
+                "hf://datasets/org/texts/*.jsonl",
+            ),
             *("--data.transforms", TOKENS.format(tiny / "model")),
         ),
     ):

@@ -110,6 +110,14 @@ def test_two_processes_with_one_number_are_refused():
     assert all("refused" in output for output in outputs)
 
 
+def test_a_launcher_whose_other_processes_do_not_come_is_named():
+    found = Launched(
+        launcher="SLURM", coordinator=f"127.0.0.1:{_free_port()}", num_processes=2, process_id=0
+    )
+    with pytest.raises(ClusterError, match="SLURM asked for 2 processes; for one alone set FORNAX"):
+        startup._join(found, ProcessConfig(join_timeout=1))
+
+
 def test_strangers_at_the_coordinators_port_are_ignored():
     """A port scan, a health check, a half-open connection, a TLS hello: while others still join."""
     port = _free_port()
