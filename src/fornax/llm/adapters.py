@@ -24,7 +24,7 @@ __all__ = ["Adapters"]
 class Adapters:
     """A model's adapters: any number in the host's memory, `slots` of them on the device.
 
-    Only `read` may be called from another thread than the engine's.
+    Only `read` may be called, and `paths` be read, from another thread than the engine's.
     """
 
     def __init__(self, weights: Weights, *, slots: int, rank: int) -> None:
@@ -38,6 +38,8 @@ class Adapters:
         model = abstract_decoder(weights.config, dtype=weights.dtype)
         self._layout = plan_layout(model, family_for(weights.config).names)
         self._rank = rank
+        self.paths: Mapping[str, str] = {}
+        """Folders by name: replaced when adapters change, never changed."""
         self._adapters: dict[str, Adapter] = {}
         self._salts: dict[str, bytes] = {}
         self._loads = itertools.count()
@@ -50,11 +52,6 @@ class Adapters:
         self._stacks = self._empty(slots, weights.placement.compute_dtype)
         for path in self._stacks:  # compiles the write of each shape before it is needed
             self._write(path, {}, 0)
-
-    @property
-    def paths(self) -> Mapping[str, str]:
-        """Folders by name."""
-        return {name: adapter.path for name, adapter in self._adapters.items()}
 
     def salt(self, name: str) -> bytes:
         """What tells pages computed with this adapter, as loaded now, from all others.
@@ -83,6 +80,7 @@ class Adapters:
             raise EngineError(f"adapter {adapter.name!r} is loaded already; unload it first")
         self._adapters[adapter.name] = adapter
         self._salts[adapter.name] = f"{adapter.name}\0{next(self._loads)}".encode()
+        self.paths = {**self.paths, adapter.name: adapter.path}
 
     def remove(self, name: str) -> None:
         """Forget an adapter that no sequence uses any more.
@@ -92,6 +90,7 @@ class Adapters:
         """
         self._known(name)
         del self._adapters[name], self._salts[name]
+        self.paths = {other: path for other, path in self.paths.items() if other != name}
         if name in self._slots:
             self._free.append(self._slots.pop(name))
 

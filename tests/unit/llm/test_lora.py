@@ -3,8 +3,11 @@
 Legend: B sequences, T tokens, V vocabulary.
 """
 
+import dataclasses
 import functools
 import json
+import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +195,36 @@ def test_an_unloaded_adapter_leaves_nothing_behind(tmp_path):
     np.testing.assert_allclose(
         logits_of(weights.merge(state), tokens_BT), wanted, rtol=1e-4, atol=1e-4
     )
+
+
+def test_names_are_read_while_another_thread_loads_and_unloads(tmp_path):
+    """The server lists models in its thread, the engine's thread changes them."""
+    write_adapter(tmp_path / "a", "llama", seed=1)
+    _, adapters = adapters_of()
+    one = adapters.read("a", tmp_path / "a")
+    many = [dataclasses.replace(one, name=f"a{n}") for n in range(500)]
+    for each in many:
+        adapters.add(each)
+    stop = threading.Event()
+
+    def change():
+        while not stop.is_set():
+            for each in many[:50]:
+                adapters.remove(each.name)
+                adapters.add(each)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(5000):
+            names = list(adapters.paths.items())
+            assert len(names) in (499, 500)
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_loading_does_not_compile_the_step_anew(tmp_path):

@@ -84,7 +84,7 @@ class Engine(Protocol):
         """Unload an adapter."""
 
     def loras(self) -> Mapping[str, str]:
-        """Paths of the loaded adapters by name."""
+        """Paths of the loaded adapters by name; a snapshot, which later changes leave alone."""
 
     async def sleep(self, level: int = 1) -> None:
         """Give the cache up."""

@@ -194,11 +194,11 @@ class MockEngine:
         """Remember an adapter."""
         if not path.startswith("/"):
             raise EngineError(f"lora_path={path} is no absolute path")
-        self._adapters[name] = path
+        self._adapters = {**self._adapters, name: path}
 
     async def remove_lora(self, name: str) -> None:
         """Forget an adapter."""
-        self._adapters.pop(name, None)
+        self._adapters = {n: path for n, path in self._adapters.items() if n != name}
 
     def loras(self) -> Mapping[str, str]:
         """The adapters."""

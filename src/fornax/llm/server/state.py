@@ -96,8 +96,12 @@ class Server:
             return None
         if name in self.engine.loras():
             return name
+        raise self.unknown(name)
+
+    def unknown(self, name: str) -> ApiError:
+        """404 for a model that is not here."""
         known = ", ".join([*self.names, *self.engine.loras()])
-        raise ApiError(
+        return ApiError(
             404,
             f"the model {name!r} does not exist here; this server has {known}",
             param="model",

@@ -28,8 +28,10 @@ async def models(server: ServerOf) -> Models:
 @router.get("/v1/models/{name:path}", response_model=Model, responses=failures(404, body=False))
 async def model(name: str, server: ServerOf) -> Model:
     """One of them."""
-    server.adapter(name)
-    return next(each for each in _models(server) if each.id == name)
+    for each in _models(server):
+        if each.id == name:
+            return each
+    raise server.unknown(name)
 
 
 def _models(server: Server) -> list[Model]:
