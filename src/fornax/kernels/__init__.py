@@ -1,7 +1,7 @@
 """Operations worth several implementations: one signature, the fastest that can run the call."""
 
 from fornax.config.errors import KernelError
-from fornax.kernels._attention import attention, attention_operation
+from fornax.kernels._attention import AttentionCall, attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
 from fornax.kernels._linear import Weight, linear, linears
 from fornax.kernels._linear_loss import LogitsLoss, linear_loss
@@ -25,11 +25,19 @@ from fornax.kernels._paged_attention import (
     paged_write_operation,
     prepare_paged_attention,
 )
-from fornax.kernels.registry import Implementation, Operation, target_platform
+from fornax.kernels.registry import (
+    Choice,
+    Implementation,
+    Operation,
+    recording_choices,
+    target_platform,
+)
 from fornax.kernels.tuning import autotuning
 
 __all__ = [
     "TPU_LANES",
+    "AttentionCall",
+    "Choice",
     "Implementation",
     "KernelError",
     "LogitsLoss",
@@ -59,6 +67,7 @@ __all__ = [
     "paged_write",
     "paged_write_operation",
     "prepare_paged_attention",
+    "recording_choices",
     "rms_norm",
     "target_platform",
 ]

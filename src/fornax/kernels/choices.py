@@ -2,7 +2,8 @@
 
 One small JSON file per (operation, call, device, versions), replaced atomically, so that processes
 that tune at the same time never spoil each other's work. A file that cannot be read counts as
-none.
+none. An implementation that raised is part of the result: it is kept with its error, and not tried
+again until a version changes.
 """
 
 import dataclasses
@@ -11,6 +12,8 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,19 @@ import jaxlib
 
 from fornax.config import environment
 
-__all__ = ["lookup", "path_of", "record"]
+__all__ = ["Measured", "lookup", "path_of", "record"]
 
-_FORMAT = 1
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What measuring one call gave."""
+
+    chosen: str | None = None
+    """The fastest implementation; None where nothing was measured, or all failed."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """The error of each implementation that raised."""
 
 
 @functools.cache
@@ -51,17 +64,20 @@ def path_of(operation: str, call: Any) -> Path:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(path: Path, modified_ns: int) -> str | None:
+def _read(path: Path, modified_ns: int) -> Measured | None:
     del modified_ns  # part of the cache key: a file measured again is read again
     try:
-        chosen = json.loads(path.read_text())["chosen"]
+        content = json.loads(path.read_text())
+        chosen, failures = content["chosen"], content["failures"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return chosen if isinstance(chosen, str) else None
+    if not isinstance(chosen, str | None) or not isinstance(failures, dict):
+        return None
+    return Measured(chosen, failures)
 
 
-def lookup(operation: str, call: Any) -> str | None:
-    """Return the name of the implementation measured fastest for `call`, None if never measured."""
+def lookup(operation: str, call: Any) -> Measured | None:
+    """Return what measuring `call` gave, None if it was never measured."""
     path = path_of(operation, call)
     try:
         modified_ns = path.stat().st_mtime_ns
@@ -70,14 +86,21 @@ def lookup(operation: str, call: Any) -> str | None:
     return _read(path, modified_ns)
 
 
-def record(operation: str, call: Any, seconds: dict[str, float]) -> str:
-    """Store the measured `seconds` per implementation and return the fastest one's name."""
-    chosen = min(seconds, key=lambda name: seconds[name])
+def record(
+    operation: str, call: Any, seconds: Mapping[str, float], failures: Mapping[str, str]
+) -> Measured:
+    """Store the measured `seconds`, or the error, of each implementation; return the result."""
+    chosen = min(seconds, key=lambda name: seconds[name]) if seconds else None
     path = path_of(operation, call)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {**_key(operation, call), "seconds": seconds, "chosen": chosen}
+    content = {
+        **_key(operation, call),
+        "seconds": dict(seconds),
+        "failures": dict(failures),
+        "chosen": chosen,
+    }
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-", suffix=".json")
     with os.fdopen(handle, "w") as file:
         json.dump(content, file, indent=1, default=str)
     os.replace(temporary, path)
-    return chosen
+    return Measured(chosen, failures)

@@ -7,10 +7,14 @@ the reason why it declines. The choice is, in this order:
 1. the one named by hand (`implementation=`): it runs, or `KernelError` says why it declines;
 2. the fastest one measured (`with autotuning():`, now or earlier) for such a call on this machine;
 3. the first in order that does not decline.
+
+`with recording_choices()` collects what was chosen, and why what is preferred was not: the trainer,
+the server and the planner print one such line for each kernel.
 """
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,10 +26,12 @@ from fornax.kernels import choices, tuning
 
 __all__ = [
     "Call",
+    "Choice",
     "Implementation",
     "Operation",
     "current_platform",
     "interpreting",
+    "recording_choices",
     "target_platform",
 ]
 
@@ -52,6 +58,49 @@ class Implementation(Generic[CallT]):
     """Takes the operation's arguments, with those it leaves out filled in."""
     declines: Callable[[CallT], str | None]
     """Returns None when it can run the call, otherwise the reason as half a sentence."""
+    platform: str | None = None
+    """The one platform it runs on: `cpu`, `gpu` or `tpu`; None for any."""
+
+    def reason(self, call: CallT) -> str | None:
+        """Return None when it can run `call`, otherwise the reason as half a sentence."""
+        if self.platform not in (None, call.platform):
+            return f"it runs on {self.platform}, not on {call.platform}"
+        return self.declines(call)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which implementation runs one operation, and why those before it in order do not."""
+
+    operation: str
+    implementation: str
+    declined: tuple[tuple[str, str], ...] = ()
+    """Name and reason of those that are preferred to it on the call's platform."""
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.declined)
+        chosen = f"{self.operation}: {self.implementation}"
+        return f"{chosen} ({reasons})" if reasons else chosen
+
+
+_record: contextvars.ContextVar[dict[Choice, None] | None] = contextvars.ContextVar(
+    "record", default=None
+)
+
+
+@contextlib.contextmanager
+def recording_choices() -> Iterator[dict[Choice, None]]:
+    """Collect the choices of the calls made, or traced, inside this block, in order.
+
+    Yields:
+        The distinct choices as keys, filled as they are made.
+    """
+    found: dict[Choice, None] = {}
+    token = _record.set(found)
+    try:
+        yield found
+    finally:
+        _record.reset(token)
 
 
 @dataclass(frozen=True)
@@ -66,42 +115,76 @@ class Operation(Generic[CallT]):
 
     def candidates(self, call: CallT) -> tuple[Implementation[CallT], ...]:
         """Return the implementations that can run `call`, in order of preference."""
-        return tuple(i for i in self.implementations if i.declines(call) is None)
+        return tuple(i for i in self.implementations if i.reason(call) is None)
 
     def explain(self, call: CallT) -> dict[str, str]:
         """Return for every implementation "can run it" or the reason why it declines."""
-        return {i.name: i.declines(call) or "can run it" for i in self.implementations}
+        return {i.name: i.reason(call) or "can run it" for i in self.implementations}
 
     def choose(self, call: CallT, implementation: str | None = None) -> Implementation[CallT]:
-        """Return the implementation that will run `call`.
+        """Return the implementation that will run `call`, and record the choice.
 
         Raises:
             KernelError: `implementation` is unknown or declines, or nobody can run the call.
         """
         if implementation is not None:
-            return self._by_hand(call, implementation)
+            chosen, choice = self._by_hand(call, implementation), Choice(self.name, implementation)
+        else:
+            chosen, choice = self._best(call)
+        record = _record.get()
+        if record is not None:
+            record[choice] = None
+        return chosen
+
+    def choice(self, call: CallT) -> Choice:
+        """Return what `choose` would choose for `call`, and why; measures and records nothing.
+
+        Raises:
+            KernelError: nobody can run the call.
+        """
+        return self._best(call, measure=False)[1]
+
+    def _best(self, call: CallT, *, measure: bool = True) -> tuple[Implementation[CallT], Choice]:
         candidates = self.candidates(call)
         if not candidates:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.explain(call).items())
             raise KernelError(f"{self.name}: no implementation can run {call}: {reasons}")
-        if len(candidates) > 1 and jax.process_count() == 1:  # processes must not differ
-            measured = choices.lookup(self.name, call)
-            if measured is None and tuning.wanted() and call.platform == jax.default_backend():
-                contestants = {
-                    c.name: self.rehearse(call, c.run)
-                    for c in candidates
-                    if c.name != "reference"  # for tests and curiosity: never chosen for speed
-                }
-                measured = choices.record(self.name, call, tuning.race(contestants))
-            for candidate in candidates:
-                if candidate.name == measured:
-                    return candidate
-        return candidates[0]
+        # For tests and curiosity: never chosen for speed.
+        able = tuple(c for c in candidates if c.name != "reference") or candidates
+        measured = self._measured(call, able, measure=measure)
+        working = [c for c in able if c.name not in measured.failures] or able
+        best = next((c for c in working if c.name == measured.chosen), working[0])
+        return best, Choice(self.name, best.name, self._declined(call, best, measured))
+
+    def _measured(
+        self, call: CallT, able: tuple[Implementation[CallT], ...], *, measure: bool
+    ) -> choices.Measured:
+        """Return what is known of the speed of `able`, measuring where that is wanted."""
+        if len(able) == 1 or jax.process_count() > 1:  # processes must not differ
+            return choices.Measured()
+        found = choices.lookup(self.name, call)
+        if found is None and measure and tuning.wanted() and call.platform == jax.default_backend():
+            contestants = {c.name: functools.partial(self.rehearse, call, c.run) for c in able}
+            found = choices.record(self.name, call, *tuning.race(self.name, contestants))
+        return found or choices.Measured()
+
+    def _declined(
+        self, call: CallT, best: Implementation[CallT], measured: choices.Measured
+    ) -> tuple[tuple[str, str], ...]:
+        found = []
+        for one in self.implementations:
+            if one is best:
+                break
+            if one.platform in (None, call.platform):
+                failure = measured.failures.get(one.name)
+                slower = "slower when measured" if failure is None else f"failed: {failure}"
+                found.append((one.name, one.reason(call) or slower))
+        return tuple(found)
 
     def _by_hand(self, call: CallT, name: str) -> Implementation[CallT]:
         for candidate in self.implementations:
             if candidate.name == name:
-                reason = candidate.declines(call)
+                reason = candidate.reason(call)
                 if reason is None:
                     return candidate
                 able = ", ".join(i.name for i in self.candidates(call)) or "none"

@@ -2,8 +2,9 @@
 
 import contextlib
 import contextvars
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,8 @@ __all__ = ["autotuning", "race", "wanted"]
 
 _ROUNDS = 3
 
+_log = logging.getLogger("fornax.kernels")
+
 _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("autotuning", default=False)
 
 
@@ -21,8 +24,9 @@ def autotuning() -> Iterator[None]:
     """Measure every new kind of call made (or traced) inside this block, and keep the results.
 
     Each implementation that can run a call is compiled and timed on made-up inputs of its shapes,
-    with gradients, on the default device. Later processes on this machine use the fastest without
-    measuring. Outside the block nothing is ever measured.
+    with gradients, on the default device; under a mesh these are the shapes of one device's share.
+    One that raises loses, and its error is kept with the result. Later processes on this machine
+    use the fastest without measuring. Outside the block nothing is ever measured.
     """
     token = _wanted.set(True)
     try:
@@ -36,25 +40,57 @@ def wanted() -> bool:
     return _wanted.get()
 
 
-def race(contestants: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Return the least seconds of a few interleaved turns of each contestant.
+def race(
+    operation: str, contestants: Mapping[str, Callable[[], Callable[[], Any]]]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Measure contestants against each other in a few interleaved turns.
 
     Runs in a thread of its own, because the caller may be in the middle of tracing a program, and
-    tracing belongs to its thread.
+    tracing belongs to its thread; so does the mesh in use: each contestant runs on one device.
 
     Args:
-        contestants: name to a function that does the work once and returns its arrays.
+        operation: what is measured, for the log.
+        contestants: name to a function that prepares the inputs and returns another, which does
+            the work once and returns its arrays. One that raises is out, and the others go on.
+
+    Returns:
+        The least seconds of each contestant that ran, and the error of each that raised.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_race, contestants).result()
+        seconds, failures = thread.submit(_race, contestants).result()
+    for name, failure in failures.items():
+        _log.warning("measuring %s: %s failed and is left out: %s", operation, name, failure)
+    return seconds, failures
 
 
-def _race(contestants: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    seconds = dict.fromkeys(contestants, float("inf"))
+def _race(
+    contestants: Mapping[str, Callable[[], Callable[[], Any]]],
+) -> tuple[dict[str, float], dict[str, str]]:
+    seconds: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    running: dict[str, Callable[[], Any]] = {}
     for turn in range(1 + _ROUNDS):
-        for name, work in contestants.items():
-            start = time.perf_counter()
-            jax.block_until_ready(work())
-            if turn:  # the first turn compiles
-                seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds
+        for name in [n for n in contestants if n not in failures]:
+            try:
+                if not turn:  # prepares and compiles
+                    running[name] = contestants[name]()
+                taken = _seconds(running[name])
+            except Exception as error:
+                failures[name] = _first_line(error)
+                seconds.pop(name, None)
+                continue
+            if turn:
+                seconds[name] = min(seconds.get(name, taken), taken)
+    return seconds, failures
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(work())
+    return time.perf_counter() - start
+
+
+def _first_line(error: Exception) -> str:
+    """The error in a line: compilers append whole programs."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}"

@@ -14,6 +14,7 @@ import pytest
 
 from fornax import kernels
 from fornax.kernels import Implementation, KernelError, Operation, autotuning, choices
+from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def test_autotuning_keeps_the_fastest_for_later() -> None:
 
 
 def test_measured_choice_that_now_declines_is_not_used() -> None:
-    choices.record("made-up", Call(50), {"small": 0.1, "any": 0.2})
+    choices.record("made-up", Call(50), {"small": 0.1, "any": 0.2}, {})
     assert _operation().choose(Call(50)).name == "any"
 
 
@@ -109,8 +110,11 @@ def test_damaged_choice_file_counts_as_none() -> None:
 def test_concurrent_records_leave_a_whole_file() -> None:
     with ThreadPoolExecutor(8) as pool:
         for index in range(64):
-            pool.submit(choices.record, "made-up", Call(1), {"small": 1.0, "any": 0.5 + index % 2})
-    assert choices.lookup("made-up", Call(1)) in ("small", "any")
+            seconds = {"small": 1.0, "any": 0.5 + index % 2}
+            pool.submit(choices.record, "made-up", Call(1), seconds, {})
+    measured = choices.lookup("made-up", Call(1))
+    assert measured is not None
+    assert measured.chosen in ("small", "any")
     assert [p.name for p in choices.path_of("made-up", Call(1)).parent.iterdir()] == [
         choices.path_of("made-up", Call(1)).name
     ]
@@ -122,6 +126,94 @@ def test_tunes_while_tracing() -> None:
         jax.jit(lambda q: kernels.attention(q, q, q, scale=1.0))(q)
     (path,) = choices.path_of("attention", Call(1)).parent.iterdir()
     assert set(json.loads(path.read_text())["seconds"]) <= {"native", "xla"}
+
+
+def test_candidate_that_raises_loses_and_its_error_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = jax.ffi.ffi_call("fornax_no_such_target", jax.ShapeDtypeStruct((4,), jnp.float32))
+    runs = {"broken": jax.jit(broken), "late": lambda: 1 / 0, "works": lambda: jnp.zeros(4)}
+
+    def rehearse(call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
+        return run
+
+    operation = Operation(
+        "made-up",
+        tuple(Implementation(name, run, lambda call: None) for name, run in runs.items()),
+        rehearse,
+    )
+    with autotuning(), kernels.recording_choices() as made:
+        assert operation.choose(Call(1)).name == "works"
+    kept = json.loads(choices.path_of("made-up", Call(1)).read_text())
+    assert set(kept["seconds"]) == {"works"}
+    assert set(kept["failures"]) == {"broken", "late"}
+    assert "broken failed and is left out" in caplog.text
+    (choice,) = made
+    assert "fornax_no_such_target" in str(choice)
+    assert "late: failed: ZeroDivisionError" in str(choice)
+    assert operation.choice(Call(1)) == choice  # a later process reads the same
+
+
+def test_where_all_raise_the_first_is_chosen_and_nothing_is_measured_again() -> None:
+    calls: list[str] = []
+
+    def rehearse(call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
+        calls.append("prepared")
+        raise MemoryError("too large")
+
+    implementations = tuple(Implementation(n, print, lambda call: None) for n in ("a", "b"))
+    operation = Operation("made-up", implementations, rehearse)
+    with autotuning():
+        assert operation.choose(Call(1)).name == "a"
+        assert operation.choose(Call(1)).name == "a"
+    assert calls == ["prepared", "prepared"]
+
+
+def test_measures_one_device_s_share_of_a_mesh() -> None:
+    q_BTNH = jnp.ones((8, 64, 4, 8))
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    with use_mesh(mesh), autotuning():
+        jax.jit(lambda q: kernels.attention(q, q, q, scale=1.0))(q_BTNH)
+    (path,) = choices.path_of("attention", Call(1)).parent.iterdir()
+    kept = json.loads(path.read_text())
+    call = kept["call"]
+    assert (call["batch"], call["heads"], call["queries"]) == (2, 2, 64)
+    assert kept["failures"] == {}
+    assert len(kept["seconds"]) > 1
+
+
+def test_measures_a_share_of_a_divided_length() -> None:
+    q_BTNH = jnp.ones((2, 2048, 2, 8))
+    with use_mesh(make_mesh(MeshConfig(fsdp=1, context=8))), autotuning():
+        jax.jit(lambda q: kernels.attention(q, q, q, scale=1.0))(q_BTNH)
+    (path,) = choices.path_of("attention", Call(1)).parent.iterdir()
+    kept = json.loads(path.read_text())
+    assert kept["failures"] == {}
+    assert set(kept["seconds"]) == {"blockwise", "xla"}
+
+
+def test_a_choice_says_why_what_is_preferred_declined() -> None:
+    with kernels.recording_choices() as made:
+        _operation().choose(Call(50))
+        _operation().choose(Call(50))
+        _operation().choose(Call(1))
+        _operation().choose(Call(1), "any")
+    assert [str(choice) for choice in made] == [
+        "made-up: any (small: size 50 is above 9)",
+        "made-up: small",
+        "made-up: any",
+    ]
+
+
+def test_a_choice_leaves_other_platforms_out() -> None:
+    elsewhere = Implementation("tpu only", print, lambda call: None, platform="tpu")
+    operation = Operation(
+        "made-up", (elsewhere, Implementation("any", print, lambda call: None)), _rehearse
+    )
+    assert str(operation.choice(Call(1))) == "made-up: any"
+    assert operation.explain(Call(1))["tpu only"] == "it runs on tpu, not on cpu"
+    with pytest.raises(KernelError, match="it runs on tpu, not on cpu"):
+        operation.choose(Call(1), "tpu only")
 
 
 def test_target_platform_changes_who_can_run() -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fornax.config.errors import KernelError
+from fornax.kernels._attention.sharded import divide
 from fornax.kernels.registry import current_platform
 
 __all__ = ["AttentionCall", "AttentionInputs", "describe", "fill"]
@@ -16,7 +17,10 @@ __all__ = ["AttentionCall", "AttentionInputs", "describe", "fill"]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Shapes, dtypes and options of one call: what implementations look at when they decline."""
+    """Shapes, dtypes and options of one call: what implementations look at when they decline.
+
+    Rows and heads are those of one device, where the mesh in use divides them; the length is whole.
+    """
 
     platform: str
     batch: int
@@ -91,13 +95,15 @@ def describe(inputs: AttentionInputs, length_shards: int) -> AttentionCall:
     """
     _check(inputs)
     B, T, N, H = inputs.q_BTNH.shape
+    division = divide(inputs.q_BTNH, inputs.k_BSKH)
+    rows, heads = (1, 1) if division is None else division.counts
     return AttentionCall(
         platform=current_platform(),
-        batch=B,
+        batch=B // rows,
         queries=T,
         keys=inputs.k_BSKH.shape[1],
-        heads=N,
-        kv_heads=inputs.k_BSKH.shape[2],
+        heads=N // heads,
+        kv_heads=inputs.k_BSKH.shape[2] // heads,
         head_dim=H,
         value_dim=inputs.v_BSKH.shape[3],
         dtype=jnp.dtype(inputs.q_BTNH.dtype).name,

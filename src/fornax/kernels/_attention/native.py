@@ -24,8 +24,6 @@ _FEWEST_QUERIES = 8
 
 def declines(call: AttentionCall) -> str | None:
     """Say why the native kernel cannot run `call`."""
-    if call.platform != "cpu":
-        return f"it runs on cpu, not on {call.platform}"
     if call.dtype not in ("float32", "bfloat16"):
         return f"it computes in float32 or bfloat16, not {call.dtype}"
     if call.length_shards > 1:

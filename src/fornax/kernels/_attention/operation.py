@@ -5,7 +5,7 @@ Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads,
 
 import jax
 
-from fornax.kernels._attention import blockwise, native, splash
+from fornax.kernels._attention import blockwise, cudnn, native, splash
 from fornax.kernels._attention.call import AttentionCall, AttentionInputs, describe
 from fornax.kernels._attention.dense import dense, reference
 from fornax.kernels._attention.rehearsal import rehearse
@@ -18,8 +18,9 @@ __all__ = ["attention", "attention_operation"]
 attention_operation: Operation[AttentionCall] = Operation(
     "attention",
     (
-        Implementation("native", native.native, native.declines),
-        Implementation("splash", splash.splash, splash.declines),
+        Implementation("native", native.native, native.declines, platform="cpu"),
+        Implementation("splash", splash.splash, splash.declines, platform="tpu"),
+        Implementation("cudnn", cudnn.cudnn, cudnn.declines, platform="gpu"),
         Implementation("blockwise", blockwise.blockwise, blockwise.declines),
         Implementation("xla", dense, lambda call: None),
         Implementation("reference", reference, lambda call: None),

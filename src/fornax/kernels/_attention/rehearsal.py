@@ -16,9 +16,13 @@ __all__ = ["rehearse"]
 
 
 def rehearse(call: AttentionCall, run: Callable[[AttentionInputs], jax.Array]) -> Callable[[], Any]:
-    """Return a function that computes output and gradients of one call like `call`."""
+    """Return a function that computes output and gradients of one device's share of `call`.
+
+    Where the mesh divides the length, that is the share of the device with the last queries.
+    """
     rng = np.random.default_rng(0)
-    B, T, S = call.batch, call.queries, call.keys
+    B, T, S = call.batch, call.queries // call.length_shards, call.keys
+    positions = call.positions or T != S
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), call.dtype)
@@ -38,8 +42,8 @@ def rehearse(call: AttentionCall, run: Callable[[AttentionInputs], jax.Array]) -
                 q_BTNH=q_BTNH,
                 k_BSKH=k_BSKH,
                 v_BSKH=v_BSKH,
-                positions_q_BT=jnp.asarray(positions_q_BT, jnp.int32) if call.positions else None,
-                positions_k_BS=jnp.asarray(positions_k_BS) if call.positions else None,
+                positions_q_BT=jnp.asarray(positions_q_BT, jnp.int32) if positions else None,
+                positions_k_BS=jnp.asarray(positions_k_BS) if positions else None,
                 segment_ids_q_BT=jnp.asarray(ones[:, :T]) if call.segments else None,
                 segment_ids_k_BS=jnp.asarray(ones[:, :S]) if call.segments else None,
                 sinks_N=sinks_N,

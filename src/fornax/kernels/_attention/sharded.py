@@ -30,6 +30,11 @@ class Division:
     heads: tuple[str, ...] | None
     """Axes that divide the heads of queries and of keys."""
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Over how many devices the batch and the heads divide."""
+        return self.shards(self.rows), self.shards(self.heads)
+
     def shards(self, axes: tuple[str, ...] | None) -> int:
         """Return over how many devices `axes` divide."""
         return math.prod(self.mesh.shape[axis] for axis in axes or ())

@@ -26,8 +26,6 @@ _INTERPRET = False
 
 def declines(call: AttentionCall) -> str | None:
     """Say why the TPU kernel cannot run `call`."""
-    if call.platform != "tpu":
-        return f"it runs on tpu, not on {call.platform}"
     if call.dtype not in ("float32", "bfloat16"):
         return f"it takes float32 and bfloat16, not {call.dtype}"
     if call.queries != call.keys:

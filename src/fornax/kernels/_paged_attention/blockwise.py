@@ -4,9 +4,13 @@ Each row's tokens are cut into tiles, so that a tile needs one row's pages only.
 next pages of every tile, keeps a running maximum and sum (Rabe and Staats 2021), and ends at the
 longest context in the step: tables' unused ends are never read.
 
+On an accelerator the pages gathered at a time are as many as a bound on memory allows, and split:
+each split's weighted values are summed by a product of their own and the splits are added after
+(as Flash-Decoding does, Dao et al. 2023), so that a few long sequences occupy the whole device.
+
 Legend: T tokens of the step, N query heads, K key/value heads, G query heads per key head,
 H head width, S slots of a page, R rows (sequences), W pages of a table's row, M tiles,
-Q queries of a tile, D keys of a block.
+Q queries of a tile, D keys of a block, Z splits of it, E keys of a split.
 """
 
 from typing import Any
@@ -16,10 +20,17 @@ import jax.numpy as jnp
 
 from fornax.kernels._paged_attention.call import PagedInputs
 from fornax.kernels._paged_attention.layout import Tiles, cut
+from fornax.kernels.registry import current_platform
 
 __all__ = ["blockwise", "prepare"]
 
 _BLOCK = 128
+"""Keys of a block on CPU: they stay in its cache."""
+_MOST_BLOCK = 8192
+_SPLIT = 256
+"""Keys of a split, where a block has more."""
+MOST_GATHERED = 2**27
+"""Bytes of keys and values gathered at a time, unless 128 keys of every tile are more."""
 LARGEST_TILE = 64
 """Queries of one row that one reading of the keys serves, at most."""
 _LOWEST = -1e30
@@ -38,7 +49,7 @@ def blockwise(inputs: PagedInputs) -> jax.Array:
     dtype = jnp.promote_types(inputs.q_TNH.dtype, jnp.float32)
     tiles = inputs.prepared_for("xla") or prepare(inputs)
     M, Q = tiles.token_MQ.shape
-    pages = max(1, _BLOCK // S)
+    pages = max(1, _block(inputs, M) // S)
     table_RW = jnp.pad(inputs.page_table_RW, ((0, 0), (0, -inputs.page_table_RW.shape[1] % pages)))
     q_MQKGH = inputs.q_TNH[tiles.token_MQ].reshape(M, Q, K, N // K, H)
 
@@ -67,6 +78,19 @@ def blockwise(inputs: PagedInputs) -> jax.Array:
     out = out / jnp.where(total == 0, 1, total)[..., None]
     o_TNH = jnp.moveaxis(out, 3, 1).reshape(M, Q, N, H)[tiles.tile_T, tiles.offset_T]
     return jnp.where(tiles.valid_T[:, None, None], o_TNH, 0).astype(inputs.q_TNH.dtype)
+
+
+def _block(inputs: PagedInputs, tiles: int) -> int:
+    """Return how many keys of every tile are gathered at a time: a power of two times 128."""
+    if current_platform() == "cpu":
+        return _BLOCK
+    S = inputs.kv_LPSCH.shape[2]
+    of_key = 2 * inputs.kv_heads * inputs.q_TNH.shape[2] * inputs.q_TNH.dtype.itemsize
+    longest = min(_MOST_BLOCK, inputs.page_table_RW.shape[1] * S)
+    keys = _BLOCK
+    while 2 * keys <= longest and 2 * keys * tiles * of_key <= MOST_GATHERED:
+        keys *= 2
+    return keys
 
 
 def _blocks(inputs: PagedInputs, tiles: Tiles, width: int) -> tuple[Any, jax.Array]:
@@ -105,8 +129,16 @@ def _accumulate(
     now = jnp.maximum(top, jnp.max(jnp.where(mask, scores, _LOWEST), axis=-1))
     weights = jnp.where(mask, jnp.exp(scores - now[..., None]), 0)
     shrink = jnp.exp(top - now)
-    added = jnp.einsum(
-        "MKGQD,MDKH->MKGQH", weights.astype(v_MDKH.dtype), v_MDKH, preferred_element_type=out.dtype
-    )
+    added = _weighted(weights.astype(v_MDKH.dtype), v_MDKH, out.dtype)
     total = total * shrink + jnp.sum(weights, axis=-1)
     return now, total, out * shrink[..., None] + added
+
+
+def _weighted(weights_MKGQD: jax.Array, v_MDKH: jax.Array, dtype: Any) -> jax.Array:
+    """Return the values weighted and summed over the block's keys, a split at a time."""
+    D = v_MDKH.shape[1]
+    E = _SPLIT if D % _SPLIT == 0 else D
+    weights = weights_MKGQD.reshape(*weights_MKGQD.shape[:-1], D // E, E)
+    v_MZEKH = v_MDKH.reshape(v_MDKH.shape[0], D // E, E, *v_MDKH.shape[2:])
+    parts = jnp.einsum("MKGQZE,MZEKH->ZMKGQH", weights, v_MZEKH, preferred_element_type=dtype)
+    return jnp.sum(parts, axis=0)

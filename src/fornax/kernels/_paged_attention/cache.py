@@ -47,7 +47,7 @@ def _rehearse(call: WriteCall, run: Callable[..., jax.Array]) -> Callable[[], An
 paged_write_operation: Operation[WriteCall] = Operation(
     "paged_write",
     (
-        Implementation("native", native.write, native.declines_write),
+        Implementation("native", native.write, native.declines_write, platform="cpu"),
         Implementation("xla", scatter, lambda call: None),
     ),
     _rehearse,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fornax.kernels._paged_attention import blockwise, gpu, native, tpu
+from fornax.kernels._paged_attention import blockwise, native, tpu
 from fornax.kernels._paged_attention.call import PagedCall, PagedInputs, PreparedAttention, describe
 from fornax.kernels._paged_attention.reference import reference
 from fornax.kernels._paged_attention.rehearsal import rehearse
@@ -23,9 +23,8 @@ __all__ = ["paged_attention", "paged_attention_operation", "prepare_paged_attent
 paged_attention_operation: Operation[PagedCall] = Operation(
     "paged_attention",
     (
-        Implementation("native", native.native, native.declines),
-        Implementation("pallas_tpu", tpu.tpu, tpu.declines),
-        Implementation("pallas_gpu", gpu.gpu, gpu.declines),
+        Implementation("native", native.native, native.declines, platform="cpu"),
+        Implementation("pallas_tpu", tpu.tpu, tpu.declines, platform="tpu"),
         Implementation("xla", blockwise.blockwise, lambda call: None),
         Implementation("reference", reference, lambda call: None),
     ),
@@ -34,7 +33,6 @@ paged_attention_operation: Operation[PagedCall] = Operation(
 
 _PREPARE: dict[str, Callable[[PagedInputs], Any]] = {
     "pallas_tpu": tpu.prepare,
-    "pallas_gpu": gpu.prepare,
     "xla": blockwise.prepare,
 }
 """By implementation: what it derives from the rows alone, the same for every layer."""

@@ -56,8 +56,6 @@ def paged_table_fits(rows: int, table_width: int) -> bool:
 
 def declines(call: PagedCall) -> str | None:
     """Say why the TPU kernel cannot run `call`."""
-    if call.platform != "tpu":
-        return f"it runs on tpu, not on {call.platform}"
     if call.head_dim % TPU_LANES:
         return f"it needs heads whose width is a multiple of {TPU_LANES}, not {call.head_dim}"
     for dtype in (call.dtype, call.cache_dtype):

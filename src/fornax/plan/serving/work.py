@@ -12,7 +12,7 @@ from flax import nnx
 
 from fornax import kernels
 from fornax.kernels import paged_attention_operation
-from fornax.kernels._paged_attention import blockwise, gpu, tpu
+from fornax.kernels._paged_attention import blockwise, tpu
 from fornax.kernels._paged_attention.call import PagedCall
 from fornax.plan.serving.layout import Engine
 
@@ -176,8 +176,6 @@ def _queries(implementation: str, tokens: int, group: int) -> int:
     match implementation:
         case "pallas_tpu":
             return tpu.QUERIES
-        case "pallas_gpu":
-            return max(1, gpu.ROWS // group)
         case "xla":
             return blockwise.LARGEST_TILE
         case _:
