@@ -92,6 +92,8 @@ _record: contextvars.ContextVar[dict[Choice, None] | None] = contextvars.Context
 def recording_choices() -> Iterator[dict[Choice, None]]:
     """Collect the choices of the calls made, or traced, inside this block, in order.
 
+    Operations with one implementation beside the reference have nothing to choose from.
+
     Yields:
         The distinct choices as keys, filled as they are made.
     """
@@ -132,9 +134,13 @@ class Operation(Generic[CallT]):
         else:
             chosen, choice = self._best(call)
         record = _record.get()
-        if record is not None:
+        if record is not None and self._has_several:
             record[choice] = None
         return chosen
+
+    @property
+    def _has_several(self) -> bool:
+        return sum(one.name != "reference" for one in self.implementations) > 1
 
     def choice(self, call: CallT) -> Choice:
         """Return what `choose` would choose for `call`, and why; measures and records nothing.
@@ -160,10 +166,12 @@ class Operation(Generic[CallT]):
         self, call: CallT, able: tuple[Implementation[CallT], ...], *, measure: bool
     ) -> choices.Measured:
         """Return what is known of the speed of `able`, measuring where that is wanted."""
-        if len(able) == 1 or jax.process_count() > 1:  # processes must not differ
-            return choices.Measured()
+        if len(able) == 1 or (call.platform == "tpu" and not measure):
+            return choices.Measured()  # a planner must not take the TPU from its compiler
+        if jax.process_count() > 1 or call.platform != jax.default_backend():
+            return choices.Measured()  # processes must not differ
         found = choices.lookup(self.name, call)
-        if found is None and measure and tuning.wanted() and call.platform == jax.default_backend():
+        if found is None and measure and tuning.wanted():
             contestants = {c.name: functools.partial(self.rehearse, call, c.run) for c in able}
             found = choices.record(self.name, call, *tuning.race(self.name, contestants))
         return found or choices.Measured()

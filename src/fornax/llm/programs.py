@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from fornax import kernels
 from fornax.config import environment
 from fornax.llm.stats import Readiness
 
@@ -37,6 +38,7 @@ class Programs:
         self._lock = threading.Lock()
         self._began = self._done_at = time.monotonic()
         self._done = 0
+        self._choices: set[kernels.Choice] = set()
         self.late: list[str] = []
         """Programs compiled on demand, drained by the engine."""
 
@@ -85,8 +87,12 @@ class Programs:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        program = make()
+        with kernels.recording_choices() as made:
+            program = make()
         with self._lock:
+            for choice in made.keys() - self._choices:
+                self._choices.add(choice)
+                _log.info("kernel %s", choice)
             self._compiled[key] = program
             self._done += 1
             self._done_at = time.monotonic()

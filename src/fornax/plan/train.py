@@ -6,7 +6,7 @@ from typing import Literal
 
 from fornax.config import ConfigError
 from fornax.plan.advice import advise
-from fornax.plan.analytic import estimate
+from fornax.plan.analytic import estimate, kernel_choices
 from fornax.plan.report.data import Plan
 from fornax.plan.report.hardware import hardware_of, run_of, speed_of
 from fornax.plan.report.predicted import program_of_estimate
@@ -123,6 +123,7 @@ def _plan(
         hardware=hardware,
         programs=tuple(programs),
         run=run,
+        kernels=tuple(str(choice) for choice in kernel_choices(config, topology)),
         notes=notes,
         speed=speed_of(programs[0], run, hardware) if trains else None,
     )

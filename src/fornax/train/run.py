@@ -92,6 +92,7 @@ def train(
         config, changes = _settle(config, checkpointer, accept_changes, shown)
         task = _task(config, task)
         programs = prepare(config, task, ledger)
+        programs.say = shown.say
         if config.eval.every is not None:
             task.batches("eval", programs.hosts).close()  # a missing split is an error now
         begun = start(config, programs, checkpointer, allow_data_changes=_touches_data(changes))

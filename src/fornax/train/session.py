@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from fornax import optim
+from fornax import kernels, optim
 from fornax.checkpoint import Checkpointer
 from fornax.config.errors import ConfigError
 from fornax.mesh import make_mesh, use_mesh
@@ -46,6 +46,9 @@ class Programs:
     """The parameters that are not trained; `start` puts them here."""
     compilations: int = 0
     """How many programs were compiled so far."""
+    say: Callable[[str], None] = field(default=lambda text: None)
+    """Shows a line of text: which implementation each kernel got, once."""
+    _said: set[kernels.Choice] = field(default_factory=set)
     _compiled: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def step(self, state: TrainState, rows: Rows) -> tuple[TrainState, Any]:
@@ -67,8 +70,13 @@ class Programs:
             with self.ledger.phase("compile"):
                 shapes = self.shapes_of(rows)
                 _check_shapes(shapes, self.parts, micro=name == "step")
-                self._compiled[key] = (lower(shapes).compile(), shapes)
+                with kernels.recording_choices() as made:
+                    lowered = lower(shapes)
+                self._compiled[key] = (lowered.compile(), shapes)
                 self.compilations += 1
+            for choice in made.keys() - self._said:
+                self._said.add(choice)
+                self.say(f"kernel {choice}")
         return self._compiled[key]
 
     @property

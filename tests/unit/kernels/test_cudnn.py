@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.cuda import lower_for_cuda
 
 from fornax import kernels
 from fornax.kernels._attention import cudnn
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
 from fornax.models.remat import rematerialise
-from tests.cuda import lower_for_cuda
 
 B, T, N, K, H = 2, 2048, 8, 2, 128
 

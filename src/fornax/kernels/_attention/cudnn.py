@@ -1,9 +1,9 @@
 """Attention on GPU: cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
 One document a row goes to cuDNN as it is. Packed documents, and positions that an index does not
-tell, go by a mask: cuDNN reads it as a bias of the queries' dtype, two bytes for each query and key,
-and returns as large a gradient of it. So the queries are taken a chunk at a time, each with the keys
-that one of its queries may see, and the mask of a chunk is bounded.
+tell, go by a mask. cuDNN reads it as a bias of the queries' dtype, two bytes for each query and
+key, and returns as large a gradient of it. So the queries are taken a chunk at a time, each with
+the keys that one of its queries may see, and the mask of a chunk is bounded.
 
 Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head width,
 C queries of a chunk.

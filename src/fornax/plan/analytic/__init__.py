@@ -1,6 +1,6 @@
 """What a run would need and take, from closed forms: no compiler, no device."""
 
-from fornax.plan.analytic.estimate import estimate
+from fornax.plan.analytic.estimate import estimate, kernel_choices
 from fornax.plan.analytic.result import (
     CollectiveEstimate,
     Estimate,
@@ -8,4 +8,11 @@ from fornax.plan.analytic.result import (
     OperationEstimate,
 )
 
-__all__ = ["CollectiveEstimate", "Estimate", "MemoryEstimate", "OperationEstimate", "estimate"]
+__all__ = [
+    "CollectiveEstimate",
+    "Estimate",
+    "MemoryEstimate",
+    "OperationEstimate",
+    "estimate",
+    "kernel_choices",
+]

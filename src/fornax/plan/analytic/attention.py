@@ -1,20 +1,20 @@
 """What attention costs one device: products as its kernel executes them, and its memory traffic.
 
-Which kernel runs follows `fornax.kernels`: splash on TPU, the native one on a single CPU device,
-the one in plain XLA that goes by blocks of keys elsewhere.
+Which kernel runs is what `fornax.kernels` would choose for the call.
 
 Legend: T queries of a device, S keys, N query heads, H head width.
 """
 
+import functools
 from dataclasses import dataclass
 
-from fornax.kernels._attention.blocks import LANES, Band, Blocks, choose_blocks, product_flops
+from fornax import kernels
+from fornax.kernels._attention.blocks import Band, Blocks, choose_blocks, product_flops
 from fornax.plan.analytic.local import Local
 
-__all__ = ["AttentionWork", "attention_work"]
+__all__ = ["AttentionWork", "attention_choice", "attention_work"]
 
 _XLA_BLOCK = 256
-_DENSE = (2 * _XLA_BLOCK) ** 2
 _NATIVE_BLOCK = 64
 _FORWARD_SCORE_BYTES = 20
 """Bytes moved a score by the kernel in plain XLA: float32 scores written and read twice, weights
@@ -38,19 +38,44 @@ class AttentionWork:
 
 def attention_work(local: Local, window: int | None) -> AttentionWork:
     """The work of a layer whose queries see `window` keys (None: all before them)."""
-    kernel = _kernel(local)
+    kernel = attention_choice(local, window).implementation
     if kernel == "splash":
         return _splash(local, window)
     return _plain(local, window, kernel)
 
 
-def _kernel(local: Local) -> str:
-    platform = local.topology.chip.platform
-    if platform == "tpu" and local.length % LANES == 0:
-        return "splash"
-    if platform == "cpu" and local.context == 1:
-        return "native"
-    return "blockwise" if local.config.seq_len**2 > _DENSE else "xla"
+def attention_choice(local: Local, window: int | None) -> kernels.Choice:
+    """Which implementation a layer gets whose queries see `window` keys, and why no faster one.
+
+    Raises:
+      KernelError: when none can run the call.
+    """
+    model, length = local.model, local.config.seq_len
+    call = kernels.AttentionCall(
+        platform=local.topology.chip.platform,
+        batch=local.rows,
+        queries=length,
+        keys=length,
+        heads=local.shares.attention_heads,
+        kv_heads=local.shares.attention_kv_heads,
+        head_dim=model.head_width,
+        value_dim=model.head_width,
+        dtype=local.config.dtypes.compute_dtype.name,
+        causal=True,
+        window=window,
+        softcap=model.attention_logit_softcap,
+        sinks=False,
+        positions=True,
+        consecutive=True,
+        segments=True,
+        length_shards=local.context,
+    )
+    return _choice(call)
+
+
+@functools.cache
+def _choice(call: kernels.AttentionCall) -> kernels.Choice:
+    return kernels.attention_operation.choice(call)
 
 
 def _splash(local: Local, window: int | None) -> AttentionWork:
@@ -89,11 +114,11 @@ def _plain(local: Local, window: int | None, kernel: str) -> AttentionWork:
     calls = local.rows * local.shares.attention_heads
     item = local.compute_bytes
     rows = 2 * T + 2 * S
-    if kernel == "native":
+    if kernel in ("native", "cudnn"):
         band = Band(least=0, most=None if window is None else window - 1)
         block = min(_NATIVE_BLOCK, S)
         scores = calls * band.visited((T, S), (block, block)) * block * block
-        moved = (0.0, 0.0)  # a block's scores stay in the core's cache
+        moved = (0.0, 0.0)  # a block's scores stay on the core
         scratch = 0.0
     else:
         padded = -(-S // _XLA_BLOCK) * _XLA_BLOCK if kernel == "blockwise" else S

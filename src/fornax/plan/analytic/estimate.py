@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from fornax import kernels
 from fornax.config.errors import ConfigError
 from fornax.models import flops_per_token
-from fornax.plan.analytic.attention import attention_work
+from fornax.plan.analytic.attention import attention_choice
 from fornax.plan.analytic.flops import repeated_flops, step_pieces
 from fornax.plan.analytic.local import Local, localise, windows
 from fornax.plan.analytic.memory import estimate_memory
@@ -23,7 +24,7 @@ from fornax.plan.cost import calibration_of
 from fornax.plan.topology import Topology
 from fornax.train import TrainConfig
 
-__all__ = ["estimate"]
+__all__ = ["estimate", "kernel_choices"]
 
 
 def estimate(config: TrainConfig, topology: Topology) -> Estimate:
@@ -101,8 +102,8 @@ def _notes(local: Local) -> Iterable[str]:
         f"exchanges run beside computation, {HIDDEN_WAITS:.0%} of those whose result the "
         "next operation waits for"
     )
-    kernels = {attention_work(local, window).kernel for window in windows(local.model)}
-    if kernels & {"blockwise", "xla"}:
+    chosen = {attention_choice(local, window).implementation for window in windows(local.model)}
+    if chosen & {"blockwise", "xla"}:
         yield (
             "attention runs as plain XLA operations here, which computes masked blocks too and "
             "passes its scores through memory"
@@ -113,6 +114,17 @@ def _notes(local: Local) -> Iterable[str]:
             f"tensor={heads} does not divide {local.model.kv_heads} key/value heads, so every "
             "tensor shard computes the attention of all heads"
         )
+
+
+def kernel_choices(config: TrainConfig, topology: Topology) -> tuple[kernels.Choice, ...]:
+    """Which implementation each kernel of a step gets, and why no faster one.
+
+    Raises:
+      ConfigError, ShardingError: when the run does not divide over the topology.
+    """
+    local = localise(config, topology)
+    found = [attention_choice(local, window) for window in windows(local.model)]
+    return tuple(dict.fromkeys(found))
 
 
 def check_slices(config: TrainConfig, topology: Topology) -> None:

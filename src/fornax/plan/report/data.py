@@ -134,6 +134,8 @@ class Plan:
     """The step that matters first."""
     run: Run | None = None
     """For training."""
+    kernels: tuple[str, ...] = ()
+    """Which implementation each kernel gets, and why no faster one: the lines that a run shows."""
     speed: Speed | None = None
     """For training."""
     money: Money | None = None

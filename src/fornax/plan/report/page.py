@@ -202,6 +202,7 @@ def _run_section(plan: Plan) -> Section:
             ("recomputation", run.remat),
             ("mesh", " ".join(f"{a}={n}" for a, n in run.mesh.items()) or "one device"),
             ("model FLOPs a step, all chips", count(run.model_flops, "FLOPs")),
+            *(("kernel", choice) for choice in plan.kernels),
         ]
     rows += [
         ("topology", hardware.topology),

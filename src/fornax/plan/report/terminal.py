@@ -75,6 +75,7 @@ def _head(plan: Plan) -> Iterator[RenderableType]:
     yield ""
     if plan.run:
         yield indented(_run(plan.run))
+    yield from (indented(f"kernel {choice}") for choice in plan.kernels)
     yield from map(indented, verdicts(plan))
     if plan.money:
         yield indented(paid(plan.money))

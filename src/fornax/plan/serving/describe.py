@@ -28,21 +28,9 @@ def engine_report(engine: Engine, attention: Callable[[int], Attention]) -> Engi
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         page_size=limits.page_size,
-        attention=_attention(attention(limits.max_num_seqs)),
+        attention=str(attention(limits.max_num_seqs).choice),
         command=_command(engine),
     )
-
-
-def _attention(attention: Attention) -> str:
-    """The implementation, and why one for the same platform does not run."""
-    name = attention.implementation
-    declined = {"xla": ("pallas_tpu", "pallas_gpu", "native")}.get(name, ())
-    reasons = [
-        f"{other}: {attention.reasons[other]}"
-        for other in declined
-        if other in attention.reasons and "it runs on" not in attention.reasons[other]
-    ]
-    return f"{name} ({'; '.join(reasons)})" if reasons else name
 
 
 def _command(engine: Engine) -> str:

@@ -47,7 +47,7 @@ def facts_of(plan: ServePlan) -> list[str]:
         f"{engine.compute_dtype}, cache in {engine.cache_dtype}; each layer divided over {each}"
         f"{side}",
         f"at most {engine.max_num_seqs:,} sequences of {engine.max_model_len:,} tokens, steps of "
-        f"at most {engine.max_num_batched_tokens:,} tokens; attention: {engine.attention}",
+        f"at most {engine.max_num_batched_tokens:,} tokens; kernel {engine.attention}",
         f"as: {engine.command}",
     ]
 

@@ -93,9 +93,8 @@ def _local_size(value: Any) -> int:
 class Attention:
     """Attention over the paged cache, on one device."""
 
-    implementation: str
-    reasons: dict[str, str]
-    """Why implementations before it in the order of preference decline."""
+    choice: kernels.Choice
+    """Which implementation runs, and why those preferred to it do not."""
     layers: tuple[tuple[int, int | None], ...]
     """Number of layers with each window."""
     key_bytes: int
@@ -107,6 +106,11 @@ class Attention:
     """That one reading of the keys serves, and that are scored together."""
     passes: int
     """Times a key and value cross the memory's bus for one reading."""
+
+    @property
+    def implementation(self) -> str:
+        """The name of the one that runs."""
+        return self.choice.implementation
 
     def decode(self, batch: int, context: int) -> tuple[float, float]:
         """Bytes and FLOPs of a step in which each of `batch` sequences has one token."""
@@ -154,24 +158,22 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
         softcap=model.attention_logit_softcap,
         sinks=False,
     )
-    told = paged_attention_operation.explain(call)
-    chosen = next(name for name, reason in told.items() if reason == "can run it")
+    choice = paged_attention_operation.choice(call)
     kinds = model.layer_kinds()
     return Attention(
-        implementation=chosen,
-        reasons={name: told[name] for name in list(told)[: list(told).index(chosen)]},
+        choice=choice,
         layers=tuple(
             (sum(kind.window == window for kind in kinds), window) for window in engine.windows
         ),
         key_bytes=2 * local_kv * width * limits.cache_dtype.itemsize,
         pair_flops=4 * width * (model.num_heads // size),
         page_size=limits.page_size,
-        queries=_queries(chosen, tokens, model.num_heads // size // local_kv),
-        passes=3 if chosen == "xla" else 1,
+        queries=_queries(choice.implementation, tokens),
+        passes=3 if choice.implementation == "xla" else 1,
     )
 
 
-def _queries(implementation: str, tokens: int, group: int) -> int:
+def _queries(implementation: str, tokens: int) -> int:
     """Queries for which a kernel reads the keys once; of a chunk, where it keeps them at hand."""
     match implementation:
         case "pallas_tpu":

@@ -151,7 +151,7 @@ def test_knows_which_kernel_runs_and_what_it_reads_twice() -> None:
     place = parse_topology("v6e:2x2")
     tpu = attention_of(describe_engine(served(three, "bfloat16"), alone, place), 256)
     assert tpu.implementation == "xla"
-    assert "cannot tile 3 key heads" in tpu.reasons["pallas_tpu"]
+    assert "cannot tile 3 key heads" in dict(tpu.choice.declined)["pallas_tpu"]
     model = served(MODELS["llama"], "bfloat16")  # heads of width 16, kept 128 wide
     config = EngineConfig(max_model_len=512, tensor_parallel_size=4)
     assert attention_of(describe_engine(model, config, place), 256).implementation == "pallas_tpu"

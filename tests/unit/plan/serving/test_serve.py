@@ -70,7 +70,7 @@ def test_two_engines_side_by_side_beat_heads_kept_twice(large: Path) -> None:
 
 def test_gpus_are_predicted(large: Path) -> None:
     plan = predicted(large, "h100:8", ServingConfig(max_model_len=8192))
-    assert plan.engine.attention == "xla"
+    assert plan.engine.attention == "paged_attention: xla"
     assert plan.origin == "predicted"
     # Three quarters of a GPU's memory are jax's, nine tenths of those the engine's.
     assert plan.memory.usable == int(0.75 * 80e9)
