@@ -1,6 +1,7 @@
 # Fornax: `make quickstart` runs the main job, `make test` the tests. Both set up .venv first.
 # Variables: PYTHON (3.11 or newer), ARGS (passed to the quickstart), PYTEST_ARGS.
 
+comma := ,
 PYTHON ?= python3
 VENV := .venv
 PARITY := .venv-parity
@@ -10,9 +11,20 @@ BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 PYTEST_ARGS ?=
+# Device tests: on a GPU, or with DEVICE=cpu small and interpreted. They run in $(PYTHON) as it is
+# where that holds all they need (a borrowed machine without a network), else in .venv.
+DEVICE ?= gpu
+DEVICE_NEEDS := import fornax.cli.main, fornax.train, fornax.tune, fornax.llm, fornax.serving, grain, array_record, fastapi, uvicorn, llguidance, pytest, hypothesis
+ifneq (,$(filter device-%,$(MAKECMDGOALS)))
+ifeq ($(origin DEVICE_PYTHON),undefined)
+DEVICE_PYTHON := $(shell PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -c '$(DEVICE_NEEDS)' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
+endif
+endif
+DEVICE_PLATFORMS := $(if $(filter gpu,$(DEVICE)),cuda$(comma)cpu,cpu)
+DEVICE_RUN = PYTHONPATH=src:$$PYTHONPATH DEVICE=$(DEVICE) JAX_PLATFORMS=$(DEVICE_PLATFORMS) XLA_PYTHON_CLIENT_PREALLOCATE=false $(DEVICE_PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-exhaustive lint format parity tpu-test vllm-test bench wheel docs docs-serve examples clean
+.PHONY: help install quickstart test test-all test-exhaustive lint format parity tpu-test vllm-test bench wheel device-test device-bench device-python docs docs-serve examples clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -49,6 +61,19 @@ tpu-test: $(TPU)/.ready ## Compile with the real TPU compiler, in an environment
 
 vllm-test: $(VLLM)/.ready ## Run inside real vLLM, in an environment of its own
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(PYTEST_ARGS)
+
+device-test: device-python ## On a machine with a GPU: train, serve, tune, host and every kernel (DEVICE=cpu: small)
+	$(DEVICE_RUN) -m pytest tests/device -o filterwarnings=default -p no:cacheprovider -q $(if $(filter gpu,$(DEVICE)),--record) $(PYTEST_ARGS)
+
+device-bench: device-python ## On a machine with a GPU: MFU, decode bandwidth, peers (DEVICE=cpu: small)
+	$(DEVICE_RUN) benchmarks/device/bench.py $(ARGS)
+
+device-python:
+	@if [ "$(DEVICE_PYTHON)" = "$(BIN)/python" ]; then $(MAKE) $(VENV)/.dev $(if $(filter gpu,$(DEVICE)),$(VENV)/.cuda); fi
+
+$(VENV)/.cuda: $(VENV)/.base
+	$(BIN)/python $(PIP) -e '.[cuda]'
+	@touch $@
 
 bench: $(PARITY)/.ready ## All benchmarks beside their peers; results in benchmarks/results
 	$(PARITY)/bin/python benchmarks/train_step.py

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from fornax import kernels
 from fornax.kernels._attention.blocks import Band, Blocks, choose_blocks, product_flops
+from fornax.kernels._attention.cudnn import MOST_MASK_BYTES
 from fornax.plan.analytic.local import Local
 
 __all__ = ["AttentionWork", "attention_choice", "attention_work"]
 
 _XLA_BLOCK = 256
 _NATIVE_BLOCK = 64
+_CUDNN_CHUNK = 1024
 _FORWARD_SCORE_BYTES = 20
 """Bytes moved a score by the kernel in plain XLA: float32 scores written and read twice, weights
 written and read, the running output once for each block."""
@@ -114,12 +116,17 @@ def _plain(local: Local, window: int | None, kernel: str) -> AttentionWork:
     calls = local.rows * local.shares.attention_heads
     item = local.compute_bytes
     rows = 2 * T + 2 * S
-    if kernel in ("native", "cudnn"):
-        band = Band(least=0, most=None if window is None else window - 1)
+    band = Band(least=0, most=None if window is None else window - 1)
+    if kernel == "native":
         block = min(_NATIVE_BLOCK, S)
         scores = calls * band.visited((T, S), (block, block)) * block * block
-        moved = (0.0, 0.0)  # a block's scores stay on the core
+        moved = (0.0, 0.0)  # a block's scores stay in the core's cache
         scratch = 0.0
+    elif kernel == "cudnn":
+        block = min(_CUDNN_CHUNK, S)
+        scores = calls * band.visited((T, S), (block, block)) * block * block
+        moved = (2.0 * scores, 4.0 * scores)  # the mask, read, and its gradient, written
+        scratch = 2.0 * min(MOST_MASK_BYTES, 2 * local.rows * T * S)
     else:
         padded = -(-S // _XLA_BLOCK) * _XLA_BLOCK if kernel == "blockwise" else S
         scores = calls * T * padded

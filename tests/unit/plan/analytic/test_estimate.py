@@ -155,10 +155,13 @@ def test_both_devices_of_a_chip_count() -> None:
 
 @pytest.mark.parametrize("topology", ["h100:8", "h200:2x8", "b200:8", "a100-80:8", "l4:1"])
 def test_gpus_are_estimated_without_a_compiler(topology: str) -> None:
-    """Attention there is plain XLA, and the notes say so."""
+    """Attention there is cuDNN's in bfloat16; in float32 it is plain XLA, and the notes say so."""
     found = _estimate(topology)
     assert found.step_seconds > 0
-    assert any("plain XLA" in note for note in found.notes)
+    assert not any("plain XLA" in note for note in found.notes)
+    plain = _estimate(topology, dtypes={"compute": "float32"})
+    assert any("plain XLA" in note for note in plain.notes)
+    assert plain.step_seconds > found.step_seconds
 
 
 def test_slower_links_cost_more() -> None:
