@@ -41,7 +41,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not session.config.getoption("--record"):
+    if not session.config.getoption("--record", default=False):
         return
     kind = jax.local_devices()[0].device_kind if ON_GPU else "cpu"
     told = {
