@@ -61,7 +61,7 @@ SERVED = (
 )
 """Llama 3.1 8B's shape."""
 BATCH, LENGTH = (8, 4096) if ON_GPU else (2, 64)
-ATTENTION = (4, 4096, 16, 128) if ON_GPU else (1, 64, 2, 16)
+ATTENTION = (4, 4096, 16, 128) if ON_GPU else (1, 1024, 2, 16)
 DECODES = [(1, 512), (32, 512), (128, 512)] if ON_GPU else [(1, 8), (2, 8)]
 NEW = 64 if ON_GPU else 4
 
