@@ -65,7 +65,7 @@ def test_two_engines_side_by_side_beat_heads_kept_twice(large: Path) -> None:
     assert (plan.engine.tensor_parallel_size, plan.engine.engines) == (8, 2)
     plan = predicted(large, "v6e:4x4", ServingConfig(max_model_len=8192, tensor_parallel_size=16))
     assert any("the cache keeps each 2 times" in note for note in plan.notes)
-    assert plan.engine.attention == "pallas_tpu"
+    assert plan.engine.attention == "paged_attention: pallas_tpu"
 
 
 def test_gpus_are_predicted(large: Path) -> None:
