@@ -2,6 +2,7 @@
 
 from fornax.adapters.attach import attach, detach, disabled, is_adapted
 from fornax.adapters.config import LoRA
+from fornax.adapters.load import load_quantized
 from fornax.adapters.merge import merge, merged, merged_params, unmerge
 from fornax.adapters.module import LoRAParam, QuantizedParam
 from fornax.adapters.peft import load_peft, save_peft
@@ -15,6 +16,7 @@ __all__ = [
     "disabled",
     "is_adapted",
     "load_peft",
+    "load_quantized",
     "merge",
     "merged",
     "merged_params",

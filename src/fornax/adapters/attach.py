@@ -5,7 +5,7 @@ Legend: R rank.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,19 +24,33 @@ from fornax.adapters.module import (
     dora_norm,
     is_adapted_module,
 )
-from fornax.adapters.quantize import Blocks, block_size, quantize
+from fornax.adapters.quantize import Blocks, block_size, quantize, quantize_array
 from fornax.adapters.rules import first_match, select
 from fornax.config.errors import ConfigError
 from fornax.models import Decoder
 
-__all__ = ["adapted_modules", "attach", "detach", "disabled", "is_adapted", "make_plain"]
+__all__ = [
+    "ReadQuantized",
+    "adapted_modules",
+    "attach",
+    "detach",
+    "disabled",
+    "is_adapted",
+    "make_plain",
+]
 
 _OF_ADAPTER = ("lora", "lora_a", "lora_b", "lora_magnitude", "lora_dropout")
 _READ_DIRECTLY = ("lm_head",)
 """Modules of a Decoder whose kernel is read, not called: an adapter there would do nothing."""
 
 
-def attach(model: nnx.Module, config: LoRA, *, rngs: nnx.Rngs) -> list[str]:
+ReadQuantized = Callable[[str, Blocks], tuple[jax.Array, ...]]
+"""(path of a module, how its kernel is held) to the kernel's codes and scales."""
+
+
+def attach(
+    model: nnx.Module, config: LoRA, *, rngs: nnx.Rngs, read: ReadQuantized | None = None
+) -> list[str]:
     """Put adapters on a model, in place; until trained they change nothing.
 
     The modules keep their paths and those of their parameters; beside a kernel there are then
@@ -48,6 +62,8 @@ def attach(model: nnx.Module, config: LoRA, *, rngs: nnx.Rngs) -> list[str]:
             `nnx.Einsum` modules; may be abstract.
         config: what is adapted, and how.
         rngs: draws A; seeds dropout.
+        read: gives the quantized kernels of an abstract model, whose adapters are then arrays;
+            None quantizes the model's own.
 
     Returns:
         Paths of the adapted modules, such as layers/attention/q.
@@ -64,7 +80,7 @@ def attach(model: nnx.Module, config: LoRA, *, rngs: nnx.Rngs) -> list[str]:
         select(getattr(config, name), paths, {**others}, where=f"lora.{name}")
     modules = dict(_modules(model))
     for path in paths:
-        _adapt(path, modules[path], sites[path], config, rngs)
+        _adapt(path, modules[path], sites[path], config, rngs, read)
     return paths
 
 
@@ -147,7 +163,14 @@ def _sites(model: nnx.Module) -> tuple[dict[str, Site], dict[str, str]]:
     return sites, others
 
 
-def _adapt(path: str, module: Any, site: Site, config: LoRA, rngs: nnx.Rngs) -> None:
+def _adapt(
+    path: str,
+    module: Any,
+    site: Site,
+    config: LoRA,
+    rngs: nnx.Rngs,
+    read: ReadQuantized | None,
+) -> None:
     rank = first_match(config.rank_pattern, path, config.rank)
     alpha = first_match(config.alpha_pattern, path, config.alpha)
     alpha = 2 * rank if alpha is None else alpha
@@ -161,7 +184,8 @@ def _adapt(path: str, module: Any, site: Site, config: LoRA, rngs: nnx.Rngs) -> 
     )
     kernel = module.kernel
     shape, axes = kernel.get_value().shape, kernel.get_metadata().get("axes")
-    make = _Maker(shape, axes, abstract=isinstance(kernel.get_value(), jax.ShapeDtypeStruct))
+    abstract = isinstance(kernel.get_value(), jax.ShapeDtypeStruct) and read is None
+    make = _Maker(shape, axes, abstract=abstract)
     object.__setattr__(module, "__class__", adapted_class(type(module)))
     module.lora = spec
     module.lora_a = make.param(
@@ -171,7 +195,7 @@ def _adapt(path: str, module: Any, site: Site, config: LoRA, rngs: nnx.Rngs) -> 
     if config.dropout:
         module.lora_dropout = _dropout(config, site, shape, rngs)
     if config.quantize is not None:
-        _hold_quantized(path, module, config, make)
+        _hold_quantized(path, module, config, make, read)
     if config.dora:
         module.lora_magnitude = make.param(
             LoRAParam, lambda values, _: site.magnitude(values), None, lambda _: dora_norm(module)
@@ -218,17 +242,20 @@ def _dropout(config: LoRA, site: Site, kernel: tuple[int, ...], rngs: nnx.Rngs) 
     return dropout
 
 
-def _hold_quantized(path: str, module: Any, config: LoRA, make: _Maker) -> None:
+def _hold_quantized(
+    path: str, module: Any, config: LoRA, make: _Maker, read: ReadQuantized | None
+) -> None:
     kernel, site = module.kernel.get_value(), module.lora.site
     assert config.quantize is not None
     axis = site.stacked + site.inputs[-1] - kernel.ndim
     size = block_size(kernel.shape[axis], config.quantize_block, config.quantize, path)
     blocks = Blocks(config.quantize, axis, size, jnp.dtype(kernel.dtype).name)
-    quantize_one = jax.jit(quantize, static_argnums=1)
     if make.abstract:
-        codes, scale = jax.eval_shape(lambda: quantize_one(kernel, blocks))
+        codes, scale = jax.eval_shape(lambda x: quantize(x, blocks), kernel)
+    elif read is not None:
+        codes, scale = read(path, blocks)
     else:
-        codes, scale = quantize_one(kernel, blocks)
+        codes, scale = quantize_array(kernel, blocks)
     of_scale: dict[str, Any] = {}
     if make.axes is not None:  # blocks are few: their axis is not spread over devices
         position = kernel.ndim + axis

@@ -16,7 +16,7 @@ import numpy as np
 from fornax.adapters.config import Quantization
 from fornax.config.errors import ConfigError
 
-__all__ = ["NF4", "Blocks", "block_size", "dequantize", "quantize"]
+__all__ = ["NF4", "Blocks", "block_size", "dequantize", "quantize", "quantize_array"]
 
 NF4 = np.array(
     [
@@ -99,6 +99,10 @@ def quantize(kernel: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
     pairs = _cut(codes, axis, 2)
     low, high = (jax.lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     return low | (high << 4), scale
+
+
+quantize_array = jax.jit(quantize, static_argnums=1)
+"""`quantize` as one compiled program."""
 
 
 def dequantize(codes: jax.Array, scale: jax.Array, blocks: Blocks) -> jax.Array:

@@ -15,7 +15,7 @@ from fornax.models.create import abstract_decoder, create_decoder
 from fornax.models.decoder import Decoder
 from fornax.models.families import config_from_hf, config_to_hf
 from fornax.models.generation import Sampling, generate, stream
-from fornax.models.load import load_pretrained, read_config
+from fornax.models.load import StoredModel, load_pretrained, open_pretrained, read_config
 from fornax.models.logprobs import TokenLogprobs, logits_logprobs, token_logprobs
 from fornax.models.paged_cache import (
     CacheHeads,
@@ -47,6 +47,7 @@ __all__ = [
     "RematPolicy",
     "RopeConfig",
     "Sampling",
+    "StoredModel",
     "TokenLogprobs",
     "YarnScaling",
     "abstract_decoder",
@@ -62,6 +63,7 @@ __all__ = [
     "load_pretrained",
     "logits_logprobs",
     "num_parameters",
+    "open_pretrained",
     "page_bytes",
     "read_config",
     "save_pretrained",

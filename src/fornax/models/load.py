@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.mesh import DEFAULT_RULES, Rules, named_sharding, parse_dtype, tree_shardings
@@ -20,7 +21,7 @@ from fornax.models.families import config_from_hf, family_by_name, unwrap_tensor
 from fornax.models.layout import Block, TensorLayout, flat_variables, plan_layout
 from fornax.models.safetensors_file import StoredTensor, find_tensors
 
-__all__ = ["load_pretrained", "read_config"]
+__all__ = ["StoredModel", "load_pretrained", "open_pretrained", "read_config"]
 
 _SHOWN = 5
 
@@ -60,6 +61,23 @@ def load_pretrained(
     cut, converted and written into its place, each device reading its own part only: peak memory is
     the model's plus one tensor.
 
+    Args and errors are those of `open_pretrained`.
+    """
+    stored = open_pretrained(path, dtype, mesh, rules, compute_dtype=compute_dtype)
+    stored.fill()
+    return stored.model
+
+
+def open_pretrained(
+    path: str | Path,
+    dtype: str | np.dtype | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+    *,
+    compute_dtype: str | np.dtype | None = None,
+) -> "StoredModel":
+    """The weights of a Hugging Face directory, checked and not yet read.
+
     Args:
       path: directory with config.json and safetensors files (one, or sharded with an index).
       dtype: parameter dtype, "float32" or "bfloat16"; None keeps the file's.
@@ -83,7 +101,80 @@ def load_pretrained(
     layout = plan_layout(model, family_by_name(str(config.family)).names)
     stored = _without_known_extras(stored, layout, config.tie_embeddings, folder)
     _check(stored, layout, folder)
-    return _fill(model, layout, stored, dtype, mesh, rules)
+    if mesh is not None:
+        tree_shardings(nnx.state(model), mesh, rules)  # whether all of it divides
+    blocks: dict[str, list[tuple[StoredTensor, Block]]] = {}
+    for tensor in layout:
+        for block in tensor.blocks:
+            blocks.setdefault(block.slot.path, []).append((stored[tensor.name], block))
+    return StoredModel(model=model, dtype=dtype, mesh=mesh, rules=rules, blocks=blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model whose weights are read one parameter, and one layer, at a time."""
+
+    model: Decoder
+    """Abstract, until `fill`."""
+    dtype: np.dtype
+    """Of parameters."""
+    mesh: Mesh | None
+    rules: Rules
+    blocks: Mapping[str, list[tuple[StoredTensor, Block]]]
+    """By path of a parameter: where its values are, its layers in order."""
+
+    def fill(self) -> None:
+        """Read the parameters that are still abstract into the model."""
+        variables = flat_variables(self.model)
+        for path in self.blocks:
+            if isinstance(variables[path].get_value(), jax.ShapeDtypeStruct):
+                variables[path].set_value(self.read(path))
+
+    def read(self, path: str) -> jax.Array:
+        """One parameter, such as layers/attention/q/kernel."""
+        (array,) = self._read(path, lambda part: (part,), self._place(self._axes(path)))
+        return array
+
+    def convert(
+        self, path: str, function: Callable[[jax.Array], tuple[jax.Array, ...]]
+    ) -> tuple[jax.Array, ...]:
+        """What a function makes of a parameter, whose layers never exist together.
+
+        Args:
+          path: of the parameter.
+          function: of the parameter, or of one layer of a stacked one, to new arrays.
+
+        Returns:
+          The function's arrays, those of layers stacked.
+        """
+        return self._read(path, function, None)
+
+    def _read(
+        self, path: str, function: Callable[[jax.Array], tuple[jax.Array, ...]], place: Any
+    ) -> tuple[jax.Array, ...]:
+        blocks, axes = self.blocks[path], self._axes(path)
+        if blocks[0][1].slot.layer is None:
+            stored, block = blocks[0]
+            return function(_put(stored.view(), block, self._place(axes), self.dtype))
+        stacks: list[jax.Array] = []
+        for stored, block in blocks:
+            part = _put(stored.view(), block, self._place(axes[1:]), self.dtype)
+            made = function(part)
+            stacks = stacks or [_zeros(len(blocks), x, place or _stacked(x)) for x in made]
+            for number, x in enumerate(made):
+                write = _write_layer(stacks[number].sharding)
+                stacks[number] = write(stacks[number], x, block.slot.layer)
+            for x in (part, *made):
+                x.delete()
+        return tuple(stacks)
+
+    def _axes(self, path: str) -> tuple[str | None, ...]:
+        return flat_variables(self.model)[path].get_metadata()["axes"]
+
+    def _place(self, axes: tuple[str | None, ...]) -> NamedSharding | SingleDeviceSharding:
+        if self.mesh is None:
+            return SingleDeviceSharding(jax.devices()[0])
+        return named_sharding(self.mesh, axes, self.rules)
 
 
 def _as_dtype(dtype: str | np.dtype) -> np.dtype:
@@ -164,44 +255,6 @@ def _some(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + more
 
 
-def _fill(
-    model: Decoder,
-    layout: list[TensorLayout],
-    stored: Mapping[str, StoredTensor],
-    dtype: np.dtype,
-    mesh: Mesh | None,
-    rules: Rules,
-) -> Decoder:
-    variables = flat_variables(model)
-    places = _places(model, mesh, rules)
-    values: dict[str, jax.Array] = {}
-    for tensor in layout:
-        view = stored[tensor.name].view()
-        for block in tensor.blocks:
-            path, layer = block.slot.path, block.slot.layer
-            if layer is None:
-                values[path] = _put(view, block, places[path], dtype)
-                continue
-            if path not in values:
-                values[path] = _zeros(variables[path].shape, dtype, places[path])
-            axes = variables[path].get_metadata()["axes"][1:]
-            place = places[path] if mesh is None else named_sharding(mesh, axes, rules)
-            part = _put(view, block, place, dtype)
-            values[path] = _write_layer(places[path])(values[path], part, layer)
-            part.delete()
-    for path, variable in variables.items():
-        variable.set_value(values[path])
-    return model
-
-
-def _places(model: Decoder, mesh: Mesh | None, rules: Rules) -> dict[str, Any]:
-    if mesh is None:
-        here = SingleDeviceSharding(jax.devices()[0])
-        return dict.fromkeys(flat_variables(model), here)
-    shardings = nnx.to_flat_state(tree_shardings(nnx.state(model), mesh, rules))
-    return {"/".join(map(str, path)): leaf.get_value() for path, leaf in shardings}
-
-
 def _put(view: np.ndarray, block: Block, place: Any, dtype: np.dtype) -> jax.Array:
     """One parameter, or one layer of it, on its devices: each part cut and converted once."""
     rows = view[block.start : block.stop]
@@ -213,8 +266,17 @@ def _put(view: np.ndarray, block: Block, place: Any, dtype: np.dtype) -> jax.Arr
     return jax.make_array_from_callback(ours.shape, place, cut).block_until_ready()
 
 
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, place: Any) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)()
+def _stacked(layer: jax.Array) -> Any:
+    """Where a stack of such arrays lies: its layers are not divided."""
+    place = layer.sharding
+    if not isinstance(place, NamedSharding):
+        return place
+    return NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
+
+
+def _zeros(layers: int, layer: jax.Array, place: Any) -> jax.Array:
+    shape = (layers, *layer.shape)
+    return jax.jit(lambda: jnp.zeros(shape, layer.dtype), out_shardings=place)()
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from fornax.llm.text import ChatTemplate, special_tokens
 from fornax.mesh import Rules
 from fornax.models import Decoder, DecoderConfig, num_parameters
 from fornax.optim import AdamW
-from fornax.train import load_decoder, model_config, tokenizer_folder
+from fornax.train import is_run, load_decoder, model_config, tokenizer_folder
 from fornax.tune.config import TuneConfig
 
 __all__ = ["Origin", "Policy", "policy", "read_origin"]
@@ -163,8 +163,10 @@ def policy(config: TuneConfig, origin: Origin) -> Policy:
         return adapt(Decoder(origin.model_config, rngs=rngs, **dtypes), rngs)
 
     def pretrained(mesh: Mesh, rules: Rules) -> Decoder:
-        decoder = load_decoder(origin.path, mesh=mesh, rules=rules, **dtypes)
-        return adapt(decoder, nnx.Rngs(config.seed))
+        rngs, place = nnx.Rngs(config.seed), {"mesh": mesh, "rules": rules}
+        if config.lora is not None and config.lora.quantize and not is_run(origin.path):
+            return adapters.load_quantized(origin.path, config.lora, rngs=rngs, **place, **dtypes)
+        return adapt(load_decoder(origin.path, **place, **dtypes), rngs)
 
     trained = nnx.Param if config.lora is None else adapters.LoRAParam
     abstract = nnx.eval_shape(lambda: build(nnx.Rngs(config.seed)))
