@@ -19,7 +19,16 @@ from fornax.models.attend import AttendOptions, LayerCache
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.rope import Rotation, apply_rope
 
-__all__ = ["MLP", "Attention", "AttentionContext", "DecoderLayer", "Embed", "Projection", "RMSNorm"]
+__all__ = [
+    "ACTIVATIONS",
+    "MLP",
+    "Attention",
+    "AttentionContext",
+    "DecoderLayer",
+    "Embed",
+    "Projection",
+    "RMSNorm",
+]
 
 
 @dataclass(frozen=True)
@@ -263,15 +272,16 @@ class MLP(nnx.Module):
         gate_BTF, up_BTF = project(x_BTD, self.gate, self.up)
         gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
         up_BTF = checkpoint_name(up_BTF, "mlp_up")
-        h_BTF = _ACTIVATIONS[self.activation](gate_BTF) * up_BTF
+        h_BTF = ACTIVATIONS[self.activation](gate_BTF) * up_BTF
         y_BTD = self.down(constrain(h_BTF, ("batch", "length", "activation_mlp")))
         return checkpoint_name(y_BTD, "mlp_down")
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+"""The activation of an MLP's gate, by its name in `DecoderConfig`."""
 
 
 class DecoderLayer(nnx.Module):

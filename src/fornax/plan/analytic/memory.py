@@ -6,9 +6,14 @@ all layers already allocated; and the update.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
+import jax
+import jax.numpy as jnp
+
+from fornax.models.layers import ACTIVATIONS
 from fornax.plan.analytic.attention import attention_work
 from fornax.plan.analytic.flops import CHUNK, layer_replay
 from fornax.plan.analytic.local import Local, windows
@@ -97,13 +102,22 @@ def _lanes(local: Local) -> float:
 
 def _intermediates(local: Local) -> float:
     """What a layer keeps besides where no policy says what to keep: of each norm three float32
-    arrays of its width, of the activation three or (GELU) five of the MLP's."""
+    arrays of its width, and what differentiating the activation keeps of the MLP's."""
     model, shares = local.model, local.shares
     norms = (4 if model.norm_placement == "sandwich" else 2) * model.hidden_size
     if model.qk_norm != "none":
         norms += (shares.heads + shares.kv_heads) * model.head_width
-    inner = (3 if model.activation == "silu" else 5) * shares.mlp
+    inner = _activation_residuals(model.activation) * shares.mlp
     return local.tokens * (3.0 * 4 * norms + inner * local.compute_bytes)
+
+
+@functools.cache
+def _activation_residuals(name: str) -> int:
+    """Arrays of its argument's shape that an activation keeps: three of SiLU; of GELU five with
+    jax 0.10, four with jax 0.12."""
+    x = jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+    kept = jax.eval_shape(lambda x: jax.vjp(ACTIVATIONS[name], x)[1], x)
+    return sum(leaf.shape == x.shape for leaf in jax.tree.leaves(kept))
 
 
 def _named(state: tuple[StateArray, ...], prefix: str) -> list[StateArray]:
