@@ -7,10 +7,17 @@ VENV := .venv
 PARITY := .venv-parity
 VLLM := .venv-vllm
 TPU := .venv-tpu
+NEWEST := .venv-newest
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 PYTEST_ARGS ?=
+PYTHON_NEWEST ?= python3.13
+# The first that runs: pyenv's shim on PATH may stand for a version that is not enabled.
+NEWEST_FOUND = $(shell for p in "$$(command -v $(PYTHON_NEWEST))" "$$HOME"/.pyenv/versions/*/bin/$(PYTHON_NEWEST); do \
+  "$$p" -c 'import venv' 2>/dev/null && echo "$$p" && break; done)
+# What runs compiled programs and nothing else: numerics, and the rooms between a mesh and a bundle.
+NEWEST_TESTS := tests/numerics $(addprefix tests/unit/,export kernels mesh models optim train)
 # Device tests: on a GPU, or with DEVICE=cpu small and interpreted. They run in $(PYTHON) as it is
 # where that holds all they need (a borrowed machine without a network), else in .venv.
 DEVICE ?= gpu
@@ -24,7 +31,7 @@ DEVICE_PLATFORMS := $(if $(filter gpu,$(DEVICE)),cuda$(comma)cpu,cpu)
 DEVICE_RUN = PYTHONPATH=src:$$PYTHONPATH DEVICE=$(DEVICE) JAX_PLATFORMS=$(DEVICE_PLATFORMS) XLA_PYTHON_CLIENT_PREALLOCATE=false $(DEVICE_PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-exhaustive lint format parity tpu-test vllm-test bench wheel device-test device-bench device-python docs docs-serve examples clean
+.PHONY: help install quickstart test test-all test-exhaustive newest-test lint format parity tpu-test vllm-test bench wheel device-test device-bench device-python docs docs-serve examples clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -42,6 +49,12 @@ test-all: $(VENV)/.dev ## The tests, the slow ones included
 
 test-exhaustive: $(VENV)/.dev ## The tests that take minutes, which CI leaves out
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "exhaustive and not device" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+
+newest-test: ## The fast tests that touch jax, on the newest Python and jax (PYTHON_NEWEST)
+	@if [ -z "$(NEWEST_FOUND)" ]; then \
+	  echo "newest-test is skipped: no $(PYTHON_NEWEST) on PATH or under ~/.pyenv; install it, or set PYTHON_NEWEST=/path/to/python"; \
+	else $(MAKE) --no-print-directory $(NEWEST)/.ready && \
+	  $(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m "not device and not slow and not tpu and not exhaustive" $(NEWEST_TESTS) $(PYTEST_ARGS); fi
 
 lint: $(VENV)/.dev ## Style, types, import contracts
 	$(BIN)/ruff check .
@@ -99,7 +112,7 @@ examples: $(VENV)/.base ## Run every example
 	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
 clean: ## Remove the environments and what tools left behind
-	rm -rf $(VENV) $(PARITY) $(TPU) $(VLLM) $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PARITY) $(TPU) $(NEWEST) $(VLLM) $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -126,6 +139,11 @@ $(PARITY)/.ready: pyproject.toml constraints.txt
 $(TPU)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TPU)
 	$(TPU)/bin/python $(PIP) -e '.[dev,tpu]'
+	@touch $@
+
+$(NEWEST)/.ready: pyproject.toml constraints.txt
+	"$(NEWEST_FOUND)" -m venv $(NEWEST)
+	$(NEWEST)/bin/python $(PIP) -e '.[dev]'
 	@touch $@
 
 # vLLM bounds some packages lower than constraints.txt pins them.
