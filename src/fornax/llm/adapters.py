@@ -16,9 +16,9 @@ from fornax.llm.lora_file import Adapter, read_adapter
 from fornax.llm.weights import Weights
 from fornax.models import abstract_decoder
 from fornax.models.families.convert import family_for
-from fornax.models.layout import Slot, plan_layout
+from fornax.models.layout import plan_layout
 
-__all__ = ["Adapters"]
+__all__ = ["Adapters", "describe_adapters"]
 
 
 class Adapters:
@@ -35,8 +35,7 @@ class Adapters:
             slots: adapters on the device at once.
             rank: of an adapter, at most.
         """
-        model = abstract_decoder(weights.config, dtype=weights.dtype)
-        self._layout = plan_layout(model, family_for(weights.config).names)
+        self._layout = _layout(weights)
         self._rank = rank
         self.paths: Mapping[str, str] = {}
         """Folders by name: replaced when adapters change, never changed."""
@@ -49,7 +48,7 @@ class Adapters:
         self._everywhere = None
         if weights.placement.mesh is not None:
             self._everywhere = NamedSharding(weights.placement.mesh, PartitionSpec())
-        self._stacks = self._empty(slots, weights.placement.compute_dtype)
+        self._stacks = jax.device_put(_empty(weights, slots, rank), self._everywhere)
         for path in self._stacks:  # compiles the write of each shape before it is needed
             self._write(path, {}, 0)
 
@@ -141,21 +140,6 @@ class Adapters:
             )
         return self._slots.pop(oldest)
 
-    def _empty(self, slots: int, dtype: Any) -> dict[str, LoRAStack]:
-        found = {}
-        for slot in self._kernels():
-            layers = sum(other.path == slot.path for other in self._all_slots())
-            kernel = jax.ShapeDtypeStruct((layers, *slot.shape), jnp.float32)
-            stack = empty_stack(kernel, slot.num_inputs, slots=slots, rank=self._rank, dtype=dtype)
-            found[slot.path] = jax.device_put(stack, self._everywhere)
-        return found
-
-    def _kernels(self) -> list[Slot]:
-        return [slot for slot in self._all_slots() if slot.num_inputs and slot.layer == 0]
-
-    def _all_slots(self) -> list[Slot]:
-        return [block.slot for tensor in self._layout for block in tensor.blocks]
-
     def _write(self, path: str, pairs: Mapping[int, Any], slot: int) -> None:
         stack = self._stacks[path]
         layers, width, _ = stack.down_LKP.shape
@@ -166,6 +150,32 @@ class Adapters:
             down_LKR[layer, :, :rank] = pair.down_KR
             up_LRN[layer, :rank] = pair.up_RN
         self._stacks[path] = write_slot(stack, np.int32(slot), down_LKR, up_LRN)
+
+
+def describe_adapters(weights: Weights, slots: int, rank: int) -> dict[str, LoRAStack]:
+    """The shapes of what `Adapters` keeps on every device."""
+    return jax.eval_shape(lambda: _empty(weights, slots, rank))
+
+
+def _empty(weights: Weights, slots: int, rank: int) -> dict[str, LoRAStack]:
+    """Room for `slots` adapters, by path of the kernel."""
+    layout = _layout(weights)
+    places = [block.slot for tensor in layout for block in tensor.blocks]
+    found = {}
+    for slot in places:
+        if slot.num_inputs and slot.layer == 0:
+            layers = sum(other.path == slot.path for other in places)
+            kernel = jax.ShapeDtypeStruct((layers, *slot.shape), jnp.float32)
+            dtype = weights.placement.compute_dtype
+            found[slot.path] = empty_stack(
+                kernel, slot.num_inputs, slots=slots, rank=rank, dtype=dtype
+            )
+    return found
+
+
+def _layout(weights: Weights) -> Any:
+    model = abstract_decoder(weights.config, dtype=weights.dtype)
+    return plan_layout(model, family_for(weights.config).names)
 
 
 def _layers(adapter: Adapter, path: str) -> dict[int, Any]:

@@ -1,7 +1,6 @@
 """Putting an engine together from a model directory, or from a model in memory."""
 
 import copy
-import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,9 @@ from fornax.llm.admission import Admission
 from fornax.llm.block_manager import BlockManager, PageGroup
 from fornax.llm.config import DraftModel, EngineConfig, NGram
 from fornax.llm.engine import Engine
-from fornax.llm.limits import Limits, cache_heads, resolve_limits
+from fornax.llm.limits import Limits, draft_limits, limits_without_cache, resolve_limits
 from fornax.llm.lora import bind
+from fornax.llm.memory import account_of
 from fornax.llm.programs import Programs, keep_compiled
 from fornax.llm.runner import Runner
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
@@ -86,7 +86,11 @@ def build_engine(
     folder = None if isinstance(model, Decoder) else model
     words = Path(tokenizer) if isinstance(tokenizer, str | Path) else folder
     weights = load_weights(model, config, target)
-    limits = resolve_limits(config, weights.config, weights.dtype, weights.nbytes, target)
+    draft = _draft_weights(config, weights, target)
+    small = None if draft is None else draft.config
+    empty = limits_without_cache(config, weights.config, weights.dtype, target, small)
+    other = account_of(config, weights, empty, draft).without_cache
+    limits = resolve_limits(config, weights.config, weights.dtype, other, target, small)
     loaded = _tokenizer(folder, tokenizer, weights.config)
     generation = _read_json(folder, "generation_config.json")
     programs = Programs(config.compile_threads)
@@ -99,8 +103,8 @@ def build_engine(
         programs,
         max_logprobs=config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
-        drafts=_drafts(config),
-        places=_places(config),
+        drafts=config.num_drafts,
+        places=config.draft_places,
         coarse=config.step_sizes == "coarse",
         state=None if adapters is None else adapters.attach(weights.state),
         bind=None if adapters is None else bind,
@@ -119,7 +123,7 @@ def build_engine(
         runner,
         _scheduler(config, limits, weights.config, runner.buckets),
         programs,
-        proposer=_proposer(config, weights, limits, programs, target),
+        proposer=_proposer(config, draft, limits, programs),
         adapters=adapters,
         token_text=admission.token_text,
         observer=observer,
@@ -162,70 +166,44 @@ def _scheduler(
     )
 
 
-def _drafts(config: EngineConfig) -> int:
-    """Tokens proposed for a sequence at a time, at most."""
-    speculation = config.speculative_config
-    return 0 if speculation is None else speculation.num_speculative_tokens
-
-
-def _places(config: EngineConfig) -> int:
-    """Places of a row that a draft model has proposals for: a draft each, and the one after."""
-    return 1 + _drafts(config) if isinstance(config.speculative_config, DraftModel) else 0
-
-
 def _proposer(
-    config: EngineConfig, weights: Weights, limits: Limits, programs: Programs, target: Target
+    config: EngineConfig, draft: Weights | None, limits: Limits, programs: Programs
 ) -> Proposer | None:
-    match config.speculative_config:
-        case None:
-            return None
-        case NGram() as ngram:
-            return NGramProposer(ngram)
-        case DraftModel() as draft:
-            return DraftProposer(
-                _draft_runner(config, draft, weights, limits, programs, target),
-                draft.num_speculative_tokens,
-            )
+    if isinstance(config.speculative_config, NGram):
+        return NGramProposer(config.speculative_config)
+    if draft is None:
+        return None
+    runner = Runner(
+        draft,
+        draft_limits(limits, draft.config),
+        programs,
+        max_logprobs=0,
+        places=config.draft_places,
+        proposes=True,
+        coarse=config.step_sizes == "coarse",
+        name="draft",
+    )
+    return DraftProposer(runner, config.num_drafts)
 
 
-def _draft_runner(
-    config: EngineConfig,
-    draft: DraftModel,
-    weights: Weights,
-    limits: Limits,
-    programs: Programs,
-    target: Target,
-) -> Runner:
+def _draft_weights(config: EngineConfig, weights: Weights, target: Target) -> Weights | None:
+    """Those of the draft model, if there is one."""
+    draft = config.speculative_config
+    if not isinstance(draft, DraftModel):
+        return None
     small = load_weights(find_model(draft.model), config, target)
     if small.config.vocab_size != weights.config.vocab_size:
         raise ConfigError(
             f"the draft model {draft.model} has {small.config.vocab_size} tokens and the model "
             f"{weights.config.vocab_size}; use one with the same vocabulary"
         )
-    if small.config.max_position_embeddings < limits.max_model_len:
+    length = config.max_model_len or weights.config.max_position_embeddings
+    if small.config.max_position_embeddings < length:
         raise ConfigError(
             f"the draft model {draft.model} is made for {small.config.max_position_embeddings} "
-            f"positions and max_model_len is {limits.max_model_len}; lower max_model_len"
+            f"positions and max_model_len is {length}; lower max_model_len"
         )
-    pages = limits.max_num_seqs * limits.table_width + 1
-    own = dataclasses.replace(
-        limits,
-        num_pages=(pages,) * len(cache_windows(small.config)),
-        cache_heads=cache_heads(small.config, jax.default_backend(), config.tensor_parallel_size),
-    )
-    coarse = config.step_sizes == "coarse"
-    runner = Runner(
-        small,
-        own,
-        programs,
-        max_logprobs=0,
-        places=_places(config),
-        proposes=True,
-        coarse=coarse,
-        name="draft",
-    )
-    runner.use_fixed_tables()
-    return runner
+    return small
 
 
 def _tokenizer(

@@ -80,9 +80,10 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the cache; auto: bfloat16 when the weights are not float32, else float32."""
     kv_cache_memory_bytes: int | None = None
-    """Memory of the cache; None: what `max_num_seqs` full sequences need, up to a share of it."""
+    """Memory of the cache, a draft model's included; None: what `max_num_seqs` full sequences need,
+    up to a share of it."""
     gpu_memory_utilization: float = 0.9
-    """Share of an accelerator's memory for weights and cache, if the cache's is not given."""
+    """Share of an accelerator's memory that an engine takes, if the cache's is not given."""
     num_gpu_blocks_override: int | None = None
     """Pages of the full-attention cache, whatever the memory."""
     enable_prefix_caching: bool = True
@@ -111,6 +112,17 @@ class EngineConfig:
     fewer are compiled, for work that fills its batches."""
     compile_threads: int = 2
     """Threads that compile the steps."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens proposed for a sequence at a time, at most."""
+        speculation = self.speculative_config
+        return 0 if speculation is None else speculation.num_speculative_tokens
+
+    @property
+    def draft_places(self) -> int:
+        """Places of a row that a draft model has proposals for: a draft each, the one after."""
+        return 1 + self.num_drafts if isinstance(self.speculative_config, DraftModel) else 0
 
     def __post_init__(self) -> None:
         """Check sizes and combinations."""

@@ -198,11 +198,13 @@ class Engine:
         return self.adapters
 
     def sleep(self) -> list[Output]:
-        """Give back the cache's memory; requests wait until `wake`."""
+        """Give back the caches' memory, a draft model's too; requests wait until `wake`."""
         outputs = self._process()
         if not self._asleep:
             self.scheduler.reset()
             self.runner.sleep()
+            if self._proposer is not None:
+                self._proposer.sleep()
             self._asleep = True
         return outputs
 
@@ -210,6 +212,8 @@ class Engine:
         """Make the cache again; sequences that were running are computed anew."""
         if self._asleep:
             self.runner.wake()
+            if self._proposer is not None:
+                self._proposer.wake()
             self._asleep = False
 
     # Before a step.

@@ -17,6 +17,7 @@ __all__ = [
     "Limits",
     "cache_heads",
     "divide_pages",
+    "draft_limits",
     "limits_without_cache",
     "pages_needed",
     "resolve_limits",
@@ -39,6 +40,10 @@ class Limits:
     """Pages of each group of `cache_windows`, page 0, which is never given out, included."""
     cache_dtype: jnp.dtype
     cache_heads: CacheHeads
+    draft_pages: int = 0
+    """Pages of each group of a draft model's cache, page 0 included; 0 without one."""
+    draft_heads: CacheHeads | None = None
+    """The heads that these hold."""
 
     @property
     def table_width(self) -> int:
@@ -69,8 +74,9 @@ def resolve_limits(
     config: EngineConfig,
     model: DecoderConfig,
     weights_dtype: jnp.dtype,
-    weight_bytes: int,
+    other_bytes: int,
     target: Target | None = None,
+    draft: DecoderConfig | None = None,
 ) -> Limits:
     """Choose what `config` leaves open.
 
@@ -78,38 +84,101 @@ def resolve_limits(
       config: the engine's.
       model: the model's.
       weights_dtype: of the weights.
-      weight_bytes: that the weights take on each device.
+      other_bytes: that all but the cache takes on each device; see `fornax.llm.memory`.
       target: what the engine is made for; None for this process's devices.
+      draft: the draft model's, if there is one.
 
     Raises:
       ConfigError: limits beyond the model or against each other.
       EngineError: no memory for the cache.
     """
     target = target or attached()
-    limits = limits_without_cache(config, model, weights_dtype, target)
+    limits = limits_without_cache(config, model, weights_dtype, target, draft)
     needs, sizes = limits.pages_per_sequence(model), limits.page_bytes(model)
+    if draft is not None:  # one page more of every group, for all tokens
+        needs = (*needs, limits.table_width)
+        sizes = (*sizes, sum(draft_limits(limits, draft).page_bytes(draft)))
     seqs, page_size = limits.max_num_seqs, limits.page_size
     if config.num_gpu_blocks_override is not None:
         pages = [config.num_gpu_blocks_override for _ in needs]
     else:
-        full = seqs * limits.sequence_bytes(model)
-        pages = divide_pages(_budget(config, weight_bytes, full, target), needs, sizes, seqs)
-    for window, have, need in zip(cache_windows(model), pages, needs, strict=True):
+        full = seqs * sum(need * size for need, size in zip(needs, sizes, strict=True))
+        pages = divide_pages(_budget(config, other_bytes, full, target), needs, sizes, seqs)
+    windows = cache_windows(model)
+    kinds = ["full attention" if w is None else f"a window of {w}" for w in windows]
+    for kind, have, need in zip([*kinds, "the draft model"], pages, needs, strict=False):
         if have < need:
-            kind = "full attention" if window is None else f"a window of {window}"
             raise EngineError(
                 f"the cache has room for {have * page_size} tokens of layers with {kind} "
                 f"and one sequence of max_model_len={limits.max_model_len} needs "
-                f"{need * page_size}; give kv_cache_memory_bytes (or num_gpu_blocks_override) "
-                "more, or max_model_len less"
+                f"{need * page_size}{_beside(other_bytes, target)}; give kv_cache_memory_bytes "
+                "(or num_gpu_blocks_override) more, or max_model_len less"
             )
-    return dataclasses.replace(limits, num_pages=tuple(count + 1 for count in pages))
+    _check_room(config, pages, sizes, other_bytes, target)
+    return dataclasses.replace(
+        limits,
+        num_pages=tuple(count + 1 for count in pages[: len(windows)]),
+        draft_pages=0 if draft is None else pages[-1] + 1,
+    )
+
+
+def _beside(other_bytes: int, target: Target) -> str:
+    if target.memory is None:
+        return ""
+    return (
+        f": weights, adapters, sampler and steps take {other_bytes / 2**30:.2f} GiB of a device's "
+        f"{target.memory / 2**30:.2f} GiB (max_num_seqs, max_num_batched_tokens and max_loras "
+        "lower that)"
+    )
+
+
+def _check_room(
+    config: EngineConfig,
+    pages: Sequence[int],
+    sizes: Sequence[int],
+    other_bytes: int,
+    target: Target,
+) -> None:
+    """Refuse a cache that was asked for and does not fit beside the rest.
+
+    Raises:
+      EngineError: saying what to lower.
+    """
+    cache = sum(count * size for count, size in zip(pages, sizes, strict=True))
+    cache //= config.tensor_parallel_size
+    if target.memory is not None:
+        room, where = target.memory - other_bytes, "a device has left beside all else"
+    elif target.attached:
+        room, where = _host_memory(), "this machine has free"
+    else:
+        return
+    if cache > room:
+        raise EngineError(
+            f"a cache of {cache / 2**30:.2f} GiB does not fit in the {max(room, 0) / 2**30:.2f} "
+            f"GiB that {where}; lower kv_cache_memory_bytes or num_gpu_blocks_override, or leave "
+            "them out"
+        )
+
+
+def draft_limits(limits: Limits, draft: DecoderConfig) -> Limits:
+    """The limits of a draft model: its own pages and heads, every layer keeping all tokens."""
+    assert limits.draft_heads is not None, "the limits were resolved without a draft model"
+    return dataclasses.replace(
+        limits,
+        num_pages=(limits.draft_pages,) * len(cache_windows(draft)),
+        cache_heads=limits.draft_heads,
+    )
 
 
 def limits_without_cache(
-    config: EngineConfig, model: DecoderConfig, weights_dtype: jnp.dtype, target: Target
+    config: EngineConfig,
+    model: DecoderConfig,
+    weights_dtype: jnp.dtype,
+    target: Target,
+    draft: DecoderConfig | None = None,
 ) -> Limits:
     """The limits that do not depend on memory, with no pages; see `resolve_limits`."""
+    size = config.tensor_parallel_size
     on_cpu = target.platform == "cpu"
     length = config.max_model_len or model.max_position_embeddings
     if length > model.max_position_embeddings:
@@ -129,9 +198,10 @@ def limits_without_cache(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         page_size=config.block_size or _page_size(target.platform, seqs, length),
-        num_pages=(),
+        num_pages=(0,) * len(cache_windows(model)),
         cache_dtype=_cache_dtype(config, weights_dtype),
-        cache_heads=cache_heads(model, target.platform, config.tensor_parallel_size),
+        cache_heads=cache_heads(model, target.platform, size),
+        draft_heads=None if draft is None else cache_heads(draft, target.platform, size),
     )
 
 
@@ -172,13 +242,13 @@ def cache_heads(model: DecoderConfig, platform: str, tensor_parallel_size: int) 
     return CacheHeads(max(model.kv_heads, tensor_parallel_size), width)
 
 
-def _budget(config: EngineConfig, weight_bytes: int, wanted: int, target: Target) -> int:
+def _budget(config: EngineConfig, other_bytes: int, wanted: int, target: Target) -> int:
     """Bytes for the cache on all devices together."""
     shards = config.tensor_parallel_size
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes * shards
     if target.memory is not None:
-        free = int(target.memory * config.gpu_memory_utilization) - weight_bytes
+        free = int(target.memory * config.gpu_memory_utilization) - other_bytes
         return max(free, 0) * shards
     return min(wanted, _CPU_CACHE_MOST, int(_CPU_CACHE_SHARE * _host_memory()))
 

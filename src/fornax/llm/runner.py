@@ -187,15 +187,6 @@ class Runner:
         assert tree == self._tree, "the state differs in more than its arrays"
         self._leaves = leaves
 
-    def use_fixed_tables(self) -> None:
-        """Give every row its own pages for good, for a cache that nobody keeps books of."""
-        self._tables = self._put(
-            tuple(
-                1 + jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
-                for table in self._tables
-            )
-        )
-
     # A step.
 
     def load_row(self, row: int, params: RowParams) -> None:

@@ -10,9 +10,9 @@ whether the draft model has a proposal there: it has one for every place after t
 those that the scheduler finds no room to try, and for the one after them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from fornax.llm.config import NGram
-from fornax.llm.plan import Entry, Plan, Sample
+from fornax.llm.plan import Entry, PageUpdate, Plan, Sample
 from fornax.llm.runner import Drafted, Runner
 from fornax.llm.sequence import Sequence
 
@@ -45,6 +45,12 @@ class Proposer(Protocol):
     def reset(self) -> None:
         """Forget what was computed: the weights or the cache are others now."""
 
+    def sleep(self) -> None:
+        """Give memory of the cache back."""
+
+    def wake(self) -> None:
+        """Make an empty cache if it was given back."""
+
 
 class NGramProposer:
     """Proposes what followed the last tokens when they stood in the sequence before."""
@@ -63,6 +69,12 @@ class NGramProposer:
 
     def reset(self) -> None:
         """Nothing to forget."""
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    def wake(self) -> None:
+        """Nothing to make."""
 
     def propose(self, sequences: Items[Sequence]) -> None:
         """Look each sequence's last tokens up in itself; the latest occurrence counts."""
@@ -93,29 +105,52 @@ class _Seen:
     """Tokens proposed after them."""
     places: range
     """Those with a proposal: of the drafts, and of the token after them."""
+    kept: bool = True
+    """Whether the cache still holds what was computed."""
 
 
 class DraftProposer:
-    """Proposes what a smaller model samples. Its cache gives every row its own full length."""
+    """Proposes what a smaller model samples.
+
+    Its cache has pages of its own. Where they are short, sequences are proposed for one after the
+    other: pages of those that wait are taken, and what they held is computed again.
+    """
 
     def __init__(self, runner: Runner, num_tokens: int) -> None:
         self._runner = runner
         self._places = num_tokens + 1
+        self._free = list(range(1, runner.limits.draft_pages))
+        self._pages: dict[int, list[int]] = {}
+        """By sequence; the one that was proposed for longest ago first."""
+        self._kinds = range(len(runner.limits.num_pages))
+        self._updates: list[PageUpdate] = []
         self._seen: dict[int, _Seen] = {}
 
     def start(self, sequence: Sequence, params: Any) -> None:
         """Give the draft model's sampler the same parameters."""
         if sequence.row is not None:
             self._runner.load_row(sequence.row, params)
-            self._seen.pop(sequence.id, None)
+            self.finish(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Forget the sequence."""
         self._seen.pop(sequence.id, None)
+        self._free += self._pages.pop(sequence.id, ())
 
     def reset(self) -> None:
         """Compute all sequences anew."""
         self._seen.clear()
+        for sequence in list(self._pages):
+            self._free += self._pages.pop(sequence)
+
+    def sleep(self) -> None:
+        """Give the cache's memory back."""
+        self.reset()
+        self._runner.sleep()
+
+    def wake(self) -> None:
+        """Make the cache again."""
+        self._runner.wake()
 
     def propose(self, sequences: Items[Sequence]) -> None:
         """Bring the draft model up to each sequence's last token, then sample ahead."""
@@ -142,13 +177,52 @@ class DraftProposer:
 
     def _sample_ahead(self, sequences: Items[Sequence], places: int) -> None:
         """Make proposals for the next places of each sequence, as far as it may go."""
-        if not sequences:
-            return
+        for group in self._groups(sequences, places):
+            self._hold(group, places)
+            self._sample_group(group, places)
+
+    def _groups(self, sequences: Items[Sequence], places: int) -> Iterator[list[Sequence]]:
+        """As many sequences at a time as there are pages for."""
+        group: list[Sequence] = []
+        left = total = self._runner.limits.draft_pages - 1
+        for sequence in sequences:
+            need = self._need(sequence, places)
+            if need > left:
+                yield group
+                group, left = [], total
+            group.append(sequence)
+            left -= need
+        if group:
+            yield group
+
+    def _need(self, sequence: Sequence, places: int) -> int:
+        """Pages for all tokens and proposals of a sequence."""
+        limits = self._runner.limits
+        return min(-(-(len(sequence.tokens) + places) // limits.page_size), limits.table_width)
+
+    def _hold(self, group: Items[Sequence], places: int) -> None:
+        """Get the pages that a group needs, from whoever is not in it if there are none free."""
+        held = {each.id: self._pages.pop(each.id, []) for each in group}
+        for sequence in group:
+            pages, row = held[sequence.id], sequence.row
+            assert row is not None, "only running sequences are drafted for"
+            if not pages and sequence.id in self._seen:
+                self._seen[sequence.id] = replace(self._seen[sequence.id], kept=False)
+            for index in range(len(pages), self._need(sequence, places)):
+                while not self._free:
+                    self._free += self._pages.pop(next(iter(self._pages)))
+                pages.append(self._free.pop())
+                self._updates += [
+                    PageUpdate(kind, row, index, pages[index]) for kind in self._kinds
+                ]
+            self._pages[sequence.id] = pages
+
+    def _sample_group(self, sequences: Items[Sequence], places: int) -> None:
         counts = {each.id: min(places, each.max_len - len(each.tokens)) for each in sequences}
         steps = [(sequences, self._catch_up(sequences))]
         for ahead in range(1, max(counts.values())):
             going = [each for each in sequences if counts[each.id] > ahead]
-            plan = Plan()
+            plan = self._plan()
             for sequence in going:
                 self._add(plan, sequence, len(sequence.tokens) - 1 + ahead, 1, sample=True)
             steps.append((going, self._run(plan)))
@@ -172,7 +246,7 @@ class DraftProposer:
         budget = self._runner.limits.max_num_batched_tokens
         done = {each.id: self._done(each) for each in sequences}
         while sum(len(each.tokens) - done[each.id] for each in sequences) > budget:
-            plan, room = Plan(), budget
+            plan, room = self._plan(), budget
             for sequence in sequences:  # all but the last token, which samples
                 start = done[sequence.id]
                 count = min(room, len(sequence.tokens) - 1 - start)
@@ -181,16 +255,22 @@ class DraftProposer:
                     done[sequence.id] += count
                     room -= count
             self._runner.forward(plan)
-        plan = Plan()
+        plan = self._plan()
         for sequence in sequences:
             start = done[sequence.id]
             self._add(plan, sequence, start, len(sequence.tokens) - start, sample=True)
         return self._run(plan)
 
+    def _plan(self) -> Plan:
+        """An empty step that brings what has changed in the page tables."""
+        plan = Plan(updates=self._updates)
+        self._updates = []
+        return plan
+
     def _done(self, sequence: Sequence) -> int:
         """Tokens that the draft model need not compute: known ones, and its own that stayed."""
         seen = self._seen.get(sequence.id)
-        if seen is None or seen.row != sequence.row:
+        if seen is None or seen.row != sequence.row or not seen.kept:
             return 0
         stayed = takewhile(
             lambda pair: pair[0] == pair[1],

@@ -19,11 +19,13 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase  # pyrefly: 
 
 from fornax.config.errors import EngineError
 from fornax.llm.adapters import Adapters
-from fornax.llm.limits import resolve_limits
+from fornax.llm.limits import limits_without_cache, resolve_limits
 from fornax.llm.lora import bind
+from fornax.llm.memory import account_of
 from fornax.llm.plan import Plan
 from fornax.llm.programs import Programs, keep_compiled
 from fornax.llm.runner import Runner
+from fornax.llm.target import attached
 from fornax.llm.vllm_plugin.batch import Batch, Request
 from fornax.llm.vllm_plugin.options import engine_config
 from fornax.llm.vllm_plugin.scores import (
@@ -56,12 +58,11 @@ class FornaxWorker(WorkerBase):
         if load_dummy_weights or not folder.is_dir():
             raise EngineError(f"{folder} is no folder; give the model's, weights included")
         self._weights = load_weights(folder, self._config)
-        self._limits = resolve_limits(
-            self._config,
-            _unwindowed(self._weights.config),
-            self._weights.dtype,
-            self._weights.nbytes,
-        )
+        config, weights, target = self._config, self._weights, attached()
+        empty = limits_without_cache(config, weights.config, weights.dtype, target)
+        other = account_of(config, weights, empty).without_cache
+        model = _unwindowed(weights.config)
+        self._limits = resolve_limits(config, model, weights.dtype, other, target)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """A layer's share of a page, for each layer.
@@ -141,7 +142,15 @@ class FornaxWorker(WorkerBase):
     # While serving.
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the cache's memory; the weights stay where they are at every level."""
+        """Give back the cache's memory; the weights stay where they are.
+
+        Raises:
+            EngineError: level 2, which would give back the weights too.
+        """
+        if level != 1:
+            raise EngineError(
+                f"sleep level {level} is not supported; level 1 gives back the cache's memory"
+            )
         self._runner.sleep()
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -16,9 +16,8 @@ from fornax.plan.serving.layout import (
     divides,
     target_of,
 )
-from fornax.plan.serving.memory import guessed_temporaries, memory_of
+from fornax.plan.serving.memory import memory_of
 from fornax.plan.serving.model import ServedModel
-from fornax.plan.serving.work import amounts
 from fornax.plan.topology import Topology, topology_shapes
 
 __all__ = ["advise", "too_large"]
@@ -155,5 +154,5 @@ def _total(model: ServedModel, config: EngineConfig, topology: Topology) -> int 
         engine: Engine = describe_engine(model, config, topology)
     except (ConfigError, EngineError, FornaxError):
         return None
-    report = memory_of(engine, guessed_temporaries(engine, amounts(engine)), 0)
+    report = memory_of(engine, engine.account.temporaries, 0)
     return report.total if report.fits else None

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.compilation import Arrays, Sizes, describe_arrays
-from fornax.llm.config import EngineConfig
-from fornax.llm.limits import Limits, resolve_limits
+from fornax.llm.config import DraftModel, EngineConfig
+from fornax.llm.limits import Limits, draft_limits, limits_without_cache, resolve_limits
+from fornax.llm.memory import Account, account_of, sizes_of
 from fornax.llm.target import Target
 from fornax.llm.weights import Weights, describe_weights
 from fornax.models import DecoderConfig, cache_windows
-from fornax.plan.serving.model import ServedModel
+from fornax.plan.serving.model import ServedModel, read_model
 from fornax.plan.topology import Topology
 
 __all__ = [
@@ -42,19 +43,23 @@ class Engine:
     target: Target
     weights: Weights
     limits: Limits
+    draft: Weights | None = None
+    """The draft model's, as shapes."""
 
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes it compiles steps for."""
-        speculation = self.config.speculative_config
-        drafts = 0 if speculation is None else speculation.num_speculative_tokens
-        coarse = self.config.step_sizes == "coarse"
-        return Sizes.of(self.weights, self.limits, drafts, coarse=coarse)
+        return sizes_of(self.config, self.weights, self.limits)
 
     @cached_property
     def arrays(self) -> Arrays:
         """What it keeps on its devices."""
         return describe_arrays(self.weights, self.limits, self.sizes)
+
+    @cached_property
+    def account(self) -> Account:
+        """What one device holds."""
+        return account_of(self.config, self.weights, self.limits, self.draft)
 
     @property
     def devices(self) -> int:
@@ -75,6 +80,14 @@ class Engine:
     def page_bytes(self) -> tuple[int, ...]:
         """Bytes of a page of each group on one device."""
         return tuple(size // self.devices for size in self.limits.page_bytes(self.model.config))
+
+    @property
+    def draft_page_bytes(self) -> int:
+        """Bytes of a page of every group of the draft model's cache on one device, 0 without."""
+        if self.draft is None:
+            return 0
+        small = self.draft.config
+        return sum(draft_limits(self.limits, small).page_bytes(small)) // self.devices
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -151,8 +164,20 @@ def describe_engine(
     target = target or target_of(topology)
     check_devices(model, config, topology)
     weights = described_weights(model, config, target)
-    limits = resolve_limits(config, weights.config, weights.dtype, weights.nbytes, target)
-    return Engine(model, config, topology, target, weights, limits)
+    draft = described_draft(config, target)
+    small = None if draft is None else draft.config
+    empty = limits_without_cache(config, weights.config, weights.dtype, target, small)
+    other = account_of(config, weights, empty, draft).without_cache
+    limits = resolve_limits(config, weights.config, weights.dtype, other, target, small)
+    return Engine(model, config, topology, target, weights, limits, draft)
+
+
+def described_draft(config: EngineConfig, target: Target) -> Weights | None:
+    """The draft model's weights as shapes, if there is one."""
+    speculation = config.speculative_config
+    if not isinstance(speculation, DraftModel):
+        return None
+    return described_weights(read_model(speculation.model, config.dtype), config, target)
 
 
 def described_weights(model: ServedModel, config: EngineConfig, target: Target) -> Weights:

@@ -99,5 +99,6 @@ def _limits(told: Mapping[str, Any]) -> Limits:
         "num_pages": tuple(told["num_pages"]),
         "cache_dtype": jnp.dtype(told["cache_dtype"]),
         "cache_heads": CacheHeads(*told["cache_heads"]),
+        "draft_heads": told["draft_heads"] and CacheHeads(*told["draft_heads"]),
     }
     return Limits(**{**told, **changed})

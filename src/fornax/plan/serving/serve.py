@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fornax.config.errors import ConfigError, EngineError
-from fornax.llm.config import DraftModel, EngineConfig
+from fornax.llm.config import EngineConfig
 from fornax.plan.compile import MissingCompilerError, OutOfMemoryError, compile_programs
 from fornax.plan.compile.progress import Progress
 from fornax.plan.cost import calibration_of
@@ -22,7 +22,7 @@ from fornax.plan.serving.config import ServingConfig
 from fornax.plan.serving.data import Advice, ServePlan
 from fornax.plan.serving.describe import engine_report, how_words, notes_of
 from fornax.plan.serving.layout import Engine, choose_tensor_parallel, describe_engine
-from fornax.plan.serving.memory import guessed_temporaries, memory_of
+from fornax.plan.serving.memory import memory_of
 from fornax.plan.serving.model import ServedModel, read_model
 from fornax.plan.serving.points import (
     Clocks,
@@ -32,7 +32,6 @@ from fornax.plan.serving.points import (
     prompt_points,
 )
 from fornax.plan.serving.programs import request_of
-from fornax.plan.serving.work import amounts
 from fornax.plan.topology import Topology
 
 __all__ = ["plan_serve"]
@@ -73,7 +72,6 @@ def plan_serve(
         when the compiler is missing or refuses.
     """
     config = config or ServingConfig()
-    _check(config)
     served = read_model(Path(model), config.dtype)
     if isinstance(config, ServingConfig):
         config = choose_tensor_parallel(served, config.engine, topology)
@@ -81,20 +79,6 @@ def plan_serve(
     compiles = not predicted and topology.chip.platform == "tpu"
     found = _compile(engine, cache, progress) if compiles else {}
     return _plan(engine, found, itl_seconds, contexts, prompts)
-
-
-def _check(config: EngineConfig) -> None:
-    """Refuse what the plan would leave out."""
-    if config.enable_lora:
-        raise ConfigError(
-            "enable_lora=True: the plan does not count adapters; leave it out, and leave room for "
-            "max_loras adapters by hand"
-        )
-    if isinstance(config.speculative_config, DraftModel):
-        raise ConfigError(
-            "speculative_config.type=draft_model: the plan counts one model; leave it out, and "
-            "plan the draft model by itself"
-        )
 
 
 def _engine(served: ServedModel, config: EngineConfig, topology: Topology) -> Engine:
@@ -133,7 +117,6 @@ def _plan(
     contexts: Sequence[int],
     prompts: Sequence[int],
 ) -> ServePlan:
-    sizes = amounts(engine)
     attention = attention_by_size(engine)
     calibration = calibration_of(engine.topology.chip)
     clocks = Clocks(
@@ -142,7 +125,7 @@ def _plan(
     )
     temporaries = max(
         (one.artifact.memory.temporaries for one in found.values()),
-        default=guessed_temporaries(engine, sizes),
+        default=engine.account.temporaries,
     )
     memory = memory_of(engine, temporaries, code_bytes(engine, found))
     contexts = _lengths(engine, contexts)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from tests.unit.plan.serving.conftest import write_config
 
+from fornax.llm.memory import local_bytes
 from fornax.models import DecoderConfig
 from fornax.plan.compile import compile_programs
 from fornax.plan.compile.progress import Quiet
 from fornax.plan.serving import ServingConfig, plan_serve
 from fornax.plan.serving.layout import describe_engine
-from fornax.plan.serving.memory import local_bytes
 from fornax.plan.serving.model import read_model
 from fornax.plan.serving.programs import request_of
 from fornax.plan.topology import parse_topology

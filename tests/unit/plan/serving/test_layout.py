@@ -11,10 +11,11 @@ from tests.unit.plan.serving.conftest import MODELS
 
 from fornax.llm.build import build_engine
 from fornax.llm.config import EngineConfig
+from fornax.llm.memory import local_bytes
 from fornax.llm.target import Target
 from fornax.models import CacheHeads, DecoderConfig, create_decoder
 from fornax.plan.serving.layout import Engine, check_devices, describe_engine, parallel_sizes
-from fornax.plan.serving.memory import kept_bytes, local_bytes, memory_of
+from fornax.plan.serving.memory import memory_of
 from fornax.plan.serving.model import ServedModel
 from fornax.plan.topology import Topology, parse_topology
 
@@ -71,7 +72,7 @@ def test_a_real_engine_allocates_what_was_planned(
     assert plan.weights.nbytes == on_one_device(runner.weights.state)
     assert local_bytes(plan.arrays.kv) == on_one_device(runner._kv)
     state = (runner._tables, runner._hidden, runner._sampler, runner._all_allowed)
-    assert kept_bytes(plan) == on_one_device(state)
+    assert plan.account.sampler == on_one_device(state)
     pages = sum(
         count * size for count, size in zip(plan.limits.num_pages, plan.page_bytes, strict=True)
     )

@@ -110,13 +110,22 @@ def test_refuses_what_the_engine_refuses(llama: Path) -> None:
         predicted(llama, "v6e:2x2", contexts=[600])
     with pytest.raises(ConfigError, match="tensor_parallel_size=-1 must be 1 or more"):
         ServingConfig(tensor_parallel_size=-1)
-    with pytest.raises(ConfigError, match="does not count adapters"):
-        predicted(llama, "v6e:2x2", ServingConfig(enable_lora=True))
-    draft = ServingConfig(speculative_config=DraftModel(model=llama))
-    with pytest.raises(ConfigError, match="plan the draft model by itself"):
-        predicted(llama, "v6e:2x2", draft)
     with pytest.raises(ConfigError, match="below max_num_seqs"):
         ServingConfig(max_num_seqs=8, max_num_batched_tokens=4)
+
+
+def test_adapters_and_a_draft_model_are_counted(llama: Path) -> None:
+    plain = predicted(llama, "v6e:2x2", ServingConfig()).memory
+    adapted = predicted(llama, "v6e:2x2", ServingConfig(enable_lora=True)).memory
+    assert adapted.weights > plain.weights
+    assert adapted.cache == plain.cache
+    speculation = DraftModel(model=llama)
+    found = predicted(llama, "v6e:2x2", ServingConfig(speculative_config=speculation)).memory
+    assert found.weights == 2 * plain.weights
+    # a page more, page 0, in each cache; the others as many for the draft model's tokens
+    assert found.cache == 2 * plain.cache
+    assert found.bytes_per_sequence == 2 * plain.bytes_per_sequence
+    assert found.sampler > plain.sampler
 
 
 def test_speculation_needs_larger_choices(llama: Path) -> None:

@@ -1,0 +1,112 @@
+"""What an engine holds on each device, by what it is for: the one account of engine and planner.
+
+Everything follows from shapes, so it is known before anything is made.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from fornax.llm.adapters import describe_adapters
+from fornax.llm.compilation import Sizes, describe_arrays
+from fornax.llm.config import EngineConfig
+from fornax.llm.limits import Limits, draft_limits
+from fornax.llm.weights import Weights
+
+__all__ = ["Account", "account_of", "guessed_temporaries", "local_bytes", "sizes_of"]
+
+_LIVE_LOGITS = 9
+"""Copies of the logits in float32 that choosing tokens has alive, by what XLA makes of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """Bytes on one device."""
+
+    weights: int
+    adapters: int
+    draft_weights: int
+    sampler: int
+    """Sampler state, hidden states, masks, page tables and proposals, the draft model's too."""
+    temporaries: int
+    """Of the largest step or choice of tokens, a guess; not held between steps."""
+    cache: int
+    draft_cache: int
+
+    @property
+    def without_cache(self) -> int:
+        """All that must find room beside the caches."""
+        return self.weights + self.adapters + self.draft_weights + self.sampler + self.temporaries
+
+    @property
+    def held(self) -> int:
+        """What stays allocated while the engine is awake and idle."""
+        return self.without_cache - self.temporaries + self.cache + self.draft_cache
+
+
+def account_of(
+    config: EngineConfig, weights: Weights, limits: Limits, draft: Weights | None = None
+) -> Account:
+    """The account of an engine.
+
+    Args:
+      config: the engine's.
+      weights: the model's, as arrays or as shapes.
+      limits: the engine's; without pages, as from `limits_without_cache`, the caches are 0.
+      draft: the draft model's weights, if it has one.
+    """
+    sizes = sizes_of(config, weights, limits)
+    arrays = describe_arrays(weights, limits, sizes)
+    sampler = local_bytes((arrays.tables, arrays.hidden, arrays.sampler, arrays.masks))
+    temporaries = guessed_temporaries(weights, sizes)
+    draft_cache = 0
+    if draft is not None:
+        own = draft_limits(limits, draft.config)
+        steps = Sizes.of(draft, own, coarse=config.step_sizes == "coarse")
+        small = describe_arrays(draft, own, steps, config.draft_places)
+        kept = (small.tables, small.hidden, small.sampler, small.masks, small.proposals)
+        sampler += local_bytes(kept)
+        draft_cache = local_bytes(small.kv)
+        temporaries = max(temporaries, guessed_temporaries(draft, steps))
+    adapters = 0
+    if config.enable_lora:
+        stacks = describe_adapters(weights, config.max_loras, config.max_lora_rank)
+        adapters = local_bytes(stacks)
+    return Account(
+        weights=weights.nbytes,
+        adapters=adapters,
+        draft_weights=0 if draft is None else draft.nbytes,
+        sampler=sampler,
+        temporaries=temporaries,
+        cache=local_bytes(arrays.kv),
+        draft_cache=draft_cache,
+    )
+
+
+def sizes_of(config: EngineConfig, weights: Weights, limits: Limits) -> Sizes:
+    """The sizes that an engine compiles for."""
+    return Sizes.of(weights, limits, config.num_drafts, coarse=config.step_sizes == "coarse")
+
+
+def guessed_temporaries(weights: Weights, sizes: Sizes) -> int:
+    """Bytes of one device that the largest program needs, where it was not compiled.
+
+    The activations of one layer of the largest step, or the logits of the largest choice.
+    """
+    model, where = weights.config, weights.placement
+    parts = 1 if where.mesh is None else where.mesh.size
+    heads = (2 * model.num_heads + 2 * model.kv_heads) * model.head_width // parts
+    row = 4 * model.hidden_size + 3 * model.intermediate_size // parts + heads
+    step = sizes.steps[-1] * row * where.compute_dtype.itemsize
+    return max(step, _LIVE_LOGITS * 4 * sizes.samples[-1] * model.vocab_size)
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes of arrays on one device, unpadded."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
