@@ -148,7 +148,8 @@ def _processes() -> Iterator[Finding]:
     try:
         found = find_processes(ProcessConfig())
     except FornaxError as error:
-        yield Finding(name="processes", value="unknown", problem=str(error), fix="see above")
+        problem, _, fix = str(error).rpartition("; ")
+        yield Finding(name="processes", value="unknown", problem=problem, fix=fix)
         return
     number, count, first = found.process_id, found.num_processes, found.coordinator
     if count in (None, 1) and first is None:

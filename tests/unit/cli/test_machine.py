@@ -153,3 +153,26 @@ def test_the_tpu_compiler_is_told_and_held_to_what_jax_asks_for(
     assert found.value == value
     assert found.problem.startswith(problem)
     assert bool(found.fix) == bool(problem)
+
+
+SLURM = {"SLURM_STEP_NODELIST": "gpu[3-4]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "value", "problem"),
+    [
+        ({}, "one (no launcher found)", ""),
+        (SLURM, "process 1 of 2, process 0 at gpu3:61440 (SLURM)", ""),
+        ({"FORNAX_NUM_PROCESSES": "3"}, "process None of 3, process 0 at None", "are needed"),
+        ({"FORNAX_PROCESS_ID": "one"}, "unknown", "FORNAX_PROCESS_ID='one' is not a whole number"),
+    ],
+)
+def test_the_processes_that_a_launcher_started_are_shown(
+    variables: dict[str, str], value: str, problem: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    finding = only(machine._processes())
+    assert finding.value.startswith(value)
+    assert problem in finding.problem
+    assert bool(finding.fix) == bool(problem)
