@@ -6,7 +6,7 @@ element by element. The rule here contracts so that the smaller one is transpose
 step of 36M parameters takes a quarter less processor time (docs/guides/kernels.md).
 
 The forward product stays an ordinary `dot_general`, which remat policies and quantization know;
-only the tangent with respect to the weights is a primitive of its own, for its transpose's sake.
+only the tangents are a primitive of their own, for its transposes' sake.
 """
 
 import functools
@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from fornax.config.errors import KernelError
 from fornax.kernels._packed import PackedWeight
+from fornax.kernels._products import over_rows, sum_products
 from fornax.kernels.registry import current_platform
 
 __all__ = ["Weight", "linear", "linears"]
@@ -72,7 +73,7 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, inputs: int = 1) -> jax.Array
         raise KernelError(f"linear: x is {x.dtype} and w {w.dtype}; cast both to one dtype")
     if current_platform() == "cpu":
         return _linear(inputs, x, w)
-    return _product(x, w, inputs=inputs)
+    return lax.dot_general(x, w, (_axes(x, inputs), ((), ())))
 
 
 def linears(
@@ -97,8 +98,11 @@ def linears(
 
 
 def _product(x: jax.Array, w: jax.Array, *, inputs: int) -> jax.Array:
-    axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
-    return lax.dot_general(x, w, (axes, ((), ())))
+    return sum_products(x, w, _axes(x, inputs))
+
+
+def _axes(x: jax.Array, inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -113,7 +117,7 @@ def _linear_jvp(inputs: int, primals: Any, tangents: Any) -> tuple[jax.Array, An
     y = _product(x, w, inputs=inputs)
     parts = []
     if not isinstance(dx, SymbolicZero):
-        parts.append(_product(dx, w, inputs=inputs))
+        parts.append(_tangent.bind(dx, w, inputs=inputs))
     if not isinstance(dw, SymbolicZero):
         parts.append(_tangent.bind(x, dw, inputs=inputs))
     return y, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(y)
@@ -125,15 +129,15 @@ _linear.defjvp(_linear_jvp, symbolic_zeros=True)
 def _x_cotangent(dy: jax.Array, x: Any, w: jax.Array, *, inputs: int) -> jax.Array:
     outputs = w.ndim - inputs
     axes = (tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, w.ndim)))
-    return lax.dot_general(dy, w, (axes, ((), ())))
+    return sum_products(dy, w, axes)
 
 
 def _w_cotangent(dy: jax.Array, x: jax.Array, w: Any, *, inputs: int) -> jax.Array:
     shape = w.aval.shape
-    lead = tuple(range(x.ndim - inputs))
+    lead = x.ndim - inputs
     if math.prod(shape[:inputs]) <= math.prod(shape[inputs:]):
-        return lax.dot_general(x, dy, ((lead, lead), ((), ())))
-    dw = lax.dot_general(dy, x, ((lead, lead), ((), ())))
+        return over_rows(x, dy, lead)
+    dw = over_rows(dy, x, lead)
     outputs = len(shape) - inputs
     return lax.transpose(dw, (*range(outputs, len(shape)), *range(outputs)))
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from fornax.config.errors import KernelError
 from fornax.kernels._cross_entropy.call import batch_shards
 from fornax.kernels._cross_entropy.chunked import split_rows
+from fornax.kernels._products import over_rows
 
 __all__ = ["LogitsLoss", "linear_loss"]
 
@@ -124,8 +125,7 @@ def _sum_fwd(options: _Options, x: Any, w: Any, rows: Any, shared: Any, weights:
         slope_CV = jnp.where(weights_C[:, None] != 0, slope_CV, 0).astype(x_CD.dtype)
         dx_CD = jnp.einsum("CV,DV->CD", slope_CV, w_DV, preferred_element_type=options.dtype)
         if dw_DV is not None:
-            share_DV = jnp.einsum("CD,CV->DV", x_CD, slope_CV, preferred_element_type=options.dtype)
-            dw_DV = dw_DV + share_DV
+            dw_DV = dw_DV + over_rows(x_CD, slope_CV, dtype=options.dtype)
         return dw_DV, ((total, metrics), dx_CD.astype(x_CD.dtype))
 
     start = jnp.zeros(w_DV.shape, options.dtype) if w.perturbed else None

@@ -1,5 +1,8 @@
 """The linear map: values and gradients are those of a plain product, whatever the axes."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,3 +95,46 @@ def test_a_frozen_weight_costs_no_product_of_its_own() -> None:
     traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sin(linear(x, w)).sum()))(x)
     assert str(traced).count("dot_general[") == 2
     assert "linear_tangent" not in str(traced)
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "w_shape", "inputs"),
+    [
+        ((4, 64, 96), (96, 128), 1),
+        ((256, 128), (128, 96), 1),  # one axis of rows
+        ((4, 64, 96), (96, 4, 32), 1),
+        ((4, 64, 4, 32), (4, 32, 96), 2),
+    ],
+    ids=str,
+)
+def test_bfloat16_is_multiplied_as_such_and_summed_in_float32(
+    x_shape: tuple[int, ...], w_shape: tuple[int, ...], inputs: int
+) -> None:
+    """In the compiled forward and backward products; sums against float64 of the same numbers."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (x_shape, w_shape))
+    y_shape = x_shape[: len(x_shape) - inputs] + w_shape[inputs:]
+    dy = jnp.asarray(rng.normal(size=y_shape), jnp.bfloat16)
+
+    def both(x: jax.Array, w: jax.Array, dy: jax.Array):
+        y, pull = jax.vjp(lambda x, w: linear(x, w, inputs=inputs), x, w)
+        return y, *pull(dy)
+
+    compiled = jax.jit(both).lower(x, w, dy).compile()
+    assert _operands_of_products(compiled.as_text()) == {"bf16"}
+    wide = [np.asarray(a, np.float64) for a in (x, w, dy)]
+    x_MK = wide[0].reshape(-1, math.prod(w_shape[:inputs]))
+    w_KN = wide[1].reshape(x_MK.shape[1], -1)
+    dy_MN = wide[2].reshape(x_MK.shape[0], -1)
+    wanted = (x_MK @ w_KN, dy_MN @ w_KN.T, x_MK.T @ dy_MN)
+    for got, want in zip(compiled(x, w, dy), wanted, strict=True):
+        got = np.asarray(got, np.float64).reshape(want.shape)
+        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4 * np.abs(want).max())
+
+
+def _operands_of_products(text: str) -> set[str]:
+    """Dtypes of what the products of a compiled program multiply."""
+    dtypes = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
+    pairs = re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", text)
+    assert pairs
+    return {dtypes[name] for pair in pairs for name in pair}

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from fornax.kernels._cross_entropy.call import CrossEntropyInputs, LossSums
 from fornax.kernels._cross_entropy.sharded import Division, divide
+from fornax.kernels._products import over_rows
 
 __all__ = ["chunked", "split_rows"]
 
@@ -119,7 +120,7 @@ def _gradients(
         dlogits_CV = _dlogits(options, scored, weights_C).astype(x_CD.dtype)
         dx_CD = jnp.einsum("CV,DV->CD", dlogits_CV, w_DV, preferred_element_type=dtype)
         dx_CD = options.division.over_vocabulary(jax.lax.psum, dx_CD)
-        dw_DV += jnp.einsum("CD,CV->DV", x_CD, dlogits_CV, preferred_element_type=dtype)
+        dw_DV += over_rows(x_CD, dlogits_CV, dtype=dtype)
         return (_add(sums, scored, weights_C), dw_DV), (dx_CD.astype(x_CD.dtype), scored.loss_C)
 
     start = (_zeros(dtype), jnp.zeros(w_DV.shape, dtype))

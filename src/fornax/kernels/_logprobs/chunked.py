@@ -23,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from fornax.kernels._cross_entropy.chunked import split_rows
 from fornax.kernels._cross_entropy.sharded import Division, divide
 from fornax.kernels._logprobs.call import LogprobsInputs, TokenLogprobs
+from fornax.kernels._products import over_rows
 
 __all__ = ["chunked"]
 
@@ -203,7 +204,7 @@ def _local_gradients(
             chunk.get("to_entropy"),
             chunk["entropy"],
         ).astype(x_CD.dtype)
-        dw_DV += jnp.einsum("CD,CV->DV", x_CD, slope_CV, preferred_element_type=options.dtype)
+        dw_DV += over_rows(x_CD, slope_CV, dtype=options.dtype)
         return dw_DV, _dx(options, slope_CV, whole_DV)
 
     start = jnp.zeros(whole_DV.shape, options.dtype)
