@@ -23,6 +23,7 @@ from fornax.optim.config import (
     UserOptimizer,
     ValueClip,
 )
+from fornax.optim.muon import scale_by_muon
 from fornax.optim.schedules import ScheduleFn
 from fornax.optim.shampoo import scale_by_shampoo
 from fornax.optim.soap import scale_by_soap
@@ -159,24 +160,10 @@ def _muon(
 ) -> optax.GradientTransformation:
     for path in paths:
         params.require_clear("muon", path)
-    numbers = {
-        path: optax.contrib.MuonDimensionNumbers(view.rows, view.cols)
-        for path, view in params.views.items()
-    }
-    return optax.contrib.muon(
-        schedule,
-        ns_coeffs=config.ns_coeffs,
-        ns_steps=config.ns_steps,
-        beta=config.beta,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        weight_decay_mask=params.mask,
-        mu_dtype=config.mu_dtype,
-        nesterov=config.nesterov,
-        adaptive=config.adaptive,
-        preconditioning=config.preconditioning,
-        muon_weight_dimension_numbers=at_paths(numbers),
-        consistent_rms=config.consistent_rms,
+    return optax.chain(
+        scale_by_muon(config, params.views),
+        optax.add_decayed_weights(config.weight_decay, params.mask),
+        optax.scale_by_learning_rate(schedule),
     )
 
 

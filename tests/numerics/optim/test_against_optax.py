@@ -16,7 +16,6 @@ from fornax.optim import (
     Group,
     Lion,
     Lookahead,
-    Muon,
     NormClip,
     OptimConfig,
     RMSProp,
@@ -300,19 +299,6 @@ def test_debiased_ema_of_constant_parameters_is_those_parameters():
     params, state, built = run_config(mine)
     got = built.eval_params(params, state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, params)
-
-
-def test_muon_is_optax_muon_on_the_stacked_layout():
-    fallback = AdamW(b1=0.9, b2=0.99, weight_decay=0.0, nesterov=True)
-    mine = config(Muon(weight_decay=0.3, consistent_rms=0.2, fallback=fallback))
-    theirs = optax.contrib.muon(
-        schedule(),
-        weight_decay=0.3,
-        consistent_rms=0.2,
-        adam_b2=0.99,
-        muon_weight_dimension_numbers=MATRICES,
-    )
-    assert_same_bits(run_config(mine)[0], run_optax(theirs))
 
 
 def slices(tree, layer):

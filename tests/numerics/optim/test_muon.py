@@ -4,11 +4,16 @@ Jordan et al. 2024 (Newton-Schulz), Liu et al. 2025 (consistent RMS), with Optax
 Nesterov momentum. Shapes: L layers, D width, N heads, H head width, F hidden.
 """
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fornax.optim import Constant, Muon, OptimConfig, build
+from fornax.optim.muon import orthogonalize as ours
 
 RATE, BETA, DECAY, CALLS = 0.02, 0.9, 0.1, 4
 SHAPES = {
@@ -98,3 +103,80 @@ def test_muon_update_has_the_consistent_rms():
     after, _ = built.update(params, built.init(params), params)
     rms = np.sqrt(np.mean((np.asarray(after["w"]) - params["w"]) ** 2, axis=(1, 2)))
     np.testing.assert_allclose(rms, 0.2, rtol=0.2)
+
+
+OPTIONS = [
+    {},
+    {"nesterov": False, "beta": 0.8},
+    {"preconditioning": "spectral", "ns_steps": 4},
+    {"preconditioning": "aol", "ns_steps": 3},
+    {"preconditioning": "schatten"},
+    {"ns_coeffs": "dion"},
+    {"ns_steps": 7},
+    {"adaptive": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_one_matrix_moves_as_under_optax_in_float64(options):
+    rng = np.random.default_rng(3)
+    start = {"up": rng.normal(size=(12, 20)), "down": rng.normal(size=(20, 12))}
+    grads = [{name: rng.normal(size=x.shape) for name, x in start.items()} for _ in range(CALLS)]
+    muon = Muon(weight_decay=DECAY, **options)
+    config = OptimConfig(optimizer=muon, learning_rate=RATE, schedule=Constant(), clip=())
+    names = {f.name for f in dataclasses.fields(Muon)} - {"type", "ns_dtype", "mu_dtype"}
+    theirs = {n: getattr(muon, n) for n in names if not n.startswith("fallback")}
+
+    def moved(init, step):
+        params, state = jax.tree.map(jnp.asarray, start), init(start)
+        for grad in grads:
+            params, state = jax.jit(step)(grad, state, params)
+        return jax.tree.map(np.asarray, params)
+
+    with jax.enable_x64(True):
+        built = build(config, total_steps=CALLS, params=start)
+        chain = optax.contrib.muon(RATE, **theirs)
+
+        def step(grad, state, params):
+            updates, state = chain.update(grad, state, params)
+            return optax.apply_updates(params, updates), state
+
+        got, want = moved(built.init, built.update), moved(chain.init, step)
+    for name in start:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.012)])
+@pytest.mark.parametrize("shape", [(3, 192, 192), (2, 192, 512), (2, 512, 192)])
+def test_singular_values_are_those_of_the_polynomial_and_vectors_stay(shape, dtype, tolerance):
+    """Against the singular value decomposition in float64, for matrices of condition 1,000."""
+    rng = np.random.default_rng(5)
+    u, _, vt = np.linalg.svd(rng.normal(size=shape), full_matrices=False)
+    s = np.geomspace(1.0, 1e-3, u.shape[-1])
+    x = (u * s) @ vt
+    coefficients = (COEFFICIENTS,) * 5
+    got = ours(jnp.asarray(x, jnp.float32), coefficients, dtype=dtype)
+    assert got.dtype == jnp.float32
+    s = s / np.linalg.norm(s)
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    want = (u * s) @ vt
+    error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+    assert error < tolerance
+
+
+def test_products_in_bfloat16_move_parameters_almost_as_float32_does():
+    rng = np.random.default_rng(6)
+    params = {"w": rng.normal(size=(2, 64, 96)).astype(np.float32)}
+    grad = {"w": rng.normal(size=(2, 64, 96)).astype(np.float32)}
+    axes = {"w": ("layers", "embed", "mlp")}
+
+    def step(dtype):
+        muon = Muon(weight_decay=0.0, ns_dtype=dtype)
+        config = OptimConfig(optimizer=muon, learning_rate=1.0, schedule=Constant(), clip=())
+        built = build(config, total_steps=1, params=params, axes=axes)
+        return np.asarray(built.update(grad, built.init(params), params)[0]["w"]) - params["w"]
+
+    exact, close = step("float32"), step("bfloat16")
+    error = np.linalg.norm(exact - close) / np.linalg.norm(exact)
+    assert 0 < error < 0.03
