@@ -15,7 +15,12 @@ from fornax.mesh.rules import (
     partition_spec,
     use_mesh,
 )
-from fornax.mesh.startup import ProcessConfig, find_processes, initialize
+from fornax.mesh.startup import (
+    ProcessConfig,
+    find_processes,
+    initialize,
+    keep_freed_memory,
+)
 from fornax.mesh.tree import path_name, tree_shardings
 
 __all__ = [
@@ -33,6 +38,7 @@ __all__ = [
     "current_rules",
     "find_processes",
     "initialize",
+    "keep_freed_memory",
     "make_mesh",
     "merge_rules",
     "named_sharding",

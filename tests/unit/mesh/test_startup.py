@@ -1,6 +1,7 @@
 """Processes that cannot join refuse to run; the environment has one reader."""
 
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -194,3 +195,28 @@ def test_more_virtual_devices_than_cores_get_threads(monkeypatch):
     monkeypatch.setenv("NPROC", "5")
     environment.prepare_virtual_devices()
     assert os.environ["NPROC"] == "5"
+
+
+_STEPS = """
+import resource
+import jax, jax.numpy as jnp
+from fornax.mesh import keep_freed_memory
+
+keep_freed_memory()
+step = jax.jit(lambda x: jnp.sin(x @ x.T) @ x)  # 64 MB between the products
+x = jnp.ones((4096, 16))
+for _ in range(20):
+    step(x).block_until_ready()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    step(x).block_until_ready()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
+def test_steps_work_in_memory_that_the_kernel_gave_once():
+    done = subprocess.run(
+        [sys.executable, "-c", _STEPS], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert int(done.stdout) < 4000  # pages of 4 kB; 16,400 where each step asks anew

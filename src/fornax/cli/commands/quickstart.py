@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from fornax.mesh import keep_freed_memory
 from fornax.quickstart import SIZES, QuickstartConfig
 from fornax.quickstart import run as run_quickstart
 
@@ -30,4 +31,5 @@ class Arguments(QuickstartConfig):
 
 def run(arguments: Arguments) -> int:
     """Run every stage that is not done yet."""
+    keep_freed_memory()
     return run_quickstart(arguments)
