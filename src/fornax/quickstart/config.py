@@ -6,6 +6,7 @@ from typing import Literal
 
 from fornax.config.errors import ConfigError
 from fornax.data import BuildConfig, DataConfig, Dataset, Stdlib, TrainBpe
+from fornax.mesh import DtypePolicy
 from fornax.models import DecoderConfig
 from fornax.optim import AdamW, Linear, Muon, OptimConfig
 from fornax.quickstart.tuning import Tuning
@@ -90,8 +91,10 @@ class Size:
             batch_size=self.batch_size,
             steps=steps,
             seed=config.seed,
+            dtypes=DtypePolicy(compute="bfloat16"),
             optim=OptimConfig(
                 optimizer=Muon(
+                    ns_dtype="bfloat16",
                     consistent_rms=None,
                     weight_decay=0.0,
                     fallback=AdamW(weight_decay=0.0),
@@ -120,7 +123,7 @@ SIZES: dict[SizeName, Size] = {
             max_tokens=96,
             sft_steps=180,
             sft_learning_rate=3e-3,
-            grpo_steps=72,
+            grpo_steps=108,
             grpo_learning_rate=2.5e-3,
             eval_prompts=96,
         ),

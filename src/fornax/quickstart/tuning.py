@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fornax.adapters import LoRA
+from fornax.mesh import DtypePolicy
 from fornax.optim import Cosine
 from fornax.rewards import RewardSpec
 from fornax.tune import SFTConfig
@@ -51,6 +52,7 @@ class Tuning:
             steps=self.sft_steps,
             seed=seed,
             lora=LoRA(rank=self.rank),
+            dtypes=DtypePolicy(compute="bfloat16"),
             optim=recipe(self.sft_learning_rate),
             doctor=False,  # some 15 s a run; `fornax tune doctor` looks at these configs
         )
@@ -69,6 +71,7 @@ class Tuning:
             rollout=RolloutConfig(max_tokens=self.max_tokens, temperature=self.temperature),
             reward=(REWARD,),
             algorithm=GRPO(kl_coefficient=self.kl_coefficient),
+            dtypes=DtypePolicy(compute="bfloat16"),
             optim=dataclasses.replace(
                 recipe(self.grpo_learning_rate),
                 schedule=Cosine(warmup_steps=self.grpo_steps // 12),
