@@ -4,6 +4,7 @@ not."""
 import itertools
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from fornax.config.errors import EngineError
@@ -11,10 +12,11 @@ from fornax.data import Tokenizer
 from fornax.llm.completion import Completion, Ends
 from fornax.llm.limits import Limits
 from fornax.llm.masks import TokenRules, bad_word_tokens
+from fornax.llm.repetition import RepetitionDetector
 from fornax.llm.requests import Pooling, Request
 from fornax.llm.sampling_params import SamplingParams, StructuredOutputsParams
 from fornax.llm.sequence import Sequence
-from fornax.llm.structured import GrammarCompiler
+from fornax.llm.structured import Grammar, GrammarCompiler
 from fornax.llm.text.detokenizer import Detokenizer
 from fornax.llm.text.token_table import TokenTable
 
@@ -30,8 +32,6 @@ class _Origin:
     priority: int
     cache_salt: str | None
     arrival: float
-    constrain_after: tuple[int, ...] = ()
-    """Tokens, such as the end of reasoning, up to which a grammar allows everything."""
 
 
 class Admission:
@@ -79,6 +79,24 @@ class Admission:
         if self._grammars is not None:
             self._grammars.close()
 
+    def grammar(
+        self, params: SamplingParams, constrain_after: tuple[int, ...] = ()
+    ) -> "Future[Grammar] | None":
+        """What a request's text must spell, begun to be compiled in a thread; None for anything.
+
+        Args:
+          params: the request's.
+          constrain_after: tokens, such as the end of reasoning, up to which all is allowed.
+
+        Raises:
+          EngineError: a constraint that is too large; the future raises what else is wrong.
+        """
+        if params.structured_outputs is None:
+            return None
+        self._check_text(params)
+        assert self._grammars is not None, "there is a tokenizer"
+        return self._grammars.submit(params.structured_outputs, starts_after=constrain_after)
+
     def request(
         self,
         prompt_ids: list[int],
@@ -89,10 +107,12 @@ class Admission:
         priority: int = 0,
         prompt: str | None = None,
         cache_salt: str | None = None,
-        constrain_after: tuple[int, ...] = (),
+        grammar: Grammar | None = None,
         token_logprobs: bool = False,
     ) -> Request:
         """Prepare a request for `Engine.add`.
+
+        `grammar` is what `grammar` made; without it the constraint is compiled here.
 
         With `token_logprobs` its outputs have the sampled tokens' log probabilities as plain
         numbers, much cheaper than `SamplingParams.logprobs`.
@@ -104,12 +124,14 @@ class Admission:
         params.check_for_model(vocab_size=self._vocab, max_logprobs=self._max_logprobs)
         self._check_text(params)
         now = self._clock()
-        origin = _Origin(request_id, lora, priority, cache_salt, now, constrain_after)
+        origin = _Origin(request_id, lora, priority, cache_salt, now)
+        if grammar is None and params.structured_outputs is not None and self._grammars is not None:
+            grammar = self._grammars.compile(params.structured_outputs)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         ends = Ends(self._eos, frozenset(params.stop_token_ids))
         rules = self._rules(params, ends)
         completions = [
-            self._completion(index, prompt_ids, params, origin, ends, rules, seed + index)
+            self._completion(index, prompt_ids, params, origin, ends, rules, grammar, seed + index)
             for index in range(params.n)
         ]
         if token_logprobs:
@@ -196,6 +218,7 @@ class Admission:
         origin: _Origin,
         ends: Ends,
         rules: TokenRules | None,
+        grammar: Grammar | None,
         seed: int,
     ) -> Completion:
         most = self._limits.max_model_len
@@ -203,11 +226,7 @@ class Admission:
             most = min(most, len(prompt_ids) + params.max_tokens)
         # Later completions share the first one's pages, scored or not.
         reads = index > 0 or (params.reads_cache and params.prompt_logprobs is None)
-        grammar = None
-        if params.structured_outputs is not None and self._grammars is not None:
-            grammar = self._grammars.compile(
-                params.structured_outputs, starts_after=origin.constrain_after
-            )
+        detection = params.repetition_detection
         return Completion(
             index=index,
             sequence=self._sequence(prompt_ids, origin, most, reads),
@@ -216,8 +235,9 @@ class Admission:
             seed=seed,
             vocab_size=self._vocab,
             detokenizer=self._detokenizer(prompt_ids, params),
-            grammar=grammar,
+            grammar=grammar if grammar is None or index == 0 else grammar.copy(),
             rules=rules,
+            repetition=None if detection is None else RepetitionDetector(detection),
         )
 
     def _detokenizer(self, prompt_ids: list[int], params: SamplingParams) -> Detokenizer | None:

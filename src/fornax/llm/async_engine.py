@@ -22,6 +22,7 @@ from fornax.llm.engine import Failure, Output
 from fornax.llm.outputs import EmbeddingOutput, RequestOutput
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Readiness
+from fornax.llm.structured import SECONDS, Grammar, too_slow
 from fornax.llm.text.chat_template import ChatTemplate
 
 __all__ = ["AsyncEngine", "EngineDead", "EngineFault"]
@@ -150,7 +151,8 @@ class AsyncEngine:
           EngineDead: the engine ended while it ran.
           EngineFault: the model's output is not a number.
         """
-        make = asyncio.to_thread if params.structured_outputs else _at_once
+        grammar = await self._grammar(params, constrain_after)
+        make = asyncio.to_thread if _takes_long(params, len(prompt_ids)) else _at_once
         request = await make(
             self._admission.request,
             prompt_ids,
@@ -160,7 +162,7 @@ class AsyncEngine:
             priority=priority,
             prompt=prompt,
             cache_salt=cache_salt,
-            constrain_after=constrain_after,
+            grammar=grammar,
         )
         with self._reading(request_id, params.n) as reader:
             self._submit(request_id, lambda: self._engine.add(request))
@@ -271,6 +273,18 @@ class AsyncEngine:
             await asyncio.wait([waiting], timeout=0.2)
         waiting.result()
 
+    async def _grammar(
+        self, params: SamplingParams, constrain_after: tuple[int, ...]
+    ) -> Grammar | None:
+        """The request's grammar; whoever waits no longer takes it out of the queue."""
+        made = self._admission.grammar(params, constrain_after)
+        if made is None:
+            return None
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(made), SECONDS)
+        except TimeoutError:
+            raise too_slow(SECONDS) from None
+
     # Between the loops.
 
     @contextlib.contextmanager
@@ -363,6 +377,12 @@ async def _next(reader: _Reader) -> Any:
     if isinstance(output, Failure):
         raise (EngineFault if output.fault else EngineError)(output.message)
     return output
+
+
+def _takes_long(params: SamplingParams, prompt: int) -> bool:
+    """Whether to prepare a request takes more than about a millisecond."""
+    characters = sum(map(len, params.stop))
+    return bool(params.bad_words) or characters > 256 or params.n * prompt > 65536
 
 
 async def _at_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

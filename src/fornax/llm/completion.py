@@ -7,7 +7,7 @@ import numpy as np
 
 from fornax.llm.masks import TokenRules, mask_words
 from fornax.llm.outputs import CompletionOutput, Logprob, RequestOutputKind
-from fornax.llm.repetition import repeats
+from fornax.llm.repetition import RepetitionDetector
 from fornax.llm.sampler_state import RowParams
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.sequence import Sequence
@@ -40,6 +40,7 @@ class Completion:
     detokenizer: Detokenizer | None = None
     grammar: Grammar | None = None
     rules: TokenRules | None = None
+    repetition: RepetitionDetector | None = None
     text: str = ""
     num_tokens: int = 0
     versions: list[int] = field(default_factory=list)
@@ -87,7 +88,8 @@ class Completion:
             mask = np.empty(mask_words(self.vocab_size), np.uint32)
             self.grammar.fill(mask)
         if self.rules is not None:
-            mask = self.rules.apply(self.sequence.output, mask)
+            sequence = self.sequence
+            mask = self.rules.apply(sequence.tokens, mask, prompt=sequence.num_prompt)
         return mask
 
     def take(self, tokens: list[int]) -> list[int]:
@@ -103,6 +105,8 @@ class Completion:
             return kept[:read]
         if ending == "stop" and kept[-1] not in self.ends.eos:
             self.stop_reason = kept[-1]
+        if ending == "repetition":
+            self.stop_reason = "repetition_detected"
         if ending is not None:
             self.finish(ending)
         return kept
@@ -121,9 +125,6 @@ class Completion:
         if self.grammar is not None:
             for token in tokens:
                 self.grammar.advance(token)
-        if not self.finished and self._repeats():
-            self.stop_reason = "repetition_detected"
-            self.finish("repetition")
 
     def finish(self, reason: str) -> None:
         """End it from outside."""
@@ -176,10 +177,6 @@ class Completion:
             self.finish_reason, self.stop_reason = "stop", pushed.stop
         return pushed.consumed
 
-    def _repeats(self) -> bool:
-        wanted = self.params.repetition_detection
-        return wanted is not None and repeats(self.sequence.output, wanted)
-
     def _token_ends(self, token: int, count: int) -> str | None:
         """How the completion ends with its `count`-th token, None if it goes on."""
         params = self.params
@@ -188,5 +185,8 @@ class Completion:
                 return "stop"
             if token in self.ends.stop:
                 return "stop"
-        at_most = self.sequence.max_len - self.sequence.num_prompt
-        return "length" if count >= at_most else None
+        if count >= self.sequence.max_len - self.sequence.num_prompt:
+            return "length"
+        if self.repetition is not None and self.repetition.push(token):
+            return "repetition"
+        return None

@@ -65,31 +65,43 @@ class TokenRules:
         self._stops = token_mask([t for t in stop_ids if 0 <= t < vocab_size], vocab_size)
         single = [word[0] for word in bad_words if len(word) == 1]
         self._bad = token_mask(single, vocab_size) if single else None
-        self._words = [(list(word[:-1]), word[-1]) for word in bad_words if len(word) > 1]
+        self._lasts: dict[tuple[int, ...], list[int]] = {}
+        for word in bad_words:
+            if len(word) > 1:
+                self._lasts.setdefault(tuple(word[:-1]), []).append(word[-1])
+        self._lengths = sorted({len(start) for start in self._lasts})
 
-    def apply(self, output: Sequence[int], mask: np.ndarray | None = None) -> np.ndarray | None:
-        """What may follow the output.
+    def apply(
+        self, tokens: Sequence[int], mask: np.ndarray | None = None, *, prompt: int = 0
+    ) -> np.ndarray | None:
+        """What may follow; takes the same time however long the output is.
 
         Args:
-            output: tokens chosen so far.
+            tokens: the prompt's and those chosen so far.
             mask: what else restricts the choice, such as a grammar; changed in place.
+            prompt: how many of the tokens are the prompt's.
 
         Returns:
             uint32 [W], or None when every token is allowed.
         """
-        if len(output) < len(self._trace):
-            return token_mask([self._trace[len(output)]], self._vocab)
+        count = len(tokens) - prompt
+        if count < len(self._trace):
+            return token_mask([self._trace[count]], self._vocab)
         if self._allowed is not None:
             mask = (
                 self._allowed.copy() if mask is None else np.bitwise_and(mask, self._allowed, mask)
             )
-        if len(output) < self._min_tokens:
+        if count < self._min_tokens:
             mask = self._without(mask, self._stops)
         if self._bad is not None:
             mask = self._without(mask, self._bad)
-        for start, last in self._words:
-            if len(output) >= len(start) and list(output[-len(start) :]) == start:
-                mask = self._without(mask, token_mask([last], self._vocab))
+        lasts: list[int] = []
+        for length in self._lengths:
+            if length > count:
+                break
+            lasts += self._lasts.get(tuple(tokens[len(tokens) - length :]), ())
+        if lasts:
+            mask = self._without(mask, token_mask(lasts, self._vocab))
         return mask
 
     def _without(self, mask: np.ndarray | None, forbidden: np.ndarray) -> np.ndarray:

@@ -21,7 +21,10 @@ from fornax.llm.sampling_params import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["Grammar", "GrammarCompiler"]
+__all__ = ["SECONDS", "Grammar", "GrammarCompiler", "too_slow"]
+
+SECONDS = 10.0
+"""How long a request waits for its grammar, at most; llguidance bounds the work itself by size."""
 
 
 class Grammar:
@@ -122,7 +125,7 @@ class GrammarCompiler:
         vocab_size: int,
         eos: Sequence[int],
         *,
-        seconds: float = 10.0,
+        seconds: float = SECONDS,
         max_characters: int = 1 << 20,
         remembered: int = 128,
         threads: int = 1,
@@ -145,12 +148,12 @@ class GrammarCompiler:
 
         Raises `EngineError` for a constraint that is invalid, impossible, or too large.
         """
+        made = self.submit(params, starts_after=starts_after)
         try:
-            return self.submit(params, starts_after=starts_after).result(self._seconds)
+            return made.result(self._seconds)
         except WaitedTooLong:
-            raise EngineError(
-                f"structured_outputs takes more than {self._seconds:g} s to compile: simplify it"
-            ) from None
+            made.cancel()
+            raise too_slow(self._seconds) from None
 
     def submit(
         self, params: StructuredOutputsParams, *, starts_after: Sequence[int] = ()
@@ -216,6 +219,11 @@ class GrammarCompiler:
                         f"structured output does not work with this tokenizer ({error})"
                     ) from error
             return self._tokenizer
+
+
+def too_slow(seconds: float) -> EngineError:
+    """What a request is told whose grammar was not compiled in time."""
+    return EngineError(f"structured_outputs takes more than {seconds:g} s to compile: simplify it")
 
 
 def _first_line(message: str) -> str:

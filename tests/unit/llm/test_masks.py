@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fornax.config.errors import EngineError
 from fornax.llm.masks import TokenRules, bad_word_tokens, mask_words, token_mask
-from fornax.llm.repetition import repeats
+from fornax.llm.repetition import RepetitionDetector
 from fornax.llm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 V = 70
@@ -100,4 +100,6 @@ def test_repetition_is_found_as_defined(tokens, largest, smallest, count):
     params = RepetitionDetectionParams(
         max_pattern_size=largest, min_pattern_size=min(smallest, largest), min_count=count
     )
-    assert repeats(tokens, params) == repeats_by_definition(tokens, params)
+    detector = RepetitionDetector(params)
+    for end, token in enumerate(tokens, start=1):
+        assert detector.push(token) == repeats_by_definition(tokens[:end], params)

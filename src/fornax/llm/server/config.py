@@ -1,9 +1,10 @@
 """What the HTTP front end can be told; flags are those of `vllm serve` where it has them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fornax.config import ConfigError
+from fornax.llm.server.request_limits import RequestLimits
 
 __all__ = ["ServerConfig"]
 
@@ -95,6 +96,8 @@ class ServerConfig:
     """Requests being answered at once; more get 429 with Retry-After."""
     max_queued_requests: int = 512
     """Completions waiting for a place in the batch; at more, requests get 429 with Retry-After."""
+    request_limits: RequestLimits = field(default_factory=RequestLimits)
+    """How much one request may ask for; more gets 400."""
     max_connections: int = 4096
     """Connections open at once; more get 503."""
     timeout_keep_alive: float = 15.0

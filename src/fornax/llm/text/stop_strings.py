@@ -1,55 +1,99 @@
 """Find stop strings in a text that comes in pieces."""
 
+from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 __all__ = ["StopStrings"]
 
 
 class StopStrings:
-    """Holds back only what may begin a stop string.
+    """Holds back only what may begin a stop string; each character takes constant time.
 
     The stop string that is complete first wins; of several that end at one character, the longest.
     So the result does not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False):
-        self._stops = tuple(sorted(stops, key=len, reverse=True))
+        self._automaton = _automaton(tuple(stops))
         self._include = include
+        self._state = 0
         self._held = ""
-        self._prefixes = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
-        self._last = frozenset(prefix[-1] for prefix in self._prefixes)
-        self._longest = max(map(len, stops)) - 1
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Text that may be sent now, and the stop string that ended it."""
+        automaton, state = self._automaton, self._state
+        if not state and automaton.first.isdisjoint(text):
+            return text, None
+        first = len(self._held)
         text = self._held + text
-        found = self._first(text)
-        if found is not None:
-            end, stop = found
-            self._held = ""
-            return text[: end if self._include else end - len(stop)], stop
-        held = self._suspect(text)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
+        for place in range(first, len(text)):
+            state = automaton.step(state, text[place])
+            length = automaton.ends[state]
+            if length:
+                self._held, self._state = "", 0
+                begin, end = place + 1 - length, place + 1
+                return text[: end if self._include else begin], text[begin:end]
+        sent = len(text) - automaton.depth[state]
+        self._held, self._state = text[sent:], state
+        return text[:sent], None
 
     def finish(self) -> str:
         """What was held back."""
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", 0
         return held
 
-    def _first(self, text: str) -> tuple[int, str] | None:
-        best = None
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0 and (best is None or start + len(stop) < best[0]):
-                best = (start + len(stop), stop)
-        return best
 
-    def _suspect(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        if not text or text[-1] not in self._last:
-            return 0
-        for length in range(min(self._longest, len(text)), 0, -1):
-            if text[len(text) - length :] in self._prefixes:
-                return length
-        return 0
+class _Automaton:
+    """Which beginning of a stop string a text ends with (Aho and Corasick 1975).
+
+    A state is such a beginning, 0 the empty one.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._next: list[dict[str, int]] = [{}]
+        self._shorter = [0]
+        """The longest other beginning that each one ends with."""
+        self.depth = [0]
+        """Length of each."""
+        self.ends = [0]
+        """Length of the longest stop string that each ends with; 0 for none."""
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self.first = frozenset(self._next[0])
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        while char not in self._next[state]:
+            if not state:
+                return 0
+            state = self._shorter[state]
+        return self._next[state][char]
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            if char not in self._next[state]:
+                self._next[state][char] = len(self.depth)
+                self._next.append({})
+                self._shorter.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.ends.append(0)
+            state = self._next[state][char]
+        self.ends[state] = len(stop)
+
+    def _link(self) -> None:
+        waiting = deque(self._next[0].values())
+        while waiting:
+            state = waiting.popleft()
+            for char, longer in self._next[state].items():
+                self._shorter[longer] = self.step(self._shorter[state], char)
+                self.ends[longer] = self.ends[longer] or self.ends[self._shorter[longer]]
+                waiting.append(longer)
+
+
+@lru_cache(maxsize=16)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """One for all completions of a request."""
+    return _Automaton(stops)

@@ -272,7 +272,8 @@ class FornaxWorker(WorkerBase):
             mask = grammars.get(sample.sequence.request_id)
             rules = requests[sample.entry].rules
             if rules is not None:
-                mask = rules.apply(sample.sequence.output, mask)
+                known = sample.sequence
+                mask = rules.apply(known.tokens, mask, prompt=known.num_prompt)
             if mask is not None:
                 masks[index] = mask
         return masks

@@ -6,6 +6,7 @@ import pytest
 
 from fornax.config import EngineError
 from fornax.llm.server.errors import from_engine
+from fornax.llm.server.request_limits import RequestLimits
 
 COMPLETION = {"prompt": "hello"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -19,6 +20,35 @@ def error_of(reply, status):
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["message"]
     return error
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "limit"),
+    [
+        ({"n": 128, "prompt": ["hello"] * 9}, "n", "max_completions"),
+        ({"n": 100, "prompt": [1] * 60}, "n", "max_prompt_tokens"),
+        ({"stop": ["x" * 4000, "y" * 97]}, "stop", "max_stop_characters"),
+        ({"stop": "x" * 3000, "prompt": ["a", "b"]}, "stop", "max_stop_characters"),
+        ({"bad_words": ["word"] * 5000}, "bad_words", "max_bad_word_characters"),
+        ({"allowed_token_ids": [1] * 300_000}, "allowed_token_ids", "max_token_ids"),
+        (
+            {"structured_outputs": {"choice": ["a" * 70_000]}},
+            "structured_outputs",
+            "max_structured_characters",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 70_000, "min_count": 2}},
+            "repetition_detection",
+            "max_repetition_pattern",
+        ),
+    ],
+)
+def test_a_request_for_too_much_is_refused_before_any_work(make_app, change, param, limit):
+    app = make_app(request_limits=RequestLimits(max_prompt_tokens=5000))
+    error = error_of(app.post("/v1/completions", {**COMPLETION, **change}), 400)
+    assert error["param"] == param
+    assert limit in error["message"]
+    assert len(error["message"]) < 300
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """The text of tokens one by one is the library's text of them all; it ends at stop strings."""
 
+import time
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,6 +160,23 @@ def test_stop_strings_do_not_count_before_min_tokens(byte_level: Tokenizer) -> N
 
 
 _STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def test_long_stop_strings_take_memory_and_time_in_proportion_to_their_length() -> None:
+    """Twelve thousand characters once took 70 MB for each completion."""
+    from fornax.llm.text.stop_strings import StopStrings
+
+    tracemalloc.start()
+    finders = [StopStrings(["ab" * 6000 + "c"]) for _ in range(8)]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 12_000 * 1000
+    # A text that is nearly the stop string, again and again, is read once.
+    began = time.process_time()
+    sent, stop = finders[0].push("ab" * 100_000)
+    assert time.process_time() - began < 2
+    assert stop is None
+    assert len(sent) + len(finders[0].finish()) == 200_000
 
 
 @given(pieces=st.lists(st.text("abcd", max_size=5), max_size=12), stops=_STOPS, cut=st.booleans())

@@ -33,6 +33,8 @@ async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
     )
     adapter = server.adapter(body.model)
     server.require_ready()
+    limits = server.config.request_limits
+    limits.check(body, 1)
     text = server.chats.render(body)
     encoder, keep = server.encoder, body.truncate_prompt_tokens
     ids = await encoder.encode(
@@ -40,6 +42,7 @@ async def chat(body: ChatBody, server: ServerOf, record: RecordOf) -> Answer:
     )
     room = encoder.max_model_len - (body.limit() or 1)
     ids = encoder.truncate(ids, keep, body.truncation_side or "left", room)
+    limits.check_prompts(len(ids), body.n or 1)
     reading = read_chat(body, server.config, text)
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     params = sampling_params(

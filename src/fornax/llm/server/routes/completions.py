@@ -26,7 +26,10 @@ async def complete(body: CompletionBody, server: ServerOf, record: RecordOf) -> 
     record.fields.update(model=body.model, user=body.user, session_id=body.session_id)
     adapter = server.adapter(body.model)
     server.require_ready()
+    limits = server.config.request_limits
+    limits.check(body, len(body.prompts()))
     prompts = [await _encode(body, server, prompt) for prompt in body.prompts()]
+    limits.check_prompts(sum(map(len, prompts)), body.n or 1)
     limit = None if body.max_tokens is None else max(1, body.max_tokens)
     params = [
         sampling_params(

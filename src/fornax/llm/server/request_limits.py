@@ -1,0 +1,99 @@
+"""How much one request may ask for, checked before any work is done for it.
+
+What a limit counts is what the work grows with: so lengths are multiplied by the prompts, or by the
+completions, that each is handled for.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pydantic_core import to_json
+
+from fornax.config import ConfigError
+from fornax.llm.server.errors import ApiError
+
+__all__ = ["RequestLimits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """How much one request may ask for; more gets 400."""
+
+    max_completions: int = 1024
+    """Prompts times n."""
+    max_prompt_tokens: int = 4 * 1024 * 1024
+    """Tokens of the prompts, times n."""
+    max_stop_characters: int = 4096
+    """Characters of all stop strings, times the prompts."""
+    max_bad_word_characters: int = 16384
+    """Characters of all bad_words, times the prompts."""
+    max_token_ids: int = 262144
+    """Ids in stop_token_ids, allowed_token_ids, logit_bias; of each, times the prompts."""
+    max_structured_characters: int = 65536
+    """Characters of response_format, structured_outputs, or tools, as JSON; of each."""
+    max_structured_total: int = 1024 * 1024
+    """The same, times the prompts."""
+    max_repetition_pattern: int = 65536
+    """max_pattern_size of repetition_detection, times the completions."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                value = getattr(self, field.name)
+                raise ConfigError(f"{field.name}={value} is below 1; give at least 1")
+
+    def check(self, body: Any, prompts: int) -> None:
+        """Refuse a body that asks for too much.
+
+        Args:
+            body: of a completion or a chat.
+            prompts: how many it has.
+
+        Raises:
+            ApiError: 400 with the field, its size, and what is allowed.
+        """
+        completions = prompts * (body.n or 1)
+        _at_most("n", "max_completions", completions, self.max_completions, "completions")
+        size = _characters(body.stop) * prompts
+        _at_most("stop", "max_stop_characters", size, self.max_stop_characters, "characters")
+        size, most = _characters(body.bad_words) * prompts, self.max_bad_word_characters
+        _at_most("bad_words", "max_bad_word_characters", size, most, "characters")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            size = len(getattr(body, name) or ()) * prompts
+            _at_most(name, "max_token_ids", size, self.max_token_ids, "token ids")
+        for name in ("response_format", "structured_outputs", "tools"):
+            self._check_structured(name, getattr(body, name, None), prompts)
+        if body.repetition_detection is not None:
+            size = body.repetition_detection.max_pattern_size * completions
+            limit, most = "max_repetition_pattern", self.max_repetition_pattern
+            _at_most("repetition_detection", limit, size, most, "tokens")
+
+    def check_prompts(self, tokens: int, n: int) -> None:
+        """Refuse prompts of too many tokens in all; raises `ApiError`."""
+        limit = "max_prompt_tokens"
+        _at_most("n", limit, tokens * n, self.max_prompt_tokens, "prompt tokens")
+
+    def _check_structured(self, name: str, value: Any, prompts: int) -> None:
+        if not value:
+            return
+        size = len(to_json(value, exclude_none=True))
+        limit = "max_structured_characters"
+        _at_most(name, limit, size, self.max_structured_characters, "characters")
+        limit = "max_structured_total"
+        _at_most(name, limit, size * prompts, self.max_structured_total, "characters")
+
+
+def _characters(texts: str | list[str] | None) -> int:
+    if not texts:
+        return 0
+    return len(texts) if isinstance(texts, str) else sum(map(len, texts))
+
+
+def _at_most(field: str, limit: str, size: int, most: int, unit: str) -> None:
+    if size > most:
+        raise ApiError(
+            400,
+            f"{field} comes to {size} {unit} with all prompts and completions counted; this server "
+            f"takes {most} ({limit}): send less in one request",
+            param=field,
+        )
