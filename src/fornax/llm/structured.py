@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from fornax.config.errors import EngineError
 from fornax.llm.constraints import constraint_key, constraint_source
+from fornax.llm.grammar_trial import GrammarTrial, TrialTooLong
 from fornax.llm.masks import ALL
 from fornax.llm.sampling_params import StructuredOutputsParams
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SECONDS", "Grammar", "GrammarCompiler", "too_slow"]
 
 SECONDS = 10.0
-"""How long a request waits for its grammar, at most; llguidance bounds the work itself by size."""
+"""How long a request waits for its grammar, at most."""
 
 
 class Grammar:
@@ -113,7 +114,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Makes grammars for one tokenizer, in threads of its own, and remembers them.
+    """Makes grammars for one tokenizer, in a thread of its own, and remembers them.
 
     `vocab_size` is the number of logits; `eos` are the ids that may end a text. A constraint of
     more than `max_characters`, or that takes longer than `seconds`, is refused.
@@ -128,7 +129,6 @@ class GrammarCompiler:
         seconds: float = SECONDS,
         max_characters: int = 1 << 20,
         remembered: int = 128,
-        threads: int = 1,
     ):
         self._backend = backend
         self._vocab_size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
@@ -136,10 +136,11 @@ class GrammarCompiler:
         self._seconds = seconds
         self._max_characters = max_characters
         self._remembered = remembered
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._made: OrderedDict[str, LLMatcher] = OrderedDict()
         self._tokenizer: LLTokenizer | None = None
+        self._trial = GrammarTrial(backend, self._vocab_size, self._eos)
 
     def compile(
         self, params: StructuredOutputsParams, *, starts_after: Sequence[int] = ()
@@ -174,6 +175,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._trial.close()
 
     def _recall(self, key: str) -> "LLMatcher | None":
         with self._lock:
@@ -189,6 +191,7 @@ class GrammarCompiler:
         made = self._recall(key)
         if made is None:
             source = constraint_source(params, self._backend)
+            self._try(source)
             limits = LLParserLimits(verbose_errors=False)
             made = LLMatcher(self._llguidance(), source, log_level=0, limits=limits)
             if made.is_error():
@@ -201,6 +204,14 @@ class GrammarCompiler:
                 while len(self._made) > self._remembered:
                     self._made.popitem(last=False)
         return Grammar(made.deep_copy(), self._eos, starts_after)
+
+    def _try(self, source: str) -> None:
+        """Compile it where it can be stopped. Raises `EngineError` when it was."""
+        self._llguidance()  # first: what is wrong with the tokenizer is an error of its own
+        try:
+            self._trial.run(source, self._seconds / 2)
+        except TrialTooLong:
+            raise too_slow(self._seconds / 2) from None
 
     def _llguidance(self) -> "LLTokenizer":
         """llguidance's view of the vocabulary; made once, about a second for a large one."""

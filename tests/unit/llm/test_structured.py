@@ -197,6 +197,32 @@ def test_a_constraint_that_compiles_too_long_is_refused(tokenizer: Tokenizer) ->
     compiler.close()
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"grammar": "start: X\nX: /.*a.{18}/ & /.*b.{17}/ & ~/.*c.{16}/\n"},
+        {
+            "json": {
+                "type": "string",
+                "allOf": [{"pattern": f".*[a-{chr(98 + i % 20)}].{{{i}}}"} for i in range(40)],
+            }
+        },
+    ],
+)
+def test_a_constraint_without_end_is_ended_and_holds_up_no_other(
+    tokenizer: Tokenizer, params: dict[str, Any]
+) -> None:
+    """llguidance does not bound the intersection of regular expressions."""
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], seconds=4)
+    compiler.submit(StructuredOutputsParams(regex="ab")).result(60)  # starts everything
+    endless = compiler.submit(StructuredOutputsParams(**params))
+    after = compiler.submit(StructuredOutputsParams(regex="a+b"))
+    with pytest.raises(EngineError, match="simplify it"):
+        endless.result(60)
+    assert _spells(after.result(60), tokenizer, "aab")
+    compiler.close()
+
+
 def test_a_text_ends_only_where_it_may(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = compiler.compile(StructuredOutputsParams(regex="abc"))
     eos = tokenizer.eos_id or 0
@@ -281,7 +307,7 @@ def test_equal_constraints_are_compiled_once(tokenizer: Tokenizer) -> None:
 
 
 def test_many_threads_may_compile_at_once(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], threads=2)
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0])
     with ThreadPoolExecutor(4) as pool:
         params = [StructuredOutputsParams(regex=f"a{{{n % 5}}}b") for n in range(40)]
         made = list(pool.map(compiler.compile, params))
