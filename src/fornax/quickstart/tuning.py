@@ -68,7 +68,9 @@ class Tuning:
             steps=self.grpo_steps,
             seed=seed,
             lora=LoRA(rank=self.rank),
-            rollout=RolloutConfig(max_tokens=self.max_tokens, temperature=self.temperature),
+            rollout=RolloutConfig(
+                max_tokens=self.max_tokens, temperature=self.temperature, dtype="float32"
+            ),
             reward=(REWARD,),
             algorithm=GRPO(kl_coefficient=self.kl_coefficient),
             dtypes=DtypePolicy(compute="bfloat16"),
