@@ -370,6 +370,14 @@ def test_what_a_prompt_gives_is_not_the_programs_to_replace(code: Any) -> None:
     assert code(prompt, forged, **record).value == 0.0
 
 
+def test_a_builtin_that_tests_use_is_not_the_programs_to_replace() -> None:
+    program = "def f(x): return 0\ndef abs(*_): return 0\ndef len(*_): return 2"
+    tests = ["r = f(2)", "assert abs(r - 4) < 1e-6", "r = [f(2)]", "assert len(r) == 2"]
+    assert run_tests(program, tests).verdicts == ("passed", "failed", "passed", "failed")
+    alone = run_tests(program, ["assert abs(len([1])) == 0"])
+    assert "passed" not in alone.verdicts
+
+
 @pytest.mark.parametrize(
     "program",
     [

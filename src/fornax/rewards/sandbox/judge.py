@@ -309,11 +309,12 @@ def judge(job: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None
             exec(compile(job["setup"], "prompt.py", "exec"), space)
         except Exception as error:
             report({"test": -1, "verdict": "setup", "error": f"{type(error).__name__}: {error}"})
+    entry = job["entry"] or _asked_builtin(job["tests"])
     for number, test in enumerate(job["tests"]):
         channel.clear()
         error = ""
         try:
-            _run(test, space, channel, job["entry"])
+            _run(test, space, channel, entry)
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"[:300]
             if channel.foreign and not isinstance(raised, AssertionError | Refused):
@@ -362,8 +363,6 @@ def _fetch(source: str, tree: ast.AST, space: dict[str, Any], channel: Channel, 
             if name in sys.stdlib_module_names:
                 space[name] = importlib.import_module(name)
     wanted = {name for name in free if name == entry or not hasattr(builtins, name)}
-    if not wanted and len(free & _called(tree)) == 1:  # the program was asked for a `sum`
-        wanted = free & _called(tree)
     if entry and entry not in space:
         wanted.add(entry)
     space |= _program_names(channel, sorted(wanted))
@@ -412,6 +411,16 @@ def _free(source: str) -> set[str]:
             if symbol.is_referenced() and (table is top or symbol.is_global())
         }
     return used - bound
+
+
+def _asked_builtin(tests: Sequence[str]) -> str:
+    """The function asked for where it is named as a builtin: all that the tests call, or none."""
+    try:
+        free = set().union(*map(_free, tests))
+        called = free & set().union(*(_called(ast.parse(test)) for test in tests))
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
+    return called.pop() if len(called) == 1 and all(hasattr(builtins, n) for n in free) else ""
 
 
 def _called(tree: ast.AST) -> set[str]:
