@@ -166,13 +166,17 @@ def summarise(
 
     Args:
       answered: of each prompt.
-      names: of the rewards.
+      names: of the rewards; their counts are shown beside them.
       config: intervals, thresholds, k.
     """
     more = {"confidence": config.confidence, "seed": config.seed}
     totals = [[score.total for score in each.scores] for each in answered]
+    scores = [score for each in answered for score in each.scores]
+    names = list(dict.fromkeys([*names, *(name for score in scores for name in score.parts)]))
     parts = {
-        name: mean([_mean([s.parts[name] for s in each.scores]) for each in answered], **more)
+        name: mean(
+            [_mean([s.parts.get(name, math.nan) for s in each.scores]) for each in answered], **more
+        )
         for name in names
     }
     samples = [len(group) for group in totals]
@@ -183,10 +187,7 @@ def summarise(
         samples=len(every),
         reward=mean([_mean(group) for group in totals], **more),
         parts=parts,
-        failures={
-            name: sum(name in score.notes for each in answered for score in each.scores)
-            for name in names
-        },
+        failures={name: sum(name in score.notes for score in scores) for name in names},
         passes={
             k: pass_at_k(samples, passed, k, **more)
             for k in sorted(set(config.k))

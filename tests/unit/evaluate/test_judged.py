@@ -62,6 +62,13 @@ def _score(total: float) -> Score:
     return Score(total, {"x": total, "y": 0.0})
 
 
+def test_what_a_reward_counts_is_shown_beside_it() -> None:
+    [answered] = _answered([(1.0, 2), (0.0, 4)])
+    scores = [Score(1.0, {"x": 1.0, "x.weak_tests": n}) for n in (0.0, 3.0)]
+    found = summarise([dataclasses.replace(answered, scores=scores)], ["x"], CONFIG)
+    assert {name: part.value for name, part in found.parts.items()} == {"x": 1, "x.weak_tests": 1.5}
+
+
 def test_figures_of_judged_completions() -> None:
     answered = _answered([(1.0, 2), (0.0, 4)], [(-1.0, 9), (0.5, 9)])
     found = summarise(answered, ["x", "y"], CONFIG)
