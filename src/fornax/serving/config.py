@@ -84,6 +84,9 @@ class HostConfig(Limits):
     admin_token_file: Path | None = None
     """File of tokens for what changes the server: load, unload, rollback, shadow reports, profiles,
     shared memory (default: the tokens of all other calls). These tokens open everything."""
+    allow_anonymous: bool = False
+    """Whether other machines may load, unload and roll back models without a token: an address that
+    they reach is refused otherwise."""
     open_metrics: bool = True
     """Whether /metrics needs no token."""
     tls_cert: Path | None = None
@@ -200,10 +203,27 @@ class HostConfig(Limits):
         tokens = _tokens_of("admin_token_file", self.admin_token_file)
         return Auth(tokens=tuple(dict.fromkeys(tokens)))
 
+    def check_access(self) -> None:
+        """ConfigError where anybody on the network could change the server."""
+        if self.allow_anonymous or self.tls_client_ca or self._is_local():
+            return
+        if not (self.admin_auth() or self.auth()).enabled:
+            open_to_all = [
+                f"{name}={getattr(self, name)}"
+                for name, address in (("http", self.http_address()), ("grpc", self.grpc_address()))
+                if address is not None and not address.is_local
+            ]
+            raise ConfigError(
+                f"{' and '.join(open_to_all)} can be reached from other machines, and without a "
+                "token anybody there may load, unload and roll back models; give --token-file, "
+                "--admin-token-file or --tls-client-ca, or allow it with --allow-anonymous"
+            )
+
     def shared_memory_allowed(self) -> bool:
         """Whether clients may register shared memory."""
-        if self.shared_memory != "auto":
-            return self.shared_memory == "on"
+        return self._is_local() if self.shared_memory == "auto" else self.shared_memory == "on"
+
+    def _is_local(self) -> bool:
         addresses = (self.http_address(), self.grpc_address())
         return all(address is None or address.is_local for address in addresses)
 

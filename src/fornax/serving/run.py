@@ -66,6 +66,7 @@ class HostServer:
     def __init__(self, config: HostConfig, entries: Mapping[str, EntryFactory]):
         """Read everything that may be wrong; take no address and load nothing yet."""
         config.folder()
+        config.check_access()
         self.config = config
         self.events = Events()
         if config.cpu_threads is not None:

@@ -114,3 +114,20 @@ def test_shared_memory_is_for_this_machine_alone_unless_asked_for():
     assert not HostConfig(http="0.0.0.0:80").shared_memory_allowed()
     assert HostConfig(http="0.0.0.0:80", shared_memory="on").shared_memory_allowed()
     assert not HostConfig(shared_memory="off").shared_memory_allowed()
+
+
+def test_an_address_that_others_reach_needs_a_token_or_leave(tmp_path, monkeypatch):
+    monkeypatch.delenv("FORNAX_HOST_TOKEN", raising=False)
+    tokens = tmp_path / "tokens"
+    tokens.write_text("secret\n")
+    for field in ("http", "grpc"):
+        for address in ("0.0.0.0:0", "10.1.2.3:80", "[::]:0", "example:80"):
+            with pytest.raises(ConfigError, match=rf"{field}=.*without a token.*allow-anonymous"):
+                HostConfig(**{field: address}).check_access()
+            for leave in ({"token_file": tokens}, {"admin_token_file": tokens}):
+                HostConfig(**{field: address}, **leave).check_access()
+            HostConfig(**{field: address}, allow_anonymous=True).check_access()
+    HostConfig(http="localhost:0", grpc="[::1]:0").check_access()
+    HostConfig(http="127.0.0.2:0", grpc="none").check_access()
+    monkeypatch.setenv("FORNAX_HOST_TOKEN", "secret")
+    HostConfig(http="0.0.0.0:0").check_access()
