@@ -11,10 +11,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from fornax import export
 from fornax.cli.main import main as fornax
 from fornax.config import environment
+from fornax.export import Spec
 
 pytestmark = pytest.mark.slow
 
@@ -168,3 +173,57 @@ def test_a_model_that_fails_takes_no_other_down(start, repository, bundles, caps
     done = _command(str(repository), "--http", "0", "--grpc", "none", "--exit-on-error")
     assert done.returncode == 1
     assert "broken 1: unavailable" in done.stderr
+
+
+def _steps(params, steps):
+    def turn(_, x):
+        return jnp.sin(x + params["w"])
+
+    return {"y": jax.lax.fori_loop(0, jnp.max(steps), turn, jnp.zeros(steps.shape))}
+
+
+def test_a_program_that_is_sometimes_slow_does_not_stop_health_checks(start, tmp_path):
+    """It is fast when the server times it; from its first slow answer on the loop leaves it."""
+    root = tmp_path / "models"
+    export.save(
+        root / "steps" / "1",
+        {"predict": _steps},
+        {"w": np.ones((), np.float32)},
+        inputs={"predict": {"steps": Spec(("b",), "int32", low=0)}},
+        buckets={"b": [1]},
+        platforms=("cpu",),
+    )
+    server = start(root)
+    url = f"http://{server.address('http')}"
+
+    def ask(steps: int) -> float:
+        tensor = {"name": "steps", "datatype": "INT32", "shape": [1], "data": [steps]}
+        began = time.monotonic()
+        answer = httpx.post(f"{url}/v2/models/steps/infer", json={"inputs": [tensor]}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return time.monotonic() - began
+
+    for _ in range(5):
+        ask(1)
+    steps = 100_000
+    while ask(steps) < 1.0:
+        steps *= 2
+    with ThreadPoolExecutor(1) as threads, httpx.Client(base_url=url, timeout=60) as client:
+        slow = threads.submit(lambda: [ask(steps) for _ in range(3)])
+        waits = []
+        while not slow.done():
+            began = time.monotonic()
+            assert client.get("/v2/health/live").status_code == 200
+            waits.append(time.monotonic() - began)
+            time.sleep(0.01)
+    shortest = min(slow.result())
+    assert shortest > 0.5
+    assert max(waits) < shortest / 2
+
+
+@pytest.mark.parametrize("words", [("--http", "0.0.0.0:0"), ("--grpc", "[::]:0")])
+def test_an_address_for_all_needs_a_token(repository, words, capsys):
+    assert fornax(["host", str(repository), *words]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "anybody there may load, unload and roll back models" in said
+    assert "--token-file" in said

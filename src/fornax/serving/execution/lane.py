@@ -1,11 +1,11 @@
 """A lane: one device, or the devices of one mesh, and the batches on their way through it.
 
-Batches are picked in the event loop. A batch whose measured time is short is computed right
-there: a hop to a thread and back costs 45 us, and more where cores are scarce. A longer one goes
-to one of the lane's threads, where one batch is assembled, sent and unpacked while another
-computes, and the loop reads requests meanwhile; it is picked late, when the device is about to be
-free or the batch could not grow any more. While requests come one at a time there is nothing to
-read, so the loop computes longer ones too.
+Batches are picked in the event loop. A batch whose measured time is short, and was never long
+lately, is computed right there: a hop to a thread and back costs 45 us, and more where cores are
+scarce. A longer one goes to one of the lane's threads, where one batch is assembled, sent and
+unpacked while another computes, and the loop reads requests meanwhile; it is picked late, when the
+device is about to be free or the batch could not grow any more. While requests come one at a time
+there is nothing to read, so the loop computes longer ones too.
 
 The loop never waits for a lock. Programs of meshes share one lock while they are dispatched, so
 that all devices see them in one order: otherwise two that communicate could wait for each other.
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from fornax.serving.batching import Batch, Share, Shares
 from fornax.serving.execution.awake import Awake
-from fornax.serving.execution.runner import Computed, Runner
+from fornax.serving.execution.runner import Computed, Prepared, Runner
 from fornax.serving.execution.turns import Turns
 
 __all__ = ["IN_LOOP_SECONDS", "Claim", "Lane"]
@@ -31,6 +31,9 @@ IN_LOOP_SECONDS = 300e-6
 """A batch that takes no longer is computed in the event loop."""
 ALONE_SECONDS = 500e-6
 """The same for requests that come one at a time."""
+_WORST_SECONDS = 5e-3
+"""A program that took longer lately, if only once, is left to the threads: health checks and other
+models wait for what the loop computes."""
 _TURN_SECONDS = 500e-6
 """Computing in the loop goes on for so long before sockets are looked at again."""
 _LONG_SECONDS = 10e-3
@@ -130,8 +133,8 @@ class Lane:
 
         It must where something runs or is about to, or where the batch is a long one.
         """
-        seconds = claim.runner.prepared[batch.bucket, batch.key].seconds
-        if self._kicked or self.running or not self.in_loop or seconds > ALONE_SECONDS:
+        prepared = claim.runner.prepared[batch.bucket, batch.key]
+        if self._kicked or self.running or not self._may_block(prepared, ALONE_SECONDS):
             return False
         self._crowded = False
         self._compute_here(self._work(claim, batch))
@@ -194,9 +197,12 @@ class Lane:
     def _computes_here(self, work: _Work) -> bool:
         crowded, self._crowded = self._crowded, len(work.batch.requests) > 1 or self.running > 0
         longest = IN_LOOP_SECONDS if crowded or self._crowded else ALONE_SECONDS
-        if not self.in_loop or work.estimate > longest:
-            return False
-        return self.on_host or not self.running
+        prepared = work.claim.runner.prepared[work.batch.bucket, work.batch.key]
+        return self._may_block(prepared, longest) and (self.on_host or not self.running)
+
+    def _may_block(self, prepared: Prepared, longest: float) -> bool:
+        """Whether the loop may compute a program: a short one that is never long."""
+        return self.in_loop and prepared.seconds <= longest and prepared.worst <= _WORST_SECONDS
 
     def _compute_here(self, work: _Work) -> None:
         computed = work.claim.runner.compute(work.batch, alone=True)

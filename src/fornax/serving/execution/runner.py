@@ -22,6 +22,7 @@ __all__ = ["Computed", "Prepared", "Runner"]
 _RUNS = 5
 _DRIFT = 1.01
 """A batch that took longer than was known raises it by so much at most."""
+_FADE = 0.999
 _ENOUGH = 0.02
 """Seconds of measuring after which a program's time is known."""
 _LONG = 1.0
@@ -38,9 +39,12 @@ class Prepared:
     """Of all inputs."""
     seconds: float = 0.0
     """From requests to answers, at best, lately."""
+    worst: float = 0.0
+    """The same at worst; it fades over thousands of batches."""
 
     def took(self, seconds: float) -> None:
         """A batch took so long: a shorter time is believed at once, a longer one slowly."""
+        self.worst = max(seconds, _FADE * self.worst)
         if seconds < self.seconds:
             self.seconds = seconds
         else:
