@@ -17,7 +17,7 @@ from tests.cuda import lower_for_cuda
 
 from fornax import kernels
 
-__all__ = ["DEVICE", "ON_GPU", "as_on_gpu", "cpu", "error", "lowers", "on_cpu"]
+__all__ = ["DEVICE", "ON_GPU", "as_on_gpu", "cpu", "error", "exact_products", "lowers", "on_cpu"]
 
 DEVICE = os.environ.get("DEVICE", "cpu")
 ON_GPU = DEVICE == "gpu"
@@ -40,6 +40,18 @@ def on_cpu() -> Any:
     """Compute on the processor, with its implementations."""
     with jax.default_device(cpu()), kernels.target_platform("cpu"):
         yield
+
+
+@contextlib.contextmanager
+def exact_products() -> Any:
+    """Multiply float32 as such, also in programs that other threads compile: a GPU takes tf32."""
+    name = "jax_default_matmul_precision"
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update(name, "highest")
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def lowers(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *arguments: Any) -> str:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.device.machine import ON_GPU, as_on_gpu, cpu, lowers, on_cpu
+from tests.device.machine import ON_GPU, as_on_gpu, cpu, exact_products, lowers, on_cpu
 
 from fornax.llm import LLM, SamplingParams
 from fornax.llm.compilation import Sizes, describe_arrays, make_programs
@@ -55,14 +55,17 @@ def _moved(model: Decoder, device: jax.Device) -> Decoder:
     return nnx.merge(graph, jax.device_put(state, device))
 
 
-def test_greedy_tokens_are_those_of_the_processor(device: jax.Device) -> None:
+def test_greedy_tokens_are_those_of_the_processor(
+    device: jax.Device, caplog: pytest.LogCaptureFixture
+) -> None:
     config = DecoderConfig(**SHAPE, num_layers=2, initializer_range=0.1)
     with on_cpu():
         model = create_decoder(config, seed=1)
         expected = generate(model, _prompts(), max_tokens=12)
-    with as_on_gpu(), jax.default_matmul_precision("highest"):
+    with as_on_gpu(), exact_products(), caplog.at_level("INFO", logger="fornax.llm"):
         llm = LLM(_moved(model, device), dtype="float32", **OPTIONS)
         assert _tokens(llm) == expected
+    assert "kernel paged_attention: xla" in caplog.text
 
 
 def test_a_model_of_full_shape_generates_the_same_twice() -> None:

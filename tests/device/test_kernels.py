@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.device.machine import ON_GPU, as_on_gpu, cpu, error, lowers
+from tests.device.machine import ON_GPU, as_on_gpu, cpu, error, exact_products, lowers
 
 from fornax import kernels
 
@@ -57,7 +57,7 @@ def _compare(
     with jax.enable_x64(True), jax.default_device(cpu()):
         given = [jnp.asarray(a, jnp.float64) for a in rounded]
         (_, wanted), wanted_grads = weighed(expected)(*given)
-    with as_on_gpu(), jax.default_matmul_precision("highest"):
+    with as_on_gpu(), exact_products():
         given = [jnp.asarray(a, dtype) for a in rounded]
         (_, found), grads = weighed(run)(*given)
     for one, other in zip((found, *grads), (wanted, *wanted_grads), strict=True):
@@ -128,7 +128,7 @@ def test_paged_attention(
     with jax.enable_x64(True), jax.default_device(cpu()):
         given = [jnp.asarray(a, jnp.float64) for a in rounded]
         expected = np.asarray(jax.jit(lambda q, kv: attend(q, kv, "reference"))(*given))
-    with as_on_gpu(), jax.default_matmul_precision("highest"):
+    with as_on_gpu(), exact_products():
         run = jax.jit(lambda q, kv: attend(q, kv, None))
         found = run(*(jnp.asarray(a, dtype) for a in rounded))
     assert error(np.asarray(found.astype(jnp.float32)), expected) < TOLERANCE[dtype]
@@ -197,7 +197,7 @@ def test_packed_weights() -> None:
     rng = np.random.default_rng(6)
     D, F = (1024, 4096) if ON_GPU else (64, 96)
     x, w = rng.normal(size=(8, D)).astype(np.float32), rng.normal(size=(D, F)).astype(np.float32)
-    with as_on_gpu(), jax.default_matmul_precision("highest"):
+    with as_on_gpu(), exact_products():
         packed = kernels.pack(jnp.asarray(w), inputs=1, precision="float32")
         found = kernels.linear(jnp.asarray(x), packed)
     assert error(found, x.astype(np.float64) @ w.astype(np.float64)) < TOLERANCE["float32"]

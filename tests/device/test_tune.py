@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 from tests.device.machine import ON_GPU, as_on_gpu
 
 from fornax.data import train_bpe
@@ -20,7 +19,7 @@ def score(prompt, completion, letter):
 """
 
 
-def test_grpo_on_one_device(tmp_path: Path, device: jax.Device) -> None:
+def test_grpo_on_one_device(tmp_path: Path) -> None:
     tokenizer = train_bpe(["Answer with letters, please."], vocab_size=262)
     tokenizer.save(tmp_path / "tokenizer")
     wide = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "head_dim": 64}
@@ -57,6 +56,5 @@ def test_grpo_on_one_device(tmp_path: Path, device: jax.Device) -> None:
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert abs(records[0]["ratio_max"] - 1) < 1e-2
     assert all(record["loss"] == record["loss"] for record in records)
-    assert {array.devices() == {device} for array in jax.live_arrays()} <= {True, False}
     if ON_GPU:
         assert records[-1]["reward"] > records[0]["reward"]

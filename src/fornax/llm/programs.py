@@ -1,5 +1,6 @@
 """Compiled programs: all made before the engine is ready, any made later counted and named."""
 
+import contextvars
 import logging
 import threading
 import time
@@ -51,7 +52,9 @@ class Programs:
         self._began = time.monotonic()
         for key, make in self._makers.items():
             if key not in self._futures:
-                self._futures[key] = self._pool.submit(self._make, key, make)
+                # With the caller's choices: a target platform, autotuning.
+                inside = contextvars.copy_context()
+                self._futures[key] = self._pool.submit(inside.run, self._make, key, make)
 
     def readiness(self) -> Readiness:
         """How far compiling is."""
