@@ -21,7 +21,7 @@ NEWEST_TESTS := tests/numerics $(addprefix tests/unit/,export kernels mesh model
 # Device tests: on a GPU, or with DEVICE=cpu small and interpreted. They run in $(PYTHON) as it is
 # where that holds all they need (a borrowed machine without a network), else in .venv.
 DEVICE ?= gpu
-DEVICE_NEEDS := import fornax.cli.main, fornax.train, fornax.tune, fornax.llm, fornax.serving, grain, array_record, fastapi, uvicorn, llguidance, pytest, hypothesis
+DEVICE_NEEDS := import fornax.cli.main, fornax.train, fornax.tune, fornax.llm, fornax.serving, grain, array_record, fastapi, httptools, orjson, uvicorn, llguidance, pytest, hypothesis
 ifneq (,$(filter device-%,$(MAKECMDGOALS)))
 ifeq ($(origin DEVICE_PYTHON),undefined)
 DEVICE_PYTHON := $(shell PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -c '$(DEVICE_NEEDS)' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
