@@ -82,7 +82,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 if shown:
-                    message["headers"] = [*message.get("headers", ()), header]
+                    # A new message: streams share the one that they start with.
+                    message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
         return sender

@@ -217,3 +217,11 @@ def test_a_page_of_another_origin_may_call(app, make_app):
     closed = make_app(allowed_origins=())
     reply = closed.post("/v1/completions", BODY, headers=headers)
     assert "access-control-allow-origin" not in reply.headers
+
+
+def test_every_stream_has_one_request_id(app):
+    """They gathered in the message that all streams start with, a header a stream."""
+    for number in range(3):
+        body = {"prompt": "hello", "max_tokens": 2, "stream": True}
+        reply = app.post("/v1/completions", body, headers={"X-Request-Id": f"id-{number}"})
+        assert reply.headers.get_list("x-request-id") == [f"id-{number}"]
