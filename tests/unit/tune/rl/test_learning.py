@@ -10,7 +10,7 @@ from tests.unit.tune.rl.toy import ADAPTED, BASE, Run
 
 from fornax.adapters import LoRA
 from fornax.tune.rl.algorithms import DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePlusPlus
-from fornax.tune.rl.config import AsyncConfig, PPOConfig
+from fornax.tune.rl.config import AsyncConfig, Importance, PPOConfig
 from fornax.tune.rl.kl import AdaptiveKL
 
 ROUNDS = 8
@@ -74,6 +74,11 @@ def test_ppo_raises_the_reward(tmp_path: Path) -> None:
 def test_adapters_raise_the_reward_one_step_off(tmp_path: Path) -> None:
     optim = dataclasses.replace(LEARN.optim, learning_rate=0.05)
     config = dataclasses.replace(
-        LEARN, lora=LoRA(rank=2), optim=optim, asynchronous=AsyncConfig(), algorithm=DrGRPO()
+        LEARN,
+        lora=LoRA(rank=2),
+        optim=optim,
+        asynchronous=AsyncConfig(),
+        importance=Importance(),
+        algorithm=DrGRPO(),
     )
     rises(config, tmp_path, **ADAPTED)
