@@ -13,6 +13,19 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from tests.memory import (
+    programs_let_go,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
+
+__all__ = [
+    "programs_let_go",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+    "pytest_testnodedown",
+]
 
 # A shared machine is slow at times; what a property says does not depend on it.
 hypothesis.settings.register_profile("fornax", deadline=None)

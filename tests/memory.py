@@ -1,0 +1,78 @@
+"""What each test process holds: compiled programs are let go between files, and peaks are reported.
+
+A laptop of 8 GB runs two workers. Nothing that jax has compiled is ever freed by itself, so without
+this a worker of the whole suite ends at 5 GB.
+"""
+
+import ctypes
+import gc
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MOST_MB = 2500
+"""Peak of a worker, at most."""
+_KEPT_MB = 1200
+"""Below this programs stay: the next file may run them again, and letting go takes a second."""
+
+_peaks: dict[str, int] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_let_go() -> Iterator[None]:
+    """After a file, where the process has grown large, drop what was compiled for it."""
+    yield
+    if "jax" in sys.modules and _resident_mb() > _KEPT_MB:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+        if platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells its peak; the process that started it fails where one is too high."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["peak_mb"] = _peak_mb()
+        return
+    _peaks.setdefault("this process", _peak_mb())
+    if max(_peaks.values()) > MOST_MB and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep what a worker told; one that crashed told nothing."""
+    if "peak_mb" in getattr(node, "workeroutput", {}):
+        _peaks[node.gateway.id] = node.workeroutput["peak_mb"]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line for all, and one for a limit that was passed."""
+    said = ", ".join(f"{name} {peak} MB" for name, peak in sorted(_peaks.items()))
+    terminalreporter.write_line(f"peak memory: {said}")
+    if max(_peaks.values(), default=0) > MOST_MB:
+        terminalreporter.write_line(
+            f"a test process needed more than {MOST_MB} MB; free what its largest files keep",
+            red=True,
+        )
+
+
+def _resident_mb() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # no Linux
+        return _peak_mb()
+    return pages * resource.getpagesize() // 2**20
+
+
+def _peak_mb() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak // 2**20 if sys.platform == "darwin" else peak // 2**10
