@@ -123,7 +123,7 @@ SIZES: dict[SizeName, Size] = {
             max_tokens=96,
             sft_steps=180,
             sft_learning_rate=3e-3,
-            grpo_steps=108,
+            grpo_steps=96,
             grpo_learning_rate=2.5e-3,
             eval_prompts=96,
         ),
