@@ -109,21 +109,21 @@ with ThreadPoolExecutor(4) as pool:
     assert done.stdout == "{None}\n", done.stderr
 
 
+_AVX2, _AVX512 = (units.PREBUILT[name][1] for name in ("avx2", "avx512"))
+
+
 @pytest.mark.parametrize(
     ("features", "chosen"),
     [
-        ("fpu sse2", None),
-        (
-            "avx avx2 bmi1 bmi2 f16c fma abm movbe",
-            None,
-        ),
-        ("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave avx512f", "avx2"),
-        (" ".join(units.PREBUILT["avx512"][1]), "avx512"),
-        (" ".join(units.PREBUILT["avx512"][1] | {"avx512_bf16"}), "avx512"),
-        (" ".join(units.PREBUILT["avx512_bf16"][1] | {"amx_tile"}), "avx512_bf16"),
+        pytest.param({"fpu", "sse2"}, None, id="old"),
+        pytest.param(_AVX2 - {"xsave"}, None, id="one missing"),
+        pytest.param(_AVX2 | {"avx512f"}, "avx2", id="AVX-512 in part"),
+        pytest.param(_AVX512, "avx512", id="AVX-512"),
+        pytest.param(_AVX512 | {"avx512_bf16"}, "avx512", id="BF16 without VNNI"),
+        pytest.param(units.PREBUILT["avx512_bf16"][1] | {"amx_tile"}, "avx512_bf16", id="newest"),
     ],
 )
 def test_widest_instruction_set_that_the_processor_has_is_chosen(
-    features: str, chosen: str | None
+    features: set[str], chosen: str | None
 ) -> None:
-    assert units.instruction_set(frozenset(features.split())) == chosen
+    assert units.instruction_set(frozenset(features)) == chosen
