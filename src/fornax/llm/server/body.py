@@ -17,9 +17,12 @@ class _StrictRequest(Request):
     """A request whose body is strict JSON: UTF-8, no lone surrogates, no NaN, not too deep."""
 
     async def json(self) -> Any:
-        """The body; 400 when it is not that."""
+        """The body; 400 when it is not that, or has more values than the limits allow."""
+        server = self.app.state.server
+        body = await self.body()
+        server.config.request_limits.check_json(body, server.engine.max_model_len)
         try:
-            return from_json(await self.body(), allow_inf_nan=False)
+            return from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
 

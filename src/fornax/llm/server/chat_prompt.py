@@ -38,7 +38,8 @@ class ChatPrompts:
         return ChatTemplate(source, None if tokenizer is None else special_tokens(tokenizer))
 
     def render(self, body: ChatPrompt) -> str:
-        """The text that a conversation becomes; 400 for one that the template refuses."""
+        """The text that a conversation becomes; 400 for one too long or refused by the template."""
+        self._config.request_limits.check_messages(len(body.messages))
         template = self._own or self._engine.chat_template
         if body.chat_template is not None:
             if not self._config.trust_request_chat_template:

@@ -80,7 +80,7 @@ class ServerConfig:
     """Whether requests are not logged."""
     disable_access_log_for_endpoints: str = "/health,/ready,/metrics"
     """Paths whose requests are not logged, separated by commas."""
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
     """Largest request body; a larger one gets 413."""
     max_header_bytes: int = 64 * 1024
     """Largest head of a request; a larger one gets 431."""

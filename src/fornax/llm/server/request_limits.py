@@ -19,6 +19,13 @@ __all__ = ["RequestLimits"]
 class RequestLimits:
     """How much one request may ask for; more gets 400."""
 
+    max_body_values: int = 131072
+    """Values in the JSON, counted by its commas before it is read; or twice the context's tokens,
+    where that is more."""
+    max_messages: int = 2048
+    """Messages of a chat."""
+    max_inputs: int = 2048
+    """Texts of one request for embeddings."""
     max_completions: int = 1024
     """Prompts times n."""
     max_prompt_tokens: int = 4 * 1024 * 1024
@@ -27,7 +34,7 @@ class RequestLimits:
     """Characters of all stop strings, times the prompts."""
     max_bad_word_characters: int = 16384
     """Characters of all bad_words, times the prompts."""
-    max_token_ids: int = 262144
+    max_token_ids: int = 16384
     """Ids in stop_token_ids, allowed_token_ids, logit_bias; of each, times the prompts."""
     max_structured_characters: int = 65536
     """Characters of response_format, structured_outputs, or tools, as JSON; of each."""
@@ -42,11 +49,29 @@ class RequestLimits:
                 value = getattr(self, field.name)
                 raise ConfigError(f"{field.name}={value} is below 1; give at least 1")
 
+    def check_json(self, json: bytes, context: int) -> None:
+        """Refuse a body of too many values, which reading it would hold every thread for.
+
+        Args:
+            json: the body; commas in its texts count too.
+            context: tokens that a prompt may have, each a value.
+
+        Raises:
+            ApiError: 400 with how many it has and may have.
+        """
+        values, most = json.count(b",") + 1, max(self.max_body_values, 2 * context)
+        if values > most:
+            raise ApiError(
+                400,
+                f"the body has {values} values by its commas; this server takes {most} "
+                "(max_body_values): send less in one request",
+            )
+
     def check(self, body: Any, prompts: int) -> None:
         """Refuse a body that asks for too much.
 
         Args:
-            body: of a completion or a chat.
+            body: of a completion or a chat, or `SamplingParams`.
             prompts: how many it has.
 
         Raises:
@@ -67,6 +92,14 @@ class RequestLimits:
             size = body.repetition_detection.max_pattern_size * completions
             limit, most = "max_repetition_pattern", self.max_repetition_pattern
             _at_most("repetition_detection", limit, size, most, "tokens")
+
+    def check_inputs(self, count: int) -> None:
+        """Refuse too many texts to be embedded; raises `ApiError`."""
+        _at_most("input", "max_inputs", count, self.max_inputs, "texts")
+
+    def check_messages(self, count: int) -> None:
+        """Refuse a chat of too many messages; raises `ApiError`."""
+        _at_most("messages", "max_messages", count, self.max_messages, "messages")
 
     def check_prompts(self, tokens: int, n: int) -> None:
         """Refuse prompts of too many tokens in all; raises `ApiError`."""

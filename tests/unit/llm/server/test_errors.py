@@ -1,6 +1,7 @@
 """What a client did wrong is answered 4xx with OpenAI's error object that names the field."""
 
 import json
+import time
 
 import pytest
 
@@ -30,7 +31,8 @@ def error_of(reply, status):
         ({"stop": ["x" * 4000, "y" * 97]}, "stop", "max_stop_characters"),
         ({"stop": "x" * 3000, "prompt": ["a", "b"]}, "stop", "max_stop_characters"),
         ({"bad_words": ["word"] * 5000}, "bad_words", "max_bad_word_characters"),
-        ({"allowed_token_ids": [1] * 300_000}, "allowed_token_ids", "max_token_ids"),
+        ({"allowed_token_ids": [1] * 20_000}, "allowed_token_ids", "max_token_ids"),
+        ({"prompt": [1] * 131_073}, None, "max_body_values"),
         (
             {"structured_outputs": {"choice": ["a" * 70_000]}},
             "structured_outputs",
@@ -49,6 +51,60 @@ def test_a_request_for_too_much_is_refused_before_any_work(make_app, change, par
     assert error["param"] == param
     assert limit in error["message"]
     assert len(error["message"]) < 300
+
+
+def test_embeddings_and_chats_have_limits_of_their_own(make_app):
+    app = make_app(request_limits=RequestLimits(max_inputs=2, max_messages=2, max_prompt_tokens=3))
+    many = app.post("/v1/embeddings", {"input": ["hello"] * 3})
+    assert "max_inputs" in error_of(many, 400)["message"]
+    long = app.post("/v1/embeddings", {"input": [[1, 2], [3, 4]]})
+    assert "max_prompt_tokens" in error_of(long, 400)["message"]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        chat = app.post(path, {"messages": CHAT["messages"] * 3})
+        assert "max_messages" in error_of(chat, 400)["message"]
+
+
+def test_a_context_longer_than_the_limit_may_be_filled_with_token_ids(make_app):
+    limits = RequestLimits(max_body_values=10)
+    app = make_app(engine={"max_model_len": 64}, request_limits=limits)
+    body = {"prompt": [1] * 60, "max_tokens": 2}
+    assert app.post("/v1/completions", body).status_code == 200
+    assert app.post("/v1/completions", {**body, "prompt": [1] * 130}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bad_words": [1] * 60_000},
+        {"prompt": [1.5] * 60_000},
+        {"prompt": [[1.5]] * 60_000},
+        {"logit_bias": {str(i): "x" for i in range(60_000)}},
+        {f"key{i}": 1 for i in range(60_000)},
+        {"structured_outputs": {"choice": [1] * 60_000}},
+        {"structured_outputs": {f"key{i}": 1 for i in range(60_000)}},
+    ],
+)
+def test_a_body_of_many_errors_is_refused_at_the_first(make_app, change):
+    """Each error described is 10 microseconds of every thread."""
+    app = make_app()
+    error_of(app.post("/v1/completions", {**COMPLETION, "temperature": "warm"}), 400)
+    content = json.dumps({**COMPLETION, **change})
+    begin = time.process_time()
+    error_of(app.post("/v1/completions", content=content), 400)
+    assert time.process_time() - begin < 0.2
+
+
+def test_chats_and_metadata_of_many_errors_are_refused_at_the_first(make_app):
+    app = make_app()
+    for change in (
+        {"messages": [1] * 60_000},
+        {"metadata": {str(i): 1 for i in range(60_000)}},
+        {"documents": [{str(i): 1 for i in range(60_000)}]},
+    ):
+        content = json.dumps({**CHAT, **change})
+        begin = time.process_time()
+        error_of(app.post("/v1/chat/completions", content=content), 400)
+        assert time.process_time() - begin < 0.2
 
 
 @pytest.mark.parametrize(

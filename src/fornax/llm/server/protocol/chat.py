@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fornax.llm.server.errors import ApiError
-from fornax.llm.server.protocol.base import Refused, Reply, Usage
+from fornax.llm.server.protocol.base import Mapped, Refused, Reply, Usage
 from fornax.llm.server.protocol.completions import PositionLogprob
 from fornax.llm.server.protocol.messages import ChatPrompt, NamedToolChoice
 from fornax.llm.server.protocol.sampling import GenerationBody
@@ -41,7 +41,7 @@ class ChatBody(ChatPrompt, GenerationBody):
     """Whether the last message stands before the answer if it has the same role."""
     return_prompt_text: bool | None = None
     """Whether the answer has the text that the chat template made."""
-    metadata: dict[str, str] | None = None
+    metadata: Mapped[str] | None = None
     """Written to the access log."""
     safety_identifier: str | None = None
     """Written to the access log."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fornax.llm.server.errors import ApiError
-from fornax.llm.server.protocol.base import Refused, Reply, TokenId, Usage
+from fornax.llm.server.protocol.base import Listed, Refused, Reply, TokenId, Usage
 from fornax.llm.server.protocol.sampling import GenerationBody
 
 __all__ = ["Completion", "CompletionBody"]
@@ -17,7 +17,7 @@ _MOST_PROMPTS = 1024
 class CompletionBody(GenerationBody):
     """A text to go on from."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Listed[TokenId] | Listed[str] | Listed[Listed[TokenId]]
     """A text, its token ids, or several of either."""
     echo: bool | None = False
     """Whether the prompt stands before the completion."""

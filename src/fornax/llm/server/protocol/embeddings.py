@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fornax.llm.server.errors import ApiError
-from fornax.llm.server.protocol.base import INT64, Body, Refused, Reply, TokenId, Usage
+from fornax.llm.server.protocol.base import INT64, Body, Listed, Refused, Reply, TokenId, Usage
 
 __all__ = ["EmbeddingBody", "Embeddings"]
 
@@ -16,7 +16,7 @@ _MOST_INPUTS = 2048
 class EmbeddingBody(Body):
     """Texts to embed."""
 
-    input: str | list[TokenId] | list[str] | list[list[TokenId]]
+    input: str | Listed[TokenId] | Listed[str] | Listed[Listed[TokenId]]
     """A text, its token ids, or several of either."""
     model: str | None = None
     """Name of the model or adapter; without it the model."""

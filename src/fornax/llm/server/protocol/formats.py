@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fornax.llm.server.errors import ApiError
-from fornax.llm.server.protocol.base import Body, Refused
+from fornax.llm.server.protocol.base import Body, Listed, Refused
 
 __all__ = ["ResponseFormat", "StructuredOutputs"]
 
@@ -26,8 +26,8 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     format: dict[str, Any] | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    structures: Listed[dict[str, Any]] | None = None
+    triggers: Listed[str] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> "ResponseFormat":
@@ -47,7 +47,7 @@ class StructuredOutputs(Body):
 
     json_: str | dict[str, Any] | bool | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Listed[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from fornax.llm.server.errors import ApiError
-from fornax.llm.server.protocol.base import Body, Refused
+from fornax.llm.server.protocol.base import Body, Listed, Mapped, Refused
 
 __all__ = ["ChatPrompt", "Message", "NamedToolChoice", "Tool"]
 
@@ -52,10 +52,10 @@ class Message(Body):
 
     role: str
     """system, developer, user, assistant or tool; others if the chat template knows them."""
-    content: str | list[ContentPart] | None = None
+    content: str | Listed[ContentPart] | None = None
     """Text, or parts of text."""
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
@@ -118,9 +118,9 @@ class NamedToolChoice(Body):
 class ChatPrompt(Body):
     """What a chat template is given."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Listed[Message], Field(min_length=1)]
     """The conversation so far."""
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     """What the model may call."""
     add_generation_prompt: bool = True
     """Whether the prompt ends where the model's message begins."""
@@ -128,7 +128,7 @@ class ChatPrompt(Body):
     """Whether the model goes on with the last message."""
     add_special_tokens: bool = False
     """Whether the tokenizer adds its special tokens to what the template made."""
-    documents: list[dict[str, str]] | None = None
+    documents: Listed[Mapped[str]] | None = None
     """Documents for templates that take them."""
     chat_template: str | None = None
     """A template of the request's own; the server must trust it."""

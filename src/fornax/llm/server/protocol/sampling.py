@@ -5,7 +5,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fornax.llm.server.protocol.base import INT64, Body, Refused, StreamOptions, TokenId
+from fornax.llm.server.protocol.base import (
+    INT64,
+    Body,
+    Listed,
+    Mapped,
+    Refused,
+    StreamOptions,
+    TokenId,
+)
 from fornax.llm.server.protocol.formats import ResponseFormat, StructuredOutputs
 
 __all__ = ["GenerationBody"]
@@ -28,7 +36,7 @@ class GenerationBody(Body):
     """Name of the model or adapter; without it the model."""
     frequency_penalty: float | None = None
     """Subtracted from a token's logit for each time it was made."""
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Mapped[float] | None = None
     """Added to the logits of token ids."""
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
     """Completions per prompt."""
@@ -38,7 +46,7 @@ class GenerationBody(Body):
     """What the text must be."""
     seed: Annotated[int, INT64] | None = None
     """Makes sampling repeatable, whatever runs beside it."""
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: str | Annotated[Listed[str], Field(max_length=64)] | None = None
     """Texts that end a completion."""
     stream: bool | None = False
     """Whether the answer comes as server-sent events."""
@@ -57,7 +65,7 @@ class GenerationBody(Body):
     """Keeps tokens of at least this share of the greatest probability."""
     repetition_penalty: float | None = None
     """Divides the logit of a token of the prompt or completion."""
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Listed[TokenId] | None = None
     """Tokens that end a completion."""
     include_stop_str_in_output: bool = False
     """Whether the stop text is part of the text."""
@@ -75,11 +83,11 @@ class GenerationBody(Body):
     """Which end of a truncated prompt is cut off; left without it."""
     prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
     """Log probabilities of the prompt's tokens, and of so many others at each place."""
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: Listed[TokenId] | None = None
     """The only tokens that may be made."""
-    bad_words: list[str] | None = None
+    bad_words: Listed[str] | None = None
     """Texts that are not made."""
-    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    logprob_token_ids: Annotated[Listed[TokenId], Field(min_length=1)] | None = None
     """Tokens whose log probabilities are returned."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must be: JSON, a regular expression, a choice, a grammar."""

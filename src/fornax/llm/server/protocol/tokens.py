@@ -1,6 +1,6 @@
 """`POST /tokenize` and `POST /detokenize`: requests and answers."""
 
-from fornax.llm.server.protocol.base import Body, Reply, TokenId
+from fornax.llm.server.protocol.base import Body, Listed, Reply, TokenId
 from fornax.llm.server.protocol.messages import ChatPrompt
 
 __all__ = ["DetokenizeBody", "Detokenized", "TokenizeBody", "TokenizeChatBody", "Tokens"]
@@ -34,7 +34,7 @@ class Tokens(Reply):
 class DetokenizeBody(Body):
     """Token ids to turn into text."""
 
-    tokens: list[TokenId]
+    tokens: Listed[TokenId]
     model: str | None = None
 
 
