@@ -26,6 +26,8 @@ __all__ = ["SECONDS", "Grammar", "GrammarCompiler", "too_slow"]
 
 SECONDS = 10.0
 """How long a request waits for its grammar, at most."""
+_MASK_SECONDS = 3e-3
+"""Processor time that one token's mask may take of the engine, and so of all who are served."""
 
 
 class Grammar:
@@ -194,6 +196,7 @@ class GrammarCompiler:
             self._try(source)
             limits = LLParserLimits(verbose_errors=False)
             made = LLMatcher(self._llguidance(), source, log_level=0, limits=limits)
+            made.compute_bitmask()  # the first one prepares others, which copies share
             if made.is_error():
                 raise EngineError(
                     f"structured_outputs cannot be followed ({_first_line(made.get_error())}): "
@@ -209,9 +212,14 @@ class GrammarCompiler:
         """Compile it where it can be stopped. Raises `EngineError` when it was."""
         self._llguidance()  # first: what is wrong with the tokenizer is an error of its own
         try:
-            self._trial.run(source, self._seconds / 2)
+            each = self._trial.run(source, self._seconds / 2)
         except TrialTooLong:
             raise too_slow(self._seconds / 2) from None
+        if each > _MASK_SECONDS:
+            raise EngineError(
+                f"structured_outputs takes {1e3 * each:.1f} ms of each token to follow, at most "
+                f"{1e3 * _MASK_SECONDS:g} are taken: shorten its longest texts and patterns"
+            )
 
     def _llguidance(self) -> "LLTokenizer":
         """llguidance's view of the vocabulary; made once, about a second for a large one."""

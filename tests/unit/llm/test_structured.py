@@ -223,6 +223,29 @@ def test_a_constraint_without_end_is_ended_and_holds_up_no_other(
     compiler.close()
 
 
+@pytest.mark.parametrize("constraint", [{"choice": ["a" * 250_000]}, {"regex": "a" * 250_000}])
+def test_a_constraint_whose_masks_take_long_is_refused(
+    constraint: dict[str, Any], compiler: GrammarCompiler
+) -> None:
+    params = StructuredOutputsParams(**constraint)
+    with pytest.raises(EngineError, match=r"takes \d+\.\d ms of each token to follow"):
+        compiler.compile(params)
+
+
+def test_the_first_mask_is_made_before_the_grammar_is_handed_over(tokenizer: Tokenizer) -> None:
+    """It takes long where there are many choices, and the engine would wait for it."""
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0])
+    try:
+        choice = StructuredOutputsParams(choice=[f"{i:060d}" for i in range(4000)])
+        grammar = compiler.compile(choice)
+        row = np.zeros(_VOCAB // 32 + 1, np.uint32)
+        begin = time.thread_time()
+        grammar.fill(row)
+        assert time.thread_time() - begin < 5e-3
+    finally:
+        compiler.close()
+
+
 def test_a_text_ends_only_where_it_may(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = compiler.compile(StructuredOutputsParams(regex="abc"))
     eos = tokenizer.eos_id or 0
