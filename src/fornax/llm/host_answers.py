@@ -20,6 +20,7 @@ _CODES = {code.http: code for code in ServingCode}
 async def whole(server: Server, asked: Asked, priority: int, ids: Iterator[str]) -> list[str]:
     """The completions of each prompt; the engine's requests are named by `ids`."""
     encoded = [await _encode(server, prompt) for prompt in asked.prompts]
+    server.config.request_limits.check_prompts(sum(map(len, encoded)), asked.params.n)
     tasks = [
         asyncio.ensure_future(_last(_outputs(server, asked, prompt, tokens, priority, next(ids))))
         for prompt, tokens in zip(asked.prompts, encoded, strict=True)
@@ -41,7 +42,9 @@ async def pieces(
 ) -> AsyncGenerator[tuple[list[str], bool]]:
     """What is new of each of the one prompt's completions, and whether it is the last."""
     (prompt,) = asked.prompts
-    outputs = _outputs(server, asked, prompt, await _encode(server, prompt), priority, next(ids))
+    tokens = await _encode(server, prompt)
+    server.config.request_limits.check_prompts(len(tokens), asked.params.n)
+    outputs = _outputs(server, asked, prompt, tokens, priority, next(ids))
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             texts = [""] * asked.params.n

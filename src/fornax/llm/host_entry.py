@@ -228,8 +228,12 @@ class LLMEntry:
         if server is None:
             raise ServingError(ServingCode.UNAVAILABLE, f"{self.name} is not ready")
         server.require_ready()
+        limits = server.config.request_limits
+        for text in _objects(request.inputs.get("sampling_parameters")):
+            limits.check_json(bytes(text), server.engine.max_model_len)
         defaults = _defaults(server.defaults)
         asked = read_request(request.inputs, request.parameters, defaults, in_pieces=in_pieces)
+        limits.check(asked.params, len(asked.prompts))
         return server, asked
 
 
@@ -238,6 +242,10 @@ async def _compiled(engine: Engine) -> None:
         if (error := engine.error()) is not None:
             raise EngineError(f"the engine died while it compiled: {error}")
         await asyncio.sleep(_POLL)
+
+
+def _objects(array: np.ndarray | None) -> list[Any]:
+    return [] if array is None or array.dtype != np.object_ else list(array.ravel())
 
 
 def _defaults(model: Mapping[str, Any]) -> dict[str, Any]:

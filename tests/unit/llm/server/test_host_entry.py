@@ -97,12 +97,27 @@ def test_parameters_of_the_request_are_fields_too_and_n_makes_outputs(make_entry
         (_request("a", parameters={"output_kind": 1}), "output_kind is no field"),
         (_request("a", "b", parameters={"n": 2, "temperature": 1}), "goes with one prompt"),
         (_request("hello " * 100), "context has 64|the context 64"),
+        (_request("a", sampling_parameters=_sampling(stop=["x" * 5000])), "max_stop_characters"),
+        (_request(*["a"] * 1025), "max_completions"),
+        (_request("a", parameters={"n": 2000, "temperature": 1}), "max_completions"),
+        (_request("a", sampling_parameters=_sampling(x=[1] * 140_000)), "max_body_values"),
+        (
+            _request("a", parameters={"bad_words": [f"w{i}" for i in range(5000)]}),
+            "max_bad_word_characters",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_the_reason(make_entry, request_, message):
     with pytest.raises(ServingError, match=message) as caught:
         _run(make_entry(), request_)
     assert caught.value.code.http == 400
+
+
+def test_prompts_times_n_have_the_limit_of_the_http_server(make_entry):
+    entry = make_entry(request_limits={"max_prompt_tokens": 10})
+    many = _request("hello " * 6, parameters={"n": 8, "temperature": 1})
+    with pytest.raises(ServingError, match="max_prompt_tokens"):
+        _run(entry, many)
 
 
 def test_openai_routes_answer_beside_and_only_while_it_serves(make_entry):
