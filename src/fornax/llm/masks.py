@@ -133,11 +133,11 @@ def bad_word_tokens(
         found.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             found.append(spaced)
-    if len(found) > MAX_BAD_WORDS:
-        raise EngineError(
-            f"bad_words: {len(words)} words make {len(found)} token sequences; at most "
-            f"{MAX_BAD_WORDS} are looked for, give fewer"
-        )
+        if len(found) > MAX_BAD_WORDS:
+            raise EngineError(
+                f"bad_words: {len(words)} words make more than {MAX_BAD_WORDS} token sequences, "
+                "which is all that are looked for; give fewer"
+            )
     wrong = sorted({token for tokens in found for token in tokens if token >= vocab_size})
     if wrong:
         raise EngineError(f"bad_words: tokens {wrong} are not in the model's {vocab_size}")
