@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,9 @@ from fornax.llm.stats import Observer
 __all__ = ["ServeConfig", "build_observed", "engine_metrics", "serve_model"]
 
 C = TypeVar("C")
+_SWITCH = 5e-4
+"""Seconds that one thread may keep the interpreter from the others, where it lets go at all: the
+engine's thread asks for it several times a token, behind requests being read."""
 
 _log = logging.getLogger(__name__)
 _LONGEST = 131_072
@@ -61,6 +65,7 @@ def serve_model(model: str, config: ServeConfig, build: Builder | None = None) -
     """Serve a model until told to stop; the exit code. `build` makes the engine."""
     configure_logging()
     raise_file_limit()
+    sys.setswitchinterval(_SWITCH)
     with contextlib.closing(bind(config.server())) as listener:
         metrics = engine_metrics(model, config)
         engine = (build or build_observed)(model, config, metrics)
