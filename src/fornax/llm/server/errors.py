@@ -15,6 +15,8 @@ from fornax.llm.sampling_params import SamplingParams
 
 _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} | {"prompt", "lora_path"}
 """What messages of the engine may begin with that is a field of a request too."""
+_LONGEST = 2000
+"""Characters of a message: some repeat what a client sent."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -42,9 +44,11 @@ class ApiError(HTTPException):
         retry_after: float | None = None,
     ):
         headers = None if retry_after is None else {"Retry-After": str(max(1, round(retry_after)))}
+        if len(message) > _LONGEST:
+            message = f"{message[:_LONGEST]}…"
         super().__init__(status, message, headers)
         self.message = message
-        self.param = param
+        self.param = param and param[:_LONGEST]
         self.code = code
 
     def body(self) -> dict[str, Any]:

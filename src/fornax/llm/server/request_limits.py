@@ -24,8 +24,6 @@ class RequestLimits:
     where that is more."""
     max_messages: int = 2048
     """Messages of a chat."""
-    max_inputs: int = 2048
-    """Texts of one request for embeddings."""
     max_completions: int = 1024
     """Prompts times n."""
     max_prompt_tokens: int = 4 * 1024 * 1024
@@ -93,13 +91,15 @@ class RequestLimits:
             limit, most = "max_repetition_pattern", self.max_repetition_pattern
             _at_most("repetition_detection", limit, size, most, "tokens")
 
-    def check_inputs(self, count: int) -> None:
-        """Refuse too many texts to be embedded; raises `ApiError`."""
-        _at_most("input", "max_inputs", count, self.max_inputs, "texts")
-
     def check_messages(self, count: int) -> None:
         """Refuse a chat of too many messages; raises `ApiError`."""
-        _at_most("messages", "max_messages", count, self.max_messages, "messages")
+        if count > self.max_messages:
+            raise ApiError(
+                400,
+                f"the chat has {count} messages; this server takes {self.max_messages} "
+                "(max_messages): leave out the oldest",
+                param="messages",
+            )
 
     def check_prompts(self, tokens: int, n: int) -> None:
         """Refuse prompts of too many tokens in all; raises `ApiError`."""

@@ -78,7 +78,8 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         if len(data) > _MOST_FIELDS:
-            raise ApiError(400, f"the body has {len(data)} fields; none has that many")
+            message = f"an object of the body has {len(data)} fields; send at most {_MOST_FIELDS}"
+            raise ApiError(400, message)
         if not cls.refused:
             return data
         for name in data.keys() & cls.refused.keys():

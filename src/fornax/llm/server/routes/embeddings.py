@@ -37,10 +37,8 @@ async def embed(
     record.fields.update(model=body.model, user=body.user)
     adapter = server.adapter(body.model)
     server.require_ready()
-    limits = server.config.request_limits
-    limits.check_inputs(len(body.inputs()))
     inputs = [await _encode(body, server, text) for text in body.inputs()]
-    limits.check_prompts(sum(map(len, inputs)), 1)
+    server.config.request_limits.check_prompts(sum(map(len, inputs)), 1)
     answer_id = f"embd-{body.request_id or record.id}"
     with server.load.admitted():
         outputs: list[EmbeddingOutput] = []
