@@ -256,7 +256,7 @@ class Scheduler:
         for sequence, grant in zip(partial, grants[: len(partial)], strict=True):
             self._advance(plan, sequence, grant)
         for sequence, grant in zip(candidates, grants[len(partial) :], strict=True):
-            if grant and self._admit(plan, sequence):
+            if grant and self._admit(plan, sequence, grant):
                 self._advance(plan, sequence, grant)
         if starved and not plan.entries:
             self._relieve(starved[0], plan)
@@ -307,11 +307,16 @@ class Scheduler:
             self._draining = min(self._adapters, key=self._adapters.__getitem__, default=None)
         return False
 
-    def _admit(self, plan: Plan, sequence: Sequence) -> bool:
-        """Give a waiting sequence row and pages; False if forks or others before it took them."""
+    def _admit(self, plan: Plan, sequence: Sequence, grant: int) -> bool:
+        """Give a waiting sequence row and pages; False if forks or others before it took them, or
+        took so much of its prefix that `grant` would leave one partial prefill too many."""
         if not self._rows:
             return False
         match = self.manager.match(sequence)
+        if sequence.length - match.num_tokens > grant:
+            partial = sum(each.remaining > 1 for each in self.running)
+            if partial >= self.config.max_num_partial_prefills:
+                return False
         if not self.manager.claim(sequence, match, self.manager.spare(0)):
             return False
         self._remove(self.waiting, sequence)
