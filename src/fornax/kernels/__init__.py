@@ -3,7 +3,7 @@
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import AttentionCall, attention, attention_operation
 from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
-from fornax.kernels._linear import Weight, linear, linears
+from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
 from fornax.kernels._linear_loss import LogitsLoss, linear_loss
 from fornax.kernels._logprobs import (
     TokenLogprobs,
@@ -35,6 +35,7 @@ from fornax.kernels.registry import (
 from fornax.kernels.tuning import autotuning
 
 __all__ = [
+    "LINEAR_OUTPUT",
     "TPU_LANES",
     "AttentionCall",
     "Choice",

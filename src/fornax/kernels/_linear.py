@@ -6,7 +6,8 @@ element by element. The rule here contracts so that the smaller one is transpose
 step of 36M parameters takes a quarter less processor time (docs/guides/kernels.md).
 
 The forward product stays an ordinary `dot_general`, which remat policies and quantization know;
-only the tangents are a primitive of their own, for its transposes' sake.
+only the tangents are a primitive of their own, for its transposes' sake. Where the sums are wider
+than the result, the result carries the name `LINEAR_OUTPUT`, so that a policy can keep it instead.
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -26,7 +28,10 @@ from fornax.kernels._packed import PackedWeight
 from fornax.kernels._products import over_rows, sum_products
 from fornax.kernels.registry import current_platform
 
-__all__ = ["Weight", "linear", "linears"]
+__all__ = ["LINEAR_OUTPUT", "Weight", "linear", "linears"]
+
+LINEAR_OUTPUT = "linear_output"
+"""Name of a product's result for `jax.checkpoint_policies`, where its sums are wider."""
 
 
 @runtime_checkable
@@ -114,7 +119,7 @@ def _linear_jvp(inputs: int, primals: Any, tangents: Any) -> tuple[jax.Array, An
     """Of an argument that is not differentiated, a frozen weight say, no product is made."""
     x, w = primals
     dx, dw = tangents
-    y = _product(x, w, inputs=inputs)
+    y = checkpoint_name(_product(x, w, inputs=inputs), LINEAR_OUTPUT)
     parts = []
     if not isinstance(dx, SymbolicZero):
         parts.append(_tangent.bind(dx, w, inputs=inputs))

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from fornax.config.errors import ConfigError
+from fornax.kernels import LINEAR_OUTPUT
 
 __all__ = ["REMAT_NAMES", "REMAT_POLICIES", "Remat", "RematPolicy", "keep_uncut", "rematerialise"]
 
@@ -106,6 +107,20 @@ def _is_no_cut(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive not in (jax.lax.slice_p, jax.lax.squeeze_p)
 
 
+def _products(saveable: Callable[..., bool]) -> Callable[..., Any]:
+    """`saveable`, but of `kernels.linear` the results in place of the wider sums."""
+
+    def sums(primitive: Any, *arrays: Any, **params: Any) -> bool:
+        if not saveable(primitive, *arrays, **params):
+            return False
+        _, batch = params["dimension_numbers"]
+        wider = params["preferred_element_type"] not in (None, arrays[0].dtype)
+        return bool(batch[0]) or not wider
+
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(sums, policies.save_only_these_names(LINEAR_OUTPUT))
+
+
 def _policy(remat: Remat) -> Any:
     policies = jax.checkpoint_policies
     match remat.policy:
@@ -113,9 +128,9 @@ def _policy(remat: Remat) -> Any:
             return policies.nothing_saveable
         case "dots":
             names = policies.save_only_these_names(*_OF_ATTENTION)
-            return policies.save_from_both_policies(policies.dots_saveable, names)
+            return policies.save_from_both_policies(_products(policies.dots_saveable), names)
         case "dots_no_batch":
-            return policies.dots_with_no_batch_dims_saveable
+            return _products(policies.dots_with_no_batch_dims_saveable)
         case "save_attention":
             return policies.save_only_these_names(*_OF_ATTENTION)
         case "names" if not remat.offload:
