@@ -20,13 +20,18 @@ MOST_MB = 2500
 _KEPT_MB = 1200
 """Below this programs stay: the next file may run them again, and letting go takes a second."""
 
-_peaks: dict[str, int] = {}
+_peaks: dict[str, tuple[int, str]] = {}
+"""Process to its peak, and the file in which it rose to that."""
+_risen: tuple[int, str] = (0, "collecting")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_let_go() -> Iterator[None]:
+def programs_let_go(request: pytest.FixtureRequest) -> Iterator[None]:
     """After a file, where the process has grown large, drop what was compiled for it."""
+    global _risen
     yield
+    if _peak_mb() > _risen[0]:
+        _risen = (_peak_mb(), request.path.name)
     if "jax" in sys.modules and _resident_mb() > _KEPT_MB:
         import jax
 
@@ -40,25 +45,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker tells its peak; the process that started it fails where one is too high."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output["peak_mb"] = _peak_mb()
+        output["peak"] = _risen
         return
-    _peaks.setdefault("this process", _peak_mb())
-    if max(_peaks.values()) > MOST_MB and session.exitstatus == pytest.ExitCode.OK:
+    _peaks["this process"] = (_peak_mb(), _risen[1])
+    if max(_peaks.values())[0] > MOST_MB and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Keep what a worker told; one that crashed told nothing."""
-    if "peak_mb" in getattr(node, "workeroutput", {}):
-        _peaks[node.gateway.id] = node.workeroutput["peak_mb"]
+    if "peak" in getattr(node, "workeroutput", {}):
+        _peaks[node.gateway.id] = tuple(node.workeroutput["peak"])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """One line for all, and one for a limit that was passed."""
-    said = ", ".join(f"{name} {peak} MB" for name, peak in sorted(_peaks.items()))
-    terminalreporter.write_line(f"peak memory: {said}")
-    if max(_peaks.values(), default=0) > MOST_MB:
+    said = (f"{name} {peak} MB in {file}" for name, (peak, file) in sorted(_peaks.items()))
+    terminalreporter.write_line(f"peak memory: {', '.join(said)}")
+    if _peaks and max(_peaks.values())[0] > MOST_MB:
         terminalreporter.write_line(
             f"a test process needed more than {MOST_MB} MB; free what its largest files keep",
             red=True,
