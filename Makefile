@@ -42,7 +42,7 @@ quickstart: $(VENV)/.base ## Set up, then take raw text to a tuned, served model
 	$(BIN)/fornax quickstart $(ARGS)
 
 test: $(VENV)/.dev ## Set up, then run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not slow and not tpu and not exhaustive" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not slow and not tpu and not exhaustive" --ignore=tests/parity --ignore=tests/vllm --ignore=tests/device $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev ## The tests, the slow ones included
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not tpu and not exhaustive" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
