@@ -22,7 +22,7 @@ def environment():
 @pytest.mark.slow
 def test_the_latest_checkpoint_loads_after_twenty_kills(tmp_path):
     root = tmp_path / "checkpoints"
-    delays = random.Random(0)
+    delays, longest = random.Random(0), 0.6
     resumed, leftovers = [], 0
     with subprocess.Popen(
         [sys.executable, str(HERE / "kill_server.py"), str(root)],
@@ -33,10 +33,12 @@ def test_the_latest_checkpoint_loads_after_twenty_kills(tmp_path):
     ) as server:
         try:
             for _ in range(KILLS + 1):
-                server.stdin.write(f"{delays.uniform(0.0, 0.6)}\n")
+                server.stdin.write(f"{delays.uniform(0.0, longest)}\n")
                 server.stdin.flush()
                 resumed.append(server.stdout.readline().strip())
                 assert resumed[-1].lstrip("-").isdecimal(), resumed
+                if resumed[-1] in resumed[:-1]:  # no save was done; a busy machine needs longer
+                    longest *= 1.3
                 complete = {str(step) for step in Checkpointer(root).all_steps()}
                 # A kill may come before the first save has made the directory.
                 names = {path.name for path in root.glob("*") if path.is_dir()}
