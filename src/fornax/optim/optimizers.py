@@ -158,52 +158,54 @@ def _adafactor(
 def _muon(
     config: Muon, schedule: ScheduleFn, params: Parameters, paths: tuple[str, ...]
 ) -> optax.GradientTransformation:
-    for path in paths:
-        params.require_clear("muon", path)
-    return optax.chain(
-        scale_by_muon(config, params.views),
-        optax.add_decayed_weights(config.weight_decay, params.mask),
-        optax.scale_by_learning_rate(schedule),
-    )
+    scale = scale_by_muon(config, params.views)
+    return _by_matrix(scale, config, schedule, params, paths)
 
 
 def _soap(
     config: SOAP, schedule: ScheduleFn, params: Parameters, paths: tuple[str, ...]
 ) -> optax.GradientTransformation:
-    for path in paths:
-        params.require_clear("soap", path)
-    return optax.chain(
-        scale_by_soap(
-            params.views,
-            b1=config.b1,
-            b2=config.b2,
-            shampoo_beta=config.shampoo_beta,
-            eps=config.eps,
-            precondition_frequency=config.precondition_frequency,
-            max_precondition_dim=config.max_precondition_dim,
-        ),
-        optax.add_decayed_weights(config.weight_decay, params.mask),
-        optax.scale_by_learning_rate(schedule),
+    scale = scale_by_soap(
+        params.views,
+        b1=config.b1,
+        b2=config.b2,
+        shampoo_beta=config.shampoo_beta,
+        eps=config.eps,
+        precondition_frequency=config.precondition_frequency,
+        max_precondition_dim=config.max_precondition_dim,
     )
+    return _by_matrix(scale, config, schedule, params, paths)
 
 
 def _shampoo(
     config: Shampoo, schedule: ScheduleFn, params: Parameters, paths: tuple[str, ...]
 ) -> optax.GradientTransformation:
+    scale = scale_by_shampoo(
+        {path: params.views[path] for path in paths},
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        matrix_eps=config.matrix_eps,
+        block_size=config.block_size,
+        root_interval=config.root_interval,
+        start_step=config.start_step,
+        grafting=config.grafting,
+    )
+    return _by_matrix(scale, config, schedule, params, paths)
+
+
+def _by_matrix(
+    scale: optax.GradientTransformation,
+    config: Muon | SOAP | Shampoo,
+    schedule: ScheduleFn,
+    params: Parameters,
+    paths: tuple[str, ...],
+) -> optax.GradientTransformation:
+    """`scale` with weight decay and rate; raises for a parameter that is not clearly a matrix."""
     for path in paths:
-        params.require_clear("shampoo", path)
+        params.require_clear(config.type, path)
     return optax.chain(
-        scale_by_shampoo(
-            {path: params.views[path] for path in paths},
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            matrix_eps=config.matrix_eps,
-            block_size=config.block_size,
-            root_interval=config.root_interval,
-            start_step=config.start_step,
-            grafting=config.grafting,
-        ),
+        scale,
         optax.add_decayed_weights(config.weight_decay, params.mask),
         optax.scale_by_learning_rate(schedule),
     )
