@@ -16,6 +16,9 @@ COPY . .
 RUN make wheel
 
 FROM python:${PYTHON}-slim AS base
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends wget \
+ && rm -rf /var/lib/apt/lists/*
 COPY --from=wheel /src/dist /src/constraints.txt /wheels/
 RUN useradd --create-home fornax
 ENV FORNAX_CACHE_DIR=/home/fornax/.cache/fornax PYTHONUNBUFFERED=1
@@ -29,9 +32,9 @@ ENV JAX_PLATFORMS=cpu
 USER fornax
 
 FROM base AS cuda
-RUN pip install --no-cache-dir -c /wheels/constraints.txt --find-links /wheels 'fornax-ai[serve,tune,cuda]'
+RUN pip install --no-cache-dir -c /wheels/constraints.txt --find-links /wheels 'fornax-ai[cluster,serve,tune,cuda]' "ray[default]"
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER fornax
 
 FROM base AS tpu
-RUN pip install --no-cache-dir -c /wheels/constraints.txt --find-links /wheels 'fornax-ai[serve,tune,tpu]'
+RUN pip install --no-cache-dir -c /wheels/constraints.txt --find-links /wheels 'fornax-ai[cluster,serve,tune,tpu]' "ray[default]"

@@ -31,7 +31,7 @@ DEVICE_PLATFORMS := $(if $(filter gpu,$(DEVICE)),cuda$(comma)cpu,cpu)
 DEVICE_RUN = PYTHONPATH=src:$$PYTHONPATH DEVICE=$(DEVICE) JAX_PLATFORMS=$(DEVICE_PLATFORMS) XLA_PYTHON_CLIENT_PREALLOCATE=false $(DEVICE_PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-exhaustive newest-test lint format parity tpu-test vllm-test bench wheel device-test device-bench device-python docs docs-serve examples clean
+.PHONY: help install quickstart test test-all test-exhaustive newest-test lint format proto parity tpu-test vllm-test bench wheel device-test device-bench device-python docs docs-serve examples clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -65,6 +65,12 @@ lint: $(VENV)/.dev ## Style, types, import contracts
 format: $(VENV)/.dev ## Rewrite files in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+proto: ## Make the descriptor and the types of gRPC's messages from their .proto file
+	$(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/python $(PIP) 'grpcio-tools>=1.78,<2'
+	cd src/fornax/serving/grpc && $(CURDIR)/.venv-proto/bin/python -m grpc_tools.protoc -I. \
+	  --descriptor_set_out=inference.binpb --pyi_out=. inference.proto
 
 parity: $(PARITY)/.ready ## Compare with torch and transformers, in an environment of their own
 	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal tests/parity $(PYTEST_ARGS)
@@ -102,6 +108,7 @@ wheel: $(VENV)/.dev ## Build a wheel in dist/ with the native kernels compiled (
 
 docs: $(VENV)/.docs ## Build the documentation into site/
 	$(BIN)/python -m fornax.cli.reference docs/reference
+	$(BIN)/python docs/house.py
 	$(BIN)/mkdocs build --strict --quiet
 
 docs-serve: $(VENV)/.docs ## Serve the documentation on 127.0.0.1:8001
@@ -112,7 +119,7 @@ examples: $(VENV)/.base ## Run every example
 	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
 clean: ## Remove the environments and what tools left behind
-	rm -rf $(VENV) $(PARITY) $(TPU) $(NEWEST) $(VLLM) $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PARITY) $(TPU) $(NEWEST) $(VLLM) .venv-proto $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -7,16 +7,15 @@ rotates; ratios are taken within a round.
 
 import contextlib
 import itertools
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from _harness import FailedError, Worker
 
 T = TypeVar("T")
 
@@ -90,41 +89,28 @@ def agreement(mine: Standing, theirs: Standing) -> float:
     return sum(pairs) / len(pairs)
 
 
-class FailedError(Exception):
-    """A contestant's process ended, or did not do what was asked."""
-
-
 class Contestant:
     """One contestant's process."""
 
     def __init__(self, name: str, command: Sequence[str], cleanup: contextlib.ExitStack) -> None:
         self.name = name
-        self._errors = cleanup.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - closed there
-        self._process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-        cleanup.callback(self._process.wait)
-        cleanup.callback(self._process.kill)
-        said = self._hear()
+        self._worker = Worker(name, command, cleanup)
+        said = self._worker.hear()
         self.absent: str | None = said.get("absent")
         self.details: dict[str, Any] = said.get("ready", {})
 
     def prepare(self, cell: Cell) -> float:
         """Allocate, compile, warm up for the cell; return the seconds it took."""
         asked = {"batch": cell.batch, "prompt": cell.prompt, "new": cell.new}
-        return self._ask({"do": "prepare", **asked})["prepared"]
+        return self._worker.ask({"do": "prepare", **asked})["prepared"]
 
     def release(self) -> bool:
         """Have the memory of its cache given back until `prepare`."""
-        return self._ask({"do": "release"})["released"]
+        return self._worker.ask({"do": "release"})["released"]
 
     def turn(self, prompts: list[list[int]], new: int) -> Turn:
         """Generate `new` tokens for each prompt."""
-        said = self._ask({"do": "turn", "prompts": prompts, "new": new})
+        said = self._worker.ask({"do": "turn", "prompts": prompts, "new": new})
         turn = Turn(said["seconds"], said["tokens"])
         lengths = {len(row) for row in turn.tokens}
         if lengths != {new} or len(turn.tokens) != len(prompts):
@@ -132,23 +118,6 @@ class Contestant:
                 f"{self.name} made {sorted(lengths)} tokens a row where {new} were asked"
             )
         return turn
-
-    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended: _hear says so
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        return self._hear()
-
-    def _hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            return json.loads(line)
-        code = self._process.wait()
-        self._errors.seek(0)
-        sys.stderr.write(self._errors.read()[-4000:])
-        raise FailedError(f"its process ended with code {code}")
 
 
 @contextlib.contextmanager

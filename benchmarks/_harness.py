@@ -131,64 +131,83 @@ def contest(
     """
     results: dict[str, Result] = {}
     with contextlib.ExitStack() as cleanup:
-        workers: dict[str, subprocess.Popen[str]] = {}
+        workers: dict[str, Worker] = {}
         for name, command in commands.items():
             print(f"preparing {name}", file=sys.stderr, flush=True)
-            workers[name], said = _prepare(name, command, {**os.environ, **(env or {})}, cleanup)
+            workers[name] = Worker(name, command, cleanup, env=env)
+            said = workers[name].hear()
             results[name] = Result(absent=said.get("absent"), details=said.get("ready") or {})
         _take_turns(workers, results, rounds, warmups)
     return results
 
 
-def _prepare(
-    name: str, command: Sequence[str], env: Mapping[str, str], cleanup: contextlib.ExitStack
-) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    """Start a worker, to end with `cleanup`, and wait until it is ready; show why if it is not."""
-    errors = cleanup.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - closed there
-    worker = subprocess.Popen(
-        list(command),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        env=dict(env),
-    )
-    cleanup.callback(worker.wait)
-    cleanup.callback(worker.kill)
-    try:
-        return worker, _hear(worker, name)
-    except RuntimeError:
-        errors.seek(0)
-        sys.stderr.write(errors.read())
-        raise
+class FailedError(Exception):
+    """A contestant's process ended, or did not do what was asked."""
+
+
+class Worker:
+    """A contestant's process, which answers in lines of JSON and ends with `cleanup`."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        cleanup: contextlib.ExitStack,
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._errors = cleanup.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - closed there
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        cleanup.callback(self._process.wait)
+        cleanup.callback(self._process.kill)
+
+    def ask(self, message: object) -> dict[str, Any]:
+        """Say `message` as a line of JSON and return the answer.
+
+        Raises:
+          FailedError: it ended instead; its errors are shown.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended: `hear` says so
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        return self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        """The next line that it says.
+
+        Raises:
+          FailedError: it ended instead; its errors are shown.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        code = self._process.wait()
+        self._errors.seek(0)
+        sys.stderr.write(self._errors.read()[-4000:])
+        raise FailedError(f"the process of {self.name} ended with code {code}")
 
 
 def _take_turns(
-    workers: Mapping[str, subprocess.Popen[str]],
-    results: Mapping[str, Result],
-    rounds: int,
-    warmups: int,
+    workers: Mapping[str, Worker], results: Mapping[str, Result], rounds: int, warmups: int
 ) -> None:
     names = [name for name, result in results.items() if result.absent is None]
     for number in range(warmups + rounds):
         print(f"round {number + 1} of {warmups + rounds}", file=sys.stderr, flush=True)
         first = number % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            stdin = workers[name].stdin
-            assert stdin is not None
-            stdin.write("turn\n")
-            stdin.flush()
-            said = _hear(workers[name], name)
+            said = workers[name].ask("turn")
             if number >= warmups:
                 results[name].turns.append(Turn(**said))
-
-
-def _hear(worker: subprocess.Popen[str], name: str) -> dict[str, Any]:
-    assert worker.stdout is not None
-    line = worker.stdout.readline()
-    if not line:
-        raise RuntimeError(f"the worker of {name} ended with code {worker.wait()}")
-    return json.loads(line)
 
 
 def ratio(results: Mapping[str, Result], name: str, to: str) -> float:

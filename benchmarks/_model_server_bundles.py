@@ -35,9 +35,9 @@ def write_bundle(path: Path, model: models.Model) -> None:
     inputs = {}
     for name, (dtype, shape) in model.inputs.items():
         high = {"encoder": models.VOCABULARY - 1}.get(model.name, models.ROWS_A_TABLE - 1)
-        bounds = {"low": 0, "high": high} if dtype == "int32" else {}
+        low, high = (0, high) if dtype == "int32" else (None, None)
         lengths = "lengths" if name == model.ragged else None
-        inputs[name] = export.Spec(shape, dtype, lengths=lengths, **bounds)
+        inputs[name] = export.Spec(shape, dtype, lengths=lengths, low=low, high=high)
     export.save(
         path / "1",
         {"predict": model.fn},

@@ -63,7 +63,7 @@ def assemble(model: Model, requests: list[Arrays]) -> dict[str, np.ndarray]:
         if name == model.ragged:
             made |= _ragged(model, [request[name] for request in requests], b)
             continue
-        out = np.zeros((b, *shape[1:]), dtype)
+        out = np.zeros((b, *(int(size) for size in shape[1:])), dtype)
         np.concatenate([request[name] for request in requests], out=out[:rows])
         made[name] = out
     return made
@@ -90,10 +90,10 @@ def jitted(model: Model) -> Callable[[dict[str, np.ndarray]], np.ndarray]:
     sample = model.requests(1)[0]
     for dims in itertools.product(*model.buckets.values()):
         sizes = dict(zip(model.buckets, dims, strict=True))
-        row = {
-            name: np.zeros((1, *(sizes.get(n, n) for n in model.inputs[name][1][1:])), array.dtype)
-            for name, array in sample.items()
-        }
+        row = {}
+        for name, array in sample.items():
+            shape = (sizes[n] if isinstance(n, str) else n for n in model.inputs[name][1][1:])
+            row[name] = np.zeros((1, *shape), array.dtype)
         compiled(params, **assemble(model, [row] * sizes["b"]))[model.output].block_until_ready()
 
     def run(inputs: dict[str, np.ndarray]) -> np.ndarray:

@@ -3,11 +3,8 @@
     python benchmarks/_model_server_stages.py DIRECTORY
 
 Three servers are asked with the same bytes: one that only writes bytes on the socket, uvicorn with
-an application that only writes bytes, and Fornax. All of them look for the next request for a while
-instead of sleeping, or the first two would wake up in what they are to show. What lies between them
-is divided by Fornax's own statistics and by timing its decoder and encoder alone. Fornax does not
-parse a head that comes again: the stage of HTTP is what uvicorn takes, and what is then not
-accounted for may be negative.
+an application that only writes bytes, and Fornax. What lies between them is divided by Fornax's own
+statistics and by timing its decoder and encoder alone.
 """
 
 import argparse
@@ -26,7 +23,6 @@ import _model_server_contestants as contestants
 import _model_server_load as load
 import _model_server_models as models
 import _model_server_wire as wires
-from fornax.serving.execution.awake import Awake
 
 MODEL = models.MODELS["mlp"]
 FORNAX = next(c for c in contestants.CONTESTANTS if c.name == "fornax")
@@ -35,11 +31,6 @@ ANSWER = (
     b"inference-header-content-length: 140\r\ncontent-length: 180\r\n\r\n" + 180 * b"x"
 )
 ROUNDS, SECONDS = 5, 0.4
-AWAKE = Awake(300e-6, lambda: False)
-
-
-def _stay_awake() -> None:
-    AWAKE.stay(asyncio.get_running_loop())
 
 
 class _Answers(asyncio.Protocol):
@@ -48,12 +39,10 @@ class _Answers(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._transport.write(ANSWER)
-        _stay_awake()
 
 
 async def _application(scope: Any, receive: Any, send: Any) -> None:
     await receive()
-    _stay_awake()
     headers = [
         (b"content-type", b"application/octet-stream"),
         (b"inference-header-content-length", b"140"),

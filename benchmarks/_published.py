@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fornax.config import from_mapping
+from fornax.hlo import Collective, Done, Item, Loop, Operation, Run, Start
 from fornax.models import DecoderConfig
-from fornax.plan.cost import PhysicalAxis, Span
-from fornax.plan.hlo.facts import Collective, Done, Item, Loop, Operation, Run, Start
+from fornax.plan.cost.network import GroupLayout, PhysicalAxis
 from fornax.plan.topology import Topology, parse_topology
 from fornax.train import TrainConfig
 
@@ -132,7 +132,7 @@ class Facts:
     """What a prediction is made from."""
 
     schedule: tuple[Item, ...]
-    spans: dict[str, tuple[Span, ...]]
+    spans: dict[str, tuple[GroupLayout, ...]]
     details: dict[str, Any]
     """What the table says besides: memory, versions, seconds of compilation."""
 
@@ -160,7 +160,7 @@ def kept(row: Row) -> Facts | None:
         return None
     told = json.loads(gzip.decompress(path.read_bytes()))
     joined = [_span_from(span) for span in told["spans"]]
-    spans: dict[str, tuple[Span, ...]] = {}
+    spans: dict[str, tuple[GroupLayout, ...]] = {}
     begun: dict[str, Operation | Collective] = {}
     schedule = tuple(_item_from(item, spans, joined, begun) for item in told["schedule"])
     return Facts(schedule, spans, told["details"])
@@ -182,8 +182,8 @@ def _numbers(schedule: Sequence[Item]) -> dict[str, str]:
 
 def _item_to(
     item: Item,
-    spans: Mapping[str, tuple[Span, ...]],
-    joined: list[Span],
+    spans: Mapping[str, tuple[GroupLayout, ...]],
+    joined: list[GroupLayout],
     numbers: Mapping[str, str],
 ) -> list[Any]:
     if isinstance(item, Loop):
@@ -203,8 +203,8 @@ def _item_to(
 
 def _item_from(
     told: list[Any],
-    spans: dict[str, tuple[Span, ...]],
-    joined: list[Span],
+    spans: dict[str, tuple[GroupLayout, ...]],
+    joined: list[GroupLayout],
     begun: dict[str, Operation | Collective],
 ) -> Item:
     how, *rest = told
@@ -224,7 +224,7 @@ def _item_from(
     return Run(what) if how == "run" else Start(what)
 
 
-_NOWHERE: dict[str, Any] = {"computation": "", "op_name": "", "source": "", "fornax_source": ""}
+_NOWHERE: dict[str, Any] = {"op_name": "", "source": "", "fornax_source": ""}
 
 
 def _operation(
@@ -240,7 +240,6 @@ def _operation(
         bytes=moved,
         dtype=dtype,
         count=count,
-        exact=True,
         cycles=cycles,
         **_NOWHERE,
     )
@@ -258,20 +257,18 @@ def _collective(
         bytes=moved,
         dtype=dtype,
         count=count,
-        exact=True,
-        asynchronous=False,
         **_NOWHERE,
     )
 
 
-def _span_to(span: Span) -> list[Any]:
+def _span_to(span: GroupLayout) -> list[Any]:
     axes = [[a.dimension, a.size, a.ring, a.share, a.way] for a in span.axes]
     return [span.cores, axes, span.switched, span.slices, span.regular, span.shared, span.switch]
 
 
-def _span_from(told: list[Any]) -> Span:
+def _span_from(told: list[Any]) -> GroupLayout:
     cores, axes, switched, slices, regular, shared, switch = told
-    return Span(
+    return GroupLayout(
         cores=cores,
         axes=tuple(
             PhysicalAxis(dimension=dimension, size=size, ring=ring, share=share, way=way)

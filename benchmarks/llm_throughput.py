@@ -46,7 +46,7 @@ def main() -> None:
     args = arguments()
     for name in args.models:
         model = _random_llama.make(name, args.folder)
-        contests = []
+        contests, path = [], None
         for precision in args.precisions:
             with started(commands(model, precision, args)) as contestants:
                 held = Contest(precision, contestants)
@@ -56,7 +56,8 @@ def main() -> None:
                 path = _harness.write_results(
                     f"llm_throughput-{name}", report(name, contests, bandwidths, args)
                 )
-        print(path.read_text())
+        if path is not None:
+            print(path.read_text())
 
 
 def arguments() -> argparse.Namespace:

@@ -103,7 +103,7 @@ class Replay:
         self._parts = build_engine(model, config)
         self._parts.programs.compile_all()
         self._parts.programs.wait()
-        self._vocab = self._parts.model_config.vocab_size
+        self._vocab = self._parts.engine.runner.weights.config.vocab_size
 
     def run(self, arrivals: list[Arrival], way: str, stretch: float, seed: int) -> Run:
         """Replay the trace with its clock stretched; prompts are drawn from the seed."""
@@ -133,12 +133,15 @@ class Replay:
         params = SamplingParams(
             max_tokens=output, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
-        return self._parts.admission.request(prompt, params, request_id=str(number))
+        return self._parts.input_processor.request(prompt, params, request_id=str(number))
 
     def _turn(self, served: list[Served]) -> None:
-        outputs = self._parts.engine.turn()
+        from fornax.llm.outputs import RequestOutput
+
+        outputs = self._parts.engine.step()
         now = time.perf_counter()
         for output in outputs:
+            assert isinstance(output, RequestOutput)
             new = output.outputs[0].token_ids
             served[int(output.request_id)].tokens.extend([now] * len(new))
 

@@ -1,7 +1,7 @@
 """Predicted step time beside the measured one on this machine: `python benchmarks/plan_cpu.py`.
 
 The same train step is compiled for this CPU, predicted from its text and the machine's measured
-peaks (`fornax.plan.processor`), and run. Run it on an idle machine: both the peaks and the steps
+peaks (`fornax.plan.cpu`), and run. Run it on an idle machine: both the peaks and the steps
 are measured.
 """
 
@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from fornax.config import from_mapping
+from fornax.hlo import analyse, parse
 from fornax.plan.compile import compile_train
-from fornax.plan.cost import predict
-from fornax.plan.hlo import analyse, parse
+from fornax.plan.cost.schedule import predict
 from fornax.plan.topology import parse_topology
 from fornax.train import Ledger, TrainConfig, pretrain_task
 from fornax.train.session import first_state, prepare
@@ -54,7 +54,7 @@ def predicted(config: TrainConfig) -> tuple[float, str]:
     topology = parse_topology("cpu")
     (artifact,) = compile_train(config, topology, programs=("train_step",))
     facts = analyse(parse(artifact.hlo), dict(artifact.mesh))
-    found = predict(artifact, facts, topology)
+    found = predict(facts.schedule, artifact.devices, topology)
     return found.step_seconds, found.bound
 
 

@@ -3,10 +3,10 @@
     python benchmarks/plan_published.py [--write] [--fit]
     python benchmarks/plan_published.py --compile [ROW ...]      # needs libtpu, minutes a row
 
-Every row is predicted by the closed forms of `fornax.plan.analytic`; rows whose program was
+Every row is predicted by the closed forms of `fornax.plan.closed_form`; rows whose program was
 compiled (`--compile` keeps the facts that matter in `published/facts`) from their schedule too. One
 row of each kind of chip, its smallest slice, was used to fit the chip's calibration (see
-`fornax.plan.cost.calibration`); errors are reported for the rows that were not.
+`fornax.hlo.roofline`); errors are reported for the rows that were not.
 """
 
 import argparse
@@ -19,9 +19,11 @@ from unittest import mock
 
 import _published
 from _published import Facts, Published, Row, generation
-from fornax.plan.analytic import Estimate, estimate
-from fornax.plan.analytic import time as analytic_time
-from fornax.plan.cost import Calibration, Prediction, calibration_of, predict_schedule
+from fornax.hlo import Calibration, calibration_of
+from fornax.plan.cost import step as cost_step
+from fornax.plan.cost.estimate import Estimate, estimate
+from fornax.plan.cost.schedule import predict_schedule
+from fornax.plan.facts import Prediction
 from fornax.plan.topology import Topology
 
 RESULTS = Path(__file__).parent / "results"
@@ -102,7 +104,7 @@ def fit(published: Published, row: Row) -> dict[str, float]:
 
     def estimated(share: float) -> float:
         tried = replace(known, matmul_estimated=share)
-        with mock.patch.object(analytic_time, "calibration_of", return_value=tried):
+        with mock.patch.object(cost_step, "calibration_of", return_value=tried):
             return estimate(config, topology).step_seconds
 
     found = {"matmul_estimated": _solve(estimated, goal)}
@@ -127,9 +129,9 @@ def _solve(seconds: Callable[[float], float], goal: float) -> float:
 
 def compile_rows(published: Published, names: Sequence[str]) -> None:
     """Compile rows without facts (or those named) and keep what predictions need."""
+    from fornax.hlo import analyse, parse
     from fornax.plan.compile import compile_train
-    from fornax.plan.cost.schedule import collective_spans
-    from fornax.plan.hlo import analyse, parse
+    from fornax.plan.cost.schedule import collective_layouts
 
     for row in published.rows:
         if row.id not in names if names else _published.kept(row) is not None:
@@ -139,7 +141,7 @@ def compile_rows(published: Published, names: Sequence[str]) -> None:
         options = dict(published.flags[row.flags])
         (artifact,) = compile_train(config, topology, programs=("train_step",), options=options)
         facts = analyse(parse(artifact.hlo), dict(artifact.mesh))
-        spans = collective_spans(facts.schedule, artifact.devices, topology)
+        spans = collective_layouts(facts.schedule, artifact.devices, topology)
         details = {
             "versions": dict(artifact.versions),
             "gib_per_device": round(artifact.memory.total / 2**30, 2),
@@ -175,7 +177,7 @@ def _compiled(one: Outcome) -> str:
     told, error = one.compiled, one.compiled_error
     if told is None or error is None:
         return "| | | | | |"
-    exposed = told.exposed_communication_seconds / told.step_seconds
+    exposed = told.exposed_seconds / told.step_seconds
     marks = " (as 2 slices)" * one.retold + " (fitted)" * (one.row.id in PROGRAM_FITTED)
     return (
         f"| {told.step_seconds:.2f}{marks} | {error:+.1%} | {told.bound} "
@@ -221,7 +223,7 @@ def report(published: Published, found: Sequence[Outcome]) -> str:
         "# Predicted step times beside published ones",
         "",
         f"{datetime.date.today().isoformat()}. Published: MaxText's results (addresses below). "
-        "Estimated: `fornax.plan.analytic`, closed forms, nothing compiled. Compiled: Fornax's own "
+        "Estimated: `fornax.plan.closed_form`, nothing compiled. Compiled: Fornax's own "
         "train step, made by libtpu for the same slice, batch, sequence, remat, mesh and compiler "
         "options, predicted from its schedule. Nothing ran here. * follows from published TFLOP/s.",
         "",

@@ -25,7 +25,7 @@ from pathlib import Path
 import _harness
 import _random_llama
 from _contestants import Cell, Contestant, note, started
-from fornax.llm.bench import BenchConfig, bench
+from fornax.bench import BenchConfig, bench
 
 PEERS = Path(__file__).parent / "peers"
 WAYS = ("step", "engine", "server")

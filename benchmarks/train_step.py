@@ -309,7 +309,8 @@ _SIDE = 2048
 
 def _square() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    return tuple(rng.normal(size=(_SIDE, _SIDE)).astype(np.float32) for _ in range(2))
+    a, b = rng.normal(size=(2, _SIDE, _SIDE)).astype(np.float32)
+    return a, b
 
 
 def _repeats(shape: Shape) -> int:

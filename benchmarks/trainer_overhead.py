@@ -62,13 +62,13 @@ def direct_seconds(config: TrainConfig) -> float:
     batches = task.batches("train", Hosts())
     rows = next(batches)
     batches.close()
-    state, _ = programs.step(first_state(config, programs), rows)
-    batch = to_global(rows, programs.shapes_of(rows))
-    compiled = programs.compiled
+    shapes = programs.shapes_of(rows)
+    compiled, batch = programs.lower_step(shapes).compile(), to_global(rows, shapes)
+    state, _ = compiled(first_state(config, programs), batch, programs.frozen)
     jax.block_until_ready(state)
     began = time.perf_counter()
     for _ in range(config.steps):
-        state, _ = compiled(state, batch)
+        state, _ = compiled(state, batch, programs.frozen)
     jax.block_until_ready(state)
     return (time.perf_counter() - began) / config.steps
 

@@ -37,8 +37,8 @@ class Net(nnx.Module):
 
 def loss(model, batch, key):
     """Sums, not means: micro-batches, hosts and evaluation batches of any sizes then add up."""
-    error_B = model(batch["x"]) - batch["y"]
-    rows = jnp.float32(error_B.size)
+    error_B = (model(batch["x"]) - batch["y"]) * batch["weight"]
+    rows = jnp.sum(batch["weight"])
     largest = jnp.max(jnp.abs(error_B)) * rows
     return Loss(total=jnp.sum(error_B**2), weight=rows, metrics={"largest_error": (largest, rows)})
 
@@ -47,7 +47,7 @@ class Points:
     """Endless points of a sine. Its position is one number, kept as the only virtual shard."""
 
     def __init__(self, split: str, hosts: Hosts):
-        self.seed, self.rows, self.hosts = int(split == "eval"), ROWS // hosts.count, hosts
+        self.seed, self.hosts = int(split == "eval"), hosts
         self.position = 0
 
     def __iter__(self):
@@ -58,9 +58,11 @@ class Points:
             raise StopIteration
         x = np.random.default_rng([self.seed, self.position]).uniform(-3, 3, ROWS)
         self.position += 1
-        mine = slice(self.hosts.index * self.rows, (self.hosts.index + 1) * self.rows)
-        x = x[mine].astype(np.float32)
-        return {"x": x, "y": np.sin(2 * x)}
+        mine = self.hosts.rows(ROWS)  # then rows of weight 0, so that all hosts have as many
+        fill = (0, self.hosts.size(ROWS) - len(mine))
+        x = np.pad(x[mine.start : mine.stop], fill).astype(np.float32)
+        weight = np.pad(np.ones(len(mine), np.float32), fill)
+        return {"x": x, "y": np.sin(2 * x), "weight": weight}
 
     def state(self):
         return {0: {"position": self.position}} if self.hosts.index == 0 else {}

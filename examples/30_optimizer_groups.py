@@ -52,11 +52,11 @@ def loss_of(params):
 
 config = from_mapping(OptimConfig, CONFIG)
 chain = build(config, total_steps=STEPS, params=params, axes=axes)
-for path, treatment in chain.treatments.items():
+for path, assignment in chain.assignments.items():
     view = chain.views[path]
     shape = "x".join(map(str, view.core_shape))
-    what = treatment.optimizer.type if treatment.optimizer else "frozen"
-    rate = treatment.learning_rate_factor
+    what = assignment.optimizer.type if assignment.optimizer else "frozen"
+    rate = assignment.learning_rate_factor
     print(f"{path:12s} {shape:>6s} stacked {view.batch_shape}: {what}, rate x{rate}")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fornax.config import load
 from fornax.plan.advice import advise
-from fornax.plan.report.words import nbytes, seconds
+from fornax.plan.format import format_bytes, format_seconds
 from fornax.plan.topology import parse_topology
 from fornax.plan.train import plan_train
 from fornax.train import TrainConfig
@@ -20,12 +20,13 @@ for name in ("v5e:8x8", "v5p:2x4x4", "v6e:8x8", "tpu7x:2x4x4", "h100:8x8"):
     assert speed is not None
     days = config.steps * speed.step_seconds / 86_400
     print(
-        f"{name:12}{nbytes(memory.total):>10}{nbytes(memory.usable):>10}"
-        f"{'yes' if plan.fits else 'no':>6}{seconds(speed.step_seconds):>10}{speed.mfu:>7.1%}"
-        f"{days:>7.1f}"
+        f"{name:12}{format_bytes(memory.total):>10}{format_bytes(memory.usable):>10}"
+        f"{'yes' if plan.fits else 'no':>6}{format_seconds(speed.step_seconds):>10}"
+        f"{speed.mfu:>7.1%}{days:>7.1f}"
     )
 
 print("\nwhat would make it fit 64 chips of v5e, cheapest first:")
 for change in advise(config, parse_topology("v5e:8x8")):
-    print(f"  {change.change}: {nbytes(change.total_bytes)}, {seconds(change.step_seconds)} a step")
+    memory, step = format_bytes(change.total_bytes), format_seconds(change.step_seconds)
+    print(f"  {change.change}: {memory}, {step} a step")
     print(f"    {change.flags}")

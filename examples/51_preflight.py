@@ -7,7 +7,7 @@ It runs on any machine, whatever devices it has: eight virtual CPU devices stand
 
 from fornax.mesh import MeshConfig
 from fornax.models import DecoderConfig
-from fornax.plan.preflight import preflight, show_check
+from fornax.preflight import format_check, preflight
 from fornax.train import TrainConfig
 
 config = TrainConfig(
@@ -29,7 +29,7 @@ report = preflight(
     config,
     quick=True,
     only=("rules", "data", "mesh"),
-    progress=lambda check: print(show_check(check)),
+    progress=lambda check: print(format_check(check)),
 )
 print(report.paragraph())
 assert report.ok

@@ -18,9 +18,7 @@ from fornax.models import DecoderConfig, create_decoder, save_pretrained
 from fornax.optim import Constant, OptimConfig
 from fornax.train import EvalConfig, read_metrics
 from fornax.tune import tune
-from fornax.tune.configs.losses import DPO
-from fornax.tune.configs.preference import PreferenceConfig
-from fornax.tune.configs.reward_model import RewardModelConfig
+from fornax.tune.config import DPO, PreferenceConfig, RewardModelConfig
 from fornax.tune.reward_model import load_reward_model
 
 temporary = tempfile.TemporaryDirectory()

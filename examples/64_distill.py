@@ -16,7 +16,7 @@ from fornax.models import DecoderConfig, create_decoder, save_pretrained
 from fornax.optim import Constant, OptimConfig
 from fornax.train import read_metrics
 from fornax.tune import tune
-from fornax.tune.configs.distill import DistillConfig, TopLogits
+from fornax.tune.config import DistillConfig, TopLogits
 
 temporary = tempfile.TemporaryDirectory()
 root = Path(temporary.name)

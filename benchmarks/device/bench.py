@@ -124,7 +124,7 @@ def training(peak: float) -> list[Row]:
     )
     programs = prepare(config, pretrain_task(config, read_data=False), Ledger(), jax.devices()[:1])
     said: list[str] = []
-    programs.say = said.append
+    programs.log = said.append
     tokens = np.random.default_rng(0).integers(0, 256, (BATCH, LENGTH)).astype(np.int32)
     half = np.arange(LENGTH // 2, dtype=np.int32)
     rows = {

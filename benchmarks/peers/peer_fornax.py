@@ -61,14 +61,14 @@ class Fornax:
         from fornax.llm.outputs import RequestOutputKind
         from fornax.llm.sampling_params import SamplingParams
 
-        engine, admission = self._parts.engine, self._parts.admission
+        engine, admission = self._parts.engine, self._parts.input_processor
         params = SamplingParams(
             max_tokens=new, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
         for row, prompt in enumerate(prompts):
             engine.add(admission.request(prompt, params, request_id=str(row)))
         while engine.has_work:
-            for output in engine.turn():
+            for output in engine.step():
                 if isinstance(output, Failure):
                     raise RuntimeError(output.message)
                 for token in output.outputs[0].token_ids:

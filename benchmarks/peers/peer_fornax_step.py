@@ -16,7 +16,7 @@ class Step(Fornax):
     def turn(self, prompts: list[list[int]], new: int, record: Record) -> None:
         from fornax.llm.sampling_params import SamplingParams
 
-        engine, admission = self._parts.engine, self._parts.admission
+        engine, admission = self._parts.engine, self._parts.input_processor
         room = self._parts.limits.max_model_len - len(prompts[0])
         most = min(new + len(prompts), room)  # more than `new`: rows do not begin together
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
@@ -24,7 +24,7 @@ class Step(Fornax):
             engine.add(admission.request(prompt, params, request_id=str(row)))
         plans = []
         while engine.has_work:
-            engine.turn()
+            engine.step()
             if engine._inflight is None:
                 continue
             plan = engine._inflight[0].plan

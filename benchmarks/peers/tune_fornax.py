@@ -75,7 +75,7 @@ class _Stop:
         self.last = dict(record)
         self._gate.step()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(text, file=sys.stderr)
 
     def close(self) -> None:

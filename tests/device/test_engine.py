@@ -10,9 +10,10 @@ from flax import nnx
 from tests.device.machine import ON_GPU, as_on_gpu, cpu, exact_products, lowers, on_cpu
 
 from fornax.llm import LLM, SamplingParams
-from fornax.llm.compilation import Sizes, describe_arrays, make_programs
 from fornax.llm.config import EngineConfig
-from fornax.llm.limits import resolve_limits
+from fornax.llm.devices import attached_devices
+from fornax.llm.memory import fit_limits
+from fornax.llm.programs import Sizes, describe_arrays, make_programs
 from fornax.llm.weights import load_weights
 from fornax.models import Decoder, DecoderConfig, create_decoder, generate
 
@@ -85,8 +86,8 @@ def test_every_program_of_an_engine_lowers_for_cuda(monkeypatch: pytest.MonkeyPa
         model = create_decoder(DecoderConfig(**small, head_dim=16, num_layers=2), seed=0)
         config = EngineConfig(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=16)
         weights = load_weights(model, config)
-    limits = resolve_limits(config, weights.config, weights.dtype, weights.nbytes)
-    sizes = Sizes.of(weights, limits)
+    limits = fit_limits(config, weights, attached_devices())
+    sizes = Sizes.of(config, weights, limits)
     arrays = describe_arrays(weights, limits, sizes)
-    for program in make_programs(weights, limits, sizes, arrays, max_logprobs=4).values():
+    for program in make_programs(config, weights, limits, sizes, arrays).values():
         lowers(monkeypatch, program.function, *program.arguments)

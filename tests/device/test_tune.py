@@ -10,8 +10,7 @@ from fornax.models import DecoderConfig, create_decoder, save_pretrained
 from fornax.optim import AdamW, Constant, OptimConfig
 from fornax.train import read_metrics
 from fornax.tune import tune
-from fornax.tune.rl.algorithms import DrGRPO
-from fornax.tune.rl.config import GRPOConfig, RolloutConfig
+from fornax.tune.config import DrGRPO, GRPOConfig, RolloutConfig
 
 REWARD = """
 def score(prompt, completion, letter):

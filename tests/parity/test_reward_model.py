@@ -17,10 +17,9 @@ from fornax.adapters import LoRA
 from fornax.data import load_tokenizer, train_bpe
 from fornax.mesh import DEFAULT_RULES, MeshConfig, make_mesh
 from fornax.models import DecoderConfig, create_decoder, save_pretrained
-from fornax.tune.configs.reward_model import RewardModelConfig
+from fornax.tune.config import RewardModelConfig
 from fornax.tune.policy import read_origin
-from fornax.tune.reward_head import scored
-from fornax.tune.reward_model import RewardModel, save_sequence_classifier
+from fornax.tune.reward_model import RewardModel, save_sequence_classifier, scored
 from fornax.tune.splits import codec_of
 
 pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]

@@ -13,7 +13,7 @@ from trl.data_utils import extract_prompt
 
 from fornax.data import Tokenizer, train_bpe
 from fornax.llm.text import ChatTemplate
-from fornax.tune.data import Chat, Codec, read_pairs
+from fornax.tune.data import Chat, Codec, Problems, parse_pair, read_lines
 
 pytestmark = pytest.mark.parity
 
@@ -75,7 +75,7 @@ def test_marked_masks_are_transformers(family: str) -> None:
         expected = oracle.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        (found,) = codec.chat(Chat(where="a:1", messages=messages))
+        (found,) = codec.chat(Chat(messages=messages))
         assert sum(expected["assistant_masks"]) > 4
         np.testing.assert_array_equal(found.tokens, expected["input_ids"])
         np.testing.assert_array_equal(found.mask, np.asarray(expected["assistant_masks"], bool))
@@ -87,8 +87,8 @@ def test_only_a_token_across_a_mark_is_another() -> None:
     theirs = oracle.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    (found,) = codec.chat(Chat(where="a:1", messages=messages))
-    assert codec.pieces.show(found.tokens) == oracle.decode(theirs["input_ids"])
+    (found,) = codec.chat(Chat(messages=messages))
+    assert codec.encoder.decode(found.tokens) == oracle.decode(theirs["input_ids"])
     assert found.tokens.tolist() != theirs["input_ids"]
     prompt = oracle.apply_chat_template(
         messages[:1], tokenize=True, return_dict=True, add_generation_prompt=True
@@ -115,7 +115,8 @@ def test_implicit_prompts_are_trls(tmp_path: Path) -> None:
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    for line, found in zip(lines, read_pairs(path), strict=True):
+    for line, found in zip(lines, read_lines(path, Problems()), strict=True):
+        (pair,) = parse_pair(found)
         expected = extract_prompt(line)
-        assert found.prompt == expected["prompt"]
-        assert (found.chosen, found.rejected) == (expected["chosen"], expected["rejected"])
+        assert pair.prompt == expected["prompt"]
+        assert (pair.chosen, pair.rejected) == (expected["chosen"], expected["rejected"])

@@ -103,7 +103,7 @@ def test_grammars_constrain_each_request_of_its_own(
 
 def test_sleep_gives_the_cache_back(lora_pair: Pair, expected: list[list[int]]) -> None:
     lora_pair.theirs.llm_engine.sleep(1)
-    assert lora_pair.worker._runner._kv is None
+    assert lora_pair.worker._runner.executor.kv is None
     lora_pair.theirs.llm_engine.wake_up()
     assert lora_pair.tokens(PROMPTS, GREEDY) == expected
 
@@ -157,7 +157,7 @@ def test_tensor_parallel_over_devices_of_one_worker(
     outputs = theirs.generate(each, vllm.SamplingParams(**GREEDY), use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     runner = theirs.llm_engine.model_executor.driver_worker.worker._runner
-    assert len(runner._kv[0].sharding.device_set) == 2
+    assert len(runner.executor.kv[0].sharding.device_set) == 2
     stop(theirs)
 
 

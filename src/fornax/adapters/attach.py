@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fornax.adapters.config import LoRA
-from fornax.adapters.kinds import Site, kind_of
+from fornax.adapters.kinds import KernelLayout, kind_of
 from fornax.adapters.module import (
     LoRAParam,
     QuantizedParam,
@@ -72,15 +72,15 @@ def attach(
         ConfigError: a pattern that finds no module that can be adapted, naming near ones, or a
             model with adapters already.
     """
-    sites, others = _sites(model)
+    adaptable, others = _adaptable(model)
     if is_adapted(model):
         raise ConfigError("the model has adapters already; merge them, or detach them first")
-    paths = select(config.targets, list(sites), others, where="lora.targets")
+    paths = select(config.targets, list(adaptable), others, where="lora.targets")
     for name in ("rank_pattern", "alpha_pattern"):
         select(getattr(config, name), paths, {**others}, where=f"lora.{name}")
     modules = dict(_modules(model))
     for path in paths:
-        _adapt(path, modules[path], sites[path], config, rngs, read)
+        _adapt(path, modules[path], adaptable[path], config, rngs, read)
     return paths
 
 
@@ -133,7 +133,7 @@ def adapted_modules(model: nnx.Module) -> Iterator[tuple[str, Any]]:
     return ((path, module) for path, module in _modules(model) if is_adapted_module(module))
 
 
-def _set_spec(module: Any, spec: Spec) -> None:
+def _set_spec(module: object, spec: Spec) -> None:
     # Not by assignment: NNX forbids it below the trace that made the module, and this is undone.
     vars(module)["lora"] = spec
 
@@ -143,10 +143,10 @@ def _modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
     return iter(sorted(found.items()))
 
 
-def _sites(model: nnx.Module) -> tuple[dict[str, Site], dict[str, str]]:
+def _adaptable(model: nnx.Module) -> tuple[dict[str, KernelLayout], dict[str, str]]:
     """Where adapters may go, and what else there is."""
     modules = dict(_modules(model))
-    sites: dict[str, Site] = {}
+    adaptable: dict[str, KernelLayout] = {}
     others: dict[str, str] = {}
     for path, module in modules.items():
         kind = kind_of(module)
@@ -154,19 +154,19 @@ def _sites(model: nnx.Module) -> tuple[dict[str, Site], dict[str, str]]:
         if isinstance(modules.get(above), Decoder) and name in _READ_DIRECTLY:
             others[path] = "its kernel is read by the loss, not called"
             continue
-        site = None if kind is None else kind.site(module)
-        if site is None:
+        layout = None if kind is None else kind.layout(module)
+        if layout is None:
             if path:
                 others[path] = type(module).__name__
         else:
-            sites[path] = site
-    return sites, others
+            adaptable[path] = layout
+    return adaptable, others
 
 
 def _adapt(
     path: str,
     module: Any,
-    site: Site,
+    layout: KernelLayout,
     config: LoRA,
     rngs: nnx.Rngs,
     read: ReadQuantized | None,
@@ -175,7 +175,7 @@ def _adapt(
     alpha = first_match(config.alpha_pattern, path, config.alpha)
     alpha = 2 * rank if alpha is None else alpha
     spec = Spec(
-        site=site,
+        layout=layout,
         rank=rank,
         scale=alpha / (math.sqrt(rank) if config.rslora else rank),
         rslora=config.rslora,
@@ -189,16 +189,19 @@ def _adapt(
     object.__setattr__(module, "__class__", adapted_class(type(module)))
     module.lora = spec
     module.lora_a = make.param(
-        LoRAParam, site.a, rank, _start_of_a(config, site, shape, rank, rngs)
+        LoRAParam, layout.a, rank, _start_of_a(config, layout, shape, rank, rngs)
     )
-    module.lora_b = make.param(LoRAParam, site.b, rank, lambda shape: jnp.zeros(shape))
+    module.lora_b = make.param(LoRAParam, layout.b, rank, lambda shape: jnp.zeros(shape))
     if config.dropout:
-        module.lora_dropout = _dropout(config, site, shape, rngs)
+        module.lora_dropout = _dropout(config, layout, shape, rngs)
     if config.quantize is not None:
         _hold_quantized(path, module, config, make, read)
     if config.dora:
         module.lora_magnitude = make.param(
-            LoRAParam, lambda values, _: site.magnitude(values), None, lambda _: dora_norm(module)
+            LoRAParam,
+            lambda values, _: layout.magnitude(values),
+            None,
+            lambda _: dora_norm(module),
         )
 
 
@@ -219,8 +222,10 @@ class _Maker:
         return kind(values(shape), **axes)
 
 
-def _start_of_a(config: LoRA, site: Site, kernel: tuple[int, ...], rank: int, rngs: Any) -> Any:
-    inputs = math.prod(site.of(kernel, site.inputs))
+def _start_of_a(
+    config: LoRA, layout: KernelLayout, kernel: tuple[int, ...], rank: int, rngs: nnx.Rngs
+) -> Any:
+    inputs = math.prod(layout.of(kernel, layout.inputs))
     key = rngs.params()
 
     def draw(shape: tuple[int, ...]) -> jax.Array:
@@ -232,9 +237,11 @@ def _start_of_a(config: LoRA, site: Site, kernel: tuple[int, ...], rank: int, rn
     return draw
 
 
-def _dropout(config: LoRA, site: Site, kernel: tuple[int, ...], rngs: nnx.Rngs) -> nnx.Dropout:
+def _dropout(
+    config: LoRA, layout: KernelLayout, kernel: tuple[int, ...], rngs: nnx.Rngs
+) -> nnx.Dropout:
     """Dropout with a random stream for each stacked layer."""
-    stack = kernel[: site.stacked]
+    stack = kernel[: layout.stacked]
     stream = nnx.Rngs(dropout=rngs.params())["dropout"]
     dropout = nnx.Dropout(config.dropout, rngs=stream)
     if stack:
@@ -245,9 +252,9 @@ def _dropout(config: LoRA, site: Site, kernel: tuple[int, ...], rngs: nnx.Rngs) 
 def _hold_quantized(
     path: str, module: Any, config: LoRA, make: _Maker, read: ReadQuantized | None
 ) -> None:
-    kernel, site = module.kernel.get_value(), module.lora.site
+    kernel, layout = module.kernel.get_value(), module.lora.layout
     assert config.quantize is not None
-    axis = site.stacked + site.inputs[-1] - kernel.ndim
+    axis = layout.stacked + layout.inputs[-1] - kernel.ndim
     size = block_size(kernel.shape[axis], config.quantize_block, config.quantize, path)
     blocks = Blocks(config.quantize, axis, size, jnp.dtype(kernel.dtype).name)
     if make.abstract:

@@ -15,13 +15,13 @@ from flax import nnx
 from fornax import kernels
 from fornax.models.layers import Projection
 
-__all__ = ["Kind", "Site", "kind_of"]
+__all__ = ["KernelLayout", "Kind", "kind_of"]
 
 _RANK, _RANK_2 = "z", "y"
 
 
 @dataclass(frozen=True)
-class Site:
+class KernelLayout:
     """The groups of a kernel's axes, counted without those that stack it."""
 
     stacked: int
@@ -30,20 +30,20 @@ class Site:
     outputs: tuple[int, ...]
     batch: tuple[int, ...] = ()
 
-    def of(self, values: tuple[Any, ...], axes: tuple[int, ...]) -> tuple[Any, ...]:
+    def of(self, values: tuple[object, ...], axes: tuple[int, ...]) -> tuple[Any, ...]:
         """What `values`, one for each axis of the stacked kernel, has for a group of axes."""
         return tuple(values[self.stacked + axis] for axis in axes)
 
-    def a(self, values: tuple[Any, ...], rank: Any) -> tuple[Any, ...]:
+    def a(self, values: tuple[object, ...], rank: object) -> tuple[Any, ...]:
         """The same for the axes of lora_a: stack, batch, inputs, rank."""
         return (*values[: self.stacked], *self.of(values, self.batch + self.inputs), rank)
 
-    def b(self, values: tuple[Any, ...], rank: Any) -> tuple[Any, ...]:
+    def b(self, values: tuple[object, ...], rank: object) -> tuple[Any, ...]:
         """The same for the axes of lora_b: stack, batch, rank, outputs."""
         batch = self.of(values, self.batch)
         return (*values[: self.stacked], *batch, rank, *self.of(values, self.outputs))
 
-    def magnitude(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def magnitude(self, values: tuple[object, ...]) -> tuple[object, ...]:
         """The same for the axes of a magnitude: stack, batch, outputs."""
         return (*values[: self.stacked], *self.of(values, self.batch + self.outputs))
 
@@ -96,7 +96,7 @@ class Site:
 class Kind:
     """How one type of module computes."""
 
-    site: Callable[[Any], Site | None]
+    layout: Callable[[Any], KernelLayout | None]
     """The module's axes; None where it cannot be adapted."""
     through: Callable[..., jax.Array]
     """(module, x, a, b, call arguments) to x A B, in the order of the module's output."""
@@ -111,11 +111,11 @@ def kind_of(module: nnx.Module) -> Kind | None:
     return next((_KINDS[base] for base in type(module).__mro__ if base in _KINDS), None)
 
 
-def _trailing(stacked: int, inputs: int, axes: int) -> Site:
-    return Site(stacked, tuple(range(inputs)), tuple(range(inputs, axes)))
+def _trailing(stacked: int, inputs: int, axes: int) -> KernelLayout:
+    return KernelLayout(stacked, tuple(range(inputs)), tuple(range(inputs, axes)))
 
 
-def _projection(module: Any) -> Site:
+def _projection(module: Any) -> KernelLayout:
     axes = module.kernel.get_metadata().get("axes") or ()
     stacked = int(axes[:1] == ("layers",))
     return _trailing(stacked, module.num_inputs, module.kernel.get_value().ndim - stacked)
@@ -126,28 +126,28 @@ def _through_projection(module: Any, x: jax.Array, a: jax.Array, b: jax.Array) -
     return kernels.linear(hidden, b, inputs=1)
 
 
-def _linear(module: Any) -> Site:
+def _linear(module: Any) -> KernelLayout:
     return _trailing(module.kernel.get_value().ndim - 2, 1, 2)
 
 
 def _through_linear(
-    module: Any, x: jax.Array, a: jax.Array, b: jax.Array, out_sharding: Any = None
+    module: object, x: jax.Array, a: jax.Array, b: jax.Array, out_sharding: object = None
 ) -> jax.Array:
     del module, out_sharding
     return kernels.linear(kernels.linear(x, a), b)
 
 
-def _as_it_is(module: Any, values: jax.Array, y: jax.Array, *arguments: Any, **named: Any):
+def _as_it_is(module: object, values: jax.Array, y: jax.Array, *arguments: object, **named: object):
     del module, y, arguments, named
     return values
 
 
-def _general(module: Any) -> Site:
+def _general(module: Any) -> KernelLayout:
     batch, inputs = len(module.batch_axis), len(module.in_features)
     axes = batch + inputs + len(module.out_features)
     stacked = module.kernel.get_value().ndim - axes
     numbers = tuple(range(axes))
-    return Site(
+    return KernelLayout(
         stacked, numbers[batch : batch + inputs], numbers[batch + inputs :], numbers[:batch]
     )
 
@@ -173,7 +173,7 @@ def _spread_general(
     return values.reshape(*values.shape[:batch], *between, *values.shape[batch:])
 
 
-def _einsum(module: Any) -> Site | None:
+def _einsum(module: Any) -> KernelLayout | None:
     if module.einsum_str is None:
         return None
     lhs, rhs, out = _parts(module.einsum_str)
@@ -188,7 +188,7 @@ def _einsum(module: Any) -> Site | None:
     outputs = axes(lambda x: x in out and x not in lhs)
     if not inputs or not outputs or len(batch + inputs + outputs) < len(rhs):
         return None
-    return Site(module.kernel.get_value().ndim - len(rhs), inputs, outputs, batch)
+    return KernelLayout(module.kernel.get_value().ndim - len(rhs), inputs, outputs, batch)
 
 
 def _parts(einsum: str) -> tuple[str, str, str]:
@@ -207,10 +207,11 @@ def _through_einsum(
 ) -> jax.Array:
     del out_sharding
     lhs, rhs, out = _parts(einsum_str or module.einsum_str)
-    site = _einsum(module)
-    assert site is not None
+    layout = _einsum(module)
+    assert layout is not None
     batch, inputs, outputs = (
-        "".join(rhs[axis] for axis in axes) for axes in (site.batch, site.inputs, site.outputs)
+        "".join(rhs[axis] for axis in axes)
+        for axes in (layout.batch, layout.inputs, layout.outputs)
     )
     rank = next(letter for letter in string.ascii_letters if letter not in lhs + rhs)
     hidden = "".join(letter for letter in lhs if letter not in inputs) + rank
@@ -227,9 +228,9 @@ def _spread_einsum(
 ) -> jax.Array:
     del out_sharding
     _, rhs, out = _parts(einsum_str or module.einsum_str)
-    site = _einsum(module)
-    assert site is not None
-    letters = [rhs[axis] for axis in site.batch + site.outputs]
+    layout = _einsum(module)
+    assert layout is not None
+    letters = [rhs[axis] for axis in layout.batch + layout.outputs]
     order = sorted(range(len(letters)), key=lambda i: out.index(letters[i]))
     widths = {letters[i]: values.shape[i] for i in order}
     named = out.replace(".", "")
@@ -247,11 +248,11 @@ def _bias_einsum(
     out_sharding: Any = None,
 ) -> jax.Array:
     """Flax lays a bias out in the order of the output's axes."""
-    site = _einsum(module)
-    assert site is not None
+    layout = _einsum(module)
+    assert layout is not None
     _, rhs, out = _parts(einsum_str or module.einsum_str)
     widths = dict(zip(rhs, module.kernel_shape, strict=True))
-    mine = [rhs[axis] for axis in site.batch + site.outputs]
+    mine = [rhs[axis] for axis in layout.batch + layout.outputs]
     in_order = sorted(mine, key=out.index)
     values = values.reshape([widths[letter] for letter in in_order])
     values = values.transpose([in_order.index(letter) for letter in mine])

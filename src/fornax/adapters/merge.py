@@ -18,10 +18,10 @@ def merged_kernel(module: Any) -> jax.Array:
     """An adapted module's kernel with the adapter in it, in the base's dtype, stacked or not."""
     spec: Spec = module.lora
     kernel = base_kernel(module)
-    delta = spec.site.product(module.lora_a.get_value(), spec.scale * module.lora_b.get_value())
+    delta = spec.layout.product(module.lora_a.get_value(), spec.scale * module.lora_b.get_value())
     whole = kernel.astype(jnp.float32) + delta
     if spec.dora:
-        whole = spec.site.scaled(whole, module.lora_magnitude.get_value() / dora_norm(module))
+        whole = spec.layout.scaled(whole, module.lora_magnitude.get_value() / dora_norm(module))
     return whole.astype(kernel.dtype)
 
 

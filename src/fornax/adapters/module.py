@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fornax.adapters.kinds import Kind, Site, kind_of
+from fornax.adapters.kinds import KernelLayout, Kind, kind_of
 from fornax.adapters.quantize import Blocks, dequantize
 
 __all__ = [
@@ -40,7 +40,7 @@ class QuantizedParam(nnx.Param):
 class Spec:
     """What is fixed about a module's adapter."""
 
-    site: Site
+    layout: KernelLayout
     rank: int
     scale: float
     """What B A is multiplied by."""
@@ -89,7 +89,7 @@ def dora_norm(module: Any) -> jax.Array:
     spec: Spec = module.lora
     a, b = (jax.lax.stop_gradient(v.get_value()) for v in (module.lora_a, module.lora_b))
     kernel = jax.lax.stop_gradient(base_kernel(module))
-    return jnp.sqrt(jnp.maximum(spec.site.squares(kernel, a, b * spec.scale), 0))
+    return jnp.sqrt(jnp.maximum(spec.layout.squares(kernel, a, b * spec.scale), 0))
 
 
 def base_kernel(module: Any) -> jax.Array:
@@ -129,7 +129,7 @@ def _product_of_codes(
         vars(plain).update({**vars(module), "kernel": kernel, "bias": None, "use_bias": False})
         return base.__call__(plain, x, *arguments, **named)
 
-    def forward(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, object]:
         return apply(x, *weights), weights
 
     def backward(weights: Any, dy: jax.Array) -> tuple[jax.Array, None, None]:

@@ -31,10 +31,10 @@ from fornax.adapters.peft_file import (
     read_peft,
 )
 from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.files import replacing_folder
 from fornax.models import Decoder, abstract_decoder
 from fornax.models.families.convert import family_for
 from fornax.models.layout import Slot, TensorLayout, plan_layout
-from fornax.models.save import replacing
 
 __all__ = ["load_peft", "save_peft"]
 
@@ -125,7 +125,7 @@ def save_peft(
         "use_dora": any(module.lora.dora for module in modules.values()),
     }
     try:
-        with replacing(target) as folder:
+        with replacing_folder(target) as folder:
             text = json.dumps(config, indent=2, sort_keys=True)
             (folder / PEFT_CONFIG).write_text(text + "\n", encoding="utf-8")
             save_file(_tensors(written), folder / PEFT_WEIGHTS, metadata={"format": "pt"})
@@ -176,7 +176,7 @@ def _config_of(stored: PeftAdapter, found: Mapping[str, Mapping[int, PeftModule]
     )
 
 
-def _commonest(values: Iterable[Any]) -> Any:
+def _commonest(values: Iterable[object]) -> Any:
     return collections.Counter(values).most_common(1)[0][0]
 
 
@@ -237,7 +237,7 @@ def _written(model: Decoder, modules: Mapping[str, Any], tensor: TensorLayout) -
     return PeftModule(down_RK=down_RK, up_NR=up_NR, magnitude_N=magnitude_N, scale=scale)
 
 
-def _module_at(model: Any, path: str) -> Any:
+def _module_at(model: object, path: str) -> Any:
     for part in path.split("/"):
         model = getattr(model, part)
     return model
@@ -286,7 +286,7 @@ def _plain(number: float) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-def _end(name: str, written: Mapping[str, Any], names: list[str]) -> str:
+def _end(name: str, written: Mapping[str, object], names: list[str]) -> str:
     """The shortest end of a layer's name that no layer without an adapter shares."""
     parts = name.split(".")
     others = [n for n in (x.removesuffix(".weight") for x in names) if n not in written]

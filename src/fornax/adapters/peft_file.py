@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from fornax.checkpoint.safetensors_file import StoredTensor, open_file
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.models.layout import TensorLayout
-from fornax.models.safetensors_file import StoredTensor, open_file
 
 __all__ = ["PEFT_CONFIG", "PEFT_PREFIX", "PEFT_WEIGHTS", "PeftAdapter", "PeftModule", "read_peft"]
 
@@ -102,7 +102,7 @@ def read_peft(
     return PeftAdapter(folder=folder, config=config, modules=modules)
 
 
-def _read_config(folder: Path, refused: Mapping[str, str]) -> dict[str, Any]:
+def _read_config(folder: Path, refused: Mapping[str, str]) -> dict[str, object]:
     file = folder / PEFT_CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def _parts(folder: Path) -> dict[str, dict[str, StoredTensor]]:
 
 def _module(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     name: str,
     parts: Mapping[str, StoredTensor],
     known: Mapping[str, TensorLayout],
@@ -188,7 +188,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _matching(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+def _matching(patterns: Mapping[str, object] | None, module: str, default: object) -> Any:
     """The value of the first pattern that is the module's name, or the end of it."""
     for pattern, value in (patterns or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):

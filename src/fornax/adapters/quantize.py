@@ -7,7 +7,6 @@ nf4 are the quantiles of a normal distribution, zero among them (Dettmers et al.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,5 +123,5 @@ def _cut(x: jax.Array, axis: int, size: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
-def _with(shape: tuple[int, ...], axis: int, width: int) -> tuple[Any, ...]:
+def _with(shape: tuple[int, ...], axis: int, width: int) -> tuple[object, ...]:
     return (*shape[:axis], width, *shape[axis + 1 :])

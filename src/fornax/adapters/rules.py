@@ -4,12 +4,12 @@ A pattern is the end of a path: `attention/q` finds `layers/attention/q`. Each p
 holds other modules (`attention`) stands for all in it.
 """
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from fornax.config.errors import ConfigError
+from fornax.config.suggest import first_few, similar
 
 __all__ = ["first_match", "matches", "select"]
 
@@ -59,28 +59,11 @@ def _missed(where: str, pattern: str, adaptable: Sequence[str], others: Mapping[
     found = [f"{path} ({what})" for path, what in others.items() if matches(pattern, path)]
     start = f"{where} {pattern!r} matches no module that can be adapted"
     if found:
-        start += f", only {_some(found)}"
+        start += f", only {first_few(found, _SHOWN)}"
     if not adaptable:
         return f"{start}; the model has no linear modules"
-    near = _near(pattern, adaptable)
+    literal = pattern.replace("*", "").replace("?", "").replace("_proj", "").strip("/")
+    near = similar(literal, adaptable)
     if near:
-        return f"{start}; near it are {_some(near)}"
-    return f"{start}; those that can be are {_some(adaptable)}"
-
-
-def _near(pattern: str, paths: Sequence[str]) -> list[str]:
-    """Paths most like a pattern: by the whole, or by the best of their ends."""
-    literal = pattern.replace("*", "").replace("?", "").replace("_proj", "").strip("/").lower()
-
-    def likeness(path: str) -> float:
-        parts = path.lower().split("/")
-        ends = ["/".join(parts[i:]) for i in range(len(parts))]
-        return max(difflib.SequenceMatcher(None, literal, x).ratio() for x in (*parts, *ends))
-
-    scored = sorted(((likeness(path), path) for path in paths), key=lambda item: -item[0])
-    return [path for score, path in scored if score >= 0.5]
-
-
-def _some(items: Sequence[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more
+        return f"{start}; near it are {first_few(near, _SHOWN)}"
+    return f"{start}; those that can be are {first_few(adaptable, _SHOWN)}"

@@ -1,22 +1,31 @@
-"""The meeting with Orbax: a tree of arrays to a directory and back."""
+"""A tree of arrays to a directory and back: Orbax writes it, TensorStore reads what Orbax wrote."""
 
+import itertools
 import logging
+import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import tensorstore as ts
 
 from fornax.config.errors import CheckpointError
+from fornax.mesh import clear_caches
 
-__all__ = ["check_fits", "load_arrays", "save_arrays", "table"]
+__all__ = ["check_fits", "forget_group", "load_arrays", "save_arrays", "table"]
 
 _SHOWN = 5
 _NAME = "state"
+_READERS = 16
+"""Arrays that are read at a time."""
+_ALIGNMENT = 64
+"""Bytes to which XLA aligns the buffers of a CPU; it copies from others."""
 
 
-def table(state: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+def table(state: object) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each array of a tree, by path."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {
@@ -35,7 +44,8 @@ def _not_raised_again(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def _context(timeout_seconds: int) -> Any:
+def save_arrays(directory: Path, state: object, *, timeout_seconds: int) -> Any:
+    """Start saving; the result's `.result()` blocks until Orbax has committed the directory."""
     from orbax.checkpoint import v1 as ocp
 
     logging.getLogger("absl").addFilter(_not_raised_again)
@@ -43,46 +53,119 @@ def _context(timeout_seconds: int) -> Any:
     context.async_options.timeout_secs = timeout_seconds
     # Trained weights hardly compress, and compressing them is what makes a save slow.
     context.array.saving.use_compression = False
-    return context
-
-
-def save_arrays(directory: Path, state: Any, *, timeout_seconds: int) -> Any:
-    """Start saving; the result's `.result()` blocks until Orbax has committed the directory."""
-    from orbax.checkpoint import v1 as ocp
-
-    with _context(timeout_seconds):
+    with context:
         return ocp.save_checkpointables_async(str(directory), {_NAME: state})
 
 
-def load_arrays(directory: Path, abstract: Any, *, partial: bool, timeout_seconds: int) -> Any:
-    """Load a tree like `abstract`, each array in the sharding and dtype it asks for."""
-    from orbax.checkpoint import v1 as ocp
+def forget_group() -> None:
+    """Have Orbax forget the group of processes that this one leaves, and its devices.
 
-    context = _context(timeout_seconds)
-    context.pytree.loading.partial_load = partial
-    with context:
-        wanted = jax.tree.map(_with_sharding, abstract)
-        return ocp.load_checkpointables(str(directory), {_NAME: wanted})[_NAME]
+    Its caches hold the client of the coordination service and shardings. It numbers the operations
+    of a process, and the names at which processes meet carry the number: a process that stays must
+    count from where a new one does.
+    """
+    if "orbax.checkpoint" not in sys.modules:
+        return
+    from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+    clear_caches("orbax.")
+    OperationIdGenerator._operation_id_counter = itertools.count()
+    OperationIdGenerator.next_operation_id()
 
 
-def _with_sharding(leaf: Any) -> Any:
-    """Orbax needs to be told where each array goes."""
-    if not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf)
+def load_arrays(directory: Path, abstract: object) -> Any:
+    """Load a tree like `abstract`, each array in the sharding and dtype it asks for.
+
+    Each process reads what its devices hold, several arrays at a time, from mapped files straight
+    into the buffers that devices of a CPU take over: one copy of each byte.
+
+    Raises:
+      CheckpointError: with several processes, for a leaf without a sharding.
+      ValueError: of TensorStore, for an array that is not there or cannot be read.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    wanted = [(jax.tree_util.keystr(p, simple=True, separator="."), leaf) for p, leaf in leaves]
+    context = ts.Context({"file_io_mode": {"mode": "memmap"}})
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="restore") as pool:
+        arrays = pool.map(lambda pair: _load(directory, context, *pair), wanted)
+        return structure.unflatten(arrays)
+
+
+def _load(directory: Path, context: Any, name: str, leaf: Any) -> jax.Array:
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    sharding = _sharding(leaf)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _load_key(directory, context, name, leaf, sharding)
+    return _load_array(directory, context, name, leaf, sharding)
+
+
+def _load_key(
+    directory: Path, context: Any, name: str, leaf: Any, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """Random keys are stored as their data: unsigned integers with one dimension more."""
+    implementations: list[Any] = []
+
+    def data(key: jax.Array) -> jax.Array:
+        implementations.append(jax.random.key_impl(key))
+        return jax.random.key_data(key)
+
+    stored = jax.eval_shape(data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        padding = [None] * (len(leaf.shape) - len(sharding.spec) + 1)
+        spec = jax.sharding.PartitionSpec(*sharding.spec, *padding)
+        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+    words = _load_array(directory, context, name, stored, sharding)
+    return jax.random.wrap_key_data(words, impl=implementations[0])
+
+
+def _load_array(
+    directory: Path, context: Any, name: str, leaf: Any, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    kvstore = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{directory / _NAME}/"},
+        "path": f"{name}/",
+    }
+    spec = {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
+    store = ts.open(spec, open=True, context=context).result()
+    pieces: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+    shards = []
+    for device, index in sharding.devices_indices_map(tuple(leaf.shape)).items():
+        if device.process_index != jax.process_index():
+            continue
+        place = tuple(s.indices(n) for s, n in zip(index, leaf.shape, strict=True))
+        if place not in pieces:
+            part = store[index] if index else store
+            piece = _aligned(part.shape, store.dtype.numpy_dtype)
+            ts.array(piece).write(part.translate_to[(0,) * part.rank]).result()
+            pieces[place] = piece.astype(leaf.dtype, copy=False)
+        shards.append(jax.device_put(pieces[place], device))
+    return jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, shards)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array of anything, where a device of a CPU can use its memory as it is."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _sharding(leaf: Any) -> jax.sharding.Sharding:
+    """Where a leaf asks to go; one that does not say goes to the first device."""
     if getattr(leaf, "sharding", None) is not None:
-        return leaf
+        return leaf.sharding
     if jax.process_count() > 1:
         raise CheckpointError(
             f"an array of shape {tuple(leaf.shape)} has no sharding, and with "
             f"{jax.process_count()} processes it must say where it goes; give every leaf of the "
             "abstract state a NamedSharding"
         )
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def check_fits(
-    abstract: Any, saved: Mapping[str, tuple[tuple[int, ...], str]], *, partial: bool, where: str
+    abstract: object, saved: Mapping[str, tuple[tuple[int, ...], str]], *, partial: bool, where: str
 ) -> None:
     """Compare what is asked for with what was saved, before any array is read.
 

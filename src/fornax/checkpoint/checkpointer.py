@@ -1,13 +1,14 @@
 """Save and restore a training run: asynchronous, atomic, verified."""
 
 import errno
-import itertools
 import shutil
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,15 +19,16 @@ from typing import Any, Self
 import jax
 
 from fornax.checkpoint.arrays import check_fits, load_arrays, save_arrays, table
-from fornax.checkpoint.config import CheckpointConfig
 from fornax.checkpoint.files import (
     checksums,
     claim,
     complete_steps,
     delete_step,
     find_damage,
+    read_epoch,
     remove_leftovers,
     step_path,
+    write_epoch,
 )
 from fornax.checkpoint.mirror import Mirror
 from fornax.checkpoint.records import (
@@ -38,14 +40,17 @@ from fornax.checkpoint.records import (
     record_path,
     write_record,
 )
-from fornax.checkpoint.retention import Kept, expired
-from fornax.config.errors import CheckpointError
+from fornax.checkpoint.retention import CheckpointConfig, Kept, expired
+from fornax.config.errors import CheckpointError, DiskFullError
+from fornax.config.files import is_full
 from fornax.mesh import hosts
 
 __all__ = ["Checkpointer", "Restored"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_saves = itertools.count()
+_SAVING = "fornax-saving"
+"""A file that is there while a save of several processes has not failed in any of them."""
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,9 @@ class Checkpointer:
             self._mirror = Mirror(self._config.mirror, self.directory)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._stopped = False
         self._claimed = False
+        self._epoch: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -104,14 +111,42 @@ class Checkpointer:
     ) -> None:
         self.close()
 
+    def begin_epoch(self, epoch: int) -> None:
+        """From now on only this group of processes may save here; all of them call it.
+
+        A process of another group, which lost its network and runs on, is refused when it begins to
+        save a step and again before that step becomes complete.
+
+        Args:
+          epoch: the group's number under `fornax launch`, 0 without it.
+
+        Raises:
+          CheckpointError: when the directory cannot be written.
+        """
+        self._epoch = epoch
+        hosts.decide(self._write_epoch)
+
+    def _write_epoch(self) -> None:
+        assert self._epoch is not None
+        if read_epoch(self.directory) != self._epoch:
+            write_epoch(self.directory, self._epoch)
+
+    def _check_epoch(self, step: int) -> None:
+        now = read_epoch(self.directory)
+        if self._epoch not in (None, now):
+            raise CheckpointError(
+                f"step {step} is not saved: this process belongs to group {self._epoch} of the "
+                f"run, and {self.directory} is group {now}'s, which took over; end this process"
+            )
+
     def save(
         self,
         step: int,
         *,
-        state: Any,
-        data: Mapping[int, Any] = MappingProxyType({}),
+        state: object,
+        data: Mapping[int, object] = MappingProxyType({}),
         config_yaml: str = "",
-        metadata: Mapping[str, Any] = _NOTHING,
+        metadata: Mapping[str, object] = _NOTHING,
         metrics: Mapping[str, float] = _NOTHING,
         force: bool = False,
     ) -> bool:
@@ -130,11 +165,14 @@ class Checkpointer:
           False when the step is complete on disk already, and nothing was done.
 
         Raises:
+          DiskFullError: when there is no room; of an earlier save too.
           CheckpointError: when the directory cannot be written, or an earlier save failed.
         """
         self.wait()
         path = step_path(self.directory, step)
-        if not hosts.decide(lambda: self._make_room(path)):
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        meet = hosts.decide(lambda: self._make_room(path, size))
+        if meet is None:
             return False
         record = Record(
             step=step,
@@ -147,12 +185,16 @@ class Checkpointer:
             metadata=json_copy(dict(metadata)),
             metrics=json_copy(dict(metrics)),
             arrays=table(state),
+            epoch=self._epoch or 0,
         )
         try:
             response = save_arrays(path, state, timeout_seconds=self._config.timeout_seconds)
         except Exception as error:
-            raise self._save_error(step, error) from error
-        meet = f"fornax/checkpoint/{next(_saves)}"
+            if jax.process_count() == 1:
+                self._clear()
+                raise self._save_error(step, error) from error
+            response = Future()  # the others began, and hear of it when they wait
+            response.set_exception(error)
         self._pending = self._executor.submit(self._finish, path, response, record, meet)
         if force:
             self.wait()
@@ -178,16 +220,29 @@ class Checkpointer:
         """Block until the save in the background, if any, is complete in all processes.
 
         Raises:
+          DiskFullError: when there was no room for it.
           CheckpointError: when it failed, in any of them.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return
         failure = pending.exception()
-        if jax.process_count() > 1:
-            _raise_anywhere(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
+        if jax.process_count() == 1:
+            if failure is not None:
+                raise failure
+            return
+        try:
+            _raise_anywhere(
+                None if failure is None else str(failure), full=isinstance(failure, DiskFullError)
+            )
+        except CheckpointError:
+            hosts.decide(self._clear)  # nobody writes there any more
+            raise
+
+    def _clear(self) -> None:
+        """Give back what a failed save took."""
+        with suppress(OSError):
+            remove_leftovers(self.directory)
 
     def close(self) -> None:
         """Wait for this process's part of the last save, then end the background thread.
@@ -197,6 +252,8 @@ class Checkpointer:
         """
         pending, self._pending = self._pending, None
         self._executor.shutdown()
+        if self._stopped:
+            jax.distributed.shutdown()  # ends Orbax's wait for the process that failed
         if pending is not None:
             pending.result()
 
@@ -259,14 +316,46 @@ class Checkpointer:
         Raises:
           CheckpointError: when there is no such step, or its record is damaged.
         """
+        return self._first_record(step).config_yaml
+
+    def read_metadata(self, step: int) -> dict[str, Any]:
+        """The `metadata` that a step was saved with.
+
+        Raises:
+          CheckpointError: when there is no such step, or its record is damaged.
+        """
+        return dict(self._first_record(step).metadata)
+
+    def _first_record(self, step: int | None) -> Record:
         path = self._existing(step)
         try:
-            return read_record(path, 0).config_yaml
+            return read_record(path, 0)
         except CheckpointError as error:
             raise self._damaged(path, str(error)) from error
 
+    def discard(self, after: int) -> None:
+        """Delete the steps after `after`, the mirror's too: the run goes another way from there.
+
+        Raises:
+          CheckpointError: when one cannot be deleted, or a save in the background failed.
+        """
+        self.wait()
+        hosts.decide(lambda: self._discard(after))
+
+    def _discard(self, after: int) -> None:
+        for step in (step for step in self.all_steps() if step > after):
+            try:
+                delete_step(self.directory, step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"step {step} in {self.directory} is of no use any more, as the run goes on "
+                    f"from step {after}, and cannot be deleted ({error.strerror}); delete it"
+                ) from error
+        if self._mirror is not None:
+            self._mirror.discard(after)
+
     def restore(
-        self, abstract_state: Any, step: int | None = None, *, partial: bool = False
+        self, abstract_state: object, step: int | None = None, *, partial: bool = False
     ) -> Restored:
         """Verify a step's files and load it.
 
@@ -283,55 +372,76 @@ class Checkpointer:
         path = self._existing(self.resume_step() if step is None else step)
         records = self._verified(path)
         check_fits(abstract_state, records[0].arrays, partial=partial, where=str(path))
-        try:
-            state = load_arrays(
-                path,
-                abstract_state,
-                partial=partial,
-                timeout_seconds=self._config.timeout_seconds,
-            )
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"step {path.name} in {self.directory} cannot be loaded: {_first_line(error)}. "
-                f"{self._advice(int(path.name))}"
-            ) from error
         return Restored(
             step=int(path.name),
-            state=state,
+            state=self._load(path, abstract_state),
             data={shard: position for record in records for shard, position in record.data.items()},
             config_yaml=records[0].config_yaml,
             metadata=dict(records[0].metadata),
         )
 
-    def _make_room(self, path: Path) -> bool:
-        """Process 0 before a save: whether the step is still to be saved, its place made free."""
+    def _load(self, path: Path, abstract_state: object) -> Any:
+        state = failure = None
+        try:
+            state = load_arrays(path, abstract_state)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            failure = (
+                f"step {path.name} in {self.directory} cannot be loaded: {_first_line(error)}. "
+                f"{self._advice(int(path.name))}"
+            )
+        _raise_anywhere(failure)
+        return state
+
+    def _make_room(self, path: Path, size: int) -> str | None:
+        """Process 0 before a save: make its place free.
+
+        Args:
+          path: the step's directory.
+          size: bytes of the arrays, without which a save is not begun: it would take what others
+            on that disk need, and of several processes some would wait for the one that failed.
+
+        Returns:
+          The name at which the processes meet once it is written; None for a step that is complete.
+          Process 0 chooses it: those that joined later have saved less often than others.
+        """
+        self._check_epoch(int(path.name))
         try:
             if not self._claimed:
                 claim(self.directory)
                 remove_leftovers(self.directory)
                 self._claimed = True
             if is_complete(path):
-                return False
+                return None
             if path.exists():
                 shutil.rmtree(path)
+            free = shutil.disk_usage(self.directory).free
+            if free < size:
+                said = f"needs {size / 1e6:.0f} MB"
+                no_room = OSError(errno.ENOSPC, said, str(self.directory))
+                raise self._save_error(int(path.name), no_room)
+            if jax.process_count() > 1:
+                self._saving.touch()
         except OSError as error:
             raise CheckpointError(
                 f"cannot clear {error.filename} ({error.strerror}), which an interrupted save "
                 "left; delete it"
             ) from error
-        return True
+        return f"fornax/checkpoint/{path.name}/{time.monotonic_ns()}"
 
     def _finish(self, path: Path, response: Any, record: Record, meet: str) -> None:
         """The background part: Orbax's commit, checksums, the record, then retention."""
         failure = None
         try:
-            response.result(timeout=self._config.timeout_seconds)
+            self._wait_for_commit(response, record.step)
             files = checksums(path, record.process, record.processes)
+            self._check_epoch(record.step)
             write_record(path, replace(record, files=files))
         except Exception as error:
             failure = error
+            with suppress(OSError):
+                self._saving.unlink()
         try:
             # Also after a failure, so that nobody waits for a record that will not come.
             _meet(meet, self._config.timeout_seconds)
@@ -339,9 +449,9 @@ class Checkpointer:
             failure = failure or error
         if failure is not None:
             if record.processes == 1:
-                # Give back what the failed save took; the failure itself is reported below.
-                with suppress(OSError):
-                    remove_leftovers(self.directory)
+                self._clear()
+            if isinstance(failure, DiskFullError):
+                raise failure
             raise self._save_error(record.step, failure) from failure
         if record.process == 0:
             if not is_complete(path):
@@ -349,9 +459,40 @@ class Checkpointer:
                     f"step {record.step} in {self.directory} lacks the record of another process: "
                     "its save failed, or its directory is another one"
                 )
+            with suppress(OSError):
+                self._saving.unlink()
             self._prune(record.step)
             if self._mirror is not None:
                 self._mirror.put(record.step, self._config)
+
+    def _wait_for_commit(self, response: Any, step: int) -> None:
+        """Wait for Orbax; not for a process whose part failed, as Orbax itself does for minutes.
+
+        Raises:
+          DiskFullError: when another process failed, which says why.
+        """
+        if jax.process_count() == 1:
+            response.result(timeout=self._config.timeout_seconds)
+            return
+        committed: Future[None] = Future()
+
+        def follow() -> None:
+            try:
+                response.result(timeout=self._config.timeout_seconds)
+                committed.set_result(None)
+            except BaseException as error:
+                committed.set_exception(error)
+
+        threading.Thread(target=follow, name="orbax", daemon=True).start()
+        while not wait_for([committed], _LOOK_SECONDS).done:
+            if not self._saving.exists():
+                self._stopped = True
+                raise DiskFullError(f"saving step {step} stopped, as another process failed in it")
+        committed.result()
+
+    @property
+    def _saving(self) -> Path:
+        return self.directory / _SAVING
 
     def _prune(self, saved: int) -> None:
         """Delete the steps that no rule keeps."""
@@ -428,7 +569,7 @@ class Checkpointer:
 
     def _save_error(self, step: int, error: Exception) -> CheckpointError:
         latest = self.latest_step()
-        return CheckpointError(
+        return (DiskFullError if _is_full(error) else CheckpointError)(
             f"saving step {step} to {self.directory} failed: {_reason(error, self.directory)}. "
             + (f"Step {latest} is intact" if latest is not None else "No step is complete yet")
         )
@@ -444,25 +585,32 @@ def _meet(name: str, timeout_seconds: int) -> None:
     wait(key=name, timeout_ms=timeout_seconds * 1000)
 
 
-def _raise_anywhere(failure: str | None) -> None:
-    """Raise in every process what failed in any of them."""
-    failures = hosts.gather(failure)
-    if len(failures) == 1 and failure is not None:
+def _raise_anywhere(failure: str | None, *, full: bool = False) -> None:
+    """Raise in every process what failed in any of them; `full`: for want of room."""
+    said = hosts.gather(None if failure is None else [failure, full])
+    if len(said) == 1 and failure is not None:
         raise CheckpointError(failure)
-    named = [f"process {n}: {text}" for n, text in enumerate(failures) if text is not None]
+    named = [f"process {n}: {each[0]}" for n, each in enumerate(said) if each is not None]
     if named:
-        raise CheckpointError(" ".join(dict.fromkeys(named)))
+        kind = DiskFullError if all(each is None or each[1] for each in said) else CheckpointError
+        raise kind(" ".join(dict.fromkeys(named)))
 
 
 def _listed(steps: list[int]) -> str:
     return f"steps {', '.join(map(str, steps))}" if steps else "none"
 
 
+def _is_full(error: BaseException) -> bool:
+    """Whether there was no room; TensorStore says so in words alone."""
+    causes = _causes(error)
+    return any(is_full(cause) or "No space left" in str(cause) for cause in causes)
+
+
 def _reason(error: BaseException, directory: Path) -> str:
     """The cause in words, and the fix where there is one."""
     text = " ".join(str(cause) for cause in _causes(error))
     codes = {cause.errno for cause in _causes(error) if isinstance(cause, OSError)}
-    if errno.ENOSPC in codes or "No space left" in text or errno.EDQUOT in codes:
+    if _is_full(error):
         free = shutil.disk_usage(directory).free / 1e6
         return f"no space left on the disk ({free:.0f} MB free); free some, or keep fewer steps"
     if errno.EFBIG in codes or "File too large" in text:

@@ -7,7 +7,6 @@ records of all its processes are there, on disk, and nothing else says so.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fornax.config.errors import CheckpointError
+from fornax.config.files import replacing, sync
 
 __all__ = [
     "Record",
     "is_complete",
     "json_copy",
+    "parse_record",
     "read_record",
     "read_records",
     "record_path",
@@ -47,6 +48,8 @@ class Record:
     metrics: Mapping[str, float] = field(default_factory=dict)
     arrays: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     """Shape and dtype of each array of the state, by path."""
+    epoch: int = 0
+    """Of the group of processes that saved it, under `fornax launch`; 0 without one."""
     format: int = FORMAT
 
 
@@ -59,31 +62,18 @@ def write_record(directory: Path, record: Record) -> None:
     """Write a record so that it is there whole or not at all, even if the machine stops."""
     path = record_path(directory, record.process)
     body = json.dumps(vars(record), default=_plain)
-    draft = path.with_suffix(".tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump({"crc32": zlib.crc32(body.encode()), "body": body}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-    sync_directory(directory)
-    sync_directory(directory.parent)
+    whole = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
+    with replacing(path, durable=True) as draft:
+        draft.write_text(whole, encoding="utf-8")
+    sync(directory.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make renames inside a directory last."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def json_copy(value: Any) -> Any:
+def json_copy(value: object) -> Any:
     """What a value becomes when it is written as JSON and read back; shares nothing with it."""
     return json.loads(json.dumps(value, default=_plain))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """NumPy scalars as Python numbers; everything else is the caller's mistake."""
     if hasattr(value, "item"):
         return value.item()
@@ -98,19 +88,31 @@ def read_record(directory: Path, process: int) -> Record:
     """
     path = record_path(directory, process)
     try:
-        wrapper = json.loads(path.read_text(encoding="utf-8"))
+        return parse_record(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing, so {directory} is not complete") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+
+
+def parse_record(text: str, name: str) -> Record:
+    """The record that a file's `text` holds.
+
+    Raises:
+      CheckpointError: when it is damaged, or of another format; names the file by `name`.
+    """
+    try:
+        wrapper = json.loads(text)
         body = wrapper["body"]
         intact = zlib.crc32(body.encode()) == wrapper["crc32"]
         fields = json.loads(body) if intact else {}
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing, so {directory} is not complete") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{name} cannot be read ({error})") from error
     if not intact:
-        raise CheckpointError(f"{path} does not match its own checksum")
+        raise CheckpointError(f"{name} does not match its own checksum")
     if fields.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {fields.get('format')!r}, this version of Fornax reads {FORMAT}; "
+            f"{name} has format {fields.get('format')!r}, this version of Fornax reads {FORMAT}; "
             "use the version that wrote it"
         )
     return _from_fields(fields)

@@ -3,11 +3,58 @@
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from fornax.checkpoint.config import CheckpointConfig
+from fornax.config.errors import ConfigError
 
-__all__ = ["Kept", "expired"]
+__all__ = ["CheckpointConfig", "Kept", "expired"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Retention and verification; a checkpoint stays while any of the keep rules wants it."""
+
+    keep_last: int = 3
+    """Newest checkpoints to keep; at least 1."""
+    keep_every_steps: int | None = None
+    """Keep each checkpoint whose step is a multiple of this, for good."""
+    keep_every_minutes: float | None = None
+    """Keep, for good, one checkpoint an interval of this length."""
+    keep_best: int = 0
+    """Best checkpoints to keep, by `best_metric`."""
+    best_metric: str | None = None
+    """Name of the metric, among those given to `save`, that says which are best."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether a small or a large metric is good."""
+    verify: Literal["checksum", "size"] = "checksum"
+    """What `restore` checks of each file first: CRC-32 of its bytes (reads all of them once), or
+    its size only."""
+    timeout_seconds: int = 1200
+    """How long the background part of a save may take, all processes together."""
+    mirror: str | None = None
+    """An address such as gs://bucket/run or s3://bucket/run to which each complete step is copied,
+    and from which the run goes on where its directory has no newer step."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ConfigError(
+                f"keep_last={self.keep_last} would leave nothing to resume from; use 1 or more"
+            )
+        for name in ("keep_every_steps", "keep_every_minutes", "timeout_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value} must be greater than 0")
+        if self.keep_best < 0:
+            raise ConfigError(f"keep_best={self.keep_best} is negative; use 0 to switch it off")
+        if self.mirror is not None and "://" not in self.mirror:
+            raise ConfigError(
+                f"mirror={self.mirror} is no address; write gs://bucket/folder or s3://…, or null"
+            )
+        if (self.keep_best > 0) != (self.best_metric is not None):
+            raise ConfigError(
+                f"keep_best={self.keep_best} and best_metric={self.best_metric!r} work only "
+                "together; set both or neither"
+            )
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Exceptions into one paragraph and an exit code: 2 for what the user can mend, 1 for a bug."""
+"""Exceptions into one paragraph and an exit code: 2 for what the user can mend, 1 for a bug.
+
+75 where another process of the run is gone, so that a scheduler starts it again.
+"""
 
 import errno
 import os
@@ -14,6 +17,7 @@ from pathlib import Path
 from fornax import __version__
 from fornax.config import FornaxError
 from fornax.config.environment import full_traceback
+from fornax.config.errors import GroupLostError
 
 USER_ERROR = 2
 BUG = 1
@@ -49,6 +53,9 @@ def report(error: BaseException, run_dir: Path | None = None) -> int:
     message = _mendable(error)
     if full_traceback():
         traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, GroupLostError):
+        _say(str(error))
+        return error.exit_code
     _say(f"error: {message or _bug(error, run_dir)}")
     return USER_ERROR if message else BUG
 

@@ -11,7 +11,7 @@ _HEAD = ("model", "version", "state", "requests", "failed", "rows/batch", "queue
 _OUTPUT_HEAD = ("output", "compared", "differing", "most off", "relatively", "")
 
 
-def head_line(address: str, ready: bool, index: Sequence[Mapping[str, Any]]) -> str:
+def head_line(address: str, ready: bool, index: Sequence[Mapping[str, object]]) -> str:
     """Whether the server at an address is ready, and which models it lacks."""
     if ready:
         return f"{address} is live and ready"

@@ -57,12 +57,18 @@ def _call(command: Command, words: list[str]) -> int:
 
     module = command.load()
     program = f"fornax {command.name}"
+    wrapped: list[str] = []
+    if command.wraps and "--" in words:
+        dashes = words.index("--")
+        words, wrapped = words[:dashes], words[dashes + 1 :]
     if any(word in _HELP for word in words):
         arguments.print_help(module.Arguments, program)
         return 0
-    if not hasattr(module, "config_class"):
+    if command.wraps:
+        return module.run(arguments.parse(module.Arguments, words, program), wrapped)
+    if command.config is None:
         return module.run(arguments.parse(module.Arguments, words, program))
-    own, overrides = arguments.split(module.Arguments, module.config_class(), words)
+    own, overrides = arguments.split(module.Arguments, command.config(), words)
     return module.run(arguments.parse(module.Arguments, own, program), overrides)
 
 

@@ -4,17 +4,24 @@ Commands come from their `Arguments`, configs from their dataclasses, environmen
 the one file that reads them; so the pages cannot say anything else than the code does.
 """
 
+import dataclasses
+import enum
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fornax.cli import registry
 from fornax.cli.registry import Command, Group
 from fornax.config import Field, describe
 from fornax.config.environment import documented
-from fornax.mesh import USES, axes_table
+from fornax.config.schema import field_docs
+from fornax.mesh import USES, axes_table, processes_table
+
+if TYPE_CHECKING:
+    from fornax.llm.server.protocol import Body
 
 
 def write_reference(directory: Path) -> list[Path]:
@@ -53,9 +60,8 @@ def config_page() -> str:
     ]
     readers: dict[type, list[str]] = {}
     for command in _commands(registry.ROOT):
-        module = command.load()
-        if hasattr(module, "config_class"):
-            readers.setdefault(module.config_class(), []).append(f"`fornax {command.name}`")
+        if command.config is not None:
+            readers.setdefault(command.config(), []).append(f"`fornax {command.name}`")
     from fornax.serving.settings import ModelSettings
 
     readers[ModelSettings] = ["`fornax host` as the `serving.yaml` of a model"]
@@ -64,13 +70,21 @@ def config_page() -> str:
     said = "What divides over an axis of `mesh`, and which commands can give it a size above 1."
     parts += ["## Mesh axes", "", said, ""]
     parts += [*_table(("Axis", "Divides", *(f"`{use}`" for use in USES)), axes_table()), ""]
+    said = "In how many processes each kind of run works; any number need not divide anything."
+    parts += ["## Processes", "", said, ""]
+    parts += [*_table(("Run", "Processes"), processes_table()), ""]
     return "\n".join(parts)
 
 
 def requests_page() -> str:
     """Every field of a request to the server, and of `SamplingParams`."""
-    from fornax.llm.fields import sampling_tables
-    from fornax.llm.server.fields import request_tables
+    from fornax.llm.sampling_params import (
+        REFUSED,
+        RepetitionDetectionParams,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
+    from fornax.llm.server import REQUEST_BODIES
 
     return "\n".join(
         [
@@ -81,13 +95,38 @@ def requests_page() -> str:
             "",
             "## HTTP",
             "",
-            request_tables(),
-            "",
+            *(line for path, body in REQUEST_BODIES.items() for line in _body(path, body)),
             "## Python",
             "",
-            sampling_tables(),
+            *_parameters(SamplingParams, REFUSED),
+            *_parameters(StructuredOutputsParams, {}),
+            *_parameters(RepetitionDetectionParams, {}),
         ]
     )
+
+
+def _body(path: str, body: "type[Body]") -> list[str]:
+    rows = []
+    for name, field in body.model_fields.items():
+        default = "required" if field.is_required() else f"`{field.default!r}`"
+        rows.append((f"`{name}`", default, field.description or ""))
+    for name, refused in sorted(body.refused.items()):
+        passes = ", ".join(f"`{value!r}`" for value in refused.neutral)
+        but = f" ({passes} passes)" if passes else ""
+        rows.append((f"`{name}`", "", f"**Refused**: {refused.reason}{but}."))
+    return [f"### `{path}`", "", *_table(("Field", "Default", ""), rows), ""]
+
+
+def _parameters(cls: type, refused: Mapping[str, str]) -> list[str]:
+    """Field, default, and what Fornax does with it, for each field of a dataclass."""
+    rows = []
+    for field in dataclasses.fields(cls):
+        text, default = field_docs(cls)[field.name], field.default
+        if field.name in refused:
+            text = f"**Refused**: {refused[field.name]}. {text}"
+        shown = default.name if isinstance(default, enum.Enum) else repr(default)
+        rows.append((f"`{field.name}`", f"`{shown}`", text))
+    return [f"### {cls.__name__}", "", *_table(("Field", "Default", ""), rows), ""]
 
 
 def _recipes_page() -> str:
@@ -115,8 +154,8 @@ def _command(command: Command) -> list[str]:
     fields = describe(module.Arguments)
     rows = [(f"`{_flag(field)}`", *_cells(field)) for field in fields]
     parts += [*_table(("Argument", "Type", "Default", "Meaning"), rows), ""] if rows else []
-    if hasattr(module, "config_class"):
-        name = module.config_class().__name__
+    if command.config is not None:
+        name = command.config().__name__
         parts += [
             f"It also takes every key of [`{name}`](config.md#{name.lower()}) as a flag.",
             "",

@@ -1,10 +1,12 @@
 """The table of commands, each with one line of help and the module that has the rest."""
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from fornax.config import ConfigError
 from fornax.tune.methods import METHODS
 
 
@@ -17,13 +19,16 @@ class Command:
     module: str
     of: str | None = None
     """What the module's `command` makes this command of; None: the module is the command."""
+    config: Callable[[], type] | None = None
+    """Imports the config whose keys are flags of the command too."""
+    wraps: bool = False
+    """Whether the words after `--` are another command, which `run` gets as a second argument."""
 
     def load(self) -> Any:
         """Import the module of the command.
 
-        It has `Arguments`, a dataclass whose docstring is the help, and `run(arguments)`. One that
-        reads a config also has `config_class()`; its `run` takes the flags that change the config
-        as a second argument.
+        It has `Arguments`, a dataclass whose docstring is the help, and `run(arguments)`. Where
+        the command reads a config, `run` takes the flags that change it as a second argument.
         """
         module = importlib.import_module(f"fornax.cli.commands.{self.module}")
         return module if self.of is None else module.command(self.of)
@@ -43,6 +48,37 @@ class Group:
     """Whether that command takes words without a flag: then any word that is no command is its."""
 
 
+def reads(config: str, *, needs: tuple[str, str] | None = None) -> Callable[[], type]:
+    """A function that imports a config class, `package.module:NAME`.
+
+    `needs` is the extra of Fornax that the import needs, and for what.
+    """
+    module, _, name = config.partition(":")
+
+    def load() -> type:
+        with extra(*needs) if needs else contextlib.nullcontext():
+            return getattr(importlib.import_module(module), name)
+
+    return load
+
+
+@contextlib.contextmanager
+def extra(name: str, purpose: str) -> Iterator[None]:
+    """Import what an extra of Fornax installs.
+
+    Raises:
+      ConfigError: a package is missing; names it, what it is for, and how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "fornax":
+            raise
+        raise ConfigError(
+            f"{error.name} is not installed; {purpose} needs pip install 'fornax-ai[{name}]'"
+        ) from error
+
+
 def _table(*entries: "Command | Group") -> dict[str, "Command | Group"]:
     return {entry.name.rpartition(" ")[2]: entry for entry in entries}
 
@@ -56,16 +92,19 @@ DATA = Group(
             name="data build",
             summary="Text to a tokenizer and shards of tokens",
             module="data_build",
+            config=reads("fornax.data:BuildConfig"),
         ),
         Command(
             name="data inspect",
             summary="Records, token counts, how full the rows are",
             module="data_inspect",
+            config=reads("fornax.data:DataConfig"),
         ),
         Command(
             name="data visualize",
             summary="A picture of the pipeline with the measured time of each stage",
             module="data_visualize",
+            config=reads("fornax.data:DataConfig"),
         ),
     ),
 )
@@ -81,6 +120,7 @@ TUNE_DOCTOR = Group(
                 summary=f"Check a run of: {method.summary[:1].lower()}{method.summary[1:]}",
                 module="tune_doctor",
                 of=name,
+                config=method.config_class,
             )
             for name, method in METHODS.items()
         )
@@ -93,7 +133,13 @@ TUNE = Group(
     example=f"fornax tune {METHODS['sft'].example}",
     commands=_table(
         *(
-            Command(name=f"tune {name}", summary=method.summary, module="tune", of=name)
+            Command(
+                name=f"tune {name}",
+                summary=method.summary,
+                module="tune",
+                of=name,
+                config=method.config_class,
+            )
             for name, method in METHODS.items()
         ),
         TUNE_DOCTOR,
@@ -109,11 +155,13 @@ BENCH = Group(
             name="bench serve",
             summary="Load on an OpenAI-compatible server: latencies, throughput, goodput",
             module="bench_serve",
+            config=reads("fornax.bench:BenchConfig", needs=("serve", "bench serve")),
         ),
         Command(
             name="bench host",
             summary="Load on a model server: latencies, rates, where its time goes",
             module="bench_host",
+            config=reads("fornax.bench:HostBenchConfig", needs=("serve", "bench host")),
         ),
     ),
 )
@@ -126,6 +174,7 @@ HOST = Group(
         name="host",
         summary="Exported models behind the V2 protocol: HTTP and gRPC",
         module="host",
+        config=reads("fornax.serving.config:HostConfig"),
     ),
     takes_words=True,
     commands=_table(
@@ -152,12 +201,50 @@ PLAN = Group(
         name="plan",
         summary="Does a run compile and fit, how fast would it be, on which chips",
         module="plan",
+        config=reads("fornax.train:TrainConfig"),
     ),
     commands=_table(
         Command(
             name="plan serve",
             summary="Can a model be served on chips, for how many sequences, how fast",
             module="plan_serve",
+            config=reads("fornax.plan.serving.engine:ServingConfig"),
+        ),
+        Command(
+            name="plan goodput",
+            summary="Tiers, snapshot intervals and spares of a long run with failures, simulated",
+            module="plan_goodput",
+        ),
+    ),
+)
+
+LAUNCH = Group(
+    name="launch",
+    summary="Train or serve as several processes that recover from faults",
+    example="fornax launch --hosts 4 -- train --config run.yaml --run-dir runs/four",
+    command=Command(
+        name="launch",
+        summary="Train or serve as several processes that recover from faults",
+        module="launch",
+        wraps=True,
+    ),
+    commands=_table(
+        *(
+            Command(name=f"launch {name}", summary=summary, module="launch_control", of=name)
+            for name, summary in (
+                ("status", "What each rank of a run does now"),
+                ("events", "Faults and recoveries of a run"),
+                ("timeline", "A run, its faults and its goodput as a picture"),
+                ("drill", "Kill or stop a rank, to see the run recover"),
+                ("resize", "Go on with another number of hosts"),
+                ("rolling-restart", "Restart a server's replicas in turn"),
+            )
+        ),
+        Command(
+            name="launch manifest",
+            summary="The run as a job of KubeRay, JobSet, SLURM or SkyPilot",
+            module="launch_manifest",
+            wraps=True,
         ),
     ),
 )
@@ -176,13 +263,16 @@ ROOT = Group(
             name="train",
             summary="Train a model from a config, or resume a run",
             module="train",
+            config=reads("fornax.train:TrainConfig"),
         ),
+        LAUNCH,
         TUNE,
         DATA,
         Command(
             name="eval",
             summary="How good is a model: text, verified answers, pass@k, comparisons, tasks",
             module="eval",
+            config=reads("fornax.evaluate:EvaluateConfig"),
         ),
         Command(
             name="convert",
@@ -203,6 +293,7 @@ ROOT = Group(
             name="serve",
             summary="A model behind OpenAI's HTTP interface",
             module="serve",
+            config=reads("fornax.llm.server.launch:ServeConfig", needs=("serve", "serving")),
         ),
         HOST,
         BENCH,
@@ -211,6 +302,7 @@ ROOT = Group(
             name="preflight",
             summary="Is every parallel choice of a config right? On virtual devices",
             module="preflight",
+            config=reads("fornax.train:TrainConfig"),
         ),
         Command(
             name="doctor",

@@ -11,6 +11,7 @@ from fornax.config.errors import (
     ClusterError,
     ConfigError,
     DataError,
+    DiskFullError,
     EngineError,
     FornaxError,
     KernelError,
@@ -20,8 +21,8 @@ from fornax.config.errors import (
 )
 from fornax.config.load import from_arguments, from_mapping, from_yaml, load
 from fornax.config.overrides import split_arguments
-from fornax.config.place import nearest
-from fornax.config.user_code import load_name, mending
+from fornax.config.suggest import nearest
+from fornax.config.user_code import load_module, load_name, load_object, user_errors
 from fornax.config.write import Change, diff, dump_yaml, to_mapping
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "DataError",
+    "DiskFullError",
     "EngineError",
     "Field",
     "FornaxError",
@@ -45,9 +47,11 @@ __all__ = [
     "from_mapping",
     "from_yaml",
     "load",
+    "load_module",
     "load_name",
-    "mending",
+    "load_object",
     "nearest",
     "split_arguments",
     "to_mapping",
+    "user_errors",
 ]

@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 from fornax.config import schema
 from fornax.config.errors import ConfigError, FornaxError
 from fornax.config.overrides import Patch, index_of
-from fornax.config.place import COMMAND_LINE, Place, Words, kind_of, nearest
+from fornax.config.place import COMMAND_LINE, Place, Words, kind_of
+from fornax.config.suggest import nearest
 from fornax.config.text import read_yaml, write_flow
 
 ABSENT = schema.REQUIRED
 
 
-def build(annotation: Any, value: Any, place: Place, default: Any = ABSENT) -> Any:
+def build(annotation: object, value: object, place: Place, default: object = ABSENT) -> Any:
     """Return `value` as the annotation says; `default` is what a patch or sparse mapping fills."""
     if isinstance(value, Words):
         return _from_words(annotation, value, place, default)
@@ -42,7 +43,7 @@ def build(annotation: Any, value: Any, place: Place, default: Any = ABSENT) -> A
     raise _rejection(annotation, value, place)
 
 
-def _by_fit(annotation: Any, value: Any) -> list[Any]:
+def _by_fit(annotation: object, value: object) -> list[Any]:
     """The members of a union, the exact type first: 3 stays an int where int | float is allowed."""
     return sorted(schema.members(annotation), key=lambda member: member is not type(value))
 
@@ -61,7 +62,7 @@ def _scalar(kind: type, value: Any) -> Any:
     return value if kind in (bool, int, str) and type(value) is kind else ABSENT
 
 
-def _tuple(annotation: Any, value: list | tuple, place: Place) -> tuple:
+def _tuple(annotation: object, value: list | tuple, place: Place) -> tuple:
     annotations = schema.element_annotations(annotation, len(value))
     if annotations is None:
         wanted = len(typing.get_args(annotation))
@@ -72,7 +73,7 @@ def _tuple(annotation: Any, value: list | tuple, place: Place) -> tuple:
     )
 
 
-def _patched_tuple(annotation: Any, patch: Patch, place: Place, default: tuple) -> tuple:
+def _patched_tuple(annotation: object, patch: Patch, place: Place, default: tuple) -> tuple:
     annotations = schema.element_annotations(annotation, len(default)) or ()
     items = list(default)
     for name, value in patch.items():
@@ -81,7 +82,7 @@ def _patched_tuple(annotation: Any, patch: Patch, place: Place, default: tuple) 
     return tuple(items)
 
 
-def _dict(annotation: Any, value: Mapping, place: Place, default: Any) -> dict[str, Any]:
+def _dict(annotation: object, value: Mapping, place: Place, default: object) -> dict[str, Any]:
     inner = typing.get_args(annotation)[1]
     old = default if isinstance(value, Patch) and isinstance(default, Mapping) else {}
     result = dict(old)
@@ -92,7 +93,7 @@ def _dict(annotation: Any, value: Mapping, place: Place, default: Any) -> dict[s
     return result
 
 
-def _variant(annotation: Any, value: Mapping, place: Place, default: Any) -> type:
+def _variant(annotation: object, value: Mapping, place: Place, default: object) -> type:
     """Choose the dataclass of a union by the `type` key, else the default's."""
     variants = schema.variants(annotation)
     if len(variants) == 1:
@@ -112,7 +113,7 @@ def _variant(annotation: Any, value: Mapping, place: Place, default: Any) -> typ
     return by_name[name]
 
 
-def _config(cls: type, value: Mapping, place: Place, default: Any) -> Any:
+def _config(cls: type, value: Mapping, place: Place, default: object) -> Any:
     keys, rest = schema.keys_of(cls), schema.rest_of(cls)
     unknown = [name for name in value if name not in keys]
     if unknown and rest is None:
@@ -145,7 +146,7 @@ def _config(cls: type, value: Mapping, place: Place, default: Any) -> Any:
         raise type(error)(f"{where}: {error}" if where else str(error)) from error
 
 
-def _untyped(value: Any, place: Place) -> Any:
+def _untyped(value: object, place: Place) -> object:
     """A value of a key that no dataclass declares, as YAML has it."""
     if isinstance(value, Words):
         plain = [read_yaml(word, place.origin)[0] for word in value]
@@ -180,10 +181,10 @@ def _reject_unknown(cls: type, unknown: list[Any], place: Place) -> NoReturn:
     raise here.error(f"is not a key of {cls.__name__}; {hint}{allowed}")
 
 
-def nearest_path(cls: type, name: str, depth: int = 4) -> str | None:
+def nearest_path(cls: type, name: str) -> str | None:
     """The dotted path of a deeper key that has this very name, the shallowest first."""
     level: list[tuple[str, type]] = [("", cls)]
-    for _ in range(depth):
+    for _ in range(4):
         deeper: list[tuple[str, type]] = []
         for prefix, each in level:
             for key in schema.keys_of(each).values():
@@ -194,7 +195,7 @@ def nearest_path(cls: type, name: str, depth: int = 4) -> str | None:
     return None
 
 
-def _from_words(annotation: Any, words: Words, place: Place, default: Any) -> Any:
+def _from_words(annotation: object, words: Words, place: Place, default: object) -> Any:
     """Give the words of a flag the type that the annotation asks for."""
     parts = schema.members(annotation)
     if len(words) == 1:
@@ -217,7 +218,7 @@ def _from_words(annotation: Any, words: Words, place: Place, default: Any) -> An
     raise _rejection(annotation, words, place)
 
 
-def _literal(parts: tuple[Any, ...], word: str) -> Any:
+def _literal(parts: tuple[object, ...], word: str) -> object:
     for part in filter(schema.is_literal, parts):
         for choice in typing.get_args(part):
             if str(choice) == word:
@@ -225,7 +226,7 @@ def _literal(parts: tuple[Any, ...], word: str) -> Any:
     return ABSENT
 
 
-def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _number(kind: Callable[[str], object]) -> Callable[[str], object]:
     def parse(word: str) -> Any:
         try:
             number = kind(word)
@@ -246,7 +247,7 @@ _PARSERS: dict[type, Callable[[str], Any]] = {
 }
 
 
-def _rejection(annotation: Any, value: Any, place: Place) -> ConfigError:
+def _rejection(annotation: object, value: object, place: Place) -> ConfigError:
     parts = schema.members(annotation)
     choices = [c for part in parts if schema.is_literal(part) for c in typing.get_args(part)]
     others = [part for part in parts if not schema.is_literal(part)]
@@ -261,7 +262,7 @@ def _rejection(annotation: Any, value: Any, place: Place) -> ConfigError:
     return place.error(f"{kind}this key takes {wanted}{_hint(parts, value)}", shown)
 
 
-def _choices(value: Any, allowed: typing.Iterable[Any]) -> str:
+def _choices(value: object, allowed: typing.Iterable[object]) -> str:
     names = [str(choice) for choice in allowed]
     guess = nearest(str(value), names)
     hint = f"; did you mean {guess}?" if guess else ""
@@ -284,7 +285,7 @@ def _expected_structure(part: Any) -> str:
     return f"a {'mapping' if schema.is_dict(part) else 'list'} ({schema.type_text(part)})"
 
 
-def _hint(parts: tuple[Any, ...], value: Any) -> str:
+def _hint(parts: tuple[object, ...], value: object) -> str:
     if str in parts and isinstance(value, bool | int | float):
         return f"; put it in quotes: '{write_flow(value)}'"
     if bool in parts and str(value).lower() in ("yes", "on", "no", "off", "1", "0"):

@@ -3,7 +3,6 @@
 import dataclasses
 import typing
 from collections.abc import Iterator
-from typing import Any
 
 from fornax.config import schema
 from fornax.config.text import write_flow
@@ -31,7 +30,7 @@ def describe(cls: type, prefix: str = "") -> list[Field]:
 
 
 def _fields(
-    cls: type, base: Any, prefix: str, variant: str, above: tuple[type, ...]
+    cls: type, base: object, prefix: str, variant: str, above: tuple[type, ...]
 ) -> Iterator[Field]:
     docs = schema.field_docs(cls)
     for name, key in schema.keys_of(cls).items():
@@ -58,7 +57,7 @@ def _fields(
                     yield from _fields(each, inner, where, label, (*above, cls))
 
 
-def _type_key(path: str, configs: tuple[type, ...], value: Any, doc: str, variant: str) -> Field:
+def _type_key(path: str, configs: tuple[type, ...], value: object, doc: str, variant: str) -> Field:
     chosen = _label(type(value)) if type(value) in configs else "required"
     names = " | ".join(_label(each) for each in configs)
     return Field(path=f"{path}.type", type=names, default=chosen, doc=doc, variant=variant)
@@ -73,7 +72,7 @@ def _label(variant: type) -> str:
     return " | ".join(map(str, schema.type_names(variant)))
 
 
-def _nested(annotation: Any, path: str) -> list[tuple[str, tuple[type, ...]]]:
+def _nested(annotation: object, path: str) -> list[tuple[str, tuple[type, ...]]]:
     """The dataclasses that an annotation leads to, those of one path together."""
     found: list[tuple[str, tuple[type, ...]]] = []
     if configs := schema.variants(annotation):
@@ -86,5 +85,5 @@ def _nested(annotation: Any, path: str) -> list[tuple[str, tuple[type, ...]]]:
     return found
 
 
-def _default(value: Any) -> str:
+def _default(value: object) -> str:
     return "required" if value is schema.REQUIRED else write_flow(to_plain(value))

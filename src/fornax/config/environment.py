@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 __all__ = [
+    "become",
     "cache_dir",
     "compilation_cache_enabled",
     "compiler_flags",
@@ -20,20 +21,30 @@ __all__ = [
     "cpu_threads",
     "cxx",
     "documented",
+    "epoch",
     "for_child",
     "full_traceback",
     "gce_metadata_server",
     "host_tokens",
     "launcher_variables",
     "limit_cpu_threads",
+    "marked",
+    "of_computation",
     "one_cpu_thread",
+    "only_cpu",
     "openai_api_key",
+    "prepare_ray",
     "prepare_virtual_devices",
+    "samplers",
     "set_default_platform_quiet",
+    "slices",
+    "snapshot_memory",
     "tpu_compiler",
     "usable_cores",
     "virtual_cpus",
+    "visible_gpus",
     "vllm_plugins",
+    "worker_record",
 ]
 
 _DOCUMENTED = {
@@ -44,6 +55,24 @@ _DOCUMENTED = {
     "FORNAX_COORDINATOR": "host:port of process 0 in a run of several processes.",
     "FORNAX_NUM_PROCESSES": "How many processes the run has.",
     "FORNAX_PROCESS_ID": "This process's number, from 0.",
+    "FORNAX_SNAPSHOT_MEMORY": "Set by fornax launch: two files, with a colon between, of memory "
+    "that outlives the process, for snapshots of its state.",
+    "FORNAX_PROGRAM_MEMORY": "Set by fornax launch: a file of memory for compiled programs.",
+    "FORNAX_DATA_WORKERS": "Set by fornax launch --data-workers: their addresses, with commas.",
+    "FORNAX_DATA_TOKEN": "Set by fornax launch --data-workers: what they ask for.",
+    "FORNAX_SNAPSHOT_MTBF": "Set by fornax launch: mean seconds between failures of the run.",
+    "FORNAX_WORKER_RECORD": "Set by fornax launch: the file in which a process says what it does; "
+    "the coordination service is then the launcher's.",
+    "FORNAX_EPOCH": "Set by fornax launch: the number of the group that this process belongs to; "
+    "checkpoints of an earlier one are refused.",
+    "FORNAX_SLICE": "Set by fornax launch --slices: which slice of a DiLoCo run this process "
+    "belongs to, from 0.",
+    "FORNAX_NUM_SLICES": "Set by fornax launch --slices: how many slices the run has.",
+    "FORNAX_EXCHANGE": "Set by fornax launch --slices: host:port where slices exchange.",
+    "FORNAX_EXCHANGE_TOKEN": "Set by fornax launch --slices: the token of that exchange.",
+    "FORNAX_SAMPLERS": "Set by fornax launch --samplers: host:port of each sampler, with commas "
+    "between.",
+    "FORNAX_SAMPLERS_TOKEN": "Set by fornax launch --samplers: the token that samplers want.",
     "JAX_COORDINATOR_ADDRESS": "With JAX_NUM_PROCESSES and JAX_PROCESS_ID, the same as the three "
     "above where those are not set. Next come MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK; what "
     "SLURM, Cloud TPU and Kubernetes set; fornax doctor shows what was found.",
@@ -115,6 +144,110 @@ def coordinator() -> dict[str, str]:
         "FORNAX_PROCESS_ID": os.environ.get("FORNAX_PROCESS_ID"),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def worker_record() -> Path | None:
+    """The file in which `fornax launch` wants this process to say what it does."""
+    path = os.environ.get("FORNAX_WORKER_RECORD")
+    return Path(path) if path else None
+
+
+def epoch() -> int:
+    """The number of the group of `fornax launch` that this process belongs to; 0 without one."""
+    return int(os.environ.get("FORNAX_EPOCH", "0"))
+
+
+def slices() -> dict[str, str]:
+    """The variables that say which slice of a DiLoCo run this is; those that are set."""
+    found = {
+        "FORNAX_SLICE": os.environ.get("FORNAX_SLICE"),
+        "FORNAX_NUM_SLICES": os.environ.get("FORNAX_NUM_SLICES"),
+        "FORNAX_EXCHANGE": os.environ.get("FORNAX_EXCHANGE"),
+        "FORNAX_EXCHANGE_TOKEN": os.environ.get("FORNAX_EXCHANGE_TOKEN"),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def samplers() -> tuple[list[str], str]:
+    """Addresses, host:port, of the samplers of reinforcement learning, and the token that they
+    ask for."""
+    addresses = os.environ.get("FORNAX_SAMPLERS", "")
+    token = os.environ.get("FORNAX_SAMPLERS_TOKEN", "")
+    return [each for each in addresses.split(",") if each], token
+
+
+def snapshot_memory() -> tuple[list[Path], float] | None:
+    """The files `fornax launch` keeps snapshots in, and the mean time between failures, seconds."""
+    paths = os.environ.get("FORNAX_SNAPSHOT_MEMORY", "")
+    if not paths:
+        return None
+    return [Path(p) for p in paths.split(":")], float(
+        os.environ.get("FORNAX_SNAPSHOT_MTBF", "86400")
+    )
+
+
+def data_workers() -> tuple[list[str], str]:
+    """Addresses, host:port, of the processes that `fornax launch` started to read the input, and
+    the token that they ask for."""
+    addresses = os.environ.get("FORNAX_DATA_WORKERS", "")
+    return [each for each in addresses.split(",") if each], os.environ.get("FORNAX_DATA_TOKEN", "")
+
+
+def program_memory() -> Path | None:
+    """The file in which `fornax launch` keeps a host's compiled programs."""
+    path = os.environ.get("FORNAX_PROGRAM_MEMORY", "")
+    return Path(path) if path else None
+
+
+def only_cpu() -> bool:
+    """Whether jax was told to look for no other devices than CPUs."""
+    return os.environ.get("JAX_PLATFORMS", "") == "cpu"
+
+
+def visible_gpus() -> list[str]:
+    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, or that the system has, by name."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip()]
+    found = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*"))
+    return [str(number) for number in found]
+
+
+def prepare_ray(token: str | None) -> None:
+    """Set what Ray reads when it is imported, where the user has not: it sends no statistics.
+
+    Args:
+      token: of a Ray that this process starts; in the environment it leaves no file in the home
+        directory, as Ray's own would. None: as the user has it.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if token is not None:
+        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token})
+
+
+def of_computation() -> dict[str, str]:
+    """What decides here how jax compiles and runs, for processes that another machine starts."""
+    names = ("FORNAX_CACHE_DIR", "FORNAX_COMPILATION_CACHE", "LIBTPU_INIT_ARGS", "NPROC")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name in names or name.startswith(("JAX_", "XLA_"))) and name not in _LAUNCHERS
+    }
+
+
+@contextlib.contextmanager
+def marked(name: str, value: str) -> Iterator[None]:
+    """Have the processes that are started meanwhile, and theirs, carry a variable."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def become(changes: Mapping[str, str]) -> None:
+    """Set variables of this process, before jax starts its devices."""
+    os.environ.update(changes)
 
 
 _LAUNCHERS = (

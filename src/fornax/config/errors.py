@@ -6,10 +6,12 @@ Every message is one paragraph: what was wrong, what is allowed, how to fix it.
   - ConfigError      a key, type, value or combination in a configuration or on the command line
   - DataError        a source, record, transform or tokenizer
   - CheckpointError  a checkpoint or a weight file: missing, damaged, of another shape
+    - DiskFullError    a checkpoint for which there was no room
   - ShardingError    a mesh, an axis rule, or an array that does not divide
   - KernelError      an operation that no implementation can run as asked
   - EngineError      inference
-  - ClusterError     several processes: joining, losing, stopping
+  - ClusterError     several processes: joining, stopping
+    - GroupLostError   another process of the run is gone, and with it the step
   - PlanError        compiling ahead of time for hardware that is not here
   - BundleError      an exported bundle: what goes in, what is altered, what this machine cannot run
   - ServingError     a request, or a model of the model server; it carries a code of the protocol
@@ -23,8 +25,10 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "DataError",
+    "DiskFullError",
     "EngineError",
     "FornaxError",
+    "GroupLostError",
     "KernelError",
     "PlanError",
     "ServingCode",
@@ -49,6 +53,10 @@ class CheckpointError(FornaxError):
     """A checkpoint or a weight file that is missing, damaged, or of another shape."""
 
 
+class DiskFullError(CheckpointError):
+    """A checkpoint for which the disk had no room; those before it are whole."""
+
+
 class ShardingError(FornaxError):
     """A mesh, a sharding rule, or an array that does not divide over it."""
 
@@ -63,6 +71,16 @@ class EngineError(FornaxError):
 
 class ClusterError(FornaxError):
     """Several processes that fail to join, stay together, or stop together."""
+
+
+class GroupLostError(ClusterError):
+    """Another process of the run is gone; the command line exits with `exit_code` (EX_TEMPFAIL).
+
+    Not this process's fault, and the same command goes on from what is saved: `fornax launch`
+    forms the group anew, another scheduler may start all processes again.
+    """
+
+    exit_code = 75
 
 
 class PlanError(FornaxError):

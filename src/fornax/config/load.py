@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fornax.config.build import build
 from fornax.config.errors import ConfigError
@@ -14,14 +14,15 @@ from fornax.config.overrides import (
     parse_flags,
     patch_from_mapping,
 )
-from fornax.config.place import COMMAND_LINE, Place, Words, kind_of, nearest, shorten
+from fornax.config.place import COMMAND_LINE, Place, Words, kind_of, shorten
 from fornax.config.schema import is_tuple, keys_of, members
+from fornax.config.suggest import nearest
 from fornax.config.text import KeyPath, origins, read_yaml
 
 T = TypeVar("T")
 
 
-def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
+def from_mapping(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
     """Build a config dataclass from plain values; keys left out keep their defaults.
 
     `path` is put before every key path in errors. Raises ConfigError for an unknown or missing key,
@@ -42,7 +43,7 @@ def load(
     cls: type[T],
     *,
     file: str | os.PathLike[str] | None = None,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    overrides: Sequence[str] | Mapping[str, object] = (),
 ) -> T:
     """Build a config dataclass: its defaults, then a YAML file, then overrides.
 

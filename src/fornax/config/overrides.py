@@ -30,7 +30,7 @@ class Flags:
     positional: tuple[str, ...]
 
 
-def resolve(cls: type, dotted: str) -> tuple[KeyPath, tuple[Any, ...]]:
+def resolve(cls: type, dotted: str) -> tuple[KeyPath, tuple[object, ...]]:
     """Find the key path that a flag names and the annotations it may have in any variant.
 
     Dashes stand for underscores in field names and for themselves in the keys of a dict. Nothing
@@ -46,7 +46,9 @@ def resolve(cls: type, dotted: str) -> tuple[KeyPath, tuple[Any, ...]]:
     return tuple(path), current
 
 
-def _step(current: tuple[Any, ...], name: str, segment: str) -> tuple[list[Any], list[Any]]:
+def _step(
+    current: tuple[object, ...], name: str, segment: str
+) -> tuple[list[object], list[object]]:
     fields: list[Any] = []
     items: list[Any] = []
     for member in (m for annotation in current for m in schema.members(annotation)):
@@ -95,7 +97,7 @@ def names_key(cls: type, flag: str) -> bool:
     return bool(_name(cls, flag)[1])
 
 
-def _name(cls: type, flag: str) -> tuple[KeyPath, tuple[Any, ...], bool]:
+def _name(cls: type, flag: str) -> tuple[KeyPath, tuple[object, ...], bool]:
     path, annotations = resolve(cls, flag)
     if annotations:
         return path, annotations, False
@@ -110,17 +112,17 @@ def _name(cls: type, flag: str) -> tuple[KeyPath, tuple[Any, ...], bool]:
     return path, annotations, False
 
 
-def _takes_bool(annotations: tuple[Any, ...]) -> bool:
+def _takes_bool(annotations: tuple[object, ...]) -> bool:
     return any(bool in schema.members(annotation) for annotation in annotations)
 
 
-def _fits_switch(word: str, annotations: tuple[Any, ...]) -> bool:
+def _fits_switch(word: str, annotations: tuple[object, ...]) -> bool:
     """Whether the word after a switch is its value: one that takes other things too takes any."""
     kinds = {member for annotation in annotations for member in schema.members(annotation)}
     return bool(kinds - {bool, type(None)}) or word.lower() in ("true", "false", "none", "null")
 
 
-def _takes_many(annotations: tuple[Any, ...]) -> bool:
+def _takes_many(annotations: tuple[object, ...]) -> bool:
     return any(
         schema.is_tuple(member)
         for annotation in annotations
@@ -128,7 +130,7 @@ def _takes_many(annotations: tuple[Any, ...]) -> bool:
     )
 
 
-def _take(flag: str, annotations: tuple[Any, ...], words: list[str]) -> Words:
+def _take(flag: str, annotations: tuple[object, ...], words: list[str]) -> Words:
     """Take the value of a flag off the front of the words that follow it."""
     following = 0
     while following < len(words) and not words[following].startswith("--"):
@@ -168,7 +170,7 @@ def split_arguments(
     return parts[own], parts[other]
 
 
-def patch_from_mapping(cls: type, overrides: Mapping[str, Any]) -> Flags:
+def patch_from_mapping(cls: type, overrides: Mapping[str, object]) -> Flags:
     """Turn dotted keys with plain values into a patch; a mapping as value replaces the file's."""
     patch, origins = Patch(), {}
     for dotted, value in overrides.items():
@@ -209,7 +211,7 @@ def _insert(
     origins[path] = origin
 
 
-def overlay(base: Any, patch: Any, place: Place) -> Any:
+def overlay(base: object, patch: object, place: Place) -> Any:
     """Lay a patch over the plain values of a file; the file's values are not changed."""
     if not isinstance(patch, Patch) or base is None:
         return patch

@@ -1,9 +1,7 @@
 """Where a value stands: its key path, and the file line or flag that it came from."""
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from yaml import YAMLError
 
@@ -51,14 +49,14 @@ class Place:
         """The origin in brackets with a leading blank, or nothing where it is unknown."""
         return f" ({self.origin})" if self.origin else ""
 
-    def error(self, problem: str, value: Any = dataclasses.MISSING) -> ConfigError:
+    def error(self, problem: str, value: object = dataclasses.MISSING) -> ConfigError:
         """An error about this place: `path=value (source) problem`."""
         name = self.name() or "the config"
         shown = "" if value is dataclasses.MISSING else f"={shorten(value)}"
         return ConfigError(f"{name}{shown}{self.source} {problem}")
 
 
-def shorten(value: Any, limit: int = 60) -> str:
+def shorten(value: object, limit: int = 60) -> str:
     """Show a plain value as YAML on one line, cut to a readable length."""
     if isinstance(value, Words):
         text = str(value)
@@ -73,7 +71,7 @@ def shorten(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Name the kind of a plain value for a reader."""
     for kind, name in (
         (bool, "a truth value"),
@@ -86,15 +84,3 @@ def kind_of(value: Any) -> str:
         if isinstance(value, kind):
             return name
     return "null" if value is None else f"a {type(value).__name__}"
-
-
-_LONGEST = 256
-
-
-def nearest(word: str, allowed: Iterable[str]) -> str | None:
-    """The allowed word closest to a misspelt one, or None where nothing is close."""
-    if len(word) > _LONGEST:  # a client's, perhaps: the search takes a step a letter
-        return None
-    by_lower = {choice.lower(): choice for choice in allowed}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None

@@ -60,26 +60,26 @@ def keys_of(cls: type) -> Mapping[str, Key]:
     return types.MappingProxyType(keys)
 
 
-def _default_maker(field: dataclasses.Field) -> Callable[[], Any]:
+def _default_maker(field: dataclasses.Field) -> Callable[[], object]:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory
     value = REQUIRED if field.default is dataclasses.MISSING else field.default
     return lambda: value
 
 
-def is_config(annotation: Any) -> bool:
+def is_config(annotation: object) -> bool:
     """Whether an annotation is a dataclass."""
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
-def members(annotation: Any) -> tuple[Any, ...]:
+def members(annotation: object) -> tuple[Any, ...]:
     """The members of a union, or the annotation alone."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return tuple(m for arg in typing.get_args(annotation) for m in members(arg))
     return (annotation,)
 
 
-def variants(annotation: Any) -> tuple[type, ...]:
+def variants(annotation: object) -> tuple[type, ...]:
     """The dataclasses among the members of an annotation."""
     return tuple(member for member in members(annotation) if is_config(member))
 
@@ -89,19 +89,19 @@ def rest_of(cls: type) -> str | None:
     return next((f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")), None)
 
 
-def is_tuple(annotation: Any) -> bool:
+def is_tuple(annotation: object) -> bool:
     return typing.get_origin(annotation) is tuple
 
 
-def is_dict(annotation: Any) -> bool:
+def is_dict(annotation: object) -> bool:
     return typing.get_origin(annotation) is dict
 
 
-def is_literal(annotation: Any) -> bool:
+def is_literal(annotation: object) -> bool:
     return typing.get_origin(annotation) is Literal
 
 
-def element_annotations(annotation: Any, length: int) -> tuple[Any, ...] | None:
+def element_annotations(annotation: object, length: int) -> tuple[object, ...] | None:
     """One annotation for each element of a tuple, or None where the length cannot be right."""
     args = typing.get_args(annotation)
     if len(args) == 2 and args[1] is Ellipsis:
@@ -135,7 +135,7 @@ def type_text(annotation: Any) -> str:
     return "path" if annotation is Path else annotation.__name__
 
 
-def _check_annotation(annotation: Any, where: str) -> None:
+def _check_annotation(annotation: object, where: str) -> None:
     parts = members(annotation)
     configs = variants(annotation)
     if len(configs) > 1:

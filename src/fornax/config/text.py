@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML reads a class attribute
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -71,7 +71,7 @@ _Dumper.add_representer(float, _represent_float)
 _Dumper.add_representer(list, _represent_list)
 
 
-def write_yaml(value: Any) -> str:
+def write_yaml(value: object) -> str:
     """Write plain values as YAML text that `read_yaml` reads back equal."""
     return yaml.dump(
         value,
@@ -88,7 +88,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def write_flow(value: Any) -> str:
+def write_flow(value: object) -> str:
     """Write one plain value on one line, as it would be typed after a flag."""
     text = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=float("inf")
@@ -169,7 +169,7 @@ def _value(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], source: st
 
 def _mapping(
     node: yaml.MappingNode, path: KeyPath, lines: dict[KeyPath, int], source: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1

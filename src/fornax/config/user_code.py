@@ -11,57 +11,86 @@ from types import ModuleType
 from typing import Any
 
 from fornax.config.errors import ConfigError, FornaxError
-from fornax.config.place import nearest
+from fornax.config.suggest import first_few, nearest
 
-__all__ = ["load_name", "mending"]
-
-_SHOWN = 10
+__all__ = ["load_module", "load_name", "load_object", "user_errors"]
 
 
 def load_name(name: str) -> Callable[..., Any]:
-    """Import the file or module and return its function.
+    """Import FILE.py:NAME or package.module:NAME and return that function or class.
+
+    Raises:
+      ConfigError: as `load_object`, or for what cannot be called.
+    """
+    found = load_object(name)
+    if not callable(found):
+        raise ConfigError(f"{name} is a {type(found).__name__}, not a function")
+    return found
+
+
+def load_object(name: str) -> Any:
+    """Import FILE.py:NAME or package.module:NAME; NAME may have dots.
+
+    Raises:
+      ConfigError: a file or name that is not there, with the nearest, or what importing it raises.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ConfigError(f"{name} names no function; write FILE.py:NAME or package.module:NAME")
+    found: Any = load_module(place)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise _missing(found, place, attribute)
+        found = getattr(found, part)
+    return found
+
+
+def load_module(place: str) -> ModuleType:
+    """Import a file, once, or a dotted module.
 
     The file's folder is on the import path, as when Python runs it.
 
     Raises:
-      ConfigError: a file or function that is not there, or what importing it raises.
+      ConfigError: a file that is not there, or what importing it raises.
     """
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise ConfigError(f"{name} names no function; write FILE.py:NAME")
-    module = _from_file(place) if place.endswith(".py") else _from_path(place)
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        has = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        guess = nearest(attribute, has)
-        some = ", ".join(has[:_SHOWN]) + (f" and {len(has) - _SHOWN} more" if has[_SHOWN:] else "")
-        hint = f"; did you mean {guess}?" if guess else f"; it has {some or 'none'}"
-        raise ConfigError(f"{place} has no function {attribute}{hint}")
-    return found
-
-
-def _from_path(place: str) -> ModuleType:
-    with mending(place):
-        return importlib.import_module(place)
-
-
-def _from_file(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        with user_errors(place, always=True):
+            return importlib.import_module(place)
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"there is no file {place}; check the path")
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        guess = nearest(path.name, beside)
+        hint = f"did you mean {guess}?" if guess else "check the path"
+        raise ConfigError(f"there is no file {place}; {hint}")
+    name = f"fornax_user_{path.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with mending(place):
-        spec.loader.exec_module(module)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        with user_errors(place, always=True):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
+def _missing(found: object, place: str, attribute: str) -> ConfigError:
+    has = [k for k, v in vars(found).items() if callable(v) and not k.startswith("_")]
+    guess = nearest(attribute, has)
+    hint = f"did you mean {guess}? " if guess else ""
+    return ConfigError(
+        f"{place} has no function {attribute}; {hint}It has {first_few(has, 10) or 'none'}"
+    )
+
+
 @contextlib.contextmanager
-def mending(name: str, *, always: bool = False) -> Iterator[None]:
+def user_errors(name: str, *, always: bool = False) -> Iterator[None]:
     """What the user's own code raises is theirs to mend, and is told with its place.
 
     Raises:

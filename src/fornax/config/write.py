@@ -33,7 +33,7 @@ class Change:
         return f"{self.path}: {old} -> {new}"
 
 
-def to_mapping(config: Any) -> dict[str, Any]:
+def to_mapping(config: object) -> dict[str, Any]:
     """Return every key of a config dataclass as plain values that `from_mapping` reads back equal.
 
     Raises TypeError for a value no config key can hold.
@@ -43,7 +43,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return to_plain(config)
 
 
-def to_plain(value: Any, path: str = "") -> Any:
+def to_plain(value: object, path: str = "") -> Any:
     """Return any config value as plain values; `path` names it in errors."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {
@@ -67,17 +67,17 @@ def to_plain(value: Any, path: str = "") -> Any:
     raise TypeError(f"{path.lstrip('.')}={value!r} is not a value that a config can hold")
 
 
-def dump_yaml(config: Any) -> str:
+def dump_yaml(config: object) -> str:
     """Write the whole config as YAML text that loads back equal."""
     return write_yaml(to_mapping(config))
 
 
-def diff(old: Any, new: Any) -> list[Change]:
+def diff(old: object, new: object) -> list[Change]:
     """List the keys in which two configs differ, in the order of the old one."""
     return _diff(to_mapping(old), to_mapping(new), "")
 
 
-def _diff(old: Any, new: Any, path: str) -> list[Change]:
+def _diff(old: object, new: object, path: str) -> list[Change]:
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             change

@@ -7,6 +7,7 @@ from fornax.data.inspection import Inspection, inspect
 from fornax.data.manifest import Manifest, read_manifest
 from fornax.data.packing import BestFit, ConcatThenSplit, FirstFit, NoPacking, Packing
 from fornax.data.records import Record
+from fornax.data.rows import Hosts
 from fornax.data.sources import (
     ArrayRecord,
     Bagz,
@@ -40,6 +41,7 @@ __all__ = [
     "FilterLength",
     "FilterRegex",
     "FirstFit",
+    "Hosts",
     "HuggingFace",
     "Inspection",
     "Jsonl",

@@ -1,23 +1,28 @@
 """`open_batches`: an iterator of batches whose position is exact and independent of the hosts.
 
-Shapes: B global batch, T sequence length, V virtual shards, P processes. The global batch is the
-concatenation over shards of B/V rows each; process p owns V/P neighbouring shards, so its rows are
-a contiguous block of the global batch.
+Shapes: B rows of the global batch, R rows of this process's arrays, T sequence length, V virtual
+shards. The global batch is the concatenation over shards of B/V rows each, whatever the number of
+processes. Each holds a contiguous block of it (`Hosts`) and reads the shards that the block meets:
+where a shard's rows lie in two blocks, both processes read it and each keeps its own rows. What a
+block lacks at the batch's end is padding.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from fornax.config.errors import DataError
+from fornax.config.errors import ConfigError, DataError
 from fornax.data.block import BlockDataset, Cursor, Element, split_block
 from fornax.data.config import DataConfig
 from fornax.data.packing import Position
 from fornax.data.pipeline import Pipeline, open_pipeline
 from fornax.data.prefetch import Prefetched
-from fornax.data.rows import Batch
+from fornax.data.remote import DataWorkers, RemoteReader
+from fornax.data.rows import Batch, Hosts, fill
 from fornax.data.stream import StageTimes
 
 ShardState = dict[str, Any]
@@ -35,23 +40,28 @@ class Batches(Iterator[Batch]):
     def __init__(
         self,
         pipeline: Pipeline,
-        process_index: int,
-        process_count: int,
+        hosts: Hosts,
         times: StageTimes | None = None,
         agree: Callable[[int], int] | None = None,
+        open_reader: Callable[[], RemoteReader] | None = None,
     ):
-        if agree is None and process_count > 1 and pipeline.order.epochs is not None:
+        if agree is None and hosts.count > 1 and pipeline.order.epochs is not None:
             raise DataError(
-                f"a split that ends, read by {process_count} processes, needs `agree`: a function "
+                f"a split that ends, read by {hosts.count} processes, needs `agree`: a function "
                 "to the largest of the numbers that all of them call it with"
             )
         self._agree = agree
         self._pipeline = pipeline
+        self._open_reader = open_reader
+        self._reader: RemoteReader | None = None
         self._identity = pipeline.identity()
         self._times = times
-        shards = pipeline.config.virtual_shards
-        block = shards // process_count
-        self._shards = range(process_index * block, (process_index + 1) * block)
+        rows, each = hosts.rows(pipeline.batch_size), pipeline.rows_per_shard
+        self._shards = range(rows.start // each, -(-rows.stop // each)) if rows else range(0)
+        first = self._shards.start * each
+        self._mine = slice(rows.start - first, rows.stop - first) if rows else slice(0)
+        empty = hosts.size(pipeline.batch_size) - len(rows)
+        self._padding = fill([[]] * empty, pipeline.seq_len) if empty else None
         self._cursors = {shard: Cursor() for shard in self._shards}
         self._blocks: list[Prefetched] = []
         self._ahead: deque[list[Element]] = deque()
@@ -61,7 +71,7 @@ class Batches(Iterator[Batch]):
 
     @property
     def shards(self) -> range:
-        """The virtual shards of this process."""
+        """The virtual shards that this process reads."""
         return self._shards
 
     def __iter__(self) -> "Batches":
@@ -76,7 +86,17 @@ class Batches(Iterator[Batch]):
         self._certain -= 1
         elements = self._ahead.popleft() if self._ahead else self._pull()
         self._cursors = {s: c for element in elements for s, c in element.cursors.items()}
-        return _joined(elements)
+        return self._joined(elements)
+
+    def _joined(self, elements: list[Element]) -> Batch:
+        """This process's rows, of those of the shards that it reads, then its padding."""
+        parts = []
+        if elements:
+            rows = _concatenated([element.batch for element in elements])
+            parts.append({name: array[self._mine] for name, array in rows.items()})
+        if self._padding is not None:
+            parts.append(self._padding)
+        return _concatenated(parts)
 
     def _pull(self) -> list[Element]:
         if not self._blocks:
@@ -105,12 +125,18 @@ class Batches(Iterator[Batch]):
 
     def _start(self) -> None:
         config = self._pipeline.config
+        if not self._shards:
+            return
+        pipeline = self._pipeline
+        if self._open_reader is not None:
+            self._reader = self._open_reader()
+            pipeline = replace(pipeline, reader=self._reader)
         for shards in split_block(self._shards, 1 if config.debug else config.prefetch.workers):
             cursors = {shard: self._cursors[shard] for shard in shards}
             workers = 0 if config.debug else config.prefetch.workers
             buffer = 0 if config.debug else config.prefetch.buffer
             together = max(1, min(buffer // 2, _TOGETHER // self._pipeline.tokens))
-            dataset = BlockDataset(self._pipeline, cursors, together, self._times)
+            dataset = BlockDataset(pipeline, cursors, together, self._times)
             lists = -(-buffer // together)
             self._blocks.append(Prefetched(dataset, buffer=lists, process=workers > 0))
 
@@ -136,7 +162,8 @@ class Batches(Iterator[Batch]):
         """Continue after the batch at which `state` was taken.
 
         Args:
-            state: the states of all virtual shards, from `state()` of every process.
+            state: the states of the virtual shards that this process reads, from `state()` of all
+                that did.
             allow_changes: continue although the configuration or the data differ: each shard goes
                 on at its record, from that record's start. The number of virtual shards cannot
                 change.
@@ -145,13 +172,16 @@ class Batches(Iterator[Batch]):
             DataError: a shard is missing, or the pipeline differs and changes are not allowed.
         """
         state = {int(shard): value for shard, value in state.items()}
-        exact = _check(state, self._identity, allow_changes=allow_changes)
+        exact = _check(state, self._identity, self._shards, allow_changes=allow_changes)
         self.close()
         self._ended = False
         self._cursors = {shard: _cursor(state[shard], exact=exact) for shard in self._shards}
 
     def close(self) -> None:
         """Stop prefetching; the position stays where it is."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         for block in self._blocks:
             block.close()
         self._blocks = []
@@ -166,11 +196,10 @@ class Batches(Iterator[Batch]):
         self.close()
 
 
-def _joined(elements: list[Element]) -> Batch:
-    if len(elements) == 1:
-        return elements[0].batch
-    names = elements[0].batch
-    return {name: np.concatenate([element.batch[name] for element in elements]) for name in names}
+def _concatenated(parts: list[Batch]) -> Batch:
+    if len(parts) == 1:
+        return parts[0]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _cursor(state: ShardState, *, exact: bool) -> Cursor:
@@ -178,7 +207,9 @@ def _cursor(state: ShardState, *, exact: bool) -> Cursor:
     return Cursor(int(state["batch"]), position if exact else Position(position.record))
 
 
-def _check(state: dict[int, ShardState], identity: dict[str, Any], *, allow_changes: bool) -> bool:
+def _check(
+    state: dict[int, ShardState], identity: dict[str, Any], read: range, *, allow_changes: bool
+) -> bool:
     """Whether a saved position is exact under this pipeline; `DataError` when it is unusable."""
     shards = identity["virtual_shards"]
     if not state:
@@ -190,7 +221,7 @@ def _check(state: dict[int, ShardState], identity: dict[str, Any], *, allow_chan
             f"virtual_shards={shards} but the saved position has {found}: the number is fixed "
             f"for the life of a run; set virtual_shards to {found}"
         )
-    missing = sorted(set(range(shards)) - set(state))
+    missing = sorted({*read} - {*state})
     if missing:
         raise DataError(
             f"the saved position lacks the virtual shards {missing}: give all processes' states"
@@ -225,8 +256,10 @@ def open_batches(
     split: str = "train",
     process_index: int = 0,
     process_count: int = 1,
+    row_multiple: int = 1,
     times: StageTimes | None = None,
     agree: Callable[[int], int] | None = None,
+    workers: DataWorkers | None = None,
 ) -> Batches:
     """Open the batches of one process.
 
@@ -236,7 +269,9 @@ def open_batches(
         seq_len: tokens of a row, T.
         split: `train` (repeats for `config.epochs`) or another split (one pass, in order).
         process_index: this process, from 0.
-        process_count: processes that read together; a divisor of the virtual shards.
+        process_count: processes that read together, any number.
+        row_multiple: the rows of all processes together, padding included, are a multiple of it:
+            the devices that share rows.
         times: when given, filled with the time and the records of every stage (no prefetch
             workers).
         agree: to the largest of the numbers that all processes call it with, at the same batches:
@@ -244,21 +279,31 @@ def open_batches(
             process, or without end.
 
     Returns:
-        An iterator of dicts of arrays `[B / process_count, T]`: `tokens`, `targets`, `segment_ids`,
-        `positions` int32 and `loss_weights` float32. The last batches of a finite split are padded
-        with rows of segment 0.
+        An iterator of dicts of arrays `[R, T]`: `tokens`, `targets`, `segment_ids`, `positions`
+        int32 and `loss_weights` float32. R is B rounded up to a multiple of `process_count` and
+        `row_multiple`, divided by `process_count`. What the last processes lack, and what the last
+        batches of a finite split lack, is rows of segment 0 and weight 0.
 
     Raises:
-        DataError: sources are missing, damaged or empty, or batch, shards and processes do not
-            divide.
+        DataError: sources are missing, damaged or empty, the virtual shards do not divide the
+            batch, or there is no such process.
+        ConfigError: `workers` with `prefetch.workers` or `debug`.
     """
     pipeline = open_pipeline(config, batch_size=batch_size, seq_len=seq_len, split=split)
-    shards = config.virtual_shards
-    if not 0 <= process_index < process_count:
-        raise DataError(f"process_index={process_index} is outside [0, {process_count})")
-    if shards % process_count:
-        raise DataError(
-            f"virtual_shards={shards} do not divide over {process_count} processes: use a number "
-            f"of processes that divides {shards}"
-        )
-    return Batches(pipeline, process_index, process_count, times, agree)
+    hosts = Hosts(index=process_index, count=process_count, multiple=row_multiple)
+    open_reader = None
+    if workers is not None:
+        _refuse_two_places(config)
+        if not pipeline.stored:
+            open_reader = partial(RemoteReader, workers, pipeline, split)
+    return Batches(pipeline, hosts, times, agree, open_reader)
+
+
+def _refuse_two_places(config: DataConfig) -> None:
+    """Records are read by data workers, by prefetch's processes, or by the main thread."""
+    for name, value in (("prefetch.workers", config.prefetch.workers), ("debug", config.debug)):
+        if value:
+            raise ConfigError(
+                f"{name}={value} reads records on the host itself, and data workers read them "
+                "elsewhere; leave one of them out"
+            )

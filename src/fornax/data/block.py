@@ -124,7 +124,7 @@ class BlockIterator(grain.DatasetIterator):
             for shard, packer in self._packers.items()
         }
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """The shards' cursors."""
         return {"cursors": _Frozen(self._cursors())}
 
@@ -136,7 +136,7 @@ class BlockIterator(grain.DatasetIterator):
 class _Frozen(dict[int, Cursor]):
     """Cursors that are never changed, so that Grain's copy of every state costs nothing."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Frozen":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Frozen":
         del memo
         return self
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from fornax.config import to_mapping
 from fornax.config.errors import ConfigError, DataError
-from fornax.data.files import CACHE_GIB, Storage, replace_directory
+from fornax.config.files import put_in_place
+from fornax.data.files import CACHE_GIB, Storage
 from fornax.data.manifest import FILE, Manifest, Shard, Split, read_manifest, write_manifest
 from fornax.data.records import Record
 from fornax.data.records import Source as OpenSource
@@ -129,7 +130,7 @@ def build(
     try:
         manifest = _Builder(config, source, temporary, progress).run(described)
         write_manifest(temporary, manifest)
-        replace_directory(temporary, output)
+        put_in_place(temporary, output)
     except (OSError, RuntimeError) as error:
         raise DataError(f"{output} cannot be written: {error}; nothing was changed") from error
     finally:
@@ -141,7 +142,7 @@ def _identity(source: OpenSource) -> str:
     return hashlib.sha256(source.identity().encode()).hexdigest()[:16]
 
 
-def _existing(output: Path, described: dict[str, Any], *, overwrite: bool) -> Manifest | None:
+def _existing(output: Path, described: dict[str, object], *, overwrite: bool) -> Manifest | None:
     """The dataset already there if it is the one described; `DataError` if another thing is."""
     if not output.exists():
         return None
@@ -203,7 +204,7 @@ class _Builder:
         self._chain = Chain(config.transforms)
         self._dropped = dict.fromkeys(self._chain.names, 0)
 
-    def run(self, described: dict[str, Any]) -> Manifest:
+    def run(self, described: dict[str, object]) -> Manifest:
         if len(self._source) == 0:
             raise DataError("the corpus is empty: the source has no records")
         tokenizer = self._tokenizer()

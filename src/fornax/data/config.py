@@ -84,7 +84,8 @@ class DataConfig:
     epochs: int | None = None
     """Passes over the training records; none: without end."""
     virtual_shards: int = 8
-    """Streams that the data is dealt to, fixed for the life of a run; a multiple of the hosts."""
+    """Streams that the data is dealt to, fixed for the life of a run; it divides the batch size.
+    Hosts share them evenly or not; with more hosts than shards some read the same one."""
     skip_steps: tuple[StepRange, ...] = ()
     """Batches to leave out, for instance those before a loss spike."""
     skip_records: tuple[RecordRange, ...] = ()

@@ -2,8 +2,6 @@
 
 import functools
 import hashlib
-import os
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,13 +167,3 @@ def _local_glob(path: Path) -> Iterable[Path]:
 
 def _visible(names: Iterable[str]) -> list[str]:
     return [name for name in names if not Path(name).name.startswith(".")]
-
-
-def replace_directory(temporary: Path, target: Path) -> None:
-    """Put the finished folder `temporary` in the place of `target` by renames."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(temporary, target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -13,7 +13,7 @@ from fornax.data.files import Storage
 from fornax.data.order import Order
 from fornax.data.packing import Packer, Position
 from fornax.data.sources import Dataset, Mixture, Part
-from fornax.data.stream import PartReader, ShardStream, StageTimes
+from fornax.data.stream import PartReader, ShardStream, SpanReader, StageTimes
 from fornax.data.transforms import Chain
 
 
@@ -28,6 +28,8 @@ class Pipeline:
     batch_size: int
     skip_steps: tuple[tuple[int, int], ...] = ()
     """Ranges of batches that are made and thrown away."""
+    reader: SpanReader | None = None
+    """What reads and transforms records in place of this process."""
 
     @property
     def rows_per_shard(self) -> int:
@@ -39,10 +41,15 @@ class Pipeline:
         """Places for tokens in a global batch."""
         return self.batch_size * self.seq_len
 
+    @property
+    def stored(self) -> bool:
+        """Whether all records are stored tokens, which nothing transforms or leaves out."""
+        return all(part.stored_tokens is not None for part in self.parts)
+
     def stream(self, shard: int, times: StageTimes | None = None) -> ShardStream:
         """The documents of one virtual shard."""
         read_batch, check = self.config.read_batch, self.config.debug
-        return ShardStream(shard, self.order, self.parts, read_batch, check, times)
+        return ShardStream(shard, self.order, self.parts, read_batch, check, times, self.reader)
 
     def packer(self, shard: int, position: Position, times: StageTimes | None = None) -> Packer:
         """The packer of one virtual shard, from a position on."""

@@ -1,13 +1,61 @@
-"""Rows of segments to a batch of arrays. Shapes: B rows, T tokens of a row."""
+"""Which rows of a batch a host holds, and rows of segments to arrays.
 
+Shapes: B rows of the global batch, P rows of the array that holds it, T tokens of a row.
+"""
+
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from fornax.config.errors import DataError
 from fornax.data.packing import Row
 
 Batch = dict[str, np.ndarray]
 """tokens, targets, segment_ids, positions int32 `[B, T]`; loss_weights float32 `[B, T]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """Which rows of every global batch one host holds; the batch is the same for any number.
+
+    A batch of B rows lies at the start of an array of P rows: B rounded up so that every host, and
+    every device of it, has the same number. The rows from B to P are padding: no segments, no
+    weight. Host `index` holds the rows P / `count` * `index` and on.
+
+    Raises:
+      DataError: when there is no such host.
+    """
+
+    index: int = 0
+    """This host."""
+    count: int = 1
+    """Hosts that hold different rows."""
+    multiple: int = 1
+    """P is a multiple of it, and of `count`: the devices that share rows, times micro-batches."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.multiple < 1 or not 0 <= self.index < self.count:
+            raise DataError(
+                f"host {self.index} of {self.count} (rows in multiples of {self.multiple}): a host "
+                "is numbered from 0 below their count, and counts are 1 or more"
+            )
+
+    def padded(self, batch_size: int) -> int:
+        """P: rows of the array that holds a batch of `batch_size`, of all hosts together."""
+        unit = math.lcm(self.count, self.multiple)
+        return -(-batch_size // unit) * unit
+
+    def size(self, batch_size: int) -> int:
+        """Rows of this host's arrays, padding included: the same on every host."""
+        return self.padded(batch_size) // self.count
+
+    def rows(self, batch_size: int) -> range:
+        """Rows of the batch that this host holds, none past its end."""
+        size = self.size(batch_size)
+        start, stop = self.index * size, (self.index + 1) * size
+        return range(min(start, batch_size), min(stop, batch_size))
 
 
 def fill(rows: Sequence[Row], seq_len: int) -> Batch:

@@ -1,9 +1,11 @@
 """One virtual shard as a stream of tokenized documents, readable from any position."""
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from fornax.data.transforms import Chain
 _FIRST_READ, _GROWTH = 16, 4
 _MOST_STORED, _MOST_TRANSFORMED = 2048, 64
 
-_Tokens = list[np.ndarray | None]
+Tokens = list[np.ndarray | None]
 """Token ids of a run of positions, None where there is no document."""
 
 
@@ -78,6 +80,20 @@ class PartReader:
         return any(start <= source_index < stop for start, stop in self.skipped)
 
 
+class SpanReader(Protocol):
+    """Reads spans of shards somewhere else, in any order."""
+
+    ahead: int
+    """Spans of each shard that may be read before they are needed."""
+
+    def ask(self, stream: "ShardStream", start: int, count: int) -> Callable[[], Tokens]:
+        """Have the records of `count` positions from `start` read; the result waits for them.
+
+        What it returns, and raises, is what `stream.read(start, count)` would.
+        """
+        ...
+
+
 @dataclass
 class ShardStream:
     """The documents of one virtual shard.
@@ -92,6 +108,8 @@ class ShardStream:
     read_batch: int | None
     check: bool = False
     times: StageTimes | None = None
+    reader: SpanReader | None = None
+    """What reads and transforms in place of this process; None: this one does."""
 
     @property
     def full_pass(self) -> int:
@@ -101,9 +119,8 @@ class ShardStream:
     def read_from(self, position: int) -> Iterator[Document]:
         """Documents at `position` and after."""
         barren = 0
-        for start, count in self._spans(position):
-            tokens = self._read(start, count)
-            barren += count
+        for start, tokens in self._spans_read(position):
+            barren += len(tokens)
             for number, value in enumerate(tokens):
                 if value is not None:
                     barren = 0
@@ -112,10 +129,25 @@ class ShardStream:
                 names = ", ".join(part.name for part in self.parts)
                 raise DataError(f"every record of {names} was dropped: loosen the filters")
 
+    def _spans_read(self, position: int) -> Iterator[tuple[int, Tokens]]:
+        """Start and tokens of spans, some of them ahead where another process reads them."""
+        spans = self._spans(position)
+        if self.reader is None:
+            yield from ((start, self.read(start, count)) for start, count in spans)
+            return
+        asked: deque[tuple[int, Callable[[], Tokens]]] = deque()
+        while True:
+            for start, count in itertools.islice(spans, self.reader.ahead - len(asked)):
+                asked.append((start, self.reader.ask(self, start, count)))
+            if not asked:
+                return
+            start, answer = asked.popleft()
+            yield start, answer()
+
     def _spans(self, position: int) -> Iterator[tuple[int, int]]:
         """Start and length of the reads from `position` on, growing."""
         length = self.order.length(self.shard)
-        most = self.read_batch or (_MOST_STORED if self._stored else _MOST_TRANSFORMED)
+        most = self.read_batch or (_MOST_STORED if self.stored else _MOST_TRANSFORMED)
         size = min(_FIRST_READ, most)
         while length is None or position < length:
             count = size if length is None else min(size, length - position)
@@ -124,11 +156,11 @@ class ShardStream:
             size = min(_GROWTH * size, most)
 
     @property
-    def _stored(self) -> bool:
+    def stored(self) -> bool:
         """Whether reading is all there is to do; a large read of transforms would stall a batch."""
         return all(part.stored_tokens is not None for part in self.parts)
 
-    def _read(self, start: int, count: int) -> _Tokens:
+    def read(self, start: int, count: int) -> Tokens:
         """The tokens at `count` positions, None where there are none."""
         places = self.order.places(self.shard, start, count)
         tokens: list[np.ndarray | None] = [None] * count
@@ -202,7 +234,7 @@ class ShardStream:
         raise DataError(_no_tokens(record, tokens, where(slot)))
 
 
-def _no_tokens(record: Record, tokens: Any, where: str) -> str:
+def _no_tokens(record: Record, tokens: object, where: str) -> str:
     if tokens is None:
         fields = ", ".join(sorted(record))
         return (

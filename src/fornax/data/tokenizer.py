@@ -1,7 +1,6 @@
 """Byte-level BPE tokenizers: train one, load one, and encode documents in batches."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer as _Backend
 
 from fornax.config.errors import ConfigError, DataError
+from fornax.config.files import write_whole
 
 EOS = "<|endoftext|>"
 BOS = "<|begin|>"
@@ -21,8 +21,8 @@ _SMALLEST = 256 + 3
 class Tokenizer:
     """A `tokenizers` tokenizer with its special tokens by role.
 
-    Attributes: `vocab_size` (all ids are below it), `eos_id`, `bos_id`, `pad_id` (None if it has
-        none).
+    It has `vocab_size` (all ids are below it), and `eos_id`, `bos_id`, `pad_id`, each None without
+    such a token.
     """
 
     def __init__(
@@ -87,21 +87,15 @@ class Tokenizer:
             if number is not None
         }
         config = {**names, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False}
-        _write(directory / "tokenizer.json", self.backend.to_str(pretty=True))
-        _write(directory / "tokenizer_config.json", json.dumps(config, indent=2))
-        _write(directory / "special_tokens_map.json", json.dumps(names, indent=2))
+        write_whole(directory / "tokenizer.json", self.backend.to_str(pretty=True))
+        write_whole(directory / "tokenizer_config.json", json.dumps(config, indent=2))
+        write_whole(directory / "special_tokens_map.json", json.dumps(names, indent=2))
 
 
 def _required(number: int | None, role: str) -> int:
     if number is None:
         raise DataError(f"the tokenizer has no {role} token: set append_eos/prepend_bos to false")
     return number
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> Tokenizer:

@@ -6,7 +6,6 @@ means that it was dropped, and stays None to the end of the chain.
 """
 
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from fornax.config.errors import ConfigError, DataError, FornaxError
+from fornax.config import ConfigError, DataError, FornaxError, load_object
 from fornax.data.records import Record, as_record
 from fornax.data.tokenizer import load_tokenizer
 
@@ -142,43 +141,23 @@ class Python:
 
     type: Literal["python"] = "python"
     target: str
-    """`package.module:name`."""
+    """`package.module:NAME`."""
     arguments: dict[str, Scalar] = field(default_factory=dict)
     """Keyword arguments of the class, or bound to the function."""
 
     def build(self) -> Apply:
         """Import the target; `ConfigError` when there is none."""
-        return _each(_as_function(resolve(self.target), self.arguments, self.target))
+        return _each(_as_function(load_object(self.target), self.arguments, self.target))
 
 
 Transform = Tokenize | FilterLength | FilterRegex | Python
-
-
-def resolve(target: str) -> Any:
-    """The object at `package.module:name`; `ConfigError` saying which half is wrong otherwise."""
-    module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"target {target!r} must be written package.module:name")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"target {target!r}: module {module_name} cannot be imported ({error}); "
-            "is its folder on PYTHONPATH?"
-        ) from error
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"target {target!r}: module {module_name} has no {name}")
-        found = getattr(found, part)
-    return found
 
 
 _Function = Callable[[Record, tuple[int, ...]], Any]
 """A record and the seed of its own random generator, to what the user's function returned."""
 
 
-def _as_function(target: Any, arguments: dict[str, Scalar], name: str) -> _Function:
+def _as_function(target: object, arguments: dict[str, Scalar], name: str) -> _Function:
     if isinstance(target, type):
         target = target(**arguments)
         arguments = {}

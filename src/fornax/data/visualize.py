@@ -196,8 +196,8 @@ def _box(stage: Stage, x: float, y: float, total: float) -> str:
     )
 
 
-def _short(name: str, limit: int = 26) -> str:
-    return name if len(name) <= limit else "…" + name[1 - limit :]
+def _short(name: str) -> str:
+    return name if len(name) <= 26 else "…" + name[-25:]
 
 
 def _arrow(x1: float, y1: float, x2: float, y2: float) -> str:

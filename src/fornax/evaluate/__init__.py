@@ -11,10 +11,10 @@ from fornax.evaluate.statistics import Estimate, pass_at_k, ratio, share
 
 if TYPE_CHECKING:
     from fornax.evaluate.comparison import Comparison, compare
-    from fornax.evaluate.generative import Generative
-    from fornax.evaluate.judge import Judge
+    from fornax.evaluate.generative import Generative, Judge
     from fornax.evaluate.perplexity import Perplexity
-    from fornax.evaluate.run import Results, evaluate
+    from fornax.evaluate.results import Results
+    from fornax.evaluate.run import evaluate
 
 __all__ = [
     "Comparison",
@@ -34,9 +34,9 @@ __all__ = [
 _HOMES = {
     "Comparison": "comparison",
     "Generative": "generative",
-    "Judge": "judge",
+    "Judge": "generative",
     "Perplexity": "perplexity",
-    "Results": "run",
+    "Results": "results",
     "compare": "comparison",
     "evaluate": "run",
 }

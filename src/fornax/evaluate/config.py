@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from fornax.config.errors import ConfigError
 from fornax.rewards import RewardSpec
-from fornax.tune.rollout.settings import SampleSettings
+from fornax.tune.rollout import SampleSettings
 
 __all__ = ["EvaluateConfig"]
 

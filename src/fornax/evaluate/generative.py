@@ -1,25 +1,32 @@
-"""Completions of prompts by the serving engine, judged by rewards: means, failures, pass@k."""
+"""Completions of prompts, scored by rewards or a reward model: means, failures, pass@k."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
+
+import numpy as np
 
 from fornax.config.errors import ConfigError
 from fornax.evaluate.config import EvaluateConfig
+from fornax.evaluate.model import EvaluatedModel
 from fornax.evaluate.statistics import Estimate, mean, pass_at_k, share
-from fornax.evaluate.subject import Subject
 from fornax.llm import EngineConfig
 from fornax.rewards import RewardPool, Sample, Score
 from fornax.tune.data import Limit, PromptTokens, load_prompts
+from fornax.tune.data.records import Messages
 from fornax.tune.rollout import Completion, LLMSampler, sample_seed
 
 __all__ = [
+    "JUDGE",
     "Answered",
     "Answerer",
     "Generative",
+    "Judge",
+    "judge_by_model",
     "judge_by_rewards",
+    "load_judge",
     "open_pool",
     "read_prompts",
     "summarise",
@@ -56,7 +63,7 @@ class Generative:
     """Share of completions that ran out of tokens."""
 
 
-def read_prompts(subject: Subject, config: EvaluateConfig) -> list[PromptTokens]:
+def read_prompts(subject: EvaluatedModel, config: EvaluateConfig) -> list[PromptTokens]:
     """The prompts, with room for their completions in the model's window.
 
     Raises:
@@ -78,19 +85,20 @@ class Answerer:
     """Completions by the engine; models of one shape and tokenizer share its compiled steps."""
 
     def __init__(self, config: EvaluateConfig) -> None:
-        """Take what completions are to be like; no engine is made yet."""
         self._config = config
         self._sampler: LLMSampler | None = None
         self._made_for: tuple[Any, ...] = ()
 
-    def __call__(self, subject: Subject, prompts: Sequence[PromptTokens]) -> list[list[Completion]]:
+    def __call__(
+        self, subject: EvaluatedModel, prompts: Sequence[PromptTokens]
+    ) -> list[list[Completion]]:
         """The completions of each prompt; the same for the same weights, prompts and seed."""
         sampler = self._sampler_of(subject, max(len(prompt.tokens) for prompt in prompts))
         seeds = [sample_seed(self._config.seed, 0, number) for number in range(len(prompts))]
         asked = [prompt.tokens.tolist() for prompt in prompts]
         return sampler.sample(asked, self._config.sampling, seeds)
 
-    def _sampler_of(self, subject: Subject, longest: int) -> LLMSampler:
+    def _sampler_of(self, subject: EvaluatedModel, longest: int) -> LLMSampler:
         origin = subject.origin
         shape = (origin.model_config, origin.eos_ids, longest, origin.tokenizer.backend.to_str())
         if self._sampler is not None and shape == self._made_for:
@@ -203,3 +211,51 @@ def summarise(
 def _mean(values: Sequence[float]) -> float:
     kept = [value for value in values if not math.isnan(value)]
     return sum(kept) / len(kept) if kept else math.nan
+
+
+JUDGE = "judge"
+"""The name of its score among a completion's."""
+
+
+class Judge(Protocol):
+    """Whatever gives completions a number, higher for better; such as a reward model."""
+
+    def score(
+        self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages]
+    ) -> np.ndarray:
+        """Floats [N], the score of each completion of its prompt: both text, or both messages."""
+        ...
+
+
+def load_judge(path: str) -> Judge:
+    """The reward model in the run of `fornax tune reward` at `path`.
+
+    Raises:
+      ConfigError, CheckpointError: no such run, or one of something else.
+    """
+    from fornax.tune.reward_model import load_reward_model
+
+    return load_reward_model(path)
+
+
+def judge_by_model(
+    prompts: Sequence[PromptTokens],
+    completions: Sequence[Sequence[Completion]],
+    judge: Judge,
+) -> list[Answered]:
+    """The completions with the judge's score of each."""
+    asked, given = [], []
+    for prompt, group in zip(prompts, completions, strict=True):
+        for each in group:
+            chat = not isinstance(prompt.prompt, str)
+            asked.append(prompt.prompt)
+            given.append([{"role": "assistant", "content": each.text}] if chat else each.text)
+    left = (float(value) for value in judge.score(asked, given))
+    return [
+        Answered(
+            prompt=prompt,
+            completions=list(group),
+            scores=[Score(value, {JUDGE: value}) for value in (next(left) for _ in group)],
+        )
+        for prompt, group in zip(prompts, completions, strict=True)
+    ]

@@ -6,11 +6,17 @@ from typing import Any
 
 from fornax.config.errors import ConfigError
 from fornax.evaluate.config import EvaluateConfig
+from fornax.evaluate.model import EvaluatedModel
 from fornax.evaluate.perplexity import windows
-from fornax.evaluate.subject import Subject
 from fornax.llm import LLM, SamplingParams
 
 __all__ = ["HarnessModel", "check_harness", "run_tasks"]
+
+Settings = dict[str, Any]
+"""Generation settings of a task, as the harness gives them."""
+
+TaskResults = dict[str, Any]
+"""What the harness found: figures by task, versions, numbers of samples."""
 
 _SCORE = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
 _MAX_TOKENS = 256
@@ -35,7 +41,9 @@ def check_harness() -> None:
 class HarnessModel:
     """What the harness asks of a model: log-likelihoods of continuations, and completions."""
 
-    def __init__(self, subject: Subject, *, context: int | None = None, max_num_seqs: int = 32):
+    def __init__(
+        self, subject: EvaluatedModel, *, context: int | None = None, max_num_seqs: int = 32
+    ):
         """Make an engine for a model.
 
         Args:
@@ -80,7 +88,7 @@ class HarnessModel:
             sums[number] += value
         return sums
 
-    def generate(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    def generate(self, requests: Sequence[tuple[str, Settings]]) -> list[str]:
         """Completions of (context, settings), settings as the harness gives them."""
         prompts, params = [], []
         for context, settings in requests:
@@ -144,7 +152,7 @@ class HarnessModel:
         return tokens[over:], max(1, first - over)
 
 
-def run_tasks(subject: Subject, config: EvaluateConfig) -> dict[str, Any]:
+def run_tasks(subject: EvaluatedModel, config: EvaluateConfig) -> TaskResults:
     """Results of the harness's `simple_evaluate`: metrics by task, versions and settings.
 
     Raises:
@@ -177,7 +185,7 @@ def run_tasks(subject: Subject, config: EvaluateConfig) -> dict[str, Any]:
     return {name: found[name] for name in kept if found and name in found}
 
 
-def metrics(results: dict[str, Any]) -> Iterator[tuple[str, str, float, float | None]]:
+def metrics(results: TaskResults) -> Iterator[tuple[str, str, float, float | None]]:
     """Task, metric, value and standard error of each figure the harness found."""
     for task, figures in results.get("results", {}).items():
         for name, value in figures.items():
@@ -219,7 +227,7 @@ def _adapter(model: HarnessModel) -> Any:
     return Adapter()
 
 
-def _sampling(settings: dict[str, Any]) -> SamplingParams:
+def _sampling(settings: Settings) -> SamplingParams:
     """The harness's settings as ours.
 
     Raises:

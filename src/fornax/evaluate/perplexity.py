@@ -15,8 +15,8 @@ from flax import nnx
 
 from fornax.config.errors import ConfigError, DataError
 from fornax.evaluate.config import EvaluateConfig
+from fornax.evaluate.model import EvaluatedModel
 from fornax.evaluate.statistics import Estimate, ratio
-from fornax.evaluate.subject import Subject
 from fornax.models import Decoder, token_logprobs
 from fornax.tune.data import Problems, read_lines
 
@@ -40,7 +40,7 @@ class Perplexity:
     bits_per_byte: Estimate
 
 
-def measure_perplexity(subject: Subject, config: EvaluateConfig) -> Perplexity:
+def measure_perplexity(subject: EvaluatedModel, config: EvaluateConfig) -> Perplexity:
     """Score every document of `config.text`.
 
     A document begins after the token that the tokenizer puts before texts, else after its end

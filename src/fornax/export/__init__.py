@@ -11,10 +11,9 @@ from fornax.export.spec import Signature, Spec, TensorSpec
 if TYPE_CHECKING:
     from fornax.export.bundle import Bundle, open_bundle
     from fornax.export.golden import GoldenArrays, Report
-    from fornax.export.layout import OnMesh
     from fornax.export.loaded import Loaded, load
     from fornax.export.manifest import Manifest, Tolerance
-    from fornax.export.placement import OneDevice, Placement
+    from fornax.export.placement import OneDevice, OnMesh, Placement
     from fornax.export.program import Memory, Program
     from fornax.export.safetensors_map import Tensor, read_safetensors
     from fornax.export.seal import save
@@ -49,7 +48,7 @@ _ROOMS = {
     "Loaded": "loaded",
     "Manifest": "manifest",
     "Memory": "program",
-    "OnMesh": "layout",
+    "OnMesh": "placement",
     "OneDevice": "placement",
     "Placement": "placement",
     "Program": "program",

@@ -1,16 +1,17 @@
-"""The meeting with jax's internals: an Exported rebuilt from its parts, and PJRT's fast calls.
+"""The meeting with jax's internals: an Exported rebuilt from its parts, native code, threads.
 
 What a bundle keeps of `jax.export.Exported` is the portable StableHLO artifact and the calling
-convention; the class differs between versions of jax by private fields, which are filled here.
+convention.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import export
 
@@ -19,13 +20,9 @@ from fornax.config.errors import BundleError
 
 __all__ = [
     "Inconclusive",
-    "abstract",
     "calling_device",
-    "compiled_anew",
-    "fast_call",
     "load_executable",
     "portable",
-    "put",
     "rebuild",
     "stable_calls",
     "stablehlo_version",
@@ -37,22 +34,39 @@ _errors: Any = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation
 Inconclusive: type[Exception] = _errors.InconclusiveDimensionOperation
 """What tracing raises where it would have to know the size of an open dimension."""
 
-_EMPTY_BY_POSITION = ("_in_named_shardings", "in_shardings_hlo")
-_EMPTY_BY_OUTPUT = ("_out_named_shardings", "out_shardings_hlo")
+
+Array = tuple[tuple[int | str, ...], np.dtype]
+"""Shape, whose open dimensions are expressions, and dtype."""
 
 
 def rebuild(
     *,
     name: str,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
+    constraints: Sequence[str],
     module: bytes,
     platform: str,
     kept: tuple[int, ...],
     calling_convention: int,
     uses_global_constants: bool,
+    x64: bool,
 ) -> export.Exported:
     """An `Exported` of a function of positional arrays to a tuple of arrays.
+
+    It has no gradient: `has_vjp()` is False.
+
+    Args:
+      name: of the function.
+      inputs: in order, weights among them.
+      outputs: in order.
+      constraints: of the open dimensions, as `export.SymbolicScope` takes them.
+      module: the portable artifact.
+      platform: that it was lowered for.
+      kept: indices of the inputs that the module takes.
+      calling_convention: jax's, of the module.
+      uses_global_constants: whether the module takes sizes as constants.
+      x64: whether dtypes of 64 bits are enabled around this call.
 
     Raises:
       BundleError: when this jax does not know the calling convention.
@@ -63,34 +77,44 @@ def rebuild(
             f"{name!r} has jax calling convention {calling_convention} and jax "
             f"{jax.__version__} calls {least} to {most}; use another jax or export again"
         )
-    fields: dict[str, Any] = {
-        "fun_name": name,
-        "in_tree": jax.tree.structure((tuple(0 for _ in inputs), {})),
-        "in_avals": tuple(inputs),
-        "out_tree": jax.tree.structure(tuple(0 for _ in outputs)),
-        "out_avals": tuple(outputs),
-        "_has_named_shardings": True,
-        "nr_devices": 1,
-        "platforms": (platform,),
-        "ordered_effects": (),
-        "unordered_effects": (),
-        "disabled_safety_checks": (),
-        "mlir_module_serialized": module,
-        "calling_convention_version": calling_convention,
-        "module_kept_var_idx": kept,
-        "uses_global_constants": uses_global_constants,
-        "_get_vjp": None,
-    }
-    fields |= {key: (None,) * len(inputs) for key in _EMPTY_BY_POSITION}
-    fields |= {key: (None,) * len(outputs) for key in _EMPTY_BY_OUTPUT}
-    wanted = [f.name for f in dataclasses.fields(export.Exported)]
-    unknown = [key for key in wanted if key not in fields]
-    if unknown:
-        raise BundleError(
-            f"jax {jax.__version__} wants {', '.join(unknown)} of an exported function, which "
-            "this Fornax does not know; use a jax that it supports"
-        )
-    return export.Exported(**{key: fields[key] for key in wanted})
+
+    signature = _signature(tuple(inputs), tuple(outputs), tuple(constraints), platform, x64)
+    return dataclasses.replace(
+        signature,
+        _get_vjp=None,  # that of zeros; a `custom_jvp` that refuses stays in jax's caches for good
+        fun_name=name,
+        mlir_module_serialized=module,
+        module_kept_var_idx=kept,
+        calling_convention_version=calling_convention,
+        uses_global_constants=uses_global_constants,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(
+    inputs: tuple[Array, ...],
+    outputs: tuple[Array, ...],
+    constraints: tuple[str, ...],
+    platform: str,
+    x64: bool,
+) -> export.Exported:
+    """What jax makes of a function of the same inputs and outputs: all but the module.
+
+    Made once for each signature, since jax 0.12 keeps what it lowers with open dimensions for good:
+    the entry of its cache holds its own weak key.
+    """
+    del x64  # dtypes of 64 bits are others without it
+    scope = export.SymbolicScope(constraints)
+
+    def abstract(array: Array) -> jax.ShapeDtypeStruct:
+        shape = export.symbolic_shape(",".join(map(str, array[0])), scope=scope)
+        return jax.ShapeDtypeStruct(shape, array[1])
+
+    def empty(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        del arrays
+        return tuple(jnp.zeros(made.shape, made.dtype) for made in map(abstract, outputs))
+
+    return export.export(jax.jit(empty), platforms=[platform])(*map(abstract, inputs))
 
 
 def supported_conventions() -> tuple[int, int]:
@@ -99,11 +123,6 @@ def supported_conventions() -> tuple[int, int]:
         export.minimum_supported_calling_convention_version,
         export.maximum_supported_calling_convention_version,
     )
-
-
-def abstract(shape: Sequence[Any], dtype: np.dtype) -> jax.core.ShapedArray:
-    """An abstract value; sizes may be symbolic."""
-    return jax.core.ShapedArray(tuple(shape), dtype)
 
 
 def stablehlo_version(module: bytes) -> str:
@@ -148,10 +167,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 @contextlib.contextmanager
 def without_places() -> Iterator[None]:
     """Lower without the files and lines of the user's code: a bundle tells nobody's paths."""
-    from jax._src import config
-
-    with config.traceback_in_locations_limit(0):
+    name = "jax_traceback_in_locations_limit"
+    before = jax.config.values[name]
+    jax.config.update(name, 0)
+    try:
         yield
+    finally:
+        jax.config.update(name, before)
 
 
 def stable_calls() -> frozenset[str]:
@@ -171,29 +193,7 @@ def stable_calls() -> frozenset[str]:
     return frozenset(known) - {"tf.call_tf_function"}
 
 
-@contextlib.contextmanager
-def compiled_anew(wanted: bool) -> Iterator[None]:
-    """Compile everything in this process meanwhile, if `wanted`: nothing is read from jax's cache.
-
-    What was read from it cannot be serialized: the result loads, and fails when it runs (jaxlib
-    0.10.2: `Function … not found`).
-    """
-    if not wanted:
-        yield
-        return
-    from jax.experimental.compilation_cache import compilation_cache
-
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # whether it is in use is asked once
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
-
-
-def load_executable(data: bytes, device: Any) -> Any:
+def load_executable(data: bytes, device: jax.Device) -> Any:
     """Native code from `LoadedExecutable.serialize`, for one device. It can do anything."""
     from jax._src.lib import xla_client
 
@@ -202,26 +202,8 @@ def load_executable(data: bytes, device: Any) -> Any:
     )
 
 
-def fast_call(
-    executable: Any, outputs: Sequence[Any], sharding: Any
-) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """A call of a one-device executable: arrays in its order to arrays, asynchronously.
-
-    `LoadedExecutable.execute` takes its results apart shard by shard; jax's own handlers make the
-    same arrays in half of the time (5 us a call instead of 9).
-    """
-    try:
-        from jax._src.interpreters import pxla
-
-        handlers = [pxla.global_aval_to_result_handler(aval, sharding, True) for aval in outputs]
-        start = executable.execute_sharded
-    except (ImportError, AttributeError, TypeError):
-        return executable.execute
-    return lambda arrays: start(arrays).consume_with_handlers(handlers)
-
-
 @functools.cache
-def calling_device() -> Any | None:
+def calling_device() -> jax.Device | None:
     """A CPU device whose programs run in the thread that calls them; None where jax has none.
 
     XLA's CPU client divides every program over its threads, and has as many as when it was made:
@@ -234,20 +216,3 @@ def calling_device() -> Any | None:
             return xla_client.make_cpu_client(asynchronous=False).local_devices()[0]
     except (ImportError, AttributeError, TypeError):
         return None
-
-
-def _device_put(aval: Any, sharding: Any, arrays: list[Any], devices: list[Any]) -> jax.Array:
-    return jax.device_put(arrays[0], sharding)
-
-
-def _fast_put() -> Any:
-    try:  # 3 us a call where jax.device_put takes 20
-        from jax._src.lib import xla_client
-
-        return xla_client.batched_device_put
-    except (ImportError, AttributeError):
-        return _device_put
-
-
-put = _fast_put()
-"""`put(aval, sharding, [array], [device])`: a host array onto one device, without checks."""

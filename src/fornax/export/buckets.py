@@ -4,20 +4,59 @@ A request is a mapping of a function's inputs to arrays; row i of an output belo
 the inputs. Dimensions: `b` rows of all requests together, others as the function names them.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from fornax.config.errors import BundleError
 from fornax.export import expressions
 from fornax.export.dtypes import BYTES, numpy_dtype
-from fornax.export.parts import longest
 from fornax.export.spec import Signature, TensorSpec
 
-__all__ = ["assemble", "choose", "measure", "take", "true_sizes"]
+__all__ = [
+    "Part",
+    "as_arrays",
+    "assemble",
+    "choose",
+    "join",
+    "longest",
+    "measure",
+    "split",
+    "take",
+    "true_sizes",
+]
 
 Request = Mapping[str, np.ndarray]
+
+
+def as_arrays(signature: Signature, inputs: Mapping[str, object]) -> dict[str, np.ndarray]:
+    """Arrays by name. What is an array already keeps its dtype, right or wrong."""
+    return {
+        name: _as_array(value, signature.inputs[name].dtype if name in signature.inputs else None)
+        for name, value in inputs.items()
+    }
+
+
+def _as_array(value: object, dtype: str | None) -> np.ndarray:
+    if dtype == BYTES:
+        return np.asarray(value, object)
+    if dtype is None or hasattr(value, "dtype"):
+        return np.asarray(value)
+    array, wanted = np.asarray(value), numpy_dtype(dtype)
+    if not _kind_fits(array, wanted):
+        return array
+    return array.astype(wanted)
+
+
+def _kind_fits(array: np.ndarray, wanted: np.dtype) -> bool:
+    """Whether numbers of Python mean the same in a dtype: whole ones anywhere that they fit."""
+    kind = array.dtype.kind
+    if kind == "b":
+        return wanted.kind == "b"
+    if kind in "iu" and wanted.kind in "iu":
+        limits = np.iinfo(wanted)
+        return not array.size or bool(array.min() >= limits.min and array.max() <= limits.max)
+    return kind in "iuf" and wanted.kind in "fV"
 
 
 def measure(signature: Signature, request: Request) -> dict[str, int]:
@@ -215,7 +254,7 @@ def _lengths(
     return found
 
 
-def _row_sizes(signature: Signature, spec: TensorSpec, array: np.ndarray) -> Any:
+def _row_sizes(signature: Signature, spec: TensorSpec, array: np.ndarray) -> int | list[int]:
     along = signature.measured(spec.name)
     if spec.dtype == BYTES and along == spec.shape[-1]:
         return [max(map(len, np.ravel(row)), default=0) for row in array]
@@ -291,3 +330,40 @@ def _trim(array: np.ndarray, shape: tuple[int | str, ...], own: Mapping[str, int
     if len(wanted) == 2:
         return array[: wanted[0], : wanted[1]]
     return array[tuple(slice(0, size) for size in wanted)]
+
+
+class Part(dict[str, np.ndarray]):
+    """Some rows of a request; its strings count as long as the longest of the whole request.
+
+    Outputs that are as long as the strings are thus of one size in all parts.
+    """
+
+    longest: Mapping[str, int]
+
+
+def longest(request: Request, spec: TensorSpec) -> int:
+    """The longest string of a bytes input, of the whole request where this is a part of one."""
+    own = max(map(len, request[spec.name].ravel()), default=0)
+    return max(own, request.longest[spec.name]) if isinstance(request, Part) else own
+
+
+def split(
+    signature: Signature, request: Request, rows: int, most: int
+) -> Iterator[tuple[int, Request]]:
+    """Parts of at most `most` of a request's rows, each with how many it has."""
+    texts = [spec for spec in signature.inputs.values() if spec.dtype == BYTES]
+    sizes = {spec.name: longest(request, spec) for spec in texts}
+    for start in range(0, rows, most):
+        part = Part({name: array[start : start + most] for name, array in request.items()})
+        part.longest = sizes
+        yield min(most, rows - start), part
+
+
+def join(signature: Signature, parts: Sequence[Request]) -> Request:
+    """The outputs of all parts as one; those that have no rows are the same in each."""
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        name: np.concatenate([part[name] for part in parts]) if name in signature.by_row else array
+        for name, array in parts[0].items()
+    }

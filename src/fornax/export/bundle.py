@@ -7,13 +7,13 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jax import export
 
 from fornax.config.errors import BundleError
-from fornax.export import executables, files, golden, reading, tensors, weights
+from fornax.export import executables, files, golden, reading, weights
 from fornax.export.compiling import compile_program, loaded_program, rebuild
 from fornax.export.golden import GoldenArrays, Report
 from fornax.export.manifest import Function, Manifest
@@ -179,7 +179,7 @@ class Bundle:
         weights: Weights,
         placement: Placement | None = None,
         *,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> Program:
         """The function compiled for one bucket, e.g. `{"b": 8, "t": 64}`.
 
@@ -224,7 +224,7 @@ class Bundle:
         record = self._function(function).golden
         if record is None:
             return None
-        arrays = tensors.unpack(self.read(record.file), str(self.path / record.file))
+        arrays = golden.unpack(self.read(record.file), self.path / record.file)
         return golden.arrays_of(self.signature(function), record, arrays, self.path / record.file)
 
     def check_golden(

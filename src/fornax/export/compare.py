@@ -3,9 +3,9 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from fornax.export import golden
 from fornax.export.bundle import Bundle, open_bundle
 from fornax.export.graph import changes, read_graph
 from fornax.export.inspect import shape_text
-from fornax.export.manifest import Manifest
+from fornax.export.manifest import Manifest, Tolerance
 from fornax.export.spec import Signature
 from fornax.export.weights import Weights
 
@@ -25,18 +25,39 @@ _MOST = 40
 """Lines of one graph's difference that are shown on a terminal."""
 
 
+class GraphDifference(TypedDict):
+    """How two graphs differ."""
+
+    operations: dict[str, list[int]]
+    """By name how many there are, [a, b], where that differs."""
+    changes: list[str]
+    """Lines of a unified difference."""
+
+
+class OutputDifference(TypedDict):
+    """How two outputs differ."""
+
+    largest: float
+    expected: float
+    """The largest value of a."""
+    equal: bool
+    """Bit for bit."""
+    within: bool
+    """Whether the tolerance of a allows it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
     """What of two bundles differs; all empty when they are the same to their users."""
 
     signatures: list[str]
     """Sentences about functions, inputs, outputs, buckets and platforms."""
-    graphs: dict[str, dict[str, Any]]
-    """By `function.platform`, where they differ: `operations` {name: [a, b]} and `changes`."""
+    graphs: dict[str, GraphDifference]
+    """By `function.platform`, where they differ."""
     weights: list[str]
     """Sentences about names, shapes, dtypes, axes and values."""
-    outputs: dict[str, dict[str, Any]]
-    """By `function.output`: `largest` difference, `expected` largest value, `equal`, `within`."""
+    outputs: dict[str, OutputDifference]
+    """By `function.output`."""
     notes: list[str]
     """What could not be compared, and why; it makes no difference."""
 
@@ -96,7 +117,7 @@ def _signature(a: Signature, b: Signature) -> Iterator[str]:
         yield f"buckets {_show(dict(a.buckets))} -> {_show(dict(b.buckets))}"
 
 
-def _graphs(a: Bundle, b: Bundle) -> Iterator[tuple[str, dict[str, Any]]]:
+def _graphs(a: Bundle, b: Bundle) -> Iterator[tuple[str, GraphDifference]]:
     for name in _both(a.manifest.functions, b.manifest.functions):
         old, new = (bundle.manifest.functions[name].programs for bundle in (a, b))
         for platform in _both(old, new):
@@ -137,7 +158,7 @@ def _weights(a: Manifest, b: Manifest, left: Weights, right: Weights) -> Iterato
 
 def _outputs(
     a: Bundle, b: Bundle, left: Weights, right: Weights, notes: list[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, OutputDifference]]:
     for name in _both(a.manifest.functions, b.manifest.functions):
         one, other = a.manifest.functions[name], b.manifest.functions[name]
         if one.golden is None and other.golden is None:
@@ -171,7 +192,7 @@ def _run(
     return {key: np.asarray(value) for key, value in jax.block_until_ready(found).items()}
 
 
-def _output(pairs: list[tuple[np.ndarray, np.ndarray]], tolerance: Any) -> dict[str, Any]:
+def _output(pairs: list[tuple[np.ndarray, np.ndarray]], tolerance: Tolerance) -> OutputDifference:
     off = [golden.difference(new, old, tolerance) for old, new in pairs]
     return {
         "largest": max((worst for _, worst in off), default=0.0),
@@ -187,7 +208,7 @@ def _largest(found: np.ndarray, expected: np.ndarray) -> float:
     return float(off.max(initial=0.0)) if not np.isnan(off).any() else math.nan
 
 
-def _sets(what: str, a: Any, b: Any) -> Iterator[str]:
+def _sets(what: str, a: Collection[str], b: Collection[str]) -> Iterator[str]:
     for name in a:
         if name not in b:
             yield f"{what} {name} is in a only"
@@ -196,11 +217,11 @@ def _sets(what: str, a: Any, b: Any) -> Iterator[str]:
             yield f"{what} {name} is in b only"
 
 
-def _both(a: Any, b: Any) -> list[str]:
+def _both(a: Collection[str], b: Collection[str]) -> list[str]:
     return [name for name in a if name in b]
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if isinstance(value, list | tuple):
         return shape_text(list(value))
     if isinstance(value, dict):
@@ -208,9 +229,9 @@ def _show(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _alike(graphs: Mapping[str, dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
+def _alike(graphs: Mapping[str, GraphDifference]) -> list[tuple[list[str], GraphDifference]]:
     """Graphs that differ in the same way together: platforms mostly do."""
-    found: list[tuple[list[str], dict[str, Any]]] = []
+    found: list[tuple[list[str], GraphDifference]] = []
     for name, graph in graphs.items():
         for names, other in found:
             if other == graph:

@@ -4,17 +4,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
 
 from fornax.config.errors import BundleError
 from fornax.export import _exported
-from fornax.export.calls import check_calls
 from fornax.export.dtypes import numpy_dtype
 from fornax.export.executables import memory_of
+from fornax.export.graph import check_calls
 from fornax.export.manifest import Function, Weight
 from fornax.export.placement import Placement, platform_of
 from fornax.export.program import Program
-from fornax.export.trace import abstract_argument, x64
+from fornax.export.trace import x64
 from fornax.export.weights import Weights
 
 __all__ = ["compile_program", "loaded_program", "rebuild"]
@@ -31,27 +32,25 @@ def rebuild(
     _exported.stablehlo_version(module)
     check_calls(module)
     program = f.programs[platform]
+    stored = [weights[name] for name in f.weights]
     try:
-        scope = export.SymbolicScope(f.constraints)
         with x64(f.x64):
-            arguments = [abstract_argument(spec, scope) for spec in f.signature.arguments]
-            outputs = [abstract_argument(spec, scope) for spec in f.signature.outputs.values()]
+            return _exported.rebuild(
+                name=f.signature.name,
+                inputs=[(a.shape, numpy_dtype(a.dtype)) for a in (*stored, *f.signature.arguments)],
+                outputs=[(a.shape, numpy_dtype(a.dtype)) for a in f.signature.outputs.values()],
+                constraints=f.constraints,
+                module=module,
+                platform=platform,
+                kept=program.kept,
+                calling_convention=program.calling_convention,
+                uses_global_constants=program.uses_global_constants,
+                x64=f.x64,
+            )
+    except BundleError:
+        raise
     except Exception as error:
         raise BundleError(f"its sizes cannot be read by jax: {error}") from None
-    stored = [weights[name] for name in f.weights]
-    return _exported.rebuild(
-        name=f.signature.name,
-        inputs=[
-            *(_exported.abstract(w.shape, numpy_dtype(w.dtype)) for w in stored),
-            *(_exported.abstract(a.shape, a.dtype) for a in arguments),
-        ],
-        outputs=[_exported.abstract(o.shape, o.dtype) for o in outputs],
-        module=module,
-        platform=platform,
-        kept=program.kept,
-        calling_convention=program.calling_convention,
-        uses_global_constants=program.uses_global_constants,
-    )
 
 
 def compile_program(
@@ -60,7 +59,7 @@ def compile_program(
     dims: Mapping[str, int],
     weights: Weights,
     placement: Placement,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Program:
     """The function compiled for sizes, which need not be a bucket's.
 
@@ -93,18 +92,24 @@ def compile_program(
     ]
     with x64(f.x64):
         try:
-            jitted = jax.jit(_named(exported), in_shardings=tuple(shardings), keep_unused=True)
-            compiled = jitted.lower(*arguments).compile(dict(options) if options else None)
+            jitted = jax.jit(
+                _named(exported),
+                in_shardings=tuple(shardings),
+                compiler_options=dict(options) if options else None,
+            )
+            compiled = jitted.lower(*arguments).compile()
         except Exception as error:
             raise BundleError(
                 f"{signature.name!r} cannot be compiled for {dict(dims)} on "
                 f"{platform_of(placement)} with jax {jax.__version__}: {error}"
             ) from error
-    executable: Any = compiled.runtime_executable()
-    one = len(placement.devices) == 1
+    # jax 0.10 takes the layout of committed arrays of less than a byte for one that `compiled`,
+    # which checks it, does not accept; `jitted` finds the same program and does not check.
+    packed = any(jnp.iinfo(a.dtype).bits < 8 for a in held if jnp.issubdtype(a.dtype, jnp.integer))
+    call = jitted if packed else compiled
     return Program(
-        executable=executable,
-        call=_call_one(f, executable, dims, placement) if one else _call_compiled(compiled),
+        executable=compiled.runtime_executable(),
+        call=lambda arrays: list(call(*arrays)),
         signature=signature,
         dims=dims,
         weights=held,
@@ -125,7 +130,7 @@ def loaded_program(
     """The function from native code that was compiled ahead of time, on one device."""
     return Program(
         executable=executable,
-        call=_call_one(f, executable, dims, placement),
+        call=executable.execute,
         signature=f.signature,
         dims=dims,
         weights=[weights.params[name] for name in f.weights],
@@ -136,24 +141,9 @@ def loaded_program(
     )
 
 
-def _named(exported: export.Exported) -> Any:
-    def call(*arrays: Any) -> Any:
+def _named(exported: export.Exported) -> Callable[..., object]:
+    def call(*arrays: jax.Array) -> object:
         return exported.call(*arrays)
 
     call.__name__ = call.__qualname__ = exported.fun_name
     return call
-
-
-def _call_one(
-    f: Function, executable: Any, dims: Mapping[str, int], placement: Placement
-) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    outputs = [
-        _exported.abstract(spec.sizes(dims), numpy_dtype(spec.dtype))
-        for spec in f.signature.outputs.values()
-    ]
-    sharding = jax.sharding.SingleDeviceSharding(placement.devices[0])
-    return _exported.fast_call(executable, outputs, sharding)
-
-
-def _call_compiled(compiled: Any) -> Any:
-    return lambda arrays: list(compiled(*arrays))

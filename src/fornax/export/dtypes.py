@@ -1,11 +1,28 @@
 """The dtypes of a bundle's tensors by name, without jax."""
 
+from typing import Protocol
+
 import ml_dtypes
 import numpy as np
 
 from fornax.config.errors import BundleError
 
-__all__ = ["BYTES", "TENSORS", "is_wide", "numpy_dtype"]
+__all__ = ["BYTES", "TENSORS", "Shaped", "is_wide", "numpy_dtype"]
+
+
+class Shaped(Protocol):
+    """An array of numpy or jax, a tracer, or a ShapeDtypeStruct."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As numpy has it."""
+        ...
+
 
 BYTES = "bytes"
 TENSORS = (

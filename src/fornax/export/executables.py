@@ -4,61 +4,22 @@ Such code can do anything, so a loader uses it only when it is told to trust the
 machine, the compiler or its flags differ it is left alone, and the function is compiled.
 """
 
-import functools
 import hashlib
 import logging
-import platform
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 
-from fornax.config.environment import compiler_flags
 from fornax.export import _exported
 from fornax.export.manifest import Executable
 from fornax.export.program import Memory
+from fornax.mesh.compilation import machine_key
 
-__all__ = ["DIRECTORY", "deserialize", "find", "key_of", "memory_of", "names"]
+__all__ = ["DIRECTORY", "deserialize", "find", "memory_of", "names"]
 
 DIRECTORY = "executables"
 _LOG = logging.getLogger("fornax.export")
-_HARMLESS = "--xla_force_host_platform_device_count"
-
-
-def key_of(device: Any) -> dict[str, str]:
-    """What native code depends on: device, compiler, its flags, and the processor's features."""
-    flags = [
-        flag
-        for value in compiler_flags().values()
-        for flag in value.split()
-        if not flag.startswith(_HARMLESS)
-    ]
-    optimized = not jax.config.read("jax_disable_most_optimizations")
-    return {
-        "platform": device.platform,
-        "device_kind": device.device_kind,
-        "platform_version": device.client.platform_version,
-        "jaxlib": jaxlib.__version__,
-        "flags": " ".join(sorted(flags)),
-        "optimized": str(optimized).lower(),
-        "processor": _processor(),
-    }
-
-
-@functools.cache
-def _processor() -> str:
-    """The machine's architecture, and a hash of the processor's model and features."""
-    wanted = ("model name", "flags", "Features", "CPU part")
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = [platform.processor(), platform.platform()]
-    else:
-        lines = [line for line in lines if line.split("\t")[0].strip() in wanted]
-    found = "\n".join(sorted(set(lines)))
-    return f"{platform.machine()}-{hashlib.sha256(found.encode()).hexdigest()[:16]}"
 
 
 def names(key: Mapping[str, str], functions: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
@@ -70,11 +31,11 @@ def names(key: Mapping[str, str], functions: Mapping[str, int]) -> Iterator[tupl
 
 
 def find(
-    executables: Sequence[Executable], function: str, dims: Mapping[str, int], device: Any
+    executables: Sequence[Executable], function: str, dims: Mapping[str, int], device: jax.Device
 ) -> Executable | None:
     """The executable for a function's bucket on this device; says so where all are for others."""
     candidates = [e for e in executables if e.function == function and dict(e.dims) == dict(dims)]
-    key = key_of(device)
+    key = machine_key(device)
     for candidate in candidates:
         if dict(candidate.key) == key:
             return candidate
@@ -90,7 +51,7 @@ def find(
     return None
 
 
-def deserialize(data: bytes, device: Any, what: str) -> Any | None:
+def deserialize(data: bytes, device: jax.Device, what: str) -> Any | None:
     """A loaded executable, or None, saying so, where the runtime does not take it."""
     try:
         return _exported.load_executable(data, device)

@@ -18,7 +18,7 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _LARGEST = 2**53
 
 
-def safe_path(name: Any) -> bool:
+def safe_path(name: object) -> bool:
     """Whether a name in a manifest is a plain relative path below the bundle."""
     return (
         isinstance(name, str)
@@ -30,8 +30,8 @@ def safe_path(name: Any) -> bool:
 class Fields:
     """One JSON object of a manifest; its methods return checked fields or raise BundleError."""
 
-    def __init__(self, data: Any, where: str):
-        self.data: dict[str, Any] = data
+    def __init__(self, data: dict[str, Any], where: str):
+        self.data = data
         self.where = where
 
     def wrong(self, key: str, why: str) -> BundleError:
@@ -226,7 +226,7 @@ class Fields:
             )
         return name
 
-    def file(self, key: str, files: Mapping[str, Any]) -> str:
+    def file(self, key: str, files: Mapping[str, object]) -> str:
         """A file that the manifest lists."""
         if self.text(key) not in files:
             raise self.wrong(key, "not among the bundle's files")

@@ -1,17 +1,15 @@
 """A bundle's directory: hashes, what does not belong there, and its atomic creation."""
 
 import contextlib
-import ctypes
 import hashlib
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fornax.config.errors import BundleError
+from fornax.config.files import replacing_folder
 from fornax.export.manifest import File
 
 __all__ = [
@@ -20,14 +18,12 @@ __all__ = [
     "measure",
     "new_directory",
     "read_checked",
-    "sync",
     "verify",
     "watch",
 ]
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _AGAIN = "copy the bundle again or export again"
 
 
@@ -195,53 +191,7 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
     if path.exists() and any(path.iterdir()) and not (path / MANIFEST).is_file():
         raise BundleError(f"{path} is no bundle, so it is not overwritten; choose another")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    except OSError as error:
-        raise BundleError(f"{path} cannot be written ({error.strerror})") from None
-    try:
-        yield work
-        os.chmod(work, 0o755)
-        _sync(work)
-        _put_in_place(work, path)
-        sync(path.parent)
+        with replacing_folder(path) as work:
+            yield work
     except OSError as error:
         raise BundleError(f"{path} cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _put_in_place(work: Path, path: Path) -> None:
-    """Give `work` the name `path`; what had it is gone or in `work`."""
-    if not path.exists():
-        os.rename(work, path)
-    elif not _exchange(work, path):
-        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-        os.rename(path, old)
-        os.rename(work, path)
-        shutil.rmtree(old)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Let two directories change names in one step, where the system can (Linux)."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    return renameat2(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0
-
-
-def _sync(root: Path) -> None:
-    for parent, _, names in os.walk(root):
-        for name in names:
-            sync(Path(parent) / name)
-        sync(Path(parent))
-
-
-def sync(path: Path) -> None:
-    """Make a file, or what a folder was just told, last beyond a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

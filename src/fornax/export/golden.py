@@ -3,10 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
 
+from fornax.checkpoint.safetensors_file import DTYPES
 from fornax.config.errors import BundleError
 from fornax.export import buckets, expressions
 from fornax.export.dtypes import BYTES, numpy_dtype
@@ -24,8 +26,10 @@ __all__ = [
     "dims_for",
     "example",
     "examples",
+    "pack",
     "record",
     "regions",
+    "unpack",
 ]
 
 _EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -46,6 +50,26 @@ class GoldenArrays:
 
     inputs: Mapping[str, np.ndarray]
     outputs: Mapping[str, np.ndarray]
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Named arrays as a safetensors file."""
+    return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+
+
+def unpack(data: bytes, where: object) -> dict[str, np.ndarray]:
+    """The arrays in a safetensors file's bytes.
+
+    Raises:
+      BundleError: naming `where` when they are not such a file.
+    """
+    try:
+        return {
+            name: np.frombuffer(entry["data"], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            for name, entry in deserialize(data)
+        }
+    except (SafetensorError, KeyError) as error:
+        raise BundleError(f"{where} is no readable safetensors file ({error})") from None
 
 
 def arrays_of(
@@ -83,16 +107,8 @@ def examples(
     signature: Signature,
     dims: Mapping[str, int],
     seed: int = 0,
-    *,
-    full: bool = False,
-    sizes: Mapping[str, int] | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Random requests that fill a bucket: one row each, of different sizes along ragged dims.
-
-    Args:
-      full: every row as large as the bucket.
-      sizes: each row's size along the ragged dimensions.
-    """
+    """Random requests that fill a bucket: one row each, of different sizes along ragged dims."""
     random = np.random.default_rng(seed)
     rows = dims[signature.batch] if signature.batch else 1
     requests = []
@@ -101,9 +117,8 @@ def examples(
         if signature.batch:
             own[signature.batch] = 1
         for name in signature.ragged:
-            least = dims[name] if full or row == 0 else math.ceil(dims[name] / 2)
+            least = dims[name] if row == 0 else math.ceil(dims[name] / 2)
             own[name] = int(random.integers(least, dims[name] + 1))
-        own |= sizes or {}
         requests.append(example(signature, own, random))
     return requests
 
@@ -232,14 +247,14 @@ def compare(
     return Report(exact=exact, worst=worst)
 
 
-def regions(signature: Signature, spec: TensorSpec, golden: Golden) -> list[tuple[Any, ...]]:
+def regions(signature: Signature, spec: TensorSpec, golden: Golden) -> list[tuple[slice, ...]]:
     by_row = signature.batch is not None and spec.shape[:1] == (signature.batch,)
     if not golden.sizes:
         return [(slice(0, golden.rows),) if by_row else ()]
     if not by_row:
         own = {**golden.dims, **{name: max(v) for name, v in golden.sizes.items()}}
         return [tuple(slice(0, n) for n in spec.sizes(own))]
-    regions = []
+    regions: list[tuple[slice, ...]] = []
     for row in range(golden.rows or 0):
         own = {**golden.dims, **{name: v[row] for name, v in golden.sizes.items()}}
         tail = (slice(0, expressions.evaluate(size, own)) for size in spec.shape[1:])

@@ -1,4 +1,8 @@
-"""A function's StableHLO as something to count and compare: operations, and lines without noise."""
+"""A function's StableHLO: its operations counted, compared, and its custom calls checked.
+
+A graph can name any function that is registered in the process, Python callbacks and pointers among
+them, so a loader looks before it compiles: only calls that jax promises to keep may be in one.
+"""
 
 import collections
 import dataclasses
@@ -12,8 +16,9 @@ from jaxlib.mlir.dialects import stablehlo
 from jaxlib.mlir.ir import Operation, WalkResult
 
 from fornax.config.errors import BundleError
+from fornax.export._exported import stable_calls
 
-__all__ = ["Graph", "changes", "read_graph", "readable_versions"]
+__all__ = ["Graph", "changes", "check_calls", "custom_calls", "read_graph", "readable_versions"]
 
 _FRAME = ("builtin.module", "func.func", "func.return", "stablehlo.return")
 """Operations that hold others and compute nothing."""
@@ -96,7 +101,7 @@ def _plain(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()[1:])  # the module's own line
 
 
-def changes(a: Graph, b: Graph, *, context: int = 1) -> list[str]:
+def changes(a: Graph, b: Graph) -> list[str]:
     """What of `a` must be taken out and put in to get `b`: lines of a unified difference.
 
     Values are not named in it, so that one operation more does not change all lines after it.
@@ -105,7 +110,7 @@ def changes(a: Graph, b: Graph, *, context: int = 1) -> list[str]:
         return []
     if max(len(a.lines), len(b.lines)) > _LONGEST:
         return [f"{len(a.lines)} and {len(b.lines)} lines: too long to compare line by line"]
-    found = list(_unified(a.lines, b.lines, context))
+    found = list(_unified(a.lines, b.lines))
     if found:
         return found
     if a.lines == b.lines:
@@ -113,8 +118,47 @@ def changes(a: Graph, b: Graph, *, context: int = 1) -> list[str]:
     return ["the same operations in the same order, connected otherwise"]
 
 
-def _unified(a: tuple[str, ...], b: tuple[str, ...], context: int) -> Iterator[str]:
+def _unified(a: tuple[str, ...], b: tuple[str, ...]) -> Iterator[str]:
     left, right = ([_VALUE.sub("%", line) for line in lines] for lines in (a, b))
-    for line in difflib.unified_diff(left, right, "a", "b", n=context, lineterm=""):
+    for line in difflib.unified_diff(left, right, "a", "b", n=1, lineterm=""):
         if not line.startswith(("---", "+++")):
             yield line
+
+
+def custom_calls(module: bytes) -> set[str]:
+    """The targets that a portable artifact calls.
+
+    Raises:
+      BundleError: when it is none, or of a StableHLO that this jaxlib does not read.
+    """
+    found: set[str] = set()
+
+    def look(operation: Operation) -> WalkResult:
+        if operation.name == "stablehlo.custom_call":
+            found.add(str(operation.attributes["call_target_name"]).strip('"'))
+        return WalkResult.ADVANCE
+
+    context = mlir.make_ir_context()
+    with context:
+        try:
+            stablehlo.deserialize_portable_artifact(context, module).operation.walk(look)
+        except Exception as error:
+            raise BundleError(
+                f"this jaxlib does not read it ({str(error).splitlines()[0]}); use a newer jax, "
+                "or export again"
+            ) from None
+    return found
+
+
+def check_calls(module: bytes) -> None:
+    """That a graph calls nothing but what every jax is promised to have.
+
+    Raises:
+      BundleError: naming the calls.
+    """
+    unknown = sorted(custom_calls(module) - stable_calls())
+    if unknown:
+        raise BundleError(
+            f"it calls {', '.join(unknown)}, which no bundle may: such code is not part of it and "
+            "not promised to be here; export the function with XLA's implementations"
+        )

@@ -44,7 +44,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     }
 
 
-def _function(bundle: Bundle, function: Function) -> dict[str, Any]:
+def _function(bundle: Bundle, function: Function) -> dict[str, object]:
     signature = function.signature
     programs = {}
     for platform, program in function.programs.items():
@@ -79,7 +79,7 @@ def _tensor(spec: TensorSpec) -> dict[str, Any]:
     return kept | {"shape": list(spec.shape)}
 
 
-def _weight(weight: Weight) -> dict[str, Any]:
+def _weight(weight: Weight) -> dict[str, object]:
     return {
         "shape": list(weight.shape),
         "dtype": weight.dtype,

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from fornax.config.errors import BundleError
-from fornax.export import buckets, parts
+from fornax.export import buckets
 from fornax.export.bundle import Bundle, open_bundle
-from fornax.export.coerce import as_arrays
-from fornax.export.placement import OneDevice, Placement
+from fornax.export.placement import OneDevice, OnMesh, Placement
 from fornax.export.program import Program
 from fornax.export.weights import Weights
 
@@ -36,19 +34,19 @@ class Callable:
         inputs = ", ".join(f"{s.name}: {s.dtype}{s.shape}" for s in self.signature.inputs.values())
         return f"<{self.signature.name}({inputs}) of {self._bundle.path}>"
 
-    def __call__(self, **inputs: Any) -> dict[str, np.ndarray]:
+    def __call__(self, **inputs: object) -> dict[str, np.ndarray]:
         """The outputs by name.
 
         Raises:
           BundleError: naming an input that is missing, unknown, of a wrong dtype or shape, or
             larger than any bucket.
         """
-        request = as_arrays(self.signature, inputs)
+        request = buckets.as_arrays(self.signature, inputs)
         own, batch = buckets.measure(self.signature, request), self.signature.batch
         if batch is None or own[batch] <= self.signature.buckets[batch][-1]:
             return self._run(request)
-        cut = parts.split(self.signature, request, own[batch], self.signature.buckets[batch][-1])
-        return dict(parts.join(self.signature, [self._run(part) for _, part in cut]))
+        cut = buckets.split(self.signature, request, own[batch], self.signature.buckets[batch][-1])
+        return dict(buckets.join(self.signature, [self._run(part) for _, part in cut]))
 
     def program(self, dims: Mapping[str, int]) -> Program:
         """The program of a bucket, compiled if it was not yet."""
@@ -97,7 +95,7 @@ def load(
     *,
     mesh: jax.sharding.Mesh | None = None,
     rules: Mapping[str, tuple[str, ...]] | None = None,
-    device: Any = None,
+    device: jax.Device | None = None,
     verify: bool = True,
     trust_executables: bool = False,
 ) -> Loaded:
@@ -118,8 +116,6 @@ def load(
     """
     placement: Placement = OneDevice(device)
     if mesh is not None:
-        from fornax.export.layout import OnMesh
-
         placement = OnMesh(mesh, rules)
     elif rules is not None:
         raise BundleError("rules lay a bundle on a mesh, and load was given none; pass mesh=")

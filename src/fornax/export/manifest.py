@@ -125,13 +125,13 @@ class Manifest:
     functions: Mapping[str, Function]
     weights: Mapping[str, Weight]
     executables: tuple[Executable, ...]
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, object]
     files: Mapping[str, File]
 
 
 def to_json(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`."""
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "format": FORMAT,
         "version": VERSION,
         "platforms": list(manifest.platforms),
@@ -148,7 +148,7 @@ def to_json(manifest: Manifest) -> bytes:
     return (json.dumps(body, indent=1, allow_nan=False) + "\n").encode()
 
 
-def seal(body: Mapping[str, Any]) -> str:
+def seal(body: Mapping[str, object]) -> str:
     """SHA-256 of a manifest's fields in one order and spelling, `seal` itself left out."""
     plain = json.loads(json.dumps({k: v for k, v in body.items() if k != "seal"}))
     return hashlib.sha256(
@@ -156,7 +156,7 @@ def seal(body: Mapping[str, Any]) -> str:
     ).hexdigest()
 
 
-def _function_out(f: Function) -> dict[str, Any]:
+def _function_out(f: Function) -> dict[str, object]:
     s = f.signature
     return {
         "name": s.name,
@@ -182,7 +182,7 @@ def _function_out(f: Function) -> dict[str, Any]:
     }
 
 
-def _spec_out(spec: TensorSpec) -> dict[str, Any]:
+def _spec_out(spec: TensorSpec) -> dict[str, object]:
     fields: dict[str, Any] = {**dataclasses.asdict(spec)}
     for key in ("pad", "low", "high"):
         if isinstance(fields[key], float) and not math.isfinite(fields[key]):

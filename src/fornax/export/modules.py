@@ -9,17 +9,19 @@ import dataclasses
 import fnmatch
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from fornax.config.errors import BundleError
+from fornax.config.suggest import first_few
+from fornax.export.dtypes import Shaped
+from fornax.mesh import path_name
 
 __all__ = ["Parts", "take_apart", "weight_axes"]
 
-_WRAPPERS = ("value", "raw_value", "unbox")
 _STATIC = (bool, int, float, complex)
 _ONLY = "params"
 """The name of the only array, where the parameters are one array and nothing else."""
@@ -31,16 +33,16 @@ Axes = tuple[str | None, ...]
 class Parts:
     """Parameters as named arrays, and the way back."""
 
-    params: dict[str, Any]
+    params: dict[str, Shaped]
     """Arrays by path, in the order of the pytree."""
     axes: dict[str, Axes]
     """Axes of those arrays whose own metadata name them, one or None a dimension."""
-    rebuild: Callable[[Mapping[str, Any]], Any]
+    rebuild: Callable[[Mapping[str, Shaped]], object]
     """From arrays (or tracers) by path to what the functions take first."""
-    changed: Callable[[Any, Mapping[str, Any]], list[str]]
+    changed: Callable[[object, Mapping[str, Shaped]], list[str]]
     """(what was rebuilt, the arrays it was rebuilt from) to the paths that a call has changed."""
 
-    def bind(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def bind(self, function: Callable[..., object], name: str) -> Callable[..., object]:
         """`function(params, **inputs)` as a function of the flat table.
 
         Raises, when called:
@@ -48,22 +50,22 @@ class Parts:
         """
 
         @functools.wraps(function)
-        def bound(params: Mapping[str, Any], **inputs: Any) -> Any:
+        def bound(params: Mapping[str, Shaped], **inputs: object) -> object:
             whole = self.rebuild(params)
             outputs = function(whole, **inputs)
             changed = self.changed(whole, params)
             if changed:
                 raise BundleError(
-                    f"function {name!r} changes {_some(changed)} of its module, and a bundle keeps "
-                    "no state between calls; call `model.eval()` before saving, or return the new "
-                    "value as an output"
+                    f"function {name!r} changes {first_few(sorted(changed))} of its module, and a "
+                    "bundle keeps no state between calls; call `model.eval()` before saving, or "
+                    "return the new value as an output"
                 )
             return outputs
 
         return bound
 
 
-def take_apart(params: Any, *, abstract: bool = False) -> Parts:
+def take_apart(params: object, *, abstract: bool = False) -> Parts:
     """Name every array of `params`.
 
     Args:
@@ -77,7 +79,7 @@ def take_apart(params: Any, *, abstract: bool = False) -> Parts:
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_node)
     builders: list[_Leaf | _Module] = []
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Shaped] = {}
     axes: dict[str, Axes] = {}
     for path, leaf in found:
         name = _name(path)
@@ -91,10 +93,10 @@ def take_apart(params: Any, *, abstract: bool = False) -> Parts:
         axes.update(builder.axes)
         builders.append(builder)
 
-    def rebuild(flat: Mapping[str, Any]) -> Any:
+    def rebuild(flat: Mapping[str, Shaped]) -> object:
         return jax.tree.unflatten(treedef, [builder.rebuild(flat) for builder in builders])
 
-    def changed(whole: Any, flat: Mapping[str, Any]) -> list[str]:
+    def changed(whole: object, flat: Mapping[str, Shaped]) -> list[str]:
         leaves = jax.tree.leaves(whole, is_leaf=_is_node)
         pairs = zip(builders, leaves, strict=True)
         return [name for builder, leaf in pairs for name in builder.changed(leaf, flat)]
@@ -103,7 +105,7 @@ def take_apart(params: Any, *, abstract: bool = False) -> Parts:
 
 
 def weight_axes(
-    arrays: Mapping[str, Any], named: Mapping[str, Axes], given: Mapping[str, Axes]
+    arrays: Mapping[str, Shaped], named: Mapping[str, Axes], given: Mapping[str, Axes]
 ) -> dict[str, Axes]:
     """The axes of each array that has some.
 
@@ -121,7 +123,7 @@ def weight_axes(
         if not matched:
             raise BundleError(
                 f"axes names {pattern!r}, which no parameter matches; they are "
-                f"{_some(list(arrays))}"
+                f"{first_few(sorted(arrays))}"
             )
         found |= dict.fromkeys(matched, tuple(axes))
     for name, axes in found.items():
@@ -142,7 +144,7 @@ class _Leaf:
         value = leaf.unbox(apply_constraint=False) if self._box is not None else leaf
         self._static = value if type(value) in _STATIC else None
         self._key = _key_kind(value)
-        self.arrays: dict[str, Any] = {}
+        self.arrays: dict[str, Shaped] = {}
         self.axes: dict[str, Axes] = {}
         if self._static is not None:
             return
@@ -150,7 +152,7 @@ class _Leaf:
         if self._box is not None:
             self.axes[name] = _one_name(self._box.names)
 
-    def rebuild(self, flat: Mapping[str, Any]) -> Any:
+    def rebuild(self, flat: Mapping[str, Any]) -> object:
         if self._static is not None:
             return self._static
         value = flat[self._name]
@@ -158,7 +160,7 @@ class _Leaf:
             value = jax.random.wrap_key_data(value, impl=self._key)
         return value if self._box is None else self._box.replace_boxed(value)
 
-    def changed(self, leaf: Any, flat: Mapping[str, Any]) -> list[str]:
+    def changed(self, leaf: object, flat: Mapping[str, object]) -> list[str]:
         del leaf, flat  # pytrees of arrays are not changed by who reads them
         return []
 
@@ -169,7 +171,7 @@ class _Module:
     Its random state is no parameter: whoever draws from it changes it, which is refused.
     """
 
-    def __init__(self, prefix: str, module: Any, abstract: bool):
+    def __init__(self, prefix: str, module: object, abstract: bool):
         from flax import nnx
 
         self._prefix = prefix
@@ -186,41 +188,41 @@ class _Module:
             if axes and name in self.arrays:
                 self.axes[name] = _one_name(axes)
 
-    def rebuild(self, flat: Mapping[str, Any]) -> Any:
+    def rebuild(self, flat: Mapping[str, Shaped]) -> object:
         from flax import nnx
 
         state = jax.tree.unflatten(self._treedef, [flat[name] for name in self._names])
         random = jax.tree.map(lambda x: x, self._random)  # variables of this trace
         return nnx.merge(self._graph, random, state)
 
-    def changed(self, leaf: Any, flat: Mapping[str, Any]) -> list[str]:
+    def changed(self, leaf: object, flat: Mapping[str, object]) -> list[str]:
         from flax import nnx
 
         before = dict(self._by_name(self._random)) | {name: flat[name] for name in self._names}
         after = dict(self._by_name(nnx.state(leaf)))
         return [n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)]
 
-    def _by_name(self, state: Any) -> list[tuple[str, Any]]:
+    def _by_name(self, state: object) -> list[tuple[str, object]]:
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return [(_join(self._prefix, _name(path)), leaf) for path, leaf in leaves]
 
 
-def _is_node(node: Any) -> bool:
+def _is_node(node: object) -> bool:
     return _is_module(node) or _is_box(node)
 
 
-def _is_module(node: Any) -> bool:
+def _is_module(node: object) -> bool:
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.Module)
 
 
-def _is_box(node: Any) -> bool:
+def _is_box(node: object) -> bool:
     """Whether it is Linen's box of an array with the names of its axes."""
     meta = sys.modules.get("flax.core.meta")
     return meta is not None and isinstance(node, meta.Partitioned)
 
 
-def _one_name(axes: Any) -> Axes:
+def _one_name(axes: Iterable[Any]) -> Axes:
     """One axis a dimension: of several mesh axes for one dimension there is no logical name."""
     found = []
     for entry in axes:
@@ -235,7 +237,7 @@ def _one_name(axes: Any) -> Axes:
     return tuple(found)
 
 
-def _key_kind(value: Any) -> Any:
+def _key_kind(value: Any) -> object:
     """The implementation of a typed PRNG key, else None."""
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
@@ -243,7 +245,7 @@ def _key_kind(value: Any) -> Any:
     return None
 
 
-def _array(name: str, value: Any, kind: Any, abstract: bool) -> Any:
+def _array(name: str, value: Any, kind: object, abstract: bool) -> Shaped:
     if kind is not None:
         value = (jax.eval_shape if abstract else lambda f, x: f(x))(jax.random.key_data, value)
     elif _key_kind(value) is not None:
@@ -267,22 +269,6 @@ def _join(prefix: str, name: str) -> str:
     return name if prefix == _ONLY else f"{prefix}/{name}"
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    """A JAX key path as `layers/0/kernel`; a variable's own wrapper is left out."""
-    last = path[-1] if path else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in _WRAPPERS:
-        path = path[:-1]
-    return "/".join(str(_part(key)) for key in path) or _ONLY
-
-
-def _part(key: Any) -> Any:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return key
-
-
-def _some(names: list[str]) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _name(path: tuple[object, ...]) -> str:
+    """A JAX key path as `layers/0/kernel`."""
+    return path_name(path) or _ONLY

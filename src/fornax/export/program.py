@@ -1,15 +1,13 @@
 """A function compiled for one bucket: arrays of exactly its sizes in, arrays out, at once."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from fornax.config.errors import BundleError
-from fornax.export import _exported
 from fornax.export.dtypes import is_wide, numpy_dtype
 from fornax.export.placement import Placement
 from fornax.export.spec import Signature
@@ -38,7 +36,7 @@ class Program:
         self,
         *,
         executable: Any,
-        call: Any,
+        call: Callable[[list[jax.Array | np.ndarray]], list[jax.Array]],
         signature: Signature,
         dims: Mapping[str, int],
         weights: Sequence[jax.Array],
@@ -59,16 +57,13 @@ class Program:
         self.executable = executable
         self._call = call
         self._x64 = x64 and any(is_wide(s.dtype) for s in signature.arguments)
-        devices = list(placement.devices)
-        self._puts = []
-        for spec in signature.arguments:
-            shape = self.shapes[spec.name]
-            sharding = placement.spread(shape, spec.axes, signature.rows_of(spec))
-            if len(devices) == 1:
-                aval = _exported.abstract(shape, self.dtypes[spec.name])
-                self._puts.append(partial(_put_one, aval, sharding, devices))
-            else:
-                self._puts.append(partial(jax.device_put, device=sharding))
+        self._shardings = [
+            placement.spread(self.shapes[spec.name], spec.axes, signature.rows_of(spec))
+            for spec in signature.arguments
+        ]
+        # On a CPU a compiled function takes host arrays as they are: sooner than `device_put`.
+        on_host = [device.platform for device in placement.devices] == ["cpu"]
+        self._as_they_are = on_host and not ahead and not self._x64
 
     def __call__(self, inputs: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Outputs by name for arrays of exactly the bucket's sizes, lengths included.
@@ -78,8 +73,8 @@ class Program:
         """
         return dict(zip(self.outputs, self.run(self.put(inputs)), strict=True))
 
-    def put(self, inputs: Mapping[str, np.ndarray]) -> list[jax.Array]:
-        """Start moving arrays to the device; the result is what `run` takes."""
+    def put(self, inputs: Mapping[str, np.ndarray]) -> Sequence[jax.Array | np.ndarray]:
+        """Start moving arrays to the devices; the result is what `run` takes."""
         shapes, dtypes = self.shapes, self.dtypes
         arrays = []
         for name in self.inputs:
@@ -96,15 +91,11 @@ class Program:
                     f"this program takes {dtypes[name]}{shapes[name]}"
                 )
             arrays.append(array)
-        if self._x64:
-            with jax.enable_x64(True):
-                return [put(array) for put, array in zip(self._puts, arrays, strict=True)]
-        return [put(array) for put, array in zip(self._puts, arrays, strict=True)]
+        if self._as_they_are:
+            return arrays
+        with jax.enable_x64(self._x64):
+            return [jax.device_put(*pair) for pair in zip(arrays, self._shardings, strict=True)]
 
-    def run(self, buffers: Sequence[jax.Array]) -> list[jax.Array]:
+    def run(self, buffers: Sequence[jax.Array | np.ndarray]) -> list[jax.Array]:
         """Start the computation on arrays from `put`; outputs in the signature's order."""
         return self._call([*self._weights, *buffers])
-
-
-def _put_one(aval: Any, sharding: Any, devices: list[Any], array: np.ndarray) -> jax.Array:
-    return _exported.put(aval, sharding, [array], devices)

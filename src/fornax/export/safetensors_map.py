@@ -13,8 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fornax.config.errors import BundleError
-from fornax.export import tensors
+from fornax.checkpoint.safetensors_file import DTYPES, open_file
+from fornax.config.errors import BundleError, CheckpointError
 
 __all__ = ["Tensor", "read_safetensors"]
 
@@ -42,7 +42,7 @@ def read_safetensors(
     path: str | Path,
     names: Mapping[str, str | Tensor],
     *,
-    like: Any = None,
+    like: object = None,
     ignore: Sequence[str] = (),
 ) -> Any:
     """Arrays for `export.save(params=...)`, or a module with its arrays filled in.
@@ -79,7 +79,7 @@ def read_safetensors(
 
 
 def _check_all_used(
-    path: Path, found: Mapping[str, Any], wanted: Mapping[str, Tensor], ignore: Sequence[str]
+    path: Path, found: Mapping[str, object], wanted: Mapping[str, Tensor], ignore: Sequence[str]
 ) -> None:
     used = {name for source in wanted.values() for name in _their_names(source)}
     spare = [
@@ -137,7 +137,7 @@ def _dtype(name: str) -> np.dtype:
         )
 
 
-def _nest(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _nest(arrays: Mapping[str, np.ndarray]) -> dict[str, object]:
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
         *folders, last = path.split("/")
@@ -152,7 +152,7 @@ def _nest(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return tree
 
 
-def _fill(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+def _fill(like: object, arrays: Mapping[str, np.ndarray]) -> object:
     from fornax.export.modules import take_apart
 
     parts = take_apart(like, abstract=True)
@@ -210,5 +210,7 @@ def _files_of(index: Path) -> list[str]:
 
 def _open(file: Path) -> dict[str, np.ndarray]:
     """The tensors of one file, mapped and not read until touched."""
-    data = np.memmap(file, np.uint8, "r").data if file.stat().st_size else b""
-    return tensors.unpack(data, str(file))
+    try:
+        return {name: tensor.view() for name, tensor in open_file(file, DTYPES).items()}
+    except CheckpointError as error:
+        raise BundleError(f"{file} is no readable safetensors file: {error}") from error

@@ -5,7 +5,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jaxlib
@@ -15,21 +14,23 @@ import fornax
 from fornax.config.errors import BundleError
 from fornax.export import _exported, files, manifest, reading, trial, weights
 from fornax.export.declare import LEADING, Buckets, declare_all
+from fornax.export.dtypes import Shaped
 from fornax.export.manifest import PLATFORMS, Function, Manifest, Program, Tolerance
 from fornax.export.modules import take_apart, weight_axes
 from fornax.export.spec import Signature, Spec
 from fornax.export.trace import Traced, flat_function, is_x64, trace, x64
 from fornax.export.trial import Trial
+from fornax.mesh.compilation import compiled_anew
 
 __all__ = ["save"]
 
-_Process = Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
+_Process = Callable[..., object] | Mapping[str, Callable[..., object]] | None
 
 
 def save(
     path: str | Path,
-    functions: Mapping[str, Callable[..., Any]],
-    params: Any,
+    functions: Mapping[str, Callable[..., object]],
+    params: object,
     *,
     inputs: Mapping[str, Mapping[str, Spec]],
     buckets: Buckets | None = None,
@@ -38,11 +39,11 @@ def save(
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
     preprocess: _Process = None,
     postprocess: _Process = None,
-    golden: Mapping[str, Mapping[str, Any]] | None = None,
+    golden: Mapping[str, Mapping[str, object]] | None = None,
     tolerance: float | Tolerance | Mapping[str, float | Tolerance] | None = None,
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
     executables: bool = False,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     overwrite: bool = False,
     check: bool = True,
     seed: int = 0,
@@ -110,7 +111,7 @@ def save(
     _check_outputs(tolerance, traced)
     with (
         files.new_directory(path, overwrite=overwrite) as work,
-        _exported.compiled_anew(executables),
+        compiled_anew(executables),
     ):
         found = Manifest(
             platforms=tuple(platforms),
@@ -151,7 +152,7 @@ def _check_platforms(platforms: Sequence[str]) -> None:
         )
 
 
-def _check_metadata(metadata: Mapping[str, Any] | None) -> None:
+def _check_metadata(metadata: Mapping[str, object] | None) -> None:
     try:
         json.dumps(dict(metadata or {}), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -162,7 +163,10 @@ def _check_metadata(metadata: Mapping[str, Any] | None) -> None:
 
 
 def _check_callable(
-    name: str, fn: Callable[..., Any], signature: Signature, preprocess: Callable[..., Any] | None
+    name: str,
+    fn: Callable[..., object],
+    signature: Signature,
+    preprocess: Callable[..., object] | None,
 ) -> None:
     """That the first of them to be called takes the inputs by their names."""
     arguments = dict.fromkeys(spec.name for spec in signature.arguments)
@@ -180,7 +184,7 @@ def _check_callable(
         ) from None
 
 
-def _known(what: str, given: Mapping[str, Any] | None, functions: Mapping[str, Any]) -> None:
+def _known(what: str, given: Mapping[str, object] | None, functions: Mapping[str, object]) -> None:
     for name in given or {}:
         if name not in functions:
             raise BundleError(
@@ -188,7 +192,7 @@ def _known(what: str, given: Mapping[str, Any] | None, functions: Mapping[str, A
             )
 
 
-def _check_outputs(tolerance: Any, traced: Mapping[str, Traced]) -> None:
+def _check_outputs(tolerance: object, traced: Mapping[str, Traced]) -> None:
     if isinstance(tolerance, Mapping):
         outputs = {o for t in traced.values() for o in t.signature.outputs}
         for name in tolerance:
@@ -198,7 +202,7 @@ def _check_outputs(tolerance: Any, traced: Mapping[str, Traced]) -> None:
                 )
 
 
-def _array(leaf: Any, wide: bool) -> Any:
+def _array(leaf: Shaped, wide: bool) -> jax.Array | np.ndarray:
     if isinstance(leaf, jax.Array):
         return leaf
     array = np.asarray(leaf)
@@ -206,7 +210,7 @@ def _array(leaf: Any, wide: bool) -> Any:
         return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
-def _one(given: _Process, name: str) -> Callable[..., Any] | None:
+def _one(given: _Process, name: str) -> Callable[..., object] | None:
     return given.get(name) if isinstance(given, Mapping) else given
 
 

@@ -4,18 +4,21 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax import export
+from jax.extend.core import Jaxpr
 
 from fornax.config.errors import BundleError
 from fornax.export import _exported, expressions
-from fornax.export.dtypes import TENSORS, is_wide, numpy_dtype
+from fornax.export.dtypes import TENSORS, Shaped, is_wide, numpy_dtype
 from fornax.export.spec import Signature, TensorSpec
 
-__all__ = ["Traced", "abstract_argument", "flat_function", "is_x64", "trace", "x64"]
+__all__ = ["Flat", "Traced", "abstract_argument", "flat_function", "is_x64", "trace", "x64"]
+
+Flat = Callable[..., tuple[jax.Array, ...]]
+"""A function of arrays in order (weights, inputs, lengths) to its outputs in order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,26 +35,26 @@ class Traced:
     x64: bool
 
 
-def x64(wanted: bool) -> contextlib.AbstractContextManager[Any]:
+def x64(wanted: bool) -> contextlib.AbstractContextManager[object]:
     """64-bit types, or none, for this thread whatever the process has."""
     return jax.enable_x64(wanted)
 
 
 def flat_function(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     signature: Signature,
     params: Sequence[str],
-    preprocess: Callable[..., Any] | None,
-    postprocess: Callable[..., Any] | None,
+    preprocess: Callable[..., object] | None,
+    postprocess: Callable[..., object] | None,
     names: list[str],
-) -> Callable[..., tuple[Any, ...]]:
+) -> Flat:
     """A function of arrays in order (weights, inputs, lengths) to a tuple of outputs.
 
     `fn` takes the weights by the names in `params`. Tracing it fills `names` with its outputs'.
     """
     count = len(params)
 
-    def flat(*arrays: Any) -> tuple[Any, ...]:
+    def flat(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         weights = dict(zip(params, arrays[:count], strict=True))
         arguments = [spec.name for spec in signature.arguments]
         inputs = dict(zip(arguments, arrays[count:], strict=True))
@@ -67,7 +70,7 @@ def flat_function(
     return flat
 
 
-def _named(found: Any, who: str) -> dict[str, Any]:
+def _named(found: object, who: str) -> dict[str, jax.typing.ArrayLike]:
     if not isinstance(found, Mapping) or not found or not all(isinstance(k, str) for k in found):
         raise BundleError(
             f"{who} returned a {type(found).__name__}; it returns a dict of arrays by name, "
@@ -80,9 +83,9 @@ def _named(found: Any, who: str) -> dict[str, Any]:
 
 
 def trace(
-    flat: Callable[..., tuple[Any, ...]],
+    flat: Flat,
     signature: Signature,
-    weights: Mapping[str, Any],
+    weights: Mapping[str, Shaped],
     names: list[str],
     platforms: Sequence[str],
 ) -> Traced:
@@ -117,7 +120,7 @@ def is_x64(signature: Signature) -> bool:
 
 
 def _attempts(
-    flat: Any, signature: Signature, weights: Mapping[str, Any], platforms: Sequence[str]
+    flat: Flat, signature: Signature, weights: Mapping[str, Shaped], platforms: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, export.Exported]]:
     """Lower with open dimensions; where that does not do, with what the buckets say of them."""
     first: Exception | None = None
@@ -158,9 +161,9 @@ _Lowered = tuple[tuple[str, ...], dict[str, export.Exported]]
 
 
 def _lower(
-    flat: Any,
+    flat: Flat,
     signature: Signature,
-    weights: Mapping[str, Any],
+    weights: Mapping[str, Shaped],
     platforms: Sequence[str],
     constraints: tuple[str, ...],
 ) -> _Lowered:
@@ -182,7 +185,7 @@ def _lower(
     }
 
 
-def _refuse_callbacks(name: str, jaxpr: Any) -> None:
+def _refuse_callbacks(name: str, jaxpr: Jaxpr) -> None:
     for eqn in jaxpr.eqns:
         if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
             raise BundleError(
@@ -194,21 +197,21 @@ def _refuse_callbacks(name: str, jaxpr: Any) -> None:
                 _refuse_callbacks(name, getattr(value, "jaxpr", value))
 
 
-def _is_jaxpr(value: Any) -> bool:
+def _is_jaxpr(value: object) -> bool:
     return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
 
 
-def _used(traced: Any, weights: int) -> list[int]:
+def _used(traced: jax.stages.Traced, weights: int) -> list[int]:
     jaxpr = traced.jaxpr.jaxpr
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
     return [i for i, v in enumerate(jaxpr.invars[:weights]) if id(v) in read]
 
 
-def _without(flat: Any, held: list[Any], used: list[int]) -> Any:
+def _without(flat: Flat, held: list[jax.ShapeDtypeStruct], used: list[int]) -> Flat:
     """`flat` of the used weights only; nothing reads the zeros that stand for the others."""
 
-    def pruned(*arrays: Any) -> Any:
-        whole: list[Any] = [jax.numpy.zeros(w.shape, w.dtype) for w in held]
+    def pruned(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        whole = [jax.numpy.zeros(w.shape, w.dtype) for w in held]
         for at, i in enumerate(used):
             whole[i] = arrays[at]
         return flat(*whole, *arrays[len(used) :])
@@ -218,7 +221,7 @@ def _without(flat: Any, held: list[Any], used: list[int]) -> Any:
 
 
 def _lower_one(
-    flat: Any, signature: Signature, platform: str, arguments: list[Any]
+    flat: Flat, signature: Signature, platform: str, arguments: list[jax.ShapeDtypeStruct]
 ) -> export.Exported:
     try:
         with _exported.without_places():

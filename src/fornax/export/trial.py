@@ -1,25 +1,24 @@
 """Running a function at save: the checks, then golden inputs and what they gave."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 import jaxlib
 import numpy as np
 
 from fornax.config.errors import BundleError
-from fornax.export import buckets, checks, executables, golden, tensors
+from fornax.export import buckets, checks, executables, golden
 from fornax.export.bundle import Bundle
-from fornax.export.coerce import as_arrays
 from fornax.export.manifest import Executable, Function, Golden, Manifest, Tolerance
 from fornax.export.placement import OneDevice, platform_of
 from fornax.export.program import Program
 from fornax.export.spec import Signature
-from fornax.export.trace import x64
+from fornax.export.trace import Flat, x64
 from fornax.export.weights import Weights
+from fornax.mesh.compilation import machine_key
 
 __all__ = ["Trial", "run"]
 
@@ -33,8 +32,8 @@ class Trial:
     work: Path
     manifest: Manifest
     name: str
-    flat: Callable[..., tuple[Any, ...]]
-    arrays: Mapping[str, Any]
+    flat: Flat
+    arrays: Mapping[str, jax.Array | np.ndarray]
 
     @cached_property
     def record(self) -> Function:
@@ -92,7 +91,7 @@ class Trial:
                 f"platforms has {', '.join(self.record.programs)} only"
             )
         shapes = self.record.signature.shapes
-        key = executables.key_of(OneDevice().devices[0])
+        key = machine_key(OneDevice().devices[0])
         found = []
         for name, number, file in executables.names(key, {self.name: len(shapes)}):
             target = self.work / file
@@ -117,7 +116,7 @@ class Trial:
 def run(
     trial: Trial,
     *,
-    given_inputs: Mapping[str, Any] | None,
+    given_inputs: Mapping[str, object] | None,
     tolerance: float | Tolerance | Mapping[str, float | Tolerance] | None,
     seed: int,
 ) -> Function:
@@ -169,12 +168,12 @@ def _takes_any(constraints: tuple[str, ...]) -> bool:
 
 
 def _requests(
-    signature: Signature, given: Mapping[str, Any] | None, seed: int
+    signature: Signature, given: Mapping[str, object] | None, seed: int
 ) -> tuple[Mapping[str, int], list[Arrays]]:
     if given is None:
         dims = golden.dims_for(signature)
         return dims, list(golden.examples(signature, dims, seed))
-    request = as_arrays(signature, given)
+    request = buckets.as_arrays(signature, given)
     own = buckets.measure(signature, request)
     rows = own.get(signature.batch) if signature.batch else None
     return buckets.choose(signature, rows, own), [request]
@@ -205,7 +204,7 @@ def _write(
     (trial.work / "golden").mkdir(exist_ok=True)
     named = {f"input.{n}": a for n, a in inputs.items()}
     named |= {f"output.{n}": a for n, a in outputs.items()}
-    (trial.work / file).write_bytes(tensors.pack(named))
+    (trial.work / file).write_bytes(golden.pack(named))
     return golden.record(
         trial.record.signature, dims, requests, file, trial.platform, jaxlib.__version__
     )

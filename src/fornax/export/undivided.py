@@ -5,7 +5,6 @@ Dividing a program over threads costs waking them: some 50 us, more than a small
 
 import dataclasses
 import threading
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +34,7 @@ class Undivided:
             array.delete()
 
 
-def undivided_device() -> Any | None:
+def undivided_device() -> jax.Device | None:
     """The CPU device whose programs are not divided, made by the first call.
 
     The first call changes the environment for a moment: make it where no other thread starts
@@ -58,14 +57,13 @@ def share_undivided(weights: Weights) -> Undivided | None:
     sharding = jax.sharding.SingleDeviceSharding(place)
     for name, array in weights.params.items():
         host = np.asarray(array)
-        aval = _exported.abstract(array.shape, array.dtype)
         with jax.enable_x64(True):
-            shared[name] = _exported.put(aval, sharding, [host], [place])
+            shared[name] = jax.device_put(host, sharding)
         if host.size and _address(np.asarray(shared[name])) != _address(host):
             found.delete()
             return None
     return found
 
 
-def _address(array: np.ndarray) -> Any:
+def _address(array: np.ndarray) -> object:
     return array.__array_interface__["data"][0]

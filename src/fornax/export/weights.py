@@ -8,14 +8,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
 import tensorstore as ts
 
 from fornax.config.errors import BundleError
-from fornax.export.dtypes import numpy_dtype
+from fornax.export.dtypes import Shaped, numpy_dtype
 from fornax.export.manifest import Weight
 from fornax.export.placement import Placement
 
@@ -29,6 +29,10 @@ _FILE = 64 << 20
 _LOOK = 1.0
 """Seconds between looks at the files while they are waited for."""
 _NATIVE = {"bool", "bfloat16", "complex64", "complex128"}
+
+T = TypeVar("T")
+_Part = tuple["ts.Future[np.ndarray]", list[jax.Device]]
+"""A piece of a weight that is being read, and the devices that hold it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Weights:
         )
 
 
-def describe(array: Any, axes: tuple[str | None, ...] | None) -> Weight:
+def describe(array: Shaped, axes: tuple[str | None, ...] | None) -> Weight:
     """How an array is stored."""
     dtype = np.dtype(array.dtype).name
     numpy_dtype(dtype)
@@ -74,7 +78,7 @@ def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(max(1, c) for c in chunks)
 
 
-def _spec(root: Path, name: str, weight: Weight) -> dict[str, Any]:
+def _spec(root: Path, name: str, weight: Weight) -> dict[str, object]:
     stored = weight.shape
     if weight.stored != weight.dtype:
         stored = (*stored, numpy_dtype(weight.dtype).itemsize)
@@ -92,7 +96,7 @@ def _spec(root: Path, name: str, weight: Weight) -> dict[str, Any]:
     }
 
 
-def write(root: Path, arrays: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
+def write(root: Path, arrays: Mapping[str, object], weights: Mapping[str, Weight]) -> None:
     """Write all arrays below `root/weights` in one transaction.
 
     Raises:
@@ -113,7 +117,7 @@ def write(root: Path, arrays: Mapping[str, Any], weights: Mapping[str, Weight]) 
         raise BundleError(f"the weights cannot be written: {error}") from None
 
 
-def _stored(array: Any, weight: Weight) -> np.ndarray:
+def _stored(array: object, weight: Weight) -> np.ndarray:
     host = np.asarray(array)
     if weight.stored == weight.dtype:
         return host
@@ -137,7 +141,7 @@ def read(
     """
     shardings = {n: placement.sharding(n, w.shape, w.axes) for n, w in weights.items()}
     context = ts.Context()
-    waiting: collections.deque[tuple[str, list[Any]]] = collections.deque()
+    waiting: collections.deque[tuple[str, list[_Part]]] = collections.deque()
     held = 0
     params: dict[str, jax.Array] = {}
     for name, weight in weights.items():
@@ -162,7 +166,7 @@ def _finish(
     name: str,
     weight: Weight,
     sharding: jax.sharding.Sharding,
-    parts: list[Any],
+    parts: list[_Part],
     still: Callable[[], None],
 ) -> jax.Array:
     """Wait for a weight's parts and put each on its devices."""
@@ -184,7 +188,7 @@ def _finish(
         return jax.make_array_from_single_device_arrays(weight.shape, sharding, pieces, dtype=dtype)
 
 
-def _result(future: Any, still: Callable[[], None]) -> Any:
+def _result(future: ts.Future[T], still: Callable[[], None]) -> T:
     while True:
         try:
             return future.result(timeout=_LOOK)
@@ -196,10 +200,10 @@ def _start(
     root: Path,
     name: str,
     weight: Weight,
-    sharding: Any,
-    context: Any,
+    sharding: jax.sharding.Sharding,
+    context: ts.Context,
     still: Callable[[], None],
-) -> list[Any]:
+) -> list[_Part]:
     try:
         opening = ts.open(
             {**_spec(root, name, weight), "fill_missing_data_reads": False},
@@ -213,8 +217,9 @@ def _start(
         raise BundleError(
             f"weight {name!r} in {root / DIRECTORY} cannot be opened: {error}"
         ) from None
-    shared: dict[Any, tuple[Any, list[Any]]] = {}
+    shared: dict[tuple[tuple[int, int, int], ...], _Part] = {}
     for device, index in sharding.addressable_devices_indices_map(weight.shape).items():
+        assert index is not None
         key = tuple(s.indices(n) for s, n in zip(index, weight.shape, strict=True))
         if key not in shared:
             piece = tuple(slice(start, stop) for start, stop, _ in key)

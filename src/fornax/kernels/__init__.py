@@ -2,15 +2,8 @@
 
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import AttentionCall, attention, attention_operation
-from fornax.kernels._cross_entropy import LossSums, cross_entropy_operation, linear_cross_entropy
 from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
-from fornax.kernels._linear_loss import LogitsLoss, linear_loss
-from fornax.kernels._logprobs import (
-    TokenLogprobs,
-    linear_logprobs,
-    logits_logprobs,
-    logprobs_operation,
-)
+from fornax.kernels._matmul import orthogonalize
 from fornax.kernels._native import build_all as build_native
 from fornax.kernels._norm import rms_norm
 from fornax.kernels._packed import PackedWeight, pack
@@ -24,6 +17,17 @@ from fornax.kernels._paged_attention import (
     paged_write,
     paged_write_operation,
     prepare_paged_attention,
+)
+from fornax.kernels._vocabulary import (
+    LogitsLoss,
+    LossSums,
+    TokenLogprobs,
+    cross_entropy_operation,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_loss,
+    logits_logprobs,
+    logprobs_operation,
 )
 from fornax.kernels.registry import (
     Choice,
@@ -61,6 +65,7 @@ __all__ = [
     "linears",
     "logits_logprobs",
     "logprobs_operation",
+    "orthogonalize",
     "pack",
     "paged_attention",
     "paged_attention_operation",

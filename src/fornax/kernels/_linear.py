@@ -103,7 +103,7 @@ def linears(
 
 
 def _product(x: jax.Array, w: jax.Array, *, inputs: int) -> jax.Array:
-    return sum_products(x, w, _axes(x, inputs))
+    return sum_products(x, w, inputs)
 
 
 def _axes(x: jax.Array, inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -115,7 +115,7 @@ def _linear(inputs: int, x: jax.Array, w: jax.Array) -> jax.Array:
     return _product(x, w, inputs=inputs)
 
 
-def _linear_jvp(inputs: int, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+def _linear_jvp(inputs: int, primals: Any, tangents: Any) -> tuple[jax.Array, object]:
     """Of an argument that is not differentiated, a frozen weight say, no product is made."""
     x, w = primals
     dx, dw = tangents
@@ -131,10 +131,8 @@ def _linear_jvp(inputs: int, primals: Any, tangents: Any) -> tuple[jax.Array, An
 _linear.defjvp(_linear_jvp, symbolic_zeros=True)
 
 
-def _x_cotangent(dy: jax.Array, x: Any, w: jax.Array, *, inputs: int) -> jax.Array:
-    outputs = w.ndim - inputs
-    axes = (tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, w.ndim)))
-    return sum_products(dy, w, axes)
+def _x_cotangent(dy: jax.Array, x: object, w: jax.Array, *, inputs: int) -> jax.Array:
+    return sum_products(dy, w, w.ndim - inputs, transposed=True)
 
 
 def _w_cotangent(dy: jax.Array, x: jax.Array, w: Any, *, inputs: int) -> jax.Array:

@@ -9,7 +9,6 @@ Legend: M rows, D width.
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +58,7 @@ def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 @_rms_norm.defjvp
-def _rms_norm_jvp(eps: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _rms_norm_jvp(eps: float, primals: object, tangents: object) -> tuple[jax.Array, jax.Array]:
     return jax.jvp(functools.partial(_plain, eps), primals, tangents)
 
 

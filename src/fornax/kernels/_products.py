@@ -1,23 +1,45 @@
-"""Products that add up in float32 whatever they multiply, in forms that XLA's CPU backend has.
+"""Products that add up in float32 whatever they multiply, in forms that CPUs have instructions for.
 
-Left to itself that backend turns a bfloat16 product with a bfloat16 result into a float32 product.
-One with a float32 result runs on the processor's bfloat16 units, six times as fast where it has
-tiles for matrices (AMX), unless its left operand is laid out by columns.
+In bfloat16 the native kernel multiplies where it runs. Elsewhere it is XLA, whose CPU backend left
+to itself turns a bfloat16 product with a bfloat16 result into a float32 product. One with a float32
+result runs on the processor's bfloat16 units, six times as fast where it has tiles for matrices
+(AMX), unless its left operand is laid out by columns.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from fornax.kernels import _matmul
+
 __all__ = ["over_rows", "sum_products"]
 
 
-def sum_products(
-    a: jax.Array, b: jax.Array, axes: tuple[tuple[int, ...], tuple[int, ...]]
-) -> jax.Array:
-    """Contract `axes` of a and b, summed in float32 at least, in the dtype of a."""
+def sum_products(a: jax.Array, b: jax.Array, inputs: int, *, transposed: bool = False) -> jax.Array:
+    """Contract the last `inputs` axes of a with the first of b, summed in float32 at least.
+
+    Args:
+        a: [*rows, *in].
+        b: [*in, *out]; [*out, *in] if `transposed`.
+        inputs: how many axes are summed over.
+        transposed: whether those of b are its last.
+
+    Returns:
+        [*rows, *out] in the dtype of a.
+    """
+    lead, outputs = a.ndim - inputs, b.ndim - inputs
+    rows, out = a.shape[:lead], b.shape[:outputs] if transposed else b.shape[inputs:]
+    M, K, N = math.prod(rows), math.prod(a.shape[lead:]), math.prod(out)
+    if a.dtype == b.dtype and _matmul.runs(a.dtype, M, K, N):
+        form = _matmul.RIGHT_TRANSPOSED if transposed else _matmul.PLAIN
+        b_2 = b.reshape(N, K) if transposed else b.reshape(K, N)
+        return _matmul.matmul(a.reshape(M, K), b_2, form, a.dtype).reshape(*rows, *out)
     wide = jnp.promote_types(a.dtype, jnp.float32)
+    first = outputs if transposed else 0
+    axes = (tuple(range(lead, a.ndim)), tuple(range(first, first + inputs)))
     return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=wide).astype(a.dtype)
 
 
@@ -30,11 +52,18 @@ def over_rows(
         a: [*rows, *m].
         b: [*rows, *n].
         rows: how many leading axes.
-        dtype: of the sums and the result [*m, *n]; None for that of a, summed in float32 at least.
+        dtype: of the result [*m, *n]; None for that of a. Sums are float32 at least.
     """
+    m, n, R = a.shape[rows:], b.shape[rows:], math.prod(a.shape[:rows])
+    M, N = math.prod(m), math.prod(n)
+    result = a.dtype if dtype is None else jnp.dtype(dtype)
+    narrow = result in (jnp.float32, jnp.bfloat16)
+    if narrow and a.dtype == b.dtype and _matmul.runs(a.dtype, R, M, N):
+        found = _matmul.matmul(a.reshape(R, M), b.reshape(R, N), _matmul.LEFT_TRANSPOSED, result)
+        return found.reshape(*m, *n)
     if rows == 1:  # of several axes XLA makes rows again; one it takes for a layout by columns
         a, b, rows = a[None], b[None], 2
     axes = tuple(range(rows))
-    if dtype is None:
-        return sum_products(a, b, (axes, axes))
-    return lax.dot_general(a, b, ((axes, axes), ((), ())), preferred_element_type=dtype)
+    wide = jnp.promote_types(a.dtype, jnp.float32) if dtype is None else result
+    found = lax.dot_general(a, b, ((axes, axes), ((), ())), preferred_element_type=wide)
+    return found.astype(result)

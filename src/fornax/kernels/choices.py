@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ import jax
 import jaxlib
 
 from fornax.config import environment
+from fornax.config.files import write_whole
 
 __all__ = ["Measured", "lookup", "path_of", "record"]
 
@@ -38,7 +38,7 @@ class Measured:
 
 
 @functools.cache
-def _machine() -> dict[str, Any]:
+def _machine() -> dict[str, object]:
     """What a measured choice depends on beside the call itself."""
     device = jax.devices()[0]
     return {
@@ -51,12 +51,12 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _key(operation: str, call: Any) -> dict[str, Any]:
+def _key(operation: str, call: Any) -> dict[str, object]:
     described = dataclasses.asdict(call)
     return {"operation": operation, "call": described, "machine": _machine()}
 
 
-def path_of(operation: str, call: Any) -> Path:
+def path_of(operation: str, call: object) -> Path:
     """Return the file that holds (or would hold) the measured choice for `call`."""
     text = json.dumps(_key(operation, call), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -76,7 +76,7 @@ def _read(path: Path, modified_ns: int) -> Measured | None:
     return Measured(chosen, failures)
 
 
-def lookup(operation: str, call: Any) -> Measured | None:
+def lookup(operation: str, call: object) -> Measured | None:
     """Return what measuring `call` gave, None if it was never measured."""
     path = path_of(operation, call)
     try:
@@ -87,20 +87,16 @@ def lookup(operation: str, call: Any) -> Measured | None:
 
 
 def record(
-    operation: str, call: Any, seconds: Mapping[str, float], failures: Mapping[str, str]
+    operation: str, call: object, seconds: Mapping[str, float], failures: Mapping[str, str]
 ) -> Measured:
     """Store the measured `seconds`, or the error, of each implementation; return the result."""
     chosen = min(seconds, key=lambda name: seconds[name]) if seconds else None
     path = path_of(operation, call)
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         **_key(operation, call),
         "seconds": dict(seconds),
         "failures": dict(failures),
         "chosen": chosen,
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-", suffix=".json")
-    with os.fdopen(handle, "w") as file:
-        json.dump(content, file, indent=1, default=str)
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(content, indent=1, default=str))
     return Measured(chosen, failures)

@@ -111,7 +111,7 @@ class Operation(Generic[CallT]):
 
     name: str
     implementations: tuple[Implementation[CallT], ...]
-    rehearse: Callable[[CallT, Callable[..., Any]], Callable[[], Any]]
+    benchmark: Callable[[CallT, Callable[..., Any]], Callable[[], Any]]
     """(call, an implementation's `run`) to a function that runs it, with gradients, on made-up
     inputs of the call's shapes and returns the arrays."""
 
@@ -172,7 +172,7 @@ class Operation(Generic[CallT]):
             return choices.Measured()  # processes must not differ
         found = choices.lookup(self.name, call)
         if found is None and measure and tuning.wanted():
-            contestants = {c.name: functools.partial(self.rehearse, call, c.run) for c in able}
+            contestants = {c.name: functools.partial(self.benchmark, call, c.run) for c in able}
             found = choices.record(self.name, call, *tuning.race(self.name, contestants))
         return found or choices.Measured()
 

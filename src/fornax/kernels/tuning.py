@@ -41,7 +41,7 @@ def wanted() -> bool:
 
 
 def race(
-    operation: str, contestants: Mapping[str, Callable[[], Callable[[], Any]]]
+    operation: str, contestants: Mapping[str, Callable[[], Callable[[], object]]]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Measure contestants against each other in a few interleaved turns.
 
@@ -64,7 +64,7 @@ def race(
 
 
 def _race(
-    contestants: Mapping[str, Callable[[], Callable[[], Any]]],
+    contestants: Mapping[str, Callable[[], Callable[[], object]]],
 ) -> tuple[dict[str, float], dict[str, str]]:
     seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
@@ -84,7 +84,7 @@ def _race(
     return seconds, failures
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(work())
     return time.perf_counter() - start

@@ -4,7 +4,7 @@
 generator and the request tables need neither.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fornax.llm.config import DraftModel, EngineConfig, NGram
 from fornax.llm.outputs import (
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "LLM":
         from fornax.llm.llm import LLM
 

@@ -1,24 +1,89 @@
-"""Adapters while serving: loaded, unloaded, found by name, put on the device when needed."""
+"""Adapters while serving: read in PEFT's format, loaded, unloaded, put on the device when needed.
+
+Legend: R rank, K inputs (flattened), N outputs (flattened).
+"""
 
 import itertools
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fornax.config.errors import EngineError
-from fornax.llm.lora import LoRAStack, attach, empty_stack, write_slot
-from fornax.llm.lora_file import Adapter, read_adapter
+from fornax.adapters.peft_file import read_peft
+from fornax.config.errors import ConfigError, EngineError
+from fornax.llm.lora import LoRAStack, attach, write_slot
 from fornax.llm.weights import Weights
 from fornax.models import abstract_decoder
 from fornax.models.families.convert import family_for
-from fornax.models.layout import plan_layout
+from fornax.models.layout import TensorLayout, plan_layout
 
-__all__ = ["Adapters", "describe_adapters"]
+__all__ = ["Adapter", "Adapters", "Pair", "describe_adapters", "read_adapter"]
+
+_REFUSED = {"use_dora": "merge it into the model and serve that, or train plain LoRA"}
+"""What slots cannot hold: a DoRA's magnitudes belong to the base's weights."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An adapter's matrices of one projection in one layer, in our layout."""
+
+    down_KR: np.ndarray
+    up_RN: np.ndarray
+    """Scaled."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in the host's memory."""
+
+    name: str
+    path: str
+    rank: int
+    """The largest of its matrices."""
+    pairs: Mapping[tuple[str, int], Pair]
+    """By parameter, such as layers/attention/q/kernel, and layer."""
+
+
+def read_adapter(
+    name: str, path: str | Path, layout: list[TensorLayout], *, max_rank: int
+) -> Adapter:
+    """Read and check an adapter.
+
+    Args:
+        name: what requests will call it.
+        path: its folder.
+        layout: of the model's tensors.
+        max_rank: that a slot has room for.
+
+    Raises:
+        EngineError: a kind of adapter that is not supported, another model's, or too large a rank.
+        CheckpointError: files that are missing or damaged.
+    """
+    try:
+        stored = read_peft(path, layout, refused=_REFUSED)
+    except ConfigError as error:
+        raise EngineError(str(error)) from error
+    known = {tensor.name.removesuffix(".weight"): tensor for tensor in layout}
+    pairs: dict[tuple[str, int], Pair] = {}
+    largest = 0
+    for module, found in stored.modules.items():
+        largest = max(largest, rank := len(found.down_RK))
+        if rank > max_rank:
+            raise EngineError(
+                f"{stored.folder}: {module} has rank {rank}; the engine's max_lora_rank is "
+                f"{max_rank}, raise it"
+            )
+        for block in known[module].blocks:
+            rows = found.up_NR[block.start : block.stop]
+            key = (block.slot.path, block.slot.layer or 0)
+            pairs[key] = Pair(found.down_RK.T, found.scale * rows.T)
+    return Adapter(name, str(path), largest, pairs)
 
 
 class Adapters:
@@ -28,13 +93,7 @@ class Adapters:
     """
 
     def __init__(self, weights: Weights, *, slots: int, rank: int) -> None:
-        """Make room on the device.
-
-        Args:
-            weights: the model's.
-            slots: adapters on the device at once.
-            rank: of an adapter, at most.
-        """
+        """Make room on the device."""
         self._layout = _layout(weights)
         self._rank = rank
         self.paths: Mapping[str, str] = {}
@@ -118,7 +177,7 @@ class Adapters:
         """Where `place` put an adapter."""
         return self._slots[name]
 
-    def attach(self, state: Any) -> Any:
+    def attach(self, state: nnx.State) -> nnx.State:
         """A model's parameters with the adapters around them; `lora.bind` says whose are used."""
         return attach(state, self._stacks, self._rank)
 
@@ -140,7 +199,7 @@ class Adapters:
             )
         return self._slots.pop(oldest)
 
-    def _write(self, path: str, pairs: Mapping[int, Any], slot: int) -> None:
+    def _write(self, path: str, pairs: Mapping[int, Pair], slot: int) -> None:
         stack = self._stacks[path]
         layers, width, _ = stack.down_LKP.shape
         down_LKR = np.zeros((layers, width, self._rank), np.float32)
@@ -165,18 +224,20 @@ def _empty(weights: Weights, slots: int, rank: int) -> dict[str, LoRAStack]:
     for slot in places:
         if slot.num_inputs and slot.layer == 0:
             layers = sum(other.path == slot.path for other in places)
-            kernel = jax.ShapeDtypeStruct((layers, *slot.shape), jnp.float32)
+            width = math.prod(slot.shape[: slot.num_inputs])
+            outputs = math.prod(slot.shape[slot.num_inputs :])
             dtype = weights.placement.compute_dtype
-            found[slot.path] = empty_stack(
-                kernel, slot.num_inputs, slots=slots, rank=rank, dtype=dtype
+            found[slot.path] = LoRAStack(
+                down_LKP=jnp.zeros((layers, width, slots * rank), dtype),
+                up_LPN=jnp.zeros((layers, slots * rank, outputs), dtype),
             )
     return found
 
 
-def _layout(weights: Weights) -> Any:
+def _layout(weights: Weights) -> list[TensorLayout]:
     model = abstract_decoder(weights.config, dtype=weights.dtype)
     return plan_layout(model, family_for(weights.config).names)
 
 
-def _layers(adapter: Adapter, path: str) -> dict[int, Any]:
+def _layers(adapter: Adapter, path: str) -> dict[int, Pair]:
     return {layer: pair for (at, layer), pair in adapter.pairs.items() if at == path}

@@ -6,24 +6,27 @@ in one hop to the event loop of whoever asked.
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, Unpack
 
 from fornax.config.errors import EngineError
-from fornax.data import Tokenizer
-from fornax.llm.admission import Admission
 from fornax.llm.build import Parts
+from fornax.llm.config import EngineConfig
 from fornax.llm.engine import Failure, Output
+from fornax.llm.group import Leader, follow, join_group
 from fornax.llm.outputs import EmbeddingOutput, RequestOutput
+from fornax.llm.request import PoolingOptions, RequestOptions
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Readiness
 from fornax.llm.structured import SECONDS, Grammar, too_slow
-from fornax.llm.text.chat_template import ChatTemplate
 
 __all__ = ["AsyncEngine", "EngineDead", "EngineFault"]
 
@@ -51,9 +54,17 @@ class AsyncEngine:
     """Serves requests of one event loop (or several) by an engine in a background thread."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+        self.tokenizer = parts.tokenizer
+        self.chat_template = parts.chat_template
+        self.default_sampling_params = parts.default_sampling_params
+        """Fields of SamplingParams as the model's generation_config.json has them."""
+        self.max_model_len = parts.limits.max_model_len
+        """Tokens of a sequence, prompt and output, at most."""
+        self.max_num_seqs = parts.limits.max_num_seqs
+        """Sequences that run at once."""
+        self._programs = parts.programs
         self._engine = parts.engine
-        self._admission: Admission = parts.admission
+        self._input_processor = parts.input_processor
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._readers: dict[str, _Reader] = {}
         self._thread: threading.Thread | None = None
@@ -61,33 +72,38 @@ class AsyncEngine:
         self._ended: BaseException | None = None
         self._stop_at: float | None = None
         self._ready = threading.Event()
+        self._leader: Leader | None = None
+        self._process_0: socket.socket | None = None
 
-    # What it is.
+    def join(self, config: EngineConfig) -> None:
+        """Become the engine of one of several processes, which all call this.
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's."""
-        return self._parts.tokenizer
+        Raises:
+          ClusterError: they differ, or one did not come.
+        """
+        runner = self._engine.runner
+        joined = join_group(runner.limits, config, runner.weights.config)
+        if isinstance(joined, Leader):
+            self._leader = joined
+            runner.executor.tell = joined.tell
+        else:
+            self._process_0 = joined
 
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The model's; None when its directory has none."""
-        return self._parts.chat_template
+    def follow(self) -> None:
+        """Carry out what process 0 says until it ends, in any other process.
 
-    @property
-    def default_sampling_params(self) -> Mapping[str, Any]:
-        """Fields of SamplingParams as the model's generation_config.json has them."""
-        return self._parts.default_sampling_params
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a sequence, prompt and output, at most."""
-        return self._parts.limits.max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Sequences that run at once."""
-        return self._parts.limits.max_num_seqs
+        Raises:
+          LinkError: process 0 is gone.
+        """
+        assert self._process_0 is not None, "call `join` first, in a process that is not process 0"
+        try:
+            self._programs.compile_all()
+            self._programs.wait()
+            with self._process_0:
+                follow(self._engine.runner.executor, self._process_0)
+        finally:
+            self._programs.close()
+            self._input_processor.close()
 
     @property
     def num_unfinished(self) -> int:
@@ -100,19 +116,23 @@ class AsyncEngine:
         return self._engine.is_sleeping
 
     def readiness(self) -> Readiness:
-        """How far compiling is."""
-        return self._parts.programs.readiness()
+        """How far compiling is; other processes count as one more program."""
+        found = self._programs.readiness()
+        if self._leader is None:
+            return found
+        done = found.done + self._leader.ready
+        return dataclasses.replace(found, done=done, total=found.total + 1)
 
     def error(self) -> BaseException | None:
         """What the engine died of."""
         return self._error
 
-    # Its life.
-
     def start(self) -> None:
         """Start the thread, and compiling."""
-        self._parts.programs.compile_all()
-        self._admission.warm_up()
+        self._programs.compile_all()
+        self._input_processor.warm_up()
+        if self._leader is not None:
+            self._leader.watch(lambda error: self._inbox.put(functools.partial(_raise, error)))
         self._thread = threading.Thread(target=self._run, name="fornax-engine", daemon=True)
         self._thread.start()
 
@@ -123,14 +143,14 @@ class AsyncEngine:
     def shutdown(self, drain_seconds: float = 0.0) -> None:
         """Stop the thread, after the running requests or the time; compiling stops at once."""
         if not self.readiness().ready:
-            self._parts.programs.close()
-        self._post(lambda: setattr(self, "_stop_at", time.monotonic() + drain_seconds))
+            self._programs.close()
+        self._inbox.put(lambda: setattr(self, "_stop_at", time.monotonic() + drain_seconds))
         if self._thread is not None:
             self._thread.join()
-        self._parts.programs.close()
-        self._admission.close()
-
-    # Requests.
+        if self._leader is not None:
+            self._leader.close()
+        self._programs.close()
+        self._input_processor.close()
 
     async def generate(
         self,
@@ -138,11 +158,8 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         request_id: str,
-        lora: str | None = None,
-        priority: int = 0,
-        prompt: str | None = None,
-        cache_salt: str | None = None,
         constrain_after: tuple[int, ...] = (),
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come; closing the iterator aborts.
 
@@ -152,18 +169,16 @@ class AsyncEngine:
           EngineFault: the model's output is not a number.
         """
         grammar = await self._grammar(params, constrain_after)
-        make = asyncio.to_thread if _takes_long(params, len(prompt_ids)) else _at_once
-        request = await make(
-            self._admission.request,
+        prepare = functools.partial(
+            self._input_processor.request,
             prompt_ids,
             params,
             request_id=request_id,
-            lora=lora,
-            priority=priority,
-            prompt=prompt,
-            cache_salt=cache_salt,
             grammar=grammar,
+            **options,
         )
+        slow = _takes_long(params, len(prompt_ids))
+        request = await asyncio.to_thread(prepare) if slow else prepare()
         with self._reading(request_id, params.n) as reader:
             self._submit(request_id, lambda: self._engine.add(request))
             while True:
@@ -173,13 +188,7 @@ class AsyncEngine:
                     return
 
     async def embed(
-        self,
-        prompt_ids: list[int],
-        *,
-        request_id: str,
-        lora: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, prompt_ids: list[int], *, request_id: str, **options: Unpack[PoolingOptions]
     ) -> EmbeddingOutput:
         """The prompt's embedding; cancelling aborts.
 
@@ -187,18 +196,10 @@ class AsyncEngine:
           EngineError: the request cannot be honoured.
           EngineDead: the engine ended while it ran.
         """
-        pooling = self._admission.pooling(
-            prompt_ids,
-            request_id=request_id,
-            lora=lora,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        pooling = self._input_processor.pooling(prompt_ids, request_id=request_id, **options)
         with self._reading(request_id) as reader:
-            self._submit(request_id, lambda: self._engine.add_pooling(pooling))
+            self._submit(request_id, lambda: self._engine.add(pooling))
             return await _next(reader)
-
-    # Commands.
 
     async def add_lora(self, name: str, path: str) -> None:
         """Load an adapter.
@@ -223,7 +224,7 @@ class AsyncEngine:
         """Paths of the loaded adapters by name."""
         return self._engine.adapters.paths if self._engine.adapters else {}
 
-    async def update_weights(self, params: Any, version: int) -> None:
+    async def update_weights(self, params: object, version: int) -> None:
         """Go on with other weights; see `Engine.update_weights`.
 
         Raises:
@@ -265,7 +266,7 @@ class AsyncEngine:
             else:
                 done.set_result(None)
 
-        self._post(run)
+        self._inbox.put(run)
         waiting = asyncio.wrap_future(done)
         while not waiting.done():
             if self._ended is not None and not done.done():
@@ -277,7 +278,7 @@ class AsyncEngine:
         self, params: SamplingParams, constrain_after: tuple[int, ...]
     ) -> Grammar | None:
         """The request's grammar; whoever waits no longer takes it out of the queue."""
-        made = self._admission.grammar(params, constrain_after)
+        made = self._input_processor.grammar(params, constrain_after)
         if made is None:
             return None
         try:
@@ -285,20 +286,20 @@ class AsyncEngine:
         except TimeoutError:
             raise too_slow(SECONDS) from None
 
-    # Between the loops.
-
     @contextlib.contextmanager
     def _reading(self, request_id: str, sequences: int = 1) -> Iterator[_Reader]:
         if request_id in self._readers:
             raise EngineError(f"request id {request_id!r} is in use; give another")
         reader = self._readers[request_id] = _Reader(sequences)
         try:
-            if self._ended is not None:  # looked at only now: `_tell_all` knows this reader or not
+            if (
+                self._ended is not None
+            ):  # looked at only now: `_fail_readers` knows this reader or not
                 raise self._ended
             yield reader
         finally:
             self._readers.pop(request_id, None)
-            self._post(lambda: self._engine.abort(request_id))
+            self._inbox.put(lambda: self._engine.abort(request_id))
 
     def _submit(self, request_id: str, add: Callable[[], None]) -> None:
         def run() -> None:
@@ -307,10 +308,7 @@ class AsyncEngine:
             except EngineError as error:
                 self._deliver([Failure(request_id, str(error))])
 
-        self._post(run)
-
-    def _post(self, work: Callable[[], None]) -> None:
-        self._inbox.put(work)
+        self._inbox.put(run)
 
     def _deliver(self, outputs: list[Output]) -> None:
         """Send outputs to their readers, one hop for each event loop."""
@@ -325,19 +323,21 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            self._parts.programs.wait()
+            self._programs.wait()
+            if self._leader is not None:
+                self._leader.wait_ready()
             self._ready.set()
             while self._take_calls():
                 if self._engine.has_work:
-                    self._deliver(self._engine.turn())
+                    self._deliver(self._engine.step())
         except CancelledError:  # stopped before everything was compiled
-            self._tell_all(EngineDead("the engine was shut down"))
+            self._fail_readers(EngineDead("the engine was shut down"))
         except BaseException as error:
             _log.exception("the engine died")
             self._error = error
-            self._tell_all(EngineDead(f"the engine died: {error}"))
+            self._fail_readers(EngineDead(f"the engine died: {error}"))
         else:
-            self._tell_all(EngineDead("the engine was shut down"))
+            self._fail_readers(EngineDead("the engine was shut down"))
         finally:
             self._ready.set()
 
@@ -358,11 +358,15 @@ class AsyncEngine:
                 return True
             work()
 
-    def _tell_all(self, error: BaseException) -> None:
+    def _fail_readers(self, error: BaseException) -> None:
         self._ended = error
         for reader in list(self._readers.values()):
             with contextlib.suppress(RuntimeError):
                 reader.loop.call_soon_threadsafe(reader.outputs.put_nowait, error)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _put_all(pairs: list[tuple[_Reader, Output]]) -> None:
@@ -383,7 +387,3 @@ def _takes_long(params: SamplingParams, prompt: int) -> bool:
     """Whether to prepare a request takes more than about a millisecond."""
     characters = sum(map(len, params.stop))
     return bool(params.bad_words) or characters > 256 or params.n * prompt > 65536
-
-
-async def _at_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)

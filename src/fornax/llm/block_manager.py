@@ -1,26 +1,89 @@
-"""The paged cache's books: prefix reuse, allocation, copy-on-write, sliding windows, release."""
+"""The paged cache: prefix reuse, allocation, copy-on-write, sliding windows, release."""
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from fornax.config.errors import ConfigError
-from fornax.llm.page_pool import PagePool
-from fornax.llm.plan import PageCopy, PageUpdate, Plan
+from fornax.llm.scheduler_output import PageCopy, PageUpdate, SchedulerOutput
 from fornax.llm.sequence import Sequence
 
-__all__ = ["BlockManager", "Match", "PageGroup"]
+__all__ = ["BlockManager", "Match", "PagePool"]
 
 
-@dataclass(frozen=True, slots=True)
-class PageGroup:
-    """The layers that share one page table: all of one window."""
+class PagePool:
+    """Pages 1 to num_pages - 1 of one cache array, of the layers that share a window and so a page
+    table; page 0 takes the writes of padding tokens.
 
-    num_pages: int
-    """Pages of the cache array; page 0 is never given out."""
-    window: int | None = None
-    """Keys visible to a query, itself included; None for all."""
+    A page is held (by one or more sequences), idle (held by none, but its content is a known
+    prefix that may be asked for again) or blank. Blank pages are given out first, then idle ones,
+    the least recently released first.
+    """
+
+    __slots__ = ("_blank", "_idle", "by_digest", "digests", "holders", "num_pages", "window")
+
+    def __init__(self, num_pages: int, window: int | None = None) -> None:
+        """Make a pool of `num_pages`, page 0 included, for layers whose queries see `window` keys,
+        their own included, or all."""
+        self.num_pages = num_pages
+        self.window = window
+        self.holders = [0] * num_pages
+        self.digests: list[bytes | None] = [None] * num_pages
+        self.by_digest: dict[bytes, int] = {}
+        self._blank = list(range(num_pages - 1, 0, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can give."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Pages that are held."""
+        return self.num_pages - 1 - self.available
+
+    def take(self) -> int:
+        """Give out a page with one holder; its content is no longer known."""
+        if self._blank:
+            page = self._blank.pop()
+        else:
+            page, _ = self._idle.popitem(last=False)
+            digest = self.digests[page]
+            assert digest is not None, "an idle page has a digest"
+            del self.by_digest[digest]
+            self.digests[page] = None
+        self.holders[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        """Add a holder to a page that is held or idle."""
+        if self.holders[page] == 0:
+            del self._idle[page]
+        self.holders[page] += 1
+
+    def release(self, page: int) -> None:
+        """Take a holder away."""
+        self.holders[page] -= 1
+        if self.holders[page] == 0:
+            if self.digests[page] is None:
+                self._blank.append(page)
+            else:
+                self._idle[page] = None
+
+    def register(self, page: int, digest: bytes) -> None:
+        """Say that a held page is full and what it holds; the first page of a digest is found."""
+        if digest not in self.by_digest:
+            self.by_digest[digest] = page
+            self.digests[page] = digest
+
+    def forget(self) -> None:
+        """Forget what every page holds; holders keep theirs."""
+        self.by_digest.clear()
+        self.digests = [None] * self.num_pages
+        self._blank.extend(self._idle)
+        self._idle.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +101,11 @@ class BlockManager:
     earlier tokens and their own, and from then on are only read.
     """
 
-    def __init__(
-        self, groups: Items[PageGroup], page_size: int, prefix_caching: bool = True
-    ) -> None:
-        if page_size < 1:
-            raise ConfigError(f"page_size={page_size} is less than 1 token; 16 is usual")
-        if not groups:
-            raise ConfigError("a cache needs at least one page group; the model has no attention")
-        for index, group in enumerate(groups):
-            if group.num_pages < 2:
-                raise ConfigError(
-                    f"page group {index} has num_pages={group.num_pages}; it needs at least 2, "
-                    "page 0 being reserved: give the cache more memory"
-                )
-            if group.window is not None and group.window < 1:
-                raise ConfigError(f"window={group.window} sees no key; use at least 1, or None")
+    def __init__(self, pools: Items[PagePool], page_size: int, prefix_caching: bool = True) -> None:
         self.page_size = page_size
         self.prefix_caching = prefix_caching
-        self.groups = tuple(groups)
-        self.pools = [PagePool(group.num_pages) for group in groups]
-        self._windows = [group.window for group in groups]
-        self._all_full = all(window is None for window in self._windows)
+        self.pools = pools
+        """By group."""
 
     @property
     def usage(self) -> float:
@@ -67,8 +114,10 @@ class BlockManager:
 
     def shortage(self, num_tokens: int) -> str | None:
         """Say why a sequence of `num_tokens` could not run even alone; None if it can."""
-        for pool, window in zip(self.pools, self._windows, strict=True):
-            need = self._peak(num_tokens, window)
+        for pool in self.pools:
+            need = self._pages_of(num_tokens)
+            if pool.window is not None:
+                need = min(need, self._span(pool.window))
             if need > pool.num_pages - 1:
                 return (
                     f"{need} pages of {self.page_size} tokens, the cache has {pool.num_pages - 1}"
@@ -82,38 +131,34 @@ class BlockManager:
             return Match(0, [[] for _ in self.pools])
         digests = self._digests(sequence, most)
         found = most
-        for pool, window in zip(self.pools, self._windows, strict=True):
-            if window is None:
+        for pool in self.pools:
+            if pool.window is None:
                 for index in range(found):
                     if digests[index] not in pool.by_digest:
                         found = index
                         break
         found = self._match_windows(digests, found)
         pages = []
-        for pool, window in zip(self.pools, self._windows, strict=True):
-            first = self._first_visible(found * self.page_size, window)
+        for pool in self.pools:
+            first = self._first_visible(found * self.page_size, pool.window)
             pages.append([0] * first + [pool.by_digest[digest] for digest in digests[first:found]])
         return Match(found * self.page_size, pages)
 
     def spare(self, headroom: int) -> list[int]:
         """Pages of each group that new sequences may claim, `headroom` left to running ones where
         these grow without limit."""
-        return [
-            pool.available - (headroom if window is None else 0)
-            for pool, window in zip(self.pools, self._windows, strict=True)
-        ]
+        return [pool.available - (headroom if pool.window is None else 0) for pool in self.pools]
 
     def claim(self, sequence: Sequence, match: Match, spare: list[int]) -> bool:
         """Subtract from `spare` what the sequence needs to be computed; False if not there."""
         total = self._pages_of(sequence.length)
         wanted = []
-        for group, (pool, window) in enumerate(zip(self.pools, self._windows, strict=True)):
-            hits = match.pages[group]
+        for pool, hits in zip(self.pools, match.pages, strict=True):
             live = [page for page in hits if page]
             idle = sum(pool.holders[page] == 0 for page in live)
             need = total - (len(hits) - len(live))
-            if window is not None:
-                need = min(need, self._span(window))
+            if pool.window is not None:
+                need = min(need, self._span(pool.window))
             wanted.append(max(idle, need - (len(live) - idle)))
         if any(want > have for want, have in zip(wanted, spare, strict=True)):
             return False
@@ -121,7 +166,7 @@ class BlockManager:
             spare[group] -= want
         return True
 
-    def admit(self, sequence: Sequence, match: Match, plan: Plan) -> None:
+    def admit(self, sequence: Sequence, match: Match, plan: SchedulerOutput) -> None:
         """Give a sequence that was just claimed for its row's pages: those matched, and, in groups
         without a window, one for each of its tokens."""
         sequence.pages = match.pages
@@ -132,14 +177,14 @@ class BlockManager:
             for page in pages[live:]:
                 pool.hold(page)
         total = self._pages_of(sequence.length)
-        for pool, pages, window in zip(self.pools, match.pages, self._windows, strict=True):
-            if window is None:
+        for pool, pages in zip(self.pools, match.pages, strict=True):
+            if pool.window is None:
                 pages.extend(pool.take() for _ in range(total - len(pages)))
         sequence.num_computed = match.num_tokens
         sequence.num_registered = match.num_tokens // self.page_size
         self._write_tables(sequence, plan)
 
-    def room(self, sequence: Sequence, plan: Plan) -> int:
+    def room(self, sequence: Sequence, plan: SchedulerOutput) -> int:
         """Tokens after `num_computed` that pages can be had for now."""
         self._trim(sequence, sequence.num_computed, plan)
         pages = min(
@@ -148,11 +193,10 @@ class BlockManager:
         )
         return pages * self.page_size - sequence.num_computed
 
-    def extend(self, sequence: Sequence, start: int, stop: int, plan: Plan) -> bool:
+    def extend(self, sequence: Sequence, start: int, stop: int, plan: SchedulerOutput) -> bool:
         """Make tokens [start, stop) writable: new pages, own copies of shared ones. False, with
         nothing taken, when pages are short."""
-        if not self._all_full:
-            self._trim(sequence, start, plan)
+        self._trim(sequence, start, plan)
         size = self.page_size
         first = start // size
         total = (stop - 1) // size + 1
@@ -170,7 +214,7 @@ class BlockManager:
             self._take(sequence, first, total, plan)
         return True
 
-    def fork(self, parent: Sequence, child: Sequence, plan: Plan) -> None:
+    def fork(self, parent: Sequence, child: Sequence, plan: SchedulerOutput) -> None:
         """Let the child hold all of its parent's pages."""
         child.pages = [list(pages) for pages in parent.pages]
         child.first_live = list(parent.first_live)
@@ -209,7 +253,7 @@ class BlockManager:
         for pool in self.pools:
             pool.forget()
 
-    def _take(self, sequence: Sequence, first: int, total: int, plan: Plan) -> None:
+    def _take(self, sequence: Sequence, first: int, total: int, plan: SchedulerOutput) -> None:
         row = sequence.row
         assert row is not None, "only running sequences get pages"
         for group, pool in enumerate(self.pools):
@@ -224,24 +268,24 @@ class BlockManager:
                 pages.append(pool.take())
                 plan.updates.append(PageUpdate(group, row, index, pages[index]))
 
-    def _trim(self, sequence: Sequence, start: int, plan: Plan) -> None:
+    def _trim(self, sequence: Sequence, start: int, plan: SchedulerOutput) -> None:
         """Release what no query from `start` on can see."""
         row = sequence.row
         assert row is not None, "only running sequences have pages"
-        for group, window in enumerate(self._windows):
-            if window is None:
+        for group, pool in enumerate(self.pools):
+            if (window := pool.window) is None:
                 continue
             pages = sequence.pages[group]
             live = sequence.first_live[group]
             visible = min((start - window + 1) // self.page_size, len(pages))
             if visible > live:
                 for index in range(live, visible):
-                    self.pools[group].release(pages[index])
+                    pool.release(pages[index])
                     pages[index] = 0
                     plan.updates.append(PageUpdate(group, row, index, 0))
                 sequence.first_live[group] = visible
 
-    def _write_tables(self, sequence: Sequence, plan: Plan) -> None:
+    def _write_tables(self, sequence: Sequence, plan: SchedulerOutput) -> None:
         row = sequence.row
         assert row is not None, "only running sequences have pages"
         for group, pages in enumerate(sequence.pages):
@@ -254,10 +298,10 @@ class BlockManager:
         settled = False
         while found and not settled:
             settled = True
-            for pool, window in zip(self.pools, self._windows, strict=True):
-                if window is None:
+            for pool in self.pools:
+                if pool.window is None:
                     continue
-                fitting = self._match_window(pool, window, digests, found)
+                fitting = self._match_window(pool, pool.window, digests, found)
                 settled = settled and fitting == found
                 found = fitting
         return found
@@ -280,10 +324,6 @@ class BlockManager:
     def _span(self, window: int) -> int:
         """Most pages that one query's window touches."""
         return (window - 2) // self.page_size + 2
-
-    def _peak(self, num_tokens: int, window: int | None) -> int:
-        pages = self._pages_of(num_tokens)
-        return pages if window is None else min(pages, self._span(window))
 
     def _digests(self, sequence: Sequence, count: int) -> list[bytes]:
         """Digests of the first `count` pages; 32 bytes, so equal digests mean equal tokens."""

@@ -1,8 +1,7 @@
-"""Putting an engine together from a model directory, or from a model in memory."""
+"""Builds an engine from a model directory, or from a model in memory."""
 
 import copy
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +12,18 @@ import jax
 from fornax.config.errors import ConfigError, DataError
 from fornax.config.hub import find_model
 from fornax.data import Tokenizer, load_tokenizer
-from fornax.llm.adapters import Adapters
-from fornax.llm.admission import Admission
-from fornax.llm.block_manager import BlockManager, PageGroup
+from fornax.llm.block_manager import BlockManager, PagePool
 from fornax.llm.config import DraftModel, EngineConfig, NGram
+from fornax.llm.devices import DeviceSpec, attached_devices
 from fornax.llm.engine import Engine
-from fornax.llm.limits import Limits, draft_limits, limits_without_cache, resolve_limits
-from fornax.llm.lora import bind
-from fornax.llm.memory import account_of
-from fornax.llm.programs import Programs, keep_compiled
+from fornax.llm.input_processor import InputProcessor
+from fornax.llm.limits import Limits, draft_limits
+from fornax.llm.memory import fit_limits
+from fornax.llm.program_cache import ProgramCache, keep_compiled
 from fornax.llm.runner import Runner
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
 from fornax.llm.speculation import DraftProposer, NGramProposer, Proposer
 from fornax.llm.stats import Observer
-from fornax.llm.target import Target, attached
 from fornax.llm.text.chat_template import ChatTemplate
 from fornax.llm.weights import Weights, load_weights
 from fornax.models import Decoder, DecoderConfig, cache_windows
@@ -49,11 +46,9 @@ class Parts:
     """An engine and what belongs to it."""
 
     engine: Engine
-    admission: Admission
-    programs: Programs
+    input_processor: InputProcessor
+    programs: ProgramCache
     limits: Limits
-    config: EngineConfig
-    model_config: DecoderConfig
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     default_sampling_params: Mapping[str, Any]
@@ -73,70 +68,48 @@ def build_engine(
       model: a Hugging Face directory, the name of one on the Hub, or a decoder in memory.
       config: limits and choices; the defaults if None.
       tokenizer: a tokenizer or its folder; None takes the one in the model's directory, if any.
-      observer: told of steps and requests.
+      observer: called with the figures of steps and requests.
       devices: the engine's, `tensor_parallel_size` of them; None takes the first of JAX's.
 
     Raises:
       CheckpointError, ConfigError, DataError, EngineError: what is wrong with any of these.
     """
-    target = attached(devices)
+    target = attached_devices(devices)
     config = config or EngineConfig()
     keep_compiled()
     model = model if isinstance(model, Decoder) else find_model(model)
     folder = None if isinstance(model, Decoder) else model
-    words = Path(tokenizer) if isinstance(tokenizer, str | Path) else folder
+    beside = Path(tokenizer) if isinstance(tokenizer, str | Path) else folder
     weights = load_weights(model, config, target)
     draft = _draft_weights(config, weights, target)
-    small = None if draft is None else draft.config
-    empty = limits_without_cache(config, weights.config, weights.dtype, target, small)
-    other = account_of(config, weights, empty, draft).without_cache
-    limits = resolve_limits(config, weights.config, weights.dtype, other, target, small)
+    limits = fit_limits(config, weights, target, draft=draft)
     loaded = _tokenizer(folder, tokenizer, weights.config)
     generation = _read_json(folder, "generation_config.json")
-    programs = Programs(config.compile_threads)
-    adapters = None
-    if config.enable_lora:
-        adapters = Adapters(weights, slots=config.max_loras, rank=config.max_lora_rank)
-    runner = Runner(
-        weights,
-        limits,
-        programs,
-        max_logprobs=config.max_logprobs,
-        logprobs_mode=config.logprobs_mode,
-        drafts=config.num_drafts,
-        places=config.draft_places,
-        coarse=config.step_sizes == "coarse",
-        state=None if adapters is None else adapters.attach(weights.state),
-        bind=None if adapters is None else bind,
-    )
-    admission = Admission(
+    programs = ProgramCache(config.compile_threads)
+    runner = Runner(config, weights, limits, programs)
+    input_processor = InputProcessor(
+        config,
         limits,
         vocab_size=weights.config.vocab_size,
         eos=_eos(weights.config, generation, loaded),
-        max_logprobs=config.max_logprobs,
-        seed=config.seed,
         tokenizer=loaded,
-        clock=time.monotonic,
-        lora_salt=None if adapters is None else adapters.salt,
+        lora_salt=None if runner.adapters is None else runner.adapters.salt,
     )
     engine = Engine(
         runner,
         _scheduler(config, limits, weights.config, runner.buckets),
         programs,
         proposer=_proposer(config, draft, limits, programs),
-        adapters=adapters,
-        token_text=admission.token_text,
+        token_text=input_processor.token_text,
         observer=observer,
     )
     return Parts(
         engine=engine,
-        admission=admission,
+        input_processor=input_processor,
         programs=programs,
         limits=limits,
-        config=config,
-        model_config=weights.config,
         tokenizer=loaded,
-        chat_template=_chat_template(words, folder),
+        chat_template=_chat_template(beside, folder),
         default_sampling_params={
             field: generation[key]
             for key, field in _GENERATION_FIELDS.items()
@@ -148,8 +121,8 @@ def build_engine(
 def _scheduler(
     config: EngineConfig, limits: Limits, model: DecoderConfig, buckets: tuple[int, ...]
 ) -> Scheduler:
-    groups = [
-        PageGroup(pages, window)
+    pools = [
+        PagePool(pages, window)
         for pages, window in zip(limits.num_pages, cache_windows(model), strict=True)
     ]
     return Scheduler(
@@ -162,31 +135,23 @@ def _scheduler(
             max_loras=config.max_loras if config.enable_lora else 0,
             buckets=buckets,
         ),
-        BlockManager(groups, limits.page_size, config.enable_prefix_caching),
+        BlockManager(pools, limits.page_size, config.enable_prefix_caching),
     )
 
 
 def _proposer(
-    config: EngineConfig, draft: Weights | None, limits: Limits, programs: Programs
+    config: EngineConfig, draft: Weights | None, limits: Limits, programs: ProgramCache
 ) -> Proposer | None:
     if isinstance(config.speculative_config, NGram):
         return NGramProposer(config.speculative_config)
     if draft is None:
         return None
-    runner = Runner(
-        draft,
-        draft_limits(limits, draft.config),
-        programs,
-        max_logprobs=0,
-        places=config.draft_places,
-        proposes=True,
-        coarse=config.step_sizes == "coarse",
-        name="draft",
-    )
+    own = draft_limits(limits, draft.config)
+    runner = Runner(config, draft, own, programs, draft=True)
     return DraftProposer(runner, config.num_drafts)
 
 
-def _draft_weights(config: EngineConfig, weights: Weights, target: Target) -> Weights | None:
+def _draft_weights(config: EngineConfig, weights: Weights, target: DeviceSpec) -> Weights | None:
     """Those of the draft model, if there is one."""
     draft = config.speculative_config
     if not isinstance(draft, DraftModel):

@@ -36,7 +36,7 @@ class NGram:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel:
-    """Propose what a smaller model of the same vocabulary would say."""
+    """Propose what a smaller model of the same vocabulary samples."""
 
     type: Literal["draft_model"] = "draft_model"
     model: Path

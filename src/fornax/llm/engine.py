@@ -1,28 +1,25 @@
-"""The engine: requests in, outputs out, one `turn` at a time, the device always a step ahead.
+"""The engine: requests in, outputs out, one `step` at a time, the device always a step ahead.
 
-A turn dispatches the model's part of step n + 1, then works through the results of step n while it
+A call dispatches the model's part of step n + 1, then works through the results of step n while it
 runs, then dispatches the sampling of step n + 1, for which it now knows every earlier token.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from fornax.config.errors import EngineError
-from fornax.llm.adapters import Adapters
-from fornax.llm.logprobs import Scores, TokenText, pick
-from fornax.llm.lora_file import Adapter
-from fornax.llm.outputs import EmbeddingOutput, Logprob, RequestOutput
-from fornax.llm.plan import Plan, Sample
-from fornax.llm.programs import Programs
-from fornax.llm.requests import Pooling, Request
-from fornax.llm.runner import Runner, Ticket
+from fornax.llm.adapters import Adapter, Adapters
+from fornax.llm.outputs import EmbeddingOutput, RequestOutput
+from fornax.llm.program_cache import ProgramCache
+from fornax.llm.request import Completion, PoolingRequest, Request, TokenText, pick_logprobs
+from fornax.llm.runner import Runner, RunnerOutput
 from fornax.llm.scheduler import Scheduler
+from fornax.llm.scheduler_output import Sample, SchedulerOutput
 from fornax.llm.sequence import Sequence, Status
-from fornax.llm.speculation import Proposer
+from fornax.llm.speculation import Proposer, accepted_tokens
 from fornax.llm.stats import Observer, StepStats
 from fornax.llm.weights import Weights
 
@@ -49,103 +46,90 @@ class Engine:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        programs: Programs,
+        programs: ProgramCache,
         *,
         proposer: Proposer | None = None,
-        adapters: Adapters | None = None,
         token_text: TokenText | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.programs = programs
-        self.adapters = adapters
+        self.adapters = runner.adapters
         self.observer = observer
         self.version = 0
         """Version of the weights."""
-        self._proposer = proposer
+        self._speculates = proposer is not None
+        self._proposer = proposer or Proposer()
         self._token_text = token_text
-        self._requests: dict[str, Request] = {}
-        self._pooling: dict[str, Pooling] = {}
-        self._owner: dict[int, tuple[Request, int]] = {}
+        self._requests: dict[str, Request | PoolingRequest] = {}
+        self._owner: dict[int, tuple[Request, Completion]] = {}
+        """By sequence; those of a `PoolingRequest` are not among them."""
         self._failed: dict[str, str] = {}
-        self._inflight: tuple[Ticket, int] | None = None
+        """By request: what went wrong while its next token was being chosen."""
+        self._inflight: tuple[RunnerOutput, int] | None = None
         self._asleep = False
-        self._turned = 0.0
+        self._stepped = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do anything."""
+        """Whether a step would do anything."""
         return not self._asleep and (self.scheduler.has_work or self._inflight is not None)
 
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._requests) + len(self._pooling)
+        return len(self._requests)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether the cache's memory is given back."""
         return self._asleep
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request | PoolingRequest) -> None:
         """Queue a request.
 
         Raises:
           EngineError: it can never run.
         """
-        sequences = [completion.sequence for completion in request.completions]
-        self._check_adapter(sequences[0].lora)
-        sequences[0].children = sequences[1:]
-        self.scheduler.add(sequences[0])
+        first, *others = request.sequences
+        self._check_adapter(first.lora)
+        first.children = others
+        self.scheduler.add(first)
         self._requests[request.request_id] = request
-        for index, sequence in enumerate(sequences):
-            self._owner[sequence.id] = (request, index)
-
-    def add_pooling(self, pooling: Pooling) -> None:
-        """Queue a request for an embedding.
-
-        Raises:
-          EngineError: it can never run.
-        """
-        self._check_adapter(pooling.sequence.lora)
-        self.scheduler.add(pooling.sequence)
-        self._pooling[pooling.request_id] = pooling
+        if isinstance(request, Request):
+            for completion in request.completions:
+                self._owner[completion.sequence.id] = (request, completion)
 
     def abort(self, request_id: str) -> None:
         """End a request at whatever point it is; its pages are free for the next step."""
-        pooling = self._pooling.pop(request_id, None)
-        if pooling is not None:
-            self.scheduler.finish(pooling.sequence)
         request = self._requests.pop(request_id, None)
-        if request is not None:
+        if isinstance(request, PoolingRequest):
+            self.scheduler.finish(request.sequence)
+        elif request is not None:
             for completion in request.completions:
                 completion.finish("abort")
             self._drop(request)
 
-    def turn(self) -> list[Output]:
+    def step(self) -> list[Output]:
         """Go one step on; returns what readers get."""
-        if not self._turned:
-            self._turned = time.monotonic()
+        if not self._stepped:
+            self._stepped = time.monotonic()
         outputs: list[Output] = []
-        if self._proposer is not None:  # drafts are made of known tokens: no step ahead
+        if self._speculates:  # drafts are made of known tokens: no step ahead
             outputs += self._process()
             self._propose()
         plan = self.scheduler.schedule()
         bucket = 0
         if plan is not None:
             self._start(plan)
-            bucket = self.runner.forward(plan, self._place_adapters(plan))
+            bucket = self.runner.forward(plan, plan.adapters)
         outputs += self._process()
         if plan is not None:
             self._inflight = (self._sample(plan, bucket), self.version)
         elif not self.scheduler.has_work:
-            self._turned = 0.0
+            self._stepped = 0.0
         return outputs
-
-    def drain(self) -> list[Output]:
-        """Work through the step in flight without beginning another."""
-        return self._process()
 
     def update_weights(self, weights: Weights, version: int) -> list[Output]:
         """Go on with other weights; running sequences are computed anew under them.
@@ -154,10 +138,8 @@ class Engine:
         """
         outputs = self._process()
         self.scheduler.reset()
-        state = None if self.adapters is None else self.adapters.attach(weights.state)
-        self.runner.update_weights(weights, state)
-        if self._proposer is not None:
-            self._proposer.reset()
+        self.runner.update_weights(weights)
+        self._proposer.reset()
         self.version = version
         return outputs
 
@@ -178,10 +160,9 @@ class Engine:
         adapters = self.need_adapters()
         self._check_adapter(name)  # before the results of a step could get lost
         outputs = self._process()
-        sequences = {i: each.completions[0].sequence for i, each in self._requests.items()}
-        sequences |= {i: each.sequence for i, each in self._pooling.items()}
+        using = [i for i, each in self._requests.items() if each.sequences[0].lora == name]
         adapters.remove(name)
-        for request_id in [i for i, sequence in sequences.items() if sequence.lora == name]:
+        for request_id in using:
             self.abort(request_id)
             outputs.append(Failure(request_id, f"adapter {name!r} was unloaded"))
         return outputs
@@ -202,37 +183,30 @@ class Engine:
         outputs = self._process()
         if not self._asleep:
             self.scheduler.reset()
-            self.runner.sleep()
-            if self._proposer is not None:
-                self._proposer.sleep()
+            self.runner.executor.sleep()
+            self._proposer.sleep()
             self._asleep = True
         return outputs
 
     def wake(self) -> None:
         """Make the cache again; sequences that were running are computed anew."""
         if self._asleep:
-            self.runner.wake()
-            if self._proposer is not None:
-                self._proposer.wake()
+            self.runner.executor.wake()
+            self._proposer.wake()
             self._asleep = False
 
-    # Before a step.
-
-    def _start(self, plan: Plan) -> None:
+    def _start(self, plan: SchedulerOutput) -> None:
         now = time.monotonic()
         for sequence in plan.started:
             if sequence.pooling or sequence.row is None:
                 continue
-            request, index = self._owner[sequence.id]
+            request, completion = self._owner[sequence.id]
             request.scheduled = request.scheduled or now
-            params = request.completions[index].row_params()
+            params = completion.row_params()
             self.runner.load_row(sequence.row, params)
-            if self._proposer is not None:
-                self._proposer.start(sequence, params)
+            self._proposer.start(sequence, params)
 
     def _propose(self) -> None:
-        if self._proposer is None:
-            return
         ready = [
             sequence
             for sequence in self.scheduler.running
@@ -241,20 +215,11 @@ class Engine:
             and not sequence.pooling
             # Its first sample has been taken, so that there is something to go on from.
             and len(sequence.tokens) > sequence.num_prompt
-            and self._completion(sequence).may_draft
+            and self._owner[sequence.id][1].may_draft
         ]
         self._proposer.propose(ready)
 
-    def _place_adapters(self, plan: Plan) -> dict[int, int]:
-        """Bring the step's adapters to the device; returns the slot of each entry that has one."""
-        if self.adapters is None:
-            return {}
-        names = {i: e.sequence.lora for i, e in enumerate(plan.entries) if e.sequence.lora}
-        if self.adapters.place(set(names.values())):
-            self.runner.use_state(self.adapters.attach(self.runner.weights.state))
-        return {index: self.adapters.slot(name) for index, name in names.items()}
-
-    def _sample(self, plan: Plan, bucket: int) -> Ticket:
+    def _sample(self, plan: SchedulerOutput, bucket: int) -> RunnerOutput:
         masks: dict[int, np.ndarray] = {}
         dead: set[int] = set()
         checked: dict[int, Sample] = {}
@@ -263,7 +228,7 @@ class Engine:
             if sample.sequence.status is Status.FINISHED:
                 dead.add(index)
                 continue
-            completion = self._completion(sample.sequence)
+            completion = self._owner[sample.sequence.id][1]
             try:
                 mask = completion.mask()
             except EngineError as error:
@@ -276,89 +241,82 @@ class Engine:
             logprobs = logprobs or completion.wants_logprobs
             if completion.may_draft:
                 checked[index] = sample
-        drafted = None if self._proposer is None else self._proposer.drafted(checked)
-        scores = {
-            index: targets
-            for index, entry in enumerate(plan.entries)
-            if (targets := self._targets(entry.sequence, entry.start, entry.stop)) is not None
-        }
+        drafted = self._proposer.drafted(checked)
+        scores: dict[int, np.ndarray] = {}
+        for index, entry in enumerate(plan.entries):
+            request, completion = self._owner.get(entry.sequence.id, (None, None))
+            if request is None or completion is None or completion.index:
+                continue
+            targets = request.prompt_targets(entry.start, entry.stop)
+            if targets is not None:
+                scores[index] = targets
         return self.runner.sample(plan, bucket, masks, dead, logprobs, scores, drafted)
-
-    def _targets(self, sequence: Sequence, start: int, stop: int) -> np.ndarray | None:
-        """The prompt tokens after each token of an entry, if they are to be scored."""
-        if sequence.id not in self._owner:
-            return None
-        request, index = self._owner[sequence.id]
-        if request.prompt_logprobs is None or index:
-            return None
-        if len(request.prompt_logprobs) >= min(stop + 1, sequence.num_prompt):
-            return None  # scored before a preemption, or no prompt
-        targets = np.full(stop - start, -1, np.int32)
-        known = sequence.prompt[start + 1 : stop + 1]
-        targets[: len(known)] = known
-        return targets
-
-    # After a step.
 
     def _process(self) -> list[Output]:
         if self._inflight is None:
             return []
-        ticket, version = self._inflight
+        result, version = self._inflight
         self._inflight = None
-        plan = ticket.plan
-        tokens = ticket.tokens()
-        stats = self._stats(ticket)
+        plan = result.plan
+        tokens = result.tokens()
+        stats = self._stats(result)
         touched: dict[str, Request] = {}
         outputs: list[Output] = []
-        for index, pieces in ticket.scored.items():
-            self._score(plan, index, pieces)
-        for first, count in _runs(plan.samples):
+        for index, pieces in result.scored.items():
+            entry = plan.entries[index]
+            request, _ = self._owner.get(entry.sequence.id, (None, None))
+            if request is not None:
+                request.take_prompt_logprobs(entry.start, entry.stop, pieces, self._token_text)
+        for first, count in plan.sample_runs():
             sequence = plan.samples[first].sequence
             drafts = count - 1
             if sequence.status is Status.FINISHED:
                 self.scheduler.received(sequence, [], drafts)
                 continue
-            request, index = self._owner[sequence.id]
-            accepted = _accept(sequence.drafts, tokens[first : first + count])
+            request, completion = self._owner[sequence.id]
+            accepted = accepted_tokens(sequence.drafts, tokens[first : first + count])
             problem = self._failed.pop(request.request_id, None)
             broken = problem is None and -1 in accepted
             if broken:
                 problem = _NOT_FINITE
             if problem is None:
-                self._count_drafts(stats, drafts, len(accepted) - 1)
-                problem = self._take(request, index, accepted, drafts, version, ticket, first)
+                if drafts:
+                    stats.count_drafts(drafts, len(accepted) - 1)
+                problem = self._take(request, completion, accepted, drafts, version, result, first)
             if problem is not None:
-                outputs.append(self._fail(request, problem, broken))
+                self._requests.pop(request.request_id, None)
+                self._drop(request)
+                outputs.append(Failure(request.request_id, problem, broken))
                 touched.pop(request.request_id, None)
                 continue
             stats.generation_tokens += len(accepted)
             touched[request.request_id] = request
         outputs += self._emit(touched)
-        outputs += self._embeddings(ticket)
-        self._report(stats)
+        outputs += self._embeddings(result)
+        if self.observer is not None:
+            self.observer.step(stats)
         return outputs
 
     def _take(
         self,
         request: Request,
-        index: int,
+        completion: Completion,
         accepted: list[int],
         drafts: int,
         version: int,
-        ticket: Ticket,
+        result: RunnerOutput,
         first: int,
     ) -> str | None:
         """Give a completion its tokens; returns what is wrong with them, if anything."""
-        completion = request.completions[index]
         sequence = completion.sequence
         kept = completion.take(accepted)
         self.scheduler.received(sequence, kept, drafts)
         logprobs = None
         if completion.params.logprobs is not None:
             wanted = completion.params.logprobs
-            logprobs = pick(ticket.logprobs, first, kept, wanted, self._token_text)
+            logprobs = pick_logprobs(result.logprobs, first, kept, wanted, self._token_text)
         if completion.token_logprobs is not None:
-            completion.token_logprobs += ticket.token_logprobs[first : first + len(kept)]
+            completion.token_logprobs += result.token_logprobs[first : first + len(kept)]
         try:
             completion.record(kept, version, logprobs)
         except EngineError as error:
@@ -385,15 +343,16 @@ class Engine:
             if output is not None:
                 yield output
 
-    def _embeddings(self, ticket: Ticket) -> Iterator[Output]:
-        if not ticket.plan.pooled:
+    def _embeddings(self, result: RunnerOutput) -> Iterator[Output]:
+        if not result.plan.pooled:
             return
-        rows = ticket.embeddings()
-        for sample, row in zip(ticket.plan.pooled, rows, strict=True):
+        rows = result.embeddings()
+        for sample, row in zip(result.plan.pooled, rows, strict=True):
             sequence = sample.sequence
-            pooling = self._pooling.pop(sequence.request_id, None)
-            if pooling is None:
-                continue
+            request = self._requests.get(sequence.request_id)
+            if not isinstance(request, PoolingRequest) or request.sequence is not sequence:
+                continue  # aborted
+            del self._requests[sequence.request_id]
             self.scheduler.finish(sequence)
             if not np.isfinite(row).all():
                 yield Failure(sequence.request_id, _NOT_FINITE, fault=True)
@@ -405,33 +364,10 @@ class Engine:
                 num_cached_tokens=sequence.num_cached,
             )
 
-    def _score(self, plan: Plan, index: int, pieces: tuple[Any, ...]) -> None:
-        entry = plan.entries[index]
-        if entry.sequence.id not in self._owner:
-            return
-        request, _ = self._owner[entry.sequence.id]
-        wanted = request.params.prompt_logprobs
-        if request.prompt_logprobs is None or wanted is None:
-            return
-        targets = entry.sequence.prompt[entry.start + 1 : entry.stop + 1]
-        found: list[Mapping[int, Logprob]] = []
-        for piece in pieces:
-            scores = Scores.read(piece)
-            part, targets = targets[: len(scores.rank_M)], targets[len(scores.rank_M) :]
-            found += pick(scores, 0, part, wanted, self._token_text)
-        # After a preemption the first of them may have been scored before.
-        request.prompt_logprobs += found[len(request.prompt_logprobs) - entry.start - 1 :]
-
-    def _fail(self, request: Request, problem: str, fault: bool = False) -> Failure:
-        self._requests.pop(request.request_id, None)
-        self._drop(request)
-        return Failure(request.request_id, problem, fault)
-
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         self._owner.pop(sequence.id, None)
-        if self._proposer is not None:
-            self._proposer.finish(sequence)
+        self._proposer.finish(sequence)
 
     def _drop(self, request: Request) -> None:
         self._failed.pop(request.request_id, None)
@@ -441,26 +377,17 @@ class Engine:
         if self.observer is not None:
             self.observer.finished(request.stats())
 
-    def _completion(self, sequence: Sequence) -> Any:
-        request, index = self._owner[sequence.id]
-        return request.completions[index]
-
-    # Figures.
-
-    def _stats(self, ticket: Ticket) -> StepStats:
-        plan, scheduler = ticket.plan, self.scheduler
+    def _stats(self, result: RunnerOutput) -> StepStats:
+        plan, scheduler = result.plan, self.scheduler
         now = time.monotonic()
         stats = StepStats(
-            seconds=now - self._turned,
+            seconds=now - self._stepped,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             cache_usage=scheduler.manager.usage,
-            bucket=ticket.bucket,
+            bucket=result.bucket,
             tokens=plan.num_tokens,
-            prompt_tokens=sum(
-                max(0, min(entry.stop, entry.sequence.num_prompt) - entry.start)
-                for entry in plan.entries
-            ),
+            prompt_tokens=plan.prompt_tokens,
             prefix_queries=plan.prefix_queries,
             prefix_hits=plan.prefix_hits,
             preemptions=len(plan.preempted),
@@ -469,23 +396,8 @@ class Engine:
             compiled=tuple(self.programs.late),
         )
         self.programs.late.clear()
-        self._turned = now
+        self._stepped = now
         return stats
-
-    def _count_drafts(self, stats: StepStats, drafts: int, accepted: int) -> None:
-        if not drafts:
-            return
-        stats.drafts += 1
-        stats.draft_tokens += drafts
-        stats.accepted_tokens += accepted
-        per_position = stats.accepted_per_position
-        per_position.extend([0] * (drafts - len(per_position)))
-        for position in range(accepted):
-            per_position[position] += 1
-
-    def _report(self, stats: StepStats) -> None:
-        if self.observer is not None:
-            self.observer.step(stats)
 
 
 _NOT_FINITE = (
@@ -496,20 +408,3 @@ _NO_TOKEN = (
     "the request's own constraints leave no token to choose; check allowed_token_ids, min_tokens, "
     "bad_words and structured outputs against each other"
 )
-
-
-def _runs(samples: list[Sample]) -> Iterator[tuple[int, int]]:
-    """First index and count of the adjacent samples of each sequence."""
-    first = 0
-    for index in range(1, len(samples) + 1):
-        if index == len(samples) or samples[index].sequence is not samples[first].sequence:
-            yield first, index - first
-            first = index
-
-
-def _accept(drafts: list[int], sampled: list[int]) -> list[int]:
-    """The sampled tokens up to the first that is not what was proposed."""
-    for count, token in enumerate(sampled[:-1], start=1):
-        if token != drafts[count - 1]:
-            return sampled[:count]
-    return sampled

@@ -7,27 +7,30 @@ class by its methods alone, and the command connects the two.
 
 import asyncio
 import contextlib
-import itertools
+import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
+from prometheus_client.core import Metric
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fornax.config import ConfigError, EngineError, ServingCode, ServingError, from_mapping
-from fornax.llm.host_answers import pieces, told, whole
-from fornax.llm.host_tensors import INPUTS, OUTPUTS, Asked, bytes_array, read_request
-from fornax.llm.server.app import create_app, create_server, guarded
-from fornax.llm.server.engine import Engine
+from fornax.llm.async_engine import AsyncEngine, EngineDead
+from fornax.llm.host_tensors import INPUTS, OUTPUTS, GenerateRequest, bytes_array, read_request
+from fornax.llm.outputs import RequestOutput
+from fornax.llm.server.app import asgi_app, create_app, create_server
 from fornax.llm.server.errors import ApiError
 from fornax.llm.server.launch import ServeConfig, build_observed, engine_metrics
-from fornax.llm.server.metrics import Metrics
 from fornax.llm.server.state import Server
 from fornax.llm.stats import Observer
 
 __all__ = ["LLMEntry"]
 
+
+_CODES = {code.http: code for code in ServingCode}
 _POLL = 0.05
 _LISTENING = frozenset(
     {
@@ -52,8 +55,24 @@ _LISTENING = frozenset(
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
+class V2Request(Protocol):
+    """What is read of a request of the V2 protocol."""
+
+    @property
+    def inputs(self) -> Mapping[str, np.ndarray]:
+        """Tensors by name."""
+
+    @property
+    def parameters(self) -> Mapping[str, object]:
+        """Fields of SamplingParams that stand outside the tensors."""
+
+    @property
+    def priority(self) -> int:
+        """Lower is served earlier."""
+
+
 class LLMEntry:
-    """One language model; see `fornax.serving.entry.StreamingEntry` for its methods."""
+    """One language model; see `fornax.serving.backend.StreamingBackend` for its methods."""
 
     platform = "fornax_llm"
 
@@ -61,8 +80,8 @@ class LLMEntry:
         self,
         name: str,
         folder: Path,
-        settings: Mapping[str, Any],
-        build: Callable[[str, ServeConfig, Observer], Engine] = build_observed,
+        settings: Mapping[str, object],
+        build: Callable[[str, ServeConfig, Observer], AsyncEngine] = build_observed,
     ):
         """Read the settings; nothing is loaded.
 
@@ -85,11 +104,9 @@ class LLMEntry:
         except ConfigError as error:
             raise ConfigError(f"{folder.name}/serving.yaml: {error}") from error
         self._model, self._build = model, build
-        self._metrics: Metrics | None = None
         self._server: Server | None = None
-        self._app: Any = None
+        self._app: ASGIApp | None = None
         self._reason = "it is not loaded"
-        self._ids = (f"v2-{name}-{count}" for count in itertools.count())
 
     @property
     def memory(self) -> int:
@@ -132,8 +149,8 @@ class LLMEntry:
         except BaseException:
             await asyncio.to_thread(engine.shutdown)
             raise
-        self._app = guarded(create_app(server))
-        self._server, self._metrics = server, metrics
+        self._app = asgi_app(create_app(server))
+        self._server = server
 
     async def stop(self, drain_seconds: float) -> None:
         """Take nothing new, answer what runs, give the engine back."""
@@ -144,7 +161,7 @@ class LLMEntry:
         end = time.monotonic() + drain_seconds
         while server.engine.num_unfinished and time.monotonic() < end:
             await asyncio.sleep(_POLL)
-        self._server, self._metrics, self._reason = None, None, "it was unloaded"
+        self._server, self._reason = None, "it was unloaded"
         await asyncio.to_thread(server.engine.shutdown)
 
     def inputs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -155,7 +172,7 @@ class LLMEntry:
         """Those of Triton's vLLM backend."""
         return OUTPUTS
 
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> Mapping[str, object]:
         """The configuration, as Triton's clients read it; all inputs but the text are optional."""
         inputs = [
             {**_described(name, tensor), "optional": name != "text_input"}
@@ -171,38 +188,40 @@ class LLMEntry:
             "model_transaction_policy": {"decoupled": True},
         }
 
-    def collect(self) -> Iterable[Any]:
+    def collect(self) -> Iterable[Metric]:
         """The engine's metrics, under vLLM's names."""
-        if self._server is None or self._metrics is None:
+        if self._server is None:
             return []
         if not self._server.engine.num_unfinished:
-            self._metrics.idle()
-        return self._metrics.collect()
+            self._server.metrics.idle()
+        return self._server.metrics.collect()
 
-    def routes(self) -> Mapping[str, Any]:
+    def routes(self) -> Mapping[str, ASGIApp]:
         """OpenAI's routes."""
         return dict.fromkeys(("/v1", "/tokenize", "/detokenize"), self._route)
 
-    async def _route(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._app is not None:
             await self._app(scope, receive, send)
             return
         error = ApiError(503, f"{self.name} is not ready: {self.reason()}", code="not_ready")
         await error.response()(scope, receive, send)
 
-    async def infer(self, request: Any) -> Mapping[str, np.ndarray]:
+    async def infer(self, request: V2Request) -> Mapping[str, np.ndarray]:
         """Complete the prompts of a V2 request.
 
         Raises:
           ServingError: it is refused, or the engine ended.
         """
-        with told():
-            server, asked = self._read(request, in_pieces=False)
-            with server.load.admitted():
-                texts = await whole(server, asked, request.priority, self._ids)
+        with _serving_errors():
+            server, query = self._read(request, in_pieces=False)
+            with server.concurrency.admitted():
+                texts = await _complete(server, query, request.priority)
         return {"text_output": bytes_array(texts)}
 
-    async def stream(self, request: Any) -> AsyncGenerator[tuple[Mapping[str, np.ndarray], bool]]:
+    async def stream(
+        self, request: V2Request
+    ) -> AsyncGenerator[tuple[Mapping[str, np.ndarray], bool]]:
         """What is new of a prompt's completions, as it is made; whole without `stream`.
 
         A piece has a text for each of `n` completions, empty where nothing is new of one.
@@ -210,49 +229,129 @@ class LLMEntry:
         Raises:
           ServingError: it is refused, or the engine ended.
         """
-        with told():
-            server, asked = self._read(request, in_pieces=True)
-            with server.load.admitted():
-                if not asked.stream:
-                    texts = await whole(server, asked, request.priority, self._ids)
+        with _serving_errors():
+            server, query = self._read(request, in_pieces=True)
+            with server.concurrency.admitted():
+                if not query.stream:
+                    texts = await _complete(server, query, request.priority)
                     yield {"text_output": bytes_array(texts)}, True
                     return
-                new = pieces(server, asked, request.priority, self._ids)
+                new = _stream_texts(server, query, request.priority)
                 async with contextlib.aclosing(new):
                     async for texts, last in new:
                         yield {"text_output": bytes_array(texts)}, last
 
-    def _read(self, request: Any, *, in_pieces: bool) -> tuple[Server, Asked]:
+    def _read(self, request: V2Request, *, in_pieces: bool) -> tuple[Server, GenerateRequest]:
         """What answers, and what is asked for."""
         server = self._server
         if server is None:
             raise ServingError(ServingCode.UNAVAILABLE, f"{self.name} is not ready")
         server.require_ready()
         limits = server.config.request_limits
-        for text in _objects(request.inputs.get("sampling_parameters")):
-            limits.check_json(bytes(text), server.engine.max_model_len)
-        defaults = _defaults(server.defaults)
-        asked = read_request(request.inputs, request.parameters, defaults, in_pieces=in_pieces)
-        limits.check(asked.params, len(asked.prompts))
-        return server, asked
+        fields = request.inputs.get("sampling_parameters")
+        if fields is not None and fields.dtype == np.object_:
+            for text in fields.ravel():
+                limits.check_json(bytes(text), server.engine.max_model_len)
+        defaults = {name: value for name, value in server.defaults.items() if value is not None}
+        query = read_request(request.inputs, request.parameters, defaults, in_pieces=in_pieces)
+        limits.check(query.params, len(query.prompts))
+        return server, query
 
 
-async def _compiled(engine: Engine) -> None:
+async def _complete(server: Server, query: GenerateRequest, priority: int) -> list[str]:
+    """The completions of each prompt."""
+    encoded = await _encode(server, query)
+    tasks = [
+        asyncio.ensure_future(_last(_outputs(server, query, prompt, tokens, priority)))
+        for prompt, tokens in zip(query.prompts, encoded, strict=True)
+    ]
+    try:
+        done = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return [
+        (prompt if query.echo else "") + completion.text
+        for prompt, output in zip(query.prompts, done, strict=True)
+        for completion in output.outputs
+    ]
+
+
+async def _stream_texts(
+    server: Server, query: GenerateRequest, priority: int
+) -> AsyncGenerator[tuple[list[str], bool]]:
+    """What is new of each of the one prompt's completions, and whether it is the last."""
+    [tokens] = await _encode(server, query)
+    outputs = _outputs(server, query, query.prompts[0], tokens, priority)
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            texts = [""] * query.params.n
+            for completion in output.outputs:
+                texts[completion.index] = completion.text
+            if output.finished or any(texts):
+                yield texts, output.finished
+
+
+async def _encode(server: Server, query: GenerateRequest) -> list[list[int]]:
+    encode = server.encoder.encode
+    encoded = [await encode(prompt, add_special_tokens=True) for prompt in query.prompts]
+    server.config.request_limits.check_prompts(sum(map(len, encoded)), query.params.n)
+    return encoded
+
+
+async def _outputs(
+    server: Server, query: GenerateRequest, prompt: str, tokens: list[int], priority: int
+) -> AsyncGenerator[RequestOutput]:
+    """The engine's outputs; closing them aborts."""
+    room = server.encoder.max_new_tokens(tokens, query.params.max_tokens)
+    outputs = server.engine.generate(
+        tokens,
+        dataclasses.replace(query.params, max_tokens=room),
+        request_id=server.engine_id(f"v2-{server.names[0]}"),
+        priority=priority,
+        prompt=prompt,
+    )
+    try:
+        async for output in outputs:
+            yield output
+    finally:
+        await outputs.aclose()  # pyrefly: ignore[missing-attribute]
+
+
+async def _last(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:
+    last: RequestOutput | None = None
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            last = output
+    assert last is not None  # the engine ends with an output or raises
+    return last
+
+
+@contextlib.contextmanager
+def _serving_errors() -> Iterator[None]:
+    """Raise the model server's errors for those of the engine and its server.
+
+    Raises:
+      ServingError: in place of theirs.
+    """
+    try:
+        yield
+    except ApiError as error:
+        code = _CODES.get(error.status_code, ServingCode.INTERNAL)
+        raise ServingError(code, error.message) from error
+    except EngineError as error:
+        raise ServingError(ServingCode.INVALID_ARGUMENT, str(error)) from error
+    except EngineDead as error:
+        raise ServingError(ServingCode.UNAVAILABLE, str(error)) from error
+
+
+async def _compiled(engine: AsyncEngine) -> None:
     while not engine.readiness().ready:
         if (error := engine.error()) is not None:
             raise EngineError(f"the engine died while it compiled: {error}")
         await asyncio.sleep(_POLL)
 
 
-def _objects(array: np.ndarray | None) -> list[Any]:
-    return [] if array is None or array.dtype != np.object_ else list(array.ravel())
-
-
-def _defaults(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's own defaults of sampling, as far as the config lets them hold."""
-    return {name: value for name, value in model.items() if value is not None}
-
-
-def _described(name: str, tensor: tuple[str, tuple[int, ...]]) -> dict[str, Any]:
+def _described(name: str, tensor: tuple[str, tuple[int, ...]]) -> dict[str, object]:
     kind = {"BYTES": "TYPE_STRING"}.get(tensor[0], f"TYPE_{tensor[0]}")
     return {"name": name, "data_type": kind, "dims": list(tensor[1])}

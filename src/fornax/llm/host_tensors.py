@@ -18,7 +18,7 @@ from fornax.config import ServingCode, ServingError
 from fornax.llm.outputs import RequestOutputKind
 from fornax.llm.sampling_params import SamplingParams
 
-__all__ = ["INPUTS", "OUTPUTS", "Asked", "bytes_array", "read_request"]
+__all__ = ["INPUTS", "OUTPUTS", "GenerateRequest", "bytes_array", "read_request"]
 
 INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "text_input": ("BYTES", (-1,)),
@@ -38,8 +38,8 @@ _OTHER_NAMES = {"stop_words": "stop"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a request asks for."""
+class GenerateRequest:
+    """A V2 request as the engine takes it."""
 
     prompts: tuple[str, ...]
     params: SamplingParams
@@ -51,11 +51,11 @@ class Asked:
 
 def read_request(
     inputs: Mapping[str, np.ndarray],
-    parameters: Mapping[str, Any],
+    parameters: Mapping[str, object],
     defaults: Mapping[str, Any],
     *,
     in_pieces: bool = False,
-) -> Asked:
+) -> GenerateRequest:
     """Read a request's tensors and parameters.
 
     Args:
@@ -87,7 +87,7 @@ def read_request(
         )
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     params = _params(inputs, parameters, {**defaults, "output_kind": kind}, len(prompts))
-    return Asked(prompts=prompts, params=params, echo=echo, stream=stream)
+    return GenerateRequest(prompts=prompts, params=params, echo=echo, stream=stream)
 
 
 def bytes_array(texts: list[str]) -> np.ndarray:
@@ -99,7 +99,7 @@ def bytes_array(texts: list[str]) -> np.ndarray:
 
 def _params(
     inputs: Mapping[str, np.ndarray],
-    parameters: Mapping[str, Any],
+    parameters: Mapping[str, object],
     defaults: Mapping[str, Any],
     prompts: int,
 ) -> SamplingParams:
@@ -128,7 +128,7 @@ def _params(
     return params
 
 
-def _value(name: str, value: Any) -> Any:
+def _value(name: str, value: object) -> Any:
     """A field's value, out of the string that a client may have had to put it into."""
     if name in _TEXTS:
         return [text for text in value if text != ""] if isinstance(value, list) else value

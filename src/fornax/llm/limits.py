@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fornax.config.errors import ConfigError, EngineError
 from fornax.kernels import TPU_LANES, paged_table_fits
 from fornax.llm.config import EngineConfig
-from fornax.llm.target import Target, attached
+from fornax.llm.devices import DeviceSpec
 from fornax.models import CacheHeads, DecoderConfig, cache_windows, page_bytes
 
 __all__ = [
@@ -75,24 +75,19 @@ def resolve_limits(
     model: DecoderConfig,
     weights_dtype: jnp.dtype,
     other_bytes: int,
-    target: Target | None = None,
+    target: DeviceSpec,
     draft: DecoderConfig | None = None,
 ) -> Limits:
     """Choose what `config` leaves open.
 
     Args:
-      config: the engine's.
-      model: the model's.
       weights_dtype: of the weights.
       other_bytes: that all but the cache takes on each device; see `fornax.llm.memory`.
-      target: what the engine is made for; None for this process's devices.
-      draft: the draft model's, if there is one.
 
     Raises:
       ConfigError: limits beyond the model or against each other.
       EngineError: no memory for the cache.
     """
-    target = target or attached()
     limits = limits_without_cache(config, model, weights_dtype, target, draft)
     needs, sizes = limits.pages_per_sequence(model), limits.page_bytes(model)
     if draft is not None:  # one page more of every group, for all tokens
@@ -122,7 +117,7 @@ def resolve_limits(
     )
 
 
-def _beside(other_bytes: int, target: Target) -> str:
+def _beside(other_bytes: int, target: DeviceSpec) -> str:
     if target.memory is None:
         return ""
     return (
@@ -137,7 +132,7 @@ def _check_room(
     pages: Sequence[int],
     sizes: Sequence[int],
     other_bytes: int,
-    target: Target,
+    target: DeviceSpec,
 ) -> None:
     """Refuse a cache that was asked for and does not fit beside the rest.
 
@@ -174,7 +169,7 @@ def limits_without_cache(
     config: EngineConfig,
     model: DecoderConfig,
     weights_dtype: jnp.dtype,
-    target: Target,
+    target: DeviceSpec,
     draft: DecoderConfig | None = None,
 ) -> Limits:
     """The limits that do not depend on memory, with no pages; see `resolve_limits`."""
@@ -242,7 +237,7 @@ def cache_heads(model: DecoderConfig, platform: str, tensor_parallel_size: int) 
     return CacheHeads(max(model.kv_heads, tensor_parallel_size), width)
 
 
-def _budget(config: EngineConfig, other_bytes: int, wanted: int, target: Target) -> int:
+def _budget(config: EngineConfig, other_bytes: int, wanted: int, target: DeviceSpec) -> int:
     """Bytes for the cache on all devices together."""
     shards = config.tensor_parallel_size
     if config.kv_cache_memory_bytes is not None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fornax.llm.build import build_engine
 from fornax.llm.config import EngineConfig
 from fornax.llm.engine import Failure, Output
 from fornax.llm.outputs import EmbeddingOutput, RequestOutput, RequestOutputKind
-from fornax.llm.requests import Pooling, Request
+from fornax.llm.request import PoolingRequest, Request
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Observer
 from fornax.llm.weights import Weights
@@ -23,6 +23,8 @@ __all__ = ["LLM"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
+Message = Mapping[str, object]
+"""A message of a conversation, in OpenAI's form."""
 
 
 class LLM:
@@ -46,7 +48,7 @@ class LLM:
           model: a Hugging Face directory, `org/name[@revision]` on the Hub, or a decoder in memory,
             whose arrays are shared.
           tokenizer: a tokenizer or its folder; None takes the one in the model's directory.
-          observer: told of steps and requests.
+          observer: called with the figures of steps and requests.
           **options: fields of `EngineConfig`.
 
         Raises:
@@ -56,20 +58,14 @@ class LLM:
         self._parts = build_engine(
             model, from_mapping(EngineConfig, options), tokenizer=tokenizer, observer=observer
         )
+        self.tokenizer = self._parts.tokenizer
+        """The model's tokenizer."""
+        self.max_model_len = self._parts.limits.max_model_len
+        """Tokens of a sequence, prompt and output, at most."""
         self._engine = self._parts.engine
         self._ids = itertools.count()
         self._parts.programs.compile_all()
         self._parts.programs.wait()
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer."""
-        return self._parts.tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a sequence, prompt and output, at most."""
-        return self._parts.limits.max_model_len
 
     @property
     def weights(self) -> Weights:
@@ -127,7 +123,7 @@ class LLM:
         for prompt, one, adapter, rank in zip(many, each, loras, priorities, strict=True):
             text, ids = self._read(prompt)
             requests.append(
-                self._parts.admission.request(
+                self._parts.input_processor.request(
                     ids,
                     _final(one),
                     request_id=self._id(),
@@ -136,18 +132,18 @@ class LLM:
                     prompt=text,
                 )
             )
-        return self._run(self._engine.add, requests)
+        return self._run(requests)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template.
 
@@ -155,7 +151,7 @@ class LLM:
           messages: one conversation in OpenAI's form, or several.
           sampling_params: see `generate`.
           lora: adapter for all.
-          add_generation_prompt: whether the prompt ends where the assistant begins to speak.
+          add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
           continue_final_message: whether the last message is to be gone on with.
           tools: functions in OpenAI's form.
           chat_template_kwargs: variables for the template.
@@ -190,8 +186,8 @@ class LLM:
         found = []
         for prompt in _as_list(prompts):
             _, ids = self._read(prompt)
-            found.append(self._parts.admission.pooling(ids, request_id=self._id()))
-        return self._run(self._engine.add_pooling, found)
+            found.append(self._parts.input_processor.pooling(ids, request_id=self._id()))
+        return self._run(found)
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Load an adapter in PEFT's format.
@@ -207,7 +203,7 @@ class LLM:
         """Unload an adapter."""
         self._engine.remove_adapter(name)
 
-    def update_weights(self, params: Any, version: int) -> None:
+    def update_weights(self, params: object, version: int) -> None:
         """Go on with other weights of the same model.
 
         Arrays whose dtype and sharding agree are shared, not copied, except that on one CPU weights
@@ -248,16 +244,16 @@ class LLM:
     def _id(self) -> str:
         return str(next(self._ids))
 
-    def _run(self, add: Callable[[Any], None], requests: Sequence[Request | Pooling]) -> list[Any]:
+    def _run(self, requests: Sequence[Request | PoolingRequest]) -> list[Any]:
         if self._engine.is_sleeping:
             raise EngineError("the engine sleeps and has no cache; call wake() first")
         wanted = [request.request_id for request in requests]
         finished: dict[str, Output] = {}
         try:
             for request in requests:
-                add(request)
+                self._engine.add(request)
             while self._engine.has_work:
-                for output in self._engine.turn():
+                for output in self._engine.step():
                     if isinstance(output, Failure):
                         raise EngineError(output.message)
                     finished[output.request_id] = output
@@ -267,7 +263,7 @@ class LLM:
         return [finished[request_id] for request_id in wanted]
 
 
-def _conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+def _conversations(messages: Any) -> list[Sequence[Message]]:
     several = bool(messages) and not isinstance(messages[0], Mapping)
     return list(messages) if several else [messages]
 

@@ -7,9 +7,7 @@ one product back. Loading an adapter writes into its slot and changes no shape.
 Legend: L layers, K inputs (flattened), N outputs (flattened), P slots times rank, T tokens.
 """
 
-import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ from jax import lax
 
 from fornax import kernels
 
-__all__ = ["LoRAStack", "LoRAWeight", "attach", "bind", "empty_stack", "write_slot"]
+__all__ = ["LoRAStack", "LoRAWeight", "attach", "bind", "write_slot"]
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +35,7 @@ class LoRAStack:
 class LoRAWeight:
     """A weight for `kernels.linear` with adapters; `bind` tells it each token's."""
 
-    base: Any
+    base: jax.Array | kernels.PackedWeight
     """The stack of layers, or one layer of it: an array, or a weight that knows its product."""
     stack: LoRAStack
     adapters_T: jax.Array | None
@@ -52,7 +50,7 @@ class LoRAWeight:
         return self.base.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """Dtype of the array this stands for."""
         return self.base.dtype
 
@@ -92,24 +90,6 @@ class LoRAWeight:
         return jnp.int32(0) if self.layer is None else self.layer
 
 
-def empty_stack(kernel: Any, inputs: int, *, slots: int, rank: int, dtype: Any) -> LoRAStack:
-    """No adapters yet.
-
-    Args:
-        kernel: whatever has the shape [L, *in, *out].
-        inputs: how many axes are summed over.
-        slots: adapters at most.
-        rank: of an adapter, at most.
-        dtype: of the matrices.
-    """
-    layers, *rest = kernel.shape
-    width, outputs = math.prod(rest[:inputs]), math.prod(rest[inputs:])
-    return LoRAStack(
-        down_LKP=jnp.zeros((layers, width, slots * rank), dtype),
-        up_LPN=jnp.zeros((layers, slots * rank, outputs), dtype),
-    )
-
-
 @jax.jit
 def write_slot(
     stack: LoRAStack, slot: jax.Array, down_LKR: jax.Array, up_LRN: jax.Array
@@ -132,7 +112,6 @@ def attach(state: nnx.State, stacks: dict[str, LoRAStack], rank: int) -> nnx.Sta
     Args:
         state: a model's parameters.
         stacks: by path, such as layers/attention/q/kernel.
-        rank: of a slot.
     """
     found = []
     for path, variable in nnx.to_flat_state(state):

@@ -3,19 +3,17 @@
 Everything follows from shapes, so it is known before anything is made.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Any
-
-import jax
 
 from fornax.llm.adapters import describe_adapters
-from fornax.llm.compilation import Sizes, describe_arrays
 from fornax.llm.config import EngineConfig
-from fornax.llm.limits import Limits, draft_limits
-from fornax.llm.weights import Weights
+from fornax.llm.devices import DeviceSpec
+from fornax.llm.limits import Limits, draft_limits, limits_without_cache, resolve_limits
+from fornax.llm.programs import Sizes, describe_arrays
+from fornax.llm.weights import Weights, local_bytes
+from fornax.models import DecoderConfig
 
-__all__ = ["Account", "account_of", "guessed_temporaries", "local_bytes", "sizes_of"]
+__all__ = ["Account", "account_of", "fit_limits", "guessed_temporaries"]
 
 _LIVE_LOGITS = 9
 """Copies of the logits in float32 that choosing tokens has alive, by what XLA makes of it."""
@@ -46,25 +44,47 @@ class Account:
         return self.without_cache - self.temporaries + self.cache + self.draft_cache
 
 
+def fit_limits(
+    config: EngineConfig,
+    weights: Weights,
+    target: DeviceSpec,
+    *,
+    draft: Weights | None = None,
+    cached: DecoderConfig | None = None,
+) -> Limits:
+    """The limits of an engine whose cache takes what all else leaves.
+
+    Args:
+      weights: the model's, as arrays or as shapes.
+      cached: the model whose pages the cache holds, where that is not the engine's own.
+
+    Raises:
+      ConfigError: limits beyond the model or against each other.
+      EngineError: no memory for the cache.
+    """
+    small = None if draft is None else draft.config
+    empty = limits_without_cache(config, weights.config, weights.dtype, target, small)
+    other = account_of(config, weights, empty, draft).without_cache
+    return resolve_limits(config, cached or weights.config, weights.dtype, other, target, small)
+
+
 def account_of(
     config: EngineConfig, weights: Weights, limits: Limits, draft: Weights | None = None
 ) -> Account:
     """The account of an engine.
 
     Args:
-      config: the engine's.
       weights: the model's, as arrays or as shapes.
       limits: the engine's; without pages, as from `limits_without_cache`, the caches are 0.
-      draft: the draft model's weights, if it has one.
     """
-    sizes = sizes_of(config, weights, limits)
+    sizes = Sizes.of(config, weights, limits)
     arrays = describe_arrays(weights, limits, sizes)
     sampler = local_bytes((arrays.tables, arrays.hidden, arrays.sampler, arrays.masks))
     temporaries = guessed_temporaries(weights, sizes)
     draft_cache = 0
     if draft is not None:
         own = draft_limits(limits, draft.config)
-        steps = Sizes.of(draft, own, coarse=config.step_sizes == "coarse")
+        steps = Sizes.of(config, draft, own, draft=True)
         small = describe_arrays(draft, own, steps, config.draft_places)
         kept = (small.tables, small.hidden, small.sampler, small.masks, small.proposals)
         sampler += local_bytes(kept)
@@ -85,11 +105,6 @@ def account_of(
     )
 
 
-def sizes_of(config: EngineConfig, weights: Weights, limits: Limits) -> Sizes:
-    """The sizes that an engine compiles for."""
-    return Sizes.of(weights, limits, config.num_drafts, coarse=config.step_sizes == "coarse")
-
-
 def guessed_temporaries(weights: Weights, sizes: Sizes) -> int:
     """Bytes of one device that the largest program needs, where it was not compiled.
 
@@ -101,12 +116,3 @@ def guessed_temporaries(weights: Weights, sizes: Sizes) -> int:
     row = 4 * model.hidden_size + 3 * model.intermediate_size // parts + heads
     step = sizes.steps[-1] * row * where.compute_dtype.itemsize
     return max(step, _LIVE_LOGITS * 4 * sizes.samples[-1] * model.vocab_size)
-
-
-def local_bytes(tree: Any) -> int:
-    """Bytes of arrays on one device, unpadded."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        total += math.prod(shape) * leaf.dtype.itemsize
-    return total

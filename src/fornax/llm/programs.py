@@ -1,102 +1,351 @@
-"""Compiled programs: all made before the engine is ready, any made later counted and named."""
+"""What an engine compiles: each program's function, the shapes it takes, what it may overwrite.
 
-import contextvars
-import logging
-import threading
-import time
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+Shapes come from arrays on the device, or from a description of them (`describe_arrays`), so that
+the programs of an engine can be compiled where neither its weights nor its devices are.
+
+Legend: T tokens of the bucket, M samples of the bucket, R rows (sequences that can run at once),
+D model width, V vocabulary, W words of an allowed-token bitmask, K log probabilities a token.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
 
 from fornax import kernels
-from fornax.config import environment
-from fornax.llm.stats import Readiness
+from fornax.llm.config import EngineConfig, LogprobsMode
+from fornax.llm.limits import Limits
+from fornax.llm.sampling.masks import mask_words
+from fornax.llm.sampling.rejection import Proposals, init_proposals
+from fornax.llm.sampling.sampler import Sampled, Scored, propose, sample, score
+from fornax.llm.sampling.state import RowParams, SamplerState, init_sampler_state, load_row
+from fornax.llm.step import Bind, StepLayout, change_tables, make_step, placed
+from fornax.llm.weights import Weights
+from fornax.models import cache_windows, describe_pages
 
-__all__ = ["Programs", "keep_compiled"]
+__all__ = [
+    "CHANGES",
+    "COPIES",
+    "POOLED",
+    "SCORED",
+    "Arrays",
+    "Program",
+    "Sizes",
+    "bucket_for",
+    "buckets",
+    "describe_arrays",
+    "make_programs",
+    "powers_of_four",
+    "powers_of_two",
+]
 
-_log = logging.getLogger("fornax.llm")
+COPIES = 16
+"""Page copies of one call; more take several."""
+CHANGES = 1024
+"""Changes of each page table in one call; more take several."""
+SCORED = 32
+"""Prompt tokens scored by one call."""
+POOLED = 8
+"""Hidden rows read by one call."""
 
 
-def keep_compiled() -> None:
-    """Let JAX keep compiled programs on disk, unless the user has chosen where already."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        folder = environment.cache_dir() / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+Shape = jax.ShapeDtypeStruct
+T = TypeVar("T")
 
 
-class Programs:
-    """Programs by key; each compiled once, ahead of time where it was announced."""
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that programs are compiled for."""
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fornax-compile")
-        self._compiled: dict[Hashable, Any] = {}
-        self._futures: dict[Hashable, Future] = {}
-        self._makers: dict[Hashable, Callable[[], Any]] = {}
-        self._lock = threading.Lock()
-        self._began = self._done_at = time.monotonic()
-        self._done = 0
-        self._choices: set[kernels.Choice] = set()
-        self.late: list[str] = []
-        """Programs compiled on demand, drained by the engine."""
+    steps: tuple[int, ...]
+    """Tokens of a step."""
+    samples: tuple[int, ...]
+    """Samples of a step."""
+    layouts: dict[int, StepLayout]
+    """The vector of a step, by its tokens."""
 
-    def announce(self, key: Hashable, make: Callable[[], Any]) -> None:
-        """Say how a program is compiled; `compile_all` will do it."""
-        self._makers[key] = make
+    @classmethod
+    def of(
+        cls, config: EngineConfig, weights: Weights, limits: Limits, *, draft: bool = False
+    ) -> "Sizes":
+        """Those of an engine's model, or of its draft model."""
+        rows, most = limits.max_num_seqs, limits.max_num_batched_tokens
+        coarse = config.step_sizes == "coarse"
+        steps = powers_of_four(most) if coarse else buckets(most)
+        samples = min(rows * (1 if draft else 1 + config.num_drafts), most)
+        groups = len(cache_windows(weights.config))
+        return cls(
+            steps,
+            powers_of_four(samples) if coarse else powers_of_two(samples),
+            {n: StepLayout(n, min(n, rows), _changes(n, limits), groups) for n in steps},
+        )
 
-    def compile_all(self) -> None:
-        """Begin compiling everything announced, in the background, in the order announced."""
-        self._began = time.monotonic()
-        for key, make in self._makers.items():
-            if key not in self._futures:
-                # With the caller's choices: a target platform, autotuning.
-                inside = contextvars.copy_context()
-                self._futures[key] = self._pool.submit(inside.run, self._make, key, make)
 
-    def readiness(self) -> Readiness:
-        """How far compiling is."""
-        total, done = len(self._futures), self._done
-        left = None
-        if done:
-            left = (self._done_at - self._began) / done * (total - done)
-        return Readiness(done=done, total=max(total, 1), seconds_left=left)
+def _changes(tokens: int, limits: Limits) -> int:
+    """Most changes of a page table that `tokens` tokens of running sequences cause: pages that they
+    begin, and as many that leave a window."""
+    return 2 * (tokens // limits.page_size + min(tokens, limits.max_num_seqs))
 
-    def wait(self) -> None:
-        """Return when all are compiled.
 
-        Raises:
-          Exception: what compiling one of them raised.
-        """
-        for future in list(self._futures.values()):
-            future.result()
-        self._pool.shutdown(wait=False)
+@dataclass(frozen=True)
+class Arrays:
+    """What an engine keeps on its devices between steps; here as shapes."""
 
-    def get(self, key: Hashable) -> Any:
-        """The program, compiled now if it was not announced or has not had its turn."""
-        program = self._compiled.get(key)
-        if program is None:
-            if key in self._futures:
-                return self._futures[key].result()
-            _log.warning("compiling %s although the engine was ready", key)
-            self.late.append(str(key))
-            program = self._make(key, self._makers[key])
-        return program
+    state: nnx.State
+    """The weights, with adapters if there are any."""
+    kv: tuple[Shape, ...]
+    """The cache's pages, an array for each group."""
+    tables: tuple[Shape, ...]
+    """The page table of each group: int32 [R, W]."""
+    hidden: Shape
+    """The last step's final hidden states: [most tokens, D]."""
+    sampler: SamplerState
+    masks: dict[int, Shape]
+    """For each number of samples the bitmask that allows everything: uint32 [M, W]."""
+    proposals: Proposals | None = None
+    """What a draft model proposes; None without one."""
 
-    def close(self) -> None:
-        """Drop what has not begun."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        with kernels.recording_choices() as made:
-            program = make()
-        with self._lock:
-            for choice in made.keys() - self._choices:
-                self._choices.add(choice)
-                _log.info("kernel %s", choice)
-            self._compiled[key] = program
-            self._done += 1
-            self._done_at = time.monotonic()
-        return program
+def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes, places: int = 0) -> Arrays:
+    """The shapes of what an engine keeps, none of it made.
+
+    Args:
+      sizes: to compile for.
+      places: proposals of a draft model that a row has room for; 0 without one.
+    """
+    model, where = weights.config, weights.placement
+    pages = describe_pages(
+        model,
+        limits.num_pages,
+        limits.page_size,
+        limits.cache_dtype,
+        where.mesh,
+        heads=limits.cache_heads,
+    )
+    rows = limits.max_num_seqs
+    sampler = jax.eval_shape(lambda: init_sampler_state(rows, model.vocab_size))
+    proposals = None
+    if places:
+        proposals = jax.eval_shape(lambda: init_proposals(rows, places, model.vocab_size))
+    words = mask_words(model.vocab_size)
+
+    def put(shape: jax.Array | Shape) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where.everywhere)
+
+    table = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.table_width), jnp.int32)
+    hidden = (limits.max_num_batched_tokens, model.hidden_size)
+    return Arrays(
+        state=weights.state,
+        kv=tuple(one if one.sharding is not None else put(one) for one in pages),
+        tables=(put(table),) * len(pages),
+        hidden=put(jax.ShapeDtypeStruct(hidden, where.compute_dtype)),
+        sampler=jax.tree.map(put, sampler),
+        masks={n: put(jax.ShapeDtypeStruct((n, words), jnp.uint32)) for n in sizes.samples},
+        proposals=jax.tree.map(put, proposals),
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function with the shapes that it is compiled for."""
+
+    weights: Weights
+    """Whose arrays are not among these."""
+    function: Callable[..., object]
+    arguments: tuple[object, ...]
+    donated: tuple[int, ...] = ()
+    """Arguments whose memory the results may take."""
+    results: object = None
+    """Where results lie, over a mesh: where the next step wants them; None for everywhere."""
+
+    def lower(self) -> jax.stages.Lowered:
+        """Trace it, for its devices' compiler."""
+        everywhere = self.weights.placement.everywhere
+        jit = functools.partial(jax.jit, self.function, donate_argnums=self.donated)
+        if everywhere is not None:
+            jit = functools.partial(jit, out_shardings=self.results or everywhere)
+        with placed(self.weights):
+            return jit().lower(*self.arguments)
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compile ahead of time."""
+        with placed(self.weights):
+            return self.lower().compile()
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """What programs compute with the weights.
+
+    They take the leaves of the state rather than the state: to take it apart at every call would
+    cost as much as the call itself.
+    """
+
+    weights: Weights
+    """Without arrays."""
+    tree: jax.tree_util.PyTreeDef
+    """Of the state."""
+    most: int
+    """Log probabilities a token, K."""
+    logprobs_mode: LogprobsMode
+
+    def on_leaves(self, function: Callable[..., T]) -> Callable[..., T]:
+        """A function of the state as one of its leaves."""
+
+        @functools.wraps(function)
+        def taking_leaves(leaves: list[jax.Array], *rest: object) -> T:
+            return function(self.tree.unflatten(leaves), *rest)
+
+        return taking_leaves
+
+    def choose(
+        self,
+        leaves: list[jax.Array],
+        hidden: jax.Array,
+        sampler: SamplerState,
+        vector: jax.Array,
+        mask: jax.Array,
+        proposals: Proposals | None,
+    ) -> tuple[Sampled, SamplerState]:
+        """A token for each sample; `vector` is int32 [5, M]: place in `hidden`, row, position,
+        whether log probabilities are wanted (the first), and place among the row's proposals."""
+        return sample(
+            self._logits(leaves, hidden, vector[0]),
+            sampler,
+            vector[1],
+            vector[2],
+            mask,
+            num_logprobs=self.most,
+            want_logprobs=vector[3, 0] > 0,
+            logprobs_mode=self.logprobs_mode,
+            proposals=proposals,
+            slots_M=vector[4],
+        )
+
+    def propose_tokens(
+        self,
+        leaves: list[jax.Array],
+        hidden: jax.Array,
+        sampler: SamplerState,
+        proposals: Proposals,
+        vector: jax.Array,
+    ) -> tuple[jax.Array, SamplerState, Proposals]:
+        """A draft model's token for each sample of such a vector."""
+        logits_MV = self._logits(leaves, hidden, vector[0])
+        return propose(logits_MV, sampler, proposals, vector[1], vector[2], vector[4])
+
+    def score_rows(self, leaves: list[jax.Array], hidden: jax.Array, vector: jax.Array) -> Scored:
+        """Log probabilities of targets; `vector` is int32 [2, M]: place in `hidden`, target."""
+        logits_MV = self._logits(leaves, hidden, vector[0])
+        return score(logits_MV, jnp.maximum(vector[1], 0), self.most)
+
+    def _logits(self, leaves: list[jax.Array], hidden: jax.Array, places_M: jax.Array) -> jax.Array:
+        model = self.weights.merge(self.tree.unflatten(leaves))
+        return model.logits(hidden[jnp.maximum(places_M, 0)][None])[0]
+
+
+def make_programs(
+    config: EngineConfig,
+    weights: Weights,
+    limits: Limits,
+    sizes: Sizes,
+    arrays: Arrays,
+    *,
+    draft: bool = False,
+    bind: Bind | None = None,
+) -> dict[tuple[str | int, ...], Program]:
+    """All programs of an engine's model, the largest steps first.
+
+    Args:
+      weights: the model's; its arrays are not kept.
+      sizes: to compile for.
+      arrays: shapes of what is on the devices.
+      bind: gives weights with adapters each token's adapter; None without adapters.
+
+    Returns:
+      By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group),
+      ("change tables",), ("pool",), ("score",); of a draft model ("propose", M) for ("sample", M).
+    """
+    vocab = weights.config.vocab_size
+    weights = replace(weights, state=nnx.State({}))
+    everywhere = weights.placement.everywhere
+    leaves, tree = jax.tree.flatten(arrays.state)
+    most = 0 if draft else min(config.max_logprobs, vocab)
+    functions = _Functions(weights, tree, most, config.logprobs_mode)
+    kv, tables, hidden, sampler = arrays.kv, arrays.tables, arrays.hidden, arrays.sampler
+
+    def ints(shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+    found: dict[tuple[str | int, ...], Program] = {}
+    places = (tuple(pages.sharding for pages in kv), everywhere, everywhere)
+    for size, layout in reversed(sizes.layouts.items()):
+        step = functions.on_leaves(make_step(weights, layout, limits.max_model_len, bind))
+        args = (leaves, kv, tables, hidden, sampler.last_token, ints((layout.size,)))
+        found["step", size] = Program(weights, step, args, (1, 2, 3), places)
+    for size in sizes.samples:
+        vector = ints((5, size))
+        if draft:
+            args = (leaves, hidden, sampler, arrays.proposals, vector)
+            found["propose", size] = Program(weights, functions.propose_tokens, args, (2, 3))
+            continue
+        mask = ints((size, mask_words(vocab)), jnp.uint32)
+        args = (leaves, hidden, sampler, vector, mask, arrays.proposals)
+        found["sample", size] = Program(weights, functions.choose, args, (2,))
+    row = jax.tree.map(np.asarray, RowParams.default(vocab))
+    args = (sampler, ints(()), jax.tree.map(lambda x: ints(x.shape, x.dtype), row))
+    found["load row",] = Program(weights, load_row, args, (0,))
+    for group, pages in enumerate(kv):
+        args = (pages, ints((2, COPIES)))
+        found["copy pages", group] = Program(weights, _copy_pages, args, (0,), pages.sharding)
+    changes = (ints((3, CHANGES)),) * len(tables)
+    found["change tables",] = Program(weights, change_tables, (tables, changes), (0,))
+    found["pool",] = Program(weights, _pool_rows, (hidden, ints((POOLED,))))
+    args = (leaves, hidden, ints((2, SCORED)))
+    found["score",] = Program(weights, functions.score_rows, args)
+    return found
+
+
+def _copy_pages(kv_LPSCH: jax.Array, pairs: jax.Array) -> jax.Array:
+    return kernels.copy_pages(kv_LPSCH, pairs[0], pairs[1])
+
+
+def _pool_rows(hidden: jax.Array, places: jax.Array) -> jax.Array:
+    """Unit vectors: the final norm's output at each place."""
+    x_MD = hidden[places].astype(jnp.float32)
+    return x_MD / jnp.maximum(jnp.linalg.norm(x_MD, axis=-1, keepdims=True), 1e-12)
+
+
+def buckets(limit: int) -> tuple[int, ...]:
+    """Sizes up to `limit`: 1, 2, 4, 8, 12, 16, 24, 32, 48, … and `limit` itself.
+
+    From 8 on at most a third of a bucket is padding.
+    """
+    sizes = [1, 2, 4]
+    for power in count(3):
+        if 1 << power > limit:
+            break
+        sizes += [1 << power, 3 << (power - 1)]
+    return tuple(sorted({size for size in sizes if size < limit} | {limit}))
+
+
+def powers_of_four(limit: int) -> tuple[int, ...]:
+    """Powers of four below `limit` from 4 on, and `limit` itself."""
+    return (*(1 << power for power in range(2, limit.bit_length(), 2) if 1 << power < limit), limit)
+
+
+def powers_of_two(limit: int) -> tuple[int, ...]:
+    """Powers of two below `limit`, and `limit` itself."""
+    return (*(1 << power for power in range(limit.bit_length()) if 1 << power < limit), limit)
+
+
+def bucket_for(size: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of `sizes` that holds `size`."""
+    return next(bucket for bucket in sizes if bucket >= size)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from fornax.config.errors import ConfigError, EngineError
+from fornax.config.errors import EngineError
 from fornax.llm.block_manager import BlockManager
 from fornax.llm.budget import Job, share_tokens
-from fornax.llm.plan import Entry, Plan, Sample
+from fornax.llm.scheduler_output import Entry, Sample, SchedulerOutput
 from fornax.llm.sequence import Sequence, Status
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -39,31 +39,6 @@ class SchedulerConfig:
     buckets: tuple[int, ...] = ()
     """Step sizes in tokens that are compiled, ascending; chunks of prompts prefer to fill one."""
 
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is less than 1; use at least 1")
-        for name in ("long_prefill_token_threshold", "max_loras"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is negative; use 0 or more")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
-                f"max_num_seqs={self.max_num_seqs}; every running sequence needs a token per step"
-            )
-        if not self.priority_aging_seconds > 0:
-            raise ConfigError(
-                f"priority_aging_seconds={self.priority_aging_seconds} is not positive; "
-                "use the seconds that are worth one level"
-            )
-        if list(self.buckets) != sorted(set(self.buckets)) or min(self.buckets, default=1) < 1:
-            raise ConfigError(f"buckets={self.buckets} are not ascending positive token counts")
-        if self.buckets and self.buckets[-1] < self.max_num_batched_tokens:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} exceeds the largest bucket "
-                f"{self.buckets[-1]}; add a bucket or lower it"
-            )
-
 
 class Scheduler:
     """Decides each step. All calls come from one thread, the engine's.
@@ -83,7 +58,7 @@ class Scheduler:
         self._rows = list(range(config.max_num_seqs))
         self._adapters: dict[str, int] = {}
         self._draining: str | None = None
-        self._plan = Plan()
+        self._plan = SchedulerOutput()
 
     @property
     def has_work(self) -> bool:
@@ -102,13 +77,12 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence and with it its children. EngineError if it can never run."""
-        self._check(sequence)
         for each in (sequence, *sequence.children):
             self._check(each)
             each.order = self._key(each)
         insort(self.waiting, sequence, key=_order)
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> SchedulerOutput | None:
         """Plan the next step, and count its tokens as computed and sampled; None if nothing can
         run before results of earlier plans have been received."""
         plan = self._plan
@@ -118,26 +92,25 @@ class Scheduler:
         if not plan.entries:
             return None
         plan.started = [each for each in dict.fromkeys(plan.started) if each.row is not None]
-        self._plan = Plan()
+        self._plan = SchedulerOutput()
         return plan
 
-    def received(self, sequence: Sequence, tokens: Items[int], drafts: int = 0) -> bool:
+    def received(self, sequence: Sequence, tokens: Items[int], drafts: int = 0) -> None:
         """Take the tokens that came of a sequence's samples in one plan.
 
         `drafts` is the entry's number of drafts, `tokens` what was accepted, 1 to 1 + drafts
         tokens; the rest is rolled back. With no token at all (sampling failed) the sequence stands
-        still until `finish`. False when the sequence is finished and the tokens are dropped.
+        still until `finish`. A finished sequence takes none.
         """
         sequence.num_pending -= 1 + drafts
         sequence.drafts = []
         if sequence.status is Status.FINISHED:
-            return False
+            return
         sequence.tokens.extend(tokens)
         if sequence.status is Status.RUNNING:
             if tokens:
                 sequence.num_computed -= 1 + drafts - len(tokens)
             self.manager.commit(sequence)
-        return True
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence at any point; its pages and row are free for the next plan. Children that
@@ -153,36 +126,20 @@ class Scheduler:
             children[0].children = children[1:]
             insort(self.waiting, children[0], key=_order)
 
-    def reset(self) -> list[Sequence]:
+    def reset(self) -> None:
         """Preempt all running sequences and drop the prefix cache, as for new weights or sleep.
-        Returns those preempted (the next plan names them too); they start again once their pending
-        tokens were received."""
-        preempted = list(self.running)
+        They start again once their pending tokens were received."""
         while self.running:
             self._preempt(self.running[-1])
         self.manager.reset_prefix_cache()
-        return preempted
 
     def _check(self, sequence: Sequence) -> None:
-        name = f"request {sequence.request_id}"
-        least = sequence.num_prompt + (0 if sequence.pooling else 1)
-        if sequence.num_prompt == 0:
-            raise EngineError(f"{name} has an empty prompt; give it at least one token")
-        if sequence.max_len < least:
-            raise EngineError(
-                f"{name} has {sequence.num_prompt} prompt tokens and may reach {sequence.max_len}; "
-                f"it needs room for {least}: shorten the prompt"
-            )
-        if sequence.lora is not None and self.config.max_loras == 0:
-            raise EngineError(
-                f"{name} asks for adapter {sequence.lora!r}, but max_loras=0; enable adapters"
-            )
         stored = max(sequence.max_len - (0 if sequence.pooling else 1), sequence.num_prompt)
         shortage = self.manager.shortage(stored)
         if shortage is not None:
             raise EngineError(
-                f"{name} may reach {sequence.max_len} tokens and then needs {shortage}; lower its "
-                "token limit, or give the cache more memory"
+                f"request {sequence.request_id} may reach {sequence.max_len} tokens and then needs "
+                f"{shortage}; lower its token limit, or give the cache more memory"
             )
 
     def _key(self, sequence: Sequence) -> tuple[float, float, int]:
@@ -191,7 +148,7 @@ class Scheduler:
             rank = sequence.priority + sequence.arrival / self.config.priority_aging_seconds
         return (rank, sequence.arrival, sequence.id)
 
-    def _decode(self, plan: Plan) -> int:
+    def _decode(self, plan: SchedulerOutput) -> int:
         """Plan the sequences with one token to compute; returns the tokens left for prompts."""
         running = self.running
         decodes = []
@@ -229,7 +186,7 @@ class Scheduler:
             return 0
         return min(len(sequence.drafts), most, sequence.max_len - len(sequence.tokens) - 1)
 
-    def _make_room(self, sequence: Sequence, start: int, plan: Plan) -> bool:
+    def _make_room(self, sequence: Sequence, start: int, plan: SchedulerOutput) -> bool:
         """Make one token writable, if need be at the expense of the last in order."""
         while not self.manager.extend(sequence, start, start + 1, plan):
             victim = self.running[-1]
@@ -238,7 +195,7 @@ class Scheduler:
                 return False
         return True
 
-    def _prefill(self, plan: Plan, budget: int, admits: bool) -> None:
+    def _prefill(self, plan: SchedulerOutput, budget: int, admits: bool) -> None:
         """Share the rest of the step between prompts: those begun, then those that wait."""
         if budget < 1:
             return
@@ -307,7 +264,7 @@ class Scheduler:
             self._draining = min(self._adapters, key=self._adapters.__getitem__, default=None)
         return False
 
-    def _admit(self, plan: Plan, sequence: Sequence, grant: int) -> bool:
+    def _admit(self, plan: SchedulerOutput, sequence: Sequence, grant: int) -> bool:
         """Give a waiting sequence row and pages; False if forks or others before it took them, or
         took so much of its prefix that `grant` would leave one partial prefill too many."""
         if not self._rows:
@@ -330,7 +287,7 @@ class Scheduler:
                 plan.prefix_hits += match.num_tokens
         return True
 
-    def _advance(self, plan: Plan, sequence: Sequence, grant: int) -> None:
+    def _advance(self, plan: SchedulerOutput, sequence: Sequence, grant: int) -> None:
         """Plan a chunk of a prompt, as long as pages can be had."""
         count = min(grant, sequence.remaining, self.manager.room(sequence, plan))
         if count < 1:
@@ -339,13 +296,13 @@ class Scheduler:
         if self.manager.extend(sequence, start, start + count, plan):
             self._emit(plan, sequence, count, 0)
 
-    def _relieve(self, sequence: Sequence, plan: Plan) -> None:
+    def _relieve(self, sequence: Sequence, plan: SchedulerOutput) -> None:
         """Preempt from the last in order until a prompt that is short of pages can go on."""
         while self.running[-1] is not sequence and self.manager.room(sequence, plan) < 1:
             self._preempt(self.running[-1])
         self._advance(plan, sequence, self.config.max_num_batched_tokens)
 
-    def _emit(self, plan: Plan, sequence: Sequence, count: int, drafts: int) -> None:
+    def _emit(self, plan: SchedulerOutput, sequence: Sequence, count: int, drafts: int) -> None:
         """Put [num_computed, num_computed + count) into the plan and the samples it leads to."""
         row = sequence.row
         assert row is not None, "only running sequences are planned"
@@ -370,7 +327,7 @@ class Scheduler:
         if sequence.children:
             self._fork(plan, sequence, entry, count - 1)
 
-    def _fork(self, plan: Plan, parent: Sequence, entry: int, offset: int) -> None:
+    def _fork(self, plan: SchedulerOutput, parent: Sequence, entry: int, offset: int) -> None:
         """Let the children share the prompt; those without a row queue on their own."""
         children = [each for each in parent.children if each.status is not Status.FINISHED]
         parent.children = []
@@ -385,7 +342,7 @@ class Scheduler:
             plan.samples.append(Sample(child, row, entry, offset, child.num_prompt))
             child.num_pending = 1
 
-    def _start(self, plan: Plan, sequence: Sequence) -> int:
+    def _start(self, plan: SchedulerOutput, sequence: Sequence) -> int:
         sequence.row = heapq.heappop(self._rows)
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_order)

@@ -69,7 +69,7 @@ class Sequence:
     page_digests: list[bytes] = field(init=False, default_factory=list)
     """Chained digests of its full pages, made on demand."""
     num_registered: int = field(init=False, default=0)
-    """Of its pages, how many the prefix cache was told of."""
+    """Of its pages, how many are registered in the prefix cache."""
     order: tuple[float, float, int] = field(init=False, default=(0.0, 0.0, 0))
     """Place in every queue: smaller runs sooner and is preempted later."""
     began: bool = field(init=False, default=False)

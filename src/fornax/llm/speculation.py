@@ -1,8 +1,8 @@
-"""Proposing tokens ahead: from the sequence itself, or from a smaller model.
+"""Speculative decoding: tokens proposed from the sequence itself, or by a smaller model.
 
 The model samples at every proposed place, and a proposed token stays only where it is what was
 sampled. Tokens looked up in the sequence do not change what is sampled. A draft model's do: the
-model keeps or corrects them by speculative sampling (`fornax.llm.rejection`), which leaves its
+model keeps or corrects them by rejection sampling (`sampling/rejection.py`), which leaves its
 distribution as it is, and its most likely token too.
 
 What a seeded request samples at a place must not depend on what runs beside it, so neither may
@@ -14,23 +14,31 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from fornax.llm.config import NGram
-from fornax.llm.plan import Entry, PageUpdate, Plan, Sample
 from fornax.llm.runner import Drafted, Runner
+from fornax.llm.sampling.state import RowParams
+from fornax.llm.scheduler_output import Entry, PageUpdate, Sample, SchedulerOutput
 from fornax.llm.sequence import Sequence
 
-__all__ = ["DraftProposer", "NGramProposer", "Proposer"]
+__all__ = ["DraftProposer", "NGramProposer", "Proposer", "accepted_tokens"]
 
 
-class Proposer(Protocol):
-    """Sets `drafts` of sequences that are about to decode."""
+def accepted_tokens(drafts: list[int], sampled: list[int]) -> list[int]:
+    """The sampled tokens up to the first that is not what was proposed."""
+    for count, token in enumerate(sampled[:-1], start=1):
+        if token != drafts[count - 1]:
+            return sampled[:count]
+    return sampled
 
-    def start(self, sequence: Sequence, params: Any) -> None:
+
+class Proposer:
+    """Sets `drafts` of sequences that are about to decode; this one proposes nothing."""
+
+    def start(self, sequence: Sequence, params: RowParams) -> None:
         """A sequence got a row, with these sampling parameters."""
 
     def finish(self, sequence: Sequence) -> None:
@@ -40,7 +48,8 @@ class Proposer(Protocol):
         """Set the drafts of sequences all of whose tokens are known."""
 
     def drafted(self, samples: Mapping[int, Sample]) -> Drafted | None:
-        """What samples, by index in their plan, are to be checked against."""
+        """What samples, by index in their plan, are to be checked against; None where drafts are
+        no draws."""
 
     def reset(self) -> None:
         """Forget what was computed: the weights or the cache are others now."""
@@ -52,29 +61,11 @@ class Proposer(Protocol):
         """Make an empty cache if it was given back."""
 
 
-class NGramProposer:
+class NGramProposer(Proposer):
     """Proposes what followed the last tokens when they stood in the sequence before."""
 
     def __init__(self, config: NGram) -> None:
         self._config = config
-
-    def start(self, sequence: Sequence, params: Any) -> None:
-        """Nothing to prepare."""
-
-    def finish(self, sequence: Sequence) -> None:
-        """Nothing to forget."""
-
-    def drafted(self, samples: Mapping[int, Sample]) -> Drafted | None:
-        """Nothing: a token that was looked up is no draw."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
-
-    def sleep(self) -> None:
-        """Nothing to give back."""
-
-    def wake(self) -> None:
-        """Nothing to make."""
 
     def propose(self, sequences: Items[Sequence]) -> None:
         """Look each sequence's last tokens up in itself; the latest occurrence counts."""
@@ -109,7 +100,7 @@ class _Seen:
     """Whether the cache still holds what was computed."""
 
 
-class DraftProposer:
+class DraftProposer(Proposer):
     """Proposes what a smaller model samples.
 
     Its cache has pages of its own. Where they are short, sequences are proposed for one after the
@@ -126,7 +117,7 @@ class DraftProposer:
         self._updates: list[PageUpdate] = []
         self._seen: dict[int, _Seen] = {}
 
-    def start(self, sequence: Sequence, params: Any) -> None:
+    def start(self, sequence: Sequence, params: RowParams) -> None:
         """Give the draft model's sampler the same parameters."""
         if sequence.row is not None:
             self._runner.load_row(sequence.row, params)
@@ -146,11 +137,11 @@ class DraftProposer:
     def sleep(self) -> None:
         """Give the cache's memory back."""
         self.reset()
-        self._runner.sleep()
+        self._runner.executor.sleep()
 
     def wake(self) -> None:
         """Make the cache again."""
-        self._runner.wake()
+        self._runner.executor.wake()
 
     def propose(self, sequences: Items[Sequence]) -> None:
         """Bring the draft model up to each sequence's last token, then sample ahead."""
@@ -164,10 +155,10 @@ class DraftProposer:
         later = {i: one for i, one in samples.items() if one.position > one.sequence.num_prompt}
         resumed = [one.sequence for one in later.values() if self._slot(one) is None]
         self._sample_ahead(resumed, 1)
-        assert self._runner.proposals is not None, "the runner was made for a draft model"
+        assert self._runner.executor.proposals is not None, "the runner was made for a draft model"
         slots = {i: self._slot(one) for i, one in later.items()}
         known = {i: slot for i, slot in slots.items() if slot is not None}
-        return Drafted(self._runner.proposals, known)
+        return Drafted(self._runner.executor.proposals, known)
 
     def _slot(self, sample: Sample) -> int | None:
         seen = self._seen.get(sample.sequence.id)
@@ -201,7 +192,7 @@ class DraftProposer:
         return min(-(-(len(sequence.tokens) + places) // limits.page_size), limits.table_width)
 
     def _hold(self, group: Items[Sequence], places: int) -> None:
-        """Get the pages that a group needs, from whoever is not in it if there are none free."""
+        """Get the pages that a group needs, from sequences outside it if there are none free."""
         held = {each.id: self._pages.pop(each.id, []) for each in group}
         for sequence in group:
             pages, row = held[sequence.id], sequence.row
@@ -261,9 +252,9 @@ class DraftProposer:
             self._add(plan, sequence, start, len(sequence.tokens) - start, sample=True)
         return self._run(plan)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> SchedulerOutput:
         """An empty step that brings what has changed in the page tables."""
-        plan = Plan(updates=self._updates)
+        plan = SchedulerOutput(updates=self._updates)
         self._updates = []
         return plan
 
@@ -278,7 +269,9 @@ class DraftProposer:
         )
         return min(seen.known + len(list(stayed)), len(sequence.tokens) - 1)
 
-    def _add(self, plan: Plan, sequence: Sequence, start: int, count: int, *, sample: bool) -> None:
+    def _add(
+        self, plan: SchedulerOutput, sequence: Sequence, start: int, count: int, *, sample: bool
+    ) -> None:
         row = sequence.row
         assert row is not None, "only running sequences are drafted for"
         plan.entries.append(Entry(sequence, row, start, count))
@@ -287,6 +280,6 @@ class DraftProposer:
             position = start + count
             plan.samples.append(Sample(sequence, row, len(plan.entries) - 1, count - 1, position))
 
-    def _run(self, plan: Plan) -> jax.Array:
+    def _run(self, plan: SchedulerOutput) -> jax.Array:
         slots = {i: sample.position % self._places for i, sample in enumerate(plan.samples)}
         return self._runner.propose(plan, slots)

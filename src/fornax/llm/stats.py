@@ -64,6 +64,16 @@ class StepStats:
     compiled: tuple[str, ...] = ()
     """Programs compiled although the engine was ready: a fault, each named."""
 
+    def count_drafts(self, drafts: int, accepted: int) -> None:
+        """Count the drafts of one sequence, and how many of them were accepted."""
+        self.drafts += 1
+        self.draft_tokens += drafts
+        self.accepted_tokens += accepted
+        per_position = self.accepted_per_position
+        per_position.extend([0] * (drafts - len(per_position)))
+        for position in range(accepted):
+            per_position[position] += 1
+
 
 @dataclass(slots=True)
 class RequestStats:

@@ -11,11 +11,12 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from fornax.llm.weights import Weights
 from fornax.mesh import use_mesh
@@ -26,11 +27,14 @@ __all__ = ["NO_ROW", "StepLayout", "change_tables", "make_step", "placed"]
 NO_ROW = np.iinfo(np.int32).max
 """Where a list of changes is filled up: a row that no page table has."""
 
-Bind = Callable[[Any, jax.Array], Any]
+Bind = Callable[[nnx.State, jax.Array], nnx.State]
 """(state, adapters_T) to a state whose weights know each token's adapter."""
 
 Tables = tuple[jax.Array, ...]
 """The page table of each group, int32 [A, W]; 0 where there is no page."""
+
+
+Vector = TypeVar("Vector", jax.Array, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class StepLayout:
         """Length of the vector."""
         return sum(math.prod(shape) for shape in self.parts.values())
 
-    def cut(self, vector: Any) -> dict[str, Any]:
+    def cut(self, vector: Vector) -> dict[str, Vector]:
         """The parts of a vector; of a numpy vector these are views to write to."""
         found, start = {}, 0
         for name, shape in self.parts.items():
@@ -90,12 +94,10 @@ class StepLayout:
 
 def make_step(
     weights: Weights, layout: StepLayout, longest: int, bind: Bind | None
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Tables, Tables, jax.Array]]:
     """The step for one bucket, to be compiled.
 
     Args:
-      weights: the model's.
-      layout: the bucket's.
       longest: the longest sequence served, for rope scalings that depend on it.
       bind: gives weights with adapters each token's adapter; None without adapters.
 
@@ -108,13 +110,13 @@ def make_step(
     windows = cache_windows(weights.config)
 
     def step(
-        state: Any,
-        kv: Any,
+        state: nnx.State,
+        kv: Tables,
         tables: Tables,
         hidden: jax.Array,
         last_token: jax.Array,
         vector: jax.Array,
-    ) -> tuple[Any, Tables, jax.Array]:
+    ) -> tuple[Tables, Tables, jax.Array]:
         parts = layout.cut(vector)
         source_T = parts["source_T"]
         sampled_T = last_token[jnp.maximum(source_T, 0)]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from fornax import kernels
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.config import EngineConfig
-from fornax.llm.named_arrays import Flat, check_same, flat
-from fornax.llm.target import Target, attached
+from fornax.llm.devices import DeviceSpec, attached_devices
 from fornax.mesh import DEFAULT_RULES, Rules, merge_rules, tree_shardings
 from fornax.models import (
     Decoder,
@@ -28,7 +28,12 @@ from fornax.models import (
 )
 from fornax.models.layers import Projection
 
-__all__ = ["Placement", "Weights", "describe_weights", "load_weights"]
+__all__ = ["Placement", "Weights", "describe_weights", "load_weights", "local_bytes"]
+
+
+ParamPath = tuple[Hashable, ...]
+ParamsByPath = dict[ParamPath, Any]
+"""Arrays by path."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,19 @@ class Weights:
     dtype: jnp.dtype
     """Of the weights before they are packed."""
     placement: Placement
-    graphdef: Any
-    state: Any
+    graphdef: nnx.GraphDef[Decoder]
+    state: nnx.State
 
-    def merge(self, state: Any) -> Decoder:
+    def merge(self, state: nnx.State) -> Decoder:
         """The module with the parameters of `state`, for use inside a compiled function."""
         return nnx.merge(self.graphdef, state)
 
     @property
     def nbytes(self) -> int:
         """Bytes on one device."""
-        return sum(_bytes_on_one_device(leaf) for leaf in jax.tree.leaves(self.state))
+        return local_bytes(self.state)
 
-    def adopt(self, params: Any, *, copy: bool = False) -> "Weights":
+    def adopt(self, params: object, *, copy: bool = False) -> "Weights":
         """Other parameters of the same model.
 
         Arrays whose dtype and sharding agree are taken as they are, without a copy, unless weights
@@ -83,9 +88,9 @@ class Weights:
         Raises:
           EngineError: names or shapes that are not the model's.
         """
-        given = flat(params)
+        given = _by_path(params)
         mine = nnx.to_flat_state(self.state)
-        check_same(self._shapes(mine), given)
+        _check_same(self._shapes(mine), given)
         placed = []
         for path, variable in mine:
             value, now = _find(given, path), variable.get_value()
@@ -96,7 +101,7 @@ class Weights:
             placed.append((path, variable.replace(_copied(new) if copy else new)))
         return dataclasses.replace(self, state=nnx.from_flat_state(placed))
 
-    def _shapes(self, mine: Any) -> dict[tuple[Any, ...], tuple[int, ...]]:
+    def _shapes(self, mine: Any) -> dict[ParamPath, tuple[int, ...]]:
         """Path to shape of the parameters as the model itself has them."""
         shapes = {path: tuple(variable.get_value().shape) for path, variable in mine}
         if self.config.tie_embeddings:
@@ -105,14 +110,13 @@ class Weights:
 
 
 def load_weights(
-    source: Path | str | Decoder, config: EngineConfig, target: Target | None = None
+    source: Path | str | Decoder, config: EngineConfig, target: DeviceSpec | None = None
 ) -> Weights:
     """Load a model's weights, or take over those of a model in memory.
 
     Args:
       source: a Hugging Face directory, or a decoder, whose arrays are shared where they need not
         be laid out anew.
-      config: the engine's.
       target: the devices; None for this process's.
 
     Raises:
@@ -124,26 +128,25 @@ def load_weights(
         stored = model.embed.embedding.get_value().dtype
         dtype = stored if config.dtype == "auto" else jnp.dtype(config.dtype)
         where = _place(config, model_config, dtype, target)
-        return _lay_out(model_config, dtype, where, flat(model))
+        return _lay_out(model_config, dtype, where, _by_path(model))
     model_config = config_from_hf(read_config(source))
     asked = None if config.dtype == "auto" else config.dtype
     # Where weights lie depends on their dtype only through what is computed in.
     where = _place(config, model_config, jnp.dtype(asked or jnp.float32), target)
     model = load_pretrained(source, dtype=asked, mesh=where.mesh, rules=where.rules)
     dtype = model.embed.embedding.get_value().dtype
-    return _lay_out(model_config, dtype, _place(config, model_config, dtype, target), flat(model))
+    return _lay_out(
+        model_config, dtype, _place(config, model_config, dtype, target), _by_path(model)
+    )
 
 
 def describe_weights(
-    model: DecoderConfig, config: EngineConfig, dtype: jnp.dtype, target: Target
+    model: DecoderConfig, config: EngineConfig, dtype: jnp.dtype, target: DeviceSpec
 ) -> Weights:
     """The weights an engine for `target` would have, as shapes: nothing is read or allocated.
 
     Args:
-      model: the model's config.
-      config: the engine's.
       dtype: that the weights are stored in, where the engine's config does not choose one.
-      target: the devices.
 
     Raises:
       ConfigError, EngineError: a placement that the target cannot have.
@@ -154,9 +157,12 @@ def describe_weights(
 
 
 def _place(
-    config: EngineConfig, model: DecoderConfig, dtype: jnp.dtype, target: Target | None = None
+    config: EngineConfig,
+    model: DecoderConfig,
+    dtype: jnp.dtype,
+    target: DeviceSpec | None = None,
 ) -> Placement:
-    target = target or attached()
+    target = target or attached_devices()
     size, platform = config.tensor_parallel_size, target.platform
     if config.quantization is not None and platform != "cpu":
         raise EngineError(
@@ -204,7 +210,7 @@ def _rules(model: DecoderConfig, size: int) -> Rules:
 
 
 def _lay_out(
-    config: DecoderConfig, dtype: jnp.dtype, where: Placement, given: Flat | None
+    config: DecoderConfig, dtype: jnp.dtype, where: Placement, given: ParamsByPath | None
 ) -> Weights:
     """Put the given arrays where they belong; None for shapes in their place."""
     packed = where.precision is not None
@@ -213,9 +219,9 @@ def _lay_out(
     untied = dataclasses.replace(config, tie_embeddings=False) if packed else config
     model = abstract_decoder(untied, dtype=dtype, compute_dtype=where.compute_dtype)
     graphdef, state = nnx.split(model)
-    shardings: Flat = {}
+    shardings: ParamsByPath = {}
     if where.mesh is not None:
-        shardings = flat(tree_shardings(state, where.mesh, where.rules))
+        shardings = _by_path(tree_shardings(state, where.mesh, where.rules))
     placed = []
     for path, variable in nnx.to_flat_state(state):
         place = shardings.get(path, where.single)
@@ -235,7 +241,7 @@ def _lay_out(
 
 
 def _describe(
-    model: Decoder, path: tuple[Any, ...], shape: Any, where: Placement, place: Sharding | None
+    model: Decoder, path: ParamPath, shape: Any, where: Placement, place: Sharding | None
 ) -> Any:
     """What `_lay_out` makes of an array of this shape and dtype."""
     if where.precision is not None and path[-1] == "kernel":
@@ -243,7 +249,7 @@ def _describe(
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shape)
 
 
-def _pack_like(now: kernels.PackedWeight, value: Any) -> kernels.PackedWeight:
+def _pack_like(now: kernels.PackedWeight, value: jax.Array) -> kernels.PackedWeight:
     """Other values of a packed weight, on the device where it lies."""
     (device,) = now.values.devices()
     return kernels.pack(
@@ -258,14 +264,16 @@ def _pack_like(now: kernels.PackedWeight, value: Any) -> kernels.PackedWeight:
 _copied = jax.jit(jnp.copy)
 
 
-def _find(given: Flat, path: tuple[Any, ...]) -> Any:
+def _find(given: ParamsByPath, path: ParamPath) -> jax.Array:
     if path not in given and path[0] == "lm_head":  # packed apart from the table it equals
         return given["embed", "embedding"].T
     return given[path]
 
 
-def _pack(model: Decoder, path: tuple[Any, ...], value: jax.Array, where: Placement) -> Any:
-    projection = functools.reduce(getattr, path[:-1], model)
+def _pack(
+    model: Decoder, path: ParamPath, value: jax.Array, where: Placement
+) -> kernels.PackedWeight:
+    projection = functools.reduce(getattr, map(str, path[:-1]), model)
     assert isinstance(projection, Projection), f"{path} is not of a projection"
     return kernels.pack(
         jnp.asarray(value),
@@ -275,6 +283,45 @@ def _pack(model: Decoder, path: tuple[Any, ...], value: jax.Array, where: Placem
     )
 
 
-def _bytes_on_one_device(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
-    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
+def local_bytes(tree: object) -> int:
+    """Bytes of arrays, or of their shapes, on one device, unpadded."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
+
+
+def _by_path(params: object) -> ParamsByPath:
+    """Path to array of a module, a state, or a nested mapping of arrays."""
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params)
+    if isinstance(params, nnx.State):
+        return {path: leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
+    if not isinstance(params, Mapping):
+        raise EngineError(
+            f"weights of type {type(params).__name__} are not known; give a Decoder, its "
+            "nnx.State, or nested mappings of its arrays"
+        )
+    found: ParamsByPath = {}
+    for key, value in params.items():
+        inner = _by_path(value) if isinstance(value, Mapping) else {(): value}
+        found |= {(key, *path): leaf for path, leaf in inner.items()}
+    return found
+
+
+def _check_same(wanted: Mapping[ParamPath, tuple[int, ...]], given: ParamsByPath) -> None:
+    """Raise EngineError unless the names and shapes are those wanted."""
+    names = {path: "/".join(map(str, path)) for path in wanted.keys() | given.keys()}
+    problems = [f"missing {names[path]}" for path in wanted.keys() - given.keys()]
+    problems += [f"unknown {names[path]}" for path in given.keys() - wanted.keys()]
+    problems += [
+        f"{names[path]} has shape {tuple(given[path].shape)}, not {wanted[path]}"
+        for path in wanted.keys() & given.keys()
+        if tuple(given[path].shape) != wanted[path]
+    ]
+    if problems:
+        raise EngineError(
+            f"the weights are not this model's: {'; '.join(sorted(problems)[:5])}; give all "
+            "parameters under the model's own names"
+        )

@@ -6,9 +6,18 @@ Which kernels run on which device is a table of its own: the implementations of 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from fornax.config.errors import ConfigError
+from fornax.config.errors import ClusterError, ConfigError
 
-__all__ = ["MESH_AXES", "USES", "AxisSupport", "axes_table", "check_axes", "supported_axes"]
+__all__ = [
+    "MESH_AXES",
+    "USES",
+    "AxisSupport",
+    "axes_table",
+    "check_axes",
+    "check_processes",
+    "processes_table",
+    "supported_axes",
+]
 
 USES = ("train", "tune", "plan", "preflight", "serve")
 """The commands that divide arrays over a mesh, with what they are built of."""
@@ -28,7 +37,7 @@ class AxisSupport(NamedTuple):
 
 
 _AXES: Mapping[str, AxisSupport] = {
-    "slice": AxisSupport("the batch, between slices of TPUs", _TRAINER),
+    "slice": AxisSupport("the batch, between slices: TPU slices, nodes, processes", _TRAINER),
     "data": AxisSupport("the batch; parameters are on every device", _TRAINER),
     "stage": AxisSupport("layers, into pipeline stages", (), "give its devices to mesh.fsdp"),
     "fsdp": AxisSupport("the batch, parameters and optimizer state", _TRAINER),
@@ -75,4 +84,42 @@ def axes_table() -> list[tuple[str, ...]]:
     return [
         (f"`{axis}`", each.divides, *("yes" if use in each.uses else "no" for use in USES))
         for axis, each in _AXES.items()
+    ]
+
+
+_PROCESSES: Mapping[str, str] = {
+    "pretraining": "",
+    "supervised fine-tuning": "",
+    "preference optimization": "",
+    "KTO": "",
+    "training of reward models": "",
+    "distillation": "",
+    "on-policy distillation": "start one process on a host, over all its devices",
+    "reinforcement learning": "",
+    "reinforcement learning without samplers": "start one process on a host, over all its "
+    "devices, or give it samplers: `fornax launch --hosts 2 --samplers 2 -- tune grpo`",
+    "serving a language model": "",
+    "serving adapters": "start one process on a host, or merge the adapter into the model",
+    "speculation with a draft model": "take `ngram`, or start one process on a host",
+    "the doctor": "run `fornax tune doctor` with the same flags on one host",
+}
+"""What runs in any number of processes (an empty text), or in one, and what to do there."""
+
+
+def check_processes(work: str, count: int) -> None:
+    """Refuse work that runs in one process in a run of `count`.
+
+    Raises:
+      ClusterError: naming the work, and what to do instead.
+    """
+    instead = _PROCESSES[work]
+    if instead and count > 1:
+        raise ClusterError(f"{work} runs in one process, and this run has {count}; {instead}")
+
+
+def processes_table() -> list[tuple[str, ...]]:
+    """Rows of the documentation's table: the work, then in how many processes it runs."""
+    return [
+        (work[0].upper() + work[1:], f"one: {instead}" if instead else "any number")
+        for work, instead in _PROCESSES.items()
     ]

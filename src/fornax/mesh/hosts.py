@@ -5,6 +5,7 @@ thread. With one process they cost nothing.
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,14 +14,16 @@ import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 
 from fornax.config import errors
-from fornax.config.errors import ClusterError, FornaxError
+from fornax.config.errors import ClusterError, FornaxError, GroupLostError
 
-__all__ = ["decide", "gather", "most"]
+__all__ = ["decide", "gather", "is_lost", "most", "share"]
 
 T = TypeVar("T")
 
 # Messages are padded to multiples of this, so that few exchanges are compiled.
 _BLOCK = 1024
+
+_LOST = re.compile(r"\bGloo\b|\bNCCL\b|^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
 
 
 def decide(choose: Callable[[], T]) -> T:
@@ -32,7 +35,7 @@ def decide(choose: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return choose()
     if jax.process_index():
-        said = _broadcast(None)
+        said = _decoded(_broadcast(_encoded(None)))
         if "refused" in said:
             kind, message = said["refused"]
             raise getattr(errors, kind, ClusterError)(f"process 0: {message}")
@@ -40,13 +43,13 @@ def decide(choose: Callable[[], T]) -> T:
     try:
         chosen = choose()
     except FornaxError as error:
-        _broadcast({"refused": [type(error).__name__, str(error)]})
+        _broadcast(_encoded({"refused": [type(error).__name__, str(error)]}))
         raise
-    _broadcast({"chosen": chosen})
+    _broadcast(_encoded({"chosen": chosen}))
     return chosen
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: object) -> list[Any]:
     """What each process says, JSON-able, process 0 first; the same list in every process."""
     if jax.process_count() == 1:
         return [value]
@@ -65,17 +68,47 @@ def most(number: int) -> int:
     return int(process_allgather(np.int32(number)).max())
 
 
-def _broadcast(value: Any) -> Any:
-    """The value of process 0, JSON-able; what the others give is not looked at."""
-    said = _encoded(value)
-    size = int(broadcast_one_to_all(np.int32(said.size)))
+def share(data: bytes | None, source: int) -> bytes:
+    """The bytes of process `source`, in every process; what the others give is not looked at."""
+    if jax.process_count() == 1:
+        assert data is not None
+        return data
+    mine = np.frombuffer(data or b"", np.uint8)
+    return _broadcast(mine, source).tobytes()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error came of another process that is gone, by itself or through what it began.
+
+    Known by their texts, as jax has no type for it: those of Gloo (CPU) and NCCL (GPU), and the
+    status codes of a coordination service that lost a process.
+    """
+    seen: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is None or each in seen:
+            continue
+        if isinstance(each, GroupLostError):
+            return True
+        if isinstance(each, jax.errors.JaxRuntimeError | ValueError) and _LOST.search(str(each)):
+            return jax.process_count() > 1
+        seen.append(each)
+        pending += [each.__cause__, each.__context__]
+    return False
+
+
+def _broadcast(mine: np.ndarray, source: int = 0) -> np.ndarray:
+    """The bytes of one process, uint8; those of the others are not looked at."""
+    sends = jax.process_index() == source
+    size = int(broadcast_one_to_all(np.int32(mine.size), is_source=sends))
     padded = np.zeros(_padded(size), np.uint8)
-    if jax.process_index() == 0:
-        padded[:size] = said
-    return _decoded(np.asarray(broadcast_one_to_all(padded))[:size])
+    if sends:
+        padded[:size] = mine
+    return np.asarray(broadcast_one_to_all(padded, is_source=sends))[:size]
 
 
-def _encoded(value: Any) -> np.ndarray:
+def _encoded(value: object) -> np.ndarray:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -18,7 +19,9 @@ __all__ = ["MeshConfig", "make_mesh"]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many devices each kind of parallelism gets; one axis may be -1 and takes what is left."""
+    """How many devices each kind of parallelism gets; one axis may be -1 and takes what is left.
+
+    Where parameters do not divide over all that `fsdp` would take so, `data` takes the others."""
 
     slice: int = 1
     """Groups of devices joined only by the data-centre network; data parallel between them."""
@@ -91,26 +94,56 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       devices: devices to use; all of them when None.
 
     Raises:
-      ShardingError: when the sizes do not multiply to the number of devices, or the axis `slice` is
-        not the number of slices that they are in.
+      ShardingError: when the sizes do not multiply to the number of devices, or the axis `slice`
+        does not fit the slices, nodes or processes that they are in.
     """
     chosen = list(jax.devices() if devices is None else devices)
     sizes = config.resolved_sizes(len(chosen))
     shape = tuple(sizes.values())
-    slices = len({getattr(d, "slice_index", 0) or 0 for d in chosen})
-    # Nodes of GPUs count as slices to jax, and any axis may span them.
-    if slices > 1 and (sizes["slice"] > 1 or chosen[0].platform == "tpu"):
-        if sizes["slice"] != slices:
-            raise ShardingError(
-                f"the devices are in {slices} slices and the mesh has slice={sizes['slice']}; set "
-                f"`mesh.slice` to {slices}: only that axis crosses the network between slices"
+    inner = (1, *shape[1:])
+    grid = np.concatenate(
+        [
+            mesh_utils.create_device_mesh(
+                inner if sizes["slice"] > 1 else shape, group, allow_split_physical_axes=True
             )
-        grid = mesh_utils.create_hybrid_device_mesh(
-            (1, *shape[1:]),
-            (slices, *(1 for _ in shape[1:])),
-            chosen,
-            allow_split_physical_axes=True,
-        )
-    else:
-        grid = mesh_utils.create_device_mesh(shape, chosen, allow_split_physical_axes=True)
+            for group in _slices(chosen, sizes["slice"])
+        ]
+    )
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _slices(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
+    """The devices in `count` groups of neighbours.
+
+    A TPU says which slice it is in. Elsewhere a slice is one or several nodes of GPUs or processes;
+    one process is as many slices as it is asked to be, which emulates them.
+    """
+    granules, kind = _granules(devices)
+    tpu = devices[0].platform == "tpu"
+    if tpu and len(granules) > 1 and len(granules) != count:
+        raise ShardingError(
+            f"the devices are in {len(granules)} slices and the mesh has slice={count}; set "
+            f"`mesh.slice` to {len(granules)}: only that axis crosses the network between slices"
+        )
+    even = len({len(granule) for granule in granules}) == 1
+    if count > 1 and len(granules) > 1 and (len(granules) % count or not even):
+        raise ShardingError(
+            f"mesh.slice={count} over {len(granules)} {kind}: a slice is one or several whole "
+            f"{kind}, with as many devices each; set `mesh.slice` to a divisor of {len(granules)}"
+        )
+    ordered = [device for granule in granules for device in granule] if count > 1 else devices
+    size = len(devices) // count
+    return [list(ordered[n * size : (n + 1) * size]) for n in range(count)]
+
+
+def _granules(devices: Sequence[jax.Device]) -> tuple[list[list[jax.Device]], str]:
+    """The devices by the closest group that jax names, and what such groups are."""
+    groups: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        groups.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
+    kind = "slices" if devices[0].platform == "tpu" else "nodes"
+    if len(groups) == 1 and devices[0].platform != "tpu":
+        groups, kind = {}, "processes"
+        for device in devices:
+            groups.setdefault(device.process_index, []).append(device)
+    return [groups[number] for number in sorted(groups)], kind

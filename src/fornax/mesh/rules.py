@@ -1,8 +1,7 @@
 """The rule table: logical axes of arrays to the mesh axes that divide them."""
 
-import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,18 +10,22 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fornax.config.errors import ShardingError
+from fornax.config.suggest import nearest
 from fornax.mesh.capabilities import MESH_AXES
 
 __all__ = [
     "DEFAULT_RULES",
     "Rules",
-    "batch_sharding",
+    "axes_in_use",
     "constrain",
     "current_mesh",
     "current_rules",
+    "dividing",
     "merge_rules",
+    "mesh_in_use",
     "named_sharding",
     "partition_spec",
+    "shards",
     "use_mesh",
 ]
 
@@ -50,8 +53,8 @@ DEFAULT_RULES: Rules = {
 
 
 def _unknown(kind: str, name: str, allowed: Sequence[str]) -> ShardingError:
-    near = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, allowed)
+    hint = f"; did you mean {near!r}?" if near else ""
     return ShardingError(f"{kind} {name!r} is not known; use one of {', '.join(allowed)}{hint}")
 
 
@@ -140,11 +143,6 @@ def _check_divides(
         )
 
 
-def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """The sharding of a `[B, T]` batch array."""
-    return NamedSharding(mesh, partition_spec(("batch", "length"), rules))
-
-
 _current: ContextVar[tuple[Mesh, Rules] | None] = ContextVar("fornax_mesh", default=None)
 
 
@@ -168,6 +166,33 @@ def current_rules() -> Rules:
     """The rules of the enclosing `use_mesh`, or the default ones."""
     found = _current.get()
     return found[1] if found else DEFAULT_RULES
+
+
+def mesh_in_use() -> Mesh | None:
+    """The mesh of the enclosing `use_mesh` if it has several devices, else None."""
+    mesh = current_mesh()
+    return None if mesh is None or mesh.size == 1 else mesh
+
+
+def axes_in_use(*logical: str) -> tuple[str, ...]:
+    """The axes of the enclosing mesh, larger than 1, that divide these logical axes."""
+    mesh, rules = current_mesh(), current_rules()
+    if mesh is None:
+        return ()
+    return tuple(axis for name in logical for axis in rules[name] if mesh.shape[axis] > 1)
+
+
+def shards(axes: Iterable[str] | None) -> int:
+    """Over how many devices these axes of the enclosing mesh divide; 1 for none."""
+    mesh = current_mesh()
+    return math.prod(mesh.shape[axis] for axis in axes or ()) if mesh is not None else 1
+
+
+def dividing(logical: str, *sizes: int) -> tuple[str, ...] | None:
+    """`axes_in_use(logical)` where there are some and each size divides over them, else None."""
+    axes = axes_in_use(logical)
+    count = shards(axes)
+    return axes if axes and all(size % count == 0 for size in sizes) else None
 
 
 def constrain(x: Any, axes: Sequence[str | None]) -> Any:

@@ -2,18 +2,29 @@
 
 import ctypes
 import functools
+import gc
 import sys
 import urllib.request
+import weakref
 from dataclasses import dataclass
 
 import jax
+import jax.extend
 
 from fornax.config import environment
 from fornax.config.errors import ClusterError, ConfigError
 from fornax.mesh.launchers import Launched, discover, fornax_variables
 from fornax.mesh.rendezvous import meet
 
-__all__ = ["ProcessConfig", "find_processes", "initialize", "keep_freed_memory"]
+__all__ = [
+    "ProcessConfig",
+    "clear_caches",
+    "find_processes",
+    "initialize",
+    "keep_freed_memory",
+    "leave",
+    "use_compilation_cache",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +115,23 @@ def _join(found: Launched, config: ProcessConfig) -> None:
             f"process_id={found.process_id} is not below num_processes={count}{source}; number the "
             f"processes 0 to {count - 1}"
         )
-    try:
-        meet(found.coordinator, count, found.process_id, config.join_timeout)
-    except ClusterError as error:
-        raise ClusterError(f"{error}{_way_out(found)}") from error
+    launched = environment.worker_record() is not None
+    if not launched:  # the launcher sees at once when one of its processes does not come
+        try:
+            meet(found.coordinator, count, found.process_id, config.join_timeout)
+        except ClusterError as error:
+            raise ClusterError(f"{error}{_way_out(found)}") from error
+    if launched:  # what another thread began to do after this process left its last group
+        jax.extend.backend.clear_backends()
     jax.distributed.initialize(
         coordinator_address=found.coordinator,
         num_processes=count,
         process_id=found.process_id,
         # Under SLURM jax would give each process one GPU, also where it has the host to itself.
-        cluster_detection_method="deactivate" if found.alone_on_host else None,
+        cluster_detection_method="deactivate" if found.alone_on_host or launched else None,
+        # Process 0 starts a coordination service in any case. Under `fornax launch` the one at the
+        # coordinator's address is the launcher's, so that process 0 may die; this one is not used.
+        coordinator_bind_address="127.0.0.1:0" if launched else None,
         initialization_timeout=config.join_timeout,
         heartbeat_timeout_seconds=config.heartbeat_timeout,
     )
@@ -142,13 +160,49 @@ def initialize(config: ProcessConfig | None = None) -> None:
     found = find_processes(config)
     if jax.distributed.is_initialized():
         return
+    use_compilation_cache()
+    if (found.num_processes or 1) > 1 or found.coordinator is not None:
+        _join(found, config or ProcessConfig())
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs between processes, unless a place is set or the user wants none."""
     already = jax.config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
     if environment.compilation_cache_enabled() and already is None:
         jax.config.update("jax_compilation_cache_dir", str(environment.cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    if (found.num_processes or 1) > 1 or found.coordinator is not None:
-        _join(found, config or ProcessConfig())
 
+
+def clear_caches(prefix: str) -> None:
+    """Empty the `functools` caches of the modules whose names begin so: their keys hold devices."""
+    for name, module in sys.modules.copy().items():
+        if name.startswith(prefix):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+
+
+def leave() -> bool:
+    """Leave the group of processes and give up its devices; `initialize` may join another.
+
+    The sockets between processes close with the devices, and whoever still waits in a collective
+    is free then. Arrays that are held keep the devices, and the sockets, alive.
+
+    Returns:
+      Whether the devices are gone. A process whose devices are not cannot join again.
+    """
+    clients = [weakref.ref(client) for client in {d.client for d in jax.local_devices()}]
+    jax.distributed.shutdown()
+    jax.extend.backend.clear_backends()
+    clear_caches("jax.experimental.multihost_utils")
+    for _ in range(_COLLECTIONS):
+        gc.collect()  # the first frees what refers to the cycle of a client and its devices
+        if all(client() is None for client in clients):
+            return True
+    return False
+
+
+_COLLECTIONS = 4
 
 _MALLOC_OPTIONS = (
     (-8, 1),  # M_ARENA_MAX

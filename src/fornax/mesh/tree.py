@@ -1,19 +1,22 @@
 """Shardings of a whole model: logical axes from variable metadata to a tree of NamedShardings."""
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fornax.config.errors import ShardingError
+from fornax.mesh.mesh import MeshConfig
 from fornax.mesh.rules import Rules, named_sharding
 
-__all__ = ["path_name", "tree_shardings"]
+__all__ = ["fit_mesh", "path_name", "tree_shardings"]
 
 _WRAPPERS = ("value", "raw_value")
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: tuple[object, ...]) -> str:
     """A JAX key path as `layers/attention/q/kernel`; a variable's own wrapper is left out."""
     last = path[-1] if path else None
     if isinstance(last, jax.tree_util.GetAttrKey) and last.name in _WRAPPERS:
@@ -21,14 +24,14 @@ def path_name(path: tuple[Any, ...]) -> str:
     return "/".join(str(_part(key)) for key in path)
 
 
-def _part(key: Any) -> Any:
+def _part(key: object) -> object:
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
     return key
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: object) -> bool:
     return hasattr(node, "get_metadata") and hasattr(node, "get_value")
 
 
@@ -75,3 +78,32 @@ def tree_shardings(state: Any, mesh: Mesh, rules: Rules) -> Any:
         return variable.replace(sharding)
 
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=_is_variable)
+
+
+def fit_mesh(config: MeshConfig, state: Any, num_devices: int) -> MeshConfig:
+    """`config` with an open `fsdp` that the arrays of `state` divide over.
+
+    Where they do not divide over all devices that are left, `fsdp` takes the most that they do, and
+    `data` the others: rows are divided over both. A size that the config gives stays.
+
+    Args:
+      config: axis sizes.
+      state: as in `tree_shardings`.
+      num_devices: of the whole mesh.
+
+    Raises:
+      ShardingError: when the sizes do not multiply to `num_devices`.
+    """
+    rules = config.resolved_rules()
+    if config.fsdp != -1 or not {"data", "fsdp"} <= {*rules["batch"]}:
+        return config
+    left = config.resolved_sizes(num_devices)["fsdp"]
+    sizes = set()
+    for variable in jax.tree.leaves(state, is_leaf=_is_variable):
+        axes = (_axes_of(variable) if _is_variable(variable) else None) or ()
+        named = [n for n, axis in enumerate(axes) if axis and "fsdp" in rules.get(axis, ())]
+        sizes |= {variable.get_value().shape[dim] for dim in named[:1]}
+    most = math.gcd(left, *sizes)
+    if most == left:
+        return config
+    return dataclasses.replace(config, fsdp=most, data=config.data * (left // most))

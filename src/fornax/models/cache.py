@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.models.attend import AttendOptions, Place
@@ -86,7 +87,9 @@ def _layer(stack: jax.Array, place: Place) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, place.layer, keepdims=False)
 
 
-def init_cache(config: DecoderConfig, batch: int, length: int, dtype=jnp.float32) -> Cache:
+def init_cache(
+    config: DecoderConfig, batch: int, length: int, dtype: DTypeLike = jnp.float32
+) -> Cache:
     """An empty cache.
 
     Args:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from fornax.mesh import DEFAULT_RULES, Rules, tree_shardings
 from fornax.models.config import DecoderConfig
@@ -16,7 +17,9 @@ from fornax.models.decoder import Decoder
 __all__ = ["abstract_decoder", "create_decoder"]
 
 
-def abstract_decoder(config: DecoderConfig, *, dtype=jnp.float32, compute_dtype=None) -> Decoder:
+def abstract_decoder(
+    config: DecoderConfig, *, dtype: DTypeLike = jnp.float32, compute_dtype: DTypeLike | None = None
+) -> Decoder:
     """A decoder whose variables hold `jax.ShapeDtypeStruct`s: nothing is allocated.
 
     Args:
@@ -33,8 +36,8 @@ def create_decoder(
     config: DecoderConfig,
     *,
     seed: int | jax.Array = 0,
-    dtype=jnp.float32,
-    compute_dtype=None,
+    dtype: DTypeLike = jnp.float32,
+    compute_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> Decoder:
@@ -64,13 +67,18 @@ def create_decoder(
 
 
 @functools.lru_cache(maxsize=8)
-def _shapes(config: DecoderConfig, dtype: Any, compute_dtype: Any) -> tuple[Any, Any]:
+def _shapes(
+    config: DecoderConfig, dtype: DTypeLike, compute_dtype: DTypeLike | None
+) -> tuple[Any, Any]:
     return nnx.split(abstract_decoder(config, dtype=dtype, compute_dtype=compute_dtype))
 
 
 @functools.lru_cache(maxsize=8)
 def _drawing(
-    config: DecoderConfig, dtype: Any, compute_dtype: Any, where: tuple[tuple, Any] | None
+    config: DecoderConfig,
+    dtype: DTypeLike,
+    compute_dtype: DTypeLike | None,
+    where: tuple[tuple, object] | None,
 ) -> Callable[[jax.Array], Any]:
     """The compiled call; another model of the same kind takes it over."""
 

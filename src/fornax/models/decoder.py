@@ -9,6 +9,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.config.errors import ConfigError
@@ -42,8 +43,8 @@ class Decoder(nnx.Module):
         config: DecoderConfig,
         *,
         rngs: nnx.Rngs,
-        dtype=jnp.float32,
-        compute_dtype=None,
+        dtype: DTypeLike = jnp.float32,
+        compute_dtype: DTypeLike | None = None,
     ):
         """Make all parameters.
 

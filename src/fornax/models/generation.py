@@ -222,7 +222,7 @@ def _programs(
 
     @functools.partial(jax.jit, donate_argnums=1)
     def decode(
-        state: Any, cache: Cache, token_B: jax.Array, key: jax.Array, step: jax.Array,
+        state: object, cache: Cache, token_B: jax.Array, key: jax.Array, step: jax.Array,
         temperature: jax.Array, top_p: jax.Array,
     ) -> tuple[jax.Array, Cache]:  # fmt: skip
         model = nnx.merge(graphdef, state)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.mesh import constrain
@@ -47,7 +48,9 @@ class AttentionContext:
     """Attention implementation to force; None lets `kernels.attention` choose."""
 
 
-def _truncated_normal(key: jax.Array, shape: tuple[int, ...], dtype, std: float) -> jax.Array:
+def _truncated_normal(
+    key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, std: float
+) -> jax.Array:
     return (std * jax.random.truncated_normal(key, -3.0, 3.0, shape)).astype(dtype)
 
 
@@ -67,8 +70,8 @@ class Projection(nnx.Module):
         bias: bool,
         std: float,
         rngs: nnx.Rngs,
-        dtype,
-        compute_dtype,
+        dtype: DTypeLike,
+        compute_dtype: DTypeLike,
     ):
         """Make the parameters.
 
@@ -126,7 +129,7 @@ class RMSNorm(nnx.Module):
       scale: the weight, of the normalised axes' shape.
     """
 
-    def __init__(self, shape: tuple[int, ...], config: DecoderConfig, *, dtype):
+    def __init__(self, shape: tuple[int, ...], config: DecoderConfig, *, dtype: DTypeLike):
         """Make the scale: ones, or zeros where the norm multiplies by (1 + scale)."""
         initial = jnp.zeros if config.norm_unit_offset else jnp.ones
         self.eps = config.norm_eps
@@ -148,7 +151,9 @@ class Embed(nnx.Module):
       embedding: [V, D].
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, compute_dtype):
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, compute_dtype: DTypeLike
+    ):
         """Make the table."""
         shape = (config.vocab_size, config.hidden_size)
         table = _truncated_normal(rngs.params(), shape, dtype, config.initializer_range)
@@ -182,7 +187,9 @@ def _lookup_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
 class Attention(nnx.Module):
     """Grouped-query attention with the options of `DecoderConfig`."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, compute_dtype):
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, compute_dtype: DTypeLike
+    ):
         """Make the projections and the norms of queries and keys."""
         N, K, H = config.num_heads, config.kv_heads, config.head_width
         make = functools.partial(Projection, rngs=rngs, dtype=dtype, compute_dtype=compute_dtype)
@@ -242,7 +249,7 @@ class Attention(nnx.Module):
         return checkpoint_name(self.o(o_BTNH), "attention_out"), None
 
 
-def _qk_norm(config: DecoderConfig, heads: int, dtype) -> RMSNorm | None:
+def _qk_norm(config: DecoderConfig, heads: int, dtype: DTypeLike) -> RMSNorm | None:
     if config.qk_norm == "none":
         return None
     over = (config.head_width,) if config.qk_norm == "head" else (heads, config.head_width)
@@ -252,7 +259,9 @@ def _qk_norm(config: DecoderConfig, heads: int, dtype) -> RMSNorm | None:
 class MLP(nnx.Module):
     """The gated MLP: down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, compute_dtype):
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, compute_dtype: DTypeLike
+    ):
         """Make the three projections."""
         make = functools.partial(
             Projection,
@@ -287,7 +296,9 @@ ACTIVATIONS = {
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each inside a residual branch with its norms."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, compute_dtype):
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, compute_dtype: DTypeLike
+    ):
         """Make the branches; norms that the placement does not use are None."""
         make = {"rngs": rngs, "dtype": dtype, "compute_dtype": compute_dtype}
         before = config.norm_placement in ("pre", "sandwich")

@@ -13,17 +13,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from fornax.checkpoint.safetensors_file import StoredTensor, find_tensors
 from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.suggest import first_few
 from fornax.mesh import DEFAULT_RULES, Rules, named_sharding, parse_dtype, tree_shardings
 from fornax.models.create import abstract_decoder
 from fornax.models.decoder import Decoder
 from fornax.models.families import config_from_hf, family_by_name, unwrap_tensors
 from fornax.models.layout import Block, TensorLayout, flat_variables, plan_layout
-from fornax.models.safetensors_file import StoredTensor, find_tensors
 
 __all__ = ["StoredModel", "load_pretrained", "open_pretrained", "read_config"]
-
-_SHOWN = 5
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -150,7 +149,7 @@ class StoredModel:
         return self._read(path, function, None)
 
     def _read(
-        self, path: str, function: Callable[[jax.Array], tuple[jax.Array, ...]], place: Any
+        self, path: str, function: Callable[[jax.Array], tuple[jax.Array, ...]], place: object
     ) -> tuple[jax.Array, ...]:
         blocks, axes = self.blocks[path], self._axes(path)
         if blocks[0][1].slot.layer is None:
@@ -233,26 +232,21 @@ def _check(stored: Mapping[str, StoredTensor], layout: list[TensorLayout], folde
     missing = [name for name in expected if name not in stored]
     if missing:
         shapes = [f"{name} {list(expected[name])}" for name in missing]
-        problems.append(f"missing {_some(shapes)}")
+        problems.append(f"missing {first_few(shapes)}")
     extra = [name for name in stored if name not in expected]
     if extra:
-        problems.append(f"unexpected {_some([f'{n} {list(stored[n].shape)}' for n in extra])}")
+        problems.append(f"unexpected {first_few([f'{n} {list(stored[n].shape)}' for n in extra])}")
     misshapen = [
         f"{name} expected {list(shape)}, found {list(stored[name].shape)}"
         for name, shape in expected.items()
         if name in stored and stored[name].shape != shape
     ]
     if misshapen:
-        problems.append(f"misshapen {_some(misshapen)}")
+        problems.append(f"misshapen {first_few(misshapen)}")
     if problems:
         raise CheckpointError(
             f"{folder}: the tensors are not those that config.json describes: {'; '.join(problems)}"
         )
-
-
-def _some(items: list[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more
 
 
 def _put(view: np.ndarray, block: Block, place: Any, dtype: np.dtype) -> jax.Array:
@@ -274,7 +268,7 @@ def _stacked(layer: jax.Array) -> Any:
     return NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
 
 
-def _zeros(layers: int, layer: jax.Array, place: Any) -> jax.Array:
+def _zeros(layers: int, layer: jax.Array, place: object) -> jax.Array:
     shape = (layers, *layer.shape)
     return jax.jit(lambda: jnp.zeros(shape, layer.dtype), out_shardings=place)()
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.models.attend import AttendOptions, Place
@@ -71,7 +72,7 @@ class PagedCache:
     windows: tuple[int | None, ...]
     """The groups' windows."""
 
-    def prepare(self, config: DecoderConfig, tokens: int, dtype) -> "PagedCache":
+    def prepare(self, config: DecoderConfig, tokens: int, dtype: DTypeLike) -> "PagedCache":
         """Derive once what attention in every layer would derive from the tables.
 
         Args:
@@ -150,7 +151,7 @@ def describe_pages(
     config: DecoderConfig,
     num_pages: Sequence[int],
     page_size: int,
-    dtype,
+    dtype: DTypeLike,
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = ("tensor",),
     heads: CacheHeads | None = None,
@@ -193,7 +194,7 @@ def init_pages(
     config: DecoderConfig,
     num_pages: Sequence[int],
     page_size: int,
-    dtype,
+    dtype: DTypeLike,
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = ("tensor",),
     heads: CacheHeads | None = None,
@@ -211,7 +212,7 @@ def init_pages(
 
 
 def page_bytes(
-    config: DecoderConfig, page_size: int, dtype, heads: CacheHeads | None = None
+    config: DecoderConfig, page_size: int, dtype: DTypeLike, heads: CacheHeads | None = None
 ) -> tuple[int, ...]:
     """Bytes of one page of each group, over all its layers and heads."""
     heads = heads or CacheHeads(config.kv_heads, config.head_width)

@@ -103,11 +103,11 @@ def keep_uncut(layer: Callable) -> Callable:
     return jax.checkpoint(layer, policy=_is_no_cut, prevent_cse=False)
 
 
-def _is_no_cut(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_no_cut(primitive: object, *_: object, **__: object) -> bool:
     return primitive not in (jax.lax.slice_p, jax.lax.squeeze_p)
 
 
-def _products(saveable: Callable[..., bool]) -> Callable[..., Any]:
+def _products(saveable: Callable[..., bool]) -> Callable[..., object]:
     """`saveable`, but of `kernels.linear` the results in place of the wider sums."""
 
     def sums(primitive: Any, *arrays: Any, **params: Any) -> bool:

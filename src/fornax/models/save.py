@@ -1,25 +1,22 @@
 """Writing a Hugging Face directory that transformers loads, whole or not at all."""
 
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from safetensors.numpy import save_file
 
 from fornax.config.errors import CheckpointError
+from fornax.config.files import replacing_folder
 from fornax.models.config import DecoderConfig
 from fornax.models.decoder import Decoder
 from fornax.models.families.convert import config_to_hf, family_for
 from fornax.models.layout import TensorLayout, flat_variables, plan_layout
 
-__all__ = ["replacing", "save_pretrained"]
+__all__ = ["save_pretrained"]
 
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -66,7 +63,7 @@ def save_pretrained(
     values = _values(model)
     hf_config["torch_dtype"] = np.dtype(model.embed.embedding[...].dtype).name
     try:
-        with replacing(target) as folder:
+        with replacing_folder(target) as folder:
             _write_json(folder / "config.json", hf_config)
             _write_json(folder / "generation_config.json", _generation_config(model.config))
             if tokenizer_dir is not None:
@@ -93,57 +90,6 @@ def _check_target(target: Path, overwrite: bool) -> None:
         )
 
 
-@contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A new folder that takes `target`'s place when the block ends without an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
-    try:
-        yield folder
-        _sync(folder)
-        folder.chmod(0o777 & ~_umask())
-        _swap(folder, target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _swap(folder: Path, target: Path) -> None:
-    """Rename `folder` to `target`; what was there goes aside first and is deleted last."""
-    if not target.exists():
-        folder.rename(target)
-        return
-    old = folder.with_name(folder.name.replace(".new-", ".old-"))
-    target.rename(old)
-    try:
-        folder.rename(target)
-    except BaseException:
-        old.rename(target)
-        raise
-    try:
-        shutil.rmtree(old)
-    except OSError as error:
-        raise CheckpointError(
-            f"{target} is written, but what it replaces cannot be deleted: {old} "
-            f"({error.strerror or error}); delete it"
-        ) from error
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def _values(model: Decoder) -> dict[str, jax.Array]:
     values = {path: variable.get_value() for path, variable in flat_variables(model).items()}
     for path, value in values.items():
@@ -155,11 +101,11 @@ def _values(model: Decoder) -> dict[str, jax.Array]:
     return values
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
-def _generation_config(config: DecoderConfig) -> dict[str, Any]:
+def _generation_config(config: DecoderConfig) -> dict[str, object]:
     eos = config.eos_token_ids
     ids = {
         "bos_token_id": config.bos_token_id,

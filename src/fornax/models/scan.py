@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
     """`count` modules of one kind as one module whose parameters have a leading "layers" axis.
 
     Args:
@@ -120,7 +120,7 @@ def run_layers(
     """
     graphdef, stack = nnx.split(layers)
 
-    def body(segment: Segment, x_BTD: jax.Array, period: Any) -> tuple[jax.Array, None]:
+    def body(segment: Segment, x_BTD: jax.Array, period: object) -> tuple[jax.Array, None]:
         # A scan of one step is no loop once compiled.
         lone = segment.repeats == 1 or unroll is True
         for index, kind in enumerate(segment.kinds):
@@ -208,7 +208,7 @@ def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: j
     )
 
 
-def _is_weight(leaf: Any) -> bool:
+def _is_weight(leaf: object) -> bool:
     """Whether it is a weight that knows its own product, rather than an array."""
     return hasattr(leaf, "linear") and not isinstance(leaf, nnx.Variable)
 

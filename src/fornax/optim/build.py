@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from fornax.config.errors import ConfigError
 from fornax.optim.config import EMA, AdamW, OptimConfig, Optimizer
 from fornax.optim.optimizers import Parameters, make_clip, make_optimizer, split_off_fallback
 from fornax.optim.rounding import UpdateCount, count_updates, is_rounded, round_as, widen
-from fornax.optim.rules import Treatment, assign, decayed
+from fornax.optim.rules import Assignment, assign, decayed
 from fornax.optim.schedules import ScheduleFn, build_schedule
 from fornax.optim.shardings import state_shardings, unmatched
 from fornax.optim.transforms import EmaState, SlowState, average_parameters, follow_slowly
@@ -22,7 +22,9 @@ from fornax.optim.views import View, make_views
 
 __all__ = ["Built", "build"]
 
-_FROZEN = Treatment(None)
+Node = TypeVar("Node")
+
+_FROZEN = Assignment(None)
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,20 @@ class Built:
     """The whole chain as Optax has it: gradients to updates."""
     schedule: ScheduleFn
     """Call number (from 0) to learning rate; under accumulation several calls share one."""
-    treatments: Mapping[str, Treatment]
+    assignments: Mapping[str, Assignment]
     """What really updates each parameter, fallbacks included, by path."""
     views: Mapping[str, View]
     """How each parameter is seen, by path."""
-    abstract_params: Any
+    abstract_params: object
     """The parameters' shapes and dtypes."""
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: optax.Params) -> optax.OptState:
         """The state before the first update. It shares no buffer with `params`."""
         return self.transform.init(widen(params))
 
-    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(
+        self, grads: optax.Updates, state: optax.OptState, params: optax.Params
+    ) -> tuple[optax.Params, optax.OptState]:
         """New parameters (same tree and dtypes) and new state.
 
         The chain sees float32 in place of bfloat16, and keeps float32 state; its result is rounded
@@ -65,7 +69,7 @@ class Built:
         after = optax.apply_updates(wide, updates)
         return round_as(params, after, _found(state, UpdateCount)), new_state
 
-    def eval_params(self, params: Any, state: Any) -> Any:
+    def eval_params(self, params: optax.Params, state: optax.OptState) -> optax.Params:
         """The parameters to evaluate: EMA's average, Lookahead's slow ones, else `params`."""
         average = _averaged(state, self.config.ema)
         if average is None:
@@ -74,7 +78,7 @@ class Built:
         cast = {path: x.astype(wanted[path].dtype) for path, x in flatten(average).items()}
         return rebuild(params, cast)
 
-    def state_shardings(self, param_shardings: Any) -> Any:
+    def state_shardings(self, param_shardings: object) -> object:
         """Shardings of the state, like `init`'s result, from those of the parameters.
 
         Args:
@@ -82,13 +86,13 @@ class Built:
         """
         return state_shardings(self._abstract_state, self.views, flatten(param_shardings))
 
-    def replicated(self, param_shardings: Any) -> dict[str, Any]:
+    def replicated(self, param_shardings: object) -> dict[str, jax.ShapeDtypeStruct]:
         """State arrays, abstract and by path, that match no parameter: every device holds them
         whole."""
         return unmatched(self._abstract_state, self.views, flatten(param_shardings))
 
     @property
-    def _abstract_state(self) -> Any:
+    def _abstract_state(self) -> object:
         return jax.eval_shape(self.init, self.abstract_params)
 
 
@@ -96,8 +100,8 @@ def build(
     config: OptimConfig,
     *,
     total_steps: int,
-    params: Any,
-    axes: Any = None,
+    params: optax.Params,
+    axes: object = None,
     optimizer: Factory | None = None,
 ) -> Built:
     """Build the chain that `config` declares.
@@ -120,7 +124,7 @@ def build(
     views = make_views(params, axes)
     _require_float(params)
     assigned = assign(config, tuple(views))
-    treatments = {path: _actual(t, views[path]) for path, t in assigned.items()}
+    assignments = {path: _actual(t, views[path]) for path, t in assigned.items()}
     named = config.decay is not None or bool(config.no_decay)
     known = Parameters(views, decayed(config, views), named)
     if total_steps < 1 or total_steps % config.accumulate:
@@ -133,7 +137,7 @@ def build(
         peak=config.learning_rate,
         total_steps=total_steps // config.accumulate,
     )
-    chain = _with_averages(config, _core(config, schedule, known, treatments))
+    chain = _with_averages(config, _core(config, schedule, known, assignments))
     if config.accumulate > 1:
         chain = optax.MultiSteps(chain, config.accumulate).gradient_transformation()
     if any(map(is_rounded, jax.tree.leaves(params))):
@@ -142,7 +146,7 @@ def build(
         config=config,
         transform=_on_any_tree(chain),
         schedule=_per_call(schedule, config.accumulate),
-        treatments=treatments,
+        assignments=assignments,
         views=views,
         abstract_params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
     )
@@ -161,7 +165,7 @@ def _with_factory(config: OptimConfig, factory: Factory | None) -> OptimConfig:
     return replace(config, optimizer=optimizer)
 
 
-def _require_float(params: Any) -> None:
+def _require_float(params: optax.Params) -> None:
     for path, leaf in flatten(params).items():
         if leaf.dtype not in (jnp.float64, jnp.float32, jnp.bfloat16):
             raise ConfigError(
@@ -174,42 +178,42 @@ def _core(
     config: OptimConfig,
     schedule: ScheduleFn,
     params: Parameters,
-    treatments: Mapping[str, Treatment],
+    assignments: Mapping[str, Assignment],
 ) -> optax.GradientTransformation:
     clips = [make_clip(clip, params) for clip in config.clip]
-    frozen = {path: treatment == _FROZEN for path, treatment in treatments.items()}
+    frozen = {path: assignment == _FROZEN for path, assignment in assignments.items()}
     if any(frozen.values()):
         clips.insert(0, optax.masked(optax.set_to_zero(), at_paths(frozen)))
-    optimize = _by_treatment(schedule, params, treatments)
+    optimize = _by_treatment(schedule, params, assignments)
     return optax.chain(*clips, optimize) if clips else optimize
 
 
 def _by_treatment(
-    schedule: ScheduleFn, params: Parameters, treatments: Mapping[str, Treatment]
+    schedule: ScheduleFn, params: Parameters, assignments: Mapping[str, Assignment]
 ) -> optax.GradientTransformation:
-    """One optimizer where one serves all, else `optax.partition` with a label a treatment."""
-    distinct = list(dict.fromkeys(treatments.values()))
-    labels = {path: _label(distinct.index(t), t.optimizer) for path, t in treatments.items()}
+    """One optimizer where one serves all, else `optax.partition` with a label a assignment."""
+    distinct = list(dict.fromkeys(assignments.values()))
+    labels = {path: _label(distinct.index(t), t.optimizer) for path, t in assignments.items()}
     transforms: dict[Hashable, optax.GradientTransformation] = {}
-    for position, treatment in enumerate(distinct):
-        paths = tuple(path for path, t in treatments.items() if t == treatment)
-        transforms[_label(position, treatment.optimizer)] = _optimize(
-            treatment, schedule, params, paths
+    for position, assignment in enumerate(distinct):
+        paths = tuple(path for path, t in assignments.items() if t == assignment)
+        transforms[_label(position, assignment.optimizer)] = _optimize(
+            assignment, schedule, params, paths
         )
     if len(distinct) == 1:
         return next(iter(transforms.values()))
     return optax.partition(transforms, at_paths(labels))
 
 
-def _actual(treatment: Treatment, view: View) -> Treatment:
-    """The treatment with a fallback in place of an optimizer that passes the parameter on."""
-    if treatment.optimizer is None:
-        return treatment
-    optimizer, factor = split_off_fallback(treatment.optimizer, view)
+def _actual(assignment: Assignment, view: View) -> Assignment:
+    """The assignment with a fallback in place of an optimizer that passes the parameter on."""
+    if assignment.optimizer is None:
+        return assignment
+    optimizer, factor = split_off_fallback(assignment.optimizer, view)
     return replace(
-        treatment,
+        assignment,
         optimizer=optimizer,
-        learning_rate_factor=treatment.learning_rate_factor * factor,
+        learning_rate_factor=assignment.learning_rate_factor * factor,
     )
 
 
@@ -218,13 +222,13 @@ def _label(position: int, optimizer: Optimizer | TaskOptimizer | None) -> str:
 
 
 def _optimize(
-    treatment: Treatment, schedule: ScheduleFn, params: Parameters, paths: tuple[str, ...]
+    assignment: Assignment, schedule: ScheduleFn, params: Parameters, paths: tuple[str, ...]
 ) -> optax.GradientTransformation:
-    if treatment.optimizer is None:
+    if assignment.optimizer is None:
         return optax.set_to_zero()
-    factor = treatment.learning_rate_factor
+    factor = assignment.learning_rate_factor
     own = schedule if factor == 1.0 else (lambda count: factor * schedule(count))
-    return make_optimizer(treatment.optimizer, own, params, paths)
+    return make_optimizer(assignment.optimizer, own, params, paths)
 
 
 def _with_averages(
@@ -241,10 +245,15 @@ def _with_averages(
 def _on_any_tree(chain: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """The chain between trees of the caller's kind, its insides on nested dicts."""
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> optax.OptState:
         return chain.init(nest(flatten(params)))
 
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **_: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
         nested, state = chain.update(nest(flatten(updates)), state, nest(flatten(params)))
         return rebuild(updates, flatten(nested)), state
 
@@ -255,23 +264,23 @@ def _per_call(schedule: ScheduleFn, calls: int) -> ScheduleFn:
     return schedule if calls == 1 else (lambda call: schedule(call // calls))
 
 
-def _averaged(state: Any, ema: EMA | None) -> Any:
+def _averaged(state: optax.OptState, ema: EMA | None) -> optax.Params | None:
     """The averaged or slow parameters inside a state, if it has them."""
-    node = _found(state, EmaState | SlowState)
-    if isinstance(node, SlowState):
-        return node.slow
-    if isinstance(node, EmaState):
-        return _debiased(node, ema.decay) if ema and ema.debias else node.average
-    return None
+    slow, kept = _found(state, SlowState), _found(state, EmaState)
+    if slow is not None:
+        return slow.slow
+    if kept is None:
+        return None
+    return _debiased(kept, ema.decay) if ema and ema.debias else kept.average
 
 
-def _found(state: Any, kind: Any) -> Any:
+def _found(state: optax.OptState, kind: type[Node]) -> Node | None:
     """The first node of a kind inside a state, or None."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return next((node for node in nodes if isinstance(node, kind)), None)
 
 
-def _debiased(state: EmaState, decay: float) -> Any:
+def _debiased(state: EmaState, decay: float) -> optax.Params:
     """An average that started at zero, divided by the weight it has gathered."""
     weight = 1 - decay ** jnp.maximum(state.count, 1)
     return jax.tree.map(lambda average: average / weight, state.average)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from fornax.config.errors import ConfigError
 from fornax.optim.schedules import Constant, Cosine, Schedule
@@ -313,7 +313,7 @@ class UserOptimizer:
     type: str
     """FILE.py:NAME or package.module:NAME of a function that returns an
     `optax.GradientTransformation`, such as `optax:adabelief`."""
-    options: Mapping[str, Any] = field(default_factory=dict, metadata={"rest": True})
+    options: Mapping[str, object] = field(default_factory=dict, metadata={"rest": True})
     """Keyword arguments for the factory."""
 
     def __post_init__(self) -> None:
@@ -372,7 +372,7 @@ Clip = NormClip | ValueClip | AdaptiveClip
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Other treatment for the parameters whose path a pattern finds."""
+    """Other settings for the parameters whose path a pattern finds."""
 
     pattern: str
     """Regular expression searched in paths such as `layers/attention/q/kernel`."""

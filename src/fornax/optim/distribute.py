@@ -17,9 +17,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fornax.mesh import current_mesh
 
-__all__ = ["divide", "map_matrices"]
+__all__ = ["divide", "map_matrices", "product", "wide_dtype"]
 
 Name = TypeVar("Name", bound=Hashable)
+
+
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a b in full precision, on a TPU too."""
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def wide_dtype(x: jax.Array) -> jnp.dtype:
+    """The dtype of an optimizer's state for a parameter or gradient: at least float32."""
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def divide(x_KMN: jax.Array) -> jax.Array:

@@ -5,13 +5,15 @@ matrix of R rows and C columns; leading dimensions (stacked layers, experts) are
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from fornax import kernels
 from fornax.optim.config import Muon
+from fornax.optim.transforms import increment, transformation
 from fornax.optim.tree import at_paths, flatten
 from fornax.optim.views import View
 
@@ -34,7 +36,7 @@ class MuonState(NamedTuple):
     """State of `scale_by_muon`: updates made so far, and the momentum in the parameters' shapes."""
 
     count: jax.Array
-    mu: Any
+    mu: optax.Updates
 
 
 def scale_by_muon(config: Muon, views: Mapping[str, View]) -> optax.GradientTransformation:
@@ -49,7 +51,7 @@ def scale_by_muon(config: Muon, views: Mapping[str, View]) -> optax.GradientTran
     """
     beta = config.beta
 
-    def init(params: Any) -> MuonState:
+    def init(params: optax.Params) -> MuonState:
         mu = jax.tree.map(lambda p: jnp.zeros(p.shape, config.mu_dtype or p.dtype), params)
         return MuonState(jnp.zeros([], jnp.int32), mu)
 
@@ -59,9 +61,11 @@ def scale_by_muon(config: Muon, views: Mapping[str, View]) -> optax.GradientTran
         ahead = mu / (1 - beta ** (count + 1))
         return beta * ahead + (1 - beta) * (grad / (1 - beta**count))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+    def update(
+        updates: optax.Updates, state: MuonState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, MuonState]:
         del params
-        count = jnp.asarray(optax.safe_increment(state.count))
+        count = jnp.asarray(increment(state.count))
         grads = flatten(updates)
         old = flatten(state.mu)
         mu = {path: (1 - beta) * grad + beta * old[path] for path, grad in grads.items()}
@@ -73,7 +77,7 @@ def scale_by_muon(config: Muon, views: Mapping[str, View]) -> optax.GradientTran
         kept = {path: m.astype(old[path].dtype) for path, m in mu.items()}
         return at_paths(found)(updates), MuonState(count, at_paths(kept)(state.mu))
 
-    return optax.GradientTransformation(init, update)
+    return transformation(init, update)
 
 
 def _scaled(config: Muon, x_RC: jax.Array) -> jax.Array:
@@ -118,6 +122,10 @@ def orthogonalize(
     Returns:
       [..., R, C] in the dtype of x.
     """
+    if dtype == "bfloat16" and preconditioning == "frobenius":
+        found = kernels.orthogonalize(x_RC, tuple(coefficients), eps=eps)
+        if found is not None:
+            return found
     wide = jnp.promote_types(x_RC.dtype, jnp.float32)
     operand = wide if dtype == "float32" else jnp.dtype(dtype)
 

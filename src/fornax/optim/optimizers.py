@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import optax
 
@@ -45,7 +44,7 @@ class Parameters:
     """Whether the config says which parameters decay."""
 
     @property
-    def mask(self) -> Callable[[Any], Any]:
+    def mask(self) -> Callable[[object], object]:
         """Optax's weight-decay mask."""
         return at_paths(self.decayed)
 
@@ -204,9 +203,10 @@ def _by_matrix(
     """`scale` with weight decay and rate; raises for a parameter that is not clearly a matrix."""
     for path in paths:
         params.require_clear(config.type, path)
+    decay = optax.add_decayed_weights(config.weight_decay, params.mask)
     return optax.chain(
         scale,
-        optax.add_decayed_weights(config.weight_decay, params.mask),
+        decay if config.weight_decay else optax.identity(),  # XLA would multiply by 0 and add
         optax.scale_by_learning_rate(schedule),
     )
 

@@ -5,12 +5,13 @@ parameter (0.4 % of it at most), so that training stalls as the learning rate fa
 down at random, with the probabilities that keep the mean, loses nothing on average.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from fornax.optim.transforms import increment, transformation
 from fornax.optim.tree import flatten, rebuild
 
 __all__ = [
@@ -22,34 +23,38 @@ __all__ = [
     "widen",
 ]
 
+Tree = TypeVar("Tree")
+
 
 class UpdateCount(NamedTuple):
     """State of `count_updates`: the random bits of the rounding come from it."""
 
-    count: Any
+    count: jax.Array
     """int32 scalar: updates made."""
 
 
-def count_updates() -> optax.GradientTransformationExtraArgs:
+def count_updates() -> optax.GradientTransformation:
     """Count the updates of a chain whose results are rounded; changes none of them."""
 
-    def init(params: Any) -> UpdateCount:
+    def init(params: optax.Params) -> UpdateCount:
         del params
         return UpdateCount(jnp.zeros([], jnp.int32))
 
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: UpdateCount, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, UpdateCount]:
         del params
-        return updates, UpdateCount(optax.safe_increment(state.count))
+        return updates, UpdateCount(increment(state.count))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transformation(init, update)
 
 
-def is_rounded(leaf: Any) -> bool:
+def is_rounded(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether a parameter is narrower than the updates made to it."""
     return leaf.dtype == jnp.bfloat16
 
 
-def round_as(params: Any, wide: Any, state: UpdateCount | None) -> Any:
+def round_as(params: optax.Params, wide: optax.Params, state: UpdateCount | None) -> optax.Params:
     """`wide` in the dtypes of `params`; `state` is None where nothing is to be rounded."""
     if state is None:
         return wide
@@ -60,7 +65,7 @@ def round_as(params: Any, wide: Any, state: UpdateCount | None) -> Any:
     return rebuild(params, new)
 
 
-def widen(tree: Any) -> Any:
+def widen(tree: Tree) -> Tree:
     """The tree with float32 in place of narrower floating-point types."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 

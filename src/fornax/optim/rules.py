@@ -1,30 +1,28 @@
 """Which rule treats which parameter: groups, weight decay, and errors for rules that miss."""
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fornax.config.errors import ConfigError
+from fornax.config.suggest import first_few, similar
 from fornax.optim.config import Group, OptimConfig, Optimizer
 from fornax.optim.user import TaskOptimizer
 from fornax.optim.views import View
 
-__all__ = ["Treatment", "assign", "decayed"]
-
-_SHOWN = 5
+__all__ = ["Assignment", "assign", "decayed"]
 
 
 @dataclass(frozen=True)
-class Treatment:
+class Assignment:
     """What happens to one parameter; `optimizer` None leaves it frozen."""
 
     optimizer: Optimizer | TaskOptimizer | None
     learning_rate_factor: float = 1.0
 
 
-def assign(config: OptimConfig, paths: Sequence[str]) -> dict[str, Treatment]:
-    """The treatment of each parameter.
+def assign(config: OptimConfig, paths: Sequence[str]) -> dict[str, Assignment]:
+    """The assignment of each parameter.
 
     Raises:
       ConfigError: for a group that treats nothing, a parameter nothing treats, or a run in which
@@ -33,10 +31,10 @@ def assign(config: OptimConfig, paths: Sequence[str]) -> dict[str, Treatment]:
     groups = {path: _first_match(config.groups, path) for path in paths}
     for position, group in enumerate(config.groups):
         _check_used(position, group, groups)
-    treatments = {path: _treatment(config, path, group) for path, group in groups.items()}
-    if all(treatment.optimizer is None for treatment in treatments.values()):
+    assignments = {path: _assignment(config, path, group) for path, group in groups.items()}
+    if all(assignment.optimizer is None for assignment in assignments.values()):
         raise ConfigError("groups freeze every parameter; nothing is left to train")
-    return treatments
+    return assignments
 
 
 def _first_match(groups: Sequence[Group], path: str) -> int | None:
@@ -58,11 +56,11 @@ def _check_used(position: int, group: Group, groups: Mapping[str, int | None]) -
         raise _no_match(f"groups[{position}].pattern", group.pattern, groups)
     raise ConfigError(
         f"groups[{position}].pattern {group.pattern!r} matches only parameters that earlier "
-        f"groups took ({_some(matched)}); move it forward or drop it"
+        f"groups took ({first_few(matched)}); move it forward or drop it"
     )
 
 
-def _treatment(config: OptimConfig, path: str, position: int | None) -> Treatment:
+def _assignment(config: OptimConfig, path: str, position: int | None) -> Assignment:
     if position is None:
         optimizer = config.optimizer
         if optimizer is None:
@@ -70,17 +68,17 @@ def _treatment(config: OptimConfig, path: str, position: int | None) -> Treatmen
                 f"no group covers parameter {path} and optimizer is null; add a group whose "
                 "pattern finds it, or name an optimizer"
             )
-        return Treatment(optimizer)
+        return Assignment(optimizer)
     group = config.groups[position]
     if group.freeze:
-        return Treatment(None)
+        return Assignment(None)
     optimizer = group.optimizer or config.optimizer
     if optimizer is None:
         raise ConfigError(
             f"groups[{position}] ({group.pattern!r}) names no optimizer and optimizer is null; "
             "name one of them"
         )
-    return Treatment(optimizer, group.learning_rate_factor)
+    return Assignment(optimizer, group.learning_rate_factor)
 
 
 def decayed(config: OptimConfig, views: Mapping[str, View]) -> dict[str, bool]:
@@ -106,26 +104,9 @@ def decayed(config: OptimConfig, views: Mapping[str, View]) -> dict[str, bool]:
 
 def _no_match(where: str, pattern: str, paths: Iterable[str]) -> ConfigError:
     paths = list(paths)
-    near = _near(pattern, paths)
+    near = similar(re.sub(r"[\\^$.*+?()\[\]{}|]+", "", pattern), paths)
     return ConfigError(
-        f"{where} {pattern!r} matches no parameter; near it are {_some(near)}"
+        f"{where} {pattern!r} matches no parameter; near it are {first_few(near)}"
         if near
-        else f"{where} {pattern!r} matches no parameter; the parameters are {_some(paths)}"
+        else f"{where} {pattern!r} matches no parameter; the parameters are {first_few(paths)}"
     )
-
-
-def _near(pattern: str, paths: Sequence[str]) -> list[str]:
-    """Paths most like a pattern: by the whole, or by the best of their parts."""
-    literal = re.sub(r"[\\^$.*+?()\[\]{}|]+", "", pattern)
-
-    def likeness(path: str) -> float:
-        candidates = (path, *path.split("/"))
-        return max(difflib.SequenceMatcher(None, literal, text).ratio() for text in candidates)
-
-    scored = sorted(((likeness(path), path) for path in paths), key=lambda pair: -pair[0])
-    return [path for score, path in scored if score >= 0.5]
-
-
-def _some(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -201,7 +202,7 @@ def _wsd(config: WSD, peak: float, steps: int) -> ScheduleFn:
 
 
 def _sqrt_decay(peak: float, end: float, steps: int) -> ScheduleFn:
-    def schedule(count: Any) -> Any:
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         progress = jnp.clip(jnp.asarray(count, jnp.float32) / steps, 0.0, 1.0)
         return peak + (end - peak) * jnp.sqrt(progress)
 

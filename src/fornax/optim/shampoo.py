@@ -8,13 +8,14 @@ experts).
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fornax.optim.distribute import divide, map_matrices
+from fornax.optim.distribute import divide, map_matrices, product, wide_dtype
+from fornax.optim.transforms import increment, transformation
 from fornax.optim.tree import at_paths, flatten, nest
 from fornax.optim.views import View
 
@@ -34,13 +35,13 @@ class ShampooState(NamedTuple):
     float64 for float64 parameters.
     """
 
-    count: Any
-    mu: Any
-    nu: Any
-    left_stats: Any
-    right_stats: Any
-    left_root: Any
-    right_root: Any
+    count: jax.Array
+    mu: optax.Params
+    nu: optax.Params
+    left_stats: optax.Params
+    right_stats: optax.Params
+    left_root: optax.Params
+    right_root: optax.Params
 
 
 class _Blocks(NamedTuple):
@@ -106,16 +107,16 @@ def scale_by_shampoo(
     """
     blocks = {path: _blocks(view, block_size) for path, view in views.items()}
 
-    def squares(params: Mapping[str, Any], side: int) -> dict[str, Any]:
+    def squares(params: Mapping[str, jax.Array], side: int) -> optax.Params:
         def zeros(path: str) -> jax.Array:
             size = blocks[path].sizes[side]
-            return jnp.zeros((blocks[path].total, size, size), _wide(params[path]))
+            return jnp.zeros((blocks[path].total, size, size), wide_dtype(params[path]))
 
         return nest({path: zeros(path) for path in params})
 
-    def init(params: Any) -> ShampooState:
+    def init(params: optax.Params) -> ShampooState:
         by_path = flatten(params)
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p)), params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, wide_dtype(p)), params)
         return ShampooState(
             count=jnp.zeros([], jnp.int32),
             mu=zeros,
@@ -137,9 +138,11 @@ def scale_by_shampoo(
             right_root=at_paths({path: found[1, path] for path in right})(state.right_root),
         )
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: ShampooState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ShampooState]:
         del params
-        grads = {path: g.astype(_wide(g)) for path, g in flatten(updates).items()}
+        grads = {path: g.astype(wide_dtype(g)) for path, g in flatten(updates).items()}
         state = _with_statistics(state, grads, blocks, b2)
         started = state.count >= start_step
         due = started & ((state.count - start_step) % root_interval == 0)
@@ -148,19 +151,19 @@ def scale_by_shampoo(
         pairs = flatten(state.left_root), flatten(state.right_root)
         old, changes, mu = flatten(state.mu), {}, {}
         for path, g in grads.items():
-            p_KMN = _product(_product(pairs[0][path], blocks[path].cut(g)), pairs[1][path])
+            p_KMN = product(product(pairs[0][path], blocks[path].cut(g)), pairs[1][path])
             scaled = _with_norm_of(views[path], blocks[path].join(p_KMN), grafted[path])
             mu[path] = b1 * old[path] + (1 - b1) * jnp.where(started, scaled, grafted[path])
             step = mu[path] / (1 - b1 ** (state.count.astype(g.dtype) + 1))
             changes[path] = step.astype(flatten(updates)[path].dtype)
         new = state._replace(
-            count=optax.safe_increment(state.count),
+            count=increment(state.count),
             mu=at_paths(mu)(state.mu),
             nu=at_paths(nu)(state.nu),
         )
         return at_paths(changes)(updates), new
 
-    return optax.GradientTransformation(init, update)
+    return transformation(init, update)
 
 
 def inverse_fourth_root(s_KMM: jax.Array, matrix_eps: float) -> jax.Array:
@@ -169,7 +172,7 @@ def inverse_fourth_root(s_KMM: jax.Array, matrix_eps: float) -> jax.Array:
     values_KM = jnp.maximum(values_KM, 0)
     ridge_K1 = matrix_eps * values_KM[..., -1:]
     powers_KM = jnp.maximum(values_KM + ridge_K1, _LEAST) ** -0.25
-    return _product(vectors_KMM * powers_KM[..., None, :], vectors_KMM.mT)
+    return product(vectors_KMM * powers_KM[..., None, :], vectors_KMM.mT)
 
 
 def _with_statistics(
@@ -178,8 +181,8 @@ def _with_statistics(
     left, right = flatten(state.left_stats), flatten(state.right_stats)
     for path, grad in grads.items():
         g_KMN = blocks[path].cut(grad)
-        left[path] = b2 * left[path] + (1 - b2) * _product(g_KMN, g_KMN.mT)
-        right[path] = b2 * right[path] + (1 - b2) * _product(g_KMN.mT, g_KMN)
+        left[path] = b2 * left[path] + (1 - b2) * product(g_KMN, g_KMN.mT)
+        right[path] = b2 * right[path] + (1 - b2) * product(g_KMN.mT, g_KMN)
     return state._replace(
         left_stats=at_paths(left)(state.left_stats), right_stats=at_paths(right)(state.right_stats)
     )
@@ -210,12 +213,3 @@ def _with_norm_of(view: View, x: jax.Array, like: jax.Array) -> jax.Array:
     features = (*view.rows, *view.cols)
     own, wanted = (jnp.sqrt(jnp.sum(a * a, axis=features, keepdims=True)) for a in (x, like))
     return x * (wanted / jnp.maximum(own, _LEAST))
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-
-
-def _wide(x: Any) -> Any:
-    """The dtype of the state for a parameter or gradient: at least float32."""
-    return jnp.promote_types(x.dtype, jnp.float32)

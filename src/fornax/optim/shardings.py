@@ -4,15 +4,17 @@ Shapes: R rows and C columns of a parameter's matrix view; batch dimensions in f
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from fornax.mesh import path_name
 from fornax.optim.views import View
 
 __all__ = ["state_shardings", "unmatched"]
+
+Entry = str | tuple[str, ...] | None
+"""The mesh axes of one dimension, as a PartitionSpec has them."""
 
 _SQUARES = {"left": 0, "left_basis": 0, "right": 1, "right_basis": 1}
 """State fields of [..., side, side], with the side: 0 rows, 1 columns."""
@@ -23,8 +25,8 @@ _STACKS = ("left_stats", "right_stats", "left_root", "right_root")
 
 
 def state_shardings(
-    state: Any, views: Mapping[str, View], param_shardings: Mapping[str, NamedSharding]
-) -> Any:
+    state: object, views: Mapping[str, View], param_shardings: Mapping[str, NamedSharding]
+) -> object:
     """A tree like `state` with a NamedSharding in place of each array.
 
     An array belongs to the parameter whose path is part of its own; without one, to those that
@@ -40,7 +42,7 @@ def state_shardings(
     """
     mesh = next(iter(param_shardings.values())).mesh
 
-    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def one(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         spec = _placement(path, leaf, views, param_shardings)
         return NamedSharding(mesh, PartitionSpec() if spec is None else spec)
 
@@ -48,8 +50,8 @@ def state_shardings(
 
 
 def unmatched(
-    state: Any, views: Mapping[str, View], param_shardings: Mapping[str, NamedSharding]
-) -> dict[str, Any]:
+    state: object, views: Mapping[str, View], param_shardings: Mapping[str, NamedSharding]
+) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays (no scalars) of `state` that belong to no parameter, by path."""
     return {
         jax.tree_util.keystr(path): leaf
@@ -59,8 +61,8 @@ def unmatched(
 
 
 def _placement(
-    path: tuple[Any, ...],
-    leaf: Any,
+    path: tuple[object, ...],
+    leaf: jax.ShapeDtypeStruct,
     views: Mapping[str, View],
     param_shardings: Mapping[str, NamedSharding],
 ) -> PartitionSpec | None:
@@ -73,9 +75,9 @@ def _placement(
     return _spec(leaf.shape, field, views[owner], param_shardings[owner])
 
 
-def _owner(path: tuple[Any, ...], views: Mapping[str, View]) -> str | None:
+def _owner(path: tuple[object, ...], views: Mapping[str, View]) -> str | None:
     """The parameter a state array belongs to: the longest one whose path is within its own."""
-    runs: list[list[Any]] = [[]]
+    runs: list[list[object]] = [[]]
     for key in path:
         if isinstance(key, jax.tree_util.DictKey):
             runs[-1].append(key)
@@ -112,7 +114,9 @@ def _spec(shape: tuple[int, ...], field: str, view: View, sharding: NamedShardin
     return PartitionSpec(*batch, *found)
 
 
-def _placed(shape: tuple[int, ...], entries: tuple[Any, ...], mesh: Any) -> list[Any]:
+def _placed(
+    shape: tuple[int, ...], entries: tuple[Entry, ...], mesh: Mesh | AbstractMesh
+) -> list[Entry]:
     """The mesh axes of `entries`, each on the first dimension of `shape` that it divides."""
     found: list[list[str]] = [[] for _ in shape]
     left = list(shape)
@@ -127,8 +131,8 @@ def _placed(shape: tuple[int, ...], entries: tuple[Any, ...], mesh: Any) -> list
 
 
 def _core_entries(
-    core: tuple[int, ...], field: str, view: View, entries: tuple
-) -> list[Any] | None:
+    core: tuple[int, ...], field: str, view: View, entries: tuple[Entry, ...]
+) -> list[Entry] | None:
     """Entries for what is left of (R, C) in an array whose batch dimensions are taken off; None
     for an array of another kind."""
     groups = [view.rows, view.cols] if view.rows else [view.cols]
@@ -143,7 +147,7 @@ def _core_entries(
     return None
 
 
-def _merged(dims: tuple[int, ...], view: View, entries: tuple) -> Any:
+def _merged(dims: tuple[int, ...], view: View, entries: tuple[Entry, ...]) -> Entry:
     """The entry of several dimensions merged into one: the first's, if it alone is divided."""
     outer = [dim for dim in dims if view.shape[dim] > 1] or list(dims)
     if any(entries[dim] is not None for dim in outer[1:]):

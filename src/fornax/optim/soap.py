@@ -6,17 +6,20 @@ layers, experts) are separate matrices.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fornax.optim.distribute import map_matrices
+from fornax.optim.distribute import map_matrices, product, wide_dtype
+from fornax.optim.transforms import increment, transformation
 from fornax.optim.tree import at_paths, flatten, nest
 from fornax.optim.views import View
 
 __all__ = ["SoapState", "scale_by_soap"]
+
+Tree = TypeVar("Tree")
 
 
 class SoapState(NamedTuple):
@@ -29,12 +32,12 @@ class SoapState(NamedTuple):
     """
 
     count: jax.Array
-    mu: Any
-    nu: Any
-    left: Any
-    right: Any
-    left_basis: Any
-    right_basis: Any
+    mu: optax.Params
+    nu: optax.Params
+    left: optax.Params
+    right: optax.Params
+    left_basis: optax.Params
+    right_basis: optax.Params
 
 
 def scale_by_soap(
@@ -73,19 +76,19 @@ def scale_by_soap(
         )
         return rows, cols
 
-    def squares(params: Mapping[str, Any], side: int) -> dict[str, Any]:
+    def squares(params: Mapping[str, jax.Array], side: int) -> optax.Params:
         sizes = {path: sides(path)[side] for path in params}
         return nest(
             {
-                path: jnp.zeros((*views[path].batch_shape, size, size), _wide(params[path]))
+                path: jnp.zeros((*views[path].batch_shape, size, size), wide_dtype(params[path]))
                 for path, size in sizes.items()
                 if size is not None
             }
         )
 
-    def init(params: Any) -> SoapState:
+    def init(params: optax.Params) -> SoapState:
         by_path = flatten(params)
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p)), params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, wide_dtype(p)), params)
         return SoapState(
             count=jnp.zeros([], jnp.int32),
             mu=zeros,
@@ -96,7 +99,7 @@ def scale_by_soap(
             right_basis=squares(by_path, 1),
         )
 
-    def start(grads: Any, state: SoapState) -> tuple[Any, SoapState]:
+    def start(grads: optax.Updates, state: SoapState) -> tuple[optax.Updates, SoapState]:
         left, right = _outer_products(grads, state, views)
         new = state._replace(
             left=jax.tree.map(lambda x: (1 - beta) * x, left),
@@ -104,7 +107,7 @@ def scale_by_soap(
         )
         return jax.tree.map(jnp.zeros_like, grads), _decompose(new)
 
-    def step(grads: Any, state: SoapState) -> tuple[Any, SoapState]:
+    def step(grads: optax.Updates, state: SoapState) -> tuple[optax.Updates, SoapState]:
         moments = _Moments(b1, b2, eps, state.count)
         updates, mu, nu = {}, {}, {}
         bases = (flatten(state.left_basis), flatten(state.right_basis))
@@ -125,12 +128,14 @@ def scale_by_soap(
         new = jax.lax.cond(refine, _refine, lambda s: s, new)
         return at_paths(updates)(grads), new
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: SoapState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, SoapState]:
         del params
         new_updates, new_state = jax.lax.cond(state.count == 0, start, step, updates, state)
-        return new_updates, new_state._replace(count=optax.safe_increment(state.count))
+        return new_updates, new_state._replace(count=increment(state.count))
 
-    return optax.GradientTransformation(init, update)
+    return transformation(init, update)
 
 
 class _Moments(NamedTuple):
@@ -164,39 +169,32 @@ class _Moments(NamedTuple):
 def _project(x_MN: jax.Array, bases: tuple[jax.Array | None, jax.Array | None]) -> jax.Array:
     left, right = bases
     if left is not None:
-        x_MN = _product(left.mT, x_MN)
-    return x_MN if right is None else _product(x_MN, right)
+        x_MN = product(left.mT, x_MN)
+    return x_MN if right is None else product(x_MN, right)
 
 
 def _project_back(x_MN: jax.Array, bases: tuple[jax.Array | None, jax.Array | None]) -> jax.Array:
     left, right = bases
     if left is not None:
-        x_MN = _product(left, x_MN)
-    return x_MN if right is None else _product(x_MN, right.mT)
+        x_MN = product(left, x_MN)
+    return x_MN if right is None else product(x_MN, right.mT)
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-
-
-def _outer_products(grads: Any, state: SoapState, views: Mapping[str, View]) -> tuple[Any, Any]:
+def _outer_products(
+    grads: optax.Updates, state: SoapState, views: Mapping[str, View]
+) -> tuple[optax.Params, optax.Params]:
     """g g^T for the sides that `state.left` has, g^T g for those that `state.right` has."""
     by_path = flatten(grads)
 
     def core(path: str) -> jax.Array:
-        return views[path].to_core(by_path[path].astype(_wide(by_path[path])))
+        return views[path].to_core(by_path[path].astype(wide_dtype(by_path[path])))
 
-    left = {path: _product(core(path), core(path).mT) for path in flatten(state.left)}
-    right = {path: _product(core(path).mT, core(path)) for path in flatten(state.right)}
+    left = {path: product(core(path), core(path).mT) for path in flatten(state.left)}
+    right = {path: product(core(path).mT, core(path)) for path in flatten(state.right)}
     return nest(left), nest(right)
 
 
-def _wide(x: Any) -> Any:
-    """The dtype of the state for a parameter or gradient: at least float32."""
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _mix(old: Any, new: Any, beta: float) -> Any:
+def _mix(old: Tree, new: Tree, beta: float) -> Tree:
     return jax.tree.map(lambda a, b: beta * a + (1 - beta) * b, old, new)
 
 
@@ -213,13 +211,13 @@ def _refine(state: SoapState) -> SoapState:
     """One step of power iteration for each basis; nothing is reordered, so `nu` keeps meaning."""
 
     def one(p_KMM: jax.Array, basis_KMM: jax.Array) -> jax.Array:
-        return jnp.linalg.qr(_product(p_KMM, basis_KMM))[0]
+        return jnp.linalg.qr(product(p_KMM, basis_KMM))[0]
 
     sides = (state.left, state.right), (state.left_basis, state.right_basis)
     return _with_bases(state, map_matrices(one, _by_side(*sides)))
 
 
-def _by_side(*pairs: tuple[Any, Any]) -> dict[tuple[int, str], tuple[jax.Array, ...]]:
+def _by_side(*pairs: tuple[object, object]) -> dict[tuple[int, str], tuple[jax.Array, ...]]:
     """Of (left, right) pairs the arrays at each side and path."""
     flat = [[flatten(tree) for tree in pair] for pair in pairs]
     return {

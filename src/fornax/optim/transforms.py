@@ -4,7 +4,7 @@ All work on nested dicts of arrays (see `tree.nest`).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,32 @@ import optax
 from fornax.optim.tree import at_paths, flatten, nest
 from fornax.optim.views import View
 
-__all__ = ["EmaState", "SlowState", "average_parameters", "follow_slowly", "per_matrix"]
+__all__ = [
+    "EmaState",
+    "SlowState",
+    "average_parameters",
+    "follow_slowly",
+    "increment",
+    "per_matrix",
+    "transformation",
+]
+
+State = TypeVar("State")
+
+
+def transformation(
+    init: Callable[[optax.Params], State],
+    update: Callable[[optax.Updates, State, Any], tuple[optax.Updates, State]],
+) -> optax.GradientTransformation:
+    """An Optax transformation whose state has a type; Optax's own annotation is any tree."""
+    return optax.GradientTransformation(
+        cast("optax.TransformInitFn", init), cast("optax.TransformUpdateFn", update)
+    )
+
+
+def increment(count: jax.Array) -> jax.Array:
+    """`optax.safe_increment` of an array."""
+    return cast("jax.Array", optax.safe_increment(count))
 
 
 def per_matrix(
@@ -34,19 +59,21 @@ def per_matrix(
       the batch dimensions in front.
     """
 
-    def over_batch(function: Callable[..., Any], view: View) -> Callable[..., Any]:
+    def over_batch(function: Callable[..., object], view: View) -> Callable[..., Any]:
         for _ in view.batch:
             function = jax.vmap(function)
         return function
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> optax.OptState:
         states = {
             path: over_batch(make(path).init, views[path])(views[path].to_core(param))
             for path, param in flatten(params).items()
         }
         return nest(states)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         params_by_path = flatten(params)
         new_updates, new_states = {}, {}
         for path, update in flatten(updates).items():
@@ -62,7 +89,7 @@ def per_matrix(
     return optax.GradientTransformation(init, update)
 
 
-def _lookup(tree: Any, path: str) -> Any:
+def _lookup(tree: Any, path: str) -> optax.OptState:
     for part in path.split("/"):
         tree = tree[part]
     return tree
@@ -71,8 +98,8 @@ def _lookup(tree: Any, path: str) -> Any:
 class SlowState(NamedTuple):
     """State of `follow_slowly`: Optax's own, and the slow parameters."""
 
-    inner: Any
-    slow: Any
+    inner: optax.OptState
+    slow: optax.Params
 
 
 def follow_slowly(
@@ -80,56 +107,56 @@ def follow_slowly(
     sync_period: int,
     slow_step_size: float,
     reset_state: bool,
-) -> optax.GradientTransformationExtraArgs:
+) -> optax.GradientTransformation:
     """`optax.lookahead` with the slow parameters in its state instead of in a pair.
 
     Its updates are those of the fast parameters, so it takes and gives plain parameter trees.
     """
     lookahead: Any = optax.lookahead(fast, sync_period, slow_step_size, reset_state)
 
-    def init(params: Any) -> SlowState:
+    def init(params: optax.Params) -> SlowState:
         pair = optax.LookaheadParams.init_synced(params)
-        return SlowState(lookahead.init(pair), _copy(params))
+        # Copies: a state that shares the parameters' buffers cannot be donated with them.
+        return SlowState(lookahead.init(pair), jax.tree.map(jnp.copy, params))
 
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: SlowState, params: optax.Params
+    ) -> tuple[optax.Updates, SlowState]:
         pair = optax.LookaheadParams(fast=params, slow=state.slow)
         both, inner = lookahead.update(updates, state.inner, pair)
         return both.fast, SlowState(inner, optax.apply_updates(state.slow, both.slow))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transformation(init, update)
 
 
 class EmaState(NamedTuple):
     """State of `average_parameters`: updates averaged so far, and the float32 average."""
 
-    count: Any
-    average: Any
+    count: jax.Array
+    average: optax.Params
 
 
-def average_parameters(decay: float, debias: bool) -> optax.GradientTransformationExtraArgs:
+def average_parameters(decay: float, debias: bool) -> optax.GradientTransformation:
     """Keep a running average of the parameters as they are after the update.
 
     average <- decay * average + (1 - decay) * (params + updates), in float32. It changes no update
     and must be the last of a chain.
     """
 
-    def init(params: Any) -> EmaState:
+    def init(params: optax.Params) -> EmaState:
         start = jax.tree.map(
             lambda p: jnp.zeros(p.shape, jnp.float32) if debias else jnp.array(p, jnp.float32),
             params,
         )
         return EmaState(jnp.zeros([], jnp.int32), start)
 
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: EmaState, params: optax.Params
+    ) -> tuple[optax.Updates, EmaState]:
         after = optax.apply_updates(params, updates)
         average = jax.tree.map(
             lambda a, p: decay * a + (1 - decay) * p.astype(jnp.float32), state.average, after
         )
-        return updates, EmaState(optax.safe_increment(state.count), average)
+        return updates, EmaState(increment(state.count), average)
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _copy(tree: Any) -> Any:
-    """Buffers of its own: a state that shares the parameters' cannot be donated with them."""
-    return jax.tree.map(jnp.copy, tree)
+    return transformation(init, update)

@@ -11,7 +11,7 @@ from fornax.mesh import path_name
 __all__ = ["at_paths", "flatten", "nest", "rebuild"]
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+def flatten(tree: object, is_leaf: Callable[[object], bool] | None = None) -> dict[str, Any]:
     """Leaves by path, in tree order.
 
     Raises:
@@ -26,7 +26,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str
     return leaves
 
 
-def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def nest(leaves: Mapping[str, object]) -> dict[str, Any]:
     """Leaves by path as nested dicts, one level for each part of a path."""
     root: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -38,12 +38,12 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-def rebuild(like: Any, leaves: Mapping[str, Any]) -> Any:
+def rebuild(like: object, leaves: Mapping[str, object]) -> Any:
     """A tree shaped as `like` that holds `leaves`."""
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], like)
 
 
-def at_paths(table: Mapping[str, Any]) -> Callable[[Any], Any]:
+def at_paths(table: Mapping[str, object]) -> Callable[[object], Any]:
     """A function from a tree, whole or masked, to the tree of `table`'s values at its paths.
 
     Optax hands masked trees to callables it is given; a table of values by path fits them all.

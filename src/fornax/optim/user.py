@@ -15,11 +15,10 @@ Its transformation is given nested dicts of float32 arrays, whole parameters wit
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import optax
 
-from fornax.config import ConfigError, mending, nearest
+from fornax.config import ConfigError, nearest, user_errors
 
 __all__ = ["Factory", "TaskOptimizer", "call_factory"]
 
@@ -41,8 +40,8 @@ class TaskOptimizer:
 def call_factory(
     name: str,
     factory: Factory,
-    options: Mapping[str, Any],
-    offered: Mapping[str, Any],
+    options: Mapping[str, object],
+    offered: Mapping[str, object],
     needed: Sequence[str],
 ) -> optax.GradientTransformation:
     """The transformation that a factory makes.
@@ -57,7 +56,7 @@ def call_factory(
     Raises:
       ConfigError: for arguments that do not fit its signature, what it raises, or what it returns.
     """
-    with mending(name):
+    with user_errors(name):
         parameters = inspect.signature(factory).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = [p.name for p in named]
@@ -76,7 +75,7 @@ def call_factory(
     missing = [p.name for p in named if p.default is p.empty and p.name not in {**given, **options}]
     if missing:
         raise ConfigError(f"{name} needs {', '.join(missing)}; give them beside optimizer.type")
-    with mending(name, always=True):
+    with user_errors(name, always=True):
         made = factory(**given, **options)
     if not isinstance(made, optax.GradientTransformation):
         raise ConfigError(
@@ -103,12 +102,17 @@ def _explained(
     """The transformation, whose exceptions name the line of the user's code."""
     inner = optax.with_extra_args_support(made)
 
-    def init(params: Any) -> Any:
-        with mending(name, always=True):
+    def init(params: optax.Params) -> optax.OptState:
+        with user_errors(name, always=True):
             return inner.init(params)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        with mending(name, always=True):
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        with user_errors(name, always=True):
             return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)

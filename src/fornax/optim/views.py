@@ -5,7 +5,6 @@ Shapes: R rows (inputs), C columns (outputs); batch dimensions are stacked layer
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -67,7 +66,7 @@ class View:
         return x.reshape(tuple(self.shape[dim] for dim in order)).transpose(inverse)
 
 
-def make_views(params: Any, axes: Any = None) -> dict[str, View]:
+def make_views(params: object, axes: object = None) -> dict[str, View]:
     """The view of each parameter, by path.
 
     Args:
@@ -88,14 +87,14 @@ def make_views(params: Any, axes: Any = None) -> dict[str, View]:
     return views
 
 
-def _is_axes(node: Any) -> bool:
+def _is_axes(node: object) -> bool:
     return node is None or (
         isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
     )
 
 
-def _axes_by_path(params: Any) -> dict[str, Any]:
-    def is_variable(node: Any) -> bool:
+def _axes_by_path(params: object) -> dict[str, tuple[str | None, ...] | None]:
+    def is_variable(node: object) -> bool:
         return hasattr(node, "get_metadata")
 
     found = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]

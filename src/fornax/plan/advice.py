@@ -2,15 +2,16 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fornax.config import FornaxError
 from fornax.optim import AdamW
-from fornax.plan.analytic import Estimate, estimate
-from fornax.plan.report.data import Advice
-from fornax.plan.report.words import count
+from fornax.plan.cost.estimate import Estimate, estimate
+from fornax.plan.facts import Advice
+from fornax.plan.format import format_count
 from fornax.plan.topology import Topology, topology_shapes
 from fornax.train import TrainConfig
 
@@ -29,7 +30,7 @@ class _Change:
 
     part: str
     """Two changes of one part exclude each other."""
-    words: str
+    text: str
     flags: str
     config: TrainConfig
 
@@ -54,10 +55,22 @@ def advise(
     if len(fitting) < most:
         fitting += _pairs(config, topology, found, scale)
     fitting.sort(key=lambda one: _rate(one[1]))
-    said = [_say(change, seen, scale) for change, seen in _one_a_part(fitting)[:most]]
-    if len(said) < most:
-        said += _larger(config, topology, scale)
-    return tuple(said[:most])
+    chosen = _one_a_part(_worthwhile(fitting))[:most]
+    advice = [_advice(change, seen, scale) for change, seen in chosen]
+    if len(advice) < most:
+        advice += _larger(config, topology, scale)
+    return tuple(advice[:most])
+
+
+def _worthwhile(found: Sequence[tuple[_Change, Estimate]]) -> list[tuple[_Change, Estimate]]:
+    """Without changes that, beside a faster one of the same part, save no memory."""
+    least: dict[str, int] = {}
+    kept = []
+    for change, seen in found:
+        if seen.memory.total < least.get(change.part, seen.memory.total + 1):
+            least[change.part] = seen.memory.total
+            kept.append((change, seen))
+    return kept
 
 
 def _one_a_part(found: Sequence[tuple[_Change, Estimate]]) -> list[tuple[_Change, Estimate]]:
@@ -84,9 +97,9 @@ def _try(config: TrainConfig, topology: Topology) -> Estimate | None:
         return None  # this change cannot run here, so it is no advice
 
 
-def _say(change: _Change, seen: Estimate, scale: float) -> Advice:
+def _advice(change: _Change, seen: Estimate, scale: float) -> Advice:
     return Advice(
-        change=change.words,
+        change=change.text,
         flags=change.flags,
         total_bytes=round(seen.memory.total * scale),
         step_seconds=seen.step_seconds,
@@ -100,35 +113,28 @@ def _changes(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
     yield from _smaller_types(config)
 
 
+def _change(part: str, text: str, flags: str, config: TrainConfig, **fields: Any) -> _Change:
+    return _Change(part, text, flags, dataclasses.replace(config, **fields))
+
+
 def _more_remat(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
     clean = dataclasses.replace(config, remat="full", remat_save=(), remat_offload=())
     known = _REMAT.index(config.remat) if config.remat in _REMAT else 0
     for policy in _REMAT[known + 1 :]:
-        yield _Change(
-            "remat",
-            f"recompute more ({policy})",
-            f"--remat {policy}",
-            dataclasses.replace(clean, remat=policy),
-        )
+        text = f"recompute more ({policy})"
+        yield _change("remat", text, f"--remat {policy}", clean, remat=policy)
     if topology.chip.platform != "cpu":
-        yield _Change(
-            "remat",
-            "keep only each layer's input, in the host's memory",
-            f"--remat names --remat-offload {' '.join(_OFFLOADED)}",
-            dataclasses.replace(clean, remat="names", remat_offload=_OFFLOADED),
-        )
+        text = "keep only each layer's input, in the host's memory"
+        flags = f"--remat names --remat-offload {' '.join(_OFFLOADED)}"
+        yield _change("remat", text, flags, clean, remat="names", remat_offload=_OFFLOADED)
 
 
 def _smaller_batches(config: TrainConfig) -> Iterator[_Change]:
     for factor in _SPLITS:
         micro = config.accumulate * factor
         if config.batch_size % micro == 0:
-            yield _Change(
-                "batch",
-                f"accumulate over {micro} micro-batches",
-                f"--accumulate {micro}",
-                dataclasses.replace(config, accumulate=micro),
-            )
+            text = f"accumulate over {micro} micro-batches"
+            yield _change("batch", text, f"--accumulate {micro}", config, accumulate=micro)
 
 
 def _other_meshes(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
@@ -138,47 +144,36 @@ def _other_meshes(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
         return
     if sizes["data"] > 1:
         whole = sizes["fsdp"] * sizes["data"]
-        yield _mesh(config, f"shard the state over {whole} instead of {sizes['fsdp']} devices",
-                    data=1, fsdp=whole)  # fmt: skip
+        text = f"shard the state over {whole} instead of {sizes['fsdp']} devices"
+        yield _mesh(config, text, data=1, fsdp=whole)
     for axis, factor in itertools.product(("tensor", "context"), _PARALLEL):
         if sizes["fsdp"] % factor == 0 and sizes["fsdp"] > factor:
             wider = sizes[axis] * factor
-            yield _mesh(
-                config,
-                f"{axis} parallelism over {wider} devices",
-                **{axis: wider, "fsdp": sizes["fsdp"] // factor},
-            )
+            text = f"{axis} parallelism over {wider} devices"
+            yield _mesh(config, text, **{axis: wider, "fsdp": sizes["fsdp"] // factor})
 
 
-def _mesh(config: TrainConfig, words: str, **sizes: Any) -> _Change:
+def _mesh(config: TrainConfig, text: str, **sizes: Any) -> _Change:
     flags = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
     mesh = dataclasses.replace(config.mesh, **sizes)
-    return _Change("mesh", words, flags, dataclasses.replace(config, mesh=mesh))
+    return _change("mesh", text, flags, config, mesh=mesh)
 
 
 def _smaller_types(config: TrainConfig) -> Iterator[_Change]:
-    optimizer = config.optim.optimizer
-    wide = config.dtypes.params == "float32"
-    if wide and isinstance(optimizer, AdamW) and optimizer.mu_dtype is None:
+    optimizer, dtypes = config.optim.optimizer, config.dtypes
+    if dtypes.params == "float32" and isinstance(optimizer, AdamW) and optimizer.mu_dtype is None:
         halved = dataclasses.replace(optimizer, mu_dtype="bfloat16")
         optim = dataclasses.replace(config.optim, optimizer=halved)
-        yield _Change(
-            "moments",
-            "keep Adam's first moment in bfloat16",
-            "--optim.optimizer.mu-dtype bfloat16",
-            dataclasses.replace(config, optim=optim),
-        )
-    for which in ("compute", "params"):
-        if getattr(config.dtypes, which) == "float32":
-            smaller: dict[str, Any] = {which: "bfloat16"}
-            dtypes = dataclasses.replace(config.dtypes, **smaller)
-            words = {"compute": "compute in bfloat16", "params": "keep parameters in bfloat16"}
-            yield _Change(
-                which,
-                words[which],
-                f"--dtypes.{which} bfloat16",
-                dataclasses.replace(config, dtypes=dtypes),
-            )
+        text = "keep Adam's first moment in bfloat16"
+        yield _change("moments", text, "--optim.optimizer.mu-dtype bfloat16", config, optim=optim)
+    if dtypes.compute == "float32":
+        smaller = dataclasses.replace(dtypes, compute="bfloat16")
+        flags = "--dtypes.compute bfloat16"
+        yield _change("compute", "compute in bfloat16", flags, config, dtypes=smaller)
+    if dtypes.params == "float32":
+        smaller = dataclasses.replace(dtypes, params="bfloat16")
+        flags = "--dtypes.params bfloat16"
+        yield _change("params", "keep parameters in bfloat16", flags, config, dtypes=smaller)
 
 
 def _pairs(
@@ -196,7 +191,7 @@ def _pairs(
             continue
         both = _Change(
             f"{first.part}+{second.part}",
-            f"{first.words} and {second.words}",
+            f"{first.text} and {second.text}",
             f"{first.flags} {second.flags}",
             _merge(config, first.config, second.config),
         )
@@ -229,7 +224,7 @@ def _larger(config: TrainConfig, topology: Topology, scale: float) -> Iterator[A
         seen = _try(config, larger)
         if seen and _fits(seen, scale):
             yield Advice(
-                change=f"{count(larger.num_chips)} chips, {larger.name}",
+                change=f"{format_count(larger.num_chips)} chips, {larger.name}",
                 flags=f"--topology {larger.name}",
                 total_bytes=round(seen.memory.total * scale),
                 step_seconds=seen.step_seconds,
@@ -243,8 +238,8 @@ def _grow(topology: Topology) -> Iterator[Topology]:
         chips = topology.num_chips // topology.slices
         shapes: list[tuple[int, ...]] = []
         for shape in topology_shapes(chip):
-            size = _product(shape)
-            if size > chips and (not shapes or size >= 2 * _product(shapes[-1])):
+            size = math.prod(shape)
+            if size > chips and (not shapes or size >= 2 * math.prod(shapes[-1])):
                 shapes.append(shape)
         yield from (dataclasses.replace(topology, shape=shape) for shape in shapes)
         widest = shapes[-1] if shapes else topology.shape
@@ -255,10 +250,3 @@ def _grow(topology: Topology) -> Iterator[Topology]:
         for factor in (2, 4, 8, 16, 32, 64):
             grown = min(chip.node_chips, gpus * factor)
             yield dataclasses.replace(topology, shape=(nodes * gpus * factor // grown, grown))
-
-
-def _product(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

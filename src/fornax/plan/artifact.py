@@ -4,21 +4,14 @@ import dataclasses
 import gzip
 import json
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from fornax.plan.files import write_whole
+from jax.sharding import NamedSharding
 
-__all__ = [
-    "Allocation",
-    "ArrayFact",
-    "Artifact",
-    "DeviceFact",
-    "MemoryFacts",
-    "Owner",
-]
+from fornax.config import ConfigError, from_mapping
+from fornax.config.files import write_whole
 
 Owner = Literal["parameters", "optimizer", "batch", "cache", "other"]
 
@@ -36,15 +29,8 @@ class ArrayFact:
     dtype: str
     axes: tuple[tuple[str, ...], ...]
     """The mesh axes that divide each dimension; those of size one are left out."""
-    bytes_global: int
-    """Bytes of the whole array, unpadded."""
     bytes_device: int
     """Bytes of one device's share, unpadded."""
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every device holds all of it."""
-        return not any(self.axes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +43,6 @@ class DeviceFact:
     core: int
     """Which of the chip's devices."""
     slice: int
-    process: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +57,6 @@ class MemoryFacts:
     """The arena reserved for everything in between, its gaps included: of a TPU as its compiler's
     buffer assignment has it, else as `memory_analysis` does."""
     code: int
-    peak: int
-    """As `memory_analysis` has it; libtpu adds the largest heap of any memory, be it the host's."""
     host: int = 0
     """Bytes in the host's memory: arguments, outputs and temporaries that are offloaded."""
 
@@ -104,21 +87,19 @@ class Artifact:
     program: str
     """`train_step`, `eval_step`, `engine_step`, …"""
     topology: str
-    mesh: Mapping[str, int]
+    mesh: dict[str, int]
     """Mesh axis to its size, in mesh order."""
     devices: tuple[DeviceFact, ...]
     arguments: tuple[ArrayFact, ...]
     memory: MemoryFacts
     hlo: str
     """The optimized module's text; the bodies of kernels are cut out."""
-    cost: Mapping[str, float]
-    """`cost_analysis()` as it is: a loop's body is counted once."""
-    versions: Mapping[str, str]
+    versions: dict[str, str]
     lower_seconds: float
     compile_seconds: float
     notes: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What else the builder of the program wants to say, JSON-able."""
+    cached: bool = field(default=False, compare=False)
+    """Whether an earlier compilation was found."""
 
     def owned(self) -> dict[str, int]:
         """Bytes of one device's arguments by owner."""
@@ -129,11 +110,11 @@ class Artifact:
 
     def save(self, folder: Path) -> None:
         """Write `artifact.json` and `hlo.txt.gz` into `folder`."""
-        told = dataclasses.asdict(dataclasses.replace(self, hlo=""))
-        told["format"] = _FORMAT
-        told["hlo_size"] = len(self.hlo)
+        values = dataclasses.asdict(dataclasses.replace(self, hlo=""))
+        values["format"] = _FORMAT
+        values["hlo_size"] = len(self.hlo)
         write_whole(folder / "hlo.txt.gz", gzip.compress(self.hlo.encode(), 6, mtime=0))
-        write_whole(folder / "artifact.json", json.dumps(told).encode())
+        write_whole(folder / "artifact.json", json.dumps(values).encode())
 
     @classmethod
     def load(cls, folder: Path) -> "Artifact":
@@ -143,17 +124,13 @@ class Artifact:
           OSError: when a file is missing or cannot be read.
           ValueError: when one is damaged or of another format.
         """
-        told = json.loads((folder / "artifact.json").read_text(encoding="utf-8"))
+        values = json.loads((folder / "artifact.json").read_text(encoding="utf-8"))
         try:
-            if told.pop("format") != _FORMAT:
+            if values.pop("format") != _FORMAT:
                 raise ValueError(f"{folder} holds an artifact of another format")
-            told["devices"] = tuple(_device(device) for device in told["devices"])
-            told["arguments"] = tuple(_array(array) for array in told["arguments"])
-            told["memory"] = MemoryFacts(**told["memory"])
-            told["notes"] = tuple(told["notes"])
-            told["hlo"] = _unzip(folder / "hlo.txt.gz", told.pop("hlo_size"))
-            return cls(**told)
-        except (KeyError, TypeError, AttributeError) as error:
+            text = _unzip(folder / "hlo.txt.gz", values.pop("hlo_size"))
+            return from_mapping(cls, {**values, "hlo": text})
+        except (KeyError, TypeError, AttributeError, ConfigError) as error:
             raise ValueError(f"{folder} holds no artifact: {error}") from error
 
 
@@ -167,12 +144,8 @@ def _unzip(path: Path, size: int) -> str:
     return text
 
 
-def _device(told: dict[str, Any]) -> DeviceFact:
-    told["coords"] = tuple(told["coords"])
-    return DeviceFact(**told)
-
-
-def _array(told: dict[str, Any]) -> ArrayFact:
-    told["shape"] = tuple(told["shape"])
-    told["axes"] = tuple(tuple(entry) for entry in told["axes"])
-    return ArrayFact(**told)
+def dividing_axes(sharding: NamedSharding, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes larger than one that divide each of an array's dimensions."""
+    entries = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    named = ((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
+    return tuple(tuple(name for name in names if sharding.mesh.shape[name] > 1) for names in named)

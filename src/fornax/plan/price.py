@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fornax.config import ConfigError, load
-from fornax.plan.report.data import Hardware, Money, Plan, Run, Speed
-
-__all__ = ["PriceTable", "cost", "priced", "read_prices"]
+from fornax.plan.facts import Hardware, Money, Plan, Run, Speed
 
 _DAY = 86_400
 

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import fornax
 from fornax.config import ConfigError, load
-from fornax.plan.analytic import Estimate, estimate
-from fornax.plan.report.say import bound_words
-from fornax.plan.report.words import count, nbytes, seconds
+from fornax.plan.format import format_bound, format_bytes, format_count, format_seconds
 from fornax.plan.topology import Topology, parse_topology
+from fornax.plan.train import plan_train
 from fornax.train import TrainConfig
-
-__all__ = ["Recipe", "find_recipes", "recipes_folder", "recipes_page"]
 
 _PLANNED = re.compile(r"^# Planned for: (.+)$", re.MULTILINE)
 _TITLE = re.compile(r"^# (Pretrain .+)$", re.MULTILINE)
@@ -81,25 +78,25 @@ def recipes_page() -> str:
         f"| {' | '.join(['---'] * len(_HEAD))} |",
     ]
     for recipe in find_recipes():
-        config = recipe.config()
         for name in recipe.topologies:
-            topology = parse_topology(name)
-            cells = _cells(recipe, topology, estimate(config, topology))
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| {' | '.join(_cells(recipe, parse_topology(name)))} |")
     return "\n".join([*lines, ""])
 
 
-def _cells(recipe: Recipe, topology: Topology, seen: Estimate) -> tuple[str, ...]:
-    memory = seen.memory
+def _cells(recipe: Recipe, topology: Topology) -> tuple[str, ...]:
+    config = recipe.config()
+    plan = plan_train(config, topology, predicted=True)
+    memory, speed = plan.main.memory, plan.speed
+    assert speed is not None
     return (
         f"`{recipe.name}`",
         f"`{topology.name}`",
-        count(seen.tokens),
-        seen.config.remat,
-        f"{nbytes(memory.total)} of {nbytes(memory.usable)}",
-        seconds(seen.step_seconds),
-        f"{seen.utilisation:.1%}",
-        f"{seen.tokens_per_second_per_chip:,.0f}",
-        count(seen.tokens / seen.step_seconds * 86_400),
-        bound_words(seen.bound, topology.chip.platform),
+        format_count(config.batch_size * config.seq_len),
+        config.remat,
+        f"{format_bytes(memory.total)} of {format_bytes(memory.usable)}",
+        format_seconds(speed.step_seconds),
+        f"{speed.mfu:.1%}",
+        f"{speed.tokens_per_second_per_chip:,.0f}",
+        format_count(speed.tokens_per_day),
+        format_bound(speed.bound, topology.chip.platform),
     )

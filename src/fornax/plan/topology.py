@@ -4,13 +4,22 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fornax.config.errors import ConfigError
-from fornax.mesh.hardware import Chip, find_chip
-from fornax.plan.processor import cpu_chip
+from fornax.mesh.hardware import Chip, chip_of, find_chip
+from fornax.plan.cpu import cpu_chip
 
-__all__ = ["Topology", "parse_topology", "topology_shapes"]
+if TYPE_CHECKING:
+    import jax
+
+__all__ = [
+    "Topology",
+    "local_topology",
+    "named_or_local",
+    "parse_topology",
+    "topology_shapes",
+]
 
 _FORM = re.compile(r"(?:(?P<slices>\d+)\s*[*]\s*)?(?P<chip>[\w.-]+?)(?::(?P<shape>\d+(?:x\d+)*))?")
 _CUBE = 4
@@ -45,6 +54,12 @@ class Topology:
         return f"{f'{self.slices}*' if self.slices > 1 else ''}{self.chip.name}:{sizes}"
 
     @property
+    def accelerator(self) -> str:
+        """Cloud's name for a TPU slice: generations with two cores a chip count cores."""
+        name = "v5litepod" if self.chip.name == "v5e" else self.chip.name
+        return f"{name}-{math.prod(self.shape) * (2 if self.chip.torus == 3 else 1)}"
+
+    @property
     def num_chips(self) -> int:
         """Chips of all slices."""
         return math.prod(self.shape) * self.slices
@@ -68,7 +83,7 @@ class Topology:
         """Machines, and so processes, of all slices."""
         return self.num_chips // math.prod(self.host_shape)
 
-    def devices(self) -> list[Any]:
+    def devices(self) -> "list[jax.Device]":
         """The compile-only JAX devices; needs libtpu, in a process made for compiling.
 
         Raises:
@@ -80,7 +95,7 @@ class Topology:
 
         host = (*self.host_shape, *(1,) * (3 - len(self.host_shape)))
         wrap = (*self.wrap, *(False,) * (3 - len(self.wrap)))
-        options: dict[str, Any] = {"chips_per_host_bounds": host}
+        options: dict[str, object] = {"chips_per_host_bounds": host}
         if any(wrap):  # left out, the compiler takes every axis for a line
             options["wrap"] = wrap
         if self.chip.name == "v4":
@@ -116,6 +131,36 @@ def parse_topology(text: str) -> Topology:
         return _gpu(text, chip, shape, slices)
     _check_slice(text, chip, shape)
     return Topology(chip=chip, shape=shape, slices=slices)
+
+
+def named_or_local(name: str | None) -> Topology:
+    """The topology of this name; without one, this machine's.
+
+    Raises:
+      ConfigError: for a name that is none, or devices whose topology has to be named.
+    """
+    return parse_topology(name) if name else local_topology()
+
+
+def local_topology() -> Topology:
+    """What jax sees here: CPU devices, or the GPUs of this machine.
+
+    Raises:
+      ConfigError: for devices whose topology has to be named.
+    """
+    import jax
+
+    devices = jax.devices()
+    kind, count = devices[0].device_kind, len(devices)
+    if devices[0].platform == "cpu":
+        return parse_topology(f"cpu:{count}")
+    chip = chip_of(kind)
+    if chip is not None and chip.platform == "gpu":
+        return parse_topology(f"{chip.name}:{count}")
+    raise ConfigError(
+        f"this machine has {count} devices of kind {kind}, and how they are joined is not known "
+        "here; name the chips with --topology, such as v5p:4x4x4, v6e:2x4 or h100:8"
+    )
 
 
 def _chip(text: str, name: str) -> Chip:

@@ -4,17 +4,28 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from flax import nnx
+
 from fornax.config import ConfigError
+from fornax.config.text import write_flow
+from fornax.mesh import MeshConfig, fit_mesh
+from fornax.models import abstract_decoder, flops_per_token, num_parameters
 from fornax.plan.advice import advise
-from fornax.plan.analytic import estimate, kernel_choices
-from fornax.plan.report.data import Plan
-from fornax.plan.report.hardware import hardware_of, run_of, speed_of
-from fornax.plan.report.predicted import program_of_estimate
-from fornax.plan.report.program import ProgramReport
+from fornax.plan.closed_form import kernel_choices
+from fornax.plan.cost.estimate import estimate
+from fornax.plan.facts import Hardware, Option, Plan, ProgramReport, Run, Speed
+from fornax.plan.format import format_bytes
+from fornax.plan.search.search import (
+    Candidate,
+    Measured,
+    nothing_fits,
+    search,
+    search_text,
+)
 from fornax.plan.topology import Topology
 from fornax.train import TrainConfig, with_model
 
-__all__ = ["plan_train"]
+__all__ = ["plan_train", "search_train"]
 
 
 def plan_train(
@@ -41,9 +52,14 @@ def plan_train(
     Raises:
       ShardingError: when the mesh, the model or the batch does not divide over the topology.
       ConfigError: when the compiler is missing, or refuses the program for another reason than
-        memory.
+        memory; for a DiLoCo run, of which only one slice can be planned.
     """
-    config = with_model(config)
+    if config.diloco is not None:
+        raise ConfigError(
+            "diloco is set, and a plan is of one group without exchanges between slices; plan one "
+            "slice: leave diloco out, and set batch_size to the rows of one slice"
+        )
+    config = _fitted(with_model(config), topology)
     if predicted or topology.chip.platform != "tpu":
         plan = _predicted(config, topology, name, programs)
     else:
@@ -53,6 +69,89 @@ def plan_train(
     guess = estimate(config, topology).memory.total
     scale = plan.main.memory.total / guess if plan.origin == "compiled" and guess else 1.0
     return dataclasses.replace(plan, advice=advise(config, topology, scale=max(1.0, scale)))
+
+
+def _fitted(config: TrainConfig, topology: Topology) -> TrainConfig:
+    """The config with the mesh that the trainer would make of it."""
+    if config.model is None:
+        return config
+    shapes = nnx.state(abstract_decoder(config.model))
+    mesh = fit_mesh(config.mesh, shapes, topology.num_devices)
+    return dataclasses.replace(config, mesh=mesh)
+
+
+def search_train(
+    config: TrainConfig,
+    topology: Topology,
+    *,
+    name: str = "config",
+    predicted: bool = False,
+    programs: tuple[str, ...] | None = None,
+    budget: int = 3,
+) -> tuple[Plan, TrainConfig]:
+    """Search mesh, remat policy and accumulation; plan the best.
+
+    Args:
+      config: the run; its model, optimizer, dtypes, length and batch size stay.
+      topology: the chips.
+      name: what the plan is called.
+      predicted: compile nothing.
+      programs: as in `plan_train`.
+      budget: most compilations of the search.
+
+    Returns:
+      The plan of the best configuration, with all that were found, and that configuration.
+
+    Raises:
+      ConfigError: when nothing that was looked at fits.
+    """
+    config = _fitted(with_model(config), topology)
+    compiles = topology.chip.platform == "tpu" and not predicted and budget > 0
+    result = search(
+        config,
+        topology,
+        budget=budget if compiles else 0,
+        compile=_measure if compiles else None,
+    )
+    if not result.best:
+        raise ConfigError(nothing_fits(name, topology, result))
+    best = result.best[0].config
+    plan = plan_train(best, topology, name=name, predicted=predicted, programs=programs)
+    return dataclasses.replace(
+        plan,
+        options=tuple(_option(candidate) for candidate in result.best),
+        searched=search_text(result),
+        notes=(*plan.notes, *result.notes),
+    ), best
+
+
+def _measure(config: TrainConfig, topology: Topology) -> Measured:
+    """What compiling the training step of one candidate shows."""
+    from fornax.plan.compile import CompileError
+    from fornax.plan.cost.compiled import compiled_programs
+
+    try:
+        (program,) = compiled_programs(config, topology, ("train_step",))
+    except CompileError as error:
+        return Measured(total_bytes=None, step_seconds=None, problem=str(error))
+    memory = program.memory
+    problem = None if memory.fits else f"needs {format_bytes(memory.over)} too much memory"
+    return Measured(
+        total_bytes=memory.total,
+        step_seconds=program.step_seconds if memory.fits else None,
+        problem=problem,
+    )
+
+
+def _option(candidate: Candidate) -> Option:
+    return Option(
+        changes=write_flow(dict(candidate.changes)).strip().removeprefix("{").removesuffix("}"),
+        reason=candidate.reason,
+        total_bytes=candidate.total_bytes,
+        step_seconds=candidate.step_seconds,
+        tokens_per_second_per_chip=candidate.tokens_per_second_per_chip,
+        compiled=candidate.measured is not None,
+    )
 
 
 def programs_of(config: TrainConfig) -> tuple[str, ...]:
@@ -75,7 +174,7 @@ def _predicted(
         config,
         topology,
         name,
-        [program_of_estimate(estimate(config, topology))],
+        [estimate(config, topology).step],
         origin="predicted",
         how=f"Predicted from the hardware table of {platform}{measured}; nothing was compiled.",
         notes=tuple(f"closed forms know no {name}" for name in left),
@@ -84,7 +183,7 @@ def _predicted(
 
 def _compiled(config: TrainConfig, topology: Topology, name: str, programs: Sequence[str]) -> Plan:
     from fornax.plan.compile import MissingCompilerError
-    from fornax.plan.compiled import compiled_programs
+    from fornax.plan.cost.compiled import compiled_programs
 
     try:
         found = compiled_programs(config, topology, programs)
@@ -113,8 +212,8 @@ def _plan(
     how: str,
     notes: tuple[str, ...] = (),
 ) -> Plan:
-    hardware = hardware_of(topology, config.dtypes.compute)
-    run = run_of(config, topology)
+    hardware = _hardware(topology, config.dtypes.compute)
+    run = _run(config, topology)
     trains = programs[0].name == "train_step"
     return Plan(
         name=name,
@@ -125,5 +224,73 @@ def _plan(
         run=run,
         kernels=tuple(str(choice) for choice in kernel_choices(config, topology)),
         notes=notes,
-        speed=speed_of(programs[0], run, hardware) if trains else None,
+        speed=_speed(programs[0], run, hardware) if trains else None,
+    )
+
+
+def _hardware(topology: Topology, dtype: str) -> Hardware:
+    """What is known of the chips; the peak is that of products of `dtype`."""
+    chip = topology.chip
+    return Hardware(
+        topology=topology.name,
+        chip=chip.name,
+        platform=chip.platform,
+        chips=topology.num_chips,
+        devices=topology.num_devices,
+        hosts=topology.num_hosts,
+        slices=topology.slices,
+        peak_flops=chip.peak(dtype),
+        peak_dtype=dtype,
+        memory_bandwidth=chip.memory_bandwidth,
+        memory_bytes=int(chip.memory_bytes),
+        sources=dict(chip.sources),
+    )
+
+
+def _run(config: TrainConfig, topology: Topology) -> Run:
+    """What would run.
+
+    Raises:
+      ShardingError: when the mesh does not cover the devices.
+    """
+    model = config.model
+    if model is None:
+        raise ValueError("resolve config.model from init_from before planning")
+    tokens = config.batch_size * config.seq_len
+    return Run(
+        parameters=num_parameters(model),
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        accumulate=config.accumulate,
+        steps=config.steps,
+        remat=_remat(config),
+        params_dtype=config.dtypes.params,
+        compute_dtype=config.dtypes.compute,
+        mesh=_large_axes(config.mesh, topology),
+        model_flops=float(flops_per_token(model, config.seq_len)) * tokens,
+    )
+
+
+def _large_axes(mesh: MeshConfig, topology: Topology) -> dict[str, int]:
+    sizes = mesh.resolved_sizes(topology.num_devices)
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def _remat(config: TrainConfig) -> str:
+    kept = [f"{', '.join(config.remat_save)} kept"] if config.remat_save else []
+    kept += [f"{', '.join(config.remat_offload)} offloaded"] if config.remat_offload else []
+    return f"{config.remat} ({'; '.join(kept)})" if kept else config.remat
+
+
+def _speed(program: ProgramReport, run: Run, hardware: Hardware) -> Speed:
+    """Utilisation and throughput of a training step."""
+    step, chips = program.step_seconds, hardware.chips
+    peak = hardware.peak_flops * step
+    return Speed(
+        step_seconds=step,
+        mfu=run.model_flops / chips / peak,
+        hfu=program.flops / peak,
+        tokens_per_second_per_chip=run.tokens / step / chips,
+        tokens_per_day=run.tokens / step * 86_400,
+        bound=program.bound,
     )

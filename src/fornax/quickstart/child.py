@@ -1,6 +1,7 @@
 """A `fornax` server in a process of its own, for the stages that ask one questions."""
 
 import contextlib
+import importlib.util
 import re
 import signal
 import subprocess
@@ -12,10 +13,15 @@ from pathlib import Path
 
 from fornax.config.errors import EngineError
 
-__all__ = ["Child", "child_server"]
+__all__ = ["Child", "child_server", "not_installed"]
 
 _PATIENCE_S = 600
 _LOOK_S = 0.05
+
+
+def not_installed(packages: Sequence[str]) -> list[str]:
+    """Those of the packages that are not installed."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from fornax.evaluate.generative import (
     open_pool,
     read_prompts,
 )
-from fornax.evaluate.subject import open_subject
+from fornax.evaluate.model import open_model
 from fornax.quickstart.tuning import REWARD
 from fornax.rewards import RewardSpec, Sample
-from fornax.tune.rollout.settings import SampleSettings
+from fornax.tune.rollout import SampleSettings
 
 __all__ = ["AFTER", "BEFORE", "JUDGES", "beyond_spread", "describe", "measure"]
 
@@ -66,7 +66,7 @@ def measure(
         seed=seed,
     )
     found: dict[str, Any] = {}
-    subjects = {name: open_subject(str(path)) for name, path in models.items()}
+    subjects = {name: open_model(str(path)) for name, path in models.items()}
     asked = read_prompts(next(iter(subjects.values())), config)
     with open_pool(config, asked, log) as pool, Answerer(config) as answer:
         answers = {
@@ -126,12 +126,12 @@ def beyond_spread(result: Mapping[str, Any], before: str, after: str) -> bool:
     return min(models[after]["reward"]["repeats"]) > max(models[before]["reward"]["repeats"])
 
 
-def _spread(repeats: list[float]) -> dict[str, Any]:
+def _spread(repeats: list[float]) -> dict[str, object]:
     deviation = statistics.stdev(repeats) if len(repeats) > 1 else 0.0
     return {"mean": statistics.fmean(repeats), "deviation": deviation, "repeats": repeats}
 
 
-def _shown(answered: Answered) -> dict[str, Any]:
+def _shown(answered: Answered) -> dict[str, object]:
     return {
         "text": answered.completions[0].text,
         "reward": answered.scores[0].parts["reward"],

@@ -4,13 +4,12 @@ The bundle is served by the command that a user types, in a process of its own, 
 how likely functions of held-out files are; the answers are compared with the model's own.
 """
 
-import importlib.util
 import json
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +25,18 @@ from fornax.train import export_model
 if TYPE_CHECKING:
     from fornax.serving.grpc.client import Client
 
-__all__ = ["MODEL", "direct_scores", "export_score", "missing", "serve_and_score", "texts_of"]
+__all__ = ["MODEL", "PACKAGES", "direct_scores", "export_score", "serve_and_score", "texts_of"]
 
 MODEL = "lm"
 """The model's name in the repository."""
 
-_NEEDS = ("grpc", "prometheus_client", "uvicorn")
+PACKAGES = ("grpc", "prometheus_client", "uvicorn")
+"""Packages of the extra `[serve]` that this needs."""
 _ROWS = 4
 _ASKED = 20
 
 
-def missing() -> list[str]:
-    """Packages of the extra `[serve]` that are not installed."""
-    return [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-
-
-def export_score(model: Path, repository: Path, *, length: int) -> dict[str, Any]:
+def export_score(model: Path, repository: Path, *, length: int) -> dict[str, object]:
     """Seal the scoring function of the model at `model` as version 1; the result is JSON-able.
 
     Args:
@@ -73,7 +68,7 @@ def direct_scores(model: Decoder, rows: Sequence[np.ndarray]) -> list[float]:
     graph, state = nnx.split(model)
 
     @jax.jit
-    def total(state: Any, tokens_BT: jax.Array) -> jax.Array:
+    def total(state: object, tokens_BT: jax.Array) -> jax.Array:
         decoder = nnx.merge(graph, state)
         found = token_logprobs(decoder, tokens_BT[:, :-1], tokens_BT[:, 1:])
         return jnp.sum(found.logprobs)
@@ -83,7 +78,7 @@ def direct_scores(model: Decoder, rows: Sequence[np.ndarray]) -> list[float]:
 
 def serve_and_score(
     repository: Path, log: Path, model: Path, pairs: Path, *, length: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Serve the repository, score texts over gRPC and directly, stop it; JSON-able.
 
     Args:

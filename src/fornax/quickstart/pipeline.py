@@ -14,15 +14,16 @@ from fornax.config.errors import DataError
 from fornax.data import Dataset, build, load_tokenizer, read_manifest
 from fornax.data.files import Storage
 from fornax.models import load_pretrained
+from fornax.quickstart import hosting, serving
+from fornax.quickstart.child import not_installed
 from fornax.quickstart.config import SIZES, QuickstartConfig, Size
 from fornax.quickstart.hosting import MODEL, export_score, serve_and_score
-from fornax.quickstart.hosting import missing as missing_for_hosting
 from fornax.quickstart.job import Interrupted, Job
 from fornax.quickstart.post_training import STAGES as POST_TRAINING
 from fornax.quickstart.report import write_report
 from fornax.quickstart.samples import PROMPTS, complete
 from fornax.quickstart.score import bits_per_byte, yardsticks
-from fornax.quickstart.serving import ASKED, CHAT_TEMPLATE, missing, serve_and_ask
+from fornax.quickstart.serving import ASKED, CHAT_TEMPLATE, serve_and_ask
 from fornax.quickstart.stages import Done, Stage, Stages
 from fornax.train import convert, train
 
@@ -72,7 +73,7 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
     return 0
 
 
-def _inputs(config: QuickstartConfig, size: Size) -> dict[str, Any]:
+def _inputs(config: QuickstartConfig, size: Size) -> dict[str, object]:
     described = {k: v for k, v in dataclasses.asdict(size).items() if k != "minutes"}
     return {
         **described,
@@ -91,7 +92,7 @@ def _show(console: Console, stages: Stages, stage: Stage, number: int) -> Done:
 
 
 def _stages(job: Job) -> list[Stage]:
-    def bind(function: Callable[[Job], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    def bind(function: Callable[[Job], dict[str, object]]) -> Callable[[], dict[str, object]]:
         return lambda: function(job)
 
     tuning = [
@@ -111,7 +112,7 @@ def _stages(job: Job) -> list[Stage]:
     ]
 
 
-def _corpus(job: Job) -> dict[str, Any]:
+def _corpus(job: Job) -> dict[str, object]:
     built = build(job.size.build_config(job.dataset), overwrite=True)
     manifest = built.manifest
     return {
@@ -133,7 +134,7 @@ def _corpus_line(result: dict[str, Any]) -> str:
     )
 
 
-def _pretrain(job: Job) -> dict[str, Any]:
+def _pretrain(job: Job) -> dict[str, object]:
     manifest = read_manifest(job.dataset)
     if manifest.eos_id is None:
         raise DataError(f"{job.dataset} has a tokenizer without an end-of-text token")
@@ -157,14 +158,14 @@ def _pretrain_line(result: dict[str, Any]) -> str:
     return f"{result['steps']} steps, {result['tokens'] / 1e6:.2f}M tokens{held}"
 
 
-def _portable(job: Job) -> dict[str, Any]:
+def _portable(job: Job) -> dict[str, object]:
     parity = convert(job.run_dir, job.portable, overwrite=True)
     (job.portable / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     files = {path.name: path.stat().st_size for path in job.portable.iterdir()}
     return {"directory": str(job.portable), "files": files, **dataclasses.asdict(parity)}
 
 
-def _portable_line(result: dict[str, Any]) -> str:
+def _portable_line(result: dict[str, object]) -> str:
     return (
         f"{result['directory']}: largest logit difference {result['max_abs_difference']:.1e} "
         f"over {result['tokens']} tokens"
@@ -194,7 +195,7 @@ def _score_line(result: dict[str, Any]) -> str:
     )
 
 
-def _samples(job: Job) -> dict[str, Any]:
+def _samples(job: Job) -> dict[str, object]:
     return {"samples": complete(job.portable, PROMPTS, max_tokens=64, seed=job.config.seed)}
 
 
@@ -206,7 +207,7 @@ def _samples_line(result: dict[str, Any]) -> str:
 
 
 def _serve(job: Job) -> dict[str, Any]:
-    absent = missing()
+    absent = not_installed(serving.PACKAGES)
     if absent:
         return {"missing": absent}
     return serve_and_ask(job.tuned, job.run_dir / "serve.log", ASKED, max_tokens=64)
@@ -225,7 +226,7 @@ def _serve_line(result: dict[str, Any]) -> str:
     )
 
 
-def _export(job: Job) -> dict[str, Any]:
+def _export(job: Job) -> dict[str, object]:
     return export_score(job.tuned, job.models, length=job.size.seq_len)
 
 
@@ -236,8 +237,8 @@ def _export_line(result: dict[str, Any]) -> str:
     )
 
 
-def _host(job: Job) -> dict[str, Any]:
-    absent = missing_for_hosting()
+def _host(job: Job) -> dict[str, object]:
+    absent = not_installed(hosting.PACKAGES)
     if absent:
         return {"missing": absent}
     return serve_and_score(

@@ -66,7 +66,7 @@ def _shape(of: Mapping[str, Any]) -> tuple[str, str, str]:
     return f"{100 * of['distinct']:.0f} %", f"{of['tokens']:.1f}", f"{100 * of['unended']:.0f} %"
 
 
-def _spread(figure: Mapping[str, Any]) -> str:
+def _spread(figure: Mapping[str, object]) -> str:
     return f"{figure['mean']:.3f} ± {figure['deviation']:.3f}"
 
 

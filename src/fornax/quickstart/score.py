@@ -8,7 +8,6 @@ import lzma
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +94,7 @@ def document_bits(
     cap = model.config.final_logit_softcap
 
     @jax.jit
-    def nats(state: Any, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array):
+    def nats(state: object, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array):
         decoder = nnx.merge(graphdef, state)
         x_BTD = decoder.hidden(tokens_BT)
         return linear_cross_entropy(

@@ -3,7 +3,6 @@
 The server is a process of its own, started by the command that a user types and stopped by SIGTERM.
 """
 
-import importlib.util
 import time
 import urllib.request
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from fornax.quickstart.child import child_server
 
-__all__ = ["ASKED", "CHAT_TEMPLATE", "missing", "serve_and_ask"]
+__all__ = ["ASKED", "CHAT_TEMPLATE", "PACKAGES", "serve_and_ask"]
 
 ASKED = 'def read_text(path, encoding=None):\n    """Return the text of a file."""\n'
 """What the server is asked: a function like those the model was tuned on."""
@@ -22,17 +21,13 @@ CHAT_TEMPLATE = (
 )
 """A base model knows no roles: a conversation is its messages in a row, to go on from."""
 
-_NEEDS = ("fastapi", "openai", "prometheus_client", "uvicorn")
+PACKAGES = ("fastapi", "openai", "prometheus_client", "uvicorn")
+"""Packages of the extra `[serve]` that this needs."""
 _OPTIONS = ("--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 _SERVED = "quickstart"
 
 
-def missing() -> list[str]:
-    """Packages of the extra `[serve]` that are not installed."""
-    return [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-
-
-def serve_and_ask(directory: Path, log: Path, prompt: str, *, max_tokens: int) -> dict[str, Any]:
+def serve_and_ask(directory: Path, log: Path, prompt: str, *, max_tokens: int) -> dict[str, object]:
     """Serve a model, ask it three ways, stop it; the result is JSON-able.
 
     Args:

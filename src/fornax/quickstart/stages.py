@@ -7,7 +7,6 @@ says so, never a silent mixture of two runs.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fornax.config.errors import ConfigError
+from fornax.config.files import write_whole
 
 __all__ = ["Done", "Stage", "Stages"]
 
@@ -46,7 +46,7 @@ class Done:
 class Stages:
     """The kept results of one run directory."""
 
-    def __init__(self, directory: Path, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, inputs: Mapping[str, object]) -> None:
         """Open, or begin, the results in `directory`.
 
         Raises:
@@ -90,11 +90,9 @@ class Stages:
         self._write(path, {"name": stage.name, "seconds": seconds, "result": result})
         return Done(result, seconds, reused=False)
 
-    def _write(self, path: Path, value: Mapping[str, Any]) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    def _write(self, path: Path, value: Mapping[str, object]) -> None:
         try:
-            temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-            temporary.replace(path)
+            write_whole(path, json.dumps(value, indent=1))
         except OSError as error:
             raise _refused(path, error) from error
 

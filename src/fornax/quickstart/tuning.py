@@ -9,9 +9,7 @@ from fornax.mesh import DtypePolicy
 from fornax.optim import Cosine
 from fornax.rewards import RewardSpec
 from fornax.tune import SFTConfig
-from fornax.tune.config import recipe
-from fornax.tune.rl.algorithms import GRPO
-from fornax.tune.rl.config import GRPOConfig, RolloutConfig
+from fornax.tune.config import GRPO, GRPOConfig, RolloutConfig, recipe
 
 __all__ = ["REWARD", "Tuning"]
 
@@ -37,7 +35,6 @@ class Tuning:
     group_size: int = 8
     temperature: float = 0.7
     """Of rollouts and of the evaluations alike: the policy that is trained is the one measured."""
-    kl_coefficient: float = 0.005
     repeats: int = 5
     """Evaluations of each model, for their spread."""
 
@@ -62,7 +59,7 @@ class Tuning:
         return GRPOConfig(
             model=str(model),
             data=str(pairs / "train.jsonl"),
-            max_length=2 * self.max_tokens + 2,
+            max_length=2 * self.max_tokens,
             batch_size=self.batch_size,
             group_size=self.group_size,
             steps=self.grpo_steps,
@@ -72,7 +69,8 @@ class Tuning:
                 max_tokens=self.max_tokens, temperature=self.temperature, dtype="float32"
             ),
             reward=(REWARD,),
-            algorithm=GRPO(kl_coefficient=self.kl_coefficient),
+            # Neither a reference's pass nor one over the groups that teach nothing, half of them.
+            algorithm=GRPO(kl_coefficient=0.0, skip_zero_advantage=True),
             dtypes=DtypePolicy(compute="bfloat16"),
             optim=dataclasses.replace(
                 recipe(self.grpo_learning_rate),

@@ -1,17 +1,13 @@
 """Finding a reward function and calling it in its own form; runs inside a worker process."""
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fornax.config import nearest
+from fornax.config import load_module, load_object, nearest
 from fornax.config.errors import ConfigError
 from fornax.rewards.spec import RewardSpec, Sample, Verdict
 from fornax.rewards.verifiers import BUILT_IN, build
@@ -55,7 +51,7 @@ class Function:
         }
         return self._chosen(given)
 
-    def batch_arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def batch_arguments(self, samples: Sequence[Sample]) -> dict[str, object]:
         """What one call for many samples is given; a column some lack holds None there.
 
         Completions of chats are lists of one message, as TRL gives them.
@@ -72,9 +68,9 @@ class Function:
         given["completion_ids"] = [list(sample.tokens) for sample in samples]
         return self._chosen(given)
 
-    def _chosen(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _chosen(self, given: Mapping[str, object]) -> dict[str, object]:
         if self.names is None:
-            return given
+            return dict(given)
         return {name: given[name] for name in self.names if name in given}
 
 
@@ -89,67 +85,18 @@ def load_function(spec: RewardSpec) -> Function:
         return Function(call, batched=False, is_async=False, names=None, columns=columns)
     if spec.options:
         raise ConfigError(f"{spec.function} takes no options; only built-in verifiers do")
-    place, colon, name = spec.function.rpartition(":")
-    if not colon or not place or not name:
+    place, _, name = spec.function.rpartition(":")
+    if not place or not name:
         guess = nearest(spec.function, BUILT_IN)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
             f"{spec.function} is no reward; {hint}name a function as FILE.py:NAME or one of "
             f"{', '.join(BUILT_IN)}"
         )
-    module = _module(place)
-    call = getattr(module, name, None)
-    if call is None:
-        raise ConfigError(_missing(module, place, name))
-    return _inspect(call, module, spec.function)
+    return _inspect(load_object(spec.function), load_module(place), spec.function)
 
 
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        try:
-            return importlib.import_module(place)
-        except Exception as error:
-            raise ConfigError(f"{place} cannot be imported: {_said(error)}") from error
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        guess = nearest(path.name, beside)
-        hint = f"did you mean {guess}?" if guess else "check the path"
-        raise ConfigError(f"there is no reward file {place}; {hint}")
-    name = f"fornax_reward_{path.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(path):
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        del sys.modules[name]
-        raise ConfigError(f"{place}:{error.lineno}: {error.msg}; mend the reward file") from error
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(f"{place} raises when it is imported: {_said(error)}") from error
-    return module
-
-
-def _missing(module: ModuleType, place: str, name: str) -> str:
-    has = [
-        key
-        for key, value in vars(module).items()
-        if callable(value) and not key.startswith("_") and not isinstance(value, type)
-    ]
-    guess = nearest(name, has)
-    hint = f"did you mean {guess}? " if guess else ""
-    listed = f"It has {', '.join(has)}" if has else "It has no functions"
-    return f"{place} has no function {name}; {hint}{listed}"
-
-
-def _inspect(call: Any, module: ModuleType, label: str) -> Function:
+def _inspect(call: object, module: ModuleType, label: str) -> Function:
     if not callable(call):
         raise ConfigError(f"{label} is a {type(call).__name__}, not a function; {_FORMS}")
     try:
@@ -182,7 +129,7 @@ def _inspect(call: Any, module: ModuleType, label: str) -> Function:
     )
 
 
-def as_score(value: Any) -> tuple[float | None, str, dict[str, float]]:
+def as_score(value: object) -> tuple[float | None, str, dict[str, float]]:
     """A value a function gave as a number, or None and what is wrong with it; and its counts.
 
     None stays None without a complaint: the reward does not apply to this sample.
@@ -208,7 +155,7 @@ def describe_failure(error: BaseException) -> str:
     return f"raised {_said(error)}"
 
 
-def missing_columns(function: Function, record: Mapping[str, Any]) -> list[str]:
+def missing_columns(function: Function, record: Mapping[str, object]) -> list[str]:
     """Columns that a function needs and a record lacks."""
     return [name for name in function.columns if name not in record]
 

@@ -4,11 +4,8 @@ It answers on a pipe of its own, so what functions print goes where the parent s
 """
 
 import asyncio
-import fcntl
 import json
-import os
 import random
-import signal
 import sys
 import zlib
 from collections.abc import Sequence
@@ -30,42 +27,19 @@ __all__ = ["main"]
 Numbered = Sequence[tuple[int, Sample]]
 
 
-def main(channel: int, lifeline: int) -> None:
-    """Serve until the parent says stop or is gone.
-
-    Args:
-      channel: file descriptor of the connection to the parent.
-      lifeline: read end of a pipe that only the parent holds open.
-    """
-    _die_with_parent(lifeline)
-    parent = Connection(channel)
-    try:
-        specs = parent.recv()
-        functions = []
-        for place, spec in enumerate(specs):
-            try:
-                functions.append(load_function(spec))
-            except ConfigError as error:
-                parent.send(("unusable", place, str(error)))
-                return
-        parent.send(("ready", [(f.batched, f.is_async, f.has_state, f.columns) for f in functions]))
-        while (request := parent.recv()) is not None:
-            _serve(parent, request, functions, specs)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """Have the kernel send SIGIO, which ends a process, when the parent's end of a pipe closes."""
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
-    try:
-        if os.read(lifeline, 1) == b"":  # it was gone before the kernel was asked to tell
-            os._exit(1)
-    except BlockingIOError:
-        pass
+def main(parent: Connection) -> None:
+    """Serve until the parent says stop or is gone."""
+    specs = parent.recv()
+    functions = []
+    for place, spec in enumerate(specs):
+        try:
+            functions.append(load_function(spec))
+        except ConfigError as error:
+            parent.send(("unusable", place, str(error)))
+            return
+    parent.send(("ready", [(f.batched, f.is_async, f.has_state, f.columns) for f in functions]))
+    while (request := parent.recv()) is not None:
+        _serve(parent, request, functions, specs)
 
 
 def _serve(

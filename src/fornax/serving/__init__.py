@@ -4,12 +4,12 @@ What needs JAX, FastAPI or gRPC is imported when it is first asked for.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fornax.serving.access import Auth, Limits, Tls
+from fornax.serving.backend import Backend, BackendFactory
 from fornax.serving.config import HostConfig
-from fornax.serving.entry import Entry, EntryFactory
-from fornax.serving.events import BatchRun, Events, Refusal, StateChange
+from fornax.serving.events import Events, Refusal, StateChange
 from fornax.serving.types import (
     InferRequest,
     InferResult,
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Auth",
-    "BatchRun",
-    "Entry",
-    "EntryFactory",
+    "Backend",
+    "BackendFactory",
     "Events",
     "Host",
     "HostConfig",
@@ -48,7 +47,7 @@ __all__ = [
 _LAZY = {"Host": "host", "HostServer": "run", "ModelSettings": "settings", "run_host": "run"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(importlib.import_module(f"fornax.serving.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,7 +37,7 @@ def parse_server(url: str, default: str) -> tuple[str, int]:
 def tls_context(
     ca: Path | None, insecure: bool, cert: Path | None = None, key: Path | None = None
 ) -> ssl.SSLContext:
-    """How to speak TLS.
+    """The TLS context of a client.
 
     Args:
       ca: file of the authorities to trust; None: the system's.
@@ -78,22 +78,22 @@ class V2Client:
     timeout: float = 30.0
 
     def credentials(self) -> dict[str, str]:
-        """The headers that say who calls."""
+        """The authorization header, where there is a token."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def get(self, path: str) -> Any:
-        """What GET answers. Raises ServingError for no answer, and for any but 200."""
+        """GET JSON. Raises ServingError for no answer, and for any status but 200."""
         return self._call("GET", path, None)
 
-    def post(self, path: str, body: Any = None) -> Any:
-        """What POST answers to a JSON body. Raises ServingError as `get` does."""
+    def post(self, path: str, body: object = None) -> Any:
+        """POST JSON. Raises ServingError as `get` does."""
         return self._call("POST", path, {} if body is None else body)
 
     def status(self, path: str) -> int:
         """The status of GET alone. Raises ServingError for no answer."""
         return self._exchange("GET", path, None)[0]
 
-    def _call(self, method: str, path: str, body: Any) -> Any:
+    def _call(self, method: str, path: str, body: object) -> Any:
         status, answer = self._exchange(method, path, body)
         try:
             found = json.loads(answer) if answer else {}
@@ -107,7 +107,7 @@ class V2Client:
             )
         return found
 
-    def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, body: object) -> tuple[int, bytes]:
         host, port = self.address
         if self.tls is not None:
             connection = http.client.HTTPSConnection(
@@ -153,7 +153,7 @@ _CODES = {code.http: code for code in ServingCode}
 
 
 def wait_until_ready(client: V2Client, seconds: float) -> bool:
-    """Wait so long for a server to be there and ready; False as soon as it cannot become so.
+    """Wait for a server to be reachable and ready; False as soon as it cannot become ready.
 
     That is when it lacks a model, and nothing loads any more or is still being copied.
 

@@ -37,8 +37,7 @@ class Address:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,9 +71,6 @@ class HostConfig(Limits):
     cpu_threads: int | None = None
     """Threads that a program on CPU devices is divided over (default: the cores; small programs run
     on one where that was faster when they were loaded)."""
-    busy_poll_us: float = 300.0
-    """Microseconds in which the server looks for the next request after a lone small one instead of
-    sleeping, so that it need not be woken; 0 saves the processor's time."""
     trust_executables: bool = False
     """Whether native code in bundles may be run; only for bundles from hands you trust."""
 
@@ -149,10 +145,6 @@ class HostConfig(Limits):
             )
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ConfigError(f"cpu_threads={self.cpu_threads} must be 1 or more")
-        if not 0 <= self.busy_poll_us <= 1e6:
-            raise ConfigError(
-                f"busy_poll_us={self.busy_poll_us:g} is not from 0 to a second's 1000000"
-            )
         self.model_memory_bytes()
 
     def folder(self) -> Path:

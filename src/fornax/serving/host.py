@@ -3,24 +3,22 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any
 
-from fornax.config import ServingCode, ServingError
-from fornax.serving import telling
-from fornax.serving.bundle_loader import BundleLoader
-from fornax.serving.describe import model_config, model_metadata
-from fornax.serving.entries import Entries
-from fornax.serving.entry import Entry, EntryFactory
+from fornax.config import ServingCode, ServingError, nearest
+from fornax.serving.backend import Backend, BackendFactory
+from fornax.serving.backends import Backends
+from fornax.serving.config import HostConfig
 from fornax.serving.events import Events
-from fornax.serving.execution.counters import ModelStatistics
-from fornax.serving.host_settings import HostSettings
-from fornax.serving.lifecycle import IndexEntry, Loader, Manager, Rollback, commands
-from fornax.serving.naming import Naming, no_function
-from fornax.serving.servable import DevicePool
-from fornax.serving.types import InferRequest, InferResult, ModelMetadata
+from fornax.serving.execution.servable import BundleLoader, DevicePool
+from fornax.serving.lifecycle import Instance, Loader, Manager, commands
+from fornax.serving.lifecycle.model import Model
+from fornax.serving.lifecycle.shadow import Shadowing
+from fornax.serving.statistics import ModelStatistics
+from fornax.serving.types import IndexEntry, InferRequest, InferResult, ModelMetadata, Rollback
+from fornax.serving.v2.documents import model_config, signature_metadata
 from fornax.serving.v2.parameters import function_of
 
-__all__ = ["Host", "HostSettings"]
+__all__ = ["Host"]
 
 _log = logging.getLogger("fornax.serving")
 
@@ -32,22 +30,22 @@ class Host:
       config: Where the repository is, and how its models change.
       devices: What models are loaded onto.
       events: Told of states and of requests; one is made where none is given.
-      entries: Factories of models that are no bundles, by the `type` in their serving.yaml.
+      backends: Factories of models that are no bundles, by the `type` in their serving.yaml.
       loader: Makes a version ready; by default opens it as a bundle and makes a Servable of it.
       concurrent_loads: How many versions load at once.
 
     Raises:
-      ServingError: the repository cannot be read, when there are `entries`.
-      FornaxError: an entry's settings are wrong.
+      ServingError: the repository cannot be read, when there are `backends`.
+      FornaxError: a backend's settings are wrong.
     """
 
     def __init__(
         self,
-        config: HostSettings,
+        config: HostConfig,
         *,
         devices: DevicePool | None = None,
         events: Events | None = None,
-        entries: Mapping[str, EntryFactory] | None = None,
+        backends: Mapping[str, BackendFactory] | None = None,
         loader: Loader | None = None,
         concurrent_loads: int = 2,
     ):
@@ -55,28 +53,28 @@ class Host:
         self.events = Events() if events is None else events
         self.stopping = False
         """Set before requests stop coming: the server is no longer ready, and still answers."""
-        self._others = Entries(config.repository, entries or {}, self.events)
+        root = config.folder()
+        self._others = Backends(root, backends or {}, self.events)
         every = config.control != "explicit" or "*" in config.load
         self._wanted = lambda name: every or name in config.load
         self._manager = Manager(
-            config.repository,
+            root,
             loader=loader or BundleLoader(devices, self.events, config.trust_executables),
             events=self.events,
             follow=self._wanted,
             poll_seconds=None if config.control == "none" else config.poll_seconds,
             names_only=config.control == "explicit",
             concurrent_loads=concurrent_loads,
-            types=frozenset(entries or {}),
+            types=frozenset(backends or {}),
         )
         self._models = self._manager.models
-        self._naming = Naming(self._models, self._others.entries, lambda: self._read)
         self._read = self._started = self._stopped = False
         self._must_be_ready: frozenset[str] = frozenset()
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def backends(self) -> Mapping[str, Backend]:
         """The models that are no bundles, by name; they are there before `start`."""
-        return self._others.entries
+        return self._others.backends
 
     async def start(self) -> None:
         """Load what is to be served and return when each version is ready or has failed.
@@ -102,8 +100,8 @@ class Host:
 
     def _check_names(self) -> None:
         for name in self._config.load:
-            if name != "*" and name not in self._others.entries:
-                self._naming.model(name)
+            if name != "*" and name not in self._others.backends:
+                self._model(name)
 
     async def stop(self, drain_seconds: float) -> None:
         """Unload everything; what was accepted is answered if that takes no longer."""
@@ -125,7 +123,7 @@ class Host:
         if model is None or instance is None:
             return self._submit_otherwise(request)
         if request.function and request.function not in instance.servable.functions:
-            error = no_function(instance, request.function)
+            error = _no_function(instance, request.function)
             self.events.tell_finished(request, error)
             raise error
         answer = instance.servable.submit(request)
@@ -136,15 +134,55 @@ class Host:
 
     def _submit_otherwise(self, request: InferRequest) -> "asyncio.Future[InferResult]":
         try:
-            if request.model in self._others.entries:
+            if request.model in self._others.backends:
                 return self._others.submit(request)
             name, function = function_of(request.model, request.function)
-            self._naming.instance(name, request.version)
+            self._instance(name, request.version)
         except ServingError as error:
             self.events.tell_finished(request, error)
             raise
         request.model, request.function = name, function
         return self.submit(request)
+
+    def _model(self, name: str) -> Model:
+        """A model by its own name, without a function.
+
+        Raises:
+          ServingError: NOT_FOUND, with the nearest name; UNAVAILABLE before names are known.
+        """
+        model = self._models.get(name)
+        if model is None:
+            if not self._read:
+                raise ServingError(
+                    ServingCode.UNAVAILABLE,
+                    "the server is starting and has not read its repository yet; try again",
+                )
+            guess = nearest(name, [*self._models, *self._others.backends])
+            hint = f"did you mean {guess}?" if guess else "GET /v2/repository/index lists all"
+            raise ServingError(
+                ServingCode.NOT_FOUND, f"the repository has no model {name!r}; {hint}"
+            )
+        return model
+
+    def _instance(self, name: str, version: str) -> Instance:
+        """What answers to a model's name and a version, a label or "".
+
+        Raises:
+          ServingError: nothing does, and why.
+        """
+        model = self._model(name)
+        if version not in model.routes:
+            raise model.refusal(version)
+        return model.routes[version]
+
+    def _find(self, name: str, version: str) -> tuple[Model, Instance, str]:
+        """A model, what answers, and the function, from a name that may have both.
+
+        Raises:
+          ServingError: nothing answers, and why.
+        """
+        name, function = function_of(name)
+        return self._model(name), self._instance(name, version), function
 
     def live(self) -> bool:
         """Whether the server runs."""
@@ -171,10 +209,10 @@ class Host:
         Raises:
           ServingError: NOT_FOUND, when the repository has no such model.
         """
-        if name in self._others.entries:
-            return self._others.entries[name].ready() and version in ("", "1")
+        if name in self._others.backends:
+            return self._others.backends[name].ready() and version in ("", "1")
         name, function = function_of(name)
-        instance = self._naming.model(name).routes.get(version)
+        instance = self._model(name).routes.get(version)
         return instance is not None and (not function or function in instance.servable.functions)
 
     def metadata(self, name: str, version: str = "") -> ModelMetadata:
@@ -183,28 +221,31 @@ class Host:
         Raises:
           ServingError: it does not answer, and why.
         """
-        if name in self._others.entries:
+        if name in self._others.backends:
             return self._others.models[name].metadata()
-        model, instance, function = self._naming.find(name, version)
+        model, instance, function = self._find(name, version)
         versions = map(str, sorted(model.serving))
-        return model_metadata(name, versions, instance, function)
+        return signature_metadata(name, versions, instance.servable.signature(function))
 
-    def config(self, name: str, version: str = "") -> dict[str, Any]:
+    def config(self, name: str, version: str = "") -> dict[str, object]:
         """A version's configuration in Triton's words.
 
         Raises:
           ServingError: it does not answer, and why.
         """
-        if name in self._others.entries:
-            return dict(self._others.entries[name].config())
-        model, instance, function = self._naming.find(name, version)
-        return model_config(name, instance, model.settings, function)
+        if name in self._others.backends:
+            return dict(self._others.backends[name].config())
+        model, instance, function = self._find(name, version)
+        servable = instance.servable
+        signature = servable.signature(function)
+        loaded = instance.source.settings
+        return model_config(name, signature, servable.functions, model.settings, loaded)
 
     def index(self, ready_only: bool = False) -> list[IndexEntry]:
         """The repository's models and their versions: what they do, and why not."""
-        entries = [each for _, model in sorted(self._models.items()) for each in model.index()]
-        entries += self._others.index()
-        return [each for each in entries if not ready_only or each.state == "READY"]
+        lines = [each for _, model in sorted(self._models.items()) for each in model.index()]
+        lines += self._others.index()
+        return [each for each in lines if not ready_only or each.state == "READY"]
 
     def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         """Counters of the versions in memory, of all models or one.
@@ -216,13 +257,13 @@ class Host:
             return [self._others.models[name].statistics()]
         name = function_of(name)[0]
         if name:
-            model = self._naming.model(name)
-            found = telling.statistics([model], version)
+            model = self._model(name)
+            found = model.statistics(version)
             if version and not found:
                 raise model.refusal(version)
             return found
         others = [each.statistics() for each in self._others.models.values()]
-        return telling.statistics(self._models.values(), version) + others
+        return [s for model in self._models.values() for s in model.statistics(version)] + others
 
     async def load(self, name: str, version: str = "") -> None:
         """Load what a model's policy picks, or one version; return when it answers.
@@ -231,7 +272,7 @@ class Host:
           ServingError: no such model or version, control is none, or why it cannot be served.
         """
         self._may_change("loaded")
-        if name in self._others.entries:
+        if name in self._others.backends:
             await self._others.load(name)
         else:
             await commands.load(self._manager, name, version)
@@ -243,7 +284,7 @@ class Host:
           ServingError: no such model or version, or control is none.
         """
         self._may_change("unloaded")
-        if name in self._others.entries:
+        if name in self._others.backends:
             await self._others.unload(name)
         else:
             await commands.unload(self._manager, name, version)
@@ -266,17 +307,17 @@ class Host:
         """
         await commands.release(self._manager, name)
 
-    def shadow_report(self, name: str) -> dict[str, Any]:
+    def shadow_report(self, name: str) -> dict[str, object]:
         """How the answers of a model's shadow compare with the main ones, as JSON has it.
 
         Raises:
           ServingError: no such model, or it has no shadow.
         """
-        return telling.shadow_report(self._naming.model(name))
+        return self._model(name).shadow_report()
 
-    def shadow_reports(self) -> list[dict[str, Any]]:
-        """The reports of all models that have one."""
-        return [m.shadowing.report() for m in self._models.values() if m.shadowing is not None]
+    def shadows(self) -> list[Shadowing]:
+        """The comparisons of all models that have one."""
+        return [m.shadowing for m in self._models.values() if m.shadowing is not None]
 
     async def poll(self) -> None:
         """Look at the repository now; return when what follows from it is done.
@@ -296,3 +337,14 @@ class Host:
                 f"models are not {done} by request here: the server runs with control=none; start "
                 "it with --control poll or explicit",
             )
+
+
+def _no_function(instance: Instance, function: str) -> ServingError:
+    """The refusal of a function that a version does not have."""
+    known = instance.servable.functions
+    guess = nearest(function, known)
+    return ServingError(
+        ServingCode.NOT_FOUND,
+        f"version {instance.version} of {instance.source.name} has no function {function!r}; "
+        f"{f'did you mean {guess}? ' if guess else ''}it has {', '.join(known)}",
+    )

@@ -1,13 +1,14 @@
-"""What a server's process needs: signals in the event loop, open files, the loop itself."""
+"""What a server's process needs: signals in the event loop, memory given back."""
 
 import asyncio
 import contextlib
-import resource
+import ctypes
+import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-__all__ = ["raise_file_limit", "run_loop", "signals"]
+__all__ = ["give_back_memory", "resident_bytes", "signals"]
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -26,17 +27,36 @@ def signals(stop: Callable[[], None], reread: Callable[[], None]) -> Iterator[No
             loop.remove_signal_handler(number)
 
 
-def raise_file_limit() -> None:
-    """Allow as many open files as the system does: each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+_STATM = Path("/proc/self/statm")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_WORTH = 32 * 2**20
+"""Bytes of growth since the last time for which it is asked again."""
 
 
-def run_loop(serving: Coroutine[Any, Any, int]) -> int:
-    """Run a coroutine in the fastest loop there is."""
-    try:
-        import uvloop
-    except ImportError:  # as on Windows
-        return asyncio.run(serving)
-    return uvloop.run(serving)
+def resident_bytes() -> int:
+    """What the process holds of the machine's memory; 0 where the system does not say."""
+    if not _STATM.exists():
+        return 0
+    return int(_STATM.read_text().split()[1]) * _PAGE
+
+
+def _trimmer() -> Callable[[], None] | None:
+    """glibc's malloc_trim; None where there is none."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return None if trim is None else lambda: trim(0)
+
+
+async def give_back_memory(busy: Callable[[], bool], *, seconds: float = 5.0) -> None:
+    """Until cancelled: give back, every so many seconds, what a burst of requests left with the C
+    library's allocator, unless requests run.
+
+    glibc keeps freed memory for the next request, hundreds of megabytes after a burst of large
+    ones. It is asked to let go only while nothing runs, since what allocates meanwhile waits.
+    """
+    trim = _trimmer()
+    least = 0
+    while trim is not None:
+        await asyncio.sleep(seconds)
+        if resident_bytes() > least + _WORTH and not busy():
+            await asyncio.to_thread(trim)
+            least = resident_bytes()

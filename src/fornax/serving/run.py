@@ -6,24 +6,27 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+
+import uvloop
+from starlette.types import ASGIApp
 
 from fornax import __version__
 from fornax.config import ConfigError
 from fornax.config.environment import limit_cpu_threads
+from fornax.config.http_server import HttpServer, raise_file_limit
+from fornax.serving.backend import BackendFactory
 from fornax.serving.config import Address, HostConfig
-from fornax.serving.entry import ASGIApp, EntryFactory
 from fornax.serving.events import Events, Outcome
-from fornax.serving.grpc import GrpcServer
+from fornax.serving.execution.servable import DevicePool
+from fornax.serving.grpc.server import GrpcServer
 from fornax.serving.host import Host
-from fornax.serving.http import HttpServer, http_app
+from fornax.serving.http import http_app, http_server
 from fornax.serving.lifecycle.shadow import ShadowRequest
-from fornax.serving.logs import AccessLog, StateLog, configure_logging
-from fornax.serving.metrics import Metrics
-from fornax.serving.process import raise_file_limit, run_loop, signals
-from fornax.serving.profile import Profiler
-from fornax.serving.servable import DevicePool
-from fornax.serving.trim import give_back_memory
+from fornax.serving.process import give_back_memory, signals
+from fornax.serving.telemetry.logs import AccessLog, StateLog, configure_logging
+from fornax.serving.telemetry.metrics import Metrics
+from fornax.serving.telemetry.profile import Profiler
+from fornax.serving.telemetry.tracing import Tracer
 from fornax.serving.types import InferRequest
 from fornax.serving.v2.shared_memory import SharedMemory
 
@@ -33,11 +36,11 @@ _log = logging.getLogger("fornax.serving")
 Listener = Callable[[InferRequest, Outcome], None]
 
 
-def run_host(config: HostConfig, entries: Mapping[str, EntryFactory] | None = None) -> int:
+def run_host(config: HostConfig, backends: Mapping[str, BackendFactory] | None = None) -> int:
     """Serve until told to stop.
 
     Args:
-      entries: factories of models that are no bundles, by the `type` in serving.yaml.
+      backends: factories of models that are no bundles, by the `type` in serving.yaml.
 
     Returns:
       The exit code: 0 after a stop that was asked for, 1 after a second signal, or when a model
@@ -48,12 +51,12 @@ def run_host(config: HostConfig, entries: Mapping[str, EntryFactory] | None = No
     """
     configure_logging(config.log_format, config.log_level)
     raise_file_limit()
-    return run_loop(_serve(config, entries or {}))
+    return uvloop.run(_serve(config, backends or {}))
 
 
-async def _serve(config: HostConfig, entries: Mapping[str, EntryFactory]) -> int:
+async def _serve(config: HostConfig, backends: Mapping[str, BackendFactory]) -> int:
     async with contextlib.AsyncExitStack() as stack:
-        server = HostServer(config, entries)
+        server = HostServer(config, backends)
         stack.push_async_callback(server.close)
         stack.enter_context(signals(server.stop, server.reread))
         await server.listen()
@@ -63,7 +66,7 @@ async def _serve(config: HostConfig, entries: Mapping[str, EntryFactory]) -> int
 class HostServer:
     """The host, what listens for it, and what watches it. `listen`, then `run`, then `close`."""
 
-    def __init__(self, config: HostConfig, entries: Mapping[str, EntryFactory]):
+    def __init__(self, config: HostConfig, backends: Mapping[str, BackendFactory]):
         """Read everything that may be wrong; take no address and load nothing yet."""
         config.folder()
         config.check_access()
@@ -74,19 +77,13 @@ class HostServer:
         self._devices = DevicePool(
             numbers=config.devices,
             memory_limit=config.model_memory_bytes(),
-            awake_seconds=config.busy_poll_us * 1e-6,
         )
-        self.host = Host(config, devices=self._devices, events=self.events, entries=entries)
+        self.host = Host(config, devices=self._devices, events=self.events, backends=backends)
         self._profiler = Profiler(config.profile_dir, config.profile_max_seconds)
-        self._metrics = Metrics(
-            self.host,
-            self.events,
-            memory=self._devices.memory,
-            entries=self.host.entries.values(),
-        )
+        self._metrics = Metrics(self.host, self._devices.memory)
         self._http, self._grpc = self._fronts()
         self._access: AccessLog | None = None
-        self._tracer: Any = None
+        self._tracer: Tracer | None = None
         self._trimming: asyncio.Task[None] | None = None
         self._states = StateLog()
         self.addresses: dict[str, Address] = {}
@@ -113,11 +110,11 @@ class HostServer:
                 metrics=self._metrics.exposition,
                 trace_sample_rate=traced,
             )
-            http = HttpServer(app, address, limits, tls)
+            http = http_server(app, address, limits, tls)
         if (address := config.grpc_address()) is not None:
             grpc = GrpcServer(
                 self.host,
-                str(address),
+                address,
                 limits=limits,
                 auth=auth,
                 admin=admin,
@@ -131,8 +128,8 @@ class HostServer:
     def _extra_apps(self) -> dict[str, ASGIApp]:
         apps: dict[str, ASGIApp] = {"/v2/profile": self._profiler.app}
         owners: dict[str, str] = {}
-        for name, entry in self.host.entries.items():
-            for path, app in entry.routes().items():
+        for name, backend in self.host.backends.items():
+            for path, app in backend.routes().items():
                 if path in owners:
                     raise ConfigError(
                         f"models {owners[path]} and {name} both answer under {path}; leave one of "
@@ -156,9 +153,7 @@ class HostServer:
             ("grpc", self._grpc, self.config.grpc_address()),
         ):
             if front is not None and address is not None:
-                found = await self._bound(name, front, address)
-                taken = found if isinstance(found, Address) else Address(address.host, found)
-                self.addresses[name] = taken
+                taken = self.addresses[name] = await self._started(name, front, address)
                 where.append(f"{name}{secure}://{taken}")
         _log.info("fornax %s listens on %s", __version__, " and ".join(where))
 
@@ -166,9 +161,12 @@ class HostServer:
         """Whether a request is being answered."""
         return any(each.pending for each in self.host.statistics())
 
-    async def _bound(self, name: str, front: Any, address: Address) -> Any:
+    async def _started(
+        self, name: str, front: HttpServer | GrpcServer, address: Address
+    ) -> Address:
         try:
-            return await front.start()
+            taken = await front.start()
+            return taken if isinstance(taken, Address) else Address(*taken)
         except OSError as error:
             raise ConfigError(
                 f"--{name} {address} cannot be listened on ({error.strerror or error}); choose "
@@ -184,8 +182,6 @@ class HostServer:
             self.events.finished.append(_of_clients(self._access.finished))
             self.events.refused.append(self._access.refused)
         if config.trace_endpoint is not None:
-            from fornax.serving.tracing import Tracer
-
             self._tracer = Tracer(
                 endpoint=config.trace_endpoint, sample_rate=config.trace_sample_rate
             )

@@ -5,19 +5,28 @@ Arrays are numpy arrays on the host. A BYTES tensor is an object array of `bytes
 """
 
 import dataclasses
+import enum
+import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
+from fornax.config.errors import FornaxError, ServingCode, ServingError
+
 __all__ = [
     "WAITING",
+    "IndexEntry",
     "InferRequest",
     "InferResult",
     "ModelMetadata",
+    "Rollback",
+    "State",
     "TensorMetadata",
     "Timing",
+    "as_serving_error",
 ]
+
+_log = logging.getLogger("fornax.serving")
 
 WAITING = "waiting for its files"
 """How the reason of a version begins that serves once its folder is complete."""
@@ -40,16 +49,11 @@ class InferRequest:
     """1 goes before 2; 0: the function's default."""
     deadline: float | None = None
     """By `time.monotonic()`: past it the request is refused, not computed."""
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parameters: Mapping[str, object] = dataclasses.field(default_factory=dict)
     received: float = 0.0
     """When its last byte had come, by `time.monotonic()`."""
-    trace: Any = None
-    """The caller's trace, for spans; None without tracing."""
-    layout: object | None = None
-    """The same object for requests whose inputs have the same names, dtypes and shapes; None: not
-    known."""
-    lone: bool = False
-    """Whether no other request is on its way, so that it need not wait to see who else comes."""
+    trace: str | bytes | None = None
+    """The caller's W3C `traceparent`, for spans."""
     pieces: "Callable[[InferResult], None] | None" = None
     """Takes what is answered before the last piece, by models that answer in pieces; None: the
     answer is wanted whole."""
@@ -75,7 +79,7 @@ class InferResult:
     id: str
     outputs: Mapping[str, np.ndarray]
     timing: Timing = dataclasses.field(default_factory=Timing)
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parameters: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,3 +100,51 @@ class ModelMetadata:
     platform: str
     inputs: tuple[TensorMetadata, ...]
     outputs: tuple[TensorMetadata, ...]
+
+
+class State(enum.Enum):
+    """A version's state, in the V2 protocol's words."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """A version in the repository's index."""
+
+    name: str
+    version: str
+    """Empty for a model of which no version is known."""
+    state: str
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollback:
+    """What a rollback did."""
+
+    name: str
+    version: str
+    """Which answers now."""
+    previous: str
+    """Which answered before; it is unloaded once it has answered what it accepted."""
+    persistent: bool
+    """Whether it outlasts a restart: False when the repository cannot be written."""
+
+
+def as_serving_error(error: BaseException, what: str = "the request") -> ServingError:
+    """The error that answers `what`; what is no error of Fornax's is logged with its traceback."""
+    if isinstance(error, ServingError):
+        # Its frames hold the request, and what holds the error: a ring, kept until a collection.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        return error
+    if isinstance(error, FornaxError):
+        return ServingError(ServingCode.FAILED_PRECONDITION, str(error))
+    _log.error("%s failed", what, exc_info=error)
+    return ServingError(
+        ServingCode.INTERNAL,
+        f"the server failed on {what} ({type(error).__name__}); its log says where",
+    )

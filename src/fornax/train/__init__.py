@@ -4,15 +4,17 @@
 device or a mesh, first start or resume: the same call.
 """
 
+from fornax.config.goodput import Goodput, summarise
 from fornax.train.config import EvalConfig, LogConfig, TrainConfig, TrainerConfig, WandbConfig
 from fornax.train.convert import Parity, convert, tokenizer_folder
 from fornax.train.exporting import FUNCTIONS, export_model, model_functions
-from fornax.train.goodput import Goodput, Ledger, summarise
+from fornax.train.goodput import Ledger
 from fornax.train.guard import SkipConfig
 from fornax.train.metrics import read_metrics
 from fornax.train.run import TrainResult, train
 from fornax.train.run_dir import RunDirectory
-from fornax.train.task import Batch, Batches, Hosts, Loss, Task
+from fornax.train.spikes import DrillConfig, SpikeConfig, SpikeLimit
+from fornax.train.task import Batch, Batches, Hosts, Loss, PostTraining, Task
 from fornax.train.tasks import next_token_loss, pretrain_task
 from fornax.train.weights import (
     Loaded,
@@ -28,6 +30,7 @@ __all__ = [
     "FUNCTIONS",
     "Batch",
     "Batches",
+    "DrillConfig",
     "EvalConfig",
     "Goodput",
     "Hosts",
@@ -36,8 +39,11 @@ __all__ = [
     "LogConfig",
     "Loss",
     "Parity",
+    "PostTraining",
     "RunDirectory",
     "SkipConfig",
+    "SpikeConfig",
+    "SpikeLimit",
     "Task",
     "TrainConfig",
     "TrainResult",

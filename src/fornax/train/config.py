@@ -9,7 +9,9 @@ from fornax.data import DataConfig
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
 from fornax.models import DecoderConfig, Remat, RematPolicy
 from fornax.optim import OptimConfig
+from fornax.train.diloco.config import DilocoConfig
 from fornax.train.guard import SkipConfig
+from fornax.train.spikes import SpikeConfig
 
 __all__ = ["EvalConfig", "LogConfig", "TrainConfig", "TrainerConfig", "WandbConfig"]
 
@@ -88,6 +90,8 @@ class TrainerConfig:
     """Optimizer, schedule, clipping."""
     skip: SkipConfig = field(default_factory=SkipConfig)
     """Which updates to leave out."""
+    spikes: SpikeConfig | None = None
+    """When to go back and leave batches out for a loss spike; null never does."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How devices share the work."""
     processes: ProcessConfig = field(default_factory=ProcessConfig)
@@ -153,6 +157,8 @@ class TrainConfig(TrainerConfig):
     """With `remat: names`, activations of a layer kept in the host's memory between the passes."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser of the logits (PaLM uses 1e-4)."""
+    diloco: DilocoConfig | None = None
+    """How slices of `fornax launch --slices` train apart and exchange; null: this is one run."""
     init_from: str | None = None
     """Weights to start from: a Hugging Face directory, its name on the Hub, or a run."""
 
@@ -166,6 +172,12 @@ class TrainConfig(TrainerConfig):
         if self.model is None and self.init_from is None:
             raise ConfigError(
                 "model and init_from are both null; describe a model, or name weights"
+            )
+        if self.diloco is not None and self.spikes is not None:
+            raise ConfigError(
+                "diloco and spikes are both set: a slice cannot go back to before a loss spike "
+                "without the others; remove spikes, and use skip.outlier_factor to leave single "
+                "updates out"
             )
         self.resolved_remat()
 

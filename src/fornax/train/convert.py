@@ -6,7 +6,7 @@ Legend: T prompt tokens, V vocabulary.
 import dataclasses
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from fornax import adapters
 from fornax.checkpoint import Checkpointer
 from fornax.config import dump_yaml, from_yaml
 from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.files import write_whole
 from fornax.config.hub import find_model
 from fornax.config.text import read_yaml
 from fornax.data import Dataset, load_tokenizer, read_manifest
@@ -225,7 +226,7 @@ def _logits(model: Decoder, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
     graphdef, state = nnx.split(model)
 
     @jax.jit
-    def run(state: Any, tokens_BT: jax.Array, segment_ids_BT: jax.Array) -> Any:
+    def run(state: object, tokens_BT: jax.Array, segment_ids_BT: jax.Array) -> Any:
         return nnx.merge(graphdef, state)(tokens_BT, segment_ids_BT=segment_ids_BT)
 
     out = []
@@ -237,7 +238,7 @@ def _logits(model: Decoder, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
     return out
 
 
-def _cast(model: Decoder, dtype: Any) -> Decoder:
+def _cast(model: Decoder, dtype: object) -> Decoder:
     if dtype is None:
         return model
     graphdef, state = nnx.split(model)
@@ -278,11 +279,9 @@ def _compare(expected: list[np.ndarray], found: list[np.ndarray]) -> dict[str, f
     }
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.new")
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     try:
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json.dumps(value, indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(
             f"cannot write {path}: {error.strerror or error}; make room or make it writable"

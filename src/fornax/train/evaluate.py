@@ -17,7 +17,7 @@ __all__ = ["evaluate"]
 def evaluate(
     task: Task,
     run: Callable[[Any, dict[str, np.ndarray]], Loss],
-    state: Any,
+    state: object,
     batches: Batches,
     limit: int | None,
 ) -> dict[str, float]:

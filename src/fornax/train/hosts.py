@@ -1,5 +1,7 @@
 """From each process's rows to one global batch, and which rows a process must read."""
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,28 +14,43 @@ from fornax.mesh import Rules
 from fornax.train.step import batch_shardings
 from fornax.train.task import Hosts
 
-__all__ = ["abstract_batch", "check_rows", "find_hosts", "split_between", "to_global"]
+__all__ = [
+    "abstract_batch",
+    "data_shards",
+    "find_hosts",
+    "padding_text",
+    "split_between",
+    "to_global",
+]
 
 
-def check_rows(batch_size: int, accumulate: int, mesh: Mesh, rules: Rules) -> None:
-    """Refuse a batch whose micro-batches do not divide over the devices that share rows.
+def data_shards(sizes: Mapping[str, int], rules: Rules) -> int:
+    """Devices that share a batch's rows, by the sizes of mesh axes."""
+    return math.prod(sizes[axis] for axis in rules["batch"])
 
-    Raises:
-      ShardingError: with a batch size that would.
+
+def padding_text(batch_size: int, shards: int, accumulate: int = 1) -> str | None:
+    """What the padding of a batch costs, in a line; None where there is none.
+
+    Args:
+      batch_size: rows of a batch.
+      shards: devices that share them: `data_shards`.
+      accumulate: micro-batches a step; every device gets whole rows of each.
     """
-    shards = 1
-    for axis in rules["batch"]:
-        shards *= mesh.shape[axis]
-    if batch_size % (shards * accumulate):
-        needs = shards * accumulate
-        micro = f" x {accumulate} micro-batches" if accumulate > 1 else ""
-        raise ShardingError(
-            f"batch_size={batch_size} does not divide into {shards} data shards{micro}; use a "
-            f"multiple of {needs}, such as {-(-batch_size // needs) * needs}, or another mesh"
-        )
+    multiple = shards * accumulate
+    padded = Hosts(multiple=multiple).padded(batch_size)
+    if padded == batch_size:
+        return None
+    micro = f" x {accumulate} micro-batches" if accumulate > 1 else ""
+    share = (padded - batch_size) / padded
+    return (
+        f"batch_size={batch_size} does not divide into {shards} data shards{micro}: each batch is "
+        f"padded to {padded} rows of which {padded - batch_size} count nothing, {share:.0%} of the "
+        f"work; multiples of {multiple} have no padding"
+    )
 
 
-def find_hosts(batch_size: int, mesh: Mesh, rules: Rules) -> Hosts:
+def find_hosts(mesh: Mesh, rules: Rules, accumulate: int = 1) -> Hosts:
     """Which part of a batch's rows this process's devices hold.
 
     Processes that share a part (tensor parallelism across hosts) read the same rows.
@@ -42,17 +59,19 @@ def find_hosts(batch_size: int, mesh: Mesh, rules: Rules) -> Hosts:
       ShardingError: when the parts of two processes overlap or differ in size: the data could not
         be divided between hosts.
     """
-    rows = jax.ShapeDtypeStruct((batch_size,), np.int32)
+    count = data_shards(mesh.shape, rules)
+    rows = jax.ShapeDtypeStruct((count,), np.int32)
     sharding = batch_shardings({"rows": rows}, mesh, rules)["rows"]
     held: dict[int, set[tuple[int, int]]] = {}
-    for device, (index,) in sharding.devices_indices_map((batch_size,)).items():
-        start, stop, _ = index.indices(batch_size)
+    for device, (index,) in sharding.devices_indices_map((count,)).items():
+        start, stop, _ = index.indices(count)
         held.setdefault(device.process_index, set()).add((start, stop))
-    return split_between(held, batch_size, jax.process_index())
+    found = split_between(held, count, jax.process_index())
+    return dataclasses.replace(found, multiple=count * accumulate)
 
 
-def split_between(held: Mapping[int, set[tuple[int, int]]], batch_size: int, process: int) -> Hosts:
-    """The part of `process`, given which spans of rows each process's devices hold.
+def split_between(held: Mapping[int, set[tuple[int, int]]], rows: int, process: int) -> Hosts:
+    """The part of `process`, given which spans of `rows` each process's devices hold.
 
     A part need not be one block: on a torus the devices of a host are neighbours in two
     dimensions, and a mesh axis that winds through the torus meets them again and again.
@@ -62,7 +81,7 @@ def split_between(held: Mapping[int, set[tuple[int, int]]], batch_size: int, pro
     ordered = sorted(span for spans in distinct for span in spans)
     edges = [0, *(stop for _, stop in ordered)]
     sizes = {sum(stop - start for start, stop in spans) for spans in distinct}
-    if [start for start, _ in ordered] != edges[:-1] or edges[-1] != batch_size or len(sizes) > 1:
+    if [start for start, _ in ordered] != edges[:-1] or edges[-1] != rows or len(sizes) > 1:
         raise ShardingError(
             f"the mesh gives processes unequal or overlapping rows of a batch: {distinct}; order "
             "its axes so that each process holds an equal part, or the same as another"

@@ -1,4 +1,4 @@
-"""The training loop: feed, step, record, evaluate, checkpoint, stop.
+"""The training loop: feed, step, record, evaluate, checkpoint, go back from loss spikes, stop.
 
 One step is in flight while the host reads the metrics of the one before, so that the devices do
 not wait for the host. With several virtual devices on a CPU each step is awaited instead: steps
@@ -6,21 +6,28 @@ that wait for each other's threads can block for ever there.
 """
 
 import math
+import signal
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 
 from fornax.checkpoint import Checkpointer
+from fornax.config import DiskFullError, worker_record
 from fornax.train.config import TrainerConfig
+from fornax.train.diloco.sync import SliceSync
 from fornax.train.evaluate import evaluate
 from fornax.train.goodput import Ledger
+from fornax.train.memory_tier import MemoryTier
 from fornax.train.recorder import Recorder
+from fornax.train.rewind import LossSpikeError, SpikeGuard
 from fornax.train.run_dir import RunDirectory
 from fornax.train.session import Programs, Start
 from fornax.train.signals import StopSignals
+from fornax.train.spikes import Spike
 from fornax.train.state import as_tree
 
 __all__ = ["Loop", "Reason"]
@@ -41,6 +48,12 @@ class Loop:
     ledger: Ledger
     signals: StopSignals
     directory: RunDirectory
+    guard: SpikeGuard | None = None
+    """What watches for loss spikes; None: nothing does."""
+    sync: SliceSync | None = None
+    """What exchanges parameters with the other slices of a DiLoCo run; None: there are none."""
+    memory: MemoryTier | None = None
+    """Where snapshots go that outlive the process; None: nowhere."""
 
     def __post_init__(self) -> None:
         """Stand before the first step."""
@@ -50,20 +63,53 @@ class Loop:
         self.signal: int | None = None
         self.evaluation: dict[str, float] | None = None
         self._evaluations: dict[int, dict[str, float]] = {}
-        self._pending: deque[tuple[int, Any, dict[str, float]]] = deque()
-        self._saved = self.start.step
+        self._pending: deque[tuple[int, int, Any, dict[str, float]]] = deque()
+        self._saved: int | None = self.start.step if self.start.saved else None
+        self._save_due = False
+        self._turns = self.start.step
         self._profiling = False
+        if self.memory is not None:
+            self.memory.begin(self.step)
         self._in_flight = 0 if _devices_share_threads() else 1
 
     def run(self) -> Reason:
         """Train until the last step, the end of the data, or a signal; then checkpoint."""
         self.ledger.enter("step")
+        reason: Reason | None = None
+        while reason is None:
+            try:
+                reason = self._train()
+            except LossSpikeError as found:
+                self._go_back(found.spike)
+        self._stop_profile()
+        try:
+            self._save()
+            with self.ledger.phase("checkpoint"):
+                self.checkpointer.wait()
+        except DiskFullError as error:
+            raise DiskFullError(
+                f"the run is at step {self.step} of {self.config.steps}, and that is not saved: "
+                f"{error}. Make room and run the same command again"
+            ) from error
+        return reason
+
+    def _train(self) -> Reason:
+        """Steps until one of the ends, all of them recorded.
+
+        Raises:
+          LossSpikeError: when one of them was a loss spike.
+        """
         reason: Reason = "finished"
         while self.step < self.config.steps:
-            self.signal = self.signals.stopped_by(self.step)
-            if self.signal is not None:
+            self._turns += 1  # not the step, which a rewind takes back: processes count together
+            if self.signal is None:
+                self.signal = self.signals.stopped_by(self._turns)
+            if self.signal is None and self.sync is not None and self.sync.stop:
+                self.signal = signal.SIGTERM
+            if self.signal is not None and not self._exchanging:
                 reason = "signal"
                 break
+            self.ledger.begin(self.step + 1)
             with self.ledger.phase("wait_for_data"):
                 rows = self._next_rows()
             if rows is None:
@@ -71,50 +117,116 @@ class Loop:
                 break
             self._take(rows)
         self._drain(0)
-        self._stop_profile()
-        self._save()
-        with self.ledger.phase("checkpoint"):
-            self.checkpointer.wait()
+        if self.sync is not None and self._exchanging:
+            with self.ledger.phase("exchange"):
+                self.state, self.step = self.sync.settle(self.step, self.state)
         return reason
 
+    @property
+    def _exchanging(self) -> bool:
+        return self.sync is not None and self.sync.in_flight
+
     def _next_rows(self) -> dict[str, Any] | None:
-        follow, state = self.programs.parts.task.follow, self.state
+        follow, state = self.programs.parts.task.post.follow, self.state
         if follow is not None:
             follow(self.step, lambda: self.programs.model(state))
         return next(self.batches, None)
 
     def _take(self, rows: dict[str, Any]) -> None:
         self._start_profile()
-        observe = self.programs.parts.task.observe
+        observe = self.programs.parts.task.post.observe
         observed = {} if observe is None else dict(observe())
         self.state, metrics = self.programs.step(self.state, rows)
         self.step += 1
         observed["compilations"] = self.programs.compilations
-        self._pending.append((self.step, metrics, observed))
+        self._pending.append((self.step, self.batches.position - 1, metrics, observed))
+        if self.sync is not None:
+            observed |= self._exchange(self.sync)
         evaluates = self._due(self.config.eval.every) or (
             self.config.eval.every is not None and self.step == self.config.steps
         )
-        saves = self._due(self.config.save_every)
+        self._save_due = self._save_due or self._due(self.config.save_every)
+        saves = self._save_due and not self._exchanging
         if evaluates:
             self._drain(1)
             jax.block_until_ready(self.state.step)
             self._evaluations[self.step] = self.evaluation = self._evaluate()
         self._drain(0 if evaluates or saves or self._profiling else self._in_flight)
-        self.checkpointer.check()
+        self._unless_full(self.checkpointer.check)
+        if self.guard is not None and self.guard.is_due(self.step):
+            self._remember(self.guard)
+        if self.memory is not None and self.memory.is_due(self.step):
+            self._keep(self.memory)
         if saves:
-            self._save()
+            self._unless_full(self._save)
         if self._profiling and self.step == self.config.profile_steps[1]:
             self._stop_profile()
+
+    def _exchange(self, sync: SliceSync) -> Mapping[str, float]:
+        """What is due with the other slices after this step; the numbers of it."""
+        if not self._in_flight:
+            jax.block_until_ready(self.state.step)
+        with self.ledger.phase("exchange"):
+            last = self.step == self.config.steps
+            self.state, step = sync.after_step(self.step, self.state, last=last)
+        if step != self.step:
+            self.recorder.progress.log(
+                f"the other slices went on without this one after step {self.step}; it goes on at "
+                f"step {step}, from the state of one of them"
+            )
+            self.step, self._saved = step, None
+        return sync.numbers
+
+    def _remember(self, guard: SpikeGuard) -> None:
+        self._drain(0)
+        with self.ledger.phase("snapshot"):
+            guard.remember(self.state, self.step, self.recorder.total)
+        self.ledger.flush(self.step)
+
+    def _keep(self, memory: MemoryTier) -> None:
+        self._drain(0)
+        with self.ledger.phase("snapshot"):
+            memory.write(self.state, self.step, self.batches.state(), self._metadata())
+        self.ledger.flush(self.step)
+
+    def _go_back(self, spike: Spike) -> None:
+        """Leave the spike's batch out, and go on from the state before it."""
+        assert self.guard is not None
+        with self.ledger.phase("spikes"):
+            self._stop_profile()
+            self._pending.clear()
+            self._evaluations.clear()
+            jax.block_until_ready(self.state.step)
+            self._unless_full(self.checkpointer.wait)
+            rewind = self.guard.plan(spike)
+            self.recorder.progress.log(f"{spike}: {rewind}")
+            self.ledger.rewind(self.step, rewind.back_to, rewind.skipped)
+            del self.state  # its memory is for the one that comes
+            start = self.guard.go_back(rewind)
+        self.state, self.step, self.evaluation = start.state, start.step, None
+        self._saved = start.step if rewind.source == "checkpoint" else None
+        self.recorder.rewind(start.step, start.total)
+        if self.memory is not None:
+            self.memory.begin(self.step)
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
 
     def _drain(self, in_flight: int) -> None:
-        """Record steps, waiting for them, until no more than `in_flight` are left."""
+        """Record steps, waiting for them, until no more than `in_flight` are left.
+
+        Raises:
+          LossSpikeError: when one of them was a loss spike; it is not recorded.
+        """
         while len(self._pending) > in_flight:
-            step, metrics, observed = self._pending.popleft()
-            numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            step, batch, metrics, observed = self._pending.popleft()
+            with self.ledger.program():
+                found = jax.device_get(metrics)
+            numbers = {name: float(value) for name, value in found.items()}
             numbers |= observed
+            if self.guard is not None:
+                self.guard.check(step, batch, numbers)
+                numbers |= {"batch": batch, "rewinds": self.guard.rewinds}
             evaluation = self._evaluations.pop(step, None)
             self.recorder.step(step, numbers, time.time(), evaluation)
 
@@ -130,18 +242,43 @@ class Loop:
                 batches.close()
 
     def _save(self) -> None:
+        self._save_due = False
+        with self.ledger.phase("checkpoint"):
+            self._unless_full(self.checkpointer.wait)  # of the save before
         if self._saved == self.step:
             return
+        outer = {} if self.sync is None else {"outer": self.sync.outer}
         with self.ledger.phase("checkpoint"):
             self.checkpointer.save(
                 self.step,
-                state=as_tree(self.state),
+                state=as_tree(self.state) | outer,
                 data=self.batches.state(),
                 config_yaml=self.config_yaml,
-                metadata={"total": self.recorder.total},
+                metadata=self._metadata(),
                 metrics=self._metrics(),
             )
         self._saved = self.step
+        self.ledger.flush(self.step)
+
+    def _unless_full(self, action: Callable[[], object]) -> None:
+        """Go on where a checkpoint has no room: those before it are whole, and the next save tries
+        again."""
+        try:
+            action()
+        except DiskFullError as error:
+            self._saved = None
+            self.recorder.progress.log(f"{error}. Training goes on; the next save tries again")
+            record = worker_record.current()
+            if record is not None:
+                record.set_unsaved(self.step)
+
+    def _metadata(self) -> dict[str, object]:
+        found: dict[str, object] = {
+            "total": self.recorder.total,
+            "batches": self.batches.position,
+            "skipped_batches": sorted(self.batches.skip.batches),
+        }
+        return found if self.guard is None else found | {"spikes": self.guard.window()}
 
     def _metrics(self) -> dict[str, float]:
         """What `checkpoint.best_metric` may name: the step's numbers, the latest evaluation's."""

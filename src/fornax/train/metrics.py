@@ -5,6 +5,7 @@ every logged step stands exactly once, over all kills and resumes: a resumed run
 lines of steps after its checkpoint, then writes them again.
 """
 
+import contextlib
 import importlib
 import os
 import socket
@@ -17,8 +18,9 @@ from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import RecordWriter
 
 from fornax.config.errors import ConfigError
+from fornax.config.files import is_full
+from fornax.config.jsonl import JsonLines, keep_json_lines, read_json_lines, refused
 from fornax.train.config import WandbConfig
-from fornax.train.jsonl import JsonLines, keep_json_lines, read_json_lines, refused
 
 __all__ = ["MetricsFile", "Sink", "TensorBoard", "Wandb", "read_metrics"]
 
@@ -37,6 +39,10 @@ class Sink(Protocol):
         """Take the record of one step."""
         ...
 
+    def rewind(self, step: int) -> None:
+        """Forget the records of steps after `step`: they come again."""
+        ...
+
     def close(self) -> None:
         """Write out what is buffered."""
         ...
@@ -47,19 +53,27 @@ class MetricsFile:
 
     def __init__(self, path: Path, start_step: int) -> None:
         """Open for appending after dropping the lines of steps after `start_step`."""
-        keep_json_lines(path, lambda record: record["step"] <= start_step)
+        self._open(path, start_step)
+
+    def _open(self, path: Path, step: int) -> None:
+        keep_json_lines(path, lambda record: record["step"] <= step)
         self._lines = JsonLines(path)
 
     def write(self, record: Record) -> None:
         """Append the record."""
         self._lines.write(record)
 
+    def rewind(self, step: int) -> None:
+        """Drop the lines of steps after `step`."""
+        self.close()
+        self._open(self._lines.path, step)
+
     def close(self) -> None:
         """Close the file."""
         self._lines.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, object]]:
     """The records of a `metrics.jsonl` in order of steps."""
     return read_json_lines(path)
 
@@ -77,17 +91,11 @@ class TensorBoard:
         Raises:
           FornaxError: when the disk refuses.
         """
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._path = directory / name
+        self._directory, self._files = directory, 0
         self._flush_seconds, self._flushed_at = flush_seconds, -float("inf")
-        purge = SessionLog(status=SessionLog.START)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._writer = RecordWriter(str(self._path))
-        except OSError as error:
-            raise refused(self._path, error) from error
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        self._write(Event(wall_time=time.time(), step=start_step + 1, session_log=purge))
+        self._writer: RecordWriter | None = None
+        self._open()
+        self.rewind(start_step)
 
     def write(self, record: Record) -> None:
         """Write each number under its name; readers see it within `flush_seconds`.
@@ -99,6 +107,15 @@ class TensorBoard:
         summary = Summary(value=values)
         self._write(Event(wall_time=record["time"], step=record["step"], summary=summary))
 
+    def rewind(self, step: int) -> None:
+        """Have readers hide what was written of steps after `step`.
+
+        Raises:
+          FornaxError: when the disk refuses.
+        """
+        purge = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=step + 1, session_log=purge))
+
     def close(self) -> None:
         """Flush and close.
 
@@ -106,24 +123,49 @@ class TensorBoard:
           FornaxError: when the disk refuses.
         """
         try:
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
         except OSError as error:
             raise refused(self._path, error) from error
 
+    def _open(self) -> None:
+        """Begin a file."""
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._path = self._directory / (f"{name}.{self._files}" if self._files else name)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._writer = RecordWriter(str(self._path))
+        except OSError as error:
+            if self._files and is_full(error):
+                return
+            raise refused(self._path, error) from error
+        self._files += 1
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
     def _write(self, event: Event) -> None:
+        """Write an event. Those that find a full disk are lost, as metrics.jsonl has them all, and
+        the file may end amid one: the next goes to another file."""
+        if self._writer is None:
+            self._open()
+        if self._writer is None:
+            return
         try:
             self._writer.write(event.SerializeToString())
             if time.monotonic() - self._flushed_at >= self._flush_seconds:
                 self._writer.flush()
                 self._flushed_at = time.monotonic()
         except OSError as error:
-            raise refused(self._path, error) from error
+            if not is_full(error):
+                raise refused(self._path, error) from error
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._writer = None
 
 
 class Wandb:
     """A Weights & Biases run, named by the run directory so that a resume continues it."""
 
-    def __init__(self, config: WandbConfig, run_dir: Path, resolved: Mapping[str, Any]) -> None:
+    def __init__(self, config: WandbConfig, run_dir: Path, resolved: Mapping[str, object]) -> None:
         """Start or continue the run.
 
         Raises:
@@ -150,6 +192,9 @@ class Wandb:
     def write(self, record: Record) -> None:
         """Log the numbers at their step."""
         self._run.log(dict(_numbers(record)), step=record["step"])
+
+    def rewind(self, step: int) -> None:
+        """Nothing: the service keeps what was logged first, and warns of the steps that follow."""
 
     def close(self) -> None:
         """Finish the run."""

@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from fornax.config.files import is_full
+
 __all__ = ["Bar", "Lines", "Progression", "Quiet", "choose"]
 
 ProgressName = Literal["auto", "bar", "lines", "none"]
@@ -23,11 +25,11 @@ class Progression(Protocol):
         """The run goes on from `step` to `total`; throughput is in `unit` a second."""
         ...
 
-    def update(self, record: Mapping[str, Any], seconds_left: float) -> None:
+    def update(self, record: Mapping[str, object], seconds_left: float) -> None:
         """A step is done; `record` is its metrics."""
         ...
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Show a line of text."""
         ...
 
@@ -42,10 +44,10 @@ class Quiet:
     def start(self, step: int, total: int, unit: str) -> None:
         """Show nothing."""
 
-    def update(self, record: Mapping[str, Any], seconds_left: float) -> None:
+    def update(self, record: Mapping[str, object], seconds_left: float) -> None:
         """Show nothing."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Show nothing."""
 
     def close(self) -> None:
@@ -67,7 +69,7 @@ class Lines:
         """Remember where the run ends."""
         self._total, self._unit = total, unit
 
-    def update(self, record: Mapping[str, Any], seconds_left: float) -> None:
+    def update(self, record: Mapping[str, object], seconds_left: float) -> None:
         """Write a line when the interval has passed."""
         self._last = f"step {record['step']}/{self._total}  " + _figures(
             record, self._unit, seconds_left
@@ -75,9 +77,13 @@ class Lines:
         if time.monotonic() - self._last_time >= self._interval:
             self._flush()
 
-    def say(self, text: str) -> None:
-        """Write the line."""
-        print(text, file=self._stream, flush=True)
+    def log(self, text: str) -> None:
+        """Write the line; where the log is on a disk that is full, it is lost or comes later."""
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError as error:
+            if not is_full(error):
+                raise
 
     def close(self) -> None:
         """Write the last step's line, if it was not written."""
@@ -85,7 +91,7 @@ class Lines:
 
     def _flush(self) -> None:
         if self._last is not None:
-            self.say(self._last)
+            self.log(self._last)
             self._last, self._last_time = None, time.monotonic()
 
 
@@ -119,7 +125,7 @@ class Bar:
             figures=_figures(record, self._unit, seconds_left),
         )
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print above the bar."""
         self._progress.console.print(text, highlight=False, markup=False)
 

@@ -18,7 +18,7 @@ from fornax.models import DecoderConfig
 from fornax.optim import OptimConfig
 from fornax.train.config import TrainConfig
 
-__all__ = ["RunRecord", "read_record"]
+__all__ = ["RunRecord", "read_run_record"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class RunRecord:
     steps: int
 
 
-def read_record(checkpointer: Checkpointer, step: int | None = None) -> RunRecord:
+def read_run_record(checkpointer: Checkpointer, step: int | None = None) -> RunRecord:
     """The record that a checkpoint keeps; of the latest when `step` is None.
 
     Raises:

@@ -11,6 +11,9 @@ from fornax.train.progress import Progression
 
 __all__ = ["Recorder"]
 
+_FLUSH_SECONDS = 1.0
+"""At most so much time of a process that is killed is not in its record."""
+
 
 @dataclass(kw_only=True)
 class Recorder:
@@ -63,11 +66,23 @@ class Recorder:
             self.last = record
             for sink in self.sinks:
                 sink.write(record)
-            self.ledger.flush(step)
+        self.ledger.flush(step, after=0.0 if logged else _FLUSH_SECONDS)
         self.progress.update({**(self.last or {}), **record}, self._seconds_left(step))
         self._count_skips(step, metrics)
 
-    def _record(self, step: int, metrics: Mapping[str, float], time: float) -> dict[str, Any]:
+    def rewind(self, step: int, total: float) -> None:
+        """The run goes on after `step`, with `total` units seen."""
+        for sink in self.sinks:
+            sink.rewind(step)
+        self.total, self.numbers, self.last = total, {}, None
+        self._skipped_in_a_row = 0
+        self._units, self._steps, self._busy_at = 0.0, 0, self._busy()
+
+    def _busy(self) -> float:
+        totals = self.ledger.totals()
+        return totals["step"] + totals["wait_for_data"]
+
+    def _record(self, step: int, metrics: Mapping[str, float], time: float) -> dict[str, object]:
         rest = {k: v for k, v in metrics.items() if k not in ("loss", "weight", "skipped")}
         return {
             "step": step,
@@ -91,8 +106,7 @@ class Recorder:
 
     def _throughput(self) -> dict[str, float]:
         """Over the interval since the last logged step, evaluation and checkpoints left out."""
-        totals = self.ledger.totals()
-        busy = totals["step"] + totals["wait_for_data"]
+        busy = self._busy()
         spent = busy - self._busy_at
         if spent <= 0:
             return {}

@@ -1,7 +1,7 @@
 """What may change when a run goes on, and differ between its processes: all else is refused."""
 
-import difflib
 import fnmatch
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,9 +17,10 @@ from fornax.config import (
     from_yaml,
     to_mapping,
 )
+from fornax.config.suggest import nearest
 from fornax.mesh import hosts
 
-__all__ = ["HARMLESS", "check_changes", "check_same", "known_keys"]
+__all__ = ["HARMLESS", "check_changes", "check_same", "fixed_keys", "known_keys"]
 
 HARMLESS: dict[str, str] = {
     "log.*": "what is recorded does not change what is learned",
@@ -27,6 +28,7 @@ HARMLESS: dict[str, str] = {
     "checkpoint.*": "which states are kept does not change them",
     "save_every": "nor does how often they are",
     "profile_steps": "a profile only watches",
+    "spikes": "what a rewind leaves out is recorded, and stays out whatever the limits become",
     "processes.*": "the same global batches reach any number of processes",
     "mesh.*": "the same numbers up to rounding on any devices",
     "remat": "the same numbers up to rounding, computed again instead of kept",
@@ -44,7 +46,7 @@ HARMLESS: dict[str, str] = {
 _OF_ONE_HOST = ("processes.*", "data.cache_dir", "data.cache_gib", "data.storage_options.*")
 
 
-def check_same(config: Any) -> None:
+def check_same(config: object) -> None:
     """Refuse processes that were given other configs: they would part ways at some step.
 
     Raises:
@@ -112,17 +114,29 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 def _check_patterns(patterns: Sequence[str], keys: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(_matches(key, [pattern]) for key in keys):
-            near = difflib.get_close_matches(pattern, keys, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(pattern, keys)
+            hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(f"--accept-changes {pattern} is no key of the config{hint}")
 
 
-def known_keys(config: Any) -> list[str]:
+def fixed_keys(config: object) -> dict[str, str]:
+    """The keys that decide what is learned, and the mesh, each with its value as JSON."""
+    found = {}
+    for path in known_keys(config):
+        if not _matches(path, HARMLESS) or path.startswith("mesh."):
+            value: Any = to_mapping(config)
+            for name in path.split("."):
+                value = value[name]
+            found[path] = json.dumps(value, sort_keys=True, default=str)
+    return found
+
+
+def known_keys(config: object) -> list[str]:
     """The dotted paths of a config's keys."""
     return _keys(to_mapping(config), "")
 
 
-def _keys(value: Any, path: str) -> list[str]:
+def _keys(value: object, path: str) -> list[str]:
     if not isinstance(value, dict) or not value:
         return [path]
     return [k for name, v in value.items() for k in _keys(v, f"{path}.{name}" if path else name)]

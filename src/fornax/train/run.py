@@ -1,28 +1,44 @@
 """`train`: one call from a config and a run directory to a trained model, resuming if it can."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from fornax.checkpoint import Checkpointer
-from fornax.config import Change, dump_yaml, to_mapping
+from fornax.config import Change, dump_yaml, environment, to_mapping, worker_record
+from fornax.config.errors import GroupLostError
+from fornax.config.goodput import Goodput, summarise
+from fornax.config.jsonl import append_json_line
+from fornax.data import Dataset, Mixture, Part
+from fornax.data.remote import find_workers
 from fornax.mesh import hosts, initialize
+from fornax.mesh.hardware import chip_of
 from fornax.train import report
+from fornax.train.agreement import agree
+from fornax.train.compile_service import CompileService, Event, why_off
 from fornax.train.config import TrainConfig, TrainerConfig
-from fornax.train.goodput import Goodput, Ledger, summarise
-from fornax.train.hardware import peak_flops
+from fornax.train.diloco.slices import slice_run
+from fornax.train.goodput import Ledger
 from fornax.train.loop import Loop, Reason
-from fornax.train.metrics import MetricsFile, Sink, TensorBoard, Wandb
+from fornax.train.memory_tier import MemoryTier, peer_of
+from fornax.train.metrics import MetricsFile, Sink, TensorBoard, Wandb, read_metrics
+from fornax.train.program_memory import ProgramMemory
 from fornax.train.progress import Progression, ProgressName, Quiet, choose
 from fornax.train.recorder import Recorder
 from fornax.train.resume import check_changes, check_same
+from fornax.train.rewind import SpikeGuard, discard_stale
 from fornax.train.run_dir import RunDirectory
-from fornax.train.session import Start, prepare, start
+from fornax.train.session import Programs, Start, prepare, start
 from fornax.train.signals import StopSignals, exit_code
+from fornax.train.skip_list import Rewind, SkipList
+from fornax.train.snapshot import local_bytes
+from fornax.train.spikes import refuse_rewinds
+from fornax.train.state import as_tree
 from fornax.train.task import Task
 from fornax.train.tasks import pretrain_task
 from fornax.train.weights import with_model
@@ -74,39 +90,68 @@ def train(
 
     Raises:
       ConfigError: for a changed config, a directory in use or not writable.
-      ShardingError: when model or batch do not divide over the devices.
+      ShardingError: when the model does not divide over the devices.
       DataError, CheckpointError: from the data and the checkpoints.
       ClusterError: when the processes asked for do not all join, or were given other configs.
+      GroupLostError: when another process is gone, and no step can be made without it.
     """
-    ledger = Ledger()
+    ledger = Ledger(record=worker_record.current())
     initialize(config.processes)
     shown = choose(progress) if isinstance(progress, str) else progress
     first = jax.process_index() == 0
     directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
-    with ExitStack() as stack:
+    with _naming_lost_processes(), ExitStack() as stack:
         hosts.decide(lambda: _open(directory, stack))
         shown = shown if first else Quiet()
-        signals = stack.enter_context(StopSignals(shown.say))
+        signals = stack.enter_context(StopSignals(shown.log))
         checkpointer = Checkpointer(directory.checkpoints, config.checkpoint)
         stack.callback(checkpointer.close)
+        stack.push(_free_background)
+        checkpointer.begin_epoch(environment.epoch())
+        skip = _skip_list(directory, checkpointer, shown)
         config, changes = _settle(config, checkpointer, accept_changes, shown)
         task = _task(config, task)
-        programs = prepare(config, task, ledger)
-        programs.say = shown.say
+        slice_ = slice_run(config)
+        if slice_ is not None:
+            task = slice_.task(task)
+        if task.post.follow is not None:
+            refuse_rewinds(config.spikes, type(config).__name__)
+        slices = 1 if slice_ is None else slice_.place.count
+        programs = prepare(config, task, ledger, slices=slices)
+        programs.log = shown.log
+        kept = _program_memory(programs, directory, shown, stack)
+        if kept is not None and slice_ is None and isinstance(config, TrainConfig):
+            kept.keep_plan({"config": dump_yaml(config)})
         if config.eval.every is not None:
             task.batches("eval", programs.hosts).close()  # a missing split is an error now
-        begun = start(config, programs, checkpointer, allow_data_changes=_touches_data(changes))
+        memory = _memory(config, programs, shown) if slice_ is None else None
+        begin = partial(
+            *(start, config, programs, checkpointer, skip),
+            memory=memory,
+            allow_data_changes=_touches_data(changes),
+        )
+        sync = None
+        if slice_ is None:
+            begun = begin()
+        else:
+            sync, begun = slice_.begin(programs, checkpointer, lambda outer: begin(outer=outer))
+            stack.callback(sync.close)
+        agree(begun.step, begun.state, begun.batches.state())
+        guard = _guard(config, programs, checkpointer, directory, begun)
         if first:
             directory.save_config(dump_yaml(config))
-            ledger.open(directory.goodput, begun.step)
+        _open_ledger(ledger, directory, programs, begun.step)
         recorder = _recorder(config, task, directory, begun, ledger, shown, first=first)
         stack.callback(lambda: [sink.close() for sink in recorder.sinks])
         stack.callback(shown.close)
         for line in programs.warnings:
-            shown.say(line)
+            shown.log(line)
+        if find_workers() is not None and (why := _reads_by_itself(config)):
+            shown.log(why)
         if begun.step:
             done = " and is done" if begun.step >= config.steps else ""
-            shown.say(f"the run stands at step {begun.step} of {config.steps}{done}")
+            where = f", {begun.source}" if begun.source else ""
+            shown.log(f"the run stands at step {begun.step} of {config.steps}{where}{done}")
         shown.start(begun.step, config.steps, task.unit)
         loop = Loop(
             config=config,
@@ -118,15 +163,23 @@ def train(
             ledger=ledger,
             signals=signals,
             directory=directory,
+            guard=guard,
+            sync=sync,
+            memory=memory,
         )
         try:
             reason = loop.run()
+            if sync is not None:
+                sync.finish(done=reason != "signal")
+        except BaseException:
+            ledger.close(loop.step + 1)  # that step was begun, and will be done again
+            raise
         finally:
             begun.batches.close()
-            ledger.close(loop.step)
+        ledger.close(loop.step)
         if reason == "data":
-            shown.say(f"the data ended after step {loop.step} of {config.steps}")
-    if first:
+            shown.log(f"the data ended after step {loop.step} of {config.steps}")
+    if first and read_metrics(directory.metrics):  # none where it was stopped at once
         report.write(directory.path)
     return TrainResult(
         run_dir=directory.path,
@@ -137,6 +190,40 @@ def train(
         goodput=summarise(directory.goodput) if first else None,
         exit_code=exit_code(loop.signal),
     )
+
+
+def _open_ledger(ledger: Ledger, directory: RunDirectory, programs: Programs, step: int) -> None:
+    """Write where the time goes: of the first process for the run, of others beside their record
+    where a launcher keeps one."""
+    path, record = directory.goodput, environment.worker_record()
+    if jax.process_index() and record is None:
+        return
+    if jax.process_index() and record is not None:
+        path = record.with_suffix(".goodput.jsonl")
+    count = jax.process_count()
+    state = local_bytes(as_tree(programs.abstract)) * count
+    ledger.open(path, step, {"hosts": count, "state_bytes": state})
+
+
+@contextmanager
+def _naming_lost_processes() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, GroupLostError) or not hosts.is_lost(error):
+            raise
+        said = str(error).splitlines()[0][:200]
+        raise GroupLostError(
+            f"process {jax.process_index()} lost another process of the run ({said}); start all "
+            "of them again: they go on from the newest checkpoint. fornax launch does so by itself"
+        ) from error
+
+
+def _free_background(kind: object, error: BaseException | None, trace: object) -> None:
+    """Under `fornax launch`, free a save that waits for a process that is gone, which would take
+    minutes to notice; without it leaving a broken group ends the process."""
+    if error is not None and worker_record.current() is not None and hosts.is_lost(error):
+        jax.distributed.shutdown()
 
 
 def _settle(
@@ -152,9 +239,99 @@ def _settle(
         config = with_model(config, saved)
     changes = [] if saved is None else check_changes(saved, config, accept)
     for change in changes:
-        shown.say(f"changed since the checkpoint: {change}")
+        shown.log(f"changed since the checkpoint: {change}")
     check_same(config)
     return config, changes
+
+
+def _skip_list(directory: RunDirectory, checkpointer: Checkpointer, shown: Progression) -> SkipList:
+    """The batches to leave out; checkpoints that were trained on one of them are deleted."""
+    rewinds = hosts.decide(lambda: [asdict(r) for r in SkipList.read(directory.spikes).rewinds])
+    skip = SkipList(Rewind(**rewind) for rewind in rewinds)
+    for step in discard_stale(checkpointer, skip):
+        shown.log(
+            f"the checkpoint of step {step} is deleted: it was trained on a batch that is on the "
+            f"skip list in {directory.spikes}"
+        )
+    return skip
+
+
+def _guard(
+    config: TrainerConfig,
+    programs: Programs,
+    checkpointer: Checkpointer,
+    directory: RunDirectory,
+    begun: Start,
+) -> SpikeGuard | None:
+    if config.spikes is None:
+        return None
+    return SpikeGuard(
+        config,
+        config.spikes,
+        programs=programs,
+        checkpointer=checkpointer,
+        path=directory.spikes,
+        begun=begun,
+    )
+
+
+def _memory(config: TrainerConfig, programs: Programs, shown: Progression) -> MemoryTier | None:
+    """Where snapshots go that outlive this process, if a launcher gave a place."""
+    found = environment.snapshot_memory()
+    if found is None:
+        return None
+    own, both = MemoryTier.room(programs.abstract)
+    if not own:
+        shown.log("no snapshots in memory: two of them would take more than half of what is free")
+        return None
+    peer = peer_of(jax.process_index(), programs.parts.mesh)
+    if peer is not None and not both:
+        shown.log(
+            "no replicas of snapshots on other hosts: with the snapshots of its own each host "
+            "would give them more than half of its free memory"
+        )
+        peer = None
+    paths, mtbf = found
+    return MemoryTier(paths, mtbf, dump_yaml(config), peer)
+
+
+def _program_memory(
+    programs: Programs, directory: RunDirectory, shown: Progression, stack: ExitStack
+) -> ProgramMemory | None:
+    """Share compiled programs with the other processes, if a launcher gave a place to keep them."""
+    path, record = environment.program_memory(), environment.worker_record()
+    state = None if record is None else worker_record.read(record)
+    if path is None or state is None:
+        return None
+    if why := why_off():
+        shown.log(why)
+        return None
+    memory = ProgramMemory(path)
+    stack.callback(memory.close)
+
+    def tell(event: Event) -> None:
+        shown.log(str(event))
+        if jax.process_index() == 0:
+            with suppress(OSError):  # a line less
+                append_json_line(directory.events, {"epoch": state.epoch, **asdict(event)})
+
+    programs.service = CompileService(memory, programs.parts.mesh.devices, tell)
+    return memory
+
+
+def _reads_by_itself(config: TrainerConfig) -> str | None:
+    """Why data workers have nothing to do, where they have not."""
+    if not isinstance(config, TrainConfig):
+        return None
+    source = config.data.source
+    parts = source.parts if isinstance(source, Mixture) else (Part(name="main", source=source),)
+    transforms = [*config.data.transforms, *(t for part in parts for t in part.transforms)]
+    if transforms or not all(isinstance(part.source, Dataset) for part in parts):
+        return None
+    return (
+        "the data workers have nothing to do: the records are stored tokens, which each host reads "
+        "faster by itself"
+    )
 
 
 def _open(directory: RunDirectory, stack: ExitStack) -> None:
@@ -194,7 +371,7 @@ def _recorder(
         steps=config.steps,
         unit=task.unit,
         flops_per_unit=task.flops_per_unit,
-        peak_flops=peak_flops(config.log.peak_tflops),
+        peak_flops=_peak_flops(config.log.peak_tflops),
         max_skipped=config.skip.max_consecutive,
         total=begun.total,
     )
@@ -207,3 +384,15 @@ def _sinks(config: TrainerConfig, directory: RunDirectory, step: int) -> list[Si
     if config.log.wandb is not None:
         sinks.append(Wandb(config.log.wandb, directory.path, to_mapping(config)))
     return sinks
+
+
+def _peak_flops(given_tflops: float | None = None) -> float | None:
+    """Peak bfloat16 FLOP/s of all devices together, or None when the device is not a known one.
+
+    Args:
+      given_tflops: what the user says one device can do.
+    """
+    if given_tflops:
+        return given_tflops * 1e12 * jax.device_count()
+    chip = chip_of(jax.devices()[0].device_kind)
+    return None if chip is None else chip.peak() / chip.devices * jax.device_count()

@@ -2,7 +2,9 @@
 
 runs/<name>/config.yaml     the resolved config of the latest attempt
             metrics.jsonl   one line a logged step
+            events.jsonl    changes of state, of a launched run
             goodput.jsonl   where the time went
+            spikes.jsonl    loss spikes that the run went back from: the skip list
             checkpoints/    weights, optimizer, RNG, data position, config
             tensorboard/    event files
             profile/        captured profiles
@@ -63,6 +65,16 @@ class RunDirectory:
     def goodput(self) -> Path:
         """The goodput ledger."""
         return self.path / "goodput.jsonl"
+
+    @property
+    def spikes(self) -> Path:
+        """One JSON line a rewind: the skip list."""
+        return self.path / "spikes.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """The events of a launched run."""
+        return self.path / "events.jsonl"
 
     @property
     def checkpoints(self) -> Path:

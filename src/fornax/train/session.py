@@ -1,7 +1,7 @@
 """Everything a run needs before its first step: mesh, model, optimizer, state, data, programs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -10,11 +10,15 @@ from flax import nnx
 
 from fornax import kernels, optim
 from fornax.checkpoint import Checkpointer
-from fornax.config.errors import ConfigError
-from fornax.mesh import make_mesh, use_mesh
+from fornax.config.errors import ConfigError, ShardingError
+from fornax.mesh import MeshConfig, fit_mesh, hosts, make_mesh, use_mesh
+from fornax.train.compile_service import CompileService
 from fornax.train.config import TrainerConfig
+from fornax.train.diloco import OuterState
 from fornax.train.goodput import Ledger
-from fornax.train.hosts import abstract_batch, check_rows, find_hosts, to_global
+from fornax.train.hosts import abstract_batch, data_shards, find_hosts, padding_text, to_global
+from fornax.train.memory_tier import MemoryTier, Remembered
+from fornax.train.skip_list import NumberedBatches, SkipList
 from fornax.train.state import (
     ModelParts,
     TrainState,
@@ -25,9 +29,18 @@ from fornax.train.state import (
     split_model,
 )
 from fornax.train.step import StepParts, make_eval_step, make_train_step
-from fornax.train.task import Batches, Hosts, Task
+from fornax.train.task import Hosts, Task
 
-__all__ = ["Programs", "Start", "first_state", "prepare", "start"]
+__all__ = [
+    "Programs",
+    "Start",
+    "first_state",
+    "from_checkpoint",
+    "from_scratch",
+    "of_all_hosts",
+    "prepare",
+    "start",
+]
 
 Rows = dict[str, np.ndarray]
 
@@ -42,88 +55,108 @@ class Programs:
     """What the parameters that are not trained look like."""
     hosts: Hosts
     ledger: Ledger
+    notes: tuple[str, ...] = ()
+    """What there is to say of the layout, a line each."""
     frozen: Any = field(default_factory=dict)
     """The parameters that are not trained; `start` puts them here."""
     compilations: int = 0
     """How many programs were compiled so far."""
-    say: Callable[[str], None] = field(default=lambda text: None)
+    log: Callable[[str], None] = field(default=lambda text: None)
     """Shows a line of text: which implementation each kernel got, once."""
+    service: CompileService | None = None
+    """Compiles for a group of processes, or has what it needs; None: each process by itself."""
     _said: set[kernels.Choice] = field(default_factory=set)
     _compiled: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def step(self, state: TrainState, rows: Rows) -> tuple[TrainState, Any]:
         """Start one step on this host's rows; `state` is given up."""
         run, shapes = self._program("step", self.lower_step, rows)
-        return run(state, to_global(rows, shapes), self.frozen)
+        batch = to_global(rows, shapes)
+        with self.ledger.program():
+            results = run(state, batch, self.frozen)
+        return self._tried(results)
 
     def evaluate(self, state: TrainState, rows: Rows) -> Any:
         """The sums of one evaluation batch."""
         run, shapes = self._program("evaluate", self.lower_evaluation, rows)
-        return run(state, to_global(rows, shapes), self.frozen)
+        return self._tried(run(state, to_global(rows, shapes), self.frozen))
+
+    def compile(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """The executable of a program that all processes have lowered."""
+        return lowered.compile() if self.service is None else self.service.compile(name, lowered)
+
+    def _tried(self, results: Any) -> Any:
+        if self.service is not None:
+            self.service.end_trials(results)
+        return results
 
     def _program(
-        self, name: str, lower: Callable[[Any], jax.stages.Lowered], rows: Rows
+        self, name: str, lower: Callable[[object], jax.stages.Lowered], rows: Rows
     ) -> tuple[Any, Any]:
         """The compiled program for rows of these shapes, and their abstract global batch."""
         key = (name, *((k, x.shape, x.dtype) for k, x in sorted(rows.items())))
         if key not in self._compiled:
             with self.ledger.phase("compile"):
+                self._check_rows(rows, micro=name == "step")
                 shapes = self.shapes_of(rows)
-                _check_shapes(shapes, self.parts, micro=name == "step")
                 with kernels.recording_choices() as made:
                     lowered = lower(shapes)
-                self._compiled[key] = (lowered.compile(), shapes)
+                self._compiled[key] = (self.compile(name, lowered), shapes)
                 self.compilations += 1
             for choice in made.keys() - self._said:
                 self._said.add(choice)
-                self.say(f"kernel {choice}")
+                self.log(f"kernel {choice}")
         return self._compiled[key]
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What to tell before the first step, a line each."""
         parts = self.parts
-        if parts.mesh.size == 1:
-            return ()
-        whole = parts.optim.replicated(parts.param_shardings)
-        if not whole:
-            return ()
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in whole.values())
-        return (
-            f"optimizer state that matches no parameter by path or shape: {len(whole)} arrays, "
-            f"{size / 2**20:.1f} MiB, whole on every device (first: {next(iter(whole))})",
-        )
+        found = list(self.notes)
+        whole = parts.optim.replicated(parts.param_shardings) if parts.mesh.size > 1 else {}
+        if whole:
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in whole.values())
+            found.append(
+                f"optimizer state that matches no parameter by path or shape: {len(whole)} arrays, "
+                f"{size / 2**20:.1f} MiB, whole on every device (first: {next(iter(whole))})"
+            )
+        return tuple(found)
 
     def model(self, state: TrainState) -> Any:
         """The model of a state; its arrays are the state's and the frozen ones themselves."""
         held = self.parts.model.holding(self.frozen)
         return held.merge(state.params, state.other, jax.random.key(0))
 
-    def lower_step(self, batch: Any) -> jax.stages.Lowered:
+    def lower_step(self, batch: object) -> jax.stages.Lowered:
         """The training step, traced for an abstract global batch; the state is donated."""
         where = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         step = make_train_step(self.parts)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(where, None))
         return jitted.lower(self.abstract, batch, self.abstract_frozen)
 
-    def lower_evaluation(self, batch: Any) -> jax.stages.Lowered:
+    def lower_evaluation(self, batch: object) -> jax.stages.Lowered:
         """The evaluation step, traced for an abstract global batch."""
         jitted = jax.jit(make_eval_step(self.parts))
         return jitted.lower(self.abstract, batch, self.abstract_frozen)
 
-    def shapes_of(self, rows: Mapping[str, Any]) -> Any:
+    def shapes_of(self, rows: Mapping[str, object]) -> Any:
         """The global batch that this host's rows (or their shapes) are part of, abstract."""
         return abstract_batch(rows, self.hosts, self.parts.mesh, self.parts.rules)
 
-
-def _check_shapes(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], parts: StepParts, *, micro: bool
-) -> None:
-    counts = {name: spec.shape[0] for name, spec in shapes.items()}
-    if len(set(counts.values())) != 1:
-        raise ValueError(f"the arrays of a batch differ in rows: {counts}")
-    rows = next(iter(counts.values()))
-    check_rows(rows, parts.accumulate if micro else 1, parts.mesh, parts.rules)
+    def _check_rows(self, rows: Rows, *, micro: bool) -> None:
+        counts = {name: len(x) for name, x in rows.items()}
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"the arrays of a batch differ in rows: {counts}")
+        total = next(iter(counts.values())) * self.hosts.count
+        multiple = data_shards(self.parts.mesh.shape, self.parts.rules)
+        multiple *= self.parts.accumulate if micro else 1
+        if total % multiple:
+            raise ShardingError(
+                f"the task's batches have {total} rows over all hosts, and arrays of a batch need "
+                f"a multiple of {multiple} (data shards x micro-batches); give each host the rows "
+                "that `hosts.rows(batch_size)` names, then rows of weight 0 up to "
+                "`hosts.size(batch_size)`"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +168,18 @@ class Start:
     """Steps already done."""
     total: float
     """Units (tokens) already seen."""
-    batches: Batches
+    batches: NumberedBatches
+    window: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What the detector of loss spikes remembers."""
+    outer: OuterState | None = None
+    """What the outer optimizer of DiLoCo remembers; None where a run begins."""
+    saved: bool = True
+    """Whether this very state is on disk, or is the first."""
+    origin: dict[int, dict] = field(default_factory=dict)
+    """The position of the stream at its beginning, of this host's virtual shards; empty where no
+    rewind may need it."""
+    source: str = ""
+    """Where it comes from, in words: "in memory" or nothing."""
 
 
 def prepare(
@@ -143,18 +187,28 @@ def prepare(
     task: Task,
     ledger: Ledger,
     devices: Sequence[jax.Device] | None = None,
+    *,
+    slices: int = 1,
 ) -> Programs:
     """Lay out the model and the optimizer over the devices (all, if None); computes nothing yet.
 
+    Args:
+      config: the run.
+      task: what is trained.
+      ledger: told what time is spent on.
+      devices: of the mesh.
+      slices: of a DiLoCo run, which share its batches: this process belongs to one of them.
+
     Raises:
-      ShardingError: when model or batch do not divide over the mesh.
+      ShardingError: when the model does not divide over the mesh.
       ConfigError: when the optimizer's rules do not fit the model.
     """
-    mesh, rules = make_mesh(config.mesh, devices), config.mesh.resolved_rules()
-    check_rows(config.batch_size, config.accumulate, mesh, rules)
     built = nnx.eval_shape(lambda: task.build(nnx.Rngs(config.seed)))
-    model = split_model(built, task.trained)
-    _require_trained(model.params, task.trained)
+    count = jax.device_count() if devices is None else len(devices)
+    fitted = fit_mesh(config.mesh, nnx.state(built), count)
+    mesh, rules = make_mesh(fitted, devices), fitted.resolved_rules()
+    model = split_model(built, task.post.trained)
+    _require_trained(model.params, task.post.trained)
     chain = optim.build(
         config.optim, total_steps=config.steps, params=model.params, optimizer=task.optimizer
     )
@@ -169,17 +223,34 @@ def prepare(
         rules=rules,
         param_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract.params),
     )
-    hosts = find_hosts(config.batch_size, mesh, rules)
     return Programs(
         parts=parts,
         abstract=abstract,
         abstract_frozen=abstract_frozen(model, mesh, rules),
-        hosts=hosts,
+        hosts=find_hosts(mesh, rules, config.accumulate),
         ledger=ledger,
+        notes=_notes(config, fitted, task, data_shards(mesh.shape, rules), slices),
     )
 
 
-def _require_trained(params: nnx.State, trained: Any) -> None:
+def _notes(
+    config: TrainerConfig, fitted: MeshConfig, task: Task, shards: int, slices: int
+) -> tuple[str, ...]:
+    """What the layout costs, a line each."""
+    found = []
+    if fitted != config.mesh:
+        found.append(
+            f"the parameters do not divide over all devices that are left: mesh.fsdp is "
+            f"{fitted.fsdp} and mesh.data {fitted.data}, each with a whole copy of them"
+        )
+    # A stream of samples packs rows of its own.
+    padding = padding_text(config.batch_size // slices, shards, config.accumulate)
+    if padding and task.post.follow is None:
+        found.append(padding)
+    return tuple(found)
+
+
+def _require_trained(params: nnx.State, trained: object) -> None:
     if not jax.tree.leaves(params):
         raise ConfigError(
             f"no parameter of the model matches what the task trains ({trained}); attach adapters, "
@@ -190,13 +261,13 @@ def _require_trained(params: nnx.State, trained: Any) -> None:
 def _builder(config: TrainerConfig, task: Task, chain: optim.Built) -> Callable[[], TrainState]:
     def build() -> TrainState:
         model = task.build(nnx.Rngs(config.seed))
-        return _state_of(model, task.trained, config, chain)
+        return _state_of(model, task.post.trained, config, chain)
 
     return build
 
 
 def _state_of(
-    model: nnx.Module, trained: Any, config: TrainerConfig, chain: optim.Built
+    model: nnx.Module, trained: object, config: TrainerConfig, chain: optim.Built
 ) -> TrainState:
     parts = split_model(model, trained)
     return fresh_state(
@@ -212,26 +283,114 @@ def start(
     config: TrainerConfig,
     programs: Programs,
     checkpointer: Checkpointer,
+    skip: SkipList | None = None,
     *,
+    memory: MemoryTier | None = None,
     allow_data_changes: bool = False,
+    outer: OuterState | None = None,
 ) -> Start:
-    """The state, the data position and the counts to begin with: a checkpoint's, else fresh."""
-    batches = programs.parts.task.batches("train", programs.hosts)
+    """The state, the data position and the counts to begin with: of the newest snapshot in memory
+    that all processes have, or of a checkpoint that is newer, else fresh.
+
+    The stream passes over the batches of `skip` (None: of an empty list), to which those of the
+    checkpoint are added. `outer` is what the state of the outer optimizer looks like, where a
+    checkpoint has one.
+    """
+    task, spikes = programs.parts.task, config.spikes
+    inner = task.batches("train", programs.hosts)
+    origin = {} if spikes is None else inner.state()
+    drill = None if spikes is None else spikes.drill
+    batches = NumberedBatches(inner, skip or SkipList(), task.left_out, drill)
     step = checkpointer.resume_step()
+    held = None if memory is None else _remembered(memory, programs, batches.skip)
+    if memory is not None and held is not None and held.step >= (step or 0):
+        with programs.ledger.phase("restore"):
+            begun = _from_memory(programs, memory, held, batches)
+            programs.frozen = _first_frozen(config, programs)
+            return replace(begun, origin=origin)
     if step is None:
         with programs.ledger.phase("initialise"):
-            state = first_state(config, programs)
-            return Start(state=state, step=0, total=0.0, batches=batches)
+            return from_scratch(config, programs, batches, origin)
     with programs.ledger.phase("restore"):
-        restored = checkpointer.restore(as_tree(programs.abstract), step)
-        batches.restore(restored.data, allow_changes=allow_data_changes)
+        begun = from_checkpoint(
+            programs,
+            checkpointer,
+            batches,
+            step,
+            allow_data_changes=allow_data_changes,
+            outer=outer,
+        )
         programs.frozen = _first_frozen(config, programs)
+        return replace(begun, origin=origin)
+
+
+def from_scratch(
+    config: TrainerConfig, programs: Programs, batches: NumberedBatches, origin: dict[int, dict]
+) -> Start:
+    """Before the first step; `batches` stands at its beginning."""
+    state = first_state(config, programs)
+    return Start(state=state, step=0, total=0.0, batches=batches, origin=origin)
+
+
+def from_checkpoint(
+    programs: Programs,
+    checkpointer: Checkpointer,
+    batches: NumberedBatches,
+    step: int,
+    *,
+    allow_data_changes: bool = False,
+    outer: OuterState | None = None,
+) -> Start:
+    """After a complete step; moves `batches` there."""
+    wanted = as_tree(programs.abstract) | ({} if outer is None else {"outer": outer})
+    restored = checkpointer.restore(wanted, step)
+    found = restored.state.pop("outer", None)
+    metadata = restored.metadata
+    batches.skip.batches.update(metadata.get("skipped_batches", ()))
+    batches.restore(
+        restored.data, metadata.get("batches", restored.step), allow_changes=allow_data_changes
+    )
     return Start(
         state=TrainState(**restored.state),
         step=restored.step,
-        total=restored.metadata["total"],
+        total=metadata["total"],
         batches=batches,
+        window=metadata.get("spikes", {}),
+        outer=found,
     )
+
+
+def _remembered(memory: MemoryTier, programs: Programs, skip: SkipList) -> Remembered | None:
+    """The newest snapshot that was not trained on a batch of the skip list."""
+    found = memory.newest(programs.abstract).values()
+    return max(
+        (each for each in found if not skip.contradicts(each.metadata)),
+        key=lambda each: each.step,
+        default=None,
+    )
+
+
+def _from_memory(
+    programs: Programs, memory: MemoryTier, held: Remembered, batches: NumberedBatches
+) -> Start:
+    metadata = held.metadata
+    batches.skip.batches.update(metadata["skipped_batches"])
+    batches.restore(of_all_hosts(dict(held.data)), metadata["batches"])
+    return Start(
+        state=memory.restore(held.step, programs.abstract),
+        step=held.step,
+        total=metadata["total"],
+        batches=batches,
+        window=metadata.get("spikes", {}),
+        saved=False,
+        source="in memory",
+    )
+
+
+def of_all_hosts(data: Mapping[int, dict]) -> dict[int, Any]:
+    """The parts of a position of all processes."""
+    said = hosts.gather(sorted(data.items()))
+    return {int(shard): part for mine in said for shard, part in mine}
 
 
 def first_state(config: TrainerConfig, programs: Programs) -> TrainState:
@@ -243,8 +402,10 @@ def first_state(config: TrainerConfig, programs: Programs) -> TrainState:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.abstract)
     if parts.task.pretrained is None:
         programs.frozen = _first_frozen(config, programs)
+        build = _builder(config, parts.task, parts.optim)
         with use_mesh(parts.mesh, parts.rules):
-            return jax.jit(_builder(config, parts.task, parts.optim), out_shardings=shardings)()
+            lowered = jax.jit(build, out_shardings=shardings).lower()
+            return programs.compile("initial state", lowered)()
     model = _pretrained(programs)
     programs.frozen = _laid_out(model.frozen, programs)
     with use_mesh(parts.mesh, parts.rules):
@@ -254,7 +415,7 @@ def first_state(config: TrainerConfig, programs: Programs) -> TrainState:
         )(nnx.to_pure_dict(model.params), nnx.to_pure_dict(model.other))
 
 
-def _first_frozen(config: TrainerConfig, programs: Programs) -> Any:
+def _first_frozen(config: TrainerConfig, programs: Programs) -> object:
     """The frozen parameters where they first come from, laid out on the mesh."""
     parts, wanted = programs.parts, programs.abstract_frozen
     task = parts.task
@@ -265,7 +426,7 @@ def _first_frozen(config: TrainerConfig, programs: Programs) -> Any:
 
     def build() -> Any:
         model = task.build(nnx.Rngs(config.seed))
-        return nnx.to_pure_dict(split_model(model, task.trained).frozen)
+        return nnx.to_pure_dict(split_model(model, task.post.trained).frozen)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
     with use_mesh(parts.mesh, parts.rules):
@@ -276,10 +437,10 @@ def _pretrained(programs: Programs) -> ModelParts:
     parts = programs.parts
     assert parts.task.pretrained is not None
     with use_mesh(parts.mesh, parts.rules):
-        return split_model(parts.task.pretrained(parts.mesh, parts.rules), parts.task.trained)
+        return split_model(parts.task.pretrained(parts.mesh, parts.rules), parts.task.post.trained)
 
 
-def _laid_out(frozen: nnx.State, programs: Programs) -> Any:
+def _laid_out(frozen: nnx.State, programs: Programs) -> object:
     """Arrays where they shall lie; those that lie there already are not copied."""
     return jax.tree.map(
         lambda x, spec: jax.device_put(x, spec.sharding),

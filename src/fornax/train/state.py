@@ -67,11 +67,11 @@ class ModelParts:
     other: nnx.State
     rngs: nnx.State
 
-    def holding(self, frozen: Any) -> "ModelParts":
+    def holding(self, frozen: object) -> "ModelParts":
         """The same with the arrays of the frozen parameters."""
         return replace(self, frozen=frozen)
 
-    def merge(self, params: Any, other: Any, key: jax.Array) -> Any:
+    def merge(self, params: object, other: object, key: jax.Array) -> Any:
         """The model with these arrays, its random streams started from `key`."""
         return nnx.merge(self.graphdef, params, self.frozen, other, self._streams(key))
 
@@ -80,7 +80,7 @@ class ModelParts:
         """The untrained arrays of a merged model, as nested dicts."""
         return nnx.to_pure_dict(split_model(model).other)
 
-    def _streams(self, key: jax.Array) -> Any:
+    def _streams(self, key: jax.Array) -> object:
         leaves, tree = jax.tree.flatten(nnx.to_pure_dict(self.rngs))
         fresh = []
         for number, leaf in enumerate(leaves):
@@ -155,7 +155,7 @@ def abstract_state(
     return _with_shardings(shapes, shardings)
 
 
-def _with_shardings(shapes: Any, shardings: Any) -> Any:
+def _with_shardings(shapes: object, shardings: object) -> Any:
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,

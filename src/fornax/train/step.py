@@ -76,7 +76,7 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
     `skipped` (0 or 1), and the means and maxima of the task's own.
     """
 
-    def step(state: TrainState, batch: Batch, frozen: Any = None) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, frozen: object = None) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         held = replace(parts, model=parts.model.holding(frozen or {}))
         with use_mesh(parts.mesh, parts.rules):
@@ -109,12 +109,12 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
     return step
 
 
-def _means(sums: Any, scale: jax.Array) -> Any:
+def _means(sums: object, scale: jax.Array) -> Any:
     return jax.tree.map(lambda g: g * scale, sums)
 
 
 def _update(
-    parts: StepParts, state: TrainState, sums: Any, scale: jax.Array, accept: jax.Array
+    parts: StepParts, state: TrainState, sums: object, scale: jax.Array, accept: jax.Array
 ) -> tuple[Any, Any]:
     """New parameters and optimizer state, or the old ones.
 
@@ -131,20 +131,20 @@ def _update(
 
 
 def sum_gradients(
-    parts: StepParts, params: Any, other: Any, batch: Batch, key: jax.Array
+    parts: StepParts, params: object, other: object, batch: Batch, key: jax.Array
 ) -> tuple[Loss, Any, Any]:
     """The loss sums of a whole batch, the model's untrained arrays after it, and the gradients of
     the sum (float32, not divided by the weight)."""
 
     def of_micro_batch(
-        params: Any, other: Any, batch: Batch, key: jax.Array
+        params: object, other: object, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[Loss, Any]]:
         model_key, loss_key = jax.random.split(key)
         model = parts.model.merge(params, other, model_key)
         loss = parts.task.loss(model, {**batch, **measured}, loss_key)
         return loss.total, (loss, parts.model.other_of(model))
 
-    def gradients(other: Any, batch: Batch, key: jax.Array) -> tuple[Loss, Any, Any]:
+    def gradients(other: object, batch: Batch, key: jax.Array) -> tuple[Loss, Any, Any]:
         grad = jax.grad(of_micro_batch, has_aux=True)
         grads, (loss, other) = grad(params, other, batch, key)
         return loss, other, _lay_out(parts, grads)
@@ -153,7 +153,7 @@ def sum_gradients(
     if parts.accumulate == 1:
         return gradients(other, batch, jax.random.fold_in(key, 0))
 
-    def add(carry: tuple[Loss, Any, Any], item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+    def add(carry: tuple[Loss, object, object], item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         number, micro = item
         loss, other, grads = carry
         more_loss, other, more = gradients(other, micro, jax.random.fold_in(key, number))
@@ -177,10 +177,10 @@ def _both(one: Loss, other: Loss) -> Loss:
 
 
 def _measured(
-    parts: StepParts, params: Any, other: Any, batch: Batch, accumulate: int
+    parts: StepParts, params: object, other: object, batch: Batch, accumulate: int
 ) -> dict[str, jax.Array]:
     """The means over the whole batch that the task measures before its loss."""
-    measure = parts.task.measure
+    measure = parts.task.post.measure
     if measure is None:
         return {}
 
@@ -200,7 +200,7 @@ def _measured(
     }
 
 
-def _lay_out(parts: StepParts, grads: Any) -> Any:
+def _lay_out(parts: StepParts, grads: object) -> Any:
     """Gradients in float32, each laid out as its parameter, so that they are reduced once."""
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     if parts.mesh.size == 1:
@@ -208,7 +208,7 @@ def _lay_out(parts: StepParts, grads: Any) -> Any:
     return jax.lax.with_sharding_constraint(grads, parts.param_shardings)
 
 
-def _keep_apart(parts: StepParts, grads: Any) -> Any:
+def _keep_apart(parts: StepParts, grads: object) -> Any:
     """Gradients whose reduction over devices XLA does not merge with what is done to them next.
 
     libtpu 0.0.42 moves reductions out of the loop over micro-batches, and stops with an internal
@@ -236,7 +236,7 @@ def make_eval_step(parts: StepParts) -> Callable[..., Loss]:
     It evaluates the optimizer's averaged parameters where it keeps an average.
     """
 
-    def evaluate(state: TrainState, batch: Batch, frozen: Any = None) -> Loss:
+    def evaluate(state: TrainState, batch: Batch, frozen: object = None) -> Loss:
         key = jax.random.key(0)
         with use_mesh(parts.mesh, parts.rules):
             params = parts.optim.eval_params(state.params, state.optimizer)

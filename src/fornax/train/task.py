@@ -1,19 +1,32 @@
-"""What the trainer asks of a task: a model, a loss of weighted sums, batches. It owns no loop."""
+"""What the trainer asks of a task: a model, a loss of weighted sums, batches. It owns no loop.
+
+`Task` is the core; `PostTraining` is what tuning a model that exists adds to it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
-__all__ = ["Batch", "Batches", "Hosts", "Loss", "Task"]
+from fornax.data import Hosts
+from fornax.mesh import Rules
+
+__all__ = ["Batch", "Batches", "Hosts", "Loss", "Means", "PostTraining", "Task"]
+
+ModelT = TypeVar("ModelT", bound=nnx.Module)
 
 Batch = Mapping[str, Any]
 """Arrays whose first dimension is rows. Another is length: the one as long as the last of `tokens`,
 or, in a batch without `tokens`, the second of exactly two."""
+
+
+Means = dict[str, tuple[jax.Array, jax.Array]]
+"""Name to (float32 sum, float32 weight): what is divided once all sums are added up."""
 
 
 @jax.tree_util.register_dataclass
@@ -29,18 +42,10 @@ class Loss:
     """float32 scalar: the sum of weighted losses; what is differentiated."""
     weight: jax.Array
     """float32 scalar: the sum of weights (in pretraining: how many tokens are predicted)."""
-    metrics: dict[str, tuple[jax.Array, jax.Array]]
-    """Further means to report: name to (float32 sum, float32 weight)."""
+    metrics: Means
+    """Further means to report."""
     maxima: dict[str, jax.Array] = field(default_factory=dict)
     """Further numbers to report (float32), of which the largest over all micro-batches counts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hosts:
-    """Which part of each batch this process reads: rows `index` of `count` equal blocks."""
-
-    index: int = 0
-    count: int = 1
 
 
 class Batches(Protocol):
@@ -51,11 +56,13 @@ class Batches(Protocol):
         ...
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """The next rows: arrays of `[batch_size / hosts.count, ...]`."""
+        """The next rows: arrays `[hosts.size(batch_size), ...]`, those that `hosts.rows` names and
+        then rows of padding, whose weight is 0."""
         ...
 
     def state(self) -> dict[int, dict]:
-        """The position, JSON-able, a part per virtual shard this host reads."""
+        """The position, JSON-able, a part per virtual shard this host reads. Hosts that read the
+        same shard give the same part."""
         ...
 
     def restore(self, state: dict[int, dict], *, allow_changes: bool = False) -> None:
@@ -69,35 +76,17 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """A training task, as a record of functions; `dataclasses.replace` changes one of them."""
+class PostTraining(Generic[ModelT]):
+    """What a task of post-training asks of the trainer beyond the core."""
 
-    build: Callable[[nnx.Rngs], nnx.Module]
-    """A model with fresh weights. Every parameter names its logical axes: `nnx.Param(value,
-    axes=("embed", "mlp"))`."""
-    loss: Callable[[Any, Batch, jax.Array], Loss]
-    """(model, batch, random key) to the loss of the batch. Traced by `jax.jit`, over the global
-    batch or a micro-batch of it."""
-    batches: Callable[[str, Hosts], Batches]
-    """(split, hosts) to a stream; splits are `train` and `eval`."""
-    measure: Callable[[Any, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None = None
+    trained: Filter = nnx.Param
+    """Which parameters are trained. Every other `nnx.Param` is frozen: it has no gradient and no
+    optimizer state, a step neither copies nor replaces it, and no checkpoint holds it. A resumed
+    run gets it where it first came from, `pretrained` or `build`."""
+    measure: Callable[[ModelT, Batch], Means] | None = None
     """(model, batch) to sums and weights by name, for a loss that depends on means over the whole
     batch: they are added up over its micro-batches first, without gradient or randomness, and the
     loss of each micro-batch finds the means in its batch, as scalars `measured/NAME`."""
-    evaluate: Callable[[Any, Batch], Loss] | None = None
-    """(model, batch) to sums that add up over the evaluation; None: `loss` without randomness."""
-    summarise: Callable[[dict[str, float]], dict[str, float]] = dict
-    """Evaluation means (`loss` and the metrics) to what is reported, e.g. with perplexity."""
-    pretrained: Callable[[jax.sharding.Mesh, Any], nnx.Module] | None = None
-    """(mesh, rules) to a model with weights to start from, instead of `build`'s."""
-    trained: Any = nnx.Param
-    """An NNX filter: which parameters are trained. Every other `nnx.Param` is frozen: it has no
-    gradient and no optimizer state, a step neither copies nor replaces it, and no checkpoint holds
-    it. A run that goes on gets it where it first came from, `pretrained` or `build`."""
-    optimizer: Callable[..., optax.GradientTransformation] | None = None
-    """A factory that takes `optim.optimizer`'s place, called with the schedule as `learning_rate`
-    (and with `mask` and `views` where it names them: `fornax.optim.user`). The state of what it
-    makes lies beside the parameters that its paths or shapes match."""
     follow: Callable[[int, Callable[[], nnx.Module]], None] | None = None
     """(steps done, model), called before each batch is asked for: a stream that depends on the
     weights, such as one of samples from the model, takes them here. `model()` is the model after
@@ -108,8 +97,37 @@ class Task:
     """Steps of one pass over the training rows; None where a pass has no end, or none is known."""
     notes: tuple[str, ...] = ()
     """What there is to say of model and data before the first step, a line each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Generic[ModelT]):
+    """A training task, as a record of functions; `dataclasses.replace` changes one of them."""
+
+    build: Callable[[nnx.Rngs], ModelT]
+    """A model with fresh weights. Every parameter names its logical axes: `nnx.Param(value,
+    axes=("embed", "mlp"))`."""
+    loss: Callable[[ModelT, Batch, jax.Array], Loss]
+    """(model, batch, random key) to the loss of the batch. Traced by `jax.jit`, over the global
+    batch or a micro-batch of it."""
+    batches: Callable[[str, Hosts], Batches]
+    """(split, hosts) to a stream; splits are `train` and `eval`."""
+    evaluate: Callable[[ModelT, Batch], Loss] | None = None
+    """(model, batch) to sums that add up over the evaluation; None: `loss` without randomness."""
+    summarise: Callable[[dict[str, float]], dict[str, float]] = dict
+    """Evaluation means (`loss` and the metrics) to what is reported, e.g. with perplexity."""
+    pretrained: Callable[[jax.sharding.Mesh, Rules], ModelT] | None = None
+    """(mesh, rules) to a model with weights to start from, instead of `build`'s."""
+    optimizer: Callable[..., optax.GradientTransformation] | None = None
+    """A factory that takes `optim.optimizer`'s place, called with the schedule as `learning_rate`
+    (and with `mask` and `views` where it names them: `fornax.optim.user`). The state of what it
+    makes lies beside the parameters that its paths or shapes match."""
+    left_out: tuple[tuple[int, int], ...] = ()
+    """Numbers of batches, from 0, as ranges (start, stop), that the training stream passes over by
+    itself: a skip list counts them too."""
     unit: str = "tokens"
     """What `Loss.weight` counts: the name of the throughput."""
     flops_per_unit: float | None = None
     """Floating-point operations of a training step for each unit; None: utilisation is not
     reported."""
+    post: PostTraining[ModelT] = field(default_factory=PostTraining)
+    """What post-training adds: frozen parameters, streams that depend on the weights."""

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from fornax import adapters, optim
 from fornax.checkpoint import CheckpointConfig, Checkpointer
@@ -28,7 +29,7 @@ from fornax.models import (
 )
 from fornax.models.load import read_config
 from fornax.train.config import TrainConfig
-from fornax.train.record import RunRecord, read_record
+from fornax.train.record import RunRecord, read_run_record
 from fornax.train.run_dir import RunDirectory
 from fornax.train.state import ModelParts, split_model
 
@@ -76,7 +77,7 @@ def run_record(path: str | Path, step: int | None = None) -> RunRecord:
     Raises:
       CheckpointError: when there is no such checkpoint, or it does not say.
     """
-    return read_record(Checkpointer(RunDirectory(path).checkpoints), step)
+    return read_run_record(Checkpointer(RunDirectory(path).checkpoints), step)
 
 
 def model_config(path: str | Path) -> DecoderConfig:
@@ -149,8 +150,8 @@ def load_run(
     path: str | Path,
     *,
     step: int | None = None,
-    dtype: Any = None,
-    compute_dtype: Any = None,
+    dtype: DTypeLike | None = None,
+    compute_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
     merge: bool = True,
@@ -172,18 +173,17 @@ def load_run(
       ConfigError: when the model that tuning began at is not where it was.
     """
     checkpointer = Checkpointer(RunDirectory(path).checkpoints, CheckpointConfig())
-    record = read_record(checkpointer, step)
+    record = read_run_record(checkpointer, step)
     record = dataclasses.replace(record, model=_model_of(path, record))
-    dtypes = {
-        "dtype": record.dtypes.param_dtype if dtype is None else dtype,
-        "compute_dtype": compute_dtype,
-    }
+    dtype = record.dtypes.param_dtype if dtype is None else dtype
     if record.lora is None:
         trained: Any = nnx.Param
-        model = abstract_decoder(_model_of(path, record), **dtypes)
+        model = abstract_decoder(_model_of(path, record), dtype=dtype, compute_dtype=compute_dtype)
     else:
         trained = adapters.LoRAParam
-        model = load_decoder(_base(path, record), mesh=mesh, rules=rules, **dtypes)
+        model = load_decoder(
+            _base(path, record), mesh=mesh, rules=rules, dtype=dtype, compute_dtype=compute_dtype
+        )
         quantize = record.lora.quantize if merge else None
         lora = dataclasses.replace(record.lora, quantize=quantize)
         adapters.attach(model, lora, rngs=nnx.Rngs(0))
@@ -199,7 +199,11 @@ def load_run(
 
 
 def _restore(
-    checkpointer: Checkpointer, record: RunRecord, parts: ModelParts, where: Any, step: int | None
+    checkpointer: Checkpointer,
+    record: RunRecord,
+    parts: ModelParts,
+    where: object,
+    step: int | None,
 ) -> tuple[Any, int]:
     """The trained arrays of a checkpoint, and its step.
 

@@ -5,7 +5,7 @@ functions of arrays. What needs JAX is imported when it is first asked for.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fornax.tune.config import SFTConfig, TuneConfig
@@ -38,7 +38,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"fornax.tune.{_HOMES[name]}"), name)

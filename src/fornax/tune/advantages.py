@@ -1,19 +1,18 @@
 """What each completion or token was worth: advantages, penalties, and the weights of tokens.
 
-Every function takes numpy arrays or jax arrays and returns the same kind.
+NumPy on the host: rewards arrive there, and completions have lengths that a compiler would see anew
+in every round.
 
 Legend: N prompts, G completions of a prompt (a group), B rows, T tokens of a row.
 """
 
-from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from fornax.config.errors import ConfigError
 
 __all__ = [
-    "TokenWeights",
     "aggregation_weights",
     "gae",
     "group_relative",
@@ -23,9 +22,6 @@ __all__ = [
     "whiten",
 ]
 
-Array = Any
-"""A numpy or a jax array."""
-
 
 class TokenWeights(NamedTuple):
     """How a batch's loss is put together: sum(token weight * loss) / sum(normaliser).
@@ -33,18 +29,18 @@ class TokenWeights(NamedTuple):
     Both sums add up over micro-batches, so accumulation is exact.
     """
 
-    token_N: Array
+    token_N: np.ndarray
     """The weight of each token of sequence n."""
-    normaliser_N: Array
+    normaliser_N: np.ndarray
     """What sequence n adds to the denominator."""
 
 
 def group_relative(
-    rewards_NG: Array,
+    rewards_NG: np.ndarray,
     *,
     scale: Literal["group", "batch", "none"] = "group",
     eps: float = 1e-4,
-) -> Array:
+) -> np.ndarray:
     """GRPO's advantages (Shao et al. 2024, section 4.1.2): rewards against their group's mean.
 
     A = (r - mean of the group) / (s + eps), s the standard deviation (n - 1 in its denominator) of
@@ -68,21 +64,20 @@ def group_relative(
         array([[ 0.5, -0.5]])
     """
     _check_groups("group_relative", rewards_NG)
-    xp = _namespace(rewards_NG)
-    known_NG = ~xp.isnan(rewards_NG)
-    centred_NG = rewards_NG - _mean(xp, rewards_NG, known_NG, axis=1)
+    known_NG = ~np.isnan(rewards_NG)
+    centred_NG = rewards_NG - _mean(rewards_NG, known_NG, axis=1)
     if scale == "none":
-        return xp.where(known_NG, centred_NG, 0)
+        return np.where(known_NG, centred_NG, 0)
     if scale == "group":
-        deviation = _deviation(xp, rewards_NG, known_NG, axis=1)
+        deviation = _deviation(rewards_NG, known_NG, axis=1)
     elif scale == "batch":
-        deviation = _deviation(xp, rewards_NG, known_NG, axis=None)
+        deviation = _deviation(rewards_NG, known_NG, axis=None)
     else:
         raise ConfigError(f"scale={scale!r} is unknown; use one of: group, batch, none")
-    return xp.where(known_NG, centred_NG / (deviation + eps), 0)
+    return np.where(known_NG, centred_NG / (deviation + eps), 0)
 
 
-def leave_one_out(rewards_NG: Array) -> Array:
+def leave_one_out(rewards_NG: np.ndarray) -> np.ndarray:
     """RLOO's advantages (Ahmadian et al. 2024): each reward less the mean of the OTHERS' rewards.
 
     A_i = r_i - mean of r_j over j != i = G / (G - 1) (r_i - mean r). The baseline does not depend
@@ -102,17 +97,16 @@ def leave_one_out(rewards_NG: Array) -> Array:
         array([[ 3. , -1.5, -1.5]])
     """
     _check_groups("leave_one_out", rewards_NG)
-    xp = _namespace(rewards_NG)
-    known_NG = ~xp.isnan(rewards_NG)
-    count_N1 = xp.sum(known_NG, axis=1, keepdims=True)
-    total_N1 = xp.sum(xp.where(known_NG, rewards_NG, 0), axis=1, keepdims=True)
-    others_NG = (total_N1 - rewards_NG) / xp.maximum(count_N1 - 1, 1)
-    return xp.where(known_NG & (count_N1 > 1), rewards_NG - others_NG, 0)
+    known_NG = ~np.isnan(rewards_NG)
+    count_N1 = np.sum(known_NG, axis=1, keepdims=True)
+    total_N1 = np.sum(np.where(known_NG, rewards_NG, 0), axis=1, keepdims=True)
+    others_NG = (total_N1 - rewards_NG) / np.maximum(count_N1 - 1, 1)
+    return np.where(known_NG & (count_N1 > 1), rewards_NG - others_NG, 0)
 
 
 def reinforce_plus_plus(
-    rewards_NG: Array, *, baseline: Literal["none", "group"] = "none", eps: float = 1e-8
-) -> Array:
+    rewards_NG: np.ndarray, *, baseline: Literal["none", "group"] = "none", eps: float = 1e-8
+) -> np.ndarray:
     """REINFORCE++ (Hu et al. 2025): rewards whitened over the whole batch, not within groups.
 
     A = (b - mean of all b) / (standard deviation of all b + eps), b = r, or r less its group's mean
@@ -130,17 +124,18 @@ def reinforce_plus_plus(
     Raises:
         ConfigError: an unknown `baseline`, or `group` with groups of one.
     """
-    xp = _namespace(rewards_NG)
-    known_NG = ~xp.isnan(rewards_NG)
+    known_NG = ~np.isnan(rewards_NG)
     if baseline == "group":
         _check_groups("reinforce_plus_plus", rewards_NG)
-        rewards_NG = rewards_NG - _mean(xp, rewards_NG, known_NG, axis=1)
+        rewards_NG = rewards_NG - _mean(rewards_NG, known_NG, axis=1)
     elif baseline != "none":
         raise ConfigError(f"baseline={baseline!r} is unknown; use one of: none, group")
-    return whiten(xp.where(known_NG, rewards_NG, 0), known_NG, eps=eps)
+    return whiten(np.where(known_NG, rewards_NG, 0), known_NG, eps=eps)
 
 
-def whiten(x: Array, mask: Array | None = None, *, shift: bool = True, eps: float = 1e-8) -> Array:
+def whiten(
+    x: np.ndarray, mask: np.ndarray | None = None, *, shift: bool = True, eps: float = 1e-8
+) -> np.ndarray:
     """Bring values to mean 0 and standard deviation 1 over all that the mask keeps.
 
     Args:
@@ -152,29 +147,26 @@ def whiten(x: Array, mask: Array | None = None, *, shift: bool = True, eps: floa
     Returns:
         The values, in their shape.
     """
-    xp = _namespace(x)
-    counted = xp.ones(x.shape, bool) if mask is None else mask != 0
-    mean = _mean(xp, x, counted, axis=None)
-    white = (x - mean) / (_deviation(xp, x, counted, axis=None) + eps)
-    return xp.where(counted, white if shift else white + mean, 0)
+    counted = np.ones(x.shape, bool) if mask is None else mask != 0
+    mean = _mean(x, counted, axis=None)
+    white = (x - mean) / (_deviation(x, counted, axis=None) + eps)
+    return np.where(counted, white if shift else white + mean, 0)
 
 
 def gae(
-    rewards_BT: Array,
-    values_BT: Array,
-    mask_BT: Array,
+    rewards_BT: np.ndarray,
+    values_BT: np.ndarray,
+    mask_BT: np.ndarray,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
-    segment_ids_BT: Array | None = None,
-    last_values_B: Array | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Generalised advantage estimation (Schulman et al. 2015, equation 16), over written tokens.
 
     delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lam A_next, where next is the next
     token of the same sequence that the mask keeps: tokens of tools in between are stepped over, and
     a reward given on one of them counts for the written token before it. After the last one V and A
-    are 0, or V is `last_values_B`.
+    are 0.
 
     Args:
         rewards_BT: reward given at each token; usually 0 but for the last.
@@ -182,15 +174,12 @@ def gae(
         mask_BT: not 0 for the tokens that the model wrote.
         gamma: discount, 0 to 1. Between tokens 1 is usual.
         lam: lambda, 0 (one step, least variance) to 1 (whole returns, no bias).
-        segment_ids_BT: the sequences inside packed rows; None: a row is a sequence.
-        last_values_B: value after the last token of each row, for rows cut off before their end;
-            not together with segments.
 
     Returns:
         advantages [B, T] and returns = advantages + values [B, T]; 0 outside the mask.
 
     Raises:
-        ConfigError: `gamma` or `lam` out of its range, or both of the last two arguments.
+        ConfigError: `gamma` or `lam` out of its range.
 
     Example:
         >>> one = np.ones((1, 2))
@@ -199,43 +188,25 @@ def gae(
     """
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ConfigError(f"gamma={gamma} and lam={lam} must be between 0 and 1; 1 and 0.95 work")
-    if segment_ids_BT is not None and last_values_B is not None:
-        raise ConfigError(
-            "gae: last_values_B says where rows end and segment_ids_BT where sequences inside rows "
-            "do; give one of them"
-        )
-    xp = _namespace(rewards_BT, values_BT, mask_BT)
-    shape = rewards_BT.shape
-    values_BT = xp.asarray(values_BT, dtype=xp.result_type(values_BT, np.float32))
-    segments_BT = xp.zeros(shape, np.int32) if segment_ids_BT is None else segment_ids_BT
-    last_B = xp.zeros(shape[0], values_BT.dtype) if last_values_B is None else last_values_B
-    later_BT = xp.concatenate([segments_BT[:, 1:], segments_BT[:, -1:]], axis=1)
-    columns = (rewards_BT.T, values_BT.T, (mask_BT != 0).T, (segments_BT == later_BT).T)
-
-    def step(carry: tuple[Array, ...], column: tuple[Array, ...]) -> tuple[Any, Array]:
-        value_B, advantage_B, owed_B = carry  # of the next written token; rewards since then
-        reward_B, own_value_B, own_B, goes_on_B = column
-        value_B, advantage_B, owed_B = (
-            xp.where(goes_on_B, kept, 0) for kept in (value_B, advantage_B, owed_B)
-        )
-        owed_B = owed_B + reward_B
-        delta_B = owed_B + gamma * value_B - own_value_B
-        found_B = delta_B + gamma * lam * advantage_B
-        carry = (
-            xp.where(own_B, own_value_B, value_B),
-            xp.where(own_B, found_B, advantage_B),
-            xp.where(own_B, 0, owed_B),
-        )
-        return carry, xp.where(own_B, found_B, 0)
-
-    zeros_B = xp.zeros(shape[0], values_BT.dtype)
-    advantages_BT = _backwards(xp, step, (xp.asarray(last_B), zeros_B, zeros_B), columns).T
-    return advantages_BT, xp.where(mask_BT != 0, advantages_BT + values_BT, 0)
+    values_BT = np.asarray(values_BT, dtype=np.result_type(values_BT, np.float32))
+    written_BT = mask_BT != 0
+    advantages_BT = np.zeros(values_BT.shape, np.result_type(values_BT, rewards_BT))
+    # Of the next written token; `owed` is the reward since then.
+    value_B, advantage_B, owed_B = np.zeros((3, len(values_BT)), values_BT.dtype)
+    for place in reversed(range(values_BT.shape[1])):
+        own_B, own_value_B = written_BT[:, place], values_BT[:, place]
+        owed_B = owed_B + rewards_BT[:, place]
+        found_B = owed_B + gamma * value_B - own_value_B + gamma * lam * advantage_B
+        value_B = np.where(own_B, own_value_B, value_B)
+        advantage_B = np.where(own_B, found_B, advantage_B)
+        owed_B = np.where(own_B, 0, owed_B)
+        advantages_BT[:, place] = np.where(own_B, found_B, 0)
+    return advantages_BT, np.where(written_BT, advantages_BT + values_BT, 0)
 
 
 def overlong_penalty(
-    lengths: Array, *, max_length: int, buffer: int, penalty: float = 1.0
-) -> Array:
+    lengths: np.ndarray, *, max_length: int, buffer: int, penalty: float = 1.0
+) -> np.ndarray:
     """DAPO's soft overlong punishment (Yu et al. 2025): nothing, then a slope, then all of it.
 
     0 up to max_length - buffer tokens, -penalty beyond max_length, linear in between.
@@ -262,12 +233,11 @@ def overlong_penalty(
         )
     if penalty < 0:
         raise ConfigError(f"overlong_penalty: penalty={penalty} must be 0 or more")
-    xp = _namespace(lengths)
-    return -penalty * xp.clip((lengths - (max_length - buffer)) / buffer, 0, 1)
+    return -penalty * np.clip((lengths - (max_length - buffer)) / buffer, 0, 1)
 
 
 def aggregation_weights(
-    lengths_N: Array,
+    lengths_N: np.ndarray,
     *,
     mode: Literal["sequence_mean", "token_mean", "constant"] = "token_mean",
     max_length: int | None = None,
@@ -294,10 +264,9 @@ def aggregation_weights(
         >>> aggregation_weights(np.array([2, 4]), mode="sequence_mean").token_N
         array([0.5 , 0.25])
     """
-    xp = _namespace(lengths_N)
-    ones_N = xp.ones(lengths_N.shape)
+    ones_N = np.ones(lengths_N.shape)
     if mode == "sequence_mean":
-        return TokenWeights(1 / xp.maximum(lengths_N, 1), ones_N)
+        return TokenWeights(1 / np.maximum(lengths_N, 1), ones_N)
     if mode == "token_mean":
         return TokenWeights(ones_N, lengths_N * ones_N)
     if mode != "constant":
@@ -311,15 +280,7 @@ def aggregation_weights(
     return TokenWeights(ones_N / max_length, ones_N)
 
 
-def _namespace(*arrays: Array) -> ModuleType:
-    if all(isinstance(array, (np.ndarray, np.generic)) for array in arrays):
-        return np
-    import jax.numpy as jnp  # numpy users need not wait for jax
-
-    return jnp
-
-
-def _check_groups(name: str, rewards_NG: Array) -> None:
+def _check_groups(name: str, rewards_NG: np.ndarray) -> None:
     if rewards_NG.ndim != 2 or rewards_NG.shape[1] < 2:
         raise ConfigError(
             f"{name}: rewards have the shape {rewards_NG.shape}; they must be [prompts, "
@@ -327,25 +288,12 @@ def _check_groups(name: str, rewards_NG: Array) -> None:
         )
 
 
-def _mean(xp: ModuleType, x: Array, counted: Array, axis: int | None) -> Array:
-    total = xp.sum(xp.where(counted, x, 0), axis=axis, keepdims=True)
-    return total / xp.maximum(xp.sum(counted, axis=axis, keepdims=True), 1)
+def _mean(x: np.ndarray, counted: np.ndarray, axis: int | None) -> np.ndarray:
+    total = np.sum(np.where(counted, x, 0), axis=axis, keepdims=True)
+    return total / np.maximum(np.sum(counted, axis=axis, keepdims=True), 1)
 
 
-def _deviation(xp: ModuleType, x: Array, counted: Array, axis: int | None) -> Array:
-    centred = xp.where(counted, x - _mean(xp, x, counted, axis), 0)
-    count = xp.sum(counted, axis=axis, keepdims=True)
-    return xp.sqrt(xp.sum(centred**2, axis=axis, keepdims=True) / xp.maximum(count - 1, 1))
-
-
-def _backwards(xp: ModuleType, step: Any, carry: Any, columns: tuple[Array, ...]) -> Array:
-    """Run `step` over the columns from last to first and stack what it yields in their order."""
-    if xp is not np:
-        import jax
-
-        return jax.lax.scan(step, carry, columns, reverse=True)[1]
-    found = []
-    for column in zip(*(array[::-1] for array in columns), strict=True):
-        carry, value = step(carry, column)
-        found.append(value)
-    return np.stack(found[::-1])
+def _deviation(x: np.ndarray, counted: np.ndarray, axis: int | None) -> np.ndarray:
+    centred = np.where(counted, x - _mean(x, counted, axis), 0)
+    count = np.sum(counted, axis=axis, keepdims=True)
+    return np.sqrt(np.sum(centred**2, axis=axis, keepdims=True) / np.maximum(count - 1, 1))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fornax.train import Task
     from fornax.tune.config import TuneConfig
 
 __all__ = ["METHODS", "Method", "method_of"]
@@ -33,7 +34,7 @@ class Method:
         """The config's class."""
         return _find(self.config)
 
-    def make(self) -> Callable[..., Any]:
+    def make(self) -> "Callable[..., Task]":
         """The function that makes the task."""
         return _find(self.task)
 
@@ -58,42 +59,42 @@ METHODS: Mapping[str, Method] = _table(
     Method(
         name="dpo",
         summary="Prefer the better of two answers: DPO, IPO, SimPO, ORPO, CPO",
-        config="fornax.tune.configs.preference:PreferenceConfig",
+        config="fornax.tune.config:PreferenceConfig",
         task="fornax.tune.tasks.preference:make",
         example="dpo --model DIR --data pairs.jsonl --out runs/dpo",
     ),
     Method(
         name="kto",
         summary="Prefer answers labelled good to answers labelled bad",
-        config="fornax.tune.configs.preference:KTOConfig",
+        config="fornax.tune.config:KTOConfig",
         task="fornax.tune.tasks.kto:make",
         example="kto --model DIR --data labelled.jsonl --lora.rank 16 --out runs/kto",
     ),
     Method(
         name="reward",
         summary="A reward model: score the better of two answers higher",
-        config="fornax.tune.configs.reward_model:RewardModelConfig",
+        config="fornax.tune.config:RewardModelConfig",
         task="fornax.tune.tasks.reward_model:make",
         example="reward --model DIR --data pairs.jsonl --out runs/reward",
     ),
     Method(
         name="grpo",
         summary="Reinforce sampled answers by rewards within groups: GRPO and its kin",
-        config="fornax.tune.rl.config:GRPOConfig",
+        config="fornax.tune.config:GRPOConfig",
         task="fornax.tune.tasks.grpo:make",
         example="grpo --model DIR --data prompts.jsonl --reward file.py:score --out runs/grpo",
     ),
     Method(
         name="ppo",
         summary="Reinforce sampled answers with a learned value function",
-        config="fornax.tune.rl.config:PPOConfig",
+        config="fornax.tune.config:PPOConfig",
         task="fornax.tune.tasks.ppo:make",
         example="ppo --model DIR --data prompts.jsonl --reward file.py:score --out runs/ppo",
     ),
     Method(
         name="distill",
         summary="Match a teacher's next-token distributions",
-        config="fornax.tune.configs.distill:DistillConfig",
+        config="fornax.tune.config:DistillConfig",
         task="fornax.tune.tasks.distill:make",
         example="distill --teacher DIR --student DIR --data text.jsonl --out runs/distill",
         aliases={"student": "model"},
@@ -107,9 +108,8 @@ def method_of(config: "TuneConfig") -> Method:
     Raises:
       TypeError: when it is of none.
     """
-    cls = type(config)
-    name = f"{cls.__module__}:{cls.__qualname__}"
     for method in METHODS.values():
-        if method.config == name:
+        if method.config_class() is type(config):
             return method
+    name = type(config).__qualname__
     raise TypeError(f"{name} is the config of no method; those are {', '.join(METHODS)}")

@@ -1,14 +1,15 @@
 """Where tuning starts: the model's config and tokenizer, and the model with its adapters."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh
 
 from fornax import adapters
@@ -22,7 +23,7 @@ from fornax.optim import AdamW
 from fornax.train import is_run, load_decoder, model_config, tokenizer_folder
 from fornax.tune.config import TuneConfig
 
-__all__ = ["Origin", "Policy", "policy", "read_origin"]
+__all__ = ["Origin", "Policy", "fit_to_model", "policy", "read_origin"]
 
 _HIGHEST_OF_ALL = 5e-5
 _LOWEST_OF_ADAPTERS = 5e-6
@@ -45,8 +46,6 @@ class Origin:
     """The chat template; None where the model has none."""
     eos_ids: tuple[int, ...]
     """Tokens that end a completion; the first is the tokenizer's own, where it has one."""
-    pad_id: int
-    """What fills rows: the tokenizer's padding, else an end token. No loss ever counts it."""
 
 
 def read_origin(config: TuneConfig) -> Origin:
@@ -70,8 +69,6 @@ def read_origin(config: TuneConfig) -> Origin:
             f"{model.vocab_size}; give the model its own tokenizer"
         )
     tokenizer.backend.encode_special_tokens = False
-    eos_ids = _eos_ids(model, tokenizer, path)
-    pads = [tokenizer.pad_id, *eos_ids, 0]
     return Origin(
         path=path,
         name=pinned(config.model, path),
@@ -79,16 +76,22 @@ def read_origin(config: TuneConfig) -> Origin:
         tokenizer=tokenizer,
         tokenizer_path=folder,
         template=_template(config, folder, path, tokenizer),
-        eos_ids=eos_ids,
-        pad_id=next(x for x in pads if x is not None),
+        eos_ids=_eos_ids(model, tokenizer, path),
     )
+
+
+def fit_to_model(config: TuneConfig, origin: Origin) -> TuneConfig:
+    """The config with what follows from the model: its path, or its commit on the Hub, so that the
+    run is found to belong to it from any folder, and `max_length`, no larger than its positions."""
+    length = min(config.max_length, origin.model_config.max_position_embeddings)
+    return dataclasses.replace(config, model=origin.name, max_length=length)
 
 
 def _eos_ids(model: DecoderConfig, tokenizer: Tokenizer, path: Path) -> tuple[int, ...]:
     """The tokenizer's, the model's and those of generation_config.json, each once."""
     own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     file = path / "generation_config.json"
-    more: Any = None
+    more: object = None
     if file.is_file():
         try:
             more = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
@@ -120,11 +123,11 @@ def _template(
 class Policy:
     """The model to be trained: what a `train.Task` needs of it."""
 
-    build: Callable[[nnx.Rngs], Any]
+    build: Callable[[nnx.Rngs], Decoder]
     """A decoder with fresh weights, adapters attached."""
-    pretrained: Callable[[Mesh, Rules], Any]
+    pretrained: Callable[[Mesh, Rules], Decoder]
     """The decoder with its weights, laid on the mesh, adapters attached."""
-    trained: Any
+    trained: Filter
     """NNX filter of what is trained."""
     adapted: tuple[str, ...]
     """Paths of the modules with adapters; empty where all is trained."""
@@ -183,7 +186,7 @@ def policy(config: TuneConfig, origin: Origin) -> Policy:
 
 
 def _caution(config: TuneConfig) -> str:
-    """What to say where the learning rate is that of adapters and all is trained, or vice versa.
+    """A warning where the learning rate is one for adapters and all is trained, or vice versa.
 
     One default cannot fit both. Only AdamW's rates are known well enough to say so.
     """
@@ -203,5 +206,5 @@ def _caution(config: TuneConfig) -> str:
     return ""
 
 
-def _count(state: Any) -> int:
+def _count(state: nnx.State) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))

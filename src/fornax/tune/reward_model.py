@@ -1,4 +1,4 @@
-"""A trained reward model: completions of prompts to scores, for evaluation and as a reward.
+"""A reward model: a decoder with a scalar head, which scores completions of prompts.
 
 Legend: N sequences, T tokens of a row, D model width, P pairs.
 """
@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -22,16 +22,95 @@ from fornax.checkpoint import Checkpointer
 from fornax.config import from_yaml
 from fornax.config.errors import ConfigError
 from fornax.mesh import DEFAULT_RULES, MeshConfig, Rules, make_mesh, use_mesh
-from fornax.models import save_pretrained
+from fornax.models import Decoder, Remat, save_pretrained
 from fornax.train.run_dir import RunDirectory
 from fornax.train.state import split_model
-from fornax.tune.configs.reward_model import RewardModelConfig
+from fornax.train.task import Batch
+from fornax.tune.config import RewardModelConfig
 from fornax.tune.data import Codec, Encoded, bucket, buckets_up_to, pad_rows
-from fornax.tune.policy import read_origin
-from fornax.tune.reward_head import scored, scores
+from fornax.tune.data.records import Messages
+from fornax.tune.policy import Origin, Policy, read_origin
+from fornax.tune.policy import policy as policy_of
 from fornax.tune.splits import codec_of
 
-__all__ = ["RewardModel", "load_reward_model", "save_sequence_classifier"]
+__all__ = ["RewardModel", "load_reward_model", "save_sequence_classifier", "scored", "scores"]
+
+
+_NAME = "reward_head"
+
+
+class HeadParam(nnx.Param):
+    """The parameter of a scalar head."""
+
+
+def scored(config: RewardModelConfig, origin: Origin) -> Policy:
+    """The model that `config` trains: a policy with a `reward_head` [D].
+
+    Raises:
+      ConfigError: when a pattern of `config.lora` matches no module.
+    """
+    policy = policy_of(config, origin)
+    width = origin.model_config.hidden_size
+
+    def with_head(decoder: Decoder, rngs: nnx.Rngs) -> Decoder:
+        # Scores of about unit size: the final norm's output has D entries of about that.
+        head = jax.random.normal(rngs.params(), (width,), jnp.float32) / (width + 1) ** 0.5
+        setattr(decoder, _NAME, HeadParam(head, axes=("embed",)))
+        return decoder
+
+    def build(rngs: nnx.Rngs) -> Decoder:
+        return with_head(policy.build(rngs), rngs)
+
+    def pretrained(mesh: Mesh, rules: Rules) -> Decoder:
+        return with_head(policy.pretrained(mesh, rules), nnx.Rngs(config.seed))
+
+    # A score reads no logits: the output projection would get no gradient.
+    body = nnx.All(policy.trained, nnx.Not(nnx.PathContains("lm_head")))
+    of_body = policy.trained_parameters
+    if config.lora is None and not origin.model_config.tie_embeddings:
+        of_body -= width * origin.model_config.vocab_size
+    if config.train_head_only:
+        body, of_body = nnx.Nothing(), 0
+    return dataclasses.replace(
+        policy,
+        build=build,
+        pretrained=pretrained,
+        trained=nnx.Any(body, HeadParam),
+        parameters=policy.parameters + width,
+        trained_parameters=width + of_body,
+    )
+
+
+def reward_head(model: Decoder) -> HeadParam:
+    """The scalar head of a model of `scored`, [D]."""
+    return getattr(model, _NAME)
+
+
+def scores(model: Decoder, batch: Batch, *, remat: str | Remat = "none") -> jax.Array:
+    """The score of each sequence, read at its last token that is no padding.
+
+    Args:
+      model: a decoder with a `reward_head` [D].
+      batch: tokens, positions, segment_ids int32 [..., T]; segment 0 is padding.
+      remat: what the backward pass computes again.
+
+    Returns:
+      float32 [...].
+    """
+    shape = batch["tokens"].shape[:-1]
+
+    def flat(name: str) -> jax.Array:
+        return batch[name].reshape(-1, batch[name].shape[-1])
+
+    segment_ids_NT = flat("segment_ids")
+    x_NTD = model.hidden(
+        flat("tokens"), flat("positions"), segment_ids_NT, consecutive=True, remat=remat
+    )
+    places_T = jnp.arange(segment_ids_NT.shape[-1])
+    last_N = jnp.max(jnp.where(segment_ids_NT > 0, places_T, 0), axis=-1)
+    x_ND = jnp.take_along_axis(x_NTD, last_N[:, None, None], axis=1)[:, 0]
+    head_D = reward_head(model).get_value().astype(jnp.float32)
+    return (x_ND.astype(jnp.float32) @ head_D).reshape(shape)
 
 
 @dataclass(kw_only=True)
@@ -39,11 +118,11 @@ class RewardModel:
     """A decoder with a scalar head, and what encodes for it.
 
     Example:
-      >>> judge = load_reward_model("runs/reward")
-      >>> judge.score(["2 + 2 ="], [" 4"])
+      >>> scorer = load_reward_model("runs/reward")
+      >>> scorer.score(["2 + 2 ="], [" 4"])
     """
 
-    model: Any
+    model: Decoder
     codec: Codec
     max_length: int
     mesh: Mesh
@@ -53,11 +132,12 @@ class RewardModel:
     """Sequences scored at once."""
 
     def __post_init__(self) -> None:
-        """Take the model apart; a program is compiled for each length of rows."""
         self._graphdef, self._state = nnx.split(self.model)
         self._run = jax.jit(self._compute)
 
-    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
+    def score(
+        self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages]
+    ) -> np.ndarray:
         """The score of each completion of its prompt, float32 [N]: higher is better.
 
         Args:
@@ -91,7 +171,7 @@ class RewardModel:
             found[batch] = values[: len(batch)]
         return found
 
-    def _compute(self, state: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+    def _compute(self, state: nnx.State, batch: Mapping[str, jax.Array]) -> jax.Array:
         with use_mesh(self.mesh, self.rules):
             return scores(nnx.merge(self._graphdef, state), batch)
 
@@ -103,14 +183,12 @@ def _blocks(order: list[int], size: int) -> Iterator[list[int]]:
 def load_reward_model(
     path: str | Path,
     *,
-    step: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> RewardModel:
-    """The reward model of a run of `fornax tune reward`.
+    """The reward model of a run of `fornax tune reward`, from its latest checkpoint.
 
     Args:
       path: the run directory.
-      step: which checkpoint; None takes the latest.
       devices: where it lies; None takes the first device.
 
     Raises:
@@ -122,7 +200,7 @@ def load_reward_model(
         raise ConfigError(
             f"{path} is no run directory with checkpoints; name one of `fornax tune reward`"
         )
-    text = checkpointer.read_config(step)
+    text = checkpointer.read_config()
     if "train_head_only:" not in text:
         raise ConfigError(f"{path} is no run of `fornax tune reward`: its model has no reward head")
     config = from_yaml(RewardModelConfig, text, source=f"the config saved in {path}")
@@ -131,13 +209,13 @@ def load_reward_model(
     chosen = jax.devices()[:1] if devices is None else devices
     mesh, rules = make_mesh(MeshConfig(), chosen), DEFAULT_RULES
     parts = split_model(policy.pretrained(mesh, rules), policy.trained)
-    wanted: dict[str, Any] = {"params": nnx.to_pure_dict(parts.params)}
+    wanted: dict[str, object] = {"params": nnx.to_pure_dict(parts.params)}
     chain = None
     if config.optim.ema is not None or config.optim.lookahead is not None:
         assert config.steps is not None
         chain = optim.build(config.optim, total_steps=config.steps, params=parts.params)
         wanted["optimizer"] = jax.eval_shape(chain.init, wanted["params"])
-    restored = checkpointer.restore(jax.tree.map(_abstract, wanted), step, partial=True)
+    restored = checkpointer.restore(jax.tree.map(_abstract, wanted), partial=True)
     params = restored.state["params"]
     if chain is not None:
         params = chain.eval_params(params, restored.state["optimizer"])
@@ -153,12 +231,12 @@ def load_reward_model(
     )
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def save_sequence_classifier(judge: RewardModel, path: str | Path) -> None:
+def save_sequence_classifier(scorer: RewardModel, path: str | Path) -> None:
     """Write a Hugging Face directory that transformers loads for sequence classification.
 
     Adapters are merged. Its one output is the score, `score.weight` [1, D].
@@ -168,12 +246,12 @@ def save_sequence_classifier(judge: RewardModel, path: str | Path) -> None:
       CheckpointError: when the directory exists or cannot be written.
     """
     target = Path(path)
-    decoder: Any = adapters.merged(judge.model)
-    head = np.asarray(decoder.reward_head.get_value(), np.float32)
-    del decoder.reward_head
+    decoder: Decoder = adapters.merged(scorer.model)
+    head = np.asarray(reward_head(decoder).get_value(), np.float32)
+    delattr(decoder, _NAME)
     decoder.lm_head = None  # the score takes its place
     decoder.config = dataclasses.replace(decoder.config, tie_embeddings=True)
-    save_pretrained(decoder, target, judge.tokenizer_path)
+    save_pretrained(decoder, target, scorer.tokenizer_path)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = [
         name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]
@@ -181,7 +259,7 @@ def save_sequence_classifier(judge: RewardModel, path: str | Path) -> None:
     config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if config.get("pad_token_id") is None:
         # It reads the last token that is not this one; an end token would be passed over.
-        config["pad_token_id"] = judge.codec.tokenizer.pad_id
+        config["pad_token_id"] = scorer.codec.tokenizer.pad_id
     _add_tensor(target, "score.weight", head[None].astype(decoder.embed.embedding[...].dtype))
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 

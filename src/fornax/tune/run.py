@@ -1,7 +1,5 @@
 """`tune`: one call from a config and a directory to a tuned model, resuming if it can."""
 
-import dataclasses
-import math
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,9 +14,10 @@ from fornax.train import RunDirectory, Task, TrainResult, train
 from fornax.train.progress import Progression, ProgressName, Quiet, choose
 from fornax.tune.config import TuneConfig
 from fornax.tune.methods import method_of
-from fornax.tune.policy import Origin, read_origin
+from fornax.tune.policy import Origin, fit_to_model, read_origin
+from fornax.tune.splits import with_steps
 
-__all__ = ["resolve", "settle", "tune"]
+__all__ = ["tune"]
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -67,18 +66,18 @@ def tune(
     with ExitStack() as stack:
         hosts.decide(lambda: _open(directory, stack))
         origin = read_origin(config)
-        given, config = config, settle(config, origin)
+        given, config = config, fit_to_model(config, origin)
         if config.max_length < given.max_length:
-            shown.say(
+            shown.log(
                 f"max_length is {config.max_length} instead of {given.max_length}: the model has "
                 "no more positions"
             )
         task: Task = method.make()(config, origin, directory.path)
-        config = resolve(config, task)
-        for line in task.notes:
-            shown.say(line)
+        config = with_steps(config, task)
+        for line in task.post.notes:
+            shown.log(line)
         if config.doctor:
-            _consult(config, origin, directory, shown)
+            _check_before_start(config, origin, directory, shown)
         if first:
             _keep_tokenizer(origin, config, directory.path)
         return train(config, directory, task=task, accept_changes=accept_changes, progress=shown)
@@ -89,7 +88,7 @@ def _open(directory: RunDirectory, stack: ExitStack) -> None:
     stack.enter_context(directory)
 
 
-def _consult(
+def _check_before_start(
     config: TuneConfig, origin: Origin, directory: RunDirectory, shown: Progression
 ) -> None:
     """Let the doctor look at a run that begins.
@@ -98,48 +97,16 @@ def _consult(
       ConfigError: a paragraph for each foundation that is wrong.
     """
     if Checkpointer(directory.checkpoints).latest_step() is not None:
-        shown.say("the doctor looks at runs that begin: this one goes on, and is not checked again")
+        shown.log("the doctor looks at runs that begin: this one goes on, and is not checked again")
     elif jax.process_count() > 1:
-        shown.say(
+        shown.log(
             f"the doctor works in one process, and this run has {jax.process_count()}: it checks "
             "nothing here; run `fornax tune doctor` with the same flags on one host"
         )
     else:
-        from fornax.tune.doctor import admit
+        from fornax.tune.doctor import require_sound
 
-        admit(config, origin, shown.say)
-
-
-def settle(config: TuneConfig, origin: Origin) -> TuneConfig:
-    """The config with what follows from the model: its path, or its commit on the Hub, so that the
-    run is found to belong to it from any folder, and `max_length`, no larger than its positions."""
-    length = min(config.max_length, origin.model_config.max_position_embeddings)
-    return dataclasses.replace(config, model=origin.name, max_length=length)
-
-
-def resolve(config: TuneConfig, task: Task) -> TuneConfig:
-    """The config with the numbers that follow from the data: steps, and when to evaluate.
-
-    Raises:
-      ConfigError: when `steps` and `epochs` both say how long the run is, and disagree.
-    """
-    per_epoch = task.steps_per_epoch
-    if config.steps is None or config.epochs is not None:
-        if per_epoch is None:
-            raise ConfigError("this data has no epochs; say how long the run is with --steps")
-        steps = max(1, math.ceil(round((config.epochs or 1.0) * per_epoch, 6)))
-        if config.steps not in (None, steps):
-            raise ConfigError(
-                f"steps={config.steps} and epochs={config.epochs:g}, which are {steps} steps of "
-                f"batch_size={config.batch_size}, both say how long the run is; give one of them"
-            )
-        config = dataclasses.replace(config, steps=steps)
-    if config.evaluates and config.eval.every is None:
-        every = config.steps or 1
-        if per_epoch is not None:
-            every = max(1, min(every, math.ceil(per_epoch)))
-        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, every=every))
-    return config
+        require_sound(config, origin, shown.log)
 
 
 def _keep_tokenizer(origin: Origin, config: TuneConfig, out: Path) -> None:

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fornax.checkpoint import CheckpointConfig, Checkpointer
+from fornax.checkpoint import Checkpointer
 from fornax.config.errors import CheckpointError
-
-CONFIG = CheckpointConfig(timeout_seconds=20)
 
 
 def main() -> None:
@@ -27,7 +25,7 @@ def main() -> None:
         "w": jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=divided),
         "count": jax.ShapeDtypeStruct((), jnp.int32, sharding=same),
     }
-    with Checkpointer(root / str(process) if task == "apart" else root, CONFIG) as checkpointer:
+    with Checkpointer(root / str(process) if task == "apart" else root) as checkpointer:
         if task == "save":
             save(checkpointer, wanted, process)
         elif task == "full":
@@ -67,7 +65,7 @@ def save(checkpointer: Checkpointer, wanted: dict, process: int) -> None:
 
 
 def full(checkpointer: Checkpointer, wanted: dict, process: int) -> None:
-    """Process 1 cannot write another byte; both learn of it at the same call."""
+    """Process 1 cannot write another byte; both learn of it at the same call, within seconds."""
     if process == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -53,24 +53,28 @@ def test_the_latest_checkpoint_loads_after_twenty_kills(tmp_path):
 
 
 WRITER = """
-import resource, sys
+import resource, shutil, sys
 import jax, jax.numpy as jnp
 from fornax.checkpoint import Checkpointer
 from fornax.config.errors import CheckpointError
 
-root, limit = sys.argv[1], int(sys.argv[2])
+root, limit, leave = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 small, large = {"w": jnp.ones((100, 100))}, {"w": jnp.ones((1000, 1000))}
 it = Checkpointer(root)
 it.save(1, state=small, force=True)
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-it.save(2, state=large)
-while it.saving:
-    pass
+if leave:
+    with open(root + ".filler", "wb") as file:
+        file.write(bytes(shutil.disk_usage(root).free - leave))
 try:
+    it.save(2, state=large)
+    while it.saving:
+        pass
+    print("begun")
     it.check()
 except CheckpointError as error:
-    print("refused:", error)
+    print(type(error).__name__, "refused:", error)
 wanted = {"w": jax.ShapeDtypeStruct((100, 100), jnp.float32)}
 print("steps", it.all_steps(), "sum", float(it.restore(wanted).state["w"].sum()))
 it.save(3, state=small, force=True)
@@ -79,9 +83,9 @@ it.close()
 """
 
 
-def write(root, limit=0):
+def write(root, limit=0, leave=0):
     return subprocess.run(
-        [sys.executable, "-c", WRITER, str(root), str(limit)],
+        [sys.executable, "-c", WRITER, str(root), str(limit), str(leave)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -100,11 +104,11 @@ def test_a_file_that_cannot_grow_fails_at_the_next_check_and_harms_nothing(tmp_p
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 2 MB; needs the right to mount."""
+    """A file system of 6 MB; needs the right to mount."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip("mounting a small disk is not permitted here; the file-size test stands in")
@@ -113,9 +117,14 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.fault
-def test_a_full_disk_fails_at_the_next_check_and_harms_nothing(small_disk):
-    done = write(small_disk / "run")
-    assert "refused: saving step 2" in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize("leave", [3_000_000, 4_008_000])
+def test_a_full_disk_fails_before_the_save_or_at_the_next_check_and_harms_nothing(
+    small_disk, leave: int
+):
+    """Where the arrays, 4 MB, do not fit, it is not begun; where their index does not, it fails."""
+    done = write(small_disk / "run", leave=leave)
+    assert "DiskFullError refused: saving step 2" in done.stdout, done.stdout + done.stderr
+    assert ("begun" in done.stdout) == (leave > 4_000_000)
     assert "no space left on the disk" in done.stdout
     assert "Step 1 is intact" in done.stdout
     assert "steps [1] sum 10000.0" in done.stdout

@@ -120,7 +120,6 @@ def test_a_process_that_starts_anew_beside_one_that_has_steps_is_refused(root, t
         assert "starts anew and has none; process 1 on" in out
 
 
-@pytest.mark.slow
 def test_a_save_that_fails_in_one_process_is_refused_by_both(tmp_path):
     for out in run_two(tmp_path / "new", "full"):
         assert "refused process" in out

@@ -3,14 +3,13 @@
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 import pytest
+from tests.integration.local_http import Handler, serving
 
 BUCKET = "bucket"
 
@@ -34,36 +33,15 @@ def serve(objects: dict[str, bytes]) -> Iterator[ObjectStore]:
     """A running store of `objects` in `BUCKET`."""
     store = ObjectStore(objects)
 
-    class Handler(_Handler):
-        pass
-
-    Handler.store = store
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    store.address = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(type("Handler", (_Handler,), {"store": store})) as store.address:
         yield store
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     store: ObjectStore
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        del format, args
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
+    def answer(self, body: bytes) -> None:
+        del body
         self.store.requests.append(f"{self.command} {self.path}")
         url = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
@@ -71,16 +49,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._gcs(url.path, query)
         else:
             self._s3(unquote(url.path), query)
-
-    def _send(self, code: int, body: bytes, kind: str, **headers: str) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
     def _media(self, key: str) -> None:
         data = self.store.objects[key]
@@ -94,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content_Range"] = f"bytes {start}-{end}/{total}"
         if key in self.store.cut and self.command == "GET":
             data = data[: len(data) // 2]
-        self._send(code, data, "application/octet-stream", Accept_Ranges="bytes", **headers)
+        self.send(code, data, "application/octet-stream", Accept_Ranges="bytes", **headers)
 
     def _names(self, prefix: str, delimiter: str) -> tuple[list[str], list[str]]:
         keys, folders = [], set()
@@ -137,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def _json(self, code: int, content: object) -> None:
-        self._send(code, json.dumps(content).encode(), "application/json")
+        self.send(code, json.dumps(content).encode(), "application/json")
 
     def _s3(self, path: str, query: dict[str, str]) -> None:
         key = path.removeprefix(f"/{BUCKET}").removeprefix("/")
@@ -147,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._media(key)
         else:
             body = f"<Error><Code>NoSuchKey</Code><Key>{escape(key)}</Key></Error>"
-            self._send(404, body.encode(), "application/xml")
+            self.send(404, body.encode(), "application/xml")
 
     def _s3_list(self, query: dict[str, str]) -> None:
         prefix = query.get("prefix", "")
@@ -169,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             f"<MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated>{contents}{common}"
             "</ListBucketResult>"
         )
-        self._send(200, body.encode(), "application/xml")
+        self.send(200, body.encode(), "application/xml")
 
 
 @pytest.fixture(scope="session")

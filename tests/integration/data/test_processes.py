@@ -76,6 +76,7 @@ def read(
     return joined, states
 
 
+@pytest.mark.slow
 def test_two_processes_then_one_and_four_give_the_batches_of_one(
     datasets: list[Path], tmp_path: Path
 ):

@@ -12,7 +12,7 @@ import pytest
 
 from fornax.cli.main import main
 from fornax.data.tokenizer import train_bpe
-from fornax.evaluate.subject import open_subject
+from fornax.evaluate.model import open_model
 from fornax.models import DecoderConfig, create_decoder, save_pretrained
 
 
@@ -51,7 +51,7 @@ def test_mistakes_are_told_before_weights_are_read(
     asked = ["eval", "--model", str(bare), "--prompts", str(prompts), "--sampling.max-tokens", "8"]
     for words, message in [
         (["--reward", "regex"], "p.jsonl:1: the reward regex needs the column pattern"),
-        (["--reward", "none.py:score"], "there is no reward file none.py"),
+        (["--reward", "none.py:score"], "there is no file none.py"),
         (["--reward", "python_parses", "--sampling.n", "2"], "raise the temperature"),
     ]:
         assert main([*asked, *words]) == 2
@@ -91,7 +91,7 @@ def test_completions_are_judged_and_models_compared(
 def test_the_engine_answers_what_the_harness_asks(model: Path) -> None:
     from fornax.evaluate.harness import HarnessModel
 
-    subject = open_subject(str(model))
+    subject = open_model(str(model))
     asked = HarnessModel(subject, context=32, max_num_seqs=2)
     encode = subject.origin.tokenizer.backend.encode
     prefix = subject.origin.tokenizer.bos_id

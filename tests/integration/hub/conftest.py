@@ -6,13 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
+from tests.integration.local_http import Handler, serving
 from tests.unit.tune.tiny import save_chats, save_model
 
 COMMAND = "import sys; from fornax.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -48,25 +47,13 @@ class Hub:
         return [each.partition("/")[2] for each in got if each]
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     hub: Hub
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        del format, args
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        fields = parse_qs(body) if body[:1] != "{" else json.loads(body)
-        self._answer(fields["paths"])
-
-    def _answer(self, paths: Sequence[str] = ()) -> None:
+    def answer(self, body: bytes) -> None:
+        text = body.decode()
+        fields = json.loads(text) if text[:1] == "{" else parse_qs(text)
+        paths: Sequence[str] = fields.get("paths", ())
         self.hub.requests.append(f"{self.command} {self.path}")
         match = _ROUTE.match(self.path)
         if match is None:
@@ -115,21 +102,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(data[start:])
 
     def _json(self, content: object) -> None:
-        self._send(200, json.dumps(content).encode())
+        self.send(200, json.dumps(content).encode(), "application/json")
 
     def _refuse(self, code: int, kind: str) -> None:
-        self._send(code, b'{"error": "no"}', kind)
-
-    def _send(self, code: int, body: bytes, error: str = "") -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if error:
-            self.send_header("X-Error-Code", error)
-            self.send_header("X-Error-Message", error)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        error = {"X_Error_Code": kind, "X_Error_Message": kind}
+        self.send(code, b'{"error": "no"}', "application/json", **error)
 
 
 def _tree(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, object]]:
@@ -179,18 +156,8 @@ def hub(tiny: Path) -> Iterator[Hub]:
     hub.push("datasets", "org/chats", splits)
     hub.push("datasets", "org/texts", {"texts.jsonl": b'{"text": "a b c a b c a b c"}\n' * 200})
 
-    class Handler(_Handler):
-        pass
-
-    Handler.hub = hub
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield hub
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(type("Handler", (_Handler,), {"hub": hub})) as hub.address:
+        yield hub
 
 
 Fornax = Callable[..., tuple[int, str]]

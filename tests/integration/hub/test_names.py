@@ -15,6 +15,7 @@ TOKENS = '[{{"type": "tokenize", "tokenizer": "{}"}}]'
 GENERATE = ("--prompt", "a b", "--max-tokens", "3")
 
 
+@pytest.mark.slow
 def test_a_model_is_generated_from_by_name_and_fetched_once(hub: Any, fornax: Any):
     code, first = fornax("generate", "org/tiny", *GENERATE)
     assert code == 0, first
@@ -124,6 +125,7 @@ def served(server: subprocess.Popen, port: int) -> dict[str, Any]:
             time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_what_is_neither_a_path_nor_a_name_is_one_paragraph(hub: Any, fornax: Any, tmp_path: Path):
     def refused(*words: str, **variables: str) -> str:
         code, output = fornax(*words, **variables)

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-SCRIPT = Path(__file__).with_name("mock_server.py")
+ROOT = Path(__file__).parents[3]
+SERVER_PROCESS = [sys.executable, "-m", "tests.integration.llm.server_process"]
 
 
 class Process:
@@ -23,7 +24,8 @@ class Process:
         self.log = log
         with log.open("wb") as file:
             self.popen = subprocess.Popen(
-                [sys.executable, str(SCRIPT), json.dumps({"port": 0, **config})],
+                [*SERVER_PROCESS, json.dumps({"port": 0, **config})],
+                cwd=ROOT,
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )

@@ -173,7 +173,7 @@ def test_an_adapter_may_go_while_requests_for_it_wait(
 
     asyncio.run(run())
     # Admitted before, added after: as when another thread unloads in between.
-    request = engine._admission.request([1, 2], GREEDY, request_id="late")
+    request = engine._input_processor.request([1, 2], GREEDY, request_id="late")
     request.completions[0].sequence.lora = "a"
     with pytest.raises(EngineError, match="no adapter 'a'"):
         engine._engine.add(request)

@@ -118,16 +118,16 @@ def test_a_closed_stream_frees_its_pages_within_one_step(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core, closed = service.core, threading.Event()
-    original, after = core.turn, []
+    original, after = core.step, []
 
-    def turn() -> Any:
+    def step() -> Any:
         began_after = closed.is_set()
         outputs = original()
         if began_after:
             after.append([s.request_id for s in core.scheduler.running])
         return outputs
 
-    monkeypatch.setattr(core, "turn", turn)
+    monkeypatch.setattr(core, "step", step)
 
     async def run() -> None:
         one, other = prompts_of(20, 17)

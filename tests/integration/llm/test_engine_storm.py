@@ -189,4 +189,4 @@ def test_whatever_runs_beside_it_a_request_gets_the_same(service: Service, adapt
     assert service.free_pages == service.pages
     assert service.engine.num_unfinished == 0
     core = service.core
-    assert [core._owner, core._requests, core._pooling, core._failed] == [{}, {}, {}, {}]
+    assert [core._owner, core._requests, core._failed] == [{}, {}, {}]

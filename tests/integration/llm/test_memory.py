@@ -15,9 +15,10 @@ from fornax.config.errors import EngineError
 from fornax.llm import LLM, SamplingParams
 from fornax.llm.build import build_engine
 from fornax.llm.config import DraftModel, EngineConfig
+from fornax.llm.devices import DeviceSpec
 from fornax.llm.limits import limits_without_cache, resolve_limits
 from fornax.llm.memory import account_of
-from fornax.llm.target import Target
+from fornax.llm.speculation import DraftProposer
 from fornax.llm.weights import describe_weights
 from fornax.models import DecoderConfig, create_decoder, save_pretrained
 
@@ -54,7 +55,8 @@ def test_the_account_is_what_an_engine_holds(
     before = live_bytes()
     parts = build_engine(folder, config)
     engine = parts.engine
-    draft = None if engine._proposer is None else engine._proposer._runner.weights
+    proposer = engine._proposer
+    draft = proposer._runner.weights if isinstance(proposer, DraftProposer) else None
     account = account_of(config, engine.runner.weights, parts.limits, draft)
     assert live_bytes() - before == account.held
     caches = account.cache + account.draft_cache
@@ -106,7 +108,7 @@ SMALL = dataclasses.replace(
 
 def test_an_8b_model_with_a_1b_draft_fits_where_the_defaults_put_it() -> None:
     """80 GB: the draft model's cache alone was 1.1 TB."""
-    target = Target(platform="gpu", num_devices=1, memory=80 * 10**9)
+    target = DeviceSpec(platform="gpu", num_devices=1, memory=80 * 10**9)
     config = EngineConfig(
         enable_lora=True, speculative_config=DraftModel(model=Path("unused")), max_num_seqs=64
     )
@@ -123,7 +125,7 @@ def test_an_8b_model_with_a_1b_draft_fits_where_the_defaults_put_it() -> None:
 
 
 def test_what_an_accelerator_cannot_hold_is_refused_with_what_to_lower() -> None:
-    target = Target(platform="gpu", num_devices=1, memory=24 * 10**9)
+    target = DeviceSpec(platform="gpu", num_devices=1, memory=24 * 10**9)
     config = EngineConfig()
     weights = describe_weights(LARGE, config, jnp.dtype(jnp.bfloat16), target)
     empty = limits_without_cache(config, LARGE, weights.dtype, target)

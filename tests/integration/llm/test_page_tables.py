@@ -5,12 +5,12 @@ from tests.integration.llm.helpers import SIZES, engine_of, prompts_of
 from tests.unit.models.conftest import decoder_of
 
 from fornax.llm.build import build_engine
-from fornax.llm.compilation import CHANGES
 from fornax.llm.config import EngineConfig
 from fornax.llm.engine import Engine
-from fornax.llm.plan import PageUpdate, Plan
-from fornax.llm.requests import Request
+from fornax.llm.programs import CHANGES
+from fornax.llm.request import Request
 from fornax.llm.sampling_params import SamplingParams
+from fornax.llm.scheduler_output import PageUpdate, SchedulerOutput
 
 
 def _engine(**options: int) -> Engine:
@@ -19,7 +19,7 @@ def _engine(**options: int) -> Engine:
     prompts[3], prompts[4] = prompts[0], prompts[1]  # what the first two leave in the cache
     for index, prompt in enumerate(prompts):
         params = SamplingParams(seed=index, max_tokens=12 + index, ignore_eos=True, n=2)
-        request: Request = parts.admission.request(prompt, params, request_id=str(index))
+        request: Request = parts.input_processor.request(prompt, params, request_id=str(index))
         parts.engine.add(request)
     return parts.engine
 
@@ -29,8 +29,8 @@ def test_the_tables_are_the_block_managers_whatever_happens_to_sequences() -> No
     engine = _engine(num_gpu_blocks_override=24)
     compared = 0
     while engine.has_work:
-        engine.turn()
-        tables = [np.asarray(table) for table in engine.runner._tables]
+        engine.step()
+        tables = [np.asarray(table) for table in engine.runner.executor.tables]
         for sequence in engine.scheduler.running:
             for table, pages in zip(tables, sequence.pages, strict=True):
                 np.testing.assert_array_equal(table[sequence.row, : len(pages)], pages)
@@ -42,8 +42,8 @@ def test_more_changes_than_a_step_carries_go_ahead_of_it() -> None:
     runner = engine_of("windowed", block_size=1)._parts.engine.runner
     width = runner.limits.table_width
     rng = np.random.default_rng(0)
-    expected = [np.asarray(table).copy() for table in runner._tables]
-    plan = Plan()
+    expected = [np.asarray(table).copy() for table in runner.executor.tables]
+    plan = SchedulerOutput()
     for _ in range(3 * CHANGES):
         change = PageUpdate(
             group=int(rng.integers(len(expected))),
@@ -54,7 +54,7 @@ def test_more_changes_than_a_step_carries_go_ahead_of_it() -> None:
         plan.updates.append(change)
         expected[change.group][change.row, change.index] = change.page
     left = runner._changes(plan, 7)
-    for table, change_3U, wanted in zip(runner._tables, left, expected, strict=True):
+    for table, change_3U, wanted in zip(runner.executor.tables, left, expected, strict=True):
         found = np.asarray(table).copy()
         found[change_3U[0], change_3U[1]] = change_3U[2]
         assert change_3U.shape[1] == 7

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import openai
@@ -33,30 +34,38 @@ def connect(serve):
         client.close()
 
 
+SIZES = {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64}
+TEMPLATE = "{% for message in messages %}{{ message.content }}: {% endfor %}"
+
+
 def test_the_openai_client_completes_chats_and_embeds(connect):
-    client = connect(_reply="hello world")
+    client = connect(_model=True, chat_template=TEMPLATE, **SIZES)
+    until = time.monotonic() + 120
+    while httpx.get(str(client.base_url.join("/ready"))).status_code != 200:
+        assert time.monotonic() < until
+        time.sleep(0.1)
     assert [model.id for model in client.models.list()] == ["tiny", "alias"]
-    whole = client.completions.create(model="alias", prompt="hello", max_tokens=4, logprobs=1)
-    assert whole.choices[0].text == "hello worldhello world"
-    assert len(whole.choices[0].logprobs.tokens) == 4
-    messages = [{"role": "user", "content": "hello"}]
-    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
-    assert chat.choices[0].message.content == "hello world"
+    prompt = {"model": "alias", "prompt": "the cat: ", "temperature": 0.0}
+    whole = client.completions.create(**prompt, max_tokens=5, logprobs=1)
+    [completion] = whole.choices
+    assert "".join(completion.logprobs.tokens) == completion.text
+    assert whole.usage.completion_tokens == 5
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}]}
+    asked |= {"temperature": 0.0, "max_tokens": 5}
+    chat = client.chat.completions.create(**asked)
+    assert chat.choices[0].message.content == completion.text
     stream = client.chat.completions.create(
-        model="tiny",
-        messages=messages,
-        max_tokens=3,
-        stream=True,
-        stream_options={"include_usage": True},
+        **asked, stream=True, stream_options={"include_usage": True}
     )
     *chunks, last = list(stream)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "hello worldhello"
-    assert last.usage.completion_tokens == 3
-    vectors = client.embeddings.create(model="tiny", input=["hello", "world"])
-    floats = client.embeddings.create(
-        model="tiny", input=["hello", "world"], encoding_format="float"
-    )
-    assert [item.embedding for item in vectors.data] == [item.embedding for item in floats.data]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == completion.text
+    assert last.usage.completion_tokens == 5
+    texts = {"model": "tiny", "input": ["the cat", "two three"]}
+    vectors = client.embeddings.create(**texts)
+    floats = client.embeddings.create(**texts, encoding_format="float")
+    for packed, plain in zip(vectors.data, floats.data, strict=True):
+        assert packed.embedding == pytest.approx(plain.embedding, abs=1e-6)
+    assert floats.data[0].embedding != floats.data[1].embedding
 
 
 def test_the_openai_client_understands_what_went_wrong(connect):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.integration.llm.conftest import ROOT, SERVER_PROCESS
 
 LONG = {"prompt": "hello world", "max_tokens": 500, "stream": True}
 
@@ -81,10 +82,13 @@ def test_a_port_in_use_is_a_mistake_of_the_user_found_before_the_model_is_loaded
 def test_a_unix_socket_serves_too(tmp_path):
     path = tmp_path / "socket"
     log = tmp_path / "uds.log"
-    script = Path(__file__).with_name("mock_server.py")
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps({"uds": str(path)})],
+            [
+                *SERVER_PROCESS,
+                json.dumps({"uds": str(path), "header_timeout": 0.2, "_step_seconds": 0.05}),
+            ],
+            cwd=ROOT,
             stdout=file,
             stderr=file,
         )
@@ -95,6 +99,8 @@ def test_a_unix_socket_serves_too(tmp_path):
         transport = httpx.HTTPTransport(uds=str(path), retries=5)
         with httpx.Client(transport=transport, base_url="http://server") as client:
             assert client.get("/health").status_code == 200
+            longer = {"prompt": "hello", "max_tokens": 20}  # than a head may take
+            assert client.post("/v1/completions", json=longer).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         assert not path.exists()

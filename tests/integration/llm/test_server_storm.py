@@ -136,13 +136,33 @@ def talk(server, *pieces, seconds=20.0):
 def test_a_head_without_end_is_431_and_one_that_does_not_come_is_cut_off(serve):
     server = serve(max_header_bytes=4096, header_timeout=0.5)
     head = b"GET /health HTTP/1.1\r\nhost: x\r\n"
-    assert talk(server, head, b"x-long: " + b"a" * 100_000).startswith(b"HTTP/1.1 431")
+    refused = talk(server, head, b"x-long: " + b"a" * 100_000)
+    assert refused.startswith(b"HTTP/1.1 431")
+    error = json.loads(refused.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", 431)
     begun = time.monotonic()
     assert talk(server, head) == b""
     assert talk(server) == b""
     assert time.monotonic() - begun < 10
     whole = talk(server, head + b"x-some: " + b"a" * 3000 + b"\r\nconnection: close\r\n\r\n")
     assert whole.startswith(b"HTTP/1.1 200")
+
+
+def test_more_connections_than_allowed_get_503_until_others_leave(serve):
+    server = serve(max_connections=3)
+    host, port = server.url.removeprefix("http://").split(":")
+    request = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    crowd = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3)]
+    refused = talk(server, request)
+    assert refused.startswith(b"HTTP/1.1 503")
+    error = json.loads(refused.partition(b"\r\n\r\n")[2])["error"]
+    assert error["type"] == "service_unavailable_error"
+    for each in crowd:
+        each.close()
+    until = time.monotonic() + 20
+    while not talk(server, request).startswith(b"HTTP/1.1 200"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -25,7 +25,8 @@ from fornax import export
 from fornax.config import ServingCode, ServingError
 from fornax.export import Spec
 from fornax.serving.grpc.client import Client, infer_message, outputs_of
-from fornax.serving.grpc.messages import METHODS, message
+from fornax.serving.grpc.inference_pb2 import ModelConfig
+from fornax.serving.grpc.methods import METHODS
 
 pytestmark = pytest.mark.slow
 
@@ -86,9 +87,15 @@ def test_tritons_client_does_all_that_it_can(models, server):
         ).as_numpy("length")
         assert got.tolist() == [3, 0, 10]
 
-        answers = queue.Queue()
-        client.start_stream(lambda result, error: answers.put((result, error)))
+        answers, room = queue.Queue(), threading.Semaphore(8)
+
+        def answered(result, error):
+            answers.put((result, error))
+            room.release()
+
+        client.start_stream(answered)
         for number in range(30):
+            assert room.acquire(timeout=10)
             wrong = number % 10 == 3
             client.async_stream_infer(
                 "tiny", _inputs()[: 1 if wrong else 2], request_id=str(number)
@@ -128,7 +135,7 @@ def test_what_a_host_says_of_a_model_fits_tritons_configuration(models):
         await host.stop(0)
         return found
 
-    found = json_format.ParseDict(asyncio.run(config()), message("ModelConfig")())
+    found = json_format.ParseDict(asyncio.run(config()), ModelConfig())
     assert found.max_batch_size == 4
     assert found.input[0].data_type == 11
 

@@ -87,7 +87,7 @@ def test_a_version_is_rolled_out_watched_and_rolled_back(start, repository, bund
 def test_sigterm_answers_what_was_accepted_and_a_second_signal_quits(start, repository):
     # The request waits for others to share its batch with, so there is time for signals.
     (repository / "ranker" / "serving.yaml").write_text("batching:\n  max_delay_ms: 1500\n")
-    first = start(repository, "--drain-delay-seconds", "0.3")
+    first = start(repository, "--drain-delay-seconds", "2")
     second = start(repository)
     urls = [f"http://{server.address('http')}" for server in (first, second)]
     running = 'fornax_requests_running{model="ranker",version="1",function="predict"} 1'

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from fornax.checkpoint import Checkpointer
+from fornax.checkpoint.records import json_copy, read_records
+from fornax.config import from_mapping
+from fornax.data import DataConfig, open_batches
 
 pytestmark = [pytest.mark.slow]
 
@@ -82,31 +85,80 @@ def series(run_dir: Path, name: str) -> dict[int, Any]:
     return {r["step"]: r.get(name) for r in map(json.loads, lines)}
 
 
-def test_saved_at_two_hosts_and_resumed_at_one_and_four(
-    start: Any, finish: Any, uninterrupted: list[dict[str, Any]], tmp_path: Path
+def test_any_number_of_hosts_goes_on_where_others_stopped(
+    start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
 ):
-    """Token counts are exact: the same rows. Losses differ by rounding only."""
-    two = tmp_path / "two"
+    """Token counts and positions are exact: every record once. Losses differ by rounding only.
+
+    Eight rows in two micro-batches are padded to twelve on three hosts and to ten on five, and
+    widths of 32 are divided over two hosts only. The same number of hosts gives the same bits.
+    """
     changes: dict[str, Any] = {
-        "mesh": DATA_PARALLEL,
-        "eval": {},
+        "accumulate": 2,
+        "eval": {"every": 2, "batches": 2},
         "optim": {"schedule": {"type": "constant"}},
+        "save_every": None,
     }
-    finish_all(start_hosts(start, two, 2, **changes, steps=5))
-    assert Checkpointer(two / "checkpoints").latest_step() == 5
-    changes["steps"] = 8
-    flags = ["--accept-changes", "steps"]
-    one, four = tmp_path / "one", tmp_path / "four"
-    for copy in (one, four):
-        subprocess.run(["cp", "-r", str(two), str(copy)], check=True)
-    code, output = finish(one, flags, **changes)
+    code, output = finish(tmp_path / "one", **changes, steps=8)
     assert code == 0, output
-    finish_all(start_hosts(start, four, 4, flags=flags, **changes))
-    tokens = {r["step"]: r["tokens"] for r in uninterrupted if r["step"] <= 8}
-    assert series(one, "tokens") == series(four, "tokens") == tokens
-    one_loss, four_loss = series(one, "loss"), series(four, "loss")
-    assert four_loss == pytest.approx(one_loss, rel=1e-5)
-    assert one_loss[1] == pytest.approx(uninterrupted[0]["loss"], rel=1e-6)
+    assert "is padded" not in output
+    run_dir, again = tmp_path / "many", tmp_path / "again"
+    flags = ["--accept-changes", "steps"]
+    for hosts, steps, padded in ((2, 2, None), (3, 4, 12), (5, 6, 10)):
+        for output in finish_all(
+            start_hosts(start, run_dir, hosts, flags if steps > 2 else (), **changes, steps=steps)
+        )[:1]:
+            assert ("is padded to" in output) == (padded is not None)
+            assert padded is None or f"is padded to {padded} rows" in output
+            assert (f"mesh.fsdp is 1 and mesh.data {hosts}" in output) == (padded is not None)
+        if hosts == 2:
+            shutil.copytree(run_dir, again)
+    finish_all(start_hosts(start, again, 3, flags, **changes, steps=6))
+    code, output = finish(run_dir, flags, **changes, steps=8)
+    assert code == 0, output
+
+    for name in ("tokens", "eval/weight"):
+        assert series(run_dir, name) == series(tmp_path / "one", name), name
+    for name in ("loss", "eval/loss", "accuracy", "grad_norm"):
+        whole = {k: v for k, v in series(tmp_path / "one", name).items() if v is not None}
+        found = {k: v for k, v in series(run_dir, name).items() if v is not None}
+        assert found == pytest.approx(whole, rel=1e-6), name
+        three = {k: v for k, v in series(again, name).items() if k <= 4 and v is not None}
+        assert three == {k: v for k, v in found.items() if k <= 4}, name
+    assert set(series(again, "compilations").values()) == {1, 2}  # a step, an evaluation
+    config = from_mapping(DataConfig, settings["data"])
+    for directory, steps in ((again, 6), (run_dir, 8)):
+        with open_batches(config, batch_size=8, seq_len=settings["seq_len"]) as batches:
+            for _ in range(steps):
+                next(batches)
+            assert positions(directory, steps) == {
+                shard: json_copy(state) for shard, state in batches.state().items()
+            }
+
+
+def test_two_slices_of_two_devices_train_as_one_device(start: Any, finish: Any, tmp_path: Path):
+    """Each process is a slice: FSDP inside it, the batch over both."""
+
+    def variables(port: int, count: int, number: int) -> dict[str, str]:
+        flags = "--xla_force_host_platform_device_count=2"
+        return {**by_hand(port, count, number), "XLA_FLAGS": flags}
+
+    changes: dict[str, Any] = {"steps": 6, "save_every": None, "eval": {}}
+    code, output = finish(tmp_path / "one", **changes)
+    assert code == 0, output
+    two = tmp_path / "two"
+    mesh = {"slice": 2, "fsdp": 2}
+    finish_all(start_hosts(start, two, 2, variables=variables, mesh=mesh, **changes))
+    assert series(two, "tokens") == series(tmp_path / "one", "tokens")
+    for name in ("loss", "grad_norm"):
+        expected = series(tmp_path / "one", name)
+        assert series(two, name) == pytest.approx(expected, rel=1e-6), name
+
+
+def positions(run_dir: Path, step: int) -> dict[int, Any]:
+    """The data's position in a checkpoint, of all processes that saved it."""
+    records = read_records(run_dir / "checkpoints" / str(step))
+    return {shard: position for record in records for shard, position in record.data.items()}
 
 
 def test_a_signal_to_one_process_stops_all_at_one_step(start: Any, tmp_path: Path):
@@ -152,7 +204,7 @@ def test_hosts_with_different_configs_do_not_train(start: Any, tmp_path: Path):
         assert "Traceback" not in output
 
 
-def test_two_hosts_end_a_finite_run_and_an_evaluation_where_one_does(
+def test_three_hosts_end_a_finite_run_and_an_evaluation_where_one_does(
     start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
 ):
     """No host knows beforehand how many batches there are. SLURM's variables tell who is who."""
@@ -166,13 +218,13 @@ def test_two_hosts_end_a_finite_run_and_an_evaluation_where_one_does(
     code, output = finish(tmp_path / "one", **changes)
     assert code == 0, output
     for output in finish_all(
-        start_hosts(start, tmp_path / "two", 2, mesh=DATA_PARALLEL, **changes)
+        start_hosts(start, tmp_path / "three", 3, mesh=DATA_PARALLEL, **changes)
     ):
         assert "Traceback" not in output
-    one, two = (series(tmp_path / name, "tokens") for name in ("one", "two"))
-    assert one == two
-    one, two = (series(tmp_path / name, "eval/weight") for name in ("one", "two"))
-    assert one == two
+    one, three = (series(tmp_path / name, "tokens") for name in ("one", "three"))
+    assert one == three
+    one, three = (series(tmp_path / name, "eval/weight") for name in ("one", "three"))
+    assert one == three
     assert any(one.values())
 
 

@@ -74,24 +74,71 @@ def test_loss_and_gradients_are_those_of_one_device(
     assert all(moment.sharding == kernel.sharding for moment in moments)
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(slice=2, data=2, fsdp=2), MeshConfig(slice=4, fsdp=1, tensor=2)],
+    ids=["slice2-data2-fsdp2", "slice4-tensor2"],
+)
+def test_slices_share_the_rows_and_nothing_else(
+    run: TrainConfig, rows: dict[str, np.ndarray], single: Any, mesh: MeshConfig
+):
+    (loss, grads), programs = measure(with_mesh(run, mesh), rows, None)
+    expected_loss, expected = single
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), loss, expected_loss)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5 * np.abs(want).max())
+    for leaf in jax.tree.leaves(programs.abstract):
+        assert "slice" not in str(leaf.sharding.spec)
+    assert programs.hosts.multiple == 8 // mesh.tensor
+
+
 def with_mesh(run: TrainConfig, mesh: MeshConfig, **changes: Any) -> TrainConfig:
     return dataclasses.replace(run, mesh=mesh, **changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("shape", "accumulate", "padded"),
     [
-        (
-            {"batch_size": 12},
-            r"batch_size=12 does not divide into 8 data shards; use a mul",
-        ),
-        (
-            {"batch_size": 24, "accumulate": 2},
-            r"into 8 data shards x 2 micro-batches; use a multiple of 16, such as 32",
-        ),
+        ((3, 1, 1), 1, 9),
+        ((3, 1, 1), 2, 12),
+        ((5, 1, 1), 2, 10),
+        ((3, 1, 2), 4, 12),
+        ((8, 1, 1), 4, 32),
     ],
+    ids=lambda value: str(value),
 )
-def test_a_batch_that_does_not_divide_is_refused(run: TrainConfig, changes: Any, message: str):
-    config = with_mesh(run, MeshConfig(), **changes)
-    with pytest.raises(ShardingError, match=message):
-        prepare(config, pretrain_task(config), Ledger())
+def test_padding_changes_neither_loss_nor_gradients(
+    run: TrainConfig,
+    rows: dict[str, np.ndarray],
+    single: Any,
+    shape: tuple[int, int, int],
+    accumulate: int,
+    padded: int,
+):
+    """Eight rows over devices that do not divide them are those of one device, weights too."""
+    data, fsdp, tensor = shape
+    config = with_mesh(run, MeshConfig(data=data, fsdp=fsdp, tensor=tensor), accumulate=accumulate)
+    devices = jax.devices()[: data * fsdp * tensor]
+    programs = prepare(config, pretrain_task(config), Ledger(), devices)
+    batches = pretrain_task(config).batches("train", programs.hosts)
+    filled = next(batches)
+    batches.close()
+    assert len(filled["tokens"]) == padded
+    for name, array in rows.items():
+        np.testing.assert_array_equal(filled[name][:8], array)
+        assert not filled[name][8:].any()
+    (loss, grads), programs = measure(config, filled, devices)
+    expected_loss, expected = single
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), loss, expected_loss)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5 * np.abs(want).max())
+    said = [line for line in programs.warnings if f"padded to {padded} rows" in line]
+    assert len(said) == (padded > 8)
+
+
+def test_a_stream_without_the_padding_is_refused(run: TrainConfig, rows: dict[str, np.ndarray]):
+    config = with_mesh(run, MeshConfig(data=3, fsdp=1))
+    programs = prepare(config, pretrain_task(config), Ledger(), jax.devices()[:3])
+    state = first_state(config, programs)
+    with pytest.raises(ShardingError, match=r"have 8 rows over all hosts.*multiple of 3"):
+        programs.step(state, rows)

@@ -247,12 +247,12 @@ def test_a_save_that_fails_in_the_background_stops_the_run(
     before = (run_dir / "checkpoints" / "2" / "fornax.0.json").read_bytes()
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as broken:
         broken.setattr(checkpointer, "write_record", refuse)
         failing = shorter(config, **changes | {"save_every": 3})
-        with pytest.raises(CheckpointError, match=r"saving step 3 .*no space left.*Step 2 is"):
+        with pytest.raises(CheckpointError, match=r"saving step 3 .*Input/output error.*Step 2 is"):
             train(failing, run_dir, accept_changes=["steps"], progress="none")
     assert read_metrics(run_dir / "metrics.jsonl")[-1]["step"] < 1000
     assert (run_dir / "checkpoints" / "2" / "fornax.0.json").read_bytes() == before

@@ -11,7 +11,7 @@ from fornax.train.tasks.pretrain import row_shapes
 
 def test_shapes_of_rows_are_those_of_the_rows(settings: dict[str, Any]):
     run = from_mapping(TrainConfig, settings)
-    for hosts in (Hosts(), Hosts(index=1, count=2)):
+    for hosts in (Hosts(), Hosts(index=1, count=2), Hosts(index=2, count=3), Hosts(multiple=5)):
         batches = pretrain_task(run).batches("train", hosts)
         rows = next(batches)
         batches.close()

@@ -6,12 +6,14 @@ import random
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+
+from fornax.checkpoint.mirror import Mirror
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
@@ -89,27 +91,33 @@ def test_a_run_killed_on_one_machine_goes_on_on_another(
         "save_every": 2,
     }
     rng, whole = random.Random(protocol), [tuple(r.get(n) for n in EXACT) for r in uninterrupted]
-    for machine in range(4):
+    mirror = Mirror(f"{protocol}://bucket/run", tmp_path / "machine3/checkpoints")
+    for machine in range(3):
         run_dir = tmp_path / f"machine{machine}"
         process = start(run_dir, env=variables, **changes)
-        if machine < 3:
-            kill_after(process, run_dir, rng.randint(3, 6), rng.uniform(0, 0.3))
-            shutil.rmtree(run_dir)
-        else:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, output
-    found = exact(tmp_path / "machine3")
-    assert 0 < len(found) < len(whole)
-    assert found == whole[-len(found) :]
-    names = {name.split("/")[2] for name in files.find("bucket/run")}
-    assert names == {"18", "20"}
+        copied = machine == 2  # some machine must have sent a whole copy
+        kill_after(
+            *(process, run_dir, rng.randint(3, 6), rng.uniform(0, 0.3)),
+            and_when=lambda copied=copied: not copied or mirror.latest_step() is not None,
+        )
+        shutil.rmtree(run_dir)
+    there = mirror.latest_step()
+    process = start(tmp_path / "machine3", env=variables, **changes)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert there is not None
+    assert exact(tmp_path / "machine3") == whole[there:]
+    steps = {name.split("/")[2].split("-")[0] for name in files.find("bucket/run")}
+    assert steps == {"18", "20"}
 
 
-def kill_after(process: Any, run_dir: Path, lines: int, delay: float) -> None:
-    """Kill once so many steps are recorded and a moment passed."""
+def kill_after(
+    process: Any, run_dir: Path, lines: int, delay: float, and_when: Callable[[], bool]
+) -> None:
+    """Kill once so many steps are recorded, something else is so and a moment passed."""
     metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 90
     while process.poll() is None and time.monotonic() < deadline:
-        if metrics.exists() and metrics.read_bytes().count(b"\n") >= lines:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= lines and and_when():
             time.sleep(delay)
             break
         time.sleep(0.002)

@@ -12,40 +12,19 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tests.unit.tune.tiny import COLOURS, save_model
+from tests.unit.tune.tiny import save_grpo
 
 from fornax.train import load_decoder
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
 EXACT = ("step", "loss", "grad_norm", "reward", "kl", "entropy", "ratio_max", "completion_tokens")
-REWARD = '''
-seen = 0
-
-def score(prompt, completion, bonus):
-    """Judges with a memory: what it gives depends on how many came before."""
-    global seen
-    seen += 1
-    return completion.count("e") / 4 + bonus * (seen % 5)
-
-def get_state():
-    return seen
-
-def set_state(state):
-    global seen
-    seen = state
-'''
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, prompts and a reward."""
-    found = tmp_path_factory.mktemp("grpo")
-    save_model(found)
-    lines = [{"prompt": f"What follows {c}?", "bonus": 0.01 * i} for i, c in enumerate(COLOURS)]
-    (found / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (found / "my_rewards.py").write_text(REWARD)
-    return found
+    return save_grpo(tmp_path_factory.mktemp("grpo"))
 
 
 def start(folder: Path, out: Path) -> Any:

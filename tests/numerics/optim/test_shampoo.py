@@ -5,6 +5,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from tests.numerics.optim.one_matrix import run
 
 from fornax.optim import AdamW, Constant, Linear, OptimConfig, Shampoo, build
 
@@ -86,16 +87,6 @@ def shampoo(**more):
         **more,
     )
     return OptimConfig(optimizer=optimizer, learning_rate=RATE, schedule=Constant(), clip=())
-
-
-def run(config, start, axes, grads):
-    built = build(config, total_steps=len(grads), params={"w": start}, axes={"w": axes})
-    params = {"w": jax.numpy.asarray(start)}
-    state = built.init(params)
-    step = jax.jit(built.update)
-    for grad in grads:
-        params, state = step({"w": grad}, state, params)
-    return np.asarray(params["w"]), state
 
 
 @pytest.mark.parametrize("grafting", ["rmsprop", "adagrad", "sgd"])

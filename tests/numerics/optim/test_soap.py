@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from tests.numerics.optim.one_matrix import run
 
 from fornax.optim import SOAP, AdamW, Constant, Linear, OptimConfig, build
 
@@ -61,16 +62,6 @@ def soap(**more):
         **more,
     )
     return OptimConfig(optimizer=optimizer, learning_rate=RATE, schedule=Constant(), clip=())
-
-
-def run(config, start, axes, grads):
-    built = build(config, total_steps=len(grads), params={"w": start}, axes={"w": axes})
-    params = {"w": jax.numpy.asarray(start)}
-    state = built.init(params)
-    step = jax.jit(built.update)
-    for grad in grads:
-        params, state = step({"w": grad}, state, params)
-    return np.asarray(params["w"]), state
 
 
 def test_stacked_layers_follow_the_paper_each_on_its_own():

@@ -11,6 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fornax.checkpoint import CheckpointConfig, Checkpointer
+from fornax.checkpoint.files import checksums
+from fornax.checkpoint.records import read_record
 from fornax.config.errors import CheckpointError
 
 
@@ -308,3 +310,33 @@ def test_orbax_alone_loads_the_arrays(checkpointer):
     wanted = {"state": {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)}}
     got = ocp.load_checkpointables(str(checkpointer.directory / "7"), wanted)
     np.testing.assert_array_equal(got["state"]["w"], np.arange(4.0))
+
+
+def test_a_process_of_an_earlier_group_saves_nothing(tmp_path, monkeypatch):
+    """It lost its network and runs on: refused before it writes, and before a step is complete."""
+    root = tmp_path / "checkpoints"
+    stale, now = Checkpointer(root), Checkpointer(root)
+    stale.begin_epoch(1)
+    stale.save(1, state=make_state(), force=True)
+    assert read_record(root / "1", 0).epoch == 1
+
+    def taken_over(*arguments):
+        now.begin_epoch(2)
+        return checksums(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fornax.checkpoint.checkpointer.checksums", taken_over)
+        with pytest.raises(CheckpointError, match=r"belongs to group 1 .* is group 2's"):
+            stale.save(2, state=make_state(1.0), force=True)
+    with pytest.raises(CheckpointError, match=r"step 3 is not saved: .* group 1 .* group 2's"):
+        stale.save(3, state=make_state(2.0))
+    assert now.all_steps() == [1]
+    now.save(2, state=make_state(3.0), force=True)
+    assert read_record(root / "2", 0).epoch == 2
+    with pytest.raises(CheckpointError, match="belongs to group 1"):
+        stale.save(2, state=make_state(4.0))
+    state = make_state(3.0)
+    assert_equal(now.restore(abstract(state)).state, state)
+    alone = Checkpointer(root)  # a run that is not launched has no number, and may go on
+    alone.begin_epoch(0)
+    assert alone.save(4, state=make_state(), force=True)

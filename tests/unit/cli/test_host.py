@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from tests.unit.serving.bench.fake import running
+from tests.unit.bench.v2.fake import running
 
 from fornax.cli.main import main as fornax
 from fornax.serving.types import WAITING

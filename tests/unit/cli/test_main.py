@@ -50,6 +50,7 @@ def fake(monkeypatch):
     def install(action) -> None:
         class Fake:
             name, summary, Arguments = "fake", "Fake", Arguments
+            config, wraps = None, False
 
             def load(self) -> Any:
                 return self
@@ -272,9 +273,11 @@ class TestProcess:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout.splitlines()[-1] == "[]"
 
-    def test_the_load_generator_does_not_start_jax(self):
+    @pytest.mark.parametrize("package", ["bench", "cluster"])
+    def test_what_runs_beside_others_does_not_start_jax(self, package):
+        """A load generator; the agent and the controller of a launch."""
         code = (
-            "import sys, fornax.llm.bench;"
+            f"import sys, fornax.{package};"
             "print(sorted({'jax', 'flax', 'fornax.models'} & set(sys.modules)))"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -83,7 +83,6 @@ def test_a_search_finds_a_plan_and_writes_it(capsys, tmp_path):
         ([*SMALL[1:], "--topology", "v5p:5x5"], "topology 'v5p:5x5': there is no v5p slice of 5x5"),
         ([*SMALL[1:], "--topology", "v9:4"], "topology 'v9:4': chip 'v9' is not known"),
         ([*PREDICTED[1:], "--mesh.tensor", "3"], "the mesh fsdp=-1 x tensor=3 needs a multiple"),
-        ([*PREDICTED[1:], "--batch-size", "12"], "batch_size=12"),
         ([*PREDICTED[1:], "--price", "none.yaml"], "none.yaml does not exist; --price takes"),
         ([*PREDICTED[1:], "--programs", "eval"], "closed forms know the training step, not eval"),
         ([*PREDICTED[1:], "--topolgy", "x"], "--topolgy is neither a flag nor a key"),
@@ -103,3 +102,40 @@ def test_a_price_that_is_missing_is_said_before_anything_is_compiled(capsys, tmp
     prices.write_text("chips: {v5p: 1.5}\n")
     assert main([*SMALL, "--topology", "v5e:2x4", "--price", str(prices)]) == 2
     assert "no price for v5e" in capsys.readouterr().err
+
+
+GOODPUT = ["plan", "goodput", "--hosts", "128", "--step", "4s", "--state", "300GB"]
+QUICK = [*GOODPUT, "--seeds", "2", "--horizon", "5d"]
+
+
+def test_a_goodput_plan_names_what_it_assumed_and_writes_every_figure(capsys, tmp_path):
+    file = tmp_path / "goodput.json"
+    assert main([*QUICK, "--memory", "20GB/s", "--spares", "5", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("128 hosts in 2 slices, a step of 4.00 s, a state of 300 GB\nSimulated")
+    for part in ("memory: 20GB/s (given)", "disk: 270MB/s (measured on a CPU", "5 spare hosts"):
+        assert part in out
+    assert max(map(len, out.splitlines())) <= 100
+    found = json.loads(file.read_text())
+    assert found["run"]["memory_rate"] == 20e9
+    assert found["chosen"]["policy"]["spares"] == 5
+    assert abs(sum(found["chosen"]["causes"].values()) - 1) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["plan", "goodput", "--hosts", "4"], "--hosts 4096 --step 12s --state 1.2TB"),
+        ([*GOODPUT, "--mtbf", "25000"], "write a number and its unit, one of ms, s, min, h, d"),
+        ([*GOODPUT, "--store", "5Gb/s"], "GB/s"),
+        ([*GOODPUT, "--slice-hosts", "100"], "give a divisor of the hosts"),
+        ([*GOODPUT, "--tiers", "memory,tape"], "memory, peer, disk, store"),
+        ([*GOODPUT, "--tiers", "memory,peer"], "the store belongs to them"),
+        ([*GOODPUT, "--spares=-1"], "give 0 or more"),
+        ([*GOODPUT, "--seeds", "1"], "simulate 2 or more"),
+        ([*GOODPUT, "--mtbf", "25s"], "simulate less with --horizon"),
+    ],
+)
+def test_a_goodput_plan_that_cannot_be_made_says_how_it_can(capsys, words, fix):
+    assert main(words) == 2
+    assert fix in " ".join(capsys.readouterr().err.split())

@@ -11,6 +11,7 @@ from fornax.config import describe
 from fornax.config.environment import documented
 from fornax.data import BuildConfig
 from fornax.llm import SamplingParams
+from fornax.llm.sampling_params import REFUSED
 from fornax.train import TrainConfig
 
 
@@ -43,6 +44,7 @@ def test_every_field_of_a_request_stands(pages):
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     assert all(f"| `{name}` |" in pages["requests.md"] for name in names)
     assert "### `/v1/chat/completions`" in pages["requests.md"]
+    assert pages["requests.md"].count("| **Refused**: ") >= len(REFUSED)
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head(pages):

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from fornax.cli.commands import serve
 from fornax.cli.main import main
+from fornax.cli.registry import ROOT
 from fornax.config import load
 from fornax.llm.config import EngineConfig
 from fornax.llm.server import ServeConfig, ServerConfig
@@ -75,4 +75,4 @@ def test_no_key_means_two_things():
     server = {field.name for field in dataclasses.fields(ServerConfig)}
     assert not engine & server
     assert load(ServeConfig) == ServeConfig()
-    assert serve.config_class() is ServeConfig
+    assert ROOT.commands["serve"].config() is ServeConfig

@@ -5,8 +5,8 @@ import pytest
 import fornax.tune.doctor
 from fornax.cli.main import main
 from fornax.tune import SFTConfig, TuneConfig
-from fornax.tune.doctor import Finding
-from fornax.tune.doctor.findings import Outcome, failed, passed, skipped
+from fornax.tune.doctor import CheckResult
+from fornax.tune.doctor.results import Outcome, failed, passed, skipped
 from fornax.tune.methods import METHODS
 
 
@@ -15,12 +15,14 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
     """What the doctor is to find; the configs it was asked about are kept on it."""
     outcomes: list[Outcome] = [passed("36 sequences end"), skipped("no adapters")]
 
-    def consult(config: TuneConfig) -> list[Finding]:
+    def check_config(config: TuneConfig) -> list[CheckResult]:
         assert isinstance(config, SFTConfig)
         assert (config.model, config.batch_size) == ("DIR", 16)
-        return [Finding(check=f"check {n}", outcome=o, seconds=n) for n, o in enumerate(outcomes)]
+        return [
+            CheckResult(check=f"check {n}", outcome=o, seconds=n) for n, o in enumerate(outcomes)
+        ]
 
-    monkeypatch.setattr(fornax.tune.doctor, "consult", consult)
+    monkeypatch.setattr(fornax.tune.doctor, "check_config", check_config)
     return outcomes
 
 

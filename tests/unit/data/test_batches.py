@@ -1,6 +1,7 @@
 """A position is exact under any interruption, packer, mixture and number of processes."""
 
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from fornax.data import (
     ConcatThenSplit,
     DataConfig,
     FirstFit,
+    Hosts,
     Mixture,
     NoPacking,
     Part,
@@ -66,7 +68,10 @@ def take(batches, count: int) -> list[dict[str, np.ndarray]]:
 
 
 def global_batches(config, hosts: int, count: int, state=None, batch_size=8, seq_len=16):
-    """`count` global batches read by `hosts` iterators, and the states of all shards after them."""
+    """`count` global batches read by `hosts` iterators, and the states of all shards after them.
+
+    What the last hosts hold beyond a batch is checked to be padding, and cut off.
+    """
     made = []
     states: dict[int, dict] = {}
     for host in range(hosts):
@@ -76,14 +81,21 @@ def global_batches(config, hosts: int, count: int, state=None, batch_size=8, seq
         if state is not None:
             batches.restore(state)
         made.append(take(batches, count))
-        states.update(batches.state())
+        for shard, position in batches.state().items():
+            assert states.setdefault(shard, position) == position
         batches.close()
-    joined = [
-        {name: np.concatenate([host[i][name] for host in made]) for name in made[0][i]}
-        for i in range(count)
-    ]
+    joined = [whole_batch([host[i] for host in made], batch_size) for i in range(count)]
     # A state must survive being written as JSON.
     return joined, {int(k): v for k, v in json.loads(json.dumps(states)).items()}
+
+
+def whole_batch(parts, batch_size: int) -> dict[str, np.ndarray]:
+    """The rows of all hosts in order; rows past the batch's end are zeros."""
+    assert len({len(part["tokens"]) for part in parts}) == 1
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    for name, array in rows.items():
+        assert not array[batch_size:].any(), name
+    return {name: array[:batch_size] for name, array in rows.items()}
 
 
 def assert_same(a, b) -> None:
@@ -99,7 +111,9 @@ def assert_same(a, b) -> None:
 @given(
     packing=st.sampled_from(PACKINGS),
     weights=st.sampled_from([None, {"a": 1.0, "b": 1.0}, {"a": 5.0, "b": 1.5, "c": 0.2}]),
-    cuts=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4])), min_size=1, max_size=4),
+    cuts=st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 5, 8, 9])), min_size=1, max_size=4
+    ),
     seed=st.integers(0, 5),
     read_batch=st.sampled_from([1, 3, 64]),
 )
@@ -114,6 +128,51 @@ def test_interruptions_and_other_host_counts_change_nothing(
         made, state = global_batches(config, hosts, count, state)
         found += made
     assert_same(found, expected)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    shards=st.integers(1, 9),
+    each=st.integers(1, 4),
+    hosts=st.integers(1, 12),
+    devices=st.integers(1, 4),
+)
+def test_any_hosts_read_the_batches_of_one(sources, shards, each, hosts, devices):
+    """Every row once, in its place; positions of the shards that any of them reads, all of them."""
+    config, size = config_of(sources, virtual_shards=shards), shards * each
+    expected, position = global_batches(config, 1, 3, batch_size=size)
+    made, states = [], {}
+    for host in range(hosts):
+        with open_batches(
+            config,
+            batch_size=size,
+            seq_len=16,
+            process_index=host,
+            process_count=hosts,
+            row_multiple=hosts * devices,
+        ) as batches:
+            made.append(take(batches, 3))
+            states |= batches.state()
+    rows = {len(batch["tokens"]) for batches in made for batch in batches}
+    assert rows == {-(-size // (hosts * devices)) * devices}
+    assert_same([whole_batch([host[i] for host in made], size) for i in range(3)], expected)
+    assert states == position
+
+
+@given(batch_size=st.integers(1, 200), count=st.integers(1, 16), multiple=st.integers(1, 64))
+def test_hosts_share_the_rows_of_a_batch(batch_size, count, multiple):
+    """Equal arrays, the least padding that allows them, every row on one host, in order."""
+    all_hosts = [Hosts(index=i, count=count, multiple=multiple) for i in range(count)]
+    unit = math.lcm(count, multiple)
+    (padded,) = {hosts.padded(batch_size) for hosts in all_hosts}
+    (size,) = {hosts.size(batch_size) for hosts in all_hosts}
+    assert padded == size * count
+    assert padded % unit == 0
+    assert batch_size <= padded < batch_size + unit
+    assert [row for hosts in all_hosts for row in hosts.rows(batch_size)] == [*range(batch_size)]
+    assert all(len(hosts.rows(batch_size)) <= size for hosts in all_hosts)
 
 
 @pytest.mark.parametrize("prefetch", [Prefetch(buffer=3), Prefetch(buffer=2, workers=2)])
@@ -167,7 +226,7 @@ def on_hosts(hosts: int, read: Callable[..., Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("buffer", [0, 3, 16])
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("hosts", [2, 3, 4, 5])
 def test_a_finite_split_ends_at_the_same_batch_on_every_host(sources, hosts, buffer):
     """Also after a stop in its middle, whoever has the longest shard."""
     config = config_of(
@@ -202,10 +261,7 @@ def test_a_finite_split_ends_at_the_same_batch_on_every_host(sources, hosts, buf
     ended = on_hosts(hosts, rest)
     read = [[*made, *left] for (made, _), left in zip(begun, ended, strict=True)]
     assert {len(batches) for batches in read} == {len(alone)}
-    joined = [
-        {name: np.concatenate([host[i][name] for host in read]) for name in alone[i]}
-        for i in range(len(alone))
-    ]
+    joined = [whole_batch([host[i] for host in read], 4) for i in range(len(alone))]
     assert_same(joined, alone)
 
 
@@ -348,8 +404,7 @@ def test_holdout_splits_before_shuffling(token_files):
     ("fields", "arguments", "message"),
     [
         ({}, {"batch_size": 6}, "batch_size=6 does not divide into 4 virtual shards"),
-        ({}, {"process_count": 3}, "virtual_shards=4 do not divide over 3 processes"),
-        ({}, {"process_index": 2, "process_count": 2}, r"process_index=2 is outside \[0, 2\)"),
+        ({}, {"process_index": 2, "process_count": 2}, "host 2 of 2 .*numbered from 0 below"),
         ({}, {"split": "eval"}, "there is no eval split: set holdout"),
     ],
 )

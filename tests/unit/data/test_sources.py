@@ -307,9 +307,9 @@ def test_a_python_source_is_found_by_import_path(storage: Storage, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("no_such_module_here:f", "module no_such_module_here cannot be imported"),
-        ("user_sources:nothing", "module user_sources has no nothing"),
-        ("user_sources", "must be written package.module:name"),
+        ("no_such_module_here:f", "no_such_module_here raises ModuleNotFoundError"),
+        ("user_sources:nothing", "user_sources has no function nothing"),
+        ("user_sources", "names no function"),
         ("user_sources:no_source", "is int without __len__ and __getitem__"),
         ("user_sources:Squares", "cannot be built"),
     ],

@@ -125,8 +125,8 @@ def test_a_failure_names_transform_record_and_cause():
     [
         (lambda: FilterRegex(pattern="("), "pattern"),
         (lambda: FilterLength(minimum=3, maximum=2), "maximum=2 is below minimum=3"),
-        (lambda: run(user("nothing")), "has no nothing"),
-        (lambda: run(Python(target="no.such.module:f")), "cannot be imported"),
+        (lambda: run(user("nothing")), "has no function nothing"),
+        (lambda: run(Python(target="no.such.module:f")), "raises ModuleNotFoundError"),
     ],
 )
 def test_wrong_settings_are_named(make, message: str):

@@ -14,10 +14,8 @@ import pytest
 from fornax.config import from_mapping
 from fornax.config.errors import ConfigError
 from fornax.evaluate import EvaluateConfig, Results, compare
-from fornax.evaluate.files import write_files
-from fornax.evaluate.generative import Answered, read_prompts, summarise
-from fornax.evaluate.judge import judge_by_model
-from fornax.evaluate.tables import rows
+from fornax.evaluate.generative import Answered, judge_by_model, read_prompts, summarise
+from fornax.evaluate.results import rows, write_files
 from fornax.rewards import RewardSpec, Score
 from fornax.tune.data import PromptTokens
 from fornax.tune.rollout import Completion, SampleSettings

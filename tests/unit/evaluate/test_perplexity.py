@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from fornax.config.errors import ConfigError, DataError
 from fornax.data.tokenizer import train_bpe
 from fornax.evaluate import EvaluateConfig
+from fornax.evaluate.model import open_model
 from fornax.evaluate.perplexity import (
     document_nats,
     measure_perplexity,
     read_documents,
     windows,
 )
-from fornax.evaluate.subject import open_subject
 from fornax.models import Decoder, DecoderConfig, create_decoder, save_pretrained
 
 
@@ -79,7 +79,7 @@ def test_a_file_in_bits_per_byte(model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three\n" * 9)
     (tmp_path / "b.jsonl").write_text('{"text": "één"}\n\n{"text": "two", "more": 1}\n')
     paths = (str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"))
-    subject = open_subject(str(model))
+    subject = open_model(str(model))
     found = measure_perplexity(subject, EvaluateConfig(model=str(model), text=paths, context=16))
     assert (found.documents, found.bytes) == (3, 9 * 14 + 5 + 3)
     total = found.loss.value * found.tokens

@@ -11,7 +11,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from fornax import export
 from fornax.config.errors import BundleError
-from fornax.export import Spec, executables, manifest, reading
+from fornax.export import Spec, manifest, reading
+from fornax.mesh.compilation import machine_key
 
 
 def double(params, x):
@@ -79,9 +80,9 @@ def test_code_is_compiled_anew_whatever_the_cache_holds(cache, tmp_path):
 
 
 def test_code_for_another_machine_is_left_alone_and_said_to_be(ahead, monkeypatch, caplog):
-    here = executables.key_of(export.OneDevice().devices[0])
+    here = machine_key(export.OneDevice().devices[0])
     monkeypatch.setattr(
-        "fornax.export.executables.key_of", lambda device: here | {"jaxlib": "9.9.9"}
+        "fornax.export.executables.machine_key", lambda device: here | {"jaxlib": "9.9.9"}
     )
     with caplog.at_level(logging.WARNING):
         assert not run(export.load(ahead, trust_executables=True))

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from fornax.config.errors import ShardingError
-from fornax.export.layout import OnMesh
+from fornax.export.placement import OnMesh
 
 
 @pytest.fixture(scope="module")

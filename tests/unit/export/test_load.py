@@ -1,5 +1,6 @@
 """Loaded functions: equal to what they were made of, for requests of any size."""
 
+import gc
 import subprocess
 import sys
 
@@ -47,6 +48,27 @@ def test_more_rows_than_the_largest_bucket_run_in_parts(loaded):
     for start, stop in ((0, 4), (4, 8), (8, 11)):
         part = loaded["predict"](**{k: v[start:stop] for k, v in given.items()})
         np.testing.assert_array_equal(whole["score"][start:stop], part["score"])
+
+
+def test_a_bundle_that_is_let_go_leaves_no_lowered_module(sealed):
+    def contexts() -> int:
+        gc.collect()
+        return sum(type(each).__name__ == "JaxIrContext" for each in gc.get_objects())
+
+    def load() -> None:
+        export.load(sealed)["predict"](**request(4, 8))
+
+    load()
+    before = contexts()
+    for _ in range(6):
+        load()
+    # One that stays from each load is a leak; jax's own caches may fill by one meanwhile.
+    assert contexts() < before + 6
+
+
+def test_a_loaded_function_has_no_gradient(sealed):
+    exported = export.open_bundle(sealed).exported("predict", "cpu")
+    assert not exported.has_vjp()
 
 
 def test_strings_become_rows_of_bytes_with_their_own_lengths(loaded):

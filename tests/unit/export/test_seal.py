@@ -191,7 +191,7 @@ def test_a_bundle_replaces_another_only_if_told_to_and_nothing_else(tmp_path):
 
 
 def test_where_names_cannot_be_exchanged_a_bundle_is_replaced_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr("fornax.export.files._exchange", lambda a, b: False)
+    monkeypatch.setattr("fornax.config.files._exchange", lambda a, b: False)
     for number in (1, 2):
         found = {"number": number}
         seal(tmp_path, lambda p, x: {"y": x}, check=False, overwrite=True, metadata=found)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fornax.export import OneDevice, weights
-from fornax.export.layout import OnMesh
+from fornax.export.placement import OnMesh
 
 _DTYPES = ["bool", "int8", "uint8", "uint16", "int32", "int64", "float16", "float32", "float64"]
 _EXTENDED = ["bfloat16", "int4", "uint4", "float8_e4m3fn", "float8_e5m2"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fornax.kernels import KernelError, linear
+from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
 CASES = [
     ((6, 5), (5, 7), 1),
@@ -107,8 +108,9 @@ def test_a_frozen_weight_costs_no_product_of_its_own() -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("devices", [1, 2])  # on a mesh it is XLA that multiplies
 def test_bfloat16_is_multiplied_as_such_and_summed_in_float32(
-    x_shape: tuple[int, ...], w_shape: tuple[int, ...], inputs: int
+    x_shape: tuple[int, ...], w_shape: tuple[int, ...], inputs: int, devices: int
 ) -> None:
     """In the compiled forward and backward products; sums against float64 of the same numbers."""
     rng = np.random.default_rng(0)
@@ -120,7 +122,8 @@ def test_bfloat16_is_multiplied_as_such_and_summed_in_float32(
         y, pull = jax.vjp(lambda x, w: linear(x, w, inputs=inputs), x, w)
         return y, *pull(dy)
 
-    compiled = jax.jit(both).lower(x, w, dy).compile()
+    with use_mesh(make_mesh(MeshConfig(), jax.devices()[:devices]), {}):
+        compiled = jax.jit(both).lower(x, w, dy).compile()
     assert _operands_of_products(compiled.as_text()) == {"bf16"}
     wide = [np.asarray(a, np.float64) for a in (x, w, dy)]
     x_MK = wide[0].reshape(-1, math.prod(w_shape[:inputs]))
@@ -135,6 +138,7 @@ def test_bfloat16_is_multiplied_as_such_and_summed_in_float32(
 def _operands_of_products(text: str) -> set[str]:
     """Dtypes of what the products of a compiled program multiply."""
     dtypes = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
-    pairs = re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", text)
-    assert pairs
+    products = r" (?:dot|custom-call)\(%([\w.\-]+), %([\w.\-]+)\)"
+    pairs = re.findall(products, text)
+    assert len(pairs) == 3
     return {dtypes[name] for pair in pairs for name in pair}

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,16 @@ def test_damaged_library_is_removed(fresh: Path) -> None:
     path.write_bytes(b"not a library")
     assert "could not be loaded and was removed" in str(_native.unavailable("attention"))
     assert not path.exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 instruction set")
+def test_a_processor_without_the_instructions_goes_without_a_notice(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(units, "NATIVE", ("-march=x86-64-v3",))
+    with caplog.at_level(logging.WARNING):
+        assert "no instructions for it" in str(_native.unavailable("matmul"))
+    assert not caplog.records
 
 
 def test_processes_that_compile_at_once_all_succeed(fresh: Path) -> None:

@@ -29,7 +29,7 @@ def _small_only(call: Call) -> str | None:
     return None if call.size < 10 else f"size {call.size} is above 9"
 
 
-def _rehearse(call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
+def _benchmark(call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
@@ -49,7 +49,7 @@ def _operation(times: dict[str, float] | None = None) -> Operation[Call]:
             Implementation("small", run("small"), _small_only),
             Implementation("any", run("any"), lambda call: None),
         ),
-        _rehearse,
+        _benchmark,
     )
 
 
@@ -75,7 +75,7 @@ def test_forcing_an_unknown_one_lists_the_known() -> None:
 
 
 def test_nobody_can_run_it() -> None:
-    operation = Operation("made-up", (Implementation("small", print, _small_only),), _rehearse)
+    operation = Operation("made-up", (Implementation("small", print, _small_only),), _benchmark)
     with pytest.raises(KernelError, match="small: size 50 is above 9"):
         operation.choose(Call(50))
 
@@ -134,13 +134,13 @@ def test_candidate_that_raises_loses_and_its_error_is_kept(
     broken = jax.ffi.ffi_call("fornax_no_such_target", jax.ShapeDtypeStruct((4,), jnp.float32))
     runs = {"broken": jax.jit(broken), "late": lambda: 1 / 0, "works": lambda: jnp.zeros(4)}
 
-    def rehearse(call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
+    def benchmark(call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
         return run
 
     operation = Operation(
         "made-up",
         tuple(Implementation(name, run, lambda call: None) for name, run in runs.items()),
-        rehearse,
+        benchmark,
     )
     with autotuning(), kernels.recording_choices() as made:
         assert operation.choose(Call(1)).name == "works"
@@ -157,12 +157,12 @@ def test_candidate_that_raises_loses_and_its_error_is_kept(
 def test_where_all_raise_the_first_is_chosen_and_nothing_is_measured_again() -> None:
     calls: list[str] = []
 
-    def rehearse(call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
+    def benchmark(call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
         calls.append("prepared")
         raise MemoryError("too large")
 
     implementations = tuple(Implementation(n, print, lambda call: None) for n in ("a", "b"))
-    operation = Operation("made-up", implementations, rehearse)
+    operation = Operation("made-up", implementations, benchmark)
     with autotuning():
         assert operation.choose(Call(1)).name == "a"
         assert operation.choose(Call(1)).name == "a"
@@ -208,7 +208,7 @@ def test_a_choice_says_why_what_is_preferred_declined() -> None:
 def test_a_choice_leaves_other_platforms_out() -> None:
     elsewhere = Implementation("tpu only", print, lambda call: None, platform="tpu")
     operation = Operation(
-        "made-up", (elsewhere, Implementation("any", print, lambda call: None)), _rehearse
+        "made-up", (elsewhere, Implementation("any", print, lambda call: None)), _benchmark
     )
     assert str(operation.choice(Call(1))) == "made-up: any"
     assert operation.explain(Call(1))["tpu only"] == "it runs on tpu, not on cpu"

@@ -2,10 +2,8 @@
 
 import pytest
 
-from fornax.config.errors import ConfigError
-from fornax.llm.block_manager import BlockManager, PageGroup
-from fornax.llm.page_pool import PagePool
-from fornax.llm.plan import PageCopy, Plan
+from fornax.llm.block_manager import BlockManager, PagePool
+from fornax.llm.scheduler_output import PageCopy, SchedulerOutput
 from fornax.llm.sequence import Sequence
 
 
@@ -13,7 +11,7 @@ def run(manager, tokens, *, salt=b"", row=0, **options):
     """Admit a sequence and compute all of its tokens."""
     sequence = Sequence(0, "r", list(tokens), max_len=1000, salt=salt, **options)
     sequence.row = row
-    plan = Plan()
+    plan = SchedulerOutput()
     match = manager.match(sequence)
     assert manager.claim(sequence, match, manager.spare(0))
     manager.admit(sequence, match, plan)
@@ -25,7 +23,7 @@ def run(manager, tokens, *, salt=b"", row=0, **options):
 
 @pytest.mark.parametrize(("length", "hit"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
 def test_whole_pages_are_reused_but_never_the_last_token(length, hit):
-    manager = BlockManager([PageGroup(20)], 4)
+    manager = BlockManager([PagePool(20)], 4)
     first, _ = run(manager, range(length))
     second, found = run(manager, range(length), row=1)
     assert found == hit
@@ -34,7 +32,7 @@ def test_whole_pages_are_reused_but_never_the_last_token(length, hit):
 
 
 def test_prefix_is_found_after_its_sequence_is_gone():
-    manager = BlockManager([PageGroup(20)], 4)
+    manager = BlockManager([PagePool(20)], 4)
     sequence, _ = run(manager, range(10))
     manager.free(sequence)
     assert manager.usage == 0
@@ -42,7 +40,7 @@ def test_prefix_is_found_after_its_sequence_is_gone():
 
 
 def test_same_tokens_after_another_page_or_salt_are_not_a_hit():
-    manager = BlockManager([PageGroup(40)], 4)
+    manager = BlockManager([PagePool(40)], 4)
     run(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert run(manager, [0, 2, 3, 4, 5, 6, 7, 8, 9])[1] == 0
     assert run(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9], salt=b"adapter")[1] == 0
@@ -50,18 +48,18 @@ def test_same_tokens_after_another_page_or_salt_are_not_a_hit():
 
 
 def test_reuse_can_be_turned_off_and_reset():
-    manager = BlockManager([PageGroup(40)], 4)
+    manager = BlockManager([PagePool(40)], 4)
     run(manager, range(9))
     assert run(manager, range(9), reads_cache=False)[1] == 0
     manager.reset_prefix_cache()
     assert run(manager, range(9))[1] == 0
-    off = BlockManager([PageGroup(40)], 4, prefix_caching=False)
+    off = BlockManager([PagePool(40)], 4, prefix_caching=False)
     run(off, range(9))
     assert run(off, range(9))[1] == 0
 
 
 def test_unknown_tokens_are_not_registered():
-    manager = BlockManager([PageGroup(20)], 4)
+    manager = BlockManager([PagePool(20)], 4)
     sequence, _ = run(manager, range(7))
     sequence.num_pending = 1
     sequence.num_computed = 8
@@ -74,7 +72,7 @@ def test_unknown_tokens_are_not_registered():
 
 
 def test_least_recently_freed_goes_first_and_ends_before_beginnings():
-    manager = BlockManager([PageGroup(6)], 4)  # five pages
+    manager = BlockManager([PagePool(6)], 4)  # five pages
     old, _ = run(manager, range(8))
     new, _ = run(manager, range(100, 108))
     manager.free(old)
@@ -85,33 +83,33 @@ def test_least_recently_freed_goes_first_and_ends_before_beginnings():
 
 
 def test_fork_copies_the_partial_page_for_all_but_the_last_writer():
-    manager = BlockManager([PageGroup(20)], 4)
+    manager = BlockManager([PagePool(20)], 4)
     parent, _ = run(manager, range(6))
     child = Sequence(1, "r", list(range(6)), max_len=20)
     child.row = 1
-    manager.fork(parent, child, Plan())
+    manager.fork(parent, child, SchedulerOutput())
     shared = child.pages[0][1]
-    plan = Plan()
+    plan = SchedulerOutput()
     assert manager.extend(parent, 6, 7, plan)
     assert plan.copies == [PageCopy(0, shared, parent.pages[0][1])]
     assert parent.pages[0][0] == child.pages[0][0]
-    plan = Plan()
+    plan = SchedulerOutput()
     assert manager.extend(child, 6, 7, plan)
     assert (plan.copies, child.pages[0][1]) == ([], shared)
 
 
 def test_extension_that_does_not_fit_takes_nothing():
-    manager = BlockManager([PageGroup(20), PageGroup(3)], 4)
+    manager = BlockManager([PagePool(20), PagePool(3)], 4)
     sequence, _ = run(manager, range(4))
-    assert not manager.extend(sequence, 4, 13, Plan())
+    assert not manager.extend(sequence, 4, 13, SchedulerOutput())
     assert [len(pages) for pages in sequence.pages] == [1, 1]
-    assert manager.extend(sequence, 4, 8, Plan())
+    assert manager.extend(sequence, 4, 8, SchedulerOutput())
 
 
 def test_sliding_group_keeps_the_window_only():
-    manager = BlockManager([PageGroup(20, window=5), PageGroup(20)], 4)
+    manager = BlockManager([PagePool(20, window=5), PagePool(20)], 4)
     sequence, _ = run(manager, range(12))
-    assert manager.extend(sequence, 12, 13, Plan())  # sees 8 to 12
+    assert manager.extend(sequence, 12, 13, SchedulerOutput())  # sees 8 to 12
     sliding, full = sequence.pages
     assert sliding[:2] == [0, 0]
     assert all(sliding[2:])
@@ -120,7 +118,7 @@ def test_sliding_group_keeps_the_window_only():
 
 
 def test_sliding_hit_needs_only_the_last_window():
-    manager = BlockManager([PageGroup(20, window=5)], 4)
+    manager = BlockManager([PagePool(20, window=5)], 4)
     sequence, _ = run(manager, range(16))
     manager.free(sequence)
     pool = manager.pools[0]
@@ -136,26 +134,12 @@ def test_sliding_hit_needs_only_the_last_window():
 
 
 def test_shortage_names_the_pages():
-    manager = BlockManager([PageGroup(5), PageGroup(3, window=4)], 4)
+    manager = BlockManager([PagePool(5), PagePool(3, window=4)], 4)
     assert manager.shortage(16) is None
     assert manager.shortage(17) == "5 pages of 4 tokens, the cache has 4"
-    narrow = BlockManager([PageGroup(2, window=6)], 4)
+    narrow = BlockManager([PagePool(2, window=6)], 4)
     assert narrow.shortage(4) is None
     assert narrow.shortage(100) == "3 pages of 4 tokens, the cache has 1"
-
-
-@pytest.mark.parametrize(
-    ("groups", "size", "message"),
-    [
-        ([PageGroup(10)], 0, "page_size=0"),
-        ([], 16, "at least one page group"),
-        ([PageGroup(1)], 16, "num_pages=1"),
-        ([PageGroup(10, window=0)], 16, "window=0"),
-    ],
-)
-def test_impossible_caches_are_refused(groups, size, message):
-    with pytest.raises(ConfigError, match=message):
-        BlockManager(groups, size)
 
 
 def test_pool_never_gives_page_zero_and_prefers_blank_pages():

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -71,7 +69,7 @@ def _walk(grammar: Grammar, tokenizer: Tokenizer, seed: int, steps: int = 300) -
 def _spells(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
     """Whether a grammar takes a text and may end after it."""
     return all(grammar.advance(int(token)) for token in tokenizer.encode(text)) and (
-        grammar.accepting
+        tokenizer.eos_id in _allowed(grammar)
     )
 
 
@@ -181,9 +179,9 @@ def test_what_cannot_be_is_refused(
 
 
 def test_a_huge_constraint_is_refused_at_once(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], max_characters=1000)
-    with pytest.raises(EngineError, match="at most 1000"):
-        compiler.submit(StructuredOutputsParams(regex="a" * 2000))
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0])
+    with pytest.raises(EngineError, match="at most 1048576"):
+        compiler.submit(StructuredOutputsParams(regex="a" * (1 << 20)))
     compiler.close()
 
 
@@ -225,11 +223,14 @@ def test_a_constraint_without_end_is_ended_and_holds_up_no_other(
 
 @pytest.mark.parametrize("constraint", [{"choice": ["a" * 250_000]}, {"regex": "a" * 250_000}])
 def test_a_constraint_whose_masks_take_long_is_refused(
-    constraint: dict[str, Any], compiler: GrammarCompiler
+    constraint: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
+    """Also where compiling it takes no longer than is allowed."""
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], seconds=120)
     params = StructuredOutputsParams(**constraint)
     with pytest.raises(EngineError, match=r"takes \d+\.\d ms of each token to follow"):
         compiler.compile(params)
+    compiler.close()
 
 
 def test_the_first_mask_is_made_before_the_grammar_is_handed_over(tokenizer: Tokenizer) -> None:
@@ -252,46 +253,10 @@ def test_a_text_ends_only_where_it_may(compiler: GrammarCompiler, tokenizer: Tok
     assert not grammar.advance(eos)
     assert not grammar.advance(int(tokenizer.encode("x")[0]))
     assert _spells(grammar, tokenizer, "abc")
-    assert grammar.finished
     assert _allowed(grammar) == [eos]
     assert grammar.advance(eos)
     assert grammar.advance(eos), "ignore_eos goes on with ends of text"
     assert not grammar.advance(int(tokenizer.encode("x")[0]))
-
-
-@given(
-    text=st.sampled_from(["{}", '{"n": 20}', '{"name": "日本", "n": 1}']),
-    back=st.integers(0, 40),
-    ends=st.integers(0, 2),
-    free=st.lists(st.integers(0, 400), max_size=4),
-)
-def test_rollback_leaves_what_was_there_before(
-    compiler: GrammarCompiler,
-    tokenizer: Tokenizer,
-    text: str,
-    back: int,
-    ends: int,
-    free: list[int],
-) -> None:
-    after = [7, 8]
-    prefix = [*(token for token in free if token != 7), *after] if free else []
-    params = StructuredOutputsParams(json_object=True)
-
-    def fresh() -> Grammar:
-        return compiler.compile(params, starts_after=after if free else ())
-
-    tokens = [*prefix, *map(int, tokenizer.encode(text)), *[tokenizer.eos_id or 0] * ends]
-    grammar = fresh()
-    assert all(grammar.advance(token) for token in tokens)
-    back = min(back, len(tokens))
-    grammar.rollback(back)
-    expected = fresh()
-    kept = tokens[: len(tokens) - back]
-    assert all(expected.advance(token) for token in kept)
-    assert _allowed(grammar) == _allowed(expected)
-    assert (grammar.finished, grammar.accepting) == (expected.finished, expected.accepting)
-    for token in tokens[len(kept) :]:
-        assert grammar.advance(token)
 
 
 def test_reasoning_is_free_until_it_ends(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -300,9 +265,8 @@ def test_reasoning_is_free_until_it_ends(compiler: GrammarCompiler, tokenizer: T
     grammar = compiler.compile(params, starts_after=end)
     assert len(_allowed(grammar)) == _WIDTH * 32
     assert _spells(grammar, tokenizer, "hello </tool")
-    assert not grammar.finished
     assert grammar.advance(end[-1])
-    assert not grammar.accepting
+    assert tokenizer.eos_id not in _allowed(grammar)
     assert not grammar.advance(int(tokenizer.encode("no")[0]))
     assert _spells(grammar, tokenizer, "yes")
 
@@ -316,16 +280,10 @@ def test_a_copy_goes_its_own_way(compiler: GrammarCompiler, tokenizer: Tokenizer
 
 
 def test_equal_constraints_are_compiled_once(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], remembered=2)
-    params = StructuredOutputsParams(json={"a": 1, "b": 2} | {"type": "object"})
-    compiler.compile(params)
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0])
+    compiler.compile(StructuredOutputsParams(json={"a": 1, "b": 2} | {"type": "object"}))
     again = StructuredOutputsParams(json={"a": 1, "b": 2} | {"type": "object"})
     assert compiler.submit(again).done()
-    for choice in ("a", "b"):
-        compiler.compile(StructuredOutputsParams(choice=[choice]))
-    future = compiler.submit(again)
-    assert future.result(10) is not None
-    assert len(compiler._made) == 2
     compiler.close()
 
 
@@ -360,7 +318,9 @@ def test_a_sentencepiece_vocabulary_is_understood() -> None:
     grammar = compiler.compile(StructuredOutputsParams(choice=["a b\n"]))
     for token in ("a", "▁b", "<0x0A>"):
         assert grammar.advance(_WORDS.index(token)), token
-    assert grammar.accepting
+    row = np.zeros(len(_WORDS) // 32 + 1, np.uint32)
+    grammar.fill(row)
+    assert row[0] & 1, "the text may end here"
     compiler.close()
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fornax.config.errors import EngineError
-from fornax.llm.plan import Plan
 from fornax.llm.sampling_params import REFUSED, SamplingParams
+from fornax.llm.scheduler_output import SchedulerOutput
 from fornax.llm.vllm_plugin.batch import Batch, sampling_params
 
 VOCAB = 50
@@ -71,11 +71,11 @@ def batch_of(rows: int = 2, groups: int = 2) -> Batch:
     return Batch(rows=rows, groups=groups, vocab_size=VOCAB, seed=0)
 
 
-def tables(plan: Plan) -> dict[tuple[int, int, int], int]:
+def tables(plan: SchedulerOutput) -> dict[tuple[int, int, int], int]:
     return {(u.group, u.row, u.index): u.page for u in plan.updates}
 
 
-def sampled(plan: Plan, token: int = 7) -> None:
+def sampled(plan: SchedulerOutput, token: int = 7) -> None:
     for sample in plan.samples:
         sample.sequence.tokens.append(token)
 

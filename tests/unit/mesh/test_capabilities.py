@@ -6,8 +6,8 @@ import pytest
 
 from fornax.cli.main import main
 from fornax.cli.reference import config_page
-from fornax.config.errors import ConfigError
-from fornax.mesh import DEFAULT_RULES, MESH_AXES, MeshConfig
+from fornax.config.errors import ClusterError, ConfigError
+from fornax.mesh import DEFAULT_RULES, MESH_AXES, MeshConfig, check_processes, processes_table
 from fornax.mesh.capabilities import supported_axes
 
 REFUSED = sorted(set(MESH_AXES) - set(supported_axes()))
@@ -59,3 +59,14 @@ def test_the_reference_says_so(axis: str) -> None:
     assert f"| `{axis}` | " in config_page()
     row = next(line for line in config_page().splitlines() if line.startswith(f"| `{axis}` |"))
     assert row.endswith("| no | no | no | no | no |")
+
+
+def test_work_of_one_process_is_refused_by_name_and_listed() -> None:
+    check_processes("pretraining", 5)
+    check_processes("reinforcement learning without samplers", 1)
+    with pytest.raises(ClusterError, match="samplers runs in one process, and this run has 3; st"):
+        check_processes("reinforcement learning without samplers", 3)
+    for work, allowed in processes_table():
+        assert f"| {work} | {allowed} |" in config_page()
+    assert dict(processes_table())["KTO"] == "any number"
+    assert dict(processes_table())["On-policy distillation"].startswith("one: start one process")

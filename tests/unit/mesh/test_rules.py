@@ -1,5 +1,8 @@
 """The rule table: what it divides, what it refuses, and that the refusal names the thing."""
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from fornax.mesh import (
     MESH_AXES,
     MeshConfig,
     constrain,
+    fit_mesh,
     make_mesh,
     named_sharding,
     partition_spec,
@@ -118,3 +122,37 @@ def test_no_matter_how_an_axis_is_overridden_it_stays_numerically_the_same():
     placed = jax.device_put(w, named_sharding(mesh, ("embed", "mlp"), rules, shape=w.shape))
     assert {s.data.shape for s in placed.addressable_shards} == {(8, 1)}
     np.testing.assert_allclose(jnp.ones((2, 8)) @ placed, jnp.ones((2, 8)) @ w, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "fsdp", "data"),
+    [
+        ({}, 8, 8, 1),
+        ({}, 5, 1, 5),
+        ({}, 6, 6, 1),
+        ({}, 48, 24, 2),
+        ({"tensor": 2}, 18, 3, 3),
+        ({"data": 2}, 10, 1, 10),
+        ({"fsdp": 5}, 5, 5, 1),
+        ({"fsdp": 1, "data": -1}, 5, 1, -1),
+        ({"rules": {"embed": ()}}, 5, 5, 1),
+    ],
+)
+def test_an_open_fsdp_takes_what_parameters_divide_over(
+    given: dict[str, Any], devices: int, fsdp: int, data: int
+):
+    """Widths of 48 and 24: fsdp takes the most that divides both, data the rest; what is given
+    stays."""
+    state = nnx.State(
+        {
+            "a": nnx.Param(jax.ShapeDtypeStruct((48, 7), jnp.float32), axes=("embed", "mlp")),
+            "b": nnx.Param(jax.ShapeDtypeStruct((5, 24), jnp.float32), axes=(None, "embed")),
+            "rng": nnx.RngCount(jax.ShapeDtypeStruct((), jnp.uint32)),
+        }
+    )
+    config = MeshConfig(**given)
+    fitted = fit_mesh(config, state, devices)
+    sizes = fitted.resolved_sizes(devices)
+    assert (sizes["fsdp"], fitted.data) == (fsdp, data)
+    assert math.prod(sizes.values()) == devices
+    assert (fitted == config) == (fitted.fsdp == config.fsdp)

@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+from jax.experimental import mesh_utils
 
 from fornax.config.errors import ShardingError
 from fornax.mesh import MeshConfig, make_mesh
@@ -42,3 +44,45 @@ def test_another_number_of_slices_is_refused(size: int):
 def test_any_axis_may_span_nodes_of_gpus():
     gpus = [dataclasses.replace(d, platform="gpu", device_kind="NVIDIA H100") for d in described(2)]
     assert make_mesh(MeshConfig(fsdp=8), gpus).shape["fsdp"] == 8
+
+
+def processes(count: int, devices: int) -> list[Described]:
+    """CPU devices of several processes: jax says slice 0 of all of them."""
+    return [
+        Described(
+            number,
+            0,
+            (number, 0, 0),
+            platform="cpu",
+            device_kind="cpu",
+            process_index=number // devices,
+        )
+        for number in range(count * devices)
+    ]
+
+
+def test_a_slice_is_a_process_where_devices_name_none():
+    found = make_mesh(MeshConfig(slice=2, data=2, fsdp=2), processes(2, 4))
+    expected = mesh_utils.create_hybrid_device_mesh(
+        (1, 2, 1, 2, 1, 1, 1), (2, 1, 1, 1, 1, 1, 1), processes(2, 4), process_is_granule=True
+    )
+    np.testing.assert_array_equal(found.devices, expected)
+
+
+def test_a_slice_may_be_several_processes_or_nodes():
+    mesh = make_mesh(MeshConfig(slice=2, fsdp=8), processes(4, 4))
+    assert [{d.process_index for d in part.flat} for part in mesh.devices] == [{0, 1}, {2, 3}]
+    gpus = [dataclasses.replace(d, platform="gpu", device_kind="NVIDIA H100") for d in described(4)]
+    mesh = make_mesh(MeshConfig(slice=2, fsdp=8), gpus)
+    assert [{d.slice_index for d in part.flat} for part in mesh.devices] == [{0, 1}, {2, 3}]
+
+
+@pytest.mark.parametrize(("count", "devices", "size"), [(3, 2, 2), (2, 4, 4)])
+def test_a_slice_holds_no_part_of_a_process(count: int, devices: int, size: int):
+    with pytest.raises(ShardingError, match=rf"slice={size} over {count} processes: a slice is"):
+        make_mesh(MeshConfig(slice=size), processes(count, devices))
+
+
+def test_one_process_emulates_slices_with_blocks_of_its_devices():
+    mesh = make_mesh(MeshConfig(slice=4), processes(1, 8))
+    assert [[d.id for d in part.flat] for part in mesh.devices] == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -25,6 +25,7 @@ CONFIG = DecoderConfig(
 )
 
 
+@pytest.mark.slow
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "models" / "Qwen2.5-0.5B"

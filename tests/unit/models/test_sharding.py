@@ -14,8 +14,8 @@ from fornax.config.errors import ShardingError
 from fornax.mesh import (
     DEFAULT_RULES,
     MeshConfig,
-    batch_sharding,
     make_mesh,
+    named_sharding,
     tree_shardings,
     use_mesh,
 )
@@ -53,7 +53,7 @@ def test_loss_and_gradients_are_those_of_one_device(name: str, sizes: dict[str, 
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
     state = nnx.state(decoder_of(name))
     shardings = tree_shardings(state, mesh, DEFAULT_RULES)
-    rows = batch_sharding(mesh, DEFAULT_RULES)
+    rows = named_sharding(mesh, ("batch", "length"), DEFAULT_RULES)
     tokens, ids = jax.device_put((tokens_of(8, 12), IDS), rows)
     run = jax.jit(functools.partial(_compute, name), out_shardings=(None, shardings))
     with use_mesh(mesh):

@@ -64,15 +64,15 @@ def test_a_group_behind_others_that_take_its_parameters_is_refused():
 
 def test_the_first_matching_group_wins():
     groups = (Group(pattern="norm", learning_rate_factor=2.0), Group(pattern="layers"))
-    treatments = built(groups=groups).treatments
-    assert treatments["layers/norm/scale"].learning_rate_factor == 2.0
-    assert treatments["layers/attention/q/kernel"].learning_rate_factor == 1.0
+    assignments = built(groups=groups).assignments
+    assert assignments["layers/norm/scale"].learning_rate_factor == 2.0
+    assert assignments["layers/attention/q/kernel"].learning_rate_factor == 1.0
 
 
 @pytest.mark.parametrize("optimizer", [Muon(), SOAP()])
 def test_what_is_no_hidden_matrix_goes_to_the_fallback(optimizer):
-    treatments = built(optimizer=optimizer).treatments
-    assert {path: t.optimizer.type for path, t in treatments.items()} == {
+    assignments = built(optimizer=optimizer).assignments
+    assert {path: t.optimizer.type for path, t in assignments.items()} == {
         "embed": "adamw",
         "layers/attention/q/kernel": optimizer.type,
         "layers/norm/scale": "adamw",
@@ -81,10 +81,12 @@ def test_what_is_no_hidden_matrix_goes_to_the_fallback(optimizer):
 
 def test_the_fallback_has_its_own_rate():
     groups = (Group(pattern="embed", learning_rate_factor=3.0),)
-    treatments = built(optimizer=Muon(fallback_learning_rate_factor=0.5), groups=groups).treatments
-    assert treatments["embed"].learning_rate_factor == 1.5
-    assert treatments["layers/norm/scale"].learning_rate_factor == 0.5
-    assert treatments["layers/attention/q/kernel"].learning_rate_factor == 1.0
+    assignments = built(
+        optimizer=Muon(fallback_learning_rate_factor=0.5), groups=groups
+    ).assignments
+    assert assignments["embed"].learning_rate_factor == 1.5
+    assert assignments["layers/norm/scale"].learning_rate_factor == 0.5
+    assert assignments["layers/attention/q/kernel"].learning_rate_factor == 1.0
 
 
 def test_a_parameter_no_rule_covers_is_named():
@@ -100,8 +102,8 @@ def test_a_group_without_any_optimizer_is_refused():
 
 def test_groups_may_name_all_optimizers():
     groups = (Group(pattern="embed", optimizer=SGD()), Group(pattern="", optimizer=AdamW()))
-    treatments = built(optimizer=None, groups=groups).treatments
-    assert {t.optimizer.type for t in treatments.values()} == {"sgd", "adamw"}
+    assignments = built(optimizer=None, groups=groups).assignments
+    assert {t.optimizer.type for t in assignments.values()} == {"sgd", "adamw"}
 
 
 def test_freezing_everything_is_refused():

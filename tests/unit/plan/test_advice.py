@@ -7,7 +7,7 @@ import pytest
 
 from fornax.config import load, to_mapping
 from fornax.plan.advice import advise
-from fornax.plan.analytic import estimate
+from fornax.plan.cost.estimate import estimate
 from fornax.plan.recipes import find_recipes
 from fornax.plan.topology import parse_topology
 from fornax.train import TrainConfig
@@ -45,6 +45,14 @@ def test_the_cheapest_comes_first_and_kinds_differ():
     assert len(advice) == 3
     assert advice[0].step_seconds <= advice[1].step_seconds
     assert len({one.flags.split()[0] for one in advice[:2]}) == 2
+
+
+def test_more_micro_batches_that_save_nothing_are_no_advice():
+    """From eight on, a device holds one row of 512 over 64 devices, however many there are."""
+    advice = advise(RECIPES["llama3-70b"].config(), parse_topology("v6e:8x8"))
+    split = [int(one.flags.split()[1]) for one in advice if one.flags.startswith("--accumulate")]
+    assert split
+    assert max(split) == 8
 
 
 def test_where_one_change_is_not_enough_two_are_named():

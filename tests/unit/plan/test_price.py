@@ -3,8 +3,8 @@
 import pytest
 
 from fornax.config import ConfigError
+from fornax.plan.facts import Hardware, Run, Speed
 from fornax.plan.price import PriceTable, cost, read_prices
-from fornax.plan.report.data import Hardware, Run, Speed
 
 HARDWARE = Hardware(
     topology="v5p:4x4x4", chip="v5p", platform="tpu", chips=64, devices=64, hosts=16, slices=1,

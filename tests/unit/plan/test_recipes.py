@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fornax.models.families import family_by_name
-from fornax.plan.analytic import estimate
+from fornax.plan.cost.estimate import estimate
 from fornax.plan.recipes import Recipe, find_recipes, recipes_page
 from fornax.plan.topology import parse_topology
 

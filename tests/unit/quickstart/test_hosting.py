@@ -45,7 +45,7 @@ def test_the_texts_are_functions_with_their_bodies(tmp_path):
 
 
 def test_without_the_packages_the_stage_is_left_out_and_says_so(job, monkeypatch):
-    monkeypatch.setattr(pipeline, "missing_for_hosting", lambda: ["grpc"])
+    monkeypatch.setattr(pipeline, "not_installed", lambda names: ["grpc"])
     result = pipeline._host(job)
     assert result == {"missing": ["grpc"]}
     assert "left out: grpc not installed" in pipeline._host_line(result)
@@ -53,7 +53,7 @@ def test_without_the_packages_the_stage_is_left_out_and_says_so(job, monkeypatch
 
 def test_the_stage_serves_the_repository_of_the_run(job, monkeypatch):
     called = SimpleNamespace()
-    monkeypatch.setattr(pipeline, "missing_for_hosting", list)
+    monkeypatch.setattr(pipeline, "not_installed", lambda names: [])
     monkeypatch.setattr(
         pipeline, "serve_and_score", lambda *a, **k: called.__dict__.update(a=a, k=k) or {}
     )

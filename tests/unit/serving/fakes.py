@@ -21,12 +21,15 @@ from fornax.serving.types import InferRequest, InferResult, Timing
 class FakeConfig:
     """What a host reads of its configuration."""
 
-    repository: Path | None
+    repository: Path
     control: Any = "explicit"
     poll_seconds: float = 0.02
     load: tuple[str, ...] = ("*",)
     strict_readiness: bool = True
     trust_executables: bool = False
+
+    def folder(self) -> Path:
+        return self.repository
 
 
 def deploy(root: Path, name: str, version: int, **behaviour: Any) -> Path:

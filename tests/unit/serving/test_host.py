@@ -12,8 +12,8 @@ from fornax import export
 from fornax.config import ServingCode, ServingError
 from fornax.export import Spec
 from fornax.serving.events import Events
+from fornax.serving.execution.servable import DevicePool
 from fornax.serving.host import Host
-from fornax.serving.servable import DevicePool
 from fornax.serving.types import InferRequest
 
 W = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -54,7 +54,6 @@ def test_what_is_no_size_is_refused(text):
         (["--trace-sample-rate", "1.5"], "not between 0 and 1"),
         (["--devices", "1", "1"], "different numbers"),
         (["--cpu-threads", "0"], "cpu_threads=0"),
-        (["--busy-poll-us", "-1"], "busy_poll_us=-1"),
         (["--model-memory", "much"], "is no size"),
         (["--max-body-bytes", "0"], "max_body_bytes=0"),
         (["--send-timeout", "0"], "send_timeout=0"),

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.serving.fakes import deploy, running
 
 from fornax.config import ServingCode, ServingError
-from fornax.serving.repository import bundles, pin, unpin
+from fornax.serving.repository import pin, unpin
 
 
 def in_loop(test):
@@ -681,7 +681,7 @@ async def test_looks_read_again_only_what_has_changed(tmp_path, monkeypatch):
     read, settings = [], []
 
     def counted(root, path, limit):
-        read.append(path)
+        read.extend([path] if path.name == "manifest.json" else [])
         return read_small(root, path, limit)
 
     def parsed(*args, **kwargs):
@@ -689,8 +689,8 @@ async def test_looks_read_again_only_what_has_changed(tmp_path, monkeypatch):
         return from_yaml(*args, **kwargs)
 
     scan = sys.modules["fornax.serving.repository.scan"]  # the function of that name hides it
-    read_small, from_yaml = bundles.read_small, scan.from_yaml
-    monkeypatch.setattr(bundles, "read_small", counted)
+    read_small, from_yaml = scan.read_small, scan.from_yaml
+    monkeypatch.setattr(scan, "read_small", counted)
     monkeypatch.setattr(scan, "from_yaml", parsed)
     folder = deploy(tmp_path, "m", 1)
     (tmp_path / "m" / "serving.yaml").write_text("labels: {a: 1}")

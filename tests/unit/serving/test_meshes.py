@@ -11,8 +11,9 @@ import pytest
 from fornax import export
 from fornax.export import Spec
 from fornax.mesh import MeshConfig
-from fornax.serving.execution import DevicePool
-from fornax.serving.servable import Servable
+from fornax.serving.events import Events
+from fornax.serving.execution.devices import DevicePool
+from fornax.serving.execution.servable import Servable
 from fornax.serving.settings import ModelSettings, OnMesh, Replicas
 from fornax.serving.types import InferRequest
 
@@ -62,7 +63,7 @@ def test_models_on_a_ring_of_meshes_serve_side_by_side(tmp_path):
     async def run() -> list[int]:
         models = [
             await Servable.create(
-                export.open_bundle(tmp_path / "m"), ModelSettings(devices=layout), pool
+                export.open_bundle(tmp_path / "m"), ModelSettings(devices=layout), pool, Events()
             )
             for layout in layouts
         ]

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tests.unit.serving.fakes import deploy
 
 from fornax.config import ServingError
+from fornax.serving.lifecycle.plan import Choice, choose
 from fornax.serving.repository import (
-    Choice,
-    choose,
     examine,
     name_problem,
     pin,

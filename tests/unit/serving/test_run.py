@@ -65,8 +65,8 @@ class Entry:
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
 
 
-def _repository(tmp_path, **entries):
-    for name, line in entries.items():
+def _repository(tmp_path, **backends):
+    for name, line in backends.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "serving.yaml").write_text(f"type: test\n{line}")
     return tmp_path
@@ -100,20 +100,20 @@ async def _ready(client):
 def test_a_stop_answers_what_runs_and_exits_0(tmp_path):
     async def during(server, client):
         await _ready(client)
-        entry = server.host.entries["lm"]
+        backend = server.host.backends["lm"]
         asked = asyncio.ensure_future(client.post("/v2/models/lm/infer", json=BODY))
-        await entry.running.wait()
+        await backend.running.wait()
         server.stop()
         await asyncio.sleep(0.05)
         assert not server.host.ready()
         assert not asked.done()
-        entry.go.set()
+        backend.go.set()
         answer = await asked
         assert answer.status_code == 200
         assert answer.json()["outputs"][0]["data"] == [1.0, 2.0]
-        while entry.stopped_with is None:
+        while backend.stopped_with is None:
             await asyncio.sleep(0.005)
-        assert entry.stopped_with <= 5.0
+        assert backend.stopped_with <= 5.0
 
     assert asyncio.run(_run(_config(_repository(tmp_path, lm="")), during)) == 0
 
@@ -122,10 +122,10 @@ def test_a_second_stop_ends_at_once_with_1(tmp_path):
     async def during(server, client):
         await _ready(client)
         asked = asyncio.ensure_future(client.post("/v2/models/lm/infer", json=BODY))
-        await server.host.entries["lm"].running.wait()
+        await server.host.backends["lm"].running.wait()
         server.stop()
         server.stop()
-        server.host.entries["lm"].go.set()
+        server.host.backends["lm"].go.set()
         await asyncio.wait([asked])
 
     assert asyncio.run(_run(_config(_repository(tmp_path, lm="")), during)) == 1
@@ -134,7 +134,7 @@ def test_a_second_stop_ends_at_once_with_1(tmp_path):
 def test_an_entrys_routes_metrics_and_statistics_stand_beside_v2(tmp_path):
     async def during(server, client):
         await _ready(client)
-        server.host.entries["lm"].go.set()
+        server.host.backends["lm"].go.set()
         assert (await client.get("/v1/models")).text == "/v1/models"
         assert (await client.post("/v2/models/lm/infer", json=BODY)).status_code == 200
         index = (await client.post("/v2/repository/index")).json()
@@ -155,8 +155,8 @@ def test_one_that_fails_leaves_the_others_and_the_reason(tmp_path):
     async def during(server, client):
         while server.host.index()[0].state == "LOADING" or not server.host.index()[1].state:
             await asyncio.sleep(0.005)
-        server.host.entries["lm"].go.set()
-        while not server.host.entries["lm"].up:
+        server.host.backends["lm"].go.set()
+        while not server.host.backends["lm"].up:
             await asyncio.sleep(0.005)
         assert (await client.get("/v2/health/ready")).status_code == 503
         reasons = {each.name: each.reason for each in server.host.index()}
@@ -213,7 +213,7 @@ def test_one_that_will_be_started_is_loading_until_then(tmp_path):
     async def state(**changes):
         server = HostServer(_config(root, grpc="none", **changes), {"test": Entry})
         before = [each.state for each in server.host.index()]
-        server.host.entries["lm"].go.set()
+        server.host.backends["lm"].go.set()
         await server.host.start()
         after = [each.state for each in server.host.index()]
         await server.close()

@@ -11,9 +11,12 @@ import pytest
 from tests.unit.serving.fakes import deploy, running
 
 from fornax.config import ServingError
-from fornax.serving.latencies import Percentiles
-from fornax.serving.lifecycle.compare import OutputDifferences, difference
-from fornax.serving.lifecycle.shadow import ShadowRequest
+from fornax.serving.lifecycle.shadow import (
+    OutputDifferences,
+    Percentiles,
+    ShadowRequest,
+    difference,
+)
 from fornax.serving.types import InferRequest
 
 
@@ -117,7 +120,7 @@ def test_the_shadow_sees_its_share_and_the_report_what_differs(tmp_path):
         assert report["worst"][0]["id"].startswith("r")
         assert (report["main_version"], report["shadow_version"]) == ("1", "2")
         assert report["latency"]["shadow"]["p50_us"] == pytest.approx(2001, rel=0.1)
-        assert r.host.shadow_reports() == [r.host.shadow_report("m")]
+        assert [each.report() for each in r.host.shadows()] == [r.host.shadow_report("m")]
 
     run(test())
 

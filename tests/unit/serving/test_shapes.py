@@ -4,7 +4,7 @@ import pytest
 
 from fornax.config import BundleError
 from fornax.export.spec import Signature, TensorSpec
-from fornax.serving.execution.shapes import Shapes
+from fornax.serving.execution.admission import Shapes
 
 
 def signature(*shapes: dict[str, int], exact: tuple[str, ...] = ()) -> Signature:

@@ -16,9 +16,9 @@ from fornax.export.buckets import assemble
 from fornax.export.golden import examples
 from fornax.export.undivided import share_undivided
 from fornax.export.weights import Weights
-from fornax.serving.execution import loading, threads
+from fornax.serving.execution import loading
 from fornax.serving.execution.runner import Prepared, Runner
-from fornax.serving.execution.turns import Turns
+from fornax.serving.execution.scheduler import FairLock
 
 
 def product(params, x):
@@ -54,7 +54,7 @@ def runner(bundle, held):
     program = bundle.compile("f", {"b": 64}, held)
     prepared = {(64, ()): Prepared(program, {"b": 64}, 64 * 256, 100e-6)}
     signature = bundle.signature("f")
-    return Runner(signature, prepared, on_host=True, wait_inside=True, lock=Turns())
+    return Runner(signature, prepared, on_host=True, wait_inside=True, lock=FairLock())
 
 
 def _answer(program):
@@ -82,8 +82,8 @@ def test_a_small_program_runs_the_way_that_is_faster(
     (prepared,) = runner.prepared.values()
     program = prepared.program
     times = {True: divided, False: alone}
-    monkeypatch.setattr(threads, "_time", lambda one, inputs: times[one is program])
-    assert threads.choose_threads(bundle, undivided, runner, None) == chosen
+    monkeypatch.setattr(loading, "_time", lambda one, inputs: times[one is program])
+    assert loading.choose_threads(bundle, undivided, runner, None) == chosen
     assert (prepared.program is not program) == chosen
     assert prepared.seconds == (alone if chosen else 100e-6)
 
@@ -92,11 +92,11 @@ def test_a_small_program_runs_the_way_that_is_faster(
 def test_tiny_and_long_programs_are_not_compiled_twice(bundle, undivided, runner, seconds):
     (prepared,) = runner.prepared.values()
     prepared.seconds = seconds
-    assert threads.choose_threads(None, undivided, runner, None) == 0
+    assert loading.choose_threads(None, undivided, runner, None) == 0
 
 
 def test_other_bits_are_never_chosen(bundle, undivided, runner, monkeypatch):
-    run = threads._run
+    run = loading._run
     (prepared,) = runner.prepared.values()
     divided = prepared.program
 
@@ -104,20 +104,16 @@ def test_other_bits_are_never_chosen(bundle, undivided, runner, monkeypatch):
         outputs = run(program, inputs)
         return outputs if program is divided else [np.nextafter(each, 9) for each in outputs]
 
-    monkeypatch.setattr(threads, "_run", off)
-    monkeypatch.setattr(threads, "_time", lambda one, inputs: 1.0 if one is divided else 1e-4)
-    assert threads.choose_threads(bundle, undivided, runner, None) == 0
+    monkeypatch.setattr(loading, "_run", off)
+    monkeypatch.setattr(loading, "_time", lambda one, inputs: 1.0 if one is divided else 1e-4)
+    assert loading.choose_threads(bundle, undivided, runner, None) == 0
     assert prepared.program is divided
 
 
-def test_what_cannot_be_timed_stays_as_it_is(bundle, undivided, runner, monkeypatch, caplog):
-    def broken(*_):
-        raise RuntimeError("out of order")
-
+def test_what_cannot_be_timed_stays_as_it_is(bundle, undivided, runner, caplog):
     (prepared,) = runner.prepared.values()
     program = prepared.program
-    monkeypatch.setattr(loading, "choose_threads", broken)
-    loading._speed_up(bundle, undivided, runner, None)
+    loading._speed_up(bundle, undivided, runner, {"xla_has_no_such_option": True})
     assert prepared.program is program
     assert "could not be timed" in caplog.text
 

@@ -23,7 +23,7 @@ from fornax.train.config import LogConfig, TrainerConfig
 from fornax.train.goodput import Ledger
 from fornax.train.session import Programs, first_state, prepare, start
 from fornax.train.state import as_tree
-from fornax.train.task import Loss, Task
+from fornax.train.task import Loss, PostTraining, Task
 
 V, D, R, T = 16, 8, 2, 8
 
@@ -88,7 +88,9 @@ class Stream:
         pass
 
 
-TASK = Task(build=Adapted, loss=nll, batches=lambda split, hosts: Stream(), trained=Delta)
+TASK = Task(
+    build=Adapted, loss=nll, batches=lambda split, hosts: Stream(), post=PostTraining(trained=Delta)
+)
 CONFIG = TrainerConfig(
     steps=4,
     batch_size=4,
@@ -186,7 +188,7 @@ def test_a_filter_that_finds_nothing_is_refused():
         pass
 
     with pytest.raises(ConfigError, match="no parameter"):
-        prepare(CONFIG, dataclasses.replace(TASK, trained=Other), Ledger())
+        prepare(CONFIG, dataclasses.replace(TASK, post=PostTraining(trained=Other)), Ledger())
 
 
 def test_pairs_give_one_update_however_split_and_laid_out():
@@ -237,8 +239,9 @@ def test_a_stream_follows_the_weights_and_its_numbers_stand_with_their_step(tmp_
     task = dataclasses.replace(
         TASK,
         batches=lambda split, hosts: stream,
-        follow=follow,
-        observe=lambda: {"rows_read": float(stream.read)},
+        post=dataclasses.replace(
+            TASK.post, follow=follow, observe=lambda: {"rows_read": float(stream.read)}
+        ),
     )
     train(CONFIG, tmp_path, task=task, progress="none")
     assert [step for step, _ in seen] == [0, 1, 2, 3]

@@ -1,5 +1,6 @@
 """Which rows a process reads, and what it makes of them."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -7,13 +8,15 @@ import pytest
 
 from fornax.config.errors import ShardingError
 from fornax.mesh import DEFAULT_RULES, MeshConfig, make_mesh
-from fornax.train.hosts import abstract_batch, check_rows, find_hosts, split_between, to_global
+from fornax.train.hosts import abstract_batch, find_hosts, padding_text, split_between, to_global
 from fornax.train.task import Hosts
 
 
 def test_one_process_reads_everything():
     mesh = make_mesh(MeshConfig())
-    assert find_hosts(16, mesh, DEFAULT_RULES) == Hosts(index=0, count=1)
+    assert find_hosts(mesh, DEFAULT_RULES, 2) == Hosts(index=0, count=1, multiple=16)
+    assert find_hosts(mesh, DEFAULT_RULES).rows(13) == range(13)
+    assert find_hosts(mesh, DEFAULT_RULES).size(13) == 16
 
 
 @pytest.mark.parametrize(
@@ -63,8 +66,15 @@ def test_a_global_batch_holds_the_rows_where_the_rules_say():
     assert shards == {"tokens": (2, 2), "image": (2, 5, 5, 3), "weight": (2,)}
 
 
-def test_rows_divide_over_shards_times_micro_batches():
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    check_rows(16, 4, mesh, DEFAULT_RULES)
-    with pytest.raises(ShardingError, match="use a multiple of 16, such as 32, or another mesh"):
-        check_rows(24, 4, mesh, DEFAULT_RULES)
+@pytest.mark.parametrize(
+    ("batch_size", "shards", "accumulate", "said"),
+    [
+        (16, 4, 4, None),
+        (8, 3, 1, "8 does not divide into 3 data shards: .* 9 rows of which 1 count.* 11% of"),
+        (24, 4, 4, "24 .* 4 data shards x 4 micro-batches: .* 32 rows of which 8 .* 25% of"),
+        (2, 8, 1, "8 rows of which 6 count nothing, 75% of the work; multiples of 8 have no"),
+    ],
+)
+def test_what_padding_costs_is_said(batch_size: int, shards: int, accumulate: int, said: Any):
+    text = padding_text(batch_size, shards, accumulate)
+    assert text is None if said is None else re.search(said, str(text)), text

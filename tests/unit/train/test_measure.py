@@ -15,7 +15,7 @@ from fornax.optim import SGD, Constant, OptimConfig
 from fornax.train.config import TrainerConfig
 from fornax.train.goodput import Ledger
 from fornax.train.session import first_state, prepare
-from fornax.train.task import Loss, Task
+from fornax.train.task import Loss, PostTraining, Task
 
 B, I = 8, 3  # noqa: E741
 RNG = np.random.default_rng(0)
@@ -50,7 +50,9 @@ def no_batches(split: str, hosts: Any) -> Any:
     raise AssertionError("not read here")
 
 
-TASK = Task(build=Weights, loss=loss, measure=measure, batches=no_batches, unit="rows")
+TASK = Task(
+    build=Weights, loss=loss, post=PostTraining(measure=measure), batches=no_batches, unit="rows"
+)
 
 
 def oracle(w: np.ndarray) -> tuple[float, np.ndarray]:

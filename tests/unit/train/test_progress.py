@@ -41,7 +41,7 @@ def test_a_bar_shows_figures_and_leaves_the_terminal():
     stream = io.StringIO()
     bar = Bar(Console(file=stream, force_terminal=True, width=120))
     bar.start(0, 4, "tokens")
-    bar.say("[not markup] said")
+    bar.log("[not markup] said")
     bar.update({**RECORD, "step": 4}, seconds_left=0)
     bar.close()
     shown = stream.getvalue()

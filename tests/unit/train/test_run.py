@@ -204,7 +204,7 @@ class Interrupting(Quiet):
         if record["step"] == 3:
             signal.raise_signal(signal.SIGTERM)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.said.append(text)
 
 

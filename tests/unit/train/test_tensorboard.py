@@ -6,11 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
-from fornax.config import FornaxError
 from fornax.train.metrics import TensorBoard
 
 Event: Any = event_pb2.Event  # pyrefly: ignore[missing-attribute]
@@ -50,16 +48,16 @@ def test_events_reach_the_disk_before_close(tmp_path: Path):
     board.close()
 
 
-def test_a_full_disk_is_an_error_and_never_a_wait(tmp_path: Path):
+def test_on_a_full_disk_events_are_lost_and_nothing_waits(tmp_path: Path):
     board = TensorBoard(tmp_path, 0, flush_seconds=0.0)
     full = os.open("/dev/full", os.O_WRONLY)
     writer: Any = board._writer._writer
     os.dup2(full, writer.fileno())
     began = time.monotonic()
-    for step in range(1, 30):
-        with pytest.raises(FornaxError, match="No space left on device; make room"):
-            board.write({"step": step, "time": 1.0, "loss": 2.0})
-    with pytest.raises(FornaxError, match="No space left on device"):
-        board.close()
-    assert time.monotonic() - began < 5.0
+    board.write({"step": 1, "time": 1.0, "loss": 2.0})
     os.close(full)
+    for step in (2, 3):  # the file, which may end amid an event, is left for another
+        board.write({"step": step, "time": 1.0, "loss": 2.0})
+    board.close()
+    assert time.monotonic() - began < 5.0
+    assert [e.step for e in read_events(tmp_path)] == [0, 1, 0, 2, 3]

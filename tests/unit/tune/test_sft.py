@@ -22,7 +22,7 @@ from fornax.config import CheckpointError, ConfigError, DataError
 from fornax.mesh import MeshConfig
 from fornax.models import load_pretrained
 from fornax.optim import Constant
-from fornax.train import Hosts, Ledger, Task, read_metrics
+from fornax.train import DrillConfig, Hosts, Ledger, SpikeConfig, Task, read_metrics
 from fornax.train.config import LogConfig
 from fornax.train.session import Programs, first_state, prepare
 from fornax.tune import SFTConfig, read_origin, tune
@@ -236,6 +236,24 @@ def test_a_run_keeps_adapters_and_tokenizer_and_reports_perplexity(
     assert all("lora_" in path for path in paths)
 
 
+def test_a_run_goes_back_from_a_loss_spike_as_if_the_batch_had_been_listed(
+    base: SFTConfig, tmp_path: Path
+):
+    """Adapters, optimizer and position go back; the model that is not trained stays."""
+    drill = SpikeConfig(snapshot_every=1, drill=DrillConfig(nan=(1,)))
+    base = dataclasses.replace(base, mesh=ALL, batch_size=8)
+    tune(dataclasses.replace(base, spikes=drill), tmp_path / "drill", progress="none")
+    (tmp_path / "listed").mkdir()
+    listed = (tmp_path / "drill" / "spikes.jsonl").read_text()
+    assert '"skipped": [1], "back_to": 1, "source": "memory"' in listed
+    (tmp_path / "listed" / "spikes.jsonl").write_text(listed)
+    tune(base, tmp_path / "listed", progress="none")
+    found, wanted = (read_metrics(tmp_path / n / "metrics.jsonl") for n in ("drill", "listed"))
+    assert [r["batch"] for r in found] == [0, 2, 3]
+    for name in ("step", "loss", "grad_norm", "learning_rate"):
+        assert [r[name] for r in found] == [r[name] for r in wanted]
+
+
 def test_bad_lines_and_patterns_are_reported_before_anything_heavy(base: SFTConfig, tmp_path: Path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"messages": [{"role": "assistant"}]}\n')
@@ -248,12 +266,18 @@ def test_bad_lines_and_patterns_are_reported_before_anything_heavy(base: SFTConf
 
 
 @pytest.mark.slow
-def test_eight_devices_make_the_update_of_one(base: SFTConfig, plain: tuple[Task, Programs, Any]):
+@pytest.mark.parametrize(
+    ("mesh", "devices"), [(MeshConfig(data=2, fsdp=2, tensor=2), 8), (MeshConfig(), 3)]
+)
+def test_many_devices_make_the_update_of_one(
+    base: SFTConfig, plain: tuple[Task, Programs, Any], mesh: MeshConfig, devices: int
+):
+    """Three do not divide the rows, nor the widths: padding, and parameters whole on each."""
     task, programs, state = plain
-    rows = next(iter(task.batches("train", Hosts())))
-    alone, one = programs.step(copied(state), rows)
-    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
-    _, spread, start = begin(dataclasses.replace(base, mesh=mesh), devices=8)
+    alone, one = programs.step(copied(state), next(iter(task.batches("train", Hosts()))))
+    _, spread, start = begin(dataclasses.replace(base, mesh=mesh), devices=devices)
+    rows = next(iter(task.batches("train", spread.hosts)))
+    assert len(rows["tokens"]) == spread.hosts.size(base.batch_size)
     together, eight = spread.step(start, rows)
     assert float(eight["loss"]) == pytest.approx(float(one["loss"]), rel=1e-5)
     pairs = zip(jax.tree.leaves(alone.optimizer), jax.tree.leaves(together.optimizer), strict=True)

@@ -11,11 +11,11 @@ from tests.unit.tune.tiny import save_model
 
 from fornax.adapters import LoRA
 from fornax.config import ConfigError, dump_yaml, from_yaml, load
-from fornax.train import EvalConfig, Task
+from fornax.train import EvalConfig, PostTraining, Task
 from fornax.tune import METHODS, SFTConfig, TuneConfig, method_of, read_origin
 from fornax.tune.config import recipe
-from fornax.tune.policy import policy
-from fornax.tune.run import resolve, settle
+from fornax.tune.policy import fit_to_model, policy
+from fornax.tune.splits import with_steps
 
 CONFIG = SFTConfig(model="model", data="data.jsonl")
 
@@ -24,7 +24,9 @@ def task(per_epoch: float | None) -> Task:
     def nothing(*args: object) -> None:
         raise AssertionError("not called here")
 
-    return Task(build=nothing, loss=nothing, batches=nothing, steps_per_epoch=per_epoch)  # pyrefly: ignore[bad-argument-type]
+    return Task(
+        build=nothing, loss=nothing, batches=nothing, post=PostTraining(steps_per_epoch=per_epoch)
+    )  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(
@@ -41,9 +43,9 @@ def task(per_epoch: float | None) -> Task:
     ],
 )
 def test_steps_are_given_or_counted(given: dict, per_epoch: float | None, steps: int):
-    resolved = resolve(dataclasses.replace(CONFIG, **given), task(per_epoch))
+    resolved = with_steps(dataclasses.replace(CONFIG, **given), task(per_epoch))
     assert resolved.steps == steps
-    assert resolve(resolved, task(per_epoch)) == resolved
+    assert with_steps(resolved, task(per_epoch)) == resolved
 
 
 @pytest.mark.parametrize(
@@ -76,18 +78,18 @@ def test_reinforcement_begins_at_a_rate_for_both_kinds(tmp_path: Path, lora: LoR
 
 def test_two_lengths_that_disagree_are_refused():
     with pytest.raises(ConfigError, match=r"steps=5 and epochs=3, which are 21 steps"):
-        resolve(dataclasses.replace(CONFIG, steps=5, epochs=3.0), task(7.0))
+        with_steps(dataclasses.replace(CONFIG, steps=5, epochs=3.0), task(7.0))
     with pytest.raises(ConfigError, match="--steps"):
-        resolve(CONFIG, task(None))
+        with_steps(CONFIG, task(None))
 
 
 def test_what_is_held_back_is_evaluated_once_a_pass():
     config = dataclasses.replace(CONFIG, eval_share=0.1, epochs=3.0)
-    assert resolve(config, task(7.0)).eval.every == 7
-    assert resolve(dataclasses.replace(config, epochs=0.5), task(7.0)).eval.every == 4
+    assert with_steps(config, task(7.0)).eval.every == 7
+    assert with_steps(dataclasses.replace(config, epochs=0.5), task(7.0)).eval.every == 4
     often = dataclasses.replace(config, eval=EvalConfig(every=2))
-    assert resolve(often, task(7.0)).eval.every == 2
-    assert resolve(CONFIG, task(7.0)).eval.every is None
+    assert with_steps(often, task(7.0)).eval.every == 2
+    assert with_steps(CONFIG, task(7.0)).eval.every is None
 
 
 @pytest.mark.parametrize(
@@ -143,14 +145,13 @@ def test_a_model_is_read_with_its_ends_and_template(tmp_path: Path):
     config = dataclasses.replace(CONFIG, model=str(model))
     origin = read_origin(config)
     assert origin.eos_ids == (origin.tokenizer.eos_id, 7)
-    assert origin.pad_id == origin.tokenizer.pad_id
     messages = [{"role": "user", "content": "x"}]
     assert origin.template is not None
     assert origin.template.render(messages).startswith("<|begin|>user")
     changed = read_origin(dataclasses.replace(config, template=str(given)))
     assert changed.template is not None
     assert changed.template.render(messages) == "x"
-    settled = settle(dataclasses.replace(config, model=os.path.relpath(model)), origin)
+    settled = fit_to_model(dataclasses.replace(config, model=os.path.relpath(model)), origin)
     assert (settled.max_length, settled.model) == (128, str(model.resolve()))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_origin(dataclasses.replace(config, template=str(tmp_path / "none")))

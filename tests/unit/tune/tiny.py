@@ -59,3 +59,31 @@ def save_chats(file: Path, count: int = 36) -> Path:
     """A file of conversations."""
     file.write_text("".join(json.dumps(chat(n)) + "\n" for n in range(count)))
     return file
+
+
+REWARD = '''
+seen = 0
+
+def score(prompt, completion, bonus):
+    """Judges with a memory: what it gives depends on how many came before."""
+    global seen
+    seen += 1
+    return completion.count("e") / 4 + bonus * (seen % 5)
+
+def get_state():
+    return seen
+
+def set_state(state):
+    global seen
+    seen = state
+'''
+"""Judges with a memory, so that a replay that judges twice gives other numbers."""
+
+
+def save_grpo(folder: Path) -> Path:
+    """A model, `prompts.jsonl` and `my_rewards.py` in a folder, which is returned."""
+    save_model(folder)
+    lines = [{"prompt": f"What follows {c}?", "bonus": 0.01 * i} for i, c in enumerate(COLOURS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "my_rewards.py").write_text(REWARD)
+    return folder

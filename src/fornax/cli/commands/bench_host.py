@@ -3,13 +3,9 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from fornax.cli.configured import ConfigArguments, read_config
 from fornax.config import ConfigError
-
-if TYPE_CHECKING:
-    from fornax.serving.bench import HostBenchConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,27 +24,16 @@ class Arguments(ConfigArguments):
     """
 
 
-def config_class() -> "type[HostBenchConfig]":
-    """The config whose keys are flags of this command."""
-    try:
-        from fornax.serving.bench import HostBenchConfig
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "fornax":
-            raise
-        raise ConfigError(
-            f"{error.name} is not installed; bench host needs pip install 'fornax-ai[serve]'"
-        ) from error
-    return HostBenchConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Measure and print; 1 when no request succeeded."""
-    config = read_config(config_class(), arguments, overrides)
+    from fornax.bench import HostBenchConfig
+
+    config = read_config(HostBenchConfig, arguments, overrides)
     if config is None:
         return 0
     if not config.model:
         raise ConfigError("no model is named; write fornax bench host --model NAME")
-    from fornax.serving.bench import bench_host, error_lines, figures, table_lines, write_json
+    from fornax.bench import bench_host, error_lines, figures, table_lines, write_json
 
     measured = list(bench_host(config, progress=_progress if sys.stderr.isatty() else None))
     results = [figures(each) for each in measured]

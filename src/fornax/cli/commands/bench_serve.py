@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fornax.cli.configured import ConfigArguments, read_config
-from fornax.config import ConfigError
 
 if TYPE_CHECKING:
-    from fornax.llm.bench import BenchConfig, BenchRun
+    from fornax.bench import BenchRun
 
 _SHOWN_ERRORS = 10
 
@@ -31,25 +30,14 @@ class Arguments(ConfigArguments):
     """
 
 
-def config_class() -> "type[BenchConfig]":
-    """The config whose keys are flags of this command."""
-    try:
-        from fornax.llm.bench import BenchConfig
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "fornax":
-            raise
-        raise ConfigError(
-            f"{error.name} is not installed; bench serve needs pip install 'fornax-ai[serve]'"
-        ) from error
-    return BenchConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Run the load and print the result."""
-    config = read_config(config_class(), arguments, overrides)
+    from fornax.bench import BenchConfig
+
+    config = read_config(BenchConfig, arguments, overrides)
     if config is None:
         return 0
-    from fornax.llm.bench import bench, report_lines, summarise, write_result
+    from fornax.bench import bench, report_lines, summarise, write_result
 
     show = sys.stderr.isatty() and not config.disable_tqdm
     done = bench(config, progress=_progress if show else None)

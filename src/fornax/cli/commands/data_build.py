@@ -2,14 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fornax.cli.arguments import NO_DEFAULT
 from fornax.cli.configured import ConfigArguments, read_config
 from fornax.cli.stages import Stages
-
-if TYPE_CHECKING:
-    from fornax.data import BuildConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,16 +25,11 @@ class Arguments(ConfigArguments):
     """Replace another dataset in the output folder."""
 
 
-def config_class() -> "type[BuildConfig]":
-    """The config whose keys are flags of this command."""
-    from fornax.data import BuildConfig
-
-    return BuildConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Build the dataset and say what it holds."""
-    config = read_config(config_class(), arguments, overrides)
+    from fornax.data import BuildConfig
+
+    config = read_config(BuildConfig, arguments, overrides)
     if config is None:
         return 0
     from fornax.data import build

@@ -10,7 +10,6 @@ from tyro.conf import Positional, arg
 from fornax.cli.configured import ConfigArguments, read_config
 
 if TYPE_CHECKING:
-    from fornax.data import DataConfig
     from fornax.data.inspection import Inspection
 
 
@@ -37,13 +36,6 @@ class Arguments(ConfigArguments):
     """Records to show."""
 
 
-def config_class() -> "type[DataConfig]":
-    """The config whose keys are flags of this command."""
-    from fornax.data import DataConfig
-
-    return DataConfig
-
-
 def of_dataset(dataset: str, overrides: Sequence[str]) -> list[str]:
     """The overrides, with a dataset named on the command line as the source."""
     source = f"--source={{type: dataset, path: {json.dumps(dataset)}}}"
@@ -52,7 +44,9 @@ def of_dataset(dataset: str, overrides: Sequence[str]) -> list[str]:
 
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Read the split once and print what it holds."""
-    config = read_config(config_class(), arguments, of_dataset(arguments.dataset, overrides))
+    from fornax.data import DataConfig
+
+    config = read_config(DataConfig, arguments, of_dataset(arguments.dataset, overrides))
     if config is None:
         return 0
     from fornax.data import inspect

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from fornax.cli.commands.data_inspect import config_class, of_dataset
+from fornax.cli.commands.data_inspect import of_dataset
 from fornax.cli.configured import ConfigArguments, read_config
 
 if TYPE_CHECKING:
     from fornax.data.visualize import Profile
 
-__all__ = ["Arguments", "config_class", "run"]
+__all__ = ["Arguments", "run"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,9 @@ class Arguments(ConfigArguments):
 
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Draw the pipeline and say where the time went."""
-    config = read_config(config_class(), arguments, of_dataset(arguments.dataset, overrides))
+    from fornax.data import DataConfig
+
+    config = read_config(DataConfig, arguments, of_dataset(arguments.dataset, overrides))
     if config is None:
         return 0
     from fornax.data import visualize

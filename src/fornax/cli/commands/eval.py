@@ -3,15 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import arg
 
 from fornax.cli.arguments import NO_DEFAULT
 from fornax.cli.configured import ConfigArguments, read_config
-
-if TYPE_CHECKING:
-    from fornax.evaluate import EvaluateConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,20 +35,15 @@ class Arguments(ConfigArguments):
     """Print the results as JSON instead of a table."""
 
 
-def config_class() -> "type[EvaluateConfig]":
-    """The config whose keys are flags of this command."""
-    from fornax.evaluate import EvaluateConfig
-
-    return EvaluateConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Evaluate, and print what was found."""
-    config = read_config(config_class(), arguments, overrides)
+    from fornax.evaluate import EvaluateConfig
+
+    config = read_config(EvaluateConfig, arguments, overrides)
     if config is None:
         return 0
-    from fornax.evaluate.run import evaluate, to_json_text
-    from fornax.evaluate.tables import rows
+    from fornax.evaluate.results import rows, to_json_text
+    from fornax.evaluate.run import evaluate
     from fornax.mesh import initialize
 
     initialize()

@@ -152,7 +152,7 @@ def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
 
 def _export_own(arguments: Arguments, name: str, out: Path) -> "Manifest":
     from fornax import export
-    from fornax.config import load_name, mending
+    from fornax.config import load_name, user_errors
 
     make = load_name(name)
     if needed := _needed(make):
@@ -160,7 +160,7 @@ def _export_own(arguments: Arguments, name: str, out: Path) -> "Manifest":
             f"{name} wants arguments ({', '.join(needed)}); name a function that takes none and "
             "returns a dict of export.save's arguments: functions, params, inputs, buckets, ..."
         )
-    with mending(name):
+    with user_errors(name):
         made = make()
     if not isinstance(made, Mapping):
         raise ConfigError(
@@ -176,7 +176,7 @@ def _export_own(arguments: Arguments, name: str, out: Path) -> "Manifest":
             f"what {name} returned {what}; it is a dict of export.save's arguments: "
             f"{', '.join(key for key in known if key != 'path')}"
         )
-    with mending(name):
+    with user_errors(name):
         return export.save(out, **{**made, **_options(arguments)})
 
 

@@ -3,16 +3,16 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
 from fornax.cli.configured import ConfigArguments, read_config
+from fornax.cli.registry import extra
 from fornax.config import ConfigError, environment
 
 if TYPE_CHECKING:
-    from fornax.serving.config import HostConfig
-    from fornax.serving.entry import Entry
+    from fornax.serving.backend import Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,11 @@ class Arguments(ConfigArguments):
     """Folder of models (default: the config's repository)."""
 
 
-def config_class() -> "type[HostConfig]":
-    """The config whose keys are flags of this command."""
-    from fornax.serving.config import HostConfig
-
-    return HostConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Serve; 0 after a stop that was asked for."""
-    config = read_config(config_class(), arguments, overrides)
+    from fornax.serving.config import HostConfig
+
+    config = read_config(HostConfig, arguments, overrides)
     if config is None:
         return 0
     if arguments.directory is not None:
@@ -59,18 +54,12 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     config.folder()
     environment.set_default_platform_quiet()
     environment.prepare_virtual_devices()
-    try:
+    with extra("serve", "hosting"):
         from fornax.serving.run import run_host
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "fornax":
-            raise
-        raise ConfigError(
-            f"{error.name} is not installed; hosting needs pip install 'fornax-ai[serve]'"
-        ) from error
     return run_host(config, {"llm": _llm})
 
 
-def _llm(name: str, folder: Path, settings: Mapping[str, Any]) -> "Entry":
+def _llm(name: str, folder: Path, settings: Mapping[str, object]) -> "Backend":
     """A language model; its engine is imported only where a repository has one."""
     from fornax.llm.host_entry import LLMEntry
 

@@ -158,7 +158,7 @@ def _profile(arguments: ProfileArguments) -> int:
     return _done(arguments, answer, f"the profile {state} {answer.get('directory')}")
 
 
-def _done(arguments: Arguments, answer: Any, words: str) -> int:
+def _done(arguments: Arguments, answer: object, words: str) -> int:
     _say(json.dumps(answer) if arguments.json else words)
     return 0
 

@@ -13,7 +13,7 @@ from fornax.cli.configured import ConfigArguments, read_config
 from fornax.config import ConfigError
 
 if TYPE_CHECKING:
-    from fornax.plan.report import Plan
+    from fornax.plan.facts import Plan
     from fornax.plan.topology import Topology
     from fornax.train import TrainConfig
 
@@ -55,27 +55,21 @@ class Arguments(ConfigArguments):
     """Write a page with the memory and roofline pictures."""
 
 
-def config_class() -> "type[TrainConfig]":
-    """The config whose keys are flags of this command."""
-    from fornax.train import TrainConfig
-
-    return TrainConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Plan, print, write; raises ConfigError for a plan that does not fit, after showing it."""
+    from fornax.train import TrainConfig
+
     if not (arguments.config or overrides or arguments.help_config):
         raise ConfigError(
             "fornax plan needs a config; name one with --config FILE, such as "
             "--config recipes/llama3-8b.yaml, or give keys as flags"
         )
-    config = read_config(config_class(), arguments, overrides)
+    config = read_config(TrainConfig, arguments, overrides)
     if config is None:
         return 0
-    from fornax.plan.local import named_or_local
     from fornax.plan.price import priced, read_prices
-    from fornax.plan.report import print_plan, write_json, write_page
-    from fornax.plan.report.say import too_large
+    from fornax.plan.report import print_plan, too_large, write_json, write_page
+    from fornax.plan.topology import named_or_local
 
     topology = named_or_local(arguments.topology)
     prices = read_prices(arguments.price, topology.chip.name) if arguments.price else None
@@ -98,8 +92,7 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
 def _plan(
     arguments: Arguments, config: "TrainConfig", topology: "Topology"
 ) -> "tuple[Plan, TrainConfig]":
-    from fornax.plan.improve import search_train
-    from fornax.plan.train import plan_train
+    from fornax.plan.train import plan_train, search_train
 
     name = arguments.config.stem if arguments.config else "config"
     chosen = tuple(f"{program}_step" for program in arguments.programs) or None

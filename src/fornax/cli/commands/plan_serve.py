@@ -4,16 +4,13 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import arg
 
 from fornax.cli.arguments import NO_DEFAULT
 from fornax.cli.configured import ConfigArguments, read_config
 from fornax.config import ConfigError
-
-if TYPE_CHECKING:
-    from fornax.plan.serving import ServingConfig
 
 _FILE = arg(metavar="FILE", help_behavior_hint="")
 
@@ -51,16 +48,11 @@ class Arguments(ConfigArguments):
     """Write a page with latency over batch and the memory bar."""
 
 
-def config_class() -> "type[ServingConfig]":
-    """The config whose keys are flags of this command."""
-    from fornax.plan.serving.config import ServingConfig
-
-    return ServingConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Plan, print, write; raises ConfigError for a plan that does not fit, after showing it."""
-    config = read_config(config_class(), arguments, overrides)
+    from fornax.plan.serving.engine import ServingConfig
+
+    config = read_config(ServingConfig, arguments, overrides)
     if config is None:
         return 0
     if arguments.model is None:
@@ -70,9 +62,9 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
         )
     if arguments.itl_ms is not None and not arguments.itl_ms > 0:
         raise ConfigError(f"itl_ms={arguments.itl_ms:g} is no time; give milliseconds above 0")
-    from fornax.plan.local import named_or_local
-    from fornax.plan.serving import plan_serve, too_large_words, write_json, write_page
-    from fornax.plan.serving.terminal import print_plan
+    from fornax.plan.report import print_plan, too_large, write_json, write_page
+    from fornax.plan.serving import plan_serve
+    from fornax.plan.topology import named_or_local
 
     topology = named_or_local(arguments.topology)
     plan = plan_serve(
@@ -89,7 +81,7 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
         print(write_json(plan, arguments.json))  # noqa: T201
     if arguments.html:
         print(write_page(plan, arguments.html))  # noqa: T201
-    problem = too_large_words(plan)
+    problem = too_large(plan)
     if problem:
         sys.stdout.flush()
         raise ConfigError(problem)

@@ -3,16 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import arg
 
 from fornax.cli.arguments import NO_DEFAULT
 from fornax.cli.configured import ConfigArguments, read_config
 from fornax.config import ConfigError
-
-if TYPE_CHECKING:
-    from fornax.train import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,30 +36,25 @@ class Arguments(ConfigArguments):
     """Write the report as JSON."""
 
 
-def config_class() -> "type[TrainConfig]":
-    """The config whose keys are flags of this command."""
-    from fornax.train import TrainConfig
-
-    return TrainConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Check and print; 0 when all is right, raises ConfigError when something is not."""
+    from fornax.train import TrainConfig
+
     if not (arguments.config or overrides or arguments.help_config):
         raise ConfigError(
             "fornax preflight needs a config; name one with --config FILE, such as "
             "--config recipes/stdlib.yaml, or give keys as flags"
         )
-    config = read_config(config_class(), arguments, overrides)
+    config = read_config(TrainConfig, arguments, overrides)
     if config is None:
         return 0
-    from fornax.plan.preflight import preflight, show_check, show_report
+    from fornax.preflight import format_check, format_report, preflight
 
     report = preflight(
         config,
         quick=arguments.quick,
         only=arguments.only,  # pyrefly: ignore[bad-argument-type]
-        progress=lambda check: print(show_check(check), flush=True),  # noqa: T201
+        progress=lambda check: print(format_check(check), flush=True),  # noqa: T201
     )
     if arguments.json:
         try:
@@ -74,5 +66,5 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
             ) from error
     if not report.ok:
         raise ConfigError(report.paragraph())
-    print(f"\n{show_report(report)}")  # noqa: T201
+    print(f"\n{format_report(report)}")  # noqa: T201
     return 0

@@ -11,7 +11,7 @@ from fornax.cli.configured import ConfigArguments, read_config
 from fornax.config import ConfigError
 
 if TYPE_CHECKING:
-    from fornax.llm.server.engine import Engine
+    from fornax.llm.async_engine import AsyncEngine
     from fornax.llm.server.launch import ServeConfig
     from fornax.llm.stats import Observer
 
@@ -37,22 +37,11 @@ class Arguments(ConfigArguments):
     """Hugging Face directory, its name on the Hub (org/name[@revision]), or run directory."""
 
 
-def config_class() -> "type[ServeConfig]":
-    """The config whose keys are flags of this command."""
-    try:
-        from fornax.llm.server.launch import ServeConfig
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "fornax":
-            raise
-        raise ConfigError(
-            f"{error.name} is not installed; serving needs pip install 'fornax-ai[serve]'"
-        ) from error
-    return ServeConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Serve; 0 after a stop that was asked for, 1 when the engine died."""
-    config = read_config(config_class(), arguments, overrides)
+    from fornax.llm.server.launch import ServeConfig
+
+    config = read_config(ServeConfig, arguments, overrides)
     if config is None:
         return 0
     if not arguments.model:
@@ -63,7 +52,7 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     return serve_model(arguments.model, config, _build_run if is_run(arguments.model) else None)
 
 
-def _build_run(model: str, config: "ServeConfig", observer: "Observer") -> "Engine":
+def _build_run(model: str, config: "ServeConfig", observer: "Observer") -> "AsyncEngine":
     """An engine for the latest checkpoint of a run directory."""
     from fornax.llm.async_engine import AsyncEngine
     from fornax.llm.build import build_engine

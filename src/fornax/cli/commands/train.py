@@ -3,15 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
 from fornax.cli.configured import ConfigArguments, read_config
 from fornax.config import ConfigError
-
-if TYPE_CHECKING:
-    from fornax.train import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +21,7 @@ class Arguments(ConfigArguments):
     examples:
       fornax train --config run.yaml --model.num-layers 4 --run-dir runs/four
       fornax train --run-dir runs/four --steps 2000 --accept-changes steps
+      fornax train --config run.yaml --spikes.window 128   # go back from loss spikes
       fornax train --help-config optim
     """
 
@@ -35,15 +33,10 @@ class Arguments(ConfigArguments):
     """What is shown; auto is a bar on a terminal and lines elsewhere."""
 
 
-def config_class() -> "type[TrainConfig]":
-    """The config whose keys are flags of this command."""
-    from fornax.train import TrainConfig
-
-    return TrainConfig
-
-
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Train; 0 when the run is done, 128 + signal when it was asked to stop."""
+    from fornax.train import TrainConfig
+
     run_dir = arguments.run_dir or Path("runs") / (
         arguments.config.stem if arguments.config else "train"
     )
@@ -56,7 +49,7 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
             f"{run_dir} has no run to go on with; name a config with --config FILE, or the "
             "directory of a run with --run-dir DIR"
         )
-    config = read_config(config_class(), arguments, overrides, file=known)
+    config = read_config(TrainConfig, arguments, overrides, file=known)
     if config is None:
         return 0
 

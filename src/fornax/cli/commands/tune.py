@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import yaml
 from tyro.conf import arg
@@ -13,7 +13,7 @@ from fornax.config import ConfigError
 from fornax.tune.methods import METHODS, Method
 
 if TYPE_CHECKING:
-    from fornax.tune import TuneConfig
+    from fornax.tune.config import TuneConfig
 
 _HELP = """{summary}.
 
@@ -47,14 +47,23 @@ class Tune:
     method: Method
     Arguments: type[Arguments]
 
-    def config_class(self) -> "type[TuneConfig]":
-        """The config whose keys are flags of this command."""
-        return self.method.config_class()
-
     def run(self, arguments: Arguments, overrides: Sequence[str]) -> int:
         """Tune; 0 when the run is done, 128 + signal when it was asked to stop."""
-        from fornax.train import RunDirectory
         from fornax.tune import tune
+
+        config, out = self.read(arguments, overrides)
+        if config is None:
+            return 0
+        result = tune(
+            config, out, accept_changes=arguments.accept_changes, progress=arguments.progress
+        )
+        return result.exit_code
+
+    def read(
+        self, arguments: Arguments, overrides: Sequence[str]
+    ) -> "tuple[TuneConfig | None, Path]":
+        """The config and the run directory; None where the config was only printed."""
+        from fornax.train import RunDirectory
 
         name = self.method.name
         out = arguments.out or Path("runs") / name
@@ -69,13 +78,7 @@ class Tune:
         words += _one_length(words, _mapping(known or arguments.config))
         if known:
             self._check_own(known)
-        config = read_config(self.config_class(), arguments, words, file=known)
-        if config is None:
-            return 0
-        result = tune(
-            config, out, accept_changes=arguments.accept_changes, progress=arguments.progress
-        )
-        return result.exit_code
+        return read_config(self.method.config_class(), arguments, words, file=known), out
 
     def _check_own(self, saved: Path) -> None:
         """Raise `ConfigError` where the run directory is that of another method."""
@@ -113,7 +116,7 @@ def _keys(method: Method) -> set[str]:
     return {field.name for field in dataclasses.fields(method.config_class())}
 
 
-def _one_length(words: Sequence[str], before: Mapping[str, Any]) -> list[str]:
+def _one_length(words: Sequence[str], before: Mapping[str, object]) -> list[str]:
     """Flags that make a length given now replace the one of the file, however that is written.
 
     A run's own config has the steps that its epochs came to; they are counted again.
@@ -125,7 +128,7 @@ def _one_length(words: Sequence[str], before: Mapping[str, Any]) -> list[str]:
     return ["--steps=null"] if counted and "steps" not in given else []
 
 
-def _mapping(file: Path | None) -> Mapping[str, Any]:
+def _mapping(file: Path | None) -> Mapping[str, object]:
     """What a config file holds, where it can be read; reading it properly comes later."""
     try:
         value = None if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -3,16 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import arg
 
 from fornax.cli.commands.tune import renamed
 from fornax.cli.configured import ConfigArguments, read_config
 from fornax.tune.methods import METHODS, Method
-
-if TYPE_CHECKING:
-    from fornax.tune import TuneConfig
 
 _HELP = """Check a run of `fornax tune {name}` without starting it: {summary}.
 
@@ -41,10 +38,6 @@ class TuneDoctor:
     method: Method
     Arguments: type[Arguments]
 
-    def config_class(self) -> "type[TuneConfig]":
-        """The config whose keys are flags of this command."""
-        return self.method.config_class()
-
     def run(self, arguments: Arguments, overrides: Sequence[str]) -> int:
         """Examine; 0 when all is well, 2 when a check failed."""
         from fornax.train import RunDirectory
@@ -52,14 +45,14 @@ class TuneDoctor:
         saved = None if arguments.out is None else RunDirectory(arguments.out).config
         file = saved if saved is not None and saved.is_file() and not arguments.config else None
         words = renamed(overrides, self.method.aliases)
-        config = read_config(self.config_class(), arguments, words, file=file)
+        config = read_config(self.method.config_class(), arguments, words, file=file)
         if config is None:
             return 0
-        from fornax.tune.doctor import consult, paragraphs, table
+        from fornax.tune.doctor import check_config, paragraphs, table
 
-        findings = consult(config)
-        print(table(findings))  # noqa: T201
-        wrong = paragraphs(findings)
+        results = check_config(config)
+        print(table(results))  # noqa: T201
+        wrong = paragraphs(results)
         print(f"\n{wrong}" if wrong else "\nNothing is wrong.")  # noqa: T201
         return 2 if wrong else 0
 

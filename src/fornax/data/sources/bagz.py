@@ -22,7 +22,7 @@ class BagzSource:
         self._readers: dict[int, Any] = {}
         self._ends = np.cumsum([0, *(len(self._reader(i)) for i in range(len(paths)))])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_readers": {}}
 
     def _reader(self, file: int) -> Any:

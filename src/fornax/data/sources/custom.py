@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fornax.config.errors import ConfigError, DataError, FornaxError
+from fornax.config import ConfigError, DataError, FornaxError, load_object
 from fornax.data.files import Storage
 from fornax.data.records import Record, as_record
-from fornax.data.transforms import Scalar, resolve
+from fornax.data.transforms import Scalar
 
 
 class CustomSource:
@@ -65,14 +65,14 @@ class PythonSource:
 
     type: Literal["python"] = "python"
     target: str
-    """`package.module:name` of a class, or of a function that returns the object."""
+    """`package.module:NAME` of a class, or of a function that returns the object."""
     arguments: dict[str, Scalar] = field(default_factory=dict)
     """Keyword arguments of the class or function."""
 
     def open(self, storage: Storage) -> CustomSource:
         """Build the object; `ConfigError` when the target gives no random access."""
         del storage  # the target opens its own files
-        made = resolve(self.target)
+        made = load_object(self.target)
         try:
             inner = made(**self.arguments) if callable(made) else made
         except TypeError as error:

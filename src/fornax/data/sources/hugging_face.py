@@ -21,7 +21,7 @@ class HuggingFaceSource:
         self._table: Any = None
         self._table = self._open()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_table": None}
 
     def _open(self) -> Any:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class _LineFile:
         self._map: mmap.mmap | None = None
         self.starts, self.ends, self.numbers = _line_index(path)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_map": None}
 
     def read(self, line: int) -> bytes:

@@ -36,7 +36,7 @@ class ParquetSource:
         self._ends = np.cumsum(counts)
         self._kept: OrderedDict[int, Any] = OrderedDict()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_kept": OrderedDict()}
 
     def _check_columns(self, path: str, found: list[str]) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from fornax.config.errors import KernelError
 from fornax.kernels._attention.sharded import divide
 from fornax.kernels.registry import current_platform
+from fornax.mesh import shards
 
 __all__ = ["AttentionCall", "AttentionInputs", "describe", "fill"]
 
@@ -95,8 +96,7 @@ def describe(inputs: AttentionInputs, length_shards: int) -> AttentionCall:
     """
     _check(inputs)
     B, T, N, H = inputs.q_BTNH.shape
-    division = divide(inputs.q_BTNH, inputs.k_BSKH)
-    rows, heads = (1, 1) if division is None else division.counts
+    rows, heads = map(shards, divide(inputs.q_BTNH, inputs.k_BSKH))
     return AttentionCall(
         platform=current_platform(),
         batch=B // rows,

@@ -111,7 +111,9 @@ def cudnn(inputs: AttentionInputs) -> jax.Array:
     attend = functools.partial(_by_index_alone if _by_index(call) else _masked, call, inputs.scale)
     tokens = () if _by_index(call) else fill(inputs)
 
-    def local(q: Any, k: Any, v: Any, tokens: tuple[jax.Array, ...], _: jax.Array) -> jax.Array:
+    def local(
+        q: jax.Array, k: jax.Array, v: jax.Array, tokens: tuple[jax.Array, ...], _: jax.Array
+    ) -> jax.Array:
         return attend(q, k, v, *tokens)
 
     none = jnp.zeros((0,))

@@ -42,7 +42,7 @@ class _Options:
     window: int | None
     causal: bool
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, object]:
         """Return what the kernel takes: 0 stands for none."""
         return {
             "scale": np.float32(self.scale),

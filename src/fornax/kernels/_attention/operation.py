@@ -3,16 +3,66 @@
 Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head width.
 """
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from fornax.kernels._attention import blockwise, cudnn, native, splash
 from fornax.kernels._attention.call import AttentionCall, AttentionInputs, describe
 from fornax.kernels._attention.dense import dense, reference
-from fornax.kernels._attention.rehearsal import rehearse
-from fornax.kernels._attention.sharded import length_shards
 from fornax.kernels.registry import Implementation, Operation
+from fornax.mesh import axes_in_use, shards
 
 __all__ = ["attention", "attention_operation"]
+
+
+def benchmark(
+    call: AttentionCall, run: Callable[[AttentionInputs], jax.Array]
+) -> Callable[[], object]:
+    """Return a function that computes output and gradients of one device's share of `call`.
+
+    Where the mesh divides the length, that is the share of the device with the last queries.
+    """
+    rng = np.random.default_rng(0)
+    B, T, S = call.batch, call.queries // call.length_shards, call.keys
+    positions = call.positions or T != S
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), call.dtype)
+
+    q_BTNH = normal(B, T, call.heads, call.head_dim)
+    k_BSKH = normal(B, S, call.kv_heads, call.head_dim)
+    v_BSKH = normal(B, S, call.kv_heads, call.value_dim)
+    sinks_N = normal(call.heads) if call.sinks else None
+    positions_S = np.arange(S, dtype=np.int32)
+    positions_k_BS = np.broadcast_to(positions_S, (B, S))
+    positions_q_BT = np.broadcast_to(positions_S[S - T :] if T <= S else np.arange(T), (B, T))
+    ones = np.ones((B, max(T, S)), np.int32)
+
+    def loss(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+        o_BTNH = run(
+            AttentionInputs(
+                q_BTNH=q_BTNH,
+                k_BSKH=k_BSKH,
+                v_BSKH=v_BSKH,
+                positions_q_BT=jnp.asarray(positions_q_BT, jnp.int32) if positions else None,
+                positions_k_BS=jnp.asarray(positions_k_BS) if positions else None,
+                segment_ids_q_BT=jnp.asarray(ones[:, :T]) if call.segments else None,
+                segment_ids_k_BS=jnp.asarray(ones[:, :S]) if call.segments else None,
+                sinks_N=sinks_N,
+                scale=call.head_dim**-0.5,
+                causal=call.causal,
+                window=call.window,
+                softcap=call.softcap,
+                consecutive=call.consecutive,
+            )
+        )
+        return jnp.sum(o_BTNH.astype(jnp.float32))
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    return lambda: step(q_BTNH, k_BSKH, v_BSKH)
 
 
 attention_operation: Operation[AttentionCall] = Operation(
@@ -25,7 +75,7 @@ attention_operation: Operation[AttentionCall] = Operation(
         Implementation("xla", dense, lambda call: None),
         Implementation("reference", reference, lambda call: None),
     ),
-    rehearse,
+    benchmark,
 )
 
 
@@ -93,5 +143,5 @@ def attention(
         softcap=softcap,
         consecutive=consecutive,
     )
-    call = describe(inputs, length_shards())
+    call = describe(inputs, shards(axes_in_use("length")))
     return attention_operation.choose(call, implementation).run(inputs)

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fornax.kernels._attention.blocks import LANES, Band, Blocks, choose_blocks, product_flops
 from fornax.kernels._attention.call import AttentionCall, AttentionInputs
-from fornax.kernels._attention.sharded import Division, divide, length_axes
+from fornax.kernels._attention.sharded import divide
 from fornax.kernels.registry import interpreting
+from fornax.mesh import axes_in_use, mesh_in_use, shards
 
 __all__ = ["declines", "splash"]
 
@@ -50,12 +51,12 @@ def splash(inputs: AttentionInputs) -> jax.Array:
     # Imported here: it pulls in Mosaic, which nobody else needs.
     from jax.experimental.pallas.ops.tpu import splash_attention as upstream
 
-    division = divide(inputs.q_BTNH, inputs.k_BSKH)
-    length = length_axes() if division is not None else ()
-    shards = division.shards(length) if division is not None else 1
-    blocks = _blocks(inputs, shards)
+    mesh, length = mesh_in_use(), axes_in_use("length")
+    rows, heads = divide(inputs.q_BTNH, inputs.k_BSKH)
+    blocks = _blocks(inputs, shards(length))
+    local_heads = inputs.q_BTNH.shape[2] // shards(heads)
     kernel = upstream.make_splash_mha(
-        upstream.MultiHeadMask([_mask(upstream, inputs)] * _local_heads(inputs, division)),
+        upstream.MultiHeadMask([_mask(upstream, inputs)] * local_heads),
         block_sizes=upstream.BlockSizes(
             block_q=blocks.queries,
             block_kv=blocks.keys,
@@ -68,7 +69,7 @@ def splash(inputs: AttentionInputs) -> jax.Array:
             use_fused_bwd_kernel=blocks.fused,
         ),
         head_shards=1,
-        q_seq_shards=shards,
+        q_seq_shards=shards(length),
         attn_logits_soft_cap=inputs.softcap,
         # Named, so that a remat policy that saves "attention" need not run the kernel again.
         residual_checkpoint_name="attention",
@@ -78,21 +79,21 @@ def splash(inputs: AttentionInputs) -> jax.Array:
     if inputs.segment_ids_q_BT is not None and inputs.segment_ids_k_BS is not None:
         ids = (inputs.segment_ids_q_BT, inputs.segment_ids_k_BS)
     sinks = () if inputs.sinks_N is None else (inputs.sinks_N,)
-    attend = functools.partial(_attend, upstream, inputs.scale, _scope(inputs, division, blocks))
+    attend = functools.partial(_attend, upstream, inputs.scale, _scope(inputs, blocks))
     arrays = (inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH)
-    if division is None:
+    if mesh is None:
         return attend((), kernel, arrays, ids, sinks)
-    where = NamedSharding(division.mesh, PartitionSpec(None, length or None))
-    by_head = PartitionSpec(division.rows, length or None, division.heads, None)
-    by_row = PartitionSpec(division.rows, length or None), PartitionSpec(division.rows, None)
+    where = NamedSharding(mesh, PartitionSpec(None, length or None))
+    by_head = PartitionSpec(rows, length or None, heads, None)
+    by_row = PartitionSpec(rows, length or None), PartitionSpec(rows, None)
     return jax.shard_map(
         functools.partial(attend, length),
-        mesh=division.mesh,
+        mesh=mesh,
         in_specs=(
             kernel.manual_sharding_spec(where),
             (by_head,) * 3,
             by_row[: len(ids)],
-            (PartitionSpec(division.heads),) * len(sinks),
+            (PartitionSpec(heads),) * len(sinks),
         ),
         out_specs=by_head,
         check_vma=False,
@@ -142,30 +143,22 @@ def _mask(upstream: Any, inputs: AttentionInputs) -> Any:
     return upstream.CausalMask(shape) if inputs.causal else upstream.FullMask(shape)
 
 
-def _local_heads(inputs: AttentionInputs, division: Division | None) -> int:
-    heads = inputs.q_BTNH.shape[2]
-    return heads if division is None else heads // division.shards(division.heads)
-
-
-def _blocks(inputs: AttentionInputs, shards: int) -> Blocks:
+def _blocks(inputs: AttentionInputs, parts: int) -> Blocks:
     _, T, _, H = inputs.q_BTNH.shape
     V = inputs.v_BSKH.shape[3]
     itemsize = inputs.q_BTNH.dtype.itemsize
-    return choose_blocks(T // shards, T, max(H, V), itemsize, inputs.window)
+    return choose_blocks(T // parts, T, max(H, V), itemsize, inputs.window)
 
 
-def _scope(inputs: AttentionInputs, division: Division | None, blocks: Blocks) -> str:
+def _scope(inputs: AttentionInputs, blocks: Blocks) -> str:
     """Return a name that tells a reader of the compiled program what the kernels cost a device.
 
     Where the length is divided it is the cost of the device with the last queries, the highest.
     """
-    B, T, _, H = inputs.q_BTNH.shape
-    shards = 1
-    if division is not None:
-        B //= division.shards(division.rows)
-        shards = division.shards(length_axes())
-    first = T - T // shards
+    B, T, N, H = inputs.q_BTNH.shape
+    rows, heads = divide(inputs.q_BTNH, inputs.k_BSKH)
+    own = T // shards(axes_in_use("length"))
     V = inputs.v_BSKH.shape[3]
-    flops = product_flops(_band(inputs), blocks, T // shards, T, H, V, first)
-    calls = B * _local_heads(inputs, division)
+    flops = product_flops(_band(inputs), blocks, own, T, H, V, T - own)
+    calls = B // shards(rows) * (N // shards(heads))
     return "splash:" + ",".join(f"{name}={calls * count}" for name, count in flops.items())

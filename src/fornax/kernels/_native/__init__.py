@@ -1,5 +1,11 @@
 """Native CPU kernels: C++ compiled on first use, called through XLA's foreign function calls."""
 
-from fornax.kernels._native.build import build_all, compiler, library_path, unavailable
+from fornax.kernels._native.build import (
+    build_all,
+    compiler,
+    has_features,
+    library_path,
+    unavailable,
+)
 
-__all__ = ["build_all", "compiler", "library_path", "unavailable"]
+__all__ = ["build_all", "compiler", "has_features", "library_path", "unavailable"]

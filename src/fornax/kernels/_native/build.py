@@ -27,7 +27,7 @@ import jaxlib
 from fornax.config import environment
 from fornax.kernels._native import units
 
-__all__ = ["build_all", "compiler", "library_path", "unavailable"]
+__all__ = ["build_all", "compiler", "has_features", "library_path", "unavailable"]
 
 _TIMEOUT_S = 300
 
@@ -62,6 +62,8 @@ def _register(unit: str) -> str | None:
     except _BuildError as error:
         _notice(str(error))
         return str(error)
+    if not all(hasattr(library, target) for target in units.UNITS[unit]):
+        return "the processor, or what the library was compiled for, has no instructions for it"
     for target in units.UNITS[unit]:
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
@@ -112,6 +114,12 @@ def _prebuilt(unit: str) -> Path | None:
     return path if path.exists() else None
 
 
+def has_features(*names: str) -> bool:
+    """Return whether the processor has all of these features, by their names in /proc/cpuinfo."""
+    return frozenset(names) <= _features()
+
+
+@functools.cache
 def _features() -> frozenset[str]:
     """Return the processor's features by their names in /proc/cpuinfo."""
     lines = _cpuinfo() if platform.machine() == "x86_64" else []

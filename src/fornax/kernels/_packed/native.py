@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fornax.kernels import _native
-from fornax.kernels._packed.quantize import GROUP, quantize
+from fornax.kernels._packed.plain import GROUP, quantize
 
 __all__ = ["layout", "linear", "linears", "unavailable", "unpack"]
 

@@ -5,7 +5,6 @@ S slots of a page, C = 2 K (k0, v0, k1, v1, ...), M copies.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ def scatter(
     return kv_LPSCH.at[layer, slots_T // S, slots_T % S].set(kv_TCH, mode="drop")
 
 
-def _rehearse(call: WriteCall, run: Callable[..., jax.Array]) -> Callable[[], Any]:
+def _benchmark(call: WriteCall, run: Callable[..., jax.Array]) -> Callable[[], object]:
     S, K, H = call.page_size, call.kv_heads, call.head_dim
     pages = 1 + call.tokens // S
     slots_T = jnp.arange(call.tokens, dtype=jnp.int32)
@@ -50,7 +49,7 @@ paged_write_operation: Operation[WriteCall] = Operation(
         Implementation("native", native.write, native.declines_write, platform="cpu"),
         Implementation("xla", scatter, lambda call: None),
     ),
-    _rehearse,
+    _benchmark,
 )
 
 

@@ -5,38 +5,30 @@ S slots of a page, C = 2 K.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from fornax.kernels._paged_attention.call import PagedInputs
-from fornax.mesh import current_mesh, current_rules
+from fornax.mesh import dividing, mesh_in_use
 
 __all__ = ["over_mesh", "write_over_mesh"]
 
 
-def _axes(mesh: Mesh) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes that divide heads, and over how many devices."""
-    axes = tuple(a for a in current_rules()["activation_heads"] if mesh.shape[a] > 1)
-    return axes, math.prod(mesh.shape[a] for a in axes)
-
-
 def over_mesh(
-    attend: Callable[[PagedInputs], Any], inputs: PagedInputs, *, replicated: bool = False
+    attend: Callable[[PagedInputs], object], inputs: PagedInputs, *, replicated: bool = False
 ) -> Any:
     """Run `attend` under the mesh in use, heads divided where they divide evenly.
 
     The cache is divided with the key heads; where these do not divide over the devices, each device
     computes everything. The result has q's layout, or is whole on each device if `replicated`.
     """
-    mesh = current_mesh()
-    if mesh is None or mesh.size == 1:
+    mesh = mesh_in_use()
+    if mesh is None:
         return attend(inputs)
-    axes, shards = _axes(mesh)
-    heads = None if inputs.q_TNH.shape[1] % shards or inputs.kv_heads % shards else axes or None
+    heads = dividing("activation_heads", inputs.q_TNH.shape[1], inputs.kv_heads)
     arrays = {
         "q_TNH": PartitionSpec(None, heads, None),
         "kv_LPSCH": PartitionSpec(None, None, None, heads, None),
@@ -50,7 +42,7 @@ def over_mesh(
     if inputs.prepared is not None:
         arrays["prepared"] = PartitionSpec()
 
-    def local(*parts: Any) -> Any:
+    def local(*parts: object) -> Any:
         named: dict[str, Any] = dict(zip(arrays, parts, strict=True))
         return attend(dataclasses.replace(inputs, **named))
 
@@ -72,11 +64,10 @@ def write_over_mesh(
     slots_T: jax.Array,
 ) -> jax.Array:
     """Run `write` under the mesh in use, the cache divided with the key heads if they divide."""
-    mesh = current_mesh()
-    if mesh is None or mesh.size == 1:
+    mesh = mesh_in_use()
+    if mesh is None:
         return write(kv_LPSCH, k_TKH, v_TKH, layer, slots_T)
-    axes, shards = _axes(mesh)
-    heads = axes if axes and k_TKH.shape[1] % shards == 0 else None
+    heads = dividing("activation_heads", k_TKH.shape[1])
     cache = PartitionSpec(None, None, None, heads, None)
     tokens = PartitionSpec(None, heads, None)
     return jax.shard_map(

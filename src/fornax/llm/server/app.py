@@ -1,25 +1,47 @@
 """The app: routes, errors, what every request passes."""
 
+from typing import TYPE_CHECKING
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from fornax import __version__
 from fornax.config import ConfigError
-from fornax.llm.server import errors
-from fornax.llm.server.chat_prompt import ChatPrompts
+from fornax.llm.server import (
+    chat,
+    completions,
+    embeddings,
+    errors,
+    models,
+    operations,
+    tokens,
+)
+from fornax.llm.server.chat_protocol import ChatBody
 from fornax.llm.server.config import ServerConfig
-from fornax.llm.server.engine import Engine
-from fornax.llm.server.gate import Gate
+from fornax.llm.server.limits import ConcurrencyLimit
 from fornax.llm.server.metrics import Metrics
-from fornax.llm.server.prompts import Encoder
-from fornax.llm.server.routes import chat, completions, dev, embeddings, health, models, tokens
-from fornax.llm.server.state import Load, Server
+from fornax.llm.server.middleware import RequestMiddleware
+from fornax.llm.server.preprocessing import ChatRenderer, PromptEncoder
+from fornax.llm.server.protocol import Body
+from fornax.llm.server.state import Server
 
-__all__ = ["create_app", "create_server", "guarded"]
+if TYPE_CHECKING:
+    from fornax.llm.async_engine import AsyncEngine
+
+__all__ = ["REQUEST_BODIES", "asgi_app", "create_app", "create_server"]
+
+REQUEST_BODIES: dict[str, type[Body]] = {
+    "/v1/completions": completions.CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/embeddings": embeddings.EmbeddingBody,
+}
+"""The bodies whose fields the reference pages list."""
 
 
-def create_server(engine: Engine, config: ServerConfig, *, model: str, metrics: Metrics) -> Server:
+def create_server(
+    engine: "AsyncEngine", config: ServerConfig, *, model: str, metrics: Metrics
+) -> Server:
     """What the routes share. `metrics` is what the engine was given as its observer.
 
     Raises ConfigError for a model without a tokenizer.
@@ -32,15 +54,15 @@ def create_server(engine: Engine, config: ServerConfig, *, model: str, metrics: 
         config=config,
         model=model,
         metrics=metrics,
-        encoder=Encoder(engine.tokenizer, engine.max_model_len),
-        chats=ChatPrompts(engine, config),
-        load=Load(config.max_concurrent_requests),
+        encoder=PromptEncoder(engine.tokenizer, engine.max_model_len),
+        renderer=ChatRenderer(engine.chat_template, engine.tokenizer, config),
+        concurrency=ConcurrencyLimit(config.max_concurrent_requests),
         defaults={**defaults, **(config.override_generation_config or {})},
     )
 
 
 def create_app(server: Server) -> FastAPI:
-    """The routes; `guarded` puts the gate around them."""
+    """The routes; `asgi_app` puts the gate around them."""
     config = server.config
     app = FastAPI(
         title="Fornax",
@@ -54,12 +76,12 @@ def create_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     errors.install(app)
-    for part in (completions, chat, embeddings, models, tokens, health):
+    for part in (completions, chat, embeddings, models, tokens, operations):
         app.include_router(part.router)
     if config.enable_adapter_endpoints:
         app.include_router(models.adapters)
     if config.enable_dev_endpoints:
-        app.include_router(dev.router)
+        app.include_router(operations.development)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -71,7 +93,7 @@ def create_app(server: Server) -> FastAPI:
     return app
 
 
-def guarded(app: FastAPI) -> ASGIApp:
+def asgi_app(app: FastAPI) -> ASGIApp:
     """The app as it is served."""
     server: Server = app.state.server
-    return Gate(app, server.config, server.metrics.request)
+    return RequestMiddleware(app, server.config, server.metrics.request)

@@ -1,118 +1,101 @@
-"""Outputs in the shape of `/v1/chat/completions`."""
+"""`POST /v1/chat/completions`: the next message of a conversation."""
 
-import time
-from typing import Any
+from collections.abc import Sequence
 
-from pydantic_core import to_json
+from fastapi import APIRouter
 
 from fornax.llm.outputs import CompletionOutput, RequestOutput
-from fornax.llm.server.chat_reading import Reading
-from fornax.llm.server.chat_text import ChatText
-from fornax.llm.server.chunks import Chunks, Interval, Tally, usage_in
-from fornax.llm.server.logprobs import chat_logprobs, prompt_logprobs
-from fornax.llm.server.protocol.chat import ChatBody
-from fornax.llm.server.record import Record
-from fornax.llm.server.state import Server
+from fornax.llm.server.chat_parser import ChatParser, ParserChoice, choose_parsers
+from fornax.llm.server.chat_protocol import Chat, ChatBody
+from fornax.llm.server.generation import GenerationResponse, Outputs
+from fornax.llm.server.middleware import RequestContext
+from fornax.llm.server.preprocessing import sampling_params
+from fornax.llm.server.protocol import JsonObject, failures, stream_of
+from fornax.llm.server.responses import ResponseBuilder, chat_logprobs, prompt_logprobs
+from fornax.llm.server.state import ContextDep, Server, ServerDep, StrictRoute
 
-__all__ = ["ChatShaper"]
+__all__ = ["ChatResponseBuilder", "router"]
 
 
-class ChatShaper:
-    """Shapes the outputs of one request."""
+class ChatResponseBuilder(ResponseBuilder):
+    """Choices of `/v1/chat/completions`."""
 
     def __init__(
         self,
         body: ChatBody,
         server: Server,
-        record: Record,
+        context: RequestContext,
         answer_id: str,
         *,
         prompt: str,
-        reading: Reading,
+        parsers: ParserChoice,
     ):
         """`prompt` is what the chat template made."""
-        reader = reading.reader
-        self._named = reading.named
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        text = (b'"delta":{"content":', b"}")
+        super().__init__(body, server, context, answer_id=answer_id, kind=kind, text=text)
         self._body = body
-        self._encoder = server.encoder
-        self._record = record
         self._prompt = prompt
-        self._reader = reader
-        self._readers: dict[int, ChatText] = {}
+        self._named = parsers.named
+        self._make_parser = parsers.make_parser
+        self._parsers: dict[int, ChatParser] = {}
         self._role = server.config.response_role
         self._echo = _echoed(body, self._role)
-        self._as_ids = server.names_tokens_by_id(body.return_tokens_as_token_ids)
-        self._tally = Tally(server.config.enable_prompt_tokens_details)
-        self._head = {
-            "id": answer_id,
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": body.model or server.names[0],
-            "system_fingerprint": None,
-        }
-        usage = usage_in(body.stream_options, server.config.enable_force_include_usage)
-        self._chunks = Chunks(self._head, b'"delta":{"content":', b"}", usage)
-        self._interval = Interval(body.stream_interval)
         self._begun: set[int] = set()
-        self._choices: dict[int, dict[str, Any]] = {}
-        self._beside: dict[str, Any] = {}
-        self._plain = (
-            reader is None and not body.logprobs and not body.return_token_ids and usage != "every"
+        self._prompt_fields: JsonObject = {}
+        self._plain = not (
+            self._make_parser
+            or body.logprobs
+            or body.return_token_ids
+            or self._chunks.usage == "every"
         )
 
-    def push(self, output: RequestOutput) -> bytes:
-        """Take an output; a stream's events for it."""
-        self._tally.add(output)
-        if not self._body.stream:
-            for completion in output.outputs:
-                self._choices[completion.index] = self._choice(completion)
-            self._beside = self._about_prompt(output)
-            return b""
-        if len(output.outputs) == 1:
-            return self._events(output, output.outputs[0])
-        return b"".join([self._events(output, each) for each in output.outputs])
+    def _index(self, output: RequestOutput, completion: CompletionOutput) -> int:
+        return completion.index
 
-    def _events(self, output: RequestOutput, completion: CompletionOutput) -> bytes:
-        index = completion.index
+    def _events(self, index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
         begin = b"" if index in self._begun else self._begin(index, output)
-        new = self._interval.due(completion, index)
+        new = self._due(completion, index)
         if new is None:
             return begin
         if self._plain and new.finish_reason is None:
             return begin + self._chunks.text(index, new.text) if new.text else begin
         return begin + b"".join(
-            self._chunks.choice(choice, self._tally) for choice in self._deltas(new)
+            self._chunks.choice(choice, self._usage) for choice in self._deltas(new)
         )
 
+    def _extra(self) -> JsonObject:
+        return self._prompt_fields
+
     def _begin(self, index: int, output: RequestOutput) -> bytes:
-        """The event with a choice's role, and with what is told about the prompt."""
-        beside = {} if self._begun else self._about_prompt(output)
+        """The event with a choice's role, and with what was asked about the prompt."""
+        extra = {} if self._begun else self._about_prompt(output)
         self._begun.add(index)
         delta = {"role": self._role, "content": self._echo}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunks.choice(choice, self._tally, beside)
+        return self._chunks.choice(choice, self._usage, extra)
 
-    def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def _about_prompt(self, output: RequestOutput) -> JsonObject:
+        about: JsonObject = {}
         if self._body.return_token_ids:
-            told["prompt_token_ids"] = output.prompt_token_ids
+            about["prompt_token_ids"] = output.prompt_token_ids
         if self._body.return_prompt_text:
-            told["prompt_text"] = self._prompt
+            about["prompt_text"] = self._prompt
         if self._body.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        return told
+            about["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return about
 
-    def _deltas(self, new: CompletionOutput) -> list[dict[str, Any]]:
+    def _deltas(self, new: CompletionOutput) -> list[JsonObject]:
         """What is new of a choice, a delta each; the last has how it ended."""
-        if self._reader is None:
-            deltas: list[dict[str, Any]] = [{"content": new.text}] if new.text else []
+        if self._make_parser is None:
+            deltas: list[JsonObject] = [{"content": new.text}] if new.text else []
             called = False
         else:
-            reader = self._readers.setdefault(new.index, self._reader())
-            deltas = reader.push(new.text)
+            parser = self._parsers.setdefault(new.index, self._make_parser())
+            deltas = parser.push(new.text)
             if new.finished:
-                deltas += reader.finish()
-            called = reader.called
+                deltas += parser.finish()
+            called = parser.called
         whole = self._ending(new, called)
         if not deltas and not (new.finished or whole["logprobs"] or "token_ids" in whole):
             return []
@@ -123,12 +106,12 @@ class ChatShaper:
         choices[-1] |= whole
         return choices
 
-    def _ending(self, new: CompletionOutput, called: bool) -> dict[str, Any]:
+    def _ending(self, new: CompletionOutput, called: bool) -> JsonObject:
         """What of a choice does not depend on its text."""
         reason = new.finish_reason
         if called and reason == "stop" and not self._named:
             reason = "tool_calls"
-        ending: dict[str, Any] = {
+        ending: JsonObject = {
             "logprobs": None,
             "finish_reason": reason,
             "stop_reason": new.stop_reason,
@@ -139,40 +122,30 @@ class ChatShaper:
                 new.logprobs,
                 as_ids=self._as_ids,
                 top=self._body.top_logprobs or 0,
-                spell=lambda number: self._encoder.decode([number]),
+                decode=self._decode,
             )
         if self._body.return_token_ids:
             ending["token_ids"] = new.token_ids
         return ending
 
-    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        """A whole choice."""
-        message: dict[str, Any] = {"role": self._role, "content": self._echo + completion.text}
+    def _whole_choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> JsonObject:
+        self._prompt_fields = self._about_prompt(output)
+        message: JsonObject = {"role": self._role, "content": self._echo + completion.text}
         called = False
-        if self._reader is not None:
-            reader = self._reader()
-            found = reader.whole(completion.text)
+        if self._make_parser is not None:
+            parser = self._make_parser()
+            found = parser.message(completion.text)
             message |= found
             if found["content"] is not None or self._echo:
                 message["content"] = self._echo + (found["content"] or "")
-            called = reader.called
+            called = parser.called
         return {
-            "index": completion.index,
+            "index": index,
             "message": message,
             **self._ending(completion, called),
         }
-
-    def events(self) -> bytes:
-        """The end of a stream."""
-        self._tally.note(self._record)
-        return self._chunks.last(self._tally)
-
-    def whole(self) -> bytes:
-        """The answer that is no stream."""
-        self._tally.note(self._record)
-        choices = [self._choices[index] for index in sorted(self._choices)]
-        usage = self._tally.usage()
-        return to_json({**self._head, "choices": choices, "usage": usage, **self._beside})
 
 
 def _echoed(body: ChatBody, role: str) -> str:
@@ -183,3 +156,65 @@ def _echoed(body: ChatBody, role: str) -> str:
     if isinstance(last.content, str):
         return last.content
     return "".join(part.text for part in last.content)
+
+
+router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=Chat,
+    responses={**failures(404, 429, 503, 504), 200: stream_of("The message")},
+)
+async def chat(body: ChatBody, server: ServerDep, context: ContextDep) -> GenerationResponse:
+    """Write the next message."""
+    context.log_fields.update(
+        model=body.model,
+        user=body.user,
+        session_id=body.session_id,
+        safety_identifier=body.safety_identifier,
+        metadata=body.metadata,
+    )
+    adapter = server.adapter(body.model)
+    server.require_ready()
+    limits = server.config.request_limits
+    limits.check(body, 1)
+    text = server.renderer.render(body)
+    ids = await server.encoder.tokenize(body, text, reserve=body.limit() or 1)
+    limits.check_prompts(len(ids), body.n or 1)
+    parsers = choose_parsers(body, server.config, text)
+    logprobs = body.top_logprobs or 0 if body.logprobs else None
+    params = sampling_params(
+        body,
+        server.defaults,
+        max_tokens=_most_tokens(body, server, ids),
+        logprobs=logprobs,
+        structured=parsers.structured,
+        special_tokens=parsers.special_tokens,
+    )
+    after = tuple(await server.encoder.encode(parsers.constrain_after, add_special_tokens=False))
+    answer_id = f"chatcmpl-{body.request_id or context.id}"
+
+    def start() -> Sequence[Outputs]:
+        return [
+            server.engine.generate(
+                ids,
+                params,
+                request_id=server.engine_id(answer_id),
+                lora=adapter,
+                priority=body.priority,
+                prompt=text,
+                cache_salt=body.cache_salt,
+                constrain_after=after,
+            )
+        ]
+
+    builder = ChatResponseBuilder(body, server, context, answer_id, prompt=text, parsers=parsers)
+    return GenerationResponse(server, context, start, builder, streams=bool(body.stream))
+
+
+def _most_tokens(body: ChatBody, server: Server, ids: list[int]) -> int:
+    """What the request allows, else the model's default, else what the context has left."""
+    most = server.encoder.max_new_tokens(ids, body.limit())
+    default = server.defaults.get("max_tokens")
+    return most if body.limit() is not None or default is None else min(most, default)

@@ -1,10 +1,10 @@
-"""What the HTTP front end can be told; flags are those of `vllm serve` where it has them."""
+"""Options of the HTTP server; flags are those of `vllm serve` where it has them."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fornax.config import ConfigError
-from fornax.llm.server.request_limits import RequestLimits
+from fornax.llm.server.limits import RequestLimits
 
 __all__ = ["ServerConfig"]
 
@@ -14,7 +14,7 @@ _TIMES = ("header_timeout", "body_timeout", "send_timeout", "timeout_keep_alive"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """The HTTP front end: where it listens, whom it serves, what it allows."""
+    """The HTTP server: where it listens, whom it serves, what it allows."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +12,8 @@ from starlette.responses import Response
 from fornax.config import EngineError
 from fornax.llm.sampling_params import SamplingParams
 
+CLIENT_CLOSED_REQUEST = 499
+"""Status in the log and the metrics when the client disconnected before the answer."""
 _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} | {"prompt", "lora_path"}
 """What messages of the engine may begin with that is a field of a request too."""
 _LONGEST = 2000
@@ -26,13 +27,14 @@ _TYPES = {
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
 
 
 class ApiError(HTTPException):
-    """What a client is told: a status, a sentence, the field at fault."""
+    """An error response: a status, a sentence, the field at fault."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class ApiError(HTTPException):
         self.param = param and param[:_LONGEST]
         self.code = code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """OpenAI's error object."""
         kind = _TYPES.get(self.status_code, "internal_server_error")
         return {
@@ -69,7 +71,7 @@ class ApiError(HTTPException):
 
 
 def json_response(
-    content: Any, status: int = 200, headers: dict[str, str] | None = None
+    content: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
     """Any plain content as JSON."""
     return Response(to_json(content), status, headers, media_type="application/json")
@@ -84,7 +86,7 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def translate(error: Exception) -> ApiError:
-    """Any failure of a request as what its client is told."""
+    """Any failure of a request as an error response."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineError):

@@ -1,21 +1,29 @@
 """What `/metrics` shows: vLLM's names, so that its dashboards work, and Fornax's own.
 
-`Metrics` is the engine's observer. Each field of the tables below is written by one thread only:
-the engine's, or, for HTTP, the server's.
+`Metrics` is the engine's observer.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 
-from fornax.llm.server.histogram import Counter, Gauge, Histogram, powers
-from fornax.llm.server.record import Record
+from fornax.llm.server.middleware import RequestContext
 from fornax.llm.stats import RequestStats, StepStats
 
 __all__ = ["Metrics"]
+
+disable_created_metrics()  # they would double the lines of every scrape
 
 _FIRST_TOKEN = [
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -32,226 +40,239 @@ _REQUEST = [
 _STEP = [float(2**power) for power in range(15)]
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+_LABELS = ("model_name", "engine")
+_LORA_LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+
+_GAUGES = {
+    "vllm:num_requests_running": "Sequences that run.",
+    "vllm:num_requests_waiting": "Sequences that wait.",
+    "vllm:kv_cache_usage_perc": "Share of the cache in use, 0 to 1.",
+}
+_COUNTERS = {
+    "vllm:prefix_cache_queries": "Prompt tokens looked up.",
+    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "vllm:num_preemptions": "Sequences pushed out of the cache.",
+    "vllm:prompt_tokens": "Prompt tokens, cached ones included.",
+    "vllm:prompt_tokens_cached": "Prompt tokens from the prefix cache.",
+    "vllm:generation_tokens": "Tokens made.",
+    "vllm:spec_decode_num_drafts": "Times that tokens were proposed.",
+    "vllm:spec_decode_num_draft_tokens": "Tokens proposed.",
+    "vllm:spec_decode_num_accepted_tokens": "Proposed tokens accepted.",
+}
+_LABELLED = {
+    "vllm:prompt_tokens_by_source": ("source", "Prompt tokens by where they came from."),
+    "vllm:request_success": ("finished_reason", "Completions by how they ended."),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": (
+        "position",
+        "Proposed tokens accepted, by place in the proposal.",
+    ),
+    "fornax:compilations_after_ready": ("program", "Steps compiled while serving: a fault."),
+    "fornax:bucket_tokens": ("bucket", "Tokens by bucket."),
+    "fornax:bucket_padding_tokens": ("bucket", "Padding by bucket."),
+    "fornax:steps": ("bucket", "Steps by bucket."),
+    "fornax:step_seconds": ("bucket", "Time in steps by bucket."),
+}
+"""Counters with a label of their own, and which."""
+_LENGTHS = None
+"""Bounds up to the longest sequence."""
+_HISTOGRAMS: dict[str, tuple[list[float] | None, str]] = {
+    "vllm:request_prompt_tokens": (_LENGTHS, "Prompt tokens of a request."),
+    "vllm:request_generation_tokens": (_LENGTHS, "Tokens made."),
+    "vllm:iteration_tokens_total": (_STEP, "Tokens of a step."),
+    "vllm:request_max_num_generation_tokens": (_LENGTHS, "Tokens of the longest completion."),
+    "vllm:request_params_n": ([1.0, 2.0, 5.0, 10.0, 20.0], "Field n."),
+    "vllm:request_params_max_tokens": (_LENGTHS, "Field max_tokens."),
+    "vllm:request_prefill_kv_computed_tokens": (_LENGTHS, "Prompt tokens computed."),
+    "vllm:time_to_first_token_seconds": (_FIRST_TOKEN, "Arrival to first token."),
+    "vllm:inter_token_latency_seconds": (_INTER_TOKEN, "Token to token."),
+    "vllm:request_time_per_output_token_seconds": (_INTER_TOKEN, "Mean of a request."),
+    "vllm:e2e_request_latency_seconds": (_REQUEST, "Arrival to end."),
+    "vllm:request_queue_time_seconds": (_REQUEST, "Time waiting."),
+    "vllm:request_inference_time_seconds": (_REQUEST, "Running."),
+    "vllm:request_prefill_time_seconds": (_REQUEST, "Prefill."),
+    "vllm:request_decode_time_seconds": (_REQUEST, "Decode."),
+}
 
 
 class Metrics:
-    """Everything measured, as a Prometheus collector."""
+    """The engine's metrics and those of HTTP, in registries of their own."""
 
-    def __init__(self, model: str, *, max_model_len: int, max_loras: int = 0):
-        """`model` is the label `model_name`."""
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_model_len: int,
+        max_loras: int = 0,
+        cache_config: Mapping[str, object] | None = None,
+    ):
+        """`model` is the label `model_name`; `cache_config` labels `vllm:cache_config_info`."""
+        self._of_model = (model, "0")
         self._max_loras = str(max_loras)
-        lengths = powers(max_model_len)
-        self._labels = {"model_name": model, "engine": "0"}
-        self._http = _Http()
-
-        self.running = Gauge("vllm:num_requests_running", "Sequences that run.")
-        self.waiting = Gauge("vllm:num_requests_waiting", "Sequences that wait.")
-        self.sleep_state = Gauge(
-            "vllm:engine_sleep_state", "1 for the state the engine is in.", ["sleep_state"]
+        self._engine = CollectorRegistry()
+        self._gauges = {name: self._gauge(name, text)() for name, text in _GAUGES.items()}
+        self._counters = {name: self._counter(name, text)() for name, text in _COUNTERS.items()}
+        self._labelled = {
+            name: self._counter(name, text, label) for name, (label, text) in _LABELLED.items()
+        }
+        lengths = _lengths(max_model_len)
+        self._histograms = {
+            name: Histogram(
+                name, text, _LABELS, buckets=bounds or lengths, registry=self._engine
+            ).labels(*self._of_model)
+            for name, (bounds, text) in _HISTOGRAMS.items()
+        }
+        self._sleep_state = self._gauge(
+            "vllm:engine_sleep_state", "1 for the state the engine is in.", "sleep_state"
         )
-        self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of the cache in use, 0 to 1.")
-        self.lora = Gauge(
+        self._loras = Gauge(
             "vllm:lora_requests_info",
             "Time of the last change of the adapters in use.",
-            ["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+            [*_LABELS, *_LORA_LABELS],
+            registry=self._engine,
         )
-        self.cache_config = Gauge("vllm:cache_config_info", "The cache.", [])
-        self.queries = Counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self.hits = Counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self.preemptions = Counter("vllm:num_preemptions", "Sequences pushed out of the cache.")
-        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens, cached ones included.")
-        self.by_source = Counter(
-            "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", ["source"]
+        cache_labels = {name: str(value) for name, value in (cache_config or {}).items()}
+        cache_info = self._gauge("vllm:cache_config_info", "The cache.", *cache_labels)
+        cache_info(*cache_labels.values()).set(1)
+        self._http_requests = Counter(
+            "http_requests", "HTTP requests.", ["handler", "method", "status"], registry=None
         )
-        self.cached = Counter("vllm:prompt_tokens_cached", "Prompt tokens from the prefix cache.")
-        self.generation_tokens = Counter("vllm:generation_tokens", "Tokens made.")
-        self.success = Counter(
-            "vllm:request_success", "Completions by how they ended.", ["finished_reason"]
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "From first byte to last.",
+            ["handler", "method"],
+            buckets=_REQUEST,
+            registry=None,
         )
-        self.drafts = Counter("vllm:spec_decode_num_drafts", "Times that tokens were proposed.")
-        self.draft_tokens = Counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed.")
-        self.accepted = Counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens accepted.")
-        self.accepted_at = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Proposed tokens accepted, by place in the proposal.",
-            ["position"],
-        )
-        self.prompt_length = Histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a request.", lengths
-        )
-        self.made = Histogram("vllm:request_generation_tokens", "Tokens made.", lengths)
-        self.step_tokens = Histogram("vllm:iteration_tokens_total", "Tokens of a step.", _STEP)
-        self.longest = Histogram(
-            "vllm:request_max_num_generation_tokens", "Tokens of the longest completion.", lengths
-        )
-        self.params_n = Histogram("vllm:request_params_n", "Field n.", [1.0, 2.0, 5.0, 10.0, 20.0])
-        self.params_max = Histogram("vllm:request_params_max_tokens", "Field max_tokens.", lengths)
-        self.computed = Histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens computed.", lengths
-        )
-        self.first = Histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN
-        )
-        self.inter = Histogram("vllm:inter_token_latency_seconds", "Token to token.", _INTER_TOKEN)
-        self.per_token = Histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean of a request.", _INTER_TOKEN
-        )
-        self.whole = Histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _REQUEST)
-        self.queue = Histogram("vllm:request_queue_time_seconds", "Time waiting.", _REQUEST)
-        self.inference = Histogram("vllm:request_inference_time_seconds", "Running.", _REQUEST)
-        self.prefill = Histogram("vllm:request_prefill_time_seconds", "Prefill.", _REQUEST)
-        self.decode = Histogram("vllm:request_decode_time_seconds", "Decode.", _REQUEST)
+        self._all = CollectorRegistry()
+        ProcessCollector(registry=self._all)
+        for each in (self._engine, self._http_requests, self._http_seconds):
+            self._all.register(each)
+        self._show_zeros()
 
-        self.compilations = Counter(
-            "fornax:compilations_after_ready", "Steps compiled while serving: a fault.", ["program"]
-        )
-        self.bucket_tokens = Counter("fornax:bucket_tokens", "Tokens by bucket.", ["bucket"])
-        self.padding = Counter("fornax:bucket_padding_tokens", "Padding by bucket.", ["bucket"])
-        self.steps = Counter("fornax:steps", "Steps by bucket.", ["bucket"])
-        self.step_seconds = Counter("fornax:step_seconds", "Time in steps by bucket.", ["bucket"])
-        self.compilations.add(0, "")
-        for reason in ("stop", "length", "abort", "error", "repetition"):
-            self.success.add(0, reason)
-        for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
-            self.by_source.add(0, source)
+    def _show_zeros(self) -> None:
+        """Children that are there before they count, so that rates begin at zero."""
         self.set_sleep(0)
+        self._labelled["fornax:compilations_after_ready"]("")
+        for reason in ("stop", "length", "abort", "error", "repetition"):
+            self._labelled["vllm:request_success"](reason)
+        for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
+            self._labelled["vllm:prompt_tokens_by_source"](source)
 
-        self._families = [
-            value for value in vars(self).values() if isinstance(value, Gauge | Counter | Histogram)
-        ]
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
-        self._registry.register(self)
-        self._registry.register(self._http)
+    def _gauge(self, name: str, text: str, *labels: str) -> Callable[..., Gauge]:
+        """A gauge's child by the values of its own labels."""
+        gauge = Gauge(name, text, [*_LABELS, *labels], registry=self._engine)
+        return cache(lambda *values: gauge.labels(*self._of_model, *values))
 
-    def describe_cache(self, values: Mapping[str, object]) -> None:
-        """Set the labels of `vllm:cache_config_info`."""
-        self.cache_config.labels = tuple(values)
-        self.cache_config.values = {tuple(map(str, values.values())): 1.0}
+    def _counter(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
+        """A counter's child by the values of its own labels."""
+        counter = Counter(name, text, [*_LABELS, *labels], registry=self._engine)
+        return cache(lambda *values: counter.labels(*self._of_model, *values))
 
     def set_sleep(self, level: int) -> None:
         """Say whether the engine sleeps: 0 awake, else the level."""
         for number, state in enumerate(_SLEEP_STATES):
-            self.sleep_state.set(float(number == level), state)
+            self._sleep_state(state).set(number == level)
 
     def step(self, stats: StepStats) -> None:
         """A step was processed."""
-        self.running.set(stats.running)
-        self.waiting.set(stats.waiting)
-        self.usage.set(stats.cache_usage)
-        self.queries.add(stats.prefix_queries)
-        self.hits.add(stats.prefix_hits)
-        self.preemptions.add(stats.preemptions)
-        self.by_source.add(stats.prompt_tokens, "local_compute")
-        self.generation_tokens.add(stats.generation_tokens)
-        self.step_tokens.observe(stats.tokens)
+        gauges, counters, labelled = self._gauges, self._counters, self._labelled
+        gauges["vllm:num_requests_running"].set(stats.running)
+        gauges["vllm:num_requests_waiting"].set(stats.waiting)
+        gauges["vllm:kv_cache_usage_perc"].set(stats.cache_usage)
+        counters["vllm:prefix_cache_queries"].inc(stats.prefix_queries)
+        counters["vllm:prefix_cache_hits"].inc(stats.prefix_hits)
+        counters["vllm:num_preemptions"].inc(stats.preemptions)
+        counters["vllm:generation_tokens"].inc(stats.generation_tokens)
+        labelled["vllm:prompt_tokens_by_source"]("local_compute").inc(stats.prompt_tokens)
+        self._histograms["vllm:iteration_tokens_total"].observe(stats.tokens)
         bucket = str(stats.bucket)
-        self.bucket_tokens.add(stats.tokens, bucket)
-        self.padding.add(stats.bucket - stats.tokens, bucket)
-        self.steps.add(1, bucket)
-        self.step_seconds.add(stats.seconds, bucket)
+        labelled["fornax:bucket_tokens"](bucket).inc(stats.tokens)
+        labelled["fornax:bucket_padding_tokens"](bucket).inc(stats.bucket - stats.tokens)
+        labelled["fornax:steps"](bucket).inc()
+        labelled["fornax:step_seconds"](bucket).inc(stats.seconds)
         if stats.drafts:
-            self.drafts.add(stats.drafts)
-            self.draft_tokens.add(stats.draft_tokens)
-            self.accepted.add(stats.accepted_tokens)
+            counters["vllm:spec_decode_num_drafts"].inc(stats.drafts)
+            counters["vllm:spec_decode_num_draft_tokens"].inc(stats.draft_tokens)
+            counters["vllm:spec_decode_num_accepted_tokens"].inc(stats.accepted_tokens)
+            accepted_at = labelled["vllm:spec_decode_num_accepted_tokens_per_pos"]
             for position, count in enumerate(stats.accepted_per_position):
-                self.accepted_at.add(count, str(position))
+                accepted_at(str(position)).inc(count)
         if stats.running_loras or stats.waiting_loras:
-            self._set_loras(stats)
+            waiting, running = ",".join(stats.waiting_loras), ",".join(stats.running_loras)
+            self._loras.clear()
+            labels = (*self._of_model, self._max_loras, waiting, running)
+            self._loras.labels(*labels).set_to_current_time()
         for program in stats.compiled:
-            self.compilations.add(1, program)
-
-    def _set_loras(self, stats: StepStats) -> None:
-        labels = (
-            self._max_loras,
-            ",".join(stats.waiting_loras),
-            ",".join(stats.running_loras),
-        )
-        self.lora.values = {labels: time.time()}
+            labelled["fornax:compilations_after_ready"](program).inc()
 
     def first_token(self, seconds: float) -> None:
         """A request's first token."""
-        self.first.observe(seconds)
+        self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
 
     def inter_token(self, seconds: float) -> None:
         """A later token."""
-        self.inter.observe(seconds)
+        self._histograms["vllm:inter_token_latency_seconds"].observe(seconds)
 
     def finished(self, stats: RequestStats) -> None:
         """A request ended."""
+        counters, labelled = self._counters, self._labelled
         for reason in stats.finish_reasons:
-            self.success.add(1, reason)
-        self.prompt_tokens.add(stats.prompt_tokens)
-        self.cached.add(stats.cached_tokens)
-        self.by_source.add(stats.cached_tokens, "local_cache_hit")
-        self.prompt_length.observe(stats.prompt_tokens)
-        self.made.observe(stats.generation_tokens)
-        self.longest.observe(stats.generation_tokens / max(1, stats.n))
-        self.params_n.observe(stats.n)
+            labelled["vllm:request_success"](reason).inc()
+        counters["vllm:prompt_tokens"].inc(stats.prompt_tokens)
+        counters["vllm:prompt_tokens_cached"].inc(stats.cached_tokens)
+        labelled["vllm:prompt_tokens_by_source"]("local_cache_hit").inc(stats.cached_tokens)
+        values: dict[str, float] = {
+            "vllm:request_prompt_tokens": stats.prompt_tokens,
+            "vllm:request_generation_tokens": stats.generation_tokens,
+            "vllm:request_max_num_generation_tokens": stats.generation_tokens / max(1, stats.n),
+            "vllm:request_params_n": stats.n,
+            "vllm:request_prefill_kv_computed_tokens": stats.prompt_tokens - stats.cached_tokens,
+            "vllm:e2e_request_latency_seconds": stats.finished - stats.arrival,
+        }
         if stats.max_tokens is not None:
-            self.params_max.observe(stats.max_tokens)
-        self.computed.observe(stats.prompt_tokens - stats.cached_tokens)
-        self.whole.observe(stats.finished - stats.arrival)
-        if not stats.scheduled:  # it never ran
-            self.queue.observe(stats.finished - stats.arrival)
-            return
-        self.queue.observe(stats.scheduled - stats.arrival)
-        self.inference.observe(stats.finished - stats.scheduled)
-        if stats.first_token:
-            self.prefill.observe(stats.first_token - stats.scheduled)
-            self.decode.observe(stats.finished - stats.first_token)
-            later = stats.generation_tokens - stats.n
+            values["vllm:request_params_max_tokens"] = stats.max_tokens
+        # Without a time of its scheduling it never ran.
+        began = stats.scheduled or stats.finished
+        values["vllm:request_queue_time_seconds"] = began - stats.arrival
+        if stats.scheduled:
+            values["vllm:request_inference_time_seconds"] = stats.finished - began
+        if stats.scheduled and stats.first_token:
+            decode, later = stats.finished - stats.first_token, stats.generation_tokens - stats.n
+            values["vllm:request_prefill_time_seconds"] = stats.first_token - began
+            values["vllm:request_decode_time_seconds"] = decode
             if later > 0:
-                self.per_token.observe((stats.finished - stats.first_token) * stats.n / later)
+                values["vllm:request_time_per_output_token_seconds"] = decode * stats.n / later
+        for name, value in values.items():
+            self._histograms[name].observe(value)
 
     def idle(self) -> None:
         """Nothing runs or waits: no step comes to say so."""
-        for gauge in (self.running, self.waiting, self.usage):
-            gauge.set(0.0)
+        for gauge in self._gauges.values():
+            gauge.set(0)
 
-    def request(self, record: Record) -> None:
+    def request(self, context: RequestContext) -> None:
         """An HTTP request ended."""
-        self._http.observe(record)
+        method = context.method if context.method in _METHODS else "other"
+        status = f"{context.status // 100}xx"
+        self._http_requests.labels(context.handler, method, status).inc()
+        seconds = time.monotonic() - context.started
+        self._http_seconds.labels(context.handler, method).observe(seconds)
 
-    def collect(self) -> Iterator[Metric]:
-        """All of it, for Prometheus."""
-        names, labels = tuple(self._labels), tuple(self._labels.values())
-        for family in self._families:
-            yield family.family(names, labels)
+    def collect(self) -> Iterable[Metric]:
+        """The engine's metrics, without those of HTTP and of the process."""
+        return self._engine.collect()
 
     def exposition(self) -> tuple[bytes, str]:
         """The text and its content type."""
         encode, kind = choose_encoder("")
-        return encode(self._registry), kind
+        return encode(self._all), kind
 
 
-class _Http:
-    """Requests and their time, by route."""
-
-    def __init__(self) -> None:
-        self._requests = Counter("http_requests", "HTTP requests.", ["handler", "method", "status"])
-        self._seconds: dict[tuple[str, str], Histogram] = {}
-
-    def observe(self, record: Record) -> None:
-        """Count a request."""
-        method = record.method if record.method in _METHODS else "other"
-        self._requests.add(1, record.handler, method, f"{record.status // 100}xx")
-        key = (record.handler, method)
-        if key not in self._seconds:
-            self._seconds[key] = Histogram(
-                "http_request_duration_seconds", "From first byte to last.", _REQUEST
-            )
-        self._seconds[key].observe(time.monotonic() - record.started)
-
-    def collect(self) -> Iterator[Metric]:
-        """All of it, for Prometheus."""
-        yield self._requests.family((), ())
-        merged: Metric | None = None
-        for (handler, method), histogram in list(self._seconds.items()):
-            family = histogram.family(("handler", "method"), (handler, method))
-            if merged is None:
-                merged = family
-            else:
-                merged.samples += family.samples
-        if merged is not None:
-            yield merged
+def _lengths(highest: int) -> list[float]:
+    """Bounds 1, 2, 5, 10, 20, 50, ... up to `highest`."""
+    bounds: list[float] = []
+    scale = 1
+    while scale <= highest:
+        bounds += [float(scale * step) for step in (1, 2, 5) if scale * step <= highest]
+        scale *= 10
+    return bounds

@@ -1,73 +1,41 @@
 """What the routes share: the engine, its names, how busy the server is."""
 
-import contextlib
 import itertools
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 
-from fornax.llm.server.chat_prompt import ChatPrompts
 from fornax.llm.server.config import ServerConfig
-from fornax.llm.server.engine import Engine
 from fornax.llm.server.errors import ApiError
+from fornax.llm.server.limits import ConcurrencyLimit
 from fornax.llm.server.metrics import Metrics
-from fornax.llm.server.prompts import Encoder
-from fornax.llm.server.record import Record
+from fornax.llm.server.middleware import RequestContext
+from fornax.llm.server.preprocessing import ChatRenderer, PromptEncoder
 
-__all__ = ["Load", "RecordOf", "Server", "ServerOf"]
+__all__ = ["ContextDep", "Server", "ServerDep", "StrictRoute"]
 
 
-@dataclass(slots=True)
-class Load:
-    """How many requests are being answered, and how fast they finish."""
-
-    most: int
-    """Requests at once; more are refused."""
-    running: int = 0
-    finishes: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-
-    @contextlib.contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count a request while it runs; 429 when there are too many."""
-        if self.running >= self.most:
-            raise self.refusal(f"{self.running} requests are being answered", 1)
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            self.finishes.append(time.monotonic())
-
-    def refusal(self, why: str, ahead: int) -> ApiError:
-        """429, with the time until about `ahead` requests will have finished."""
-        seconds = 1.0
-        if len(self.finishes) > 1:
-            span = self.finishes[-1] - self.finishes[0]
-            seconds = min(60.0, max(1.0, ahead * span / (len(self.finishes) - 1)))
-        return ApiError(
-            429,
-            f"{why}, which is all this server takes; try again later",
-            code="rate_limit_exceeded",
-            retry_after=seconds,
-        )
+if TYPE_CHECKING:
+    from fornax.llm.async_engine import AsyncEngine
 
 
 @dataclass(kw_only=True)
 class Server:
     """The running server."""
 
-    engine: Engine
+    engine: "AsyncEngine"
     config: ServerConfig
     model: str
     """The model's path, as it was given."""
     metrics: Metrics
-    encoder: Encoder
-    chats: ChatPrompts
-    load: Load
+    encoder: PromptEncoder
+    renderer: ChatRenderer
+    concurrency: ConcurrencyLimit
     defaults: Mapping[str, Any]
     """Fields of SamplingParams for requests that do not set them."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -85,10 +53,6 @@ class Server:
     def engine_id(self, answer_id: str) -> str:
         """An id for the engine: clients may use theirs twice."""
         return f"{answer_id}-{next(self.ids)}"
-
-    def names_tokens_by_id(self, asked: bool | None) -> bool:
-        """Whether log probabilities name tokens as token_id:N: as a request asks, or the config."""
-        return bool(self.config.return_tokens_as_token_ids if asked is None else asked)
 
     def adapter(self, name: str | None) -> str | None:
         """The adapter that a request names; None for the model itself; else 404."""
@@ -133,16 +97,43 @@ class Server:
             raise ApiError(503, "the engine sleeps; POST /wake_up wakes it", code="sleeping")
         waiting = self.engine.num_unfinished - self.engine.max_num_seqs
         if waiting >= max(1, self.config.max_queued_requests):
-            raise self.load.refusal(f"{waiting} completions wait for a place", waiting)
+            raise self.concurrency.refusal(f"{waiting} completions wait for a place", waiting)
 
 
 async def _server(request: Request) -> Server:
     return request.app.state.server
 
 
-async def _record(request: Request) -> Record:
-    return request.state.record
+async def _context(request: Request) -> RequestContext:
+    return request.state.context
 
 
-ServerOf = Annotated[Server, Depends(_server)]
-RecordOf = Annotated[Record, Depends(_record)]
+ServerDep = Annotated[Server, Depends(_server)]
+ContextDep = Annotated[RequestContext, Depends(_context)]
+
+
+class _StrictRequest(Request):
+    """A request whose body is strict JSON: UTF-8, no lone surrogates, no NaN, not too deep."""
+
+    async def json(self) -> object:
+        """The body; 400 when it is not that, or has more values than the limits allow."""
+        server = self.app.state.server
+        body = await self.body()
+        server.config.request_limits.check_json(body, server.engine.max_model_len)
+        try:
+            return from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+
+
+class StrictRoute(APIRoute):
+    """A route that reads strict JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
+        """Hand the strict request to the route's own handler."""
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return strict

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fornax.config.errors import EngineError
-from fornax.llm.text.markers import split
+from fornax.llm.text.parsing import split
 
 __all__ = ["REASONING_PARSERS", "Reasoned", "ReasoningParser", "ReasoningStyle", "reasoning_style"]
 

@@ -7,6 +7,9 @@ from tokenizers import Tokenizer
 
 __all__ = ["TokenTable"]
 
+JsonObject = dict[str, Any]
+"""A step of a decoder, as `tokenizers` writes it."""
+
 
 class _Pieces(dict[int, str | bytes]):
     """Token id -> its text, or its bytes when these alone are not whole characters."""
@@ -76,13 +79,13 @@ class TokenTable:
         piece = self._pieces[False][token]
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
-    def says_something(self, tokens: list[int], skip_special_tokens: bool) -> bool:
+    def has_text(self, tokens: list[int], skip_special_tokens: bool) -> bool:
         """Whether any of the tokens adds to a text."""
         pieces = self._pieces[skip_special_tokens]
         return any(pieces[token] for token in tokens)
 
 
-def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _decoder_steps(decoder: JsonObject | None) -> list[JsonObject]:
     if decoder is None:
         return [{"type": "None"}]
     if decoder["type"] != "Sequence":
@@ -90,7 +93,7 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [step for item in decoder["decoders"] for step in _decoder_steps(item)]
 
 
-def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
+def _replacements(steps: list[JsonObject]) -> list[tuple[str, str]] | None:
     """The replacements of a SentencePiece-style decoder; None when it does anything else."""
     replaced = []
     for step in steps:

@@ -1,7 +1,7 @@
 """From what vLLM's scheduler sends to a plan that Fornax's runner runs.
 
-vLLM keeps the books of pages: block n of vLLM is page n of every page group, and block 0, which it
-never gives out, is the page that padding writes to.
+vLLM allocates the pages: block n of vLLM is page n of every page group, and block 0, which it never
+allocates, is the page that padding writes to.
 """
 
 import itertools
@@ -9,14 +9,27 @@ import random
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fornax.config.errors import EngineError
-from fornax.llm.masks import TokenRules
-from fornax.llm.plan import Entry, PageCopy, PageUpdate, Plan, Sample
-from fornax.llm.sampler_state import RowParams
+from fornax.llm.sampling.masks import TokenRules
+from fornax.llm.sampling.state import RowParams
 from fornax.llm.sampling_params import REFUSED, SamplingParams
+from fornax.llm.scheduler_output import Entry, PageCopy, PageUpdate, Sample, SchedulerOutput
 from fornax.llm.sequence import Sequence
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest  # pyrefly: ignore[missing-import]
+    from vllm.v1.core.sched.output import (  # pyrefly: ignore[missing-import]
+        CachedRequestData,
+        NewRequestData,
+    )
+    from vllm.v1.core.sched.output import (  # pyrefly: ignore[missing-import]
+        SchedulerOutput as Scheduled,
+    )
+    from vllm.v1.outputs import LogprobsTensors  # pyrefly: ignore[missing-import]
+
+    import vllm  # pyrefly: ignore[missing-import]
 
 __all__ = ["Batch", "Request", "sampling_params"]
 
@@ -43,7 +56,7 @@ _IN_FRONT = ("flat_logprobs",)
 """Fields that Fornax's engine refuses and vLLM honours without its worker."""
 
 
-def sampling_params(params: Any) -> SamplingParams:
+def sampling_params(params: "vllm.SamplingParams | vllm.PoolingParams") -> SamplingParams:
     """A request's vLLM parameters as Fornax's.
 
     Raises:
@@ -65,9 +78,8 @@ class Request:
     seed: int
     rules: TokenRules | None
     pages: list[int]
-    adapter: Any
-    """vLLM's `LoRARequest`, if it names one."""
-    prompt_scores: Any = None
+    adapter: "LoRARequest | None"
+    prompt_scores: "LogprobsTensors | None" = None
     """Log probabilities of the prompt's tokens, as vLLM wants them, while they are collected."""
 
     def row_params(self, vocab_size: int) -> RowParams:
@@ -82,7 +94,7 @@ class Request:
 
 
 class Batch:
-    """The worker's requests and the rows they sit in."""
+    """The worker's requests and the rows of the batch that they have."""
 
     def __init__(self, *, rows: int, groups: int, vocab_size: int, seed: int) -> None:
         """Begin without requests.
@@ -98,27 +110,27 @@ class Batch:
         self._vocab = vocab_size
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
-        self._free = list(range(rows))
-        self._seated: dict[int, Request] = {}
+        self._free_rows = list(range(rows))
+        self._by_row: dict[int, Request] = {}
 
-    def plan(self, scheduled: Any) -> Plan:
+    def plan(self, scheduled: "Scheduled") -> SchedulerOutput:
         """The step that a `SchedulerOutput` asks for."""
         for name in scheduled.finished_req_ids:
-            self._forget(name)
+            self._drop(name)
         starts: dict[str, int] = {}
-        plan = Plan(num_tokens=scheduled.total_num_scheduled_tokens)
+        plan = SchedulerOutput(num_tokens=scheduled.total_num_scheduled_tokens)
         for data in scheduled.scheduled_new_reqs:
             self._add(data)
             starts[data.req_id] = data.num_computed_tokens
-        plan.updates += self._go_on(scheduled.scheduled_cached_reqs, starts)
+        plan.updates += self._update_cached(scheduled.scheduled_cached_reqs, starts)
         for name, count in scheduled.num_scheduled_tokens.items():
-            self._enter(plan, name, starts[name], count, scheduled.num_scheduled_tokens)
+            self._schedule(plan, name, starts[name], count, scheduled.num_scheduled_tokens)
         for source, target in scheduled.kv_cache_block_copies or ():
             plan.copies += [PageCopy(group, source, target) for group in self._groups]
         return plan
 
-    def _add(self, data: Any) -> None:
-        self._forget(data.req_id)  # it resumes, or its prompt has grown
+    def _add(self, data: "NewRequestData") -> None:
+        self._drop(data.req_id)  # it resumes, or its prompt has grown
         if data.prompt_token_ids is None or data.mm_features:
             raise EngineError(f"request {data.req_id} is not made of tokens alone")
         params = sampling_params(data.sampling_params)
@@ -139,7 +151,7 @@ class Batch:
             adapter=data.lora_request,
         )
 
-    def _rules(self, params: SamplingParams, theirs: Any) -> TokenRules | None:
+    def _rules(self, params: SamplingParams, theirs: "vllm.SamplingParams") -> TokenRules | None:
         words = theirs.bad_words_token_ids or ()
         wanted = (params.min_tokens, params.allowed_token_ids, params.trace_decode_token_ids, words)
         if not any(wanted):
@@ -147,8 +159,10 @@ class Batch:
         stops = sorted(theirs.all_stop_token_ids)
         return TokenRules(params, stop_ids=stops, bad_words=words, vocab_size=self._vocab)
 
-    def _go_on(self, cached: Any, starts: dict[str, int]) -> Iterator[PageUpdate]:
-        """Take in what is new about known requests; yields changes of seated ones' pages."""
+    def _update_cached(
+        self, cached: "CachedRequestData", starts: dict[str, int]
+    ) -> Iterator[PageUpdate]:
+        """Apply what is new about known requests; yields page changes of those with a row."""
         each = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for name, blocks, computed in each:
             request = self.requests[name]
@@ -162,13 +176,13 @@ class Batch:
             if request.sequence.row is not None:
                 yield from self._pages(request, known)
 
-    def _enter(
-        self, plan: Plan, name: str, start: int, count: int, running: dict[str, int]
+    def _schedule(
+        self, plan: SchedulerOutput, name: str, start: int, count: int, running: dict[str, int]
     ) -> None:
         request = self.requests[name]
         sequence = request.sequence
         if sequence.row is None:
-            sequence.row = self._seat(request, running)
+            sequence.row = self._assign_row(request, running)
             plan.started.append(sequence)
             plan.updates += self._pages(request, 0)
         entry = Entry(sequence, sequence.row, start, count)
@@ -184,23 +198,23 @@ class Batch:
             for group in self._groups:
                 yield PageUpdate(group, row, index, page)
 
-    def _seat(self, request: Request, running: Items[str] | dict[str, int]) -> int:
-        """A row for a request; one that does not run in this step may lose its own."""
-        if not self._free:
-            idle = (x for x in self._seated.values() if x.sequence.request_id not in running)
-            self._unseat(next(idle))
-        row = self._free.pop()
-        self._seated[row] = request
+    def _assign_row(self, request: Request, running: Items[str] | dict[str, int]) -> int:
+        """A row for a request; one that does not run in this step may lose its row."""
+        if not self._free_rows:
+            idle = (x for x in self._by_row.values() if x.sequence.request_id not in running)
+            self._release_row(next(idle))
+        row = self._free_rows.pop()
+        self._by_row[row] = request
         return row
 
-    def _unseat(self, request: Request) -> None:
+    def _release_row(self, request: Request) -> None:
         row = request.sequence.row
         if row is not None:
-            del self._seated[row]
-            self._free.append(row)
+            del self._by_row[row]
+            self._free_rows.append(row)
             request.sequence.row = None
 
-    def _forget(self, name: str) -> None:
+    def _drop(self, name: str) -> None:
         request = self.requests.pop(name, None)
         if request is not None:
-            self._unseat(request)
+            self._release_row(request)

@@ -4,10 +4,13 @@ Whether vLLM is to run over Fornax at all is asked here too, without importing e
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fornax.config import environment, from_mapping
 from fornax.llm.config import EngineConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig  # pyrefly: ignore[missing-import]
 
 __all__ = ["check_config", "engine_config", "register"]
 
@@ -49,7 +52,7 @@ def register() -> str | None:
     return _PLATFORM if "fornax" in environment.vllm_plugins() else None
 
 
-def engine_config(config: Any) -> EngineConfig:
+def engine_config(config: "VllmConfig") -> EngineConfig:
     """vLLM's configuration as Fornax's."""
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     most = model.max_logprobs
@@ -73,7 +76,7 @@ def engine_config(config: Any) -> EngineConfig:
     return from_mapping(EngineConfig, options)
 
 
-def check_config(config: Any) -> None:
+def check_config(config: "VllmConfig") -> None:
     """Refuse what would be without effect.
 
     Raises:
@@ -93,7 +96,7 @@ def check_config(config: Any) -> None:
         _allow("logprobs_mode", model.logprobs_mode, "raw_logprobs")
 
 
-def _refuse(config: Any, names: Mapping[str, str]) -> None:
+def _refuse(config: object, names: Mapping[str, str]) -> None:
     for name, remedy in names.items():
         if getattr(config, name):
             raise ValueError(f"{name} is not supported by Fornax's platform; {remedy}")

@@ -3,7 +3,7 @@
 vLLM's processes share their memory with no device: only the worker's process starts JAX.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError  # pyrefly: ignore[missing-import]
 from vllm.platforms.interface import Platform, PlatformEnum  # pyrefly: ignore[missing-import]
@@ -14,6 +14,12 @@ from vllm.utils.torch_utils import (  # pyrefly: ignore[missing-import]
 from fornax.config.errors import EngineError
 from fornax.llm.vllm_plugin.batch import sampling_params
 from fornax.llm.vllm_plugin.options import check_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig  # pyrefly: ignore[missing-import]
+    from vllm.inputs import ProcessorInputs  # pyrefly: ignore[missing-import]
+
+    import vllm  # pyrefly: ignore[missing-import]
 
 __all__ = ["FornaxPlatform"]
 
@@ -32,7 +38,7 @@ class FornaxPlatform(Platform):
     simple_compile_backend = "eager"
 
     @property
-    def supported_dtypes(self) -> list[Any]:
+    def supported_dtypes(self) -> list[object]:
         """First what 16-bit floats of the other kind are read as; float32 stays float32."""
         return [STR_DTYPE_TO_TORCH_DTYPE[name] for name in ("float32", "bfloat16")]
 
@@ -55,11 +61,11 @@ class FornaxPlatform(Platform):
         """Torch's kernels are not needed."""
 
     @classmethod
-    def update_block_size_for_backend(cls, vllm_config: Any) -> None:
+    def update_block_size_for_backend(cls, vllm_config: "VllmConfig") -> None:
         """Any page size will do."""
 
     @classmethod
-    def check_and_update_config(cls, vllm_config: Any) -> None:
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Choose the worker, and refuse what it cannot do.
 
         Raises:
@@ -81,7 +87,9 @@ class FornaxPlatform(Platform):
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
     @classmethod
-    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+    def validate_request(
+        cls, processed_inputs: "ProcessorInputs", params: "vllm.SamplingParams | vllm.PoolingParams"
+    ) -> None:
         """Refuse in the server what the sampler would refuse in the worker.
 
         Raises:

@@ -4,8 +4,9 @@ import dataclasses
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 from vllm.utils.torch_utils import (  # pyrefly: ignore[missing-import]
     STR_DTYPE_TO_TORCH_DTYPE,
@@ -13,29 +14,34 @@ from vllm.utils.torch_utils import (  # pyrefly: ignore[missing-import]
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # pyrefly: ignore[missing-import]
 from vllm.v1.outputs import (  # pyrefly: ignore[missing-import]
     EMPTY_MODEL_RUNNER_OUTPUT,
+    LogprobsLists,
+    LogprobsTensors,
     ModelRunnerOutput,
 )
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase  # pyrefly: ignore[missing-import]
 
 from fornax.config.errors import EngineError
 from fornax.llm.adapters import Adapters
-from fornax.llm.limits import limits_without_cache, resolve_limits
-from fornax.llm.lora import bind
-from fornax.llm.memory import account_of
-from fornax.llm.plan import Plan
-from fornax.llm.programs import Programs, keep_compiled
-from fornax.llm.runner import Runner
-from fornax.llm.target import attached
+from fornax.llm.devices import attached_devices
+from fornax.llm.memory import fit_limits
+from fornax.llm.program_cache import ProgramCache, keep_compiled
+from fornax.llm.runner import Runner, RunnerOutput
+from fornax.llm.sampling.sampler import Scored
+from fornax.llm.scheduler_output import SchedulerOutput
 from fornax.llm.vllm_plugin.batch import Batch, Request
 from fornax.llm.vllm_plugin.options import engine_config
-from fornax.llm.vllm_plugin.scores import (
-    count_logprobs,
-    prompt_logprobs,
-    prompt_targets,
-    sampled_logprobs,
-)
 from fornax.llm.weights import load_weights
 from fornax.models import DecoderConfig, cache_windows, page_bytes
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest  # pyrefly: ignore[missing-import]
+    from vllm.v1.core.sched.output import (  # pyrefly: ignore[missing-import]
+        GrammarOutput,
+    )
+    from vllm.v1.core.sched.output import (  # pyrefly: ignore[missing-import]
+        SchedulerOutput as Scheduled,
+    )
+    from vllm.v1.kv_cache_interface import KVCacheConfig  # pyrefly: ignore[missing-import]
 
 __all__ = ["FornaxWorker"]
 
@@ -58,13 +64,10 @@ class FornaxWorker(WorkerBase):
         if load_dummy_weights or not folder.is_dir():
             raise EngineError(f"{folder} is no folder; give the model's, weights included")
         self._weights = load_weights(folder, self._config)
-        config, weights, target = self._config, self._weights, attached()
-        empty = limits_without_cache(config, weights.config, weights.dtype, target)
-        other = account_of(config, weights, empty).without_cache
-        model = _unwindowed(weights.config)
-        self._limits = resolve_limits(config, model, weights.dtype, other, target)
+        model = _unwindowed(self._weights.config)
+        self._limits = fit_limits(self._config, self._weights, attached_devices(), cached=model)
 
-    def get_kv_cache_spec(self) -> dict[str, Any]:
+    def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         """A layer's share of a page, for each layer.
 
         Windowed layers too are given pages for all tokens, as vLLM does where a platform does not
@@ -93,7 +96,7 @@ class FornaxWorker(WorkerBase):
         """Take over the length that vLLM fitted to the memory."""
         self._limits = dataclasses.replace(self._limits, max_model_len=max_model_len)
 
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
+    def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
         """Make the cache and begin compiling."""
         [_] = kv_cache_config.kv_cache_groups
         model = self._weights.config
@@ -101,30 +104,18 @@ class FornaxWorker(WorkerBase):
         self._limits = dataclasses.replace(
             self._limits, num_pages=(kv_cache_config.num_blocks,) * groups
         )
-        self._programs = Programs(self._config.compile_threads)
-        self._adapters = None
-        if self._config.enable_lora:
-            self._adapters = Adapters(
-                self._weights, slots=self._config.max_loras, rank=self._config.max_lora_rank
-            )
-        self._runner = Runner(
-            self._weights,
-            self._limits,
-            self._programs,
-            max_logprobs=self._config.max_logprobs,
-            state=None if self._adapters is None else self._adapters.attach(self._weights.state),
-            bind=None if self._adapters is None else bind,
-        )
+        self._programs = ProgramCache(self._config.compile_threads)
+        self._runner = Runner(self._config, self._weights, self._limits, self._programs)
         self._batch = Batch(
             rows=self._limits.max_num_seqs,
             groups=groups,
             vocab_size=model.vocab_size,
             seed=self._config.seed,
         )
-        self._planned: tuple[Plan, int] | None = None
+        self._planned: tuple[SchedulerOutput, int] | None = None
         self._programs.compile_all()
 
-    def compile_or_warm_up_model(self) -> Any:
+    def compile_or_warm_up_model(self) -> CompilationTimes:
         """Wait until every step is compiled."""
         began = time.monotonic()
         self._programs.wait()
@@ -151,17 +142,17 @@ class FornaxWorker(WorkerBase):
             raise EngineError(
                 f"sleep level {level} is not supported; level 1 gives back the cache's memory"
             )
-        self._runner.sleep()
+        self._runner.executor.sleep()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Make the cache again."""
         if tags is None or "kv_cache" in tags:
-            self._runner.wake()
+            self._runner.executor.wake()
 
     def reset_encoder_cache(self) -> None:
         """There are no encoders."""
 
-    def add_lora(self, lora_request: Any) -> bool:
+    def add_lora(self, lora_request: "LoRARequest") -> bool:
         """Load an adapter; returns whether it was not there yet."""
         name = str(lora_request.lora_int_id)
         adapters = self._need_adapters()
@@ -185,13 +176,13 @@ class FornaxWorker(WorkerBase):
         return {int(name) for name in self._need_adapters().paths}
 
     def _need_adapters(self) -> Adapters:
-        if self._adapters is None:
+        if self._runner.adapters is None:
             raise EngineError("adapters are off; start vLLM with --enable-lora")
-        return self._adapters
+        return self._runner.adapters
 
     # A step.
 
-    def execute_model(self, scheduler_output: Any) -> Any:
+    def execute_model(self, scheduler_output: "Scheduled") -> ModelRunnerOutput | None:
         """Dispatch the model's part of a step; vLLM then calls `sample_tokens`."""
         plan = self._batch.plan(scheduler_output)
         if not plan.num_tokens:
@@ -201,10 +192,10 @@ class FornaxWorker(WorkerBase):
             request = self._batch.requests[sequence.request_id]
             assert sequence.row is not None, "a sequence starts without a row"
             self._runner.load_row(sequence.row, request.row_params(vocab))
-        self._planned = plan, self._runner.forward(plan, self._place_adapters(plan))
+        self._planned = plan, self._runner.forward(plan, self._load_adapters(plan))
         return None
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> ModelRunnerOutput:
         """Sample the step that was dispatched, and wait for it."""
         assert self._planned is not None, "there is no step to sample"
         plan, bucket = self._planned
@@ -212,25 +203,25 @@ class FornaxWorker(WorkerBase):
         requests = [self._batch.requests[entry.sequence.request_id] for entry in plan.entries]
         logprobs = [requests[sample.entry].params.logprobs for sample in plan.samples]
         limit = self._config.max_logprobs
-        wanted = [count_logprobs(count, limit) for count in logprobs if count is not None]
+        wanted = [_count_logprobs(count, limit) for count in logprobs if count is not None]
         most = max(wanted, default=None)
-        ticket = self._runner.sample(
+        result = self._runner.sample(
             plan,
             bucket,
             self._masks(plan, requests, grammar_output),
             set(),
             most is not None,
-            prompt_targets(plan, requests),
+            _prompt_targets(plan, requests),
         )
         names = [entry.sequence.request_id for entry in plan.entries]
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=[[] for _ in names],
-            logprobs=None if most is None else sampled_logprobs(ticket, most),
-            prompt_logprobs_dict=prompt_logprobs(ticket, requests, limit),
+            logprobs=None if most is None else _sampled_logprobs(result, most),
+            prompt_logprobs_dict=_prompt_logprobs(result, requests, limit),
         )
-        for sample, token in zip(plan.samples, ticket.tokens(), strict=True):
+        for sample, token in zip(plan.samples, result.tokens(), strict=True):
             if token < 0:
                 output.num_nans_in_logits = output.num_nans_in_logits or {}
                 output.num_nans_in_logits[names[sample.entry]] = 1
@@ -240,12 +231,13 @@ class FornaxWorker(WorkerBase):
             output.sampled_token_ids[sample.entry].append(token)
         return output
 
-    def _place_adapters(self, plan: Plan) -> dict[int, int]:
-        """Bring the step's adapters to the device; returns the slot of each entry that has one."""
+    def _load_adapters(self, plan: SchedulerOutput) -> dict[int, str]:
+        """Load the step's adapters; returns the name of each entry's that has one."""
+        requests = [self._batch.requests[entry.sequence.request_id] for entry in plan.entries]
         asked = {
-            index: request.adapter
-            for index, entry in enumerate(plan.entries)
-            if (request := self._batch.requests[entry.sequence.request_id]).adapter is not None
+            index: adapter
+            for index, request in enumerate(requests)
+            if (adapter := request.adapter) is not None
         }
         if not asked:
             return {}
@@ -253,13 +245,10 @@ class FornaxWorker(WorkerBase):
         for adapter in asked.values():
             if str(adapter.lora_int_id) not in adapters.paths:
                 self.add_lora(adapter)
-        names = {index: str(adapter.lora_int_id) for index, adapter in asked.items()}
-        if adapters.place(set(names.values())):
-            self._runner.use_state(adapters.attach(self._weights.state))
-        return {index: adapters.slot(name) for index, name in names.items()}
+        return {index: str(adapter.lora_int_id) for index, adapter in asked.items()}
 
     def _masks(
-        self, plan: Plan, requests: list[Request], grammar_output: Any
+        self, plan: SchedulerOutput, requests: list[Request], grammar_output: "GrammarOutput | None"
     ) -> dict[int, np.ndarray]:
         """Tokens that each sample may choose from, where there are rules about it."""
         grammars: dict[str, np.ndarray] = {}
@@ -280,7 +269,78 @@ class FornaxWorker(WorkerBase):
 
 
 def _unwindowed(model: DecoderConfig) -> DecoderConfig:
-    """The model as vLLM's books have it: every layer sees everything."""
+    """The model as vLLM's block tables have it: every layer attends to all tokens."""
     return dataclasses.replace(
         model, attention_pattern=("full",), sliding_window=None, local_rope=None
     )
+
+
+def _count_logprobs(wanted: int, max_logprobs: int) -> int:
+    """Log probabilities besides the token's own; -1 asks for all."""
+    return max_logprobs if wanted < 0 else wanted
+
+
+def _sampled_logprobs(result: RunnerOutput, count: int) -> LogprobsLists:
+    """A row for each entry; zeros where nothing was sampled."""
+    scores, entries = result.logprobs, len(result.plan.entries)
+    ids = np.zeros((entries, count + 1), np.int32)
+    values = np.zeros((entries, count + 1), np.float32)
+    ranks = np.zeros(entries, np.int32)
+    for index, (sample, token) in enumerate(zip(result.plan.samples, result.tokens(), strict=True)):
+        at = sample.entry
+        ids[at, 0], values[at, 0] = max(token, 0), scores.logprobs[index]
+        ids[at, 1:] = scores.top_ids[index, :count]
+        values[at, 1:] = scores.top_logprobs[index, :count]
+        ranks[at] = scores.ranks[index]
+    return LogprobsLists(ids, values, ranks)
+
+
+def _scores_prompt(request: Request) -> bool:
+    """Whether its prompt is to be scored, and was not before a preemption."""
+    sequence = request.sequence
+    return request.params.prompt_logprobs is not None and not sequence.output
+
+
+def _prompt_targets(plan: SchedulerOutput, requests: list[Request]) -> dict[int, np.ndarray]:
+    """The prompt tokens after each token of an entry, where they are to be scored."""
+    found = {}
+    for index, (entry, request) in enumerate(zip(plan.entries, requests, strict=True)):
+        if _scores_prompt(request):
+            targets = np.full(entry.count, -1, np.int32)
+            known = entry.sequence.prompt[entry.start + 1 : entry.stop + 1]
+            targets[: len(known)] = known
+            found[index] = targets
+    return found
+
+
+def _prompt_logprobs(
+    result: RunnerOutput, requests: list[Request], max_logprobs: int
+) -> dict[str, LogprobsTensors]:
+    """Those of prompts that are complete with this step."""
+    done = {}
+    for index, (entry, request) in enumerate(zip(result.plan.entries, requests, strict=True)):
+        if not _scores_prompt(request):
+            continue
+        prompt = entry.sequence.prompt
+        count = _count_logprobs(request.params.prompt_logprobs or 0, max_logprobs)
+        if request.prompt_scores is None:
+            request.prompt_scores = LogprobsTensors.empty_cpu(len(prompt) - 1, count + 1)
+        at = entry.start
+        for piece in result.scored.get(index, ()):
+            at = _store(request.prompt_scores, at, jax.tree.map(np.asarray, piece), prompt, count)
+        if entry.stop >= len(prompt):
+            done[entry.sequence.request_id] = request.prompt_scores
+            request.prompt_scores = None
+    return done
+
+
+def _store(into: LogprobsTensors, at: int, scores: Scored, prompt: list[int], count: int) -> int:
+    """Write log probabilities of the prompt's tokens from `at` + 1 on; returns where they end."""
+    targets = prompt[at + 1 : at + 1 + len(scores.ranks)]
+    rows, stop = slice(len(targets)), at + len(targets)
+    ids, values = into.logprob_token_ids.numpy(), into.logprobs.numpy()
+    ids[at:stop, 0], values[at:stop, 0] = targets, scores.logprobs[rows]
+    ids[at:stop, 1:] = scores.top_ids[rows, :count]
+    values[at:stop, 1:] = scores.top_logprobs[rows, :count]
+    into.selected_token_ranks.numpy()[at:stop] = scores.ranks[rows]
+    return stop

@@ -1,9 +1,9 @@
 """Finding a chip by the name that users or jax have for it."""
 
-import difflib
 from collections.abc import Mapping
 
 from fornax.config.errors import ConfigError
+from fornax.config.suggest import nearest
 from fornax.mesh.hardware.chip import Chip
 from fornax.mesh.hardware.gpu import GPUS
 from fornax.mesh.hardware.tpu import TPUS
@@ -26,8 +26,8 @@ def find_chip(name: str) -> Chip:
     wanted = name.strip().lower().removeprefix("tpu-")
     if wanted in named:
         return named[wanted]
-    near = difflib.get_close_matches(wanted, list(named), n=1)
-    hint = f"; did you mean {named[near[0]].name}?" if near else ""
+    near = nearest(wanted, named)
+    hint = f"; did you mean {named[near].name}?" if near else ""
     raise ConfigError(f"chip {name!r} is not known; use one of {', '.join(CHIPS)}, cpu{hint}")
 
 

@@ -121,7 +121,7 @@ def read_layer_types(
     return {"sliding_window": window, "attention_pattern": pattern}
 
 
-def shortest_pattern(values: Sequence[Any]) -> tuple[Any, ...]:
+def shortest_pattern(values: Sequence[object]) -> tuple[Any, ...]:
     """The shortest pattern that, repeated over the layers, gives `values`."""
     for period in range(1, len(values)):
         if all(value == values[i % period] for i, value in enumerate(values)):

@@ -14,7 +14,7 @@ from fornax.models.families.wrapper import unwrap_config
 __all__ = ["config_from_hf", "config_to_hf", "family_for"]
 
 
-def config_from_hf(values: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """The config that a config.json describes.
 
     Of an architecture with more parts than a decoder (Gemma 3 with vision), it is the decoder's.
@@ -30,14 +30,14 @@ def config_from_hf(values: Mapping[str, Any]) -> DecoderConfig:
     return replace(_read(family, values), family=family.name)
 
 
-def _read(family: Family, values: Mapping[str, Any]) -> DecoderConfig:
+def _read(family: Family, values: Mapping[str, object]) -> DecoderConfig:
     reader = ConfigReader(values)
     config = family.read(reader)
     reader.finish()
     return config
 
 
-def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+def config_to_hf(config: DecoderConfig) -> dict[str, object]:
     """The config.json of a config, without the dtype.
 
     Raises:

@@ -42,7 +42,7 @@ def _read_shared(reader: ConfigReader, period: int, sliding_window: int | None) 
     }
 
 
-def _write_shared(config: DecoderConfig) -> dict[str, Any]:
+def _write_shared(config: DecoderConfig) -> dict[str, object]:
     scalar = config.query_pre_attn_scalar
     scalar = config.head_width if scalar is None else scalar
     return {
@@ -68,7 +68,7 @@ def _read_gemma2(reader: ConfigReader) -> DecoderConfig:
     )
 
 
-def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
+def _write_gemma2(config: DecoderConfig) -> dict[str, object]:
     return {**_write_shared(config), **write_rope(config.rope)}
 
 
@@ -103,7 +103,7 @@ def _read_two_ropes(reader: ConfigReader, limit: int) -> tuple[RopeConfig, RopeC
     return ropes[0], ropes[1]
 
 
-def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
+def _write_gemma3(config: DecoderConfig) -> dict[str, object]:
     local = config.local_rope or config.rope
     if local.scaling is not None or local.fraction != 1.0:
         raise ConfigError("local_rope: Gemma 3 has neither scaling nor partial rotation there")

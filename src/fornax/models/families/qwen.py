@@ -36,7 +36,7 @@ def _read_shared(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _write_shared(config: DecoderConfig) -> dict[str, Any]:
+def _write_shared(config: DecoderConfig) -> dict[str, object]:
     types = layer_types(config)
     first = types.index("sliding_attention") if config.sliding_window else config.num_layers
     return {
@@ -61,7 +61,7 @@ def _read_qwen3(reader: ConfigReader) -> DecoderConfig:
     return DecoderConfig(**fields, qk_norm="head", qkv_bias=bias, attention_output_bias=bias)
 
 
-def _write_qwen3(config: DecoderConfig) -> dict[str, Any]:
+def _write_qwen3(config: DecoderConfig) -> dict[str, object]:
     return {**_write_shared(config), "attention_bias": config.qkv_bias}
 
 

@@ -95,7 +95,7 @@ _REQUIRED = object()
 class ConfigReader:
     """The keys of one config.json, each to be taken once."""
 
-    def __init__(self, values: Mapping[str, Any], source: str = "config.json"):
+    def __init__(self, values: Mapping[str, object], source: str = "config.json"):
         """Read from `values`; `source` names them in errors."""
         self._values = dict(values)
         self._left = set(values) - _HARMLESS
@@ -105,7 +105,7 @@ class ConfigReader:
         """Whether the key is present."""
         return key in self._values
 
-    def take(self, key: str, default: Any = _REQUIRED) -> Any:
+    def take(self, key: str, default: object = _REQUIRED) -> Any:
         """The value of `key`.
 
         Raises:
@@ -118,7 +118,7 @@ class ConfigReader:
             raise ConfigError(f"{self.source} has no {key!r}, which this architecture needs")
         return default
 
-    def expect(self, key: str, *allowed: Any) -> None:
+    def expect(self, key: str, *allowed: object) -> None:
         """Accept `key` when it is absent or has one of the values.
 
         Raises:
@@ -131,7 +131,7 @@ class ConfigReader:
                 f"{self.source}: {key}={self._values[key]!r} is not supported; only {shown} is"
             )
 
-    def choose(self, key: str, table: Mapping[str, Any], default: Any = _REQUIRED) -> Any:
+    def choose(self, key: str, table: Mapping[str, object], default: object = _REQUIRED) -> Any:
         """The entry of `table` that `key` names.
 
         Raises:
@@ -144,7 +144,7 @@ class ConfigReader:
             )
         return table[value]
 
-    def nested(self, key: str, value: Any) -> "ConfigReader":
+    def nested(self, key: str, value: object) -> "ConfigReader":
         """A reader of the mapping `value` found under `key`.
 
         Raises:
@@ -170,7 +170,7 @@ class ConfigReader:
             )
 
 
-def as_list(value: Any, key: str, reader: ConfigReader, length: int) -> Sequence[Any]:
+def as_list(value: object, key: str, reader: ConfigReader, length: int) -> Sequence[Any]:
     """`value` as a list of at least `length` entries, cut to it.
 
     Raises:

@@ -129,7 +129,7 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
     return keys
 
 
-def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def _write_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
     if scaling is None:
         return None
     fields = {key: value for key, value in asdict(scaling).items() if value is not None}

@@ -1,7 +1,5 @@
 """The families Fornax knows, in the order in which saving tries them."""
 
-from typing import Any
-
 from fornax.config.errors import ConfigError
 from fornax.models.families.family import Family
 from fornax.models.families.gemma import GEMMA2, GEMMA3
@@ -28,7 +26,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def family_by_architecture(architectures: Any) -> Family:
+def family_by_architecture(architectures: object) -> Family:
     """The family that config.json's `architectures` names.
 
     Raises:

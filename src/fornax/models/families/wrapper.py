@@ -64,13 +64,13 @@ _GEMMA3 = Wrapper(
 WRAPPERS: tuple[Wrapper, ...] = (_GEMMA3,)
 
 
-def _wrapper_of(values: Mapping[str, Any]) -> Wrapper | None:
+def _wrapper_of(values: Mapping[str, object]) -> Wrapper | None:
     names = values.get("architectures")
     names = names if isinstance(names, list) else []
     return next((wrapper for wrapper in WRAPPERS if wrapper.architecture in names), None)
 
 
-def unwrap_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def unwrap_config(values: Mapping[str, object]) -> Mapping[str, object]:
     """The decoder's own config.json; `values` itself when nothing is around the decoder.
 
     Raises:
@@ -89,7 +89,7 @@ def unwrap_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**wrapper.defaults, **inner, **around, "architectures": [wrapper.decoder]}
 
 
-def unwrap_tensors(values: Mapping[str, Any], tensors: Mapping[str, _T]) -> dict[str, _T]:
+def unwrap_tensors(values: Mapping[str, object], tensors: Mapping[str, _T]) -> dict[str, _T]:
     """The decoder's tensors by the names that it gives them alone.
 
     Args:

@@ -4,6 +4,8 @@ One folder a program, written under another name and moved into place. A folder 
 counts as none. The least recently used go when all together grow beyond a bound.
 """
 
+import dataclasses
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -13,35 +15,21 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import fornax
 from fornax.config import environment
 from fornax.config.errors import FornaxError
+from fornax.config.files import write_whole
 from fornax.plan.artifact import Artifact
 from fornax.plan.compile.errors import OutOfMemoryError, from_mapping, to_mapping
 from fornax.plan.compile.request import Request
-from fornax.plan.files import write_whole
 from fornax.plan.topology import Topology
-
-__all__ = ["Kept", "find", "keep", "kept", "path_of", "versions"]
 
 _LIMIT_BYTES = 512 * 2**20
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
-_ELSEWHERE = ("cli", "quickstart", "plan")
+_ELSEWHERE = ("cli", "quickstart", "plan", "preflight", "hlo")
 """Rooms whose source does not change a program."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What the cache holds."""
-
-    folder: Path
-    programs: int
-    bytes: int
-    limit_bytes: int = _LIMIT_BYTES
 
 
 def versions() -> dict[str, str]:
@@ -77,7 +65,7 @@ def find(request: Request, topology: Topology, program: str) -> Artifact | OutOf
     found = _load(folder)
     if found is not None:
         os.utime(folder)
-    return found
+    return dataclasses.replace(found, cached=True) if isinstance(found, Artifact) else found
 
 
 def keep(
@@ -95,18 +83,12 @@ def keep(
             write_whole(made / "error.json", json.dumps(to_mapping(found)).encode())
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # another process put the same answer there
-            raise
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise  # else another process put the same answer there, and a third may replace it
     finally:
         shutil.rmtree(made, ignore_errors=True)
     _forget_oldest(folder)
-
-
-def kept() -> Kept:
-    """How much the cache holds."""
-    entries = list(_entries())
-    return Kept(folder=_folder(), programs=len(entries), bytes=sum(map(_size, entries)))
 
 
 def _folder() -> Path:
@@ -116,8 +98,8 @@ def _folder() -> Path:
 def _load(folder: Path) -> Artifact | OutOfMemoryError | None:
     try:
         if (folder / "error.json").is_file():
-            told = json.loads((folder / "error.json").read_text(encoding="utf-8"))
-            error: FornaxError = from_mapping(told)
+            values = json.loads((folder / "error.json").read_text(encoding="utf-8"))
+            error: FornaxError = from_mapping(values)
             if not isinstance(error, OutOfMemoryError):
                 return None
             if (folder / "artifact.json").is_file():
@@ -167,8 +149,8 @@ def _source(builder: str) -> str:
         or path.is_relative_to(root / "plan" / "compile")
     ]
     files.append(root / "plan" / "topology.py")
-    found: Any = importlib.util.find_spec(builder)
-    if found is not None and found.has_location:
+    found = importlib.util.find_spec(builder)
+    if found is not None and found.origin and found.has_location:
         files.append(Path(found.origin))
     digest = hashlib.sha256()
     for path in files:

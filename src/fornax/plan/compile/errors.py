@@ -8,16 +8,7 @@ from typing import Any
 from fornax.config import errors
 from fornax.config.errors import FornaxError, PlanError
 from fornax.plan.artifact import Allocation, Artifact
-from fornax.plan.bytes import show_bytes
-
-__all__ = [
-    "CompileError",
-    "MissingCompilerError",
-    "OutOfMemoryError",
-    "from_mapping",
-    "no_memory",
-    "to_mapping",
-]
+from fornax.plan.format import format_gib
 
 
 class CompileError(PlanError):
@@ -38,7 +29,6 @@ class OutOfMemoryError(PlanError):
         *,
         used: int,
         limit: int,
-        arguments: int = 0,
         allocations: tuple[Allocation, ...] = (),
         artifact: Artifact | None = None,
     ) -> None:
@@ -49,19 +39,17 @@ class OutOfMemoryError(PlanError):
           topology: for which chips.
           used: bytes that it needs of a device.
           limit: bytes that a device has.
-          arguments: bytes of those that are its arguments, 0 where the compiler did not say.
-          allocations: the largest of the rest, where the compiler lists them.
+          allocations: the largest, where the compiler lists them.
           artifact: the program all the same, as far as the compiler came.
         """
         super().__init__(
-            f"{program} does not fit on {topology}: it needs {show_bytes(used)} of a device's "
-            f"{show_bytes(limit)}, {show_bytes(used - limit)} too much"
+            f"{program} does not fit on {topology}: it needs {format_gib(used)} of a device's "
+            f"{format_gib(limit)}, {format_gib(used - limit)} too much"
         )
         self.program = program
         self.topology = topology
         self.used = used
         self.limit = limit
-        self.arguments = arguments
         self.allocations = allocations
         self.artifact = artifact
 
@@ -71,7 +59,6 @@ _SIZE = r"([\d.]+)([KMGTPE]?)B?"
 _USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
 _NEEDS = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 _EARLY = re.compile(rf"Requires {_SIZE}, has {_SIZE} available")
-_ARGUMENTS = re.compile(rf"^\s*arguments\s+{_SIZE}\s*$", re.MULTILINE)
 _ENTRY = re.compile(r"^\s*\d+\. Size: ", re.MULTILINE)
 
 
@@ -81,13 +68,11 @@ def no_memory(text: str, program: str, topology: str) -> OutOfMemoryError | None
     if found is None:
         return None
     used, limit = _bytes(found[1], found[2]), _bytes(found[3], found[4])
-    arguments = _ARGUMENTS.search(text)
     return OutOfMemoryError(
         program,
         topology,
         used=used,
         limit=limit,
-        arguments=_bytes(arguments[1], arguments[2]) if arguments else 0,
         allocations=_allocations(text),
     )
 
@@ -103,18 +88,18 @@ def _allocations(text: str) -> tuple[Allocation, ...]:
         size = re.match(_SIZE, entry)
         if size is None:
             continue
-        told = _fields(entry)
-        unpadded = re.match(_SIZE, told.get("Unpadded size", ""))
-        operator = told.get("Operator", "")
+        values = _fields(entry)
+        unpadded = re.match(_SIZE, values.get("Unpadded size", ""))
+        operator = values.get("Operator", "")
         source = re.search(r'source_file="([^"]*)" source_line=(\d+)', operator)
         found.append(
             Allocation(
                 bytes=_bytes(size[1], size[2]),
                 unpadded_bytes=_bytes(*(unpadded or size).groups()),
-                shape=told.get("Shape", ""),
+                shape=values.get("Shape", ""),
                 op_name=_quoted(operator, "op_name"),
                 source=f"{source[1]}:{source[2]}" if source else "",
-                kind=told.get("Allocation type", ""),
+                kind=values.get("Allocation type", ""),
             )
         )
     return tuple(sorted(found, key=lambda a: -a.bytes))
@@ -130,7 +115,7 @@ def _quoted(text: str, name: str) -> str:
     return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
 
-def to_mapping(error: FornaxError) -> dict[str, Any]:
+def to_mapping(error: FornaxError) -> dict[str, object]:
     """An error as plain data, to cross from the child or to be kept."""
     if not isinstance(error, OutOfMemoryError):
         return {"kind": type(error).__name__, "message": str(error)}
@@ -140,26 +125,24 @@ def to_mapping(error: FornaxError) -> dict[str, Any]:
         "topology": error.topology,
         "used": error.used,
         "limit": error.limit,
-        "arguments": error.arguments,
         "allocations": [dataclasses.asdict(a) for a in error.allocations],
     }
 
 
-def from_mapping(told: Mapping[str, Any]) -> FornaxError:
+def from_mapping(values: Mapping[str, Any]) -> FornaxError:
     """What `to_mapping` wrote, as an error again.
 
     Raises:
       KeyError, TypeError: when it is something else.
     """
-    if told["kind"] == "OutOfMemoryError":
+    if values["kind"] == "OutOfMemoryError":
         return OutOfMemoryError(
-            told["program"],
-            told["topology"],
-            used=int(told["used"]),
-            limit=int(told["limit"]),
-            arguments=int(told["arguments"]),
-            allocations=tuple(Allocation(**a) for a in told["allocations"]),
+            values["program"],
+            values["topology"],
+            used=int(values["used"]),
+            limit=int(values["limit"]),
+            allocations=tuple(Allocation(**a) for a in values["allocations"]),
         )
     kinds = {"CompileError": CompileError, "MissingCompilerError": MissingCompilerError}
-    kind = kinds.get(told["kind"]) or getattr(errors, told["kind"], CompileError)
-    return kind(told["message"])
+    kind = kinds.get(values["kind"]) or getattr(errors, values["kind"], CompileError)
+    return kind(values["message"])

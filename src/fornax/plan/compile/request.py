@@ -7,18 +7,21 @@ functions that trace when they are called:
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fornax.plan.artifact import ArrayFact
+import jax
+from jax.sharding import NamedSharding
+
+from fornax.mesh import path_name
+from fornax.plan.artifact import ArrayFact, Owner, dividing_axes
 from fornax.plan.topology import Topology
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.stages import Lowered
-
-__all__ = ["Job", "Lowering", "Request"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +34,10 @@ class Request:
     """What the builder is told, JSON-able."""
     programs: tuple[str, ...]
     """Which of the builder's programs."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     """Compiler options, such as `xla_tpu_…`: those of the real run, or the plan is of another."""
 
-    def to_mapping(self) -> dict[str, Any]:
+    def to_mapping(self) -> dict[str, object]:
         """The request as plain data."""
         return {**dataclasses.asdict(self), "programs": list(self.programs)}
 
@@ -44,7 +47,7 @@ class Job:
     """A request as the builder sees it, in the child."""
 
     topology: Topology
-    devices: list[Any]
+    devices: list[jax.Device]
     """The topology's JAX devices: nothing can run on them."""
     arguments: Mapping[str, Any]
 
@@ -58,4 +61,28 @@ class Lowering:
     arguments: tuple[ArrayFact, ...]
     """Facts of every argument, in the order of the flattened arguments."""
     notes: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def array_facts(tree: object, owner: Callable[[str], Owner]) -> tuple[ArrayFact, ...]:
+    """Facts of the leaves of `tree`, in the order of `jax.tree.leaves`.
+
+    Args:
+      tree: ShapeDtypeStructs that carry NamedShardings.
+      owner: says whose a leaf is, given its path such as `params/embed/kernel`.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return tuple(_fact(path_name(path), leaf, owner) for path, leaf in leaves)
+
+
+def _fact(name: str, leaf: jax.ShapeDtypeStruct, owner: Callable[[str], Owner]) -> ArrayFact:
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    share = sharding.shard_shape(leaf.shape)
+    return ArrayFact(
+        name=name,
+        owner=owner(name),
+        shape=tuple(leaf.shape),
+        dtype=leaf.dtype.name,
+        axes=dividing_axes(sharding, len(leaf.shape)),
+        bytes_device=-(-math.prod(share) * jax.dtypes.itemsize_bits(leaf.dtype) // 8),
+    )

@@ -1,24 +1,22 @@
-"""The child that compiles: `python -m fornax.plan.compile.worker`, started by `child.py`.
-
-It reads a request, one line of JSON, from standard input, and goes when that closes: its parent is
-gone. It tells what it does as lines of JSON on what was its standard output; libraries that print
-there are sent to standard error.
-"""
+"""The child that compiles: started by `parent.py`, it reads a request and reports events."""
 
 import dataclasses
 import importlib
-import json
-import os
 import re
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from fornax.config.errors import FornaxError
+from fornax.config.worker_process import receive, send
 from fornax.plan.artifact import Artifact, DeviceFact, MemoryFacts
 from fornax.plan.compile import dump
 from fornax.plan.compile.cache import versions
@@ -27,79 +25,68 @@ from fornax.plan.compile.errors import CompileError, OutOfMemoryError, no_memory
 from fornax.plan.compile.request import Job, Lowering
 from fornax.plan.topology import Topology, parse_topology
 
-__all__ = ["main"]
+Report = Callable[..., None]
+"""Reports an event, its values by name, to the parent."""
 
 _BODY = re.compile(r'("body"\s*:\s*)"[A-Za-z0-9+/=]*"')
 _SHOWN = 600
 _AT_ONCE = 2
 
 
-def main() -> None:
+def main(parent: Connection) -> None:
     """Serve one request."""
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as out:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        told = json.loads(sys.stdin.readline())
-        threading.Thread(target=_leave_with_parent, daemon=True).start()
+    request = receive(parent)
+    lock = threading.Lock()
 
-        lock = threading.Lock()
+    def send_event(**event: object) -> None:
+        with lock:
+            send(parent, event)
 
-        def say(**event: Any) -> None:
-            with lock:
-                out.write(json.dumps(event) + "\n")
-                out.flush()
-
-        try:
-            _serve(told, say)
-        except FornaxError as error:
-            say(event="error", **to_mapping(error))
-        except Exception as error:
-            say(event="error", **to_mapping(_explained(error, told)))
+    try:
+        _serve(request, send_event)
+    except FornaxError as error:
+        send_event(event="error", **to_mapping(error))
+    except Exception as error:
+        send_event(event="error", **to_mapping(_explained(error, request)))
 
 
-def _leave_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
-
-
-def _serve(told: dict[str, Any], say: Any) -> None:
-    say(event="phase", what="starting")
+def _serve(request: dict[str, Any], report: Report) -> None:
+    report(event="phase", what="starting")
     from fornax import kernels  # starts jax, in the environment that the parent made
 
-    topology = parse_topology(told["topology"])
-    module, _, function = told["builder"].partition(":")
+    topology = parse_topology(request["topology"])
+    module, _, function = request["builder"].partition(":")
     with kernels.target_platform(topology.chip.platform):
-        job = Job(topology=topology, devices=_devices(topology), arguments=told["arguments"])
-        say(event="phase", what="laying out")
+        job = Job(topology=topology, devices=_devices(topology), arguments=request["arguments"])
+        report(event="phase", what="laying out")
         programs = getattr(importlib.import_module(module), function)(job)
-        folders = {name: Path(folder) for name, folder in told["programs"].items()}
-        traced = {name: _trace(name, programs[name], say) for name in folders}
+        folders = {name: Path(folder) for name, folder in request["programs"].items()}
+        traced = {name: _trace(name, programs[name], report) for name in folders}
 
         def finish(name: str) -> None:
-            found = _compile(name, topology, traced[name], told["options"], folders[name])
+            found = _compile(name, topology, traced[name], request["options"], folders[name])
             if not isinstance(found, OutOfMemoryError):
                 found.save(folders[name])
-                say(event="answer", program=name)
+                report(event="answer", program=name)
                 return
             if found.artifact is not None:
                 found.artifact.save(folders[name])
-            say(event="answer", program=name, error=to_mapping(found))
+            report(event="answer", program=name, error=to_mapping(found))
 
-        say(event="phase", what=f"compiling {' and '.join(folders)}")
+        report(event="phase", what=f"compiling {' and '.join(folders)}")
         # Most of a compilation runs on one core.
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(finish, folders))
 
 
-def _trace(name: str, trace: Any, say: Any) -> tuple[Lowering, float]:
+def _trace(name: str, trace: Callable[[], Lowering], report: Report) -> tuple[Lowering, float]:
     """A program lowered, and the seconds it took."""
-    say(event="phase", what=f"lowering {name}")
+    report(event="phase", what=f"lowering {name}")
     begun = time.perf_counter()
     return trace(), time.perf_counter() - begun
 
 
-def _devices(topology: Topology) -> list[Any]:
-    import jax
-
+def _devices(topology: Topology) -> list[jax.Device]:
     if topology.chip.platform == "cpu":
         return list(jax.devices()[: topology.num_devices])
     try:
@@ -122,7 +109,7 @@ def _compile(
     begun = time.perf_counter()
     written = folder / "dump"
 
-    def attempt(*, lines: bool) -> Any:
+    def attempt(*, lines: bool) -> jax.stages.Compiled | OutOfMemoryError:
         options = dict(given)
         if topology.chip.platform == "tpu":
             options |= dump.options(written, lines=lines)
@@ -160,7 +147,7 @@ def _artifact(
     program: Lowering,
     seconds: tuple[float, float],
     text: str,
-    compiled: Any,
+    compiled: jax.stages.Compiled | None,
     dumped: Dumped | None,
 ) -> Artifact:
     """What is known of a program that was compiled, or (None) refused for its memory."""
@@ -173,16 +160,14 @@ def _artifact(
         arguments=tuple(a for i, a in enumerate(program.arguments) if i in used),
         memory=_memory(compiled, dumped),
         hlo=_BODY.sub(r'\1""', text),
-        cost=_cost(compiled),
         versions=versions(),
         lower_seconds=seconds[0],
         compile_seconds=seconds[1],
         notes=program.notes,
-        facts=dict(program.facts),
     )
 
 
-def _text(compiled: Any, platform: str) -> str | None:
+def _text(compiled: jax.stages.Compiled, platform: str) -> str | None:
     """The optimized program; None where jaxlib cannot read what libtpu made, which writes it down.
 
     Raises:
@@ -204,16 +189,15 @@ def _used_arguments(program: Lowering) -> set[int]:
     return set(range(len(program.arguments))) if kept is None else set(kept)
 
 
-def _device(device: Any) -> DeviceFact:
+def _device(device: jax.Device) -> DeviceFact:
     return DeviceFact(
         coords=tuple(getattr(device, "coords", None) or (device.id,)),
         core=getattr(device, "core_on_chip", 0) or 0,
         slice=getattr(device, "slice_index", 0) or 0,
-        process=device.process_index,
     )
 
 
-def _memory(compiled: Any, dumped: Dumped | None) -> MemoryFacts:
+def _memory(compiled: jax.stages.Compiled | None, dumped: Dumped | None) -> MemoryFacts:
     stats = None if compiled is None else compiled.memory_analysis()
 
     def size(name: str) -> int:
@@ -226,7 +210,6 @@ def _memory(compiled: Any, dumped: Dumped | None) -> MemoryFacts:
         aliased=size("alias_size_in_bytes"),
         temporaries=size("temp_size_in_bytes"),
         code=size("generated_code_size_in_bytes"),
-        peak=size("peak_memory_in_bytes"),
         host=sum(size(f"host_{kind}_size_in_bytes") for kind in hosted),
     )
     if dumped is None:
@@ -242,20 +225,14 @@ def _memory(compiled: Any, dumped: Dumped | None) -> MemoryFacts:
     )
 
 
-def _cost(compiled: Any) -> dict[str, float]:
-    told = {} if compiled is None else compiled.cost_analysis() or {}
-    told = told[0] if isinstance(told, list) else told
-    return {name: float(value) for name, value in told.items()}
-
-
-def _explained(error: Exception, told: dict[str, Any]) -> FornaxError:
+def _explained(error: Exception, request: dict[str, Any]) -> FornaxError:
     """An error of jax or of the compiler as one paragraph; the traceback goes to standard error."""
     import traceback
 
     traceback.print_exception(error)
-    programs = " and ".join(told["programs"])
+    programs = " and ".join(request["programs"])
     return CompileError(
-        f"{programs} cannot be compiled for {told['topology']}: {type(error).__name__}: "
+        f"{programs} cannot be compiled for {request['topology']}: {type(error).__name__}: "
         f"{_first_line(error)}"
     )
 
@@ -263,7 +240,3 @@ def _explained(error: Exception, told: dict[str, Any]) -> FornaxError:
 def _first_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Seconds of a collective from the bytes it moves and the way its group is joined.
 
-Pure functions of numbers: no jax. `span.py` says how a group is joined.
+Pure functions of numbers: no jax. `groups.py` says how a group is joined.
 
 V is the size of the whole array in a group: what an all-gather gives, what a reduce-scatter or an
 all-reduce takes, what all members of an all-to-all hold together. A collective-permute, a send and
@@ -15,18 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "Link",
-    "Network",
-    "PhysicalAxis",
-    "Span",
-    "Transfer",
-    "collective_seconds",
-]
-
-Link = Literal["chip", "ici", "dcn", "nvlink", "network", "host"]
-"""Inside a chip; between chips of a slice; between slices; between GPUs of a server; between
-servers; to the host's memory."""
+from fornax.hlo import Calibration, calibration_of
+from fornax.mesh.hardware import Chip
 
 ON_CHIP = 6.0
 """Rate between the two devices of a chip over that of one link (Google's page on TPU7x)."""
@@ -59,7 +49,7 @@ class PhysicalAxis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class GroupLayout:
     """How the members of one group are joined: on a chip, along axes of a torus or over a switch,
     across slices."""
 
@@ -115,7 +105,9 @@ class Transfer:
     seconds: float
     """From its start to its end on idle links."""
     by_link: Mapping[str, float]
-    """Seconds each kind of link is busy."""
+    """Seconds each kind of link is busy: `chip` inside a chip, `ici` between chips of a slice,
+    `dcn` between slices, `nvlink` between GPUs of a server, `network` between servers, `host` to
+    the host's memory."""
     links: tuple[str, ...]
     """Queues it occupies: `ici:0+` and `ici:0-` for the two ways along dimension 0 of the torus,
     `dcn`, `host`, ..."""
@@ -126,120 +118,132 @@ class Transfer:
         return max(self.by_link, key=lambda name: self.by_link[name]) if self.by_link else "chip"
 
 
-def collective_seconds(kind: str, size: float, span: Span, network: Network) -> Transfer:
+def network_of(chip: Chip, calibration: Calibration | None = None) -> Network:
+    """The rates that programs reach on a chip's links."""
+    known = calibration or calibration_of(chip)
+    return Network(
+        link=chip.link_bandwidth * known.links,
+        outside=chip.network_bandwidth * known.outside,
+        host=chip.host_bandwidth * known.host,
+        hop_seconds=known.hop_seconds,
+    )
+
+
+def collective_seconds(kind: str, size: float, layout: GroupLayout, network: Network) -> Transfer:
     """Time of one collective in every group at once.
 
     Args:
-      kind: a `CollectiveKind` of `fornax.plan.hlo`.
+      kind: a `CollectiveKind` of `fornax.hlo`.
       size: V in bytes; for collective-permute, send-recv and host-transfer the bytes of one device.
-      span: how each group is joined.
+      layout: how each group is joined.
       network: rates.
 
     Raises:
       ValueError: for a kind that is not known.
     """
     if kind == "host-transfer":
-        return _transfer({"host": size * span.shared / network.host}, ("host",))
+        return _transfer({"host": size * layout.shared / network.host}, ("host",))
     if kind not in _PASSES and kind not in ("all-to-all", "collective-permute", "send-recv"):
         raise ValueError(f"collective {kind!r} is not known")
-    if kind == "send-recv" or (kind == "collective-permute" and span.slices > 1):
-        name = "network" if span.switch else "dcn"
-        outside = size * span.shared / network.outside + network.outside_seconds
+    if kind == "send-recv" or (kind == "collective-permute" and layout.slices > 1):
+        name = "network" if layout.switch else "dcn"
+        outside = size * layout.shared / network.outside + network.outside_seconds
         return _transfer({name: outside}, (name,))
     if kind == "collective-permute":
-        return _neighbours(size, span, network)
-    if span.size <= 1:
+        return _neighbours(size, layout, network)
+    if layout.size <= 1:
         return _transfer({}, ())
     if kind == "all-to-all":
-        return _exchange(size, span, network)
-    return _gather(size, span, network, _PASSES[kind])
+        return _exchange(size, layout, network)
+    return _gather(size, layout, network, _PASSES[kind])
 
 
 _PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 """An all-reduce is a reduce-scatter and an all-gather."""
 
 
-def _gather(size: float, span: Span, network: Network, passes: int) -> Transfer:
+def _gather(size: float, layout: GroupLayout, network: Network, passes: int) -> Transfer:
     """All-gather, or reduce-scatter, its mirror; `passes` of them.
 
     Every chip must receive what it lacks over the links it has: V (n - 1) / n, the slices' parts
     first and divided over the group's chips, then the rest inside the slice.
     """
     busy: dict[str, float] = {}
-    inside = _inside_name(span)
-    if span.slices > 1:
-        lacks = size * span.shared / span.chips * (span.slices - 1) / span.slices
+    inside = _inside_name(layout)
+    if layout.slices > 1:
+        lacks = size * layout.shared / layout.chips * (layout.slices - 1) / layout.slices
         outside = lacks / network.outside + network.outside_seconds
-        busy["network" if span.switch else "dcn"] = passes * outside
-    if span.chips > 1:
-        lacks = size * (span.chips - 1) / span.chips
-        busy[inside] = passes * (lacks / _rate(span, network) + _latency(span, network))
-    if span.cores > 1:
-        lacks = size * (span.cores - 1) / span.cores
+        busy["network" if layout.switch else "dcn"] = passes * outside
+    if layout.chips > 1:
+        lacks = size * (layout.chips - 1) / layout.chips
+        busy[inside] = passes * (lacks / _rate(layout, network) + _latency(layout, network))
+    if layout.cores > 1:
+        lacks = size * (layout.cores - 1) / layout.cores
         busy["chip"] = passes * (lacks / (ON_CHIP * network.link) + network.hop_seconds)
-    return _transfer(busy, _queues(span), together=span.switch)
+    return _transfer(busy, _queues(layout), together=layout.switch)
 
 
-def _exchange(size: float, span: Span, network: Network) -> Transfer:
+def _exchange(size: float, layout: GroupLayout, network: Network) -> Transfer:
     """All-to-all: the busiest cut of the torus, beside what leaves the slice."""
     busy: dict[str, float] = {}
-    if span.slices > 1:
-        leaves = size * span.shared / (span.slices * span.chips)
-        leaves *= (span.slices - 1) / span.slices
-        name = "network" if span.switch else "dcn"
+    if layout.slices > 1:
+        leaves = size * layout.shared / (layout.slices * layout.chips)
+        leaves *= (layout.slices - 1) / layout.slices
+        name = "network" if layout.switch else "dcn"
         busy[name] = leaves / network.outside + network.outside_seconds
-    if span.switched > 1:
-        leaves = size / span.slices / span.chips * (span.chips - 1) / span.chips
+    if layout.switched > 1:
+        leaves = size / layout.slices / layout.chips * (layout.chips - 1) / layout.chips
         busy["nvlink"] = leaves / network.link + network.hop_seconds
-    if span.axes:
-        whole = size / span.slices
+    if layout.axes:
+        whole = size / layout.slices
         cuts = (
-            whole / 4 * axis.size / span.chips / (axis.links * network.link) for axis in span.axes
+            whole / 4 * axis.size / layout.chips / (axis.links * network.link)
+            for axis in layout.axes
         )
-        busy["ici"] = max(cuts) + _latency(span, network)
-    if span.cores > 1 and span.chips == 1:
-        busy["chip"] = size / span.slices / 4 / (ON_CHIP * network.link) + network.hop_seconds
-    return _transfer(busy, _queues(span), together=True)
+        busy["ici"] = max(cuts) + _latency(layout, network)
+    if layout.cores > 1 and layout.chips == 1:
+        busy["chip"] = size / layout.slices / 4 / (ON_CHIP * network.link) + network.hop_seconds
+    return _transfer(busy, _queues(layout), together=True)
 
 
-def _neighbours(size: float, span: Span, network: Network) -> Transfer:
+def _neighbours(size: float, layout: GroupLayout, network: Network) -> Transfer:
     """A shift by one place along the group: one link, or all the way back along a line."""
-    if span.chips == 1:
+    if layout.chips == 1:
         seconds = size / (ON_CHIP * network.link) + network.hop_seconds
         return _transfer({"chip": seconds}, ())
-    share = max((axis.share for axis in span.axes), default=1.0)
-    hops = max((1 if axis.ring else axis.hops for axis in span.axes), default=1)
+    share = max((axis.share for axis in layout.axes), default=1.0)
+    hops = max((1 if axis.ring else axis.hops for axis in layout.axes), default=1)
     seconds = size * share / network.link + hops * network.hop_seconds
-    return _transfer({_inside_name(span): seconds}, _queues(span))
+    return _transfer({_inside_name(layout): seconds}, _queues(layout))
 
 
-def _inside_name(span: Span) -> str:
-    return "nvlink" if span.switch else "ici"
+def _inside_name(layout: GroupLayout) -> str:
+    return "nvlink" if layout.switch else "ici"
 
 
-def _rate(span: Span, network: Network) -> float:
+def _rate(layout: GroupLayout, network: Network) -> float:
     """Bytes a second into the worst-placed chip of a group from its own slice."""
-    if span.switch:
+    if layout.switch:
         return network.link
-    return network.link * sum(axis.links for axis in span.axes)
+    return network.link * sum(axis.links for axis in layout.axes)
 
 
-def _latency(span: Span, network: Network) -> float:
-    hops = 1 if span.switch else sum(axis.hops for axis in span.axes)
+def _latency(layout: GroupLayout, network: Network) -> float:
+    hops = 1 if layout.switch else sum(axis.hops for axis in layout.axes)
     return hops * network.hop_seconds
 
 
-def _queues(span: Span) -> tuple[str, ...]:
-    """The queues that a collective of this span stands in."""
+def _queues(layout: GroupLayout) -> tuple[str, ...]:
+    """The queues that a collective of this layout stands in."""
     names = [
         f"ici:{axis.dimension}{way}"
-        for axis in span.axes
+        for axis in layout.axes
         for way in {-1: "-", 0: "+-", 1: "+"}[axis.way]
     ]
-    if span.switch and span.switched > 1:
+    if layout.switch and layout.switched > 1:
         names.append("nvlink")
-    if span.slices > 1:
-        names.append("network" if span.switch else "dcn")
+    if layout.slices > 1:
+        names.append("network" if layout.switch else "dcn")
     return tuple(names)
 
 

@@ -1,41 +1,12 @@
-"""What a plan says, and how it is shown: a table, JSON, one self-contained page."""
+"""Plans of training and serving as sections, shown on a terminal, as a page and as JSON."""
 
-from fornax.plan.report.data import Advice, Hardware, Money, Option, Plan, Run, Speed, Table
-from fornax.plan.report.file import read_json, to_json, write_json
-from fornax.plan.report.page import write_page
-from fornax.plan.report.program import (
-    Buffer,
-    ClassOfWork,
-    Collective,
-    Compilation,
-    Finding,
-    Memory,
-    MemoryPart,
-    ProgramReport,
+from fornax.plan.report.output import (
+    print_plan,
+    read_json,
+    render_table,
+    too_large,
+    write_json,
+    write_page,
 )
-from fornax.plan.report.terminal import print_plan, render_table
 
-__all__ = [
-    "Advice",
-    "Buffer",
-    "ClassOfWork",
-    "Collective",
-    "Compilation",
-    "Finding",
-    "Hardware",
-    "Memory",
-    "MemoryPart",
-    "Money",
-    "Option",
-    "Plan",
-    "ProgramReport",
-    "Run",
-    "Speed",
-    "Table",
-    "print_plan",
-    "read_json",
-    "render_table",
-    "to_json",
-    "write_json",
-    "write_page",
-]
+__all__ = ["print_plan", "read_json", "render_table", "too_large", "write_json", "write_page"]

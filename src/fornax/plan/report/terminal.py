@@ -1,226 +1,129 @@
-"""A plan as tables for a terminal, one hundred columns wide."""
+"""A report on a terminal: headings, paragraphs and tables, a hundred columns at most."""
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Sequence
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from fornax.plan.report.data import Plan, Run
-from fornax.plan.report.gather import exchanges
-from fornax.plan.report.layout import WIDTH, bar, columns, grid, heading, indented, plain
-from fornax.plan.report.program import Memory, ProgramReport
-from fornax.plan.report.say import TITLES, exchange_cells, paid, verdicts
-from fornax.plan.report.words import count, nbytes, rate, seconds, shorten, where
+from fornax.plan.format import format_bytes, shorten
+from fornax.plan.report.document import Block, Document, Lines, MemoryChart, Table
 
-__all__ = ["print_plan", "render_table"]
-
-_ROWS = 8
+WIDTH = 100
+_BAR = 24
+_ACCENT = "dark_orange3"
 
 
-def render_table(plan: Plan, width: int = WIDTH) -> str:
-    """The plan as plain text."""
-    return plain(lambda console: print_plan(plan, console), width)
-
-
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print the plan: as wide as the terminal up to a hundred columns, as plain text elsewhere."""
-    if console is None:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            print(render_table(plan), end="")  # noqa: T201
-            return
+def print_document(document: Document) -> None:
+    """Print as wide as the terminal, up to a hundred columns; as plain text elsewhere."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print(render_document(document), end="")  # noqa: T201
+        return
     console.width = min(console.width, WIDTH)
-    for part in _parts(plan):
+    for part in _parts(document):
         console.print(part)
 
 
-def _parts(plan: Plan) -> Iterator[RenderableType]:
-    main = plan.main
-    yield from _head(plan)
-    yield heading("Memory of one chip" + (f", {main.name}" if len(plan.programs) > 1 else ""))
-    yield _memory(main.memory)
-    if main.memory.buffers:
-        yield heading("The largest at the peak")
-        yield _buffers(main.memory)
-    if main.work:
-        hardware = plan.hardware
-        yield heading(
-            f"Work of a step, one chip (peak {rate(hardware.peak_flops)}, "
-            f"{count(hardware.memory_bandwidth, 'B/s')})"
-        )
-        yield _work(main)
-    yield from _communication(main, plan.hardware.platform)
-    yield from _findings(main)
-    yield from _others(plan)
-    yield from _compilation(main)
-    yield from _options(plan)
-    for table in plan.tables:
-        yield heading(table.title)
-        if table.lead:
-            yield indented(table.lead)
-        yield grid(table.head, table.rows)
-    yield from _notes(plan)
+def render_document(document: Document, width: int = WIDTH) -> str:
+    """The report as plain text, without spaces at the ends of lines."""
+    out = io.StringIO()
+    width = min(width, WIDTH)
+    console = Console(file=out, width=width, color_system=None, legacy_windows=False)
+    for part in _parts(document):
+        console.print(part)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
-def _head(plan: Plan) -> Iterator[RenderableType]:
-    hardware = plan.hardware
-    slices = f"{hardware.slices} slices, " if hardware.slices > 1 else ""
-    chips = _plural(hardware.chips, "chip")
-    yield Text.assemble(
-        (plan.name, "bold"),
-        f" on {hardware.topology}: {slices}{chips}, {_plural(hardware.hosts, 'host')}",
-    )
-    yield Text(plan.how)
+def _parts(document: Document) -> Iterator[RenderableType]:
+    yield Text.assemble((document.title, "bold"), document.place)
+    yield Text(document.how)
     yield ""
-    if plan.run:
-        yield indented(_run(plan.run))
-    yield from (indented(f"kernel {choice}") for choice in plan.kernels)
-    yield from map(indented, verdicts(plan))
-    if plan.money:
-        yield indented(paid(plan.money))
-
-
-def _run(run: Run) -> str:
-    mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.items()) or "one device"
-    micro = f" in {run.accumulate} micro-batches" if run.accumulate > 1 else ""
-    return (
-        f"{count(run.parameters)} parameters in {run.params_dtype}, computed in "
-        f"{run.compute_dtype}; {run.batch_size:,} rows of {run.seq_len:,} tokens a step{micro}; "
-        f"mesh {mesh}; remat {run.remat}"
-    )
-
-
-def _memory(memory: Memory) -> RenderableType:
-    total = max(memory.total, 1)
-    shown = columns(("", "bytes", "share", ""))
-    for part in memory.parts:
-        if part.bytes:
-            share = part.bytes / total
-            shown.add_row(part.owner, nbytes(part.bytes), f"{share:.1%}", bar(share))
-    shown.add_section()
-    shown.add_row("all", nbytes(memory.total), "", "")
-    shown.add_row("usable", nbytes(memory.usable), "", "")
-    return shown
-
-
-def _buffers(memory: Memory) -> RenderableType:
-    rows = [
-        (
-            nbytes(buffer.bytes) + (f" (x{buffer.padding:.1f})" if buffer.padding > 1.05 else ""),
-            buffer.owner,
-            shorten(buffer.shape, 24),
-            shorten(where(buffer.source) or buffer.name, 42),
-        )
-        for buffer in memory.buffers[:_ROWS]
-    ]
-    last = "made at" if any(buffer.source for buffer in memory.buffers) else "what"
-    return grid(("bytes", "owner", "shape", last), rows)
-
-
-def _work(program: ProgramReport) -> RenderableType:
-    whole = sum(work.seconds for work in program.work) or 1.0
-    rows = [
-        (
-            work.name.replace("_", " "),
-            count(work.flops),
-            nbytes(work.bytes),
-            f"{work.intensity:,.0f}" if work.flops else "—",
-            rate(work.flops / work.seconds) if work.flops and work.seconds else "—",
-            seconds(work.seconds),
-            f"{work.seconds / whole:.0%}",
-            work.bound,
-        )
-        for work in sorted(program.work, key=lambda work: -work.seconds)
-    ]
-    rows.append(
-        ("all", count(program.flops), nbytes(program.bytes), "", "", seconds(whole), "", "")
-    )
-    head = ("class", "FLOPs", "bytes", "FLOP/B", "FLOP/s", "time", "", "bound by")
-    return grid(head, rows, total=True)
-
-
-def _communication(program: ProgramReport, platform: str) -> Iterator[RenderableType]:
-    rows = exchanges(program.collectives)
-    if not rows:
-        return
-    yield heading("Communication of a step, one chip")
-    yield grid(
-        ("exchange", "over", "link", "times", "bytes", "time", "exposed"),
-        (exchange_cells(row, platform) for row in rows),
-    )
-
-
-def _findings(program: ProgramReport) -> Iterator[RenderableType]:
-    for kind, title in TITLES.items():
-        found = [finding for finding in program.findings if finding.kind == kind]
-        if not found:
+    yield from map(_paragraph, (*document.facts, *document.verdicts))
+    for section in document.sections:
+        blocks = [block for block in section.blocks if block.medium != "page"]
+        if not blocks:
             continue
-        yield heading(title)
-        for finding in found[:_ROWS]:
-            place = f" at {where(finding.source)}" if finding.source else ""
-            cost = f", {seconds(finding.seconds)}" if finding.seconds else ""
-            fix = f": {finding.fix}" if finding.fix else ""
-            yield indented(f"{nbytes(finding.bytes)}{cost}  {finding.what}{place}{fix}")
-        if len(found) > _ROWS:
-            yield indented(f"and {len(found) - _ROWS} more in --json")
+        yield _heading(section.heading or section.title)
+        if section.lead:
+            yield _paragraph(section.lead)
+        for block in blocks:
+            if block.title:
+                yield _heading(block.title)
+            yield from _block(block)
 
 
-def _others(plan: Plan) -> Iterator[RenderableType]:
-    if len(plan.programs) < 2:
-        return
-    yield heading("All programs")
-    rows = [
-        (
-            program.name,
-            nbytes(program.memory.total),
-            "yes" if program.memory.fits else "NO",
-            count(program.flops),
-            seconds(program.step_seconds),
-            seconds(program.exposed_seconds),
-            program.bound,
-        )
-        for program in plan.programs
+def _heading(text: str) -> Text:
+    return Text(f"\n{text}", style=f"bold {_ACCENT}")
+
+
+def _paragraph(text: str) -> Padding:
+    return Padding(Text(text), (0, 0, 0, 1), expand=False)
+
+
+def _block(block: Block) -> Iterator[RenderableType]:
+    match block:
+        case Table():
+            yield _table(block)
+        case Lines():
+            for line in block.lines[: block.most]:
+                yield _paragraph(f"{block.prefix}{line}")
+            left = 0 if block.most is None else len(block.lines) - block.most
+            if left > 0:
+                yield _paragraph(f"and {left} more in --json")
+        case MemoryChart():
+            yield _memory(block)
+
+
+def _table(table: Table) -> RenderableType:
+    """Columns that are all empty are left out, those of numbers align right."""
+    rows = table.rows[: table.most]
+    shown = [
+        index
+        for index, column in enumerate(table.columns)
+        if column.medium != "page" and (not rows or any(row[index] for row in rows))
     ]
-    yield grid(("program", "memory", "fits", "FLOPs", "time", "exposed", "bound by"), rows)
+    columns = [table.columns[index] for index in shown]
+    body = [[_cell(row[index], table.columns[index].width) for index in shown] for row in rows]
+    numeric = [all(_numeric(row[index]) for row in body) for index in range(len(columns))]
+    made = _empty_table([column.title for column in columns], numeric)
+    for number, row in enumerate(body):
+        if table.total and number == len(body) - 1:
+            made.add_section()
+        made.add_row(*row)
+    return made
 
 
-def _compilation(program: ProgramReport) -> Iterator[RenderableType]:
-    made = program.compilation
-    if made is None:
-        return
-    when = " (kept from an earlier plan)" if made.cached else ""
-    versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-    yield heading("Compilation")
-    yield indented(
-        f"traced in {seconds(made.lower_seconds)}, compiled in {seconds(made.compile_seconds)}"
-        f"{when}; {nbytes(made.code_bytes)} of code, {nbytes(made.hlo_bytes)} of HLO text"
-        + (f"; {versions}" if versions else "")
+def _cell(text: str, width: int | None) -> str:
+    return text if width is None else shorten(text, width)
+
+
+def _numeric(cell: str) -> bool:
+    return not cell or cell[0].isdigit() or cell in ("—", "-")
+
+
+def _memory(chart: MemoryChart) -> RenderableType:
+    bar = chart.bars[0]
+    made = _empty_table(("", "bytes", "share", ""), (False, True, True, False))
+    for name, size in bar.parts:
+        if size:
+            share = size / max(chart.whole, 1)
+            made.add_row(
+                name, format_bytes(size), f"{share:.1%}", Text("█" * round(share * _BAR), _ACCENT)
+            )
+    made.add_section()
+    made.add_row("all", format_bytes(bar.total), f"{bar.total / max(chart.whole, 1):.1%}", "")
+    made.add_row("usable", format_bytes(bar.usable), "", "")
+    return made
+
+
+def _empty_table(head: Sequence[str], numeric: Sequence[bool]) -> RichTable:
+    made = RichTable(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), expand=False
     )
-
-
-def _options(plan: Plan) -> Iterator[RenderableType]:
-    if plan.searched:
-        yield heading("Search")
-        yield indented(plan.searched)
-    for number, option in enumerate(plan.options, 1):
-        origin = "compiled" if option.compiled else "estimated"
-        yield indented(
-            f"{number}. {seconds(option.step_seconds)} a step, "
-            f"{option.tokens_per_second_per_chip:,.0f} tokens/s/chip, "
-            f"{nbytes(option.total_bytes)} ({origin})"
-        )
-        yield Padding(Text(option.changes.strip() or "as given", style="bold"), (0, 0, 0, 5))
-        yield Padding(Text(option.reason), (0, 0, 0, 5))
-
-
-def _notes(plan: Plan) -> Iterator[RenderableType]:
-    notes = [*plan.notes, *(note for program in plan.programs for note in program.notes)]
-    if notes:
-        yield heading("Notes")
-    for note in dict.fromkeys(notes):
-        yield indented(f"- {note}")
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    for title, right in zip(head, numeric, strict=True):
+        made.add_column(title, justify="right" if right else "left", overflow="fold")
+    return made

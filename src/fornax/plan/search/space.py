@@ -1,20 +1,21 @@
-"""Every plan that could run: mesh shapes, micro-batches, what is kept for the backward pass.
+"""Every plan that could run, estimated: mesh shapes, micro-batches, remat policies.
 
 Only whole divisions are made: heads, widths, vocabulary and length by their axes, rows by the axes
 of the batch. Tensor and context parallelism stay inside a slice (a TPU's torus, a server's GPUs);
-slices are data parallel.
+slices are data parallel. Of each mesh the plans stay that no other one beats.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from fornax.config.errors import ConfigError, FornaxError
 from fornax.mesh import MeshConfig
 from fornax.models import DecoderConfig
+from fornax.plan.cost.estimate import Estimate, estimate
 from fornax.plan.topology import Topology
 from fornax.train import TrainConfig
-
-__all__ = ["KEEPS", "Keep", "batch_sizes", "meshes", "micro_batches", "rematted"]
 
 _MOST_TENSOR = 64
 _MOST_CONTEXT = 64
@@ -23,6 +24,12 @@ _TOKENS_FOR_CONTEXT = 1024
 _LONG = 32768
 """Tokens of a row from which dividing it is tried though there are rows for every device."""
 _MOST_MICRO_BATCHES = 64
+_DIVIDES = "does not divide over the mesh"
+_MORE = "more micro-batches than memory asks for"
+_ROOMY = 0.85
+"""A plan that takes no more than this share of the usable memory fits though estimates miss."""
+_HOPELESS = 1.15
+"""A plan that is estimated at more than this share of the usable memory is given up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,9 +77,7 @@ def rematted(config: TrainConfig, topology: Topology) -> Iterator[TrainConfig]:
         )
 
 
-def meshes(
-    config: TrainConfig, batch_size: int, model: DecoderConfig, topology: Topology
-) -> Iterator[MeshConfig]:
+def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Iterator[MeshConfig]:
     """Mesh shapes that use every device, the least divided first.
 
     A row's length is divided only where it is long, or rows are fewer than devices.
@@ -86,7 +91,7 @@ def meshes(
         for size in _divisors(min(close, inside))
         if size <= _MOST_TENSOR and (size == 1 or _splits(model, size)) and inside % size == 0
     ]
-    divided = config.seq_len >= _LONG or batch_size < topology.num_devices
+    divided = config.seq_len >= _LONG or config.batch_size < topology.num_devices
     contexts = [
         size
         for size in _divisors(inside)
@@ -121,23 +126,111 @@ def _splits(model: DecoderConfig, tensor: int) -> bool:
 
 
 def micro_batches(batch_size: int, mesh: MeshConfig) -> Sequence[int]:
-    """Numbers of micro-batches that leave every device whole rows; none when rows are too few."""
-    shards = mesh.slice * mesh.data * mesh.fsdp
-    rows, remainder = divmod(batch_size, shards)
-    if remainder or rows == 0:
-        return ()
-    return [count for count in _divisors(rows) if count <= _MOST_MICRO_BATCHES]
+    """Numbers of micro-batches that pad a batch no more than one does."""
+    rows = -(-batch_size // _data_shards(mesh))
+    counts = [count for count in _divisors(rows) if batch_size % count == 0]
+    return [count for count in counts if count <= _MOST_MICRO_BATCHES]
 
 
-def batch_sizes(config: TrainConfig, *, anything: bool) -> Sequence[int]:
-    """The config's own batch size, or that and others around it."""
-    if not anything:
-        return (config.batch_size,)
-    sizes = {config.batch_size * 2**power for power in range(4)}
-    halves = (config.batch_size // 2**power for power in (1, 2))
-    sizes |= {size for size in halves if size and config.batch_size % size == 0}
-    return sorted(sizes)
+def _data_shards(mesh: MeshConfig) -> int:
+    return mesh.slice * mesh.data * mesh.fsdp
+
+
+def unpadded(meshes: Iterable[MeshConfig], batch_size: int) -> list[MeshConfig]:
+    """The meshes whose devices share a batch evenly; all of them where there is none."""
+    found = list(meshes)
+    return [mesh for mesh in found if batch_size % _data_shards(mesh) == 0] or found
 
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What is left of the space."""
+
+    fronts: tuple[Estimate, ...]
+    """Of each mesh the plans that no other of it beats in both memory and time; fastest first."""
+    given: Estimate | None
+    given_problem: str | None
+    considered: int
+    pruned: Mapping[str, int]
+    closest: Estimate | None
+    """The plan that needs the least memory, fitting or not."""
+
+
+def find_candidates(config: TrainConfig, topology: Topology) -> Candidates:
+    """Estimate every combination.
+
+    Raises:
+      ConfigError: for a model that is not given.
+    """
+    model = config.model
+    if model is None:
+        raise ConfigError("model is null; describe it, or let init_from be read first")
+    given, problem = _given(config, topology)
+    counts: Counter[str] = Counter()
+    fronts: list[Estimate] = [] if given is None or not given.memory.fits else [given]
+    closest = given
+    considered = 0
+    for mesh in unpadded(meshes(config, model, topology), config.batch_size):
+        fitting: list[Estimate] = []
+        for one in _walk(config, mesh, topology, counts):
+            considered += 1
+            if closest is None or one.memory.total < closest.memory.total:
+                closest = one
+            if one.memory.total > _HOPELESS * one.memory.usable:
+                counts["does not fit in memory"] += 1
+            else:
+                fitting.append(one)
+        front = _undominated(fitting)
+        counts["another plan on the same mesh is faster and smaller"] += len(fitting) - len(front)
+        fronts += [one for one in front if given is None or one.config != given.config]
+    considered += sum(counts[reason] for reason in (_DIVIDES, _MORE))
+    fronts.sort(key=lambda one: (one.step_seconds / one.tokens, one.memory.total))
+    return Candidates(
+        fronts=tuple(fronts),
+        given=given,
+        given_problem=problem,
+        considered=considered,
+        pruned={reason: count for reason, count in counts.items() if count},
+        closest=closest,
+    )
+
+
+def _given(config: TrainConfig, topology: Topology) -> tuple[Estimate | None, str | None]:
+    try:
+        return estimate(config, topology), None
+    except FornaxError as error:
+        return None, str(error)
+
+
+def _walk(
+    config: TrainConfig, mesh: MeshConfig, topology: Topology, counts: Counter[str]
+) -> Iterator[Estimate]:
+    """For each remat policy the fewest micro-batches that fit, and those before.
+
+    More of them save memory and never time.
+    """
+    numbers = micro_batches(config.batch_size, mesh)
+    for kept in rematted(dataclasses.replace(config, mesh=mesh), topology):
+        for place, number in enumerate(numbers):
+            try:
+                found = estimate(dataclasses.replace(kept, accumulate=number), topology)
+            except FornaxError:
+                counts[_DIVIDES] += 1
+                continue
+            yield found
+            if found.memory.total <= _ROOMY * found.memory.usable:
+                counts[_MORE] += len(numbers) - place - 1
+                break
+
+
+def _undominated(found: list[Estimate]) -> list[Estimate]:
+    """Those that no other beats in memory and time both."""
+    front: list[Estimate] = []
+    for one in sorted(found, key=lambda e: (e.step_seconds, e.memory.total)):
+        if not front or one.memory.total < front[-1].memory.total:
+            front.append(one)
+    return front

@@ -4,12 +4,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from fornax.config.errors import ConfigError, EngineError, FornaxError, PlanError
+from fornax.config.errors import FornaxError, PlanError
 from fornax.llm.config import EngineConfig
 from fornax.llm.limits import limits_without_cache
-from fornax.plan.bytes import show_bytes
-from fornax.plan.serving.data import Advice
-from fornax.plan.serving.layout import (
+from fornax.plan.format import format_gib
+from fornax.plan.serving.engine import (
     Engine,
     describe_engine,
     described_weights,
@@ -18,9 +17,8 @@ from fornax.plan.serving.layout import (
 )
 from fornax.plan.serving.memory import memory_of
 from fornax.plan.serving.model import ServedModel
+from fornax.plan.serving_facts import Advice
 from fornax.plan.topology import Topology, topology_shapes
-
-__all__ = ["advise", "too_large"]
 
 _SHOWN = 3
 _SHARES = (0.85, 0.8, 0.7, 0.6, 0.5)
@@ -51,14 +49,14 @@ def too_large(
         given = int(usable * share)
         need = weights + sequence
         what = (
-            f"{show_bytes(weights)} of weights and {show_bytes(sequence)} of cache for one "
-            f"sequence of {length:,} tokens are {show_bytes(need)}, and the engine gives them "
-            f"{share:.0%} of a chip's {show_bytes(usable)}: {show_bytes(need - given)} too little"
+            f"{format_gib(weights)} of weights and {format_gib(sequence)} of cache for one "
+            f"sequence of {length:,} tokens are {format_gib(need)}, and the engine gives them "
+            f"{share:.0%} of a chip's {format_gib(usable)}: {format_gib(need - given)} too little"
         )
     else:
         what = (
             f"weights, the cache the engine would make, its sampler and its largest step take "
-            f"{show_bytes(total)} of a chip's {show_bytes(usable)}: {show_bytes(total - usable)} "
+            f"{format_gib(total)} of a chip's {format_gib(usable)}: {format_gib(total - usable)} "
             "too much"
         )
     ways = "; ".join(
@@ -91,14 +89,14 @@ Change = tuple[str, str, str, EngineConfig, Topology]
 
 
 def _changes(model: ServedModel, config: EngineConfig, topology: Topology) -> Iterator[Change]:
-    """(kind, words, flags, config, topology), the cheapest first."""
+    """(kind, text, flags, config, topology), the cheapest first."""
     replace = dataclasses.replace
     size, most = config.tensor_parallel_size, topology.num_devices // topology.slices
     for more in range(size + 1, most + 1):
         if divides(model.config, more):
             other = replace(config, tensor_parallel_size=more)
-            words = f"divided over {more} of the devices that are there"
-            yield "tensor", words, f"--tensor-parallel-size {more}", other, topology
+            text = f"divided over {more} of the devices that are there"
+            yield "tensor", text, f"--tensor-parallel-size {more}", other, topology
     if "float32" in (config.dtype, model.dtype) and config.dtype != "bfloat16":
         other = replace(config, dtype="bfloat16")
         yield "dtype", "half the weights and cache", "--dtype bfloat16", other, topology
@@ -109,8 +107,8 @@ def _changes(model: ServedModel, config: EngineConfig, topology: Topology) -> It
         for share in _SHARES:
             if share < config.gpu_memory_utilization:
                 other = replace(config, gpu_memory_utilization=share)
-                words = "a smaller cache, fewer sequences at once"
-                yield "share", words, f"--gpu-memory-utilization {share}", other, topology
+                text = "a smaller cache, fewer sequences at once"
+                yield "share", text, f"--gpu-memory-utilization {share}", other, topology
     tokens = config.max_num_batched_tokens or 2048
     seqs = config.max_num_seqs or 256
     for fewer in (seqs // 2, seqs // 4, seqs // 8):
@@ -124,8 +122,8 @@ def _changes(model: ServedModel, config: EngineConfig, topology: Topology) -> It
         shorter = length >> power
         if shorter >= 128:
             other = replace(config, max_model_len=shorter)
-            words = f"sequences of at most {shorter:,} tokens"
-            yield "length", words, f"--max-model-len {shorter}", other, topology
+            text = f"sequences of at most {shorter:,} tokens"
+            yield "length", text, f"--max-model-len {shorter}", other, topology
     for place in _larger(topology):
         count = place.num_devices // place.slices
         best = max(n for n in range(1, count + 1) if divides(model.config, n))
@@ -152,7 +150,7 @@ def _total(model: ServedModel, config: EngineConfig, topology: Topology) -> int 
     """Bytes of a chip, with temporaries in closed form; None when it does not fit."""
     try:
         engine: Engine = describe_engine(model, config, topology)
-    except (ConfigError, EngineError, FornaxError):
+    except FornaxError:
         return None
     report = memory_of(engine, engine.account.temporaries, 0)
     return report.total if report.fits else None

@@ -1,10 +1,9 @@
 """What an engine takes of a chip's memory, and how much cache there could be."""
 
 from fornax.llm.limits import divide_pages, pages_needed
-from fornax.plan.serving.data import CacheGroup, MemoryReport
-from fornax.plan.serving.layout import Engine
-
-__all__ = ["cache_holds", "memory_of"]
+from fornax.models import cache_windows
+from fornax.plan.serving.engine import Engine
+from fornax.plan.serving_facts import CacheGroup, MemoryReport
 
 
 def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
@@ -23,14 +22,15 @@ def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
     sampler = account.sampler * each
     temporaries, code = temporaries * each, code * each
     free = max(0, usable - weights - sampler - temporaries - code)
-    needs, sizes = engine.pages_per_sequence, engine.page_bytes
+    model = engine.model.config
+    needs, sizes = engine.limits.pages_per_sequence(model), engine.page_bytes
     draft = engine.draft_page_bytes
     all_needs, all_sizes = (*needs, engine.limits.table_width), (*sizes, draft)
     per_sequence = sum(need * size for need, size in zip(all_needs, all_sizes, strict=True)) * each
     most = divide_pages(free // each, all_needs, all_sizes, 1 << 40)
     fits = free >= per_sequence
     page_size = engine.limits.page_size
-    kinds = engine.model.config.layer_kinds()
+    kinds = model.layer_kinds()
     groups = tuple(
         CacheGroup(
             window=window,
@@ -40,7 +40,7 @@ def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
             pages=pages - 1,
         )
         for window, size, need, pages in zip(
-            engine.windows, sizes, needs, engine.limits.num_pages, strict=True
+            cache_windows(model), sizes, needs, engine.limits.num_pages, strict=True
         )
     )
     return MemoryReport(

@@ -8,8 +8,6 @@ from fornax.config.errors import ConfigError
 from fornax.config.hub import find_model
 from fornax.models import DecoderConfig, config_from_hf, num_parameters, read_config
 
-__all__ = ["ServedModel", "read_model"]
-
 _SUPPORTED = ("float32", "bfloat16")
 
 
@@ -102,7 +100,7 @@ def _stored_dtype(path: Path, values: dict) -> tuple[str, str]:
 
 def _header_dtypes(path: Path) -> set[str]:
     """Dtypes of the weights by the files' headers; none where there are no whole weights."""
-    from fornax.models.safetensors_file import find_tensors
+    from fornax.checkpoint.safetensors_file import find_tensors
 
     index = path / "model.safetensors.index.json"
     if index.is_file():

@@ -7,17 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from fornax.config import from_mapping, to_mapping
-from fornax.llm.compilation import Program, make_programs
 from fornax.llm.config import EngineConfig
 from fornax.llm.limits import Limits
+from fornax.llm.programs import Program, make_programs
 from fornax.models import CacheHeads, DecoderConfig
 from fornax.plan.artifact import ArrayFact
-from fornax.plan.compile.arguments import array_facts
-from fornax.plan.compile.request import Job, Lowering, Request
-from fornax.plan.serving.layout import Engine, described_weights, target_of
+from fornax.plan.compile.request import Job, Lowering, Request, array_facts
+from fornax.plan.serving.engine import Engine, described_weights, target_of
 from fornax.plan.serving.model import ServedModel
-
-__all__ = ["build", "request_of"]
 
 
 def request_of(engine: Engine, programs: tuple[str, ...]) -> Request:
@@ -44,12 +41,7 @@ def build(job: Job) -> Mapping[str, Callable[[], Lowering]]:
     """Every step and choice of tokens that the engine of `job.arguments` compiles."""
     engine = _engine(job)
     programs = make_programs(
-        engine.weights,
-        engine.limits,
-        engine.sizes,
-        engine.arrays,
-        max_logprobs=engine.config.max_logprobs,
-        logprobs_mode=engine.config.logprobs_mode,
+        engine.config, engine.weights, engine.limits, engine.sizes, engine.arrays
     )
     named = {
         f"{key[0]} {key[1]}": program
@@ -81,24 +73,24 @@ def _arguments(engine: Engine, program: Program) -> tuple[ArrayFact, ...]:
 
 
 def _engine(job: Job) -> Engine:
-    told = job.arguments
+    values = job.arguments
     model = ServedModel(
         name="model",
-        config=from_mapping(DecoderConfig, told["model"]),
-        dtype=told["dtype"],
+        config=from_mapping(DecoderConfig, values["model"]),
+        dtype=values["dtype"],
         source="",
     )
-    config = from_mapping(EngineConfig, told["engine"])
+    config = from_mapping(EngineConfig, values["engine"])
     target = target_of(job.topology, tuple(job.devices))
     weights = described_weights(model, config, target)
-    return Engine(model, config, job.topology, target, weights, _limits(told["limits"]))
+    return Engine(model, config, job.topology, target, weights, _limits(values["limits"]))
 
 
-def _limits(told: Mapping[str, Any]) -> Limits:
+def _limits(values: Mapping[str, Any]) -> Limits:
     changed: dict[str, Any] = {
-        "num_pages": tuple(told["num_pages"]),
-        "cache_dtype": jnp.dtype(told["cache_dtype"]),
-        "cache_heads": CacheHeads(*told["cache_heads"]),
-        "draft_heads": told["draft_heads"] and CacheHeads(*told["draft_heads"]),
+        "num_pages": tuple(values["num_pages"]),
+        "cache_dtype": jnp.dtype(values["cache_dtype"]),
+        "cache_heads": CacheHeads(*values["cache_heads"]),
+        "draft_heads": values["draft_heads"] and CacheHeads(*values["draft_heads"]),
     }
-    return Limits(**{**told, **changed})
+    return Limits(**{**values, **changed})

@@ -6,21 +6,25 @@ K key/value heads, H head width.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
+import jax
 from flax import nnx
 
 from fornax import kernels
 from fornax.kernels import paged_attention_operation
 from fornax.kernels._paged_attention import blockwise, tpu
 from fornax.kernels._paged_attention.call import PagedCall
-from fornax.plan.serving.layout import Engine
+from fornax.models import cache_windows
+from fornax.plan.facts import Work
+from fornax.plan.serving.engine import Engine
 
-__all__ = ["Amounts", "Attention", "amounts", "attention_of"]
+Weight = kernels.PackedWeight | jax.ShapeDtypeStruct
+"""As shapes."""
 
 
 @dataclass(frozen=True)
-class Amounts:
+class StepSizes:
     """Sizes that every step has, on one device."""
 
     body_bytes: int
@@ -41,7 +45,7 @@ class Amounts:
     layers: int
 
 
-def amounts(engine: Engine) -> Amounts:
+def step_sizes(engine: Engine) -> StepSizes:
     """Read them off the weights."""
     found = {"embed": [0, 0], "lm_head": [0, 0], "layers": [0, 0]}
     for path, variable in nnx.to_flat_state(engine.weights.state):
@@ -55,7 +59,7 @@ def amounts(engine: Engine) -> Amounts:
     head = found["embed"] if tied else found["lm_head"]
     width = engine.weights.placement.compute_dtype.itemsize
     vocab = model.vocab_size // size if model.vocab_size % size == 0 else model.vocab_size
-    return Amounts(
+    return StepSizes(
         body_bytes=found["layers"][0],
         body_products=found["layers"][1],
         head_bytes=head[0],
@@ -68,21 +72,23 @@ def amounts(engine: Engine) -> Amounts:
     )
 
 
-def _leaves(value: Any) -> list[Any]:
+def _leaves(value: Weight) -> list[jax.ShapeDtypeStruct]:
     """The arrays of a weight, packed or plain."""
-    packed = isinstance(value, kernels.PackedWeight)
-    return [a for a in (value.values, value.scales) if a is not None] if packed else [value]
+    if isinstance(value, kernels.PackedWeight):
+        arrays = [array for array in (value.values, value.scales) if array is not None]
+        return cast("list[jax.ShapeDtypeStruct]", arrays)
+    return [value]
 
 
-def _local_shape(leaf: Any) -> tuple[int, ...]:
+def _local_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
 
-def _local_bytes(value: Any) -> int:
+def _local_bytes(value: Weight) -> int:
     return sum(math.prod(_local_shape(leaf)) * leaf.dtype.itemsize for leaf in _leaves(value))
 
 
-def _local_size(value: Any) -> int:
+def _local_size(value: Weight) -> int:
     """Numbers of a weight, without what packing pads."""
     if isinstance(value, kernels.PackedWeight):
         return math.prod(value.shape)
@@ -112,27 +118,27 @@ class Attention:
         """The name of the one that runs."""
         return self.choice.implementation
 
-    def decode(self, batch: int, context: int) -> tuple[float, float]:
-        """Bytes and FLOPs of a step in which each of `batch` sequences has one token."""
-        nbytes = flops = 0.0
+    def decode(self, batch: int, context: int) -> Work:
+        """Of a step in which each of `batch` sequences has one token."""
+        moved = flops = 0.0
         rows = min(self.queries, batch) if self.implementation == "pallas_tpu" else 1
         for layers, window in self.layers:
             keys = self._keys(context if window is None else min(context, window))
-            nbytes += layers * batch * keys * self.passes * self.key_bytes
+            moved += layers * batch * keys * self.passes * self.key_bytes
             flops += layers * batch * keys * rows * self.pair_flops
-        return nbytes, flops
+        return Work(kind="attention", flops=flops, bytes=moved)
 
-    def prompt(self, start: int, stop: int) -> tuple[float, float]:
-        """Bytes and FLOPs of a step with tokens `start` to `stop` of one prompt."""
-        nbytes = flops = 0.0
+    def prompt(self, start: int, stop: int) -> Work:
+        """Of a step with tokens `start` to `stop` of one prompt."""
+        moved = flops = 0.0
         for first in range(start, stop, self.queries):
             last = min(first + self.queries, stop)
             for layers, window in self.layers:
                 seen = last if window is None else min(last, window + self.queries)
                 keys = self._keys(seen)
-                nbytes += layers * keys * self.key_bytes * self.passes
+                moved += layers * keys * self.key_bytes * self.passes
                 flops += layers * keys * (last - first) * self.pair_flops
-        return nbytes, flops
+        return Work(kind="attention", flops=flops, bytes=moved)
 
     def _keys(self, count: int) -> int:
         """Keys that are read: whole pages."""
@@ -163,7 +169,8 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
     return Attention(
         choice=choice,
         layers=tuple(
-            (sum(kind.window == window for kind in kinds), window) for window in engine.windows
+            (sum(kind.window == window for kind in kinds), window)
+            for window in cache_windows(model)
         ),
         key_bytes=2 * local_kv * width * limits.cache_dtype.itemsize,
         pair_flops=4 * width * (model.num_heads // size),

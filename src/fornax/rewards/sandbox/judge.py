@@ -71,7 +71,7 @@ class Channel:
         return Refused(reason)
 
     def ask(
-        self, operation: str, *operands: Any, named: dict | None = None, back: bool = False
+        self, operation: str, *operands: object, named: dict | None = None, back: bool = False
     ) -> Any:
         """The result of an operation on the program's objects; raises what it raised there."""
         if self.gone:
@@ -92,7 +92,7 @@ class Channel:
             _write_back(operands[1:], more if type(more) is tuple else ())
         return result
 
-    def _exchange(self, data: bytes) -> tuple[Any, Any, Any]:
+    def _exchange(self, data: bytes) -> tuple[object, object, object]:
         """Send a request and read the answer to it; whatever goes wrong ends all judging."""
         try:
             values.send(self._requests, data)
@@ -109,7 +109,7 @@ class Channel:
             return reply[1:]
         raise Refused(self.gone)
 
-    def _reference(self, value: Any) -> int:
+    def _reference(self, value: object) -> int:
         if isinstance(value, Remote):
             return _inside(value, "number")
         raise self.refuse(f"a {type(value).__name__} cannot be sent to the program")
@@ -118,7 +118,7 @@ class Channel:
         self.foreign = True
         return Remote(self, number)
 
-    def _exception(self, classes: Any, text: Any) -> BaseException:
+    def _exception(self, classes: object, text: object) -> BaseException:
         names = classes if type(classes) is list else []
         for name in (name for name in names if type(name) is str):
             kind = self.exceptions.get(name) or getattr(builtins, name, None)
@@ -146,7 +146,7 @@ class Remote:
         for key, value in inside.items():
             object.__setattr__(self, f"_fornax_{key}", value)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *given: object, **named: object) -> Any:
         return _call(self, given, named, back=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,16 +154,16 @@ class Remote:
             raise _inside(self, "channel").refuse(f".{name} of what may stand for a plain value")
         return _named(_ask(self, "getattr", name), name)
 
-    def __instancecheck__(self, value: Any) -> bool:
+    def __instancecheck__(self, value: object) -> bool:
         channel = _inside(self, "channel")
         return isinstance(value, Remote) and channel.ask("isinstance", value, self) is True
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> object:
         if _inside(self, "iterator") is None:  # once: asked twice it could answer in two ways
             object.__setattr__(self, "_fornax_iterator", _ask(self, "iter"))
         return _Items(_inside(self, "iterator"))
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return _ask(self, "next")
 
     def __str__(self) -> str:
@@ -179,10 +179,10 @@ class Made(Remote):
     def __getattr__(self, name: str) -> Any:
         return _named(_ask(self, "getattr", name), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         _ask(self, "setattr", name, value)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> object:
         return _Items(_ask(self, "iter"))
 
     def __bool__(self) -> bool:
@@ -191,16 +191,16 @@ class Made(Remote):
     def __len__(self) -> int:
         return _ask(self, "len")
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return _ask(self, "contains", value) is True
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> object:
         return _ask(self, "getitem", key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         _ask(self, "setitem", key, value)
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: object) -> None:
         _ask(self, "delitem", key)
 
 
@@ -213,12 +213,12 @@ class _Items:
     def __iter__(self) -> _Items:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return next(self._iterator)
 
 
 def _refuses(operation: str) -> Callable[..., Any]:
-    def refuse(self: Remote, *_: Any) -> Any:
+    def refuse(self: Remote, *_: object) -> Any:
         raise _inside(self, "channel").refuse(f"{operation} of the program's own objects")
 
     return refuse
@@ -237,7 +237,7 @@ def _inside(remote: Remote, key: str) -> Any:
     return object.__getattribute__(remote, f"_fornax_{key}")
 
 
-def _ask(remote: Remote, operation: str, *operands: Any) -> Any:
+def _ask(remote: Remote, operation: str, *operands: object) -> Any:
     return _inside(remote, "channel").ask(operation, remote, *operands)
 
 
@@ -248,7 +248,7 @@ def _text(remote: Remote, operation: str) -> str:
     return found
 
 
-def _named(found: Any, name: str) -> Any:
+def _named(found: object, name: str) -> Any:
     """The same, and what the test calls it by where it is the program's object."""
     if isinstance(found, Remote):
         object.__setattr__(found, "_fornax_name", name)
@@ -326,7 +326,7 @@ def judge(job: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None
         report({"test": number, "verdict": verdict, "error": error})
 
 
-def _run(source: str, space: dict[str, Any], channel: Channel, entry: str) -> None:
+def _run(source: str, space: dict[str, object], channel: Channel, entry: str) -> None:
     tree = ast.parse(source, "test.py")
     _fetch(source, tree, space, channel, entry)
     tops = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
@@ -354,7 +354,9 @@ def _unittest(case: type) -> None:
         raise AssertionError(f"{case.__name__}: a test failed")
 
 
-def _fetch(source: str, tree: ast.AST, space: dict[str, Any], channel: Channel, entry: str) -> None:
+def _fetch(
+    source: str, tree: ast.AST, space: dict[str, object], channel: Channel, entry: str
+) -> None:
     """Give the test the names of the program that it uses and nothing else defines."""
     free = _free(source) - set(space)
     for name in _only_attributes(tree) & free:
@@ -428,14 +430,14 @@ def _called(tree: ast.AST) -> set[str]:
     return {name.id for name in calls if isinstance(name, ast.Name)}
 
 
-def _called_in_place(function: Any, /, *given: Any, **named: Any) -> Any:
+def _called_in_place(function: object, /, *given: object, **named: object) -> object:
     return _call(function, given, named, back=True)
 
 
 def _module(name: str, channel: Channel) -> types.ModuleType:
     """What `from program import f` finds."""
 
-    def attribute(name: str) -> Any:
+    def attribute(name: str) -> object:
         found = {} if name.startswith("__") else _program_names(channel, [name])
         if name not in found:
             raise AttributeError(f"the program has no {name}")

@@ -44,7 +44,7 @@ _BASES: dict[type, Any] = {
 }
 
 
-def answer(space: dict[str, Any], requests: int, answers: int) -> None:
+def answer(space: dict[str, object], requests: int, answers: int) -> None:
     """Answer the judge until it is gone.
 
     Args:
@@ -56,7 +56,7 @@ def answer(space: dict[str, Any], requests: int, answers: int) -> None:
     """
     objects: list[Any] = []
 
-    def refer(value: Any) -> int:
+    def refer(value: object) -> int:
         objects.append(value)
         return len(objects) - 1
 
@@ -81,7 +81,7 @@ def answer(space: dict[str, Any], requests: int, answers: int) -> None:
         values.send(answers, data)
 
 
-def _names(space: dict[str, Any], wanted: tuple[str, ...]) -> tuple[dict, dict]:
+def _names(space: dict[str, object], wanted: tuple[str, ...]) -> tuple[dict, dict]:
     """What the program calls by some names; of its exceptions the name of a built-in base."""
     found = {name: _plain(space[name]) for name in wanted if name in space}
     raised = {
@@ -92,7 +92,7 @@ def _names(space: dict[str, Any], wanted: tuple[str, ...]) -> tuple[dict, dict]:
     return {name: value for name, value in found.items() if name not in raised}, raised
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _plain(value: object, depth: int = 0) -> Any:
     """A value with subclasses of plain types (Counter, IntEnum, named tuples) made plain."""
     kind = type(value)
     if depth > 128:

@@ -269,7 +269,7 @@ def _compile() -> None:
     compileall.compile_dir(_ENTER.parent, maxlevels=0, quiet=2)
 
 
-def _held_by(limits: Limits, packages: bool, required: frozenset[str]) -> dict[str, Any]:
+def _held_by(limits: Limits, packages: bool, required: frozenset[str]) -> dict[str, object]:
     sites = [p for p in sys.path if p.endswith("-packages")] if packages else []
     return {
         "packages": sites,
@@ -306,7 +306,7 @@ def _watch(boxes: Sequence[_Sandbox], deadline: float, limits: Limits) -> str:
     return ""
 
 
-def _frames(data: bytes) -> Iterator[Any]:
+def _frames(data: bytes) -> Iterator[object]:
     """The values in frames, up to the first that is none."""
     while len(data) > _HEAD:
         size = int.from_bytes(data[:_HEAD], "big")

@@ -30,7 +30,7 @@ class MalformedError(ValueError):
     """Bytes that are no value, or a value that is too large or too deep to be sent."""
 
 
-def encode(value: Any, refer: Callable[[Any], int]) -> bytes:
+def encode(value: object, refer: Callable[[object], int]) -> bytes:
     """A value as bytes.
 
     Args:
@@ -80,7 +80,7 @@ def _put_bytes(tag: bytes, data: bytes, out: bytearray) -> None:
     out += tag + len(data).to_bytes(4, "big") + data
 
 
-def decode(data: bytes, resolve: Callable[[int], Any]) -> Any:
+def decode(data: bytes, resolve: Callable[[int], object]) -> Any:
     """The value that bytes stand for.
 
     Args:
@@ -103,7 +103,7 @@ def decode(data: bytes, resolve: Callable[[int], Any]) -> Any:
 
 
 class _Reader:
-    def __init__(self, data: bytes, resolve: Callable[[int], Any]) -> None:
+    def __init__(self, data: bytes, resolve: Callable[[int], object]) -> None:
         self._data = data
         self._resolve = resolve
         self.place = 0

@@ -77,7 +77,7 @@ def _right(
     return passed
 
 
-def read_tests(value: Any) -> Sequence[str] | Sequence[Mapping[str, Any]]:
+def read_tests(value: object) -> Sequence[str] | Sequence[Mapping[str, object]]:
     """The tests of a line of data: sources, or cases of input and output.
 
     Raises:

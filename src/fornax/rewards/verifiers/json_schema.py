@@ -48,7 +48,7 @@ def _json_schema(options: JsonSchemaOptions) -> tuple[Callable[..., float], tupl
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"schema={options.schema} cannot be used: {reason}") from error
 
-    def verify(prompt: Any, completion: str, **record: Any) -> float:
+    def verify(prompt: object, completion: str, **record: object) -> float:
         del prompt
         text = (fenced_block(completion) if options.fenced else None) or completion
         check = fixed or validator(record[options.column])

@@ -31,7 +31,7 @@ def _math(options: MathOptions) -> tuple[Callable[..., float], tuple[str, ...]]:
     if options.digits < 1:
         raise ConfigError(f"digits={options.digits} must be 1 or more")
 
-    def verify(prompt: Any, completion: str, **record: Any) -> float:
+    def verify(prompt: object, completion: str, **record: object) -> float:
         del prompt
         reference = str(record[options.column])
         marked = "####" in reference or "boxed" in reference

@@ -48,7 +48,7 @@ class SignatureOptions:
 
 
 def _parses(options: SourceOptions) -> tuple[Callable[..., float], tuple[str, ...]]:
-    def verify(prompt: Any, completion: str, **record: Any) -> float:
+    def verify(prompt: object, completion: str, **record: object) -> float:
         del record
         head = prompt if options.continues and isinstance(prompt, str) else ""
         return float(parse(head, completion) is not None)
@@ -57,7 +57,7 @@ def _parses(options: SourceOptions) -> tuple[Callable[..., float], tuple[str, ..
 
 
 def _answers(options: SignatureOptions) -> tuple[Callable[..., float | None], tuple[str, ...]]:
-    def verify(prompt: Any, completion: str, **record: Any) -> float | None:
+    def verify(prompt: object, completion: str, **record: object) -> float | None:
         text = _last_text(prompt)
         wanted = signature(str(record.get(options.column) or text))
         if wanted is None:

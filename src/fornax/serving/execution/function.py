@@ -1,26 +1,60 @@
 """One function of a loaded version: what it accepts, its queue, its answers and its figures."""
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
+import numpy as np
+
 from fornax.config.errors import ServingCode, ServingError
-from fornax.export.parts import join, split
+from fornax.export.buckets import join, split
 from fornax.export.spec import Signature
 from fornax.serving.batching import Batch, Key, Limit, Queue, RowPlan, Waiting
 from fornax.serving.events import Events
-from fornax.serving.execution.answers import Answer, abandoned, refuse_nonfinite
-from fornax.serving.execution.counters import Counters, ModelStatistics
-from fornax.serving.execution.intake import Intake
-from fornax.serving.execution.lane import IN_LOOP_SECONDS, Claim, Lane
+from fornax.serving.execution.admission import Admission, Shapes, refuse_nonfinite
 from fornax.serving.execution.reports import Reports
-from fornax.serving.execution.runner import Computed, Runner, as_serving_error
-from fornax.serving.execution.shapes import Shapes
+from fornax.serving.execution.runner import Computed, Runner, compute_error
+from fornax.serving.execution.scheduler import SHORT_SECONDS, Claim, DeviceScheduler
 from fornax.serving.settings import ModelSettings
-from fornax.serving.types import InferRequest, InferResult
+from fornax.serving.statistics import Counters, ModelStatistics
+from fornax.serving.types import InferRequest, InferResult, Timing
 
 __all__ = ["Function"]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request and the future its sender waits for."""
+
+    request: InferRequest
+    future: "asyncio.Future[InferResult]"
+    arrived: int
+    """By `time.monotonic_ns()`."""
+    rows: int
+    parts: list[Mapping[str, np.ndarray] | None]
+    missing: int
+    timing: Timing = dataclasses.field(default_factory=Timing)
+    ended: bool = False
+
+    def take(
+        self, part: int, outputs: Mapping[str, np.ndarray], started: int, computed: Computed
+    ) -> None:
+        """One part has its outputs, of a batch that was begun at `started`."""
+        self.parts[part] = outputs
+        self.missing -= 1
+        timing, waited = self.timing, started - self.arrived
+        if waited > timing.queue:
+            timing.queue = waited
+        timing.compute_input += computed.input_ns
+        timing.compute_infer += computed.infer_ns
+        timing.compute_output += computed.output_ns
+
+
+def abandoned(part: tuple["PendingRequest", int]) -> bool:
+    """Whether nobody waits for a request any more, or it has failed already."""
+    return part[0].ended or part[0].future.done()
 
 
 class Function:
@@ -31,9 +65,9 @@ class Function:
         model: str,
         version: str,
         signature: Signature,
-        runners: Sequence[tuple[Lane, Limit, Runner]],
+        runners: Sequence[tuple[DeviceScheduler, Limit, Runner]],
         settings: ModelSettings,
-        events: Events | None,
+        events: Events,
     ):
         """A function and its replicas: where each runs, and how often at once."""
         self.model, self.version, self.signature = model, version, signature
@@ -48,7 +82,7 @@ class Function:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         shapes = Shapes(signature)
-        self._intake = Intake(model, signature, shapes, settings)
+        self._admission = Admission(model, signature, shapes, settings)
         self.queue = Queue(
             plans(shapes, runners[0][2], batching.max_rows),
             limit=batching.queue_limit,
@@ -60,15 +94,15 @@ class Function:
             together=signature.batch is not None,
         )
         self.runners = [runner for _, _, runner in runners]
-        self._lanes = [lane for lane, _, _ in runners]
-        self._claims: list[tuple[Lane, Claim]] = []
-        for lane, limit, runner in runners:
-            short = all(p.seconds <= IN_LOOP_SECONDS for p in runner.prepared.values())
+        self._schedulers = [scheduler for scheduler, _, _ in runners]
+        self._claims: list[tuple[DeviceScheduler, Claim]] = []
+        for scheduler, limit, runner in runners:
+            short = all(p.seconds <= SHORT_SECONDS for p in runner.prepared.values())
             claim = Claim(
                 self.queue, limit, settings.weight, runner=runner, answers=self, short=short
             )
-            lane.attach(claim)
-            self._claims.append((lane, claim))
+            scheduler.attach(claim)
+            self._claims.append((scheduler, claim))
 
     def statistics(self, name: str) -> ModelStatistics:
         """A copy of the figures."""
@@ -98,7 +132,7 @@ class Function:
         while any(claim.limit.running for _, claim in self._claims):
             await asyncio.sleep(0.002)
 
-    def submit(self, request: InferRequest) -> asyncio.Future:
+    def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]":
         """Take a request into the queue; the future gets its `InferResult` or its error.
 
         Raises:
@@ -124,14 +158,13 @@ class Function:
         if computed.error is not None:
             if not isinstance(computed.error, ServingError):
                 self._reports.failed(computed.error)
-            error = as_serving_error(computed.error)
+            error = compute_error(computed.error)
             for each in batch.requests:
                 self._fail(each.owner[0], error)
                 each.forget()
             return
-        self._reports.batch(
-            batch, self.runners[0].prepared[batch.bucket, batch.key], computed, started
-        )
+        prepared = self.runners[0].prepared[batch.bucket, batch.key]
+        self._reports.batch(batch, prepared, computed)
         for each, outputs in zip(batch.requests, computed.answers, strict=True):
             answer, part = each.owner
             if answer.ended:
@@ -145,7 +178,7 @@ class Function:
                     self._succeed(answer)
                 except Exception as failure:  # such as no memory to join its parts
                     self._reports.failed(failure)
-                    self._fail(answer, as_serving_error(failure))
+                    self._fail(answer, compute_error(failure))
             each.forget()
 
     def fail_waiting(self, error: ServingError) -> None:
@@ -155,31 +188,31 @@ class Function:
             each.forget()
 
     def close(self) -> None:
-        """Leave the lanes; nothing waits or runs any more."""
+        """Leave the schedulers; nothing waits or runs any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for lane, claim in self._claims:
-            lane.detach(claim)
+        for scheduler, claim in self._claims:
+            scheduler.detach(claim)
         self._claims.clear()
-        self._lanes.clear()
+        self._schedulers.clear()
         self.runners.clear()
 
-    def _accept(self, request: InferRequest, now: int) -> Answer:
+    def _accept(self, request: InferRequest, now: int) -> PendingRequest:
         if self.draining:
             raise ServingError(
                 ServingCode.UNAVAILABLE,
                 f"version {self.version} of {self.model!r} is being unloaded; send again",
             )
-        rows, key, priority, deadline = self._intake.read(request, now)
+        rows, key, priority, deadline = self._admission.read(request, now)
         most = self.queue.plans[key].most
         count = -(-rows // most)
-        answer = Answer(request, self._loop.create_future(), now, rows, [None] * count, count)
+        answer = PendingRequest(
+            request, self._loop.create_future(), now, rows, [None] * count, count
+        )
         arrived = now * 1e-9
         if count == 1:
             waiting = Waiting((answer, 0), request.inputs, rows, key, priority, deadline, arrived)
-            if request.lone and self._compute_now(waiting):
-                return answer
             self.queue.put(waiting)
         else:
             self.queue.put(
@@ -196,26 +229,13 @@ class Function:
         self._kick()
         return answer
 
-    def _compute_now(self, waiting: Waiting) -> bool:
-        """Compute a request for which no other waits, at once; False: it goes into the queue."""
-        queue = self.queue
-        if queue.size or queue.delay > 0 or len(self._claims) != 1:
-            return False
-        lane, claim = self._claims[0]
-        bucket = queue.plans[waiting.key].bucket(waiting.rows)
-        self.pending += 1
-        if lane.compute_now(claim, Batch([waiting], waiting.rows, bucket, waiting.key)):
-            return True
-        self.pending -= 1
-        return False
-
     def _kick(self) -> None:
-        lanes = self._lanes
-        if len(lanes) == 1:
-            lanes[0].kick()
+        schedulers = self._schedulers
+        if len(schedulers) == 1:
+            schedulers[0].kick()
         else:
-            for lane in sorted(lanes, key=lambda lane: lane.running):
-                lane.kick()
+            for scheduler in sorted(schedulers, key=lambda scheduler: scheduler.running):
+                scheduler.kick()
 
     def _watch(self, deadline: float, now: float) -> None:
         if self._timer is not None:
@@ -231,7 +251,7 @@ class Function:
         if following is not None:
             self._watch(following, now)
 
-    def _succeed(self, answer: Answer) -> None:
+    def _succeed(self, answer: PendingRequest) -> None:
         request = answer.request
         outputs = join(self.signature, [part for part in answer.parts if part is not None])
         if request.outputs:
@@ -250,7 +270,7 @@ class Function:
         self.counters.answered(answer.rows, timing, time.monotonic_ns() - answer.arrived)
         self._end(answer, result)
 
-    def _fail(self, answer: Answer, error: ServingError) -> None:
+    def _fail(self, answer: PendingRequest, error: ServingError) -> None:
         if answer.ended:
             return
         if answer.future.done():
@@ -271,7 +291,7 @@ class Function:
             self._fail(answer, ServingError(ServingCode.CANCELLED, "the client left"))
         each.forget()
 
-    def _end(self, answer: Answer, outcome: InferResult | ServingError) -> None:
+    def _end(self, answer: PendingRequest, outcome: InferResult | ServingError) -> None:
         answer.ended = True
         self.pending -= 1
         if self._idle is not None and not self.pending:
@@ -291,7 +311,7 @@ def plans(shapes: Shapes, runner: Runner, most: int | None) -> dict[Key, RowPlan
     }
 
 
-def _late(answer: Answer, now: float) -> ServingError:
+def _late(answer: PendingRequest, now: float) -> ServingError:
     waited = now - answer.arrived * 1e-9
     return ServingError(
         ServingCode.DEADLINE_EXCEEDED,

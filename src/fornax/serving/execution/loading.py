@@ -1,35 +1,46 @@
 """From a bundle to runners: weights on their devices, every bucket compiled, checked and timed.
 
-Everything here blocks: it is called in a thread, while the event loop serves other models.
+Everything here blocks: it is called in a thread, while the event loop serves other models. A small
+program runs on one thread where that is faster than on all of the processor's: two threads halve a
+product of ten milliseconds and double one of fifty microseconds. Both ways must give the same bits,
+or a bucket would answer otherwise than the function it holds.
 """
 
 import dataclasses
 import logging
 import math
 import os
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
+import jax
+import numpy as np
+
+from fornax.export.buckets import assemble
 from fornax.export.bundle import Bundle
 from fornax.export.dtypes import numpy_dtype
+from fornax.export.golden import examples
+from fornax.export.program import Program
 from fornax.export.spec import Signature
 from fornax.export.undivided import Undivided, share_undivided
 from fornax.export.weights import Weights
 from fornax.serving.batching import Key, Waiting
-from fornax.serving.execution.memory import Reservation, account_of
-from fornax.serving.execution.pool import Place
+from fornax.serving.execution.admission import Shapes
+from fornax.serving.execution.devices import Place, Reservation, account_of
 from fornax.serving.execution.runner import Prepared, Runner, sample
-from fornax.serving.execution.shapes import Shapes
-from fornax.serving.execution.threads import choose_threads
 
-__all__ = ["Copy", "MemoryUse", "load", "weight_bytes"]
+__all__ = ["Copy", "choose_threads", "load", "weight_bytes"]
 
 _log = logging.getLogger("fornax.serving")
 
+CompilerOptions = Mapping[str, bool | int | float | str]
+"""XLA's options by name."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryUse:
+class _MemoryUse:
     """Bytes that a version takes, over all its devices."""
 
     weights: int
@@ -37,11 +48,6 @@ class MemoryUse:
     """Code of all its programs."""
     working: int
     """Inputs, outputs and temporaries of the batches under way, at their largest."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.programs + self.working
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +81,8 @@ def load(
     places: Sequence[Place],
     reservation: Reservation,
     concurrency: int,
-    options: Mapping[str, Any],
-) -> tuple[list[Copy], MemoryUse]:
+    options: CompilerOptions,
+) -> list[Copy]:
     """Load a bundle onto its places, for so many batches at once, with XLA's compiler options.
 
     Raises:
@@ -100,21 +106,21 @@ def load(
                     name: _runner(bundle.signature(name), place, found)
                     for name, found in mine.items()
                 }
-                one = place.lane.on_host and len(place.devices) == 1
+                one = place.scheduler.on_host and len(place.devices) == 1
                 undivided = share_undivided(held) if one else None
                 copies.append(Copy(place, held, runners, undivided))
                 _prove(bundle, copies[-1], chosen)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return copies, use
+    return copies
 
 
 def _threads() -> int:
     return min(8, os.cpu_count() or 1)
 
 
-Programs = dict[str, dict[tuple[int, Key], Any]]
+Programs = dict[str, dict[tuple[int, Key], Program]]
 
 
 def _compile_all(
@@ -122,7 +128,7 @@ def _compile_all(
     places: Sequence[Place],
     weights: Sequence[Weights],
     pool: ThreadPoolExecutor,
-    options: Mapping[str, Any] | None,
+    options: CompilerOptions | None,
 ) -> list[Programs]:
     """For each place, by function and bucket."""
     pending = [
@@ -151,8 +157,8 @@ def _memory(
     weights: Sequence[Weights],
     programs: Sequence[Programs],
     concurrency: int,
-) -> tuple[MemoryUse, dict[str, int]]:
-    total = MemoryUse(weights=0, programs=0, working=0)
+) -> tuple[_MemoryUse, dict[str, int]]:
+    total = _MemoryUse(weights=0, programs=0, working=0)
     by_account: dict[str, int] = {}
     for place, held, functions in zip(places, weights, programs, strict=True):
         every = [program.memory for found in functions.values() for program in found.values()]
@@ -167,7 +173,7 @@ def _memory(
             default=0,
         )
         devices = len(place.devices)
-        total = MemoryUse(
+        total = _MemoryUse(
             weights=total.weights + sum(resident.values()),
             programs=total.programs + code * devices,
             working=total.working + working * devices,
@@ -179,27 +185,33 @@ def _memory(
     return total, by_account
 
 
-def _resident(weights: Weights) -> dict[Any, int]:
+def _resident(weights: Weights) -> dict[jax.Device, int]:
     """Bytes of weights by device."""
-    found: dict[Any, int] = {}
+    found: dict[jax.Device, int] = {}
     for array in weights.params.values():
         for shard in array.addressable_shards:
             found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
     return found
 
 
-def _runner(signature: Signature, place: Place, programs: Mapping[tuple[int, Key], Any]) -> Runner:
+def _runner(
+    signature: Signature, place: Place, programs: Mapping[tuple[int, Key], Program]
+) -> Runner:
     prepared = {
         bucket: Prepared(program, program.dims, signature.volume(program.dims))
         for bucket, program in programs.items()
     }
-    lane = place.lane
+    scheduler = place.scheduler
     return Runner(
-        signature, prepared, on_host=lane.on_host, wait_inside=lane.on_host, lock=lane.lock
+        signature,
+        prepared,
+        on_host=scheduler.on_host,
+        wait_inside=scheduler.on_host,
+        lock=scheduler.lock,
     )
 
 
-def _prove(bundle: Bundle, copy: Copy, options: Mapping[str, Any] | None) -> None:
+def _prove(bundle: Bundle, copy: Copy, options: CompilerOptions | None) -> None:
     """Compare golden outputs, then run every program, take its time, and have it run the faster
     way."""
     for name, runner in copy.runners.items():
@@ -217,7 +229,7 @@ def _prove(bundle: Bundle, copy: Copy, options: Mapping[str, Any] | None) -> Non
 
 
 def _speed_up(
-    bundle: Bundle, undivided: Undivided, runner: Runner, options: Mapping[str, Any] | None
+    bundle: Bundle, undivided: Undivided, runner: Runner, options: CompilerOptions | None
 ) -> None:
     name = runner.signature.name
     try:
@@ -228,3 +240,70 @@ def _speed_up(
     if count:
         every = len(runner.prepared)
         _log.info("%s: %d of %d programs run faster on one thread, and will", name, count, every)
+
+
+TINY_SECONDS, SMALL_SECONDS = 40e-6, 2e-3
+"""A program that takes less is too small for XLA to divide; one that takes longer always is."""
+_FASTER = 0.9
+"""An undivided program must take no more than this part of the time."""
+_COMPARISONS = 24
+_LONGEST = 0.05
+"""Seconds for the runs of one program."""
+
+
+def choose_threads(
+    bundle: Bundle, undivided: Undivided, runner: Runner, options: CompilerOptions | None
+) -> int:
+    """Have each small program of a runner on one CPU device run the way that is faster.
+
+    Args:
+      undivided: shares the runner's weights.
+      options: XLA's, as the programs were compiled with.
+
+    Returns:
+      how many are not divided.
+    """
+    chosen, name = 0, runner.signature.name
+    for prepared in runner.prepared.values():
+        if not TINY_SECONDS <= prepared.seconds <= SMALL_SECONDS:
+            continue
+        other = bundle.compile(
+            name, prepared.dims, undivided.weights, undivided.placement, options=options
+        )
+        if _better(other, prepared, runner):
+            prepared.program = other
+            chosen += 1
+    return chosen
+
+
+def _better(other: Program, prepared: Prepared, runner: Runner) -> bool:
+    signature, dims = runner.signature, prepared.dims
+    inputs = assemble(signature, dims, examples(signature, dims))
+    with runner.lock:
+        if not _same(_run(prepared.program, inputs), _run(other, inputs)):
+            return False
+        divided: list[float] = []
+        alone: list[float] = []
+        until = time.monotonic() + _LONGEST
+        while len(alone) < _COMPARISONS and (len(alone) < 3 or time.monotonic() < until):
+            divided.append(_time(prepared.program, inputs))
+            alone.append(_time(other, inputs))
+    before, after = statistics.median(divided), statistics.median(alone)
+    if after > _FASTER * before:
+        return False
+    prepared.seconds = min(alone)
+    return True
+
+
+def _time(program: Program, inputs: Mapping[str, np.ndarray]) -> float:
+    start = time.perf_counter()
+    _run(program, inputs)
+    return time.perf_counter() - start
+
+
+def _run(program: Program, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    return [np.asarray(each) for each in program.run(program.put(inputs))]
+
+
+def _same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))

@@ -9,9 +9,9 @@ import numpy as np
 from fornax.config.errors import ServingError
 from fornax.export.spec import Signature
 from fornax.serving.batching import Batch
-from fornax.serving.events import BatchRun, Events
-from fornax.serving.execution.counters import Counters
+from fornax.serving.events import Events
 from fornax.serving.execution.runner import Computed, Prepared
+from fornax.serving.statistics import Counters
 from fornax.serving.types import InferRequest, InferResult
 
 __all__ = ["Reports"]
@@ -30,7 +30,7 @@ class Reports:
         version: str,
         signature: Signature,
         counters: Counters,
-        events: Events | None,
+        events: Events,
     ):
         self._model, self._version, self._function = model, version, signature.name
         self._ragged = bool(signature.ragged) or signature.batch is None
@@ -53,40 +53,20 @@ class Reports:
 
     def ended(self, request: InferRequest, outcome: InferResult | ServingError) -> None:
         """A request has its answer or its error."""
-        if self._events is not None and self._events.finished:
+        if self._events.finished:
             try:
                 self._events.tell_finished(request, outcome)
             except Exception:
                 _log.exception("an observer of requests failed")
 
-    def batch(self, batch: Batch, prepared: Prepared, computed: Computed, started: int) -> None:
-        """A batch that began at `started` (monotonic ns) was computed."""
+    def batch(self, batch: Batch, prepared: Prepared, computed: Computed) -> None:
+        """A batch was computed."""
         times = (computed.input_ns, computed.infer_ns, computed.output_ns)
         if self._ragged:
             real = sum(_elements(each.inputs) for each in batch.requests)
         else:
             real = prepared.elements * batch.rows // batch.bucket
         self._counters.executed(batch.bucket, batch.rows, real, prepared.elements, times)
-        if self._events is not None and self._events.batches:
-            try:
-                self._events.tell_batch(self._run(batch, prepared, times, started))
-            except Exception:
-                _log.exception("an observer of batches failed")
-
-    def _run(
-        self, batch: Batch, prepared: Prepared, times: tuple[int, int, int], started: int
-    ) -> BatchRun:
-        first = min(each.arrived for each in batch.requests)
-        return BatchRun(
-            self._model,
-            self._version,
-            self._function,
-            dict(prepared.dims),
-            batch.rows,
-            len(batch.requests),
-            started - int(first * 1e9),
-            *times,
-        )
 
 
 def _elements(inputs: Mapping[str, np.ndarray]) -> int:

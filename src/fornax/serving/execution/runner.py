@@ -1,28 +1,66 @@
 """One function on one placement: its compiled programs, and the way of a batch through one."""
 
 import dataclasses
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Protocol
 
 import jax
+import jax.monitoring
 import numpy as np
 
+from fornax.config import environment
 from fornax.config.errors import ServingCode, ServingError
 from fornax.export.buckets import assemble, take
 from fornax.export.dtypes import BYTES, numpy_dtype
 from fornax.export.program import Program
 from fornax.export.spec import Signature
-from fornax.serving.batching import Batch, Key
-from fornax.serving.execution.compilations import compilations
+from fornax.serving.batching import Batch, Key, Waiting
 
-__all__ = ["Computed", "Prepared", "Runner"]
+__all__ = ["Compilations", "Computed", "Prepared", "Runner", "compilations", "keep_compiled"]
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def keep_compiled() -> None:
+    """Let JAX keep compiled programs on disk, unless the user has chosen where, or not to."""
+    chosen = jax.config.values["jax_compilation_cache_dir"]
+    if chosen is None and environment.compilation_cache_enabled():
+        jax.config.update("jax_compilation_cache_dir", str(environment.cache_dir() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class Answering(Protocol):
+    """What computes answers, and must find all it needs compiled."""
+
+    late: int
+
+
+class Compilations(threading.local):
+    """What this thread answers for at the moment; None while it may compile."""
+
+    answering: Answering | None = None
+
+
+compilations = Compilations()
+"""Set `answering` for as long as a thread computes answers: what is compiled then is `late`."""
+
+
+def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    del duration_secs, kwargs
+    if event == _COMPILED and compilations.answering is not None:
+        compilations.answering.late += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_heard)
+
 
 _RUNS = 5
 _DRIFT = 1.01
 """A batch that took longer than was known raises it by so much at most."""
-_FADE = 0.999
 _ENOUGH = 0.02
 """Seconds of measuring after which a program's time is known."""
 _LONG = 1.0
@@ -39,12 +77,9 @@ class Prepared:
     """Of all inputs."""
     seconds: float = 0.0
     """From requests to answers, at best, lately."""
-    worst: float = 0.0
-    """The same at worst; it fades over thousands of batches."""
 
     def took(self, seconds: float) -> None:
         """A batch took so long: a shorter time is believed at once, a longer one slowly."""
-        self.worst = max(seconds, _FADE * self.worst)
         if seconds < self.seconds:
             self.seconds = seconds
         else:
@@ -133,7 +168,7 @@ class Runner:
             answers, None, assembled - began, computed - assembled, time.monotonic_ns() - computed
         )
 
-    def measure(self, bucket: int, key: Key, waiting: Any) -> None:
+    def measure(self, bucket: int, key: Key, waiting: Waiting) -> None:
         """Run a program on a full bucket until its time is known.
 
         Raises:
@@ -158,10 +193,7 @@ class Runner:
 
 def _fills(request: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a request has a bucket's very shapes, so that there is nothing to pad or to cut."""
-    for name, shape in shapes.items():  # noqa: SIM110 - all() with a generator takes twice as long
-        if request[name].shape != shape:
-            return False
-    return True
+    return all(request[name].shape == shape for name, shape in shapes.items())
 
 
 def sample(signature: Signature, dims: Mapping[str, int]) -> dict[str, np.ndarray]:
@@ -177,7 +209,7 @@ def sample(signature: Signature, dims: Mapping[str, int]) -> dict[str, np.ndarra
     return arrays
 
 
-def as_serving_error(error: Exception) -> ServingError:
+def compute_error(error: Exception) -> ServingError:
     """The error that a client sees for what computing raised."""
     if isinstance(error, ServingError):
         return error

@@ -9,14 +9,16 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import Message
 
 from fornax.config.errors import ConfigError, ServingCode, ServingError
-from fornax.serving.grpc.messages import METHODS
-from fornax.serving.grpc.parameters import set_parameters
+from fornax.serving.grpc import inference_pb2 as pb
+from fornax.serving.grpc.codec import set_parameters
+from fornax.serving.grpc.methods import METHODS
 from fornax.serving.types import ModelMetadata, TensorMetadata
 from fornax.serving.v2.datatypes import datatype_of, decode_raw, encode_raw
 
-__all__ = ["Client", "infer_message", "outputs_of"]
+__all__ = ["Client", "channel_credentials", "infer_message", "outputs_of"]
 
 _CODES = {code.grpc: code for code in ServingCode if code is not ServingCode.TOO_LARGE}
 _ANY_SIZE = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -30,7 +32,7 @@ def infer_message(
     version: str = "",
     id: str = "",  # noqa: A002
     parameters: Mapping[str, bool | int | float | str] | None = None,
-) -> Any:
+) -> pb.ModelInferRequest:
     """A ModelInferRequest with its tensors raw.
 
     An array of strings, or of objects that are `bytes` or `str`, goes as BYTES.
@@ -38,7 +40,7 @@ def infer_message(
     Raises:
       ValueError: an array whose dtype the protocol lacks.
     """
-    message = METHODS["ModelInfer"].request(model_name=model, model_version=version, id=id)
+    message = pb.ModelInferRequest(model_name=model, model_version=version, id=id)
     set_parameters(message.parameters, parameters or {})
     for name, array in inputs.items():
         array = _little_endian(np.asarray(array))
@@ -50,7 +52,7 @@ def infer_message(
 
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
-    """The array as the wire has it; strings as objects that are bytes."""
+    """The array in the wire's byte order; strings as objects that are bytes."""
     if array.dtype.kind in "OSU":
         flat = [each.encode() if isinstance(each, str) else each for each in array.ravel().tolist()]
         texts = np.empty(len(flat), np.object_)
@@ -59,7 +61,7 @@ def _little_endian(array: np.ndarray) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
-def outputs_of(response: Any) -> dict[str, np.ndarray]:
+def outputs_of(response: pb.ModelInferResponse) -> dict[str, np.ndarray]:
     """The raw tensors of a ModelInferResponse; views of it where they are numbers.
 
     Raises:
@@ -82,6 +84,8 @@ class Client:
         token: str | None = None,
         tls: bool = False,
         ca: Path | None = None,
+        cert: Path | None = None,
+        key: Path | None = None,
         timeout: float = 30.0,
     ):
         """Nothing is sent yet.
@@ -91,15 +95,17 @@ class Client:
           token: goes with each call.
           tls: encrypt, and check the server's certificate against the system's authorities.
           ca: encrypt, and check it against this file's.
+          cert: encrypt, and present this file's certificate.
+          key: file with its key; None: it is in the certificate's file.
           timeout: seconds that a call may take.
 
         Raises:
-          ConfigError: `ca` cannot be read.
+          ConfigError: a file cannot be read.
         """
         self._timeout = timeout
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        if tls or ca is not None:
-            credentials = grpc.ssl_channel_credentials(None if ca is None else _read(ca))
+        if tls or ca is not None or cert is not None:
+            credentials = channel_credentials(ca, cert, key)
             self._channel = grpc.secure_channel(address, credentials, _ANY_SIZE)
         else:
             self._channel = grpc.insecure_channel(address, _ANY_SIZE)
@@ -120,7 +126,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the channel."""
         self._channel.close()
 
     def infer(
@@ -132,14 +138,14 @@ class Client:
         version: str = "",
         parameters: Mapping[str, bool | int | float | str] | None = None,
     ) -> dict[str, np.ndarray]:
-        """What the model makes of `inputs`: all outputs, or those named.
+        """Run the model on `inputs`; return all outputs, or those named.
 
         Args:
           model: its name; `NAME:FUNCTION` for another function than its first.
           version: a number or a label; empty: the model's default.
 
         Raises:
-          ServingError: refused or failed, with the server's code and words.
+          ServingError: refused or failed, with the server's code and message.
         """
         message = infer_message(
             model, inputs, outputs=outputs, version=version, parameters=parameters
@@ -170,9 +176,8 @@ class Client:
         self._change("RepositoryModelUnload", model, version)
 
     def _change(self, method: str, model: str, version: str) -> None:
-        message = METHODS[method].request(model_name=model)
-        set_parameters(message.parameters, {"version": version} if version else {})
-        self.send(method, message)
+        parameters = {"version": pb.ModelRepositoryParameter(string_param=version)}
+        self.call(method, model_name=model, parameters=parameters if version else {})
 
     def call(self, method: str, **fields: Any) -> Any:
         """The answer's message of any call of the service, by its request's fields.
@@ -182,7 +187,7 @@ class Client:
         """
         return self.send(method, METHODS[method].request(**fields))
 
-    def send(self, method: str, message: Any) -> Any:
+    def send(self, method: str, message: Message) -> Any:
         """As `call`, with the request's message. Raises ServingError."""
         try:
             return self._calls[method](message, timeout=self._timeout, metadata=self._metadata)
@@ -195,8 +200,17 @@ def _as_serving_error(error: Any) -> ServingError:
     return ServingError(code, error.details() or error.code().name)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"ca={path} cannot be read: {error.strerror}") from None
+def channel_credentials(
+    ca: Path | None, cert: Path | None, key: Path | None
+) -> grpc.ChannelCredentials:
+    """TLS credentials from `Client`'s files. Raises ConfigError for one that cannot be read."""
+
+    def read(name: str, path: Path | None) -> bytes | None:
+        try:
+            return None if path is None else path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{name}={path} cannot be read: {error.strerror}") from None
+
+    return grpc.ssl_channel_credentials(
+        read("ca", ca), read("key", key or cert), read("cert", cert)
+    )

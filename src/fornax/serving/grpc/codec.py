@@ -4,47 +4,67 @@ A tensor comes raw, as typed contents, or through a region of shared memory; it 
 shared memory. Raw tensors are views of the message's bytes.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import numpy as np
 
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.access import Limits
-from fornax.serving.grpc.contents import decode_contents
-from fornax.serving.grpc.parameters import parameter_values, set_parameters
+from fornax.serving.grpc import inference_pb2 as pb
 from fornax.serving.types import InferRequest, InferResult
-from fornax.serving.v2.classify import classify
-from fornax.serving.v2.datatypes import Raw, datatype_of, decode_raw, encode_raw, refuse
+from fornax.serving.v2.datatypes import (
+    Raw,
+    count,
+    datatype_of,
+    decode_raw,
+    dtype_of,
+    encode_raw,
+    refuse,
+)
 from fornax.serving.v2.parameters import (
     MAX_NAME,
+    OutputOptions,
     SharedSpan,
     check_shared,
     common_parameters,
     function_of,
     none_left,
+    output_options,
     shared_span,
 )
-from fornax.serving.v2.shared_memory import Region, SharedMemory
+from fornax.serving.v2.response import classify
+from fornax.serving.v2.shared_memory import SharedMemory
 
-__all__ = ["Delivery", "decode", "encode"]
+__all__ = ["decode", "encode", "parameter_values", "set_parameters"]
 
 _FINAL = "triton_enable_empty_final_response"
+_CONTENTS: dict[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""The field of InferTensorContents for each datatype."""
 
-
-class Delivery(NamedTuple):
-    """How a client wants an output, if not plainly."""
-
-    classes: int
-    """As this many classes, where it is not 0."""
-    share: tuple[SharedSpan, Region] | None
-    """In shared memory, where it is not None."""
+_Input = pb.ModelInferRequest.InferInputTensor
+_Output = pb.ModelInferRequest.InferRequestedOutputTensor
+Value = bool | int | float | str | bytes
+"""A parameter's value."""
+_Parameter = pb.InferParameter | pb.ModelRepositoryParameter | pb.LogSettingsRequest.SettingValue
 
 
 def decode(
-    message: Any, received: float, memory: SharedMemory, limits: Limits
-) -> tuple[InferRequest, dict[str, Delivery]]:
-    """The request in a ModelInferRequest, and what is wanted of outputs beside themselves.
+    message: pb.ModelInferRequest, received: float, memory: SharedMemory, limits: Limits
+) -> tuple[InferRequest, dict[str, OutputOptions]]:
+    """The request in a ModelInferRequest, and the options of its outputs, by name.
 
     Raises:
       ServingError: a tensor that is not what its datatype and shape say, twice the same name, too
@@ -58,7 +78,7 @@ def decode(
         raise refuse(f"parameter {_FINAL} is true or false")
     common = common_parameters(values)
     inputs = _decode_inputs(message, memory, limits)
-    outputs, deliveries = _decode_outputs(message.outputs, memory, limits)
+    outputs, options_by_output = _decode_outputs(message.outputs, memory, limits)
     model, function = function_of(message.model_name, common.function)
     request = InferRequest(
         model=model,
@@ -68,14 +88,16 @@ def decode(
         id=message.id,
         outputs=outputs,
         priority=common.priority,
-        deadline=received + common.timeout if common.timeout else None,
+        deadline=common.deadline(received, limits.request_timeout),
         parameters=common.others,
         received=received,
     )
-    return request, deliveries
+    return request, options_by_output
 
 
-def _decode_inputs(message: Any, memory: SharedMemory, limits: Limits) -> dict[str, np.ndarray]:
+def _decode_inputs(
+    message: pb.ModelInferRequest, memory: SharedMemory, limits: Limits
+) -> dict[str, np.ndarray]:
     raw = message.raw_input_contents
     if len(message.inputs) > limits.max_tensors:
         raise refuse(f"{len(message.inputs)} inputs; at most {limits.max_tensors} are allowed")
@@ -102,7 +124,7 @@ def _decode_inputs(message: Any, memory: SharedMemory, limits: Limits) -> dict[s
             used += 1
             _check_size(name, len(data), limits)
         else:
-            inputs[name] = decode_contents(tensor, limits.max_tensor_bytes)
+            inputs[name] = _decode_contents(tensor, limits.max_tensor_bytes)
             continue
         inputs[name] = decode_raw(name, tensor.datatype, tuple(tensor.shape), data)
     if used != len(raw):
@@ -113,7 +135,7 @@ def _decode_inputs(message: Any, memory: SharedMemory, limits: Limits) -> dict[s
     return inputs
 
 
-def _no_contents(tensor: Any, where: str) -> None:
+def _no_contents(tensor: _Input, where: str) -> None:
     if tensor.HasField("contents") and tensor.contents.ListFields():
         raise refuse(
             f"input {tensor.name[:80]!r} has contents beside data {where}; send its data once"
@@ -129,8 +151,8 @@ def _check_size(name: str, size: int, limits: Limits) -> None:
 
 
 def _decode_outputs(
-    outputs: Any, memory: SharedMemory, limits: Limits
-) -> tuple[tuple[str, ...], dict[str, Delivery]]:
+    outputs: Sequence[_Output], memory: SharedMemory, limits: Limits
+) -> tuple[tuple[str, ...], dict[str, OutputOptions]]:
     if not outputs:
         return (), {}
     if len(outputs) > limits.max_tensors:
@@ -138,28 +160,17 @@ def _decode_outputs(
     names = tuple(output.name for output in outputs)
     if len(set(names)) != len(names):
         raise refuse("an output is asked for twice; ask for each output once")
-    deliveries: dict[str, Delivery] = {}
-    for output in outputs:
-        if output.parameters:
-            deliveries[output.name] = _delivery(output, memory)
-    return names, deliveries
+    return names, {
+        each.name: output_options(
+            f"output {each.name[:80]!r}", parameter_values(each.parameters), memory
+        )
+        for each in outputs
+        if each.parameters
+    }
 
 
-def _delivery(output: Any, memory: SharedMemory) -> Delivery:
-    what = f"output {output.name[:80]!r}"
-    values = parameter_values(output.parameters)
-    classes = values.pop("classification", 0)
-    if type(classes) is not int or not 0 <= classes < 2**31:
-        raise refuse(f"{what}: classification={str(classes)[:80]!r} is no number of classes")
-    span = shared_span(what, values)
-    none_left(what, values)
-    if span is not None and classes:
-        raise refuse(f"{what}: classification cannot go to shared memory")
-    return Delivery(classes, None if span is None else (span, memory.get(span.region)))
-
-
-def _span(tensor: Any) -> SharedSpan | None:
-    """Where in shared memory an input lies."""
+def _span(tensor: _Input) -> SharedSpan | None:
+    """The span of shared memory that an input is in; None: it is in the message."""
     what = f"input {tensor.name[:80]!r}"
     values = parameter_values(tensor.parameters)
     span = shared_span(what, values)
@@ -167,38 +178,106 @@ def _span(tensor: Any) -> SharedSpan | None:
     return span
 
 
-def encode(result: InferResult, deliveries: Mapping[str, Delivery], response: Any) -> Any:
+def encode(
+    result: InferResult,
+    options_by_output: Mapping[str, OutputOptions],
+    response: pb.ModelInferResponse | None = None,
+) -> pb.ModelInferResponse:
     """Fill a ModelInferResponse with a result; outputs wanted in shared memory are put there.
 
     Raises:
       ServingError: an output does not fit its place, its region is gone, or it has no classes.
     """
+    response = pb.ModelInferResponse() if response is None else response
     response.model_name, response.model_version = result.model, result.version
     response.id = result.id
     set_parameters(response.parameters, result.parameters)
     outputs, raw = response.outputs, response.raw_output_contents
     for name, array in result.outputs.items():
-        delivery = deliveries.get(name) if deliveries else None
-        if delivery and delivery.classes:
-            array = classify(name, array, delivery.classes)
+        options = options_by_output.get(name) if options_by_output else None
+        if options and options.classes:
+            array = classify(name, array, options.classes)
         tensor = outputs.add(name=name, datatype=datatype_of(array.dtype), shape=array.shape)
         data = encode_raw(array)
-        if delivery and delivery.share:
-            _share(name, data, *delivery.share, tensor.parameters)
+        if options and options.span:
+            set_parameters(tensor.parameters, options.share(name, data))
             data = b""  # clients count on an entry for each output
         raw.append(data if isinstance(data, bytes) else bytes(data))
     return response
 
 
-def _share(name: str, data: Raw, span: SharedSpan, region: Region, parameters: Any) -> None:
-    """Put an output into shared memory, and say so in its parameters."""
-    if len(data) > span.byte_size:
+def _decode_contents(tensor: _Input, max_bytes: int) -> np.ndarray:
+    """The array of an input with typed contents.
+
+    Raises:
+      ServingError: a datatype that has no contents (FP16, BF16), contents of another datatype, not
+        as many elements as the shape has, a number outside of the datatype's range.
+    """
+    name, datatype = tensor.name, tensor.datatype
+    dtype = dtype_of(name, datatype)
+    shape = tuple(tensor.shape)
+    elements = count(name, shape)
+    field = _CONTENTS.get(datatype)
+    if field is None:
+        raise refuse(f"input {name[:80]!r}: {datatype} has no typed contents; send it raw")
+    for other, _ in tensor.contents.ListFields():
+        if other.name != field:
+            raise refuse(f"input {name[:80]!r}: {datatype} goes in {field}, not in {other.name}")
+    values = getattr(tensor.contents, field)
+    if len(values) != elements:
         raise refuse(
-            f"output {name!r} has {len(data)} bytes; shared_memory_byte_size leaves it "
-            f"{span.byte_size}"
+            f"input {name[:80]!r}: {field} has {len(values)} elements where shape {list(shape)} "
+            f"has {elements}"
         )
-    region.write(span.offset, data)
-    parameters["shared_memory_region"].string_param = span.region
-    parameters["shared_memory_byte_size"].int64_param = len(data)
-    if span.offset:
-        parameters["shared_memory_offset"].int64_param = span.offset
+    size = sum(map(len, values)) if datatype == "BYTES" else elements * dtype.itemsize
+    if size > max_bytes:
+        raise ServingError(
+            ServingCode.TOO_LARGE,
+            f"input {name[:80]!r} has {size} bytes; at most {max_bytes} are allowed",
+        )
+    if datatype == "BYTES":
+        array = np.empty(elements, np.object_)
+        array[:] = list(values)
+        return array.reshape(shape)
+    if field in ("int_contents", "uint_contents") and dtype.itemsize < 4 and elements:
+        _check_range(name, datatype, dtype, values)
+    return np.array(values, dtype).reshape(shape)
+
+
+def _check_range(name: str, datatype: str, dtype: np.dtype, values: Sequence[int]) -> None:
+    info = np.iinfo(dtype)
+    low, high = min(values), max(values)
+    if low < info.min or high > info.max:
+        wrong = low if low < info.min else high
+        raise refuse(
+            f"input {name[:80]!r}: {wrong} is no {datatype}; its range is {info.min} to {info.max}"
+        )
+
+
+def parameter_values(parameters: Mapping[str, _Parameter]) -> dict[str, object]:
+    """The values of a map of parameters; ServingError for one without a value."""
+    values = {}
+    for key, parameter in parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is None:
+            raise refuse(f"parameter {key[:80]!r} has no value; give it one, or leave it out")
+        values[key] = getattr(parameter, kind)
+    return values
+
+
+def set_parameters(
+    parameters: MutableMapping[str, pb.InferParameter], values: Mapping[str, object]
+) -> None:
+    """Fill a map of parameters; values that are neither numbers nor booleans become strings."""
+    for key, value in values.items():
+        parameter = parameters[key]
+        if isinstance(value, bool):
+            parameter.bool_param = value
+        elif isinstance(value, int) and value < 2**63:
+            parameter.int64_param = value
+        elif isinstance(value, int):
+            parameter.uint64_param = value
+        elif isinstance(value, float):
+            parameter.double_param = value
+        else:
+            parameter.string_param = str(value)

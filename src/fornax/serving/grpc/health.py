@@ -1,141 +1,116 @@
 """The standard health service: of the server, of the inference service, and of each model.
 
 A service's name is empty (the server), `inference.GRPCInferenceService`, a model's name, or
-NAME/VERSION. Readiness is asked of the host at each call; a watch is told of changes.
+NAME/VERSION. Readiness is asked of the host at each call; a watch sends changes.
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fornax.config.errors import FornaxError, ServingCode, ServingError
-from fornax.serving.failures import as_serving_error
-from fornax.serving.grpc.calls import fail, parse
-from fornax.serving.grpc.messages import SERVICE
-from fornax.serving.grpc.standard import HEALTH, health_message
+from fornax.config.errors import FornaxError
+from fornax.serving.grpc.methods import SERVICE
 
-__all__ = ["NAME", "Health"]
+if TYPE_CHECKING:
+    from fornax.serving.host import Host
 
-NAME = HEALTH
-_Request = health_message("HealthCheckRequest")
-_Status = health_message("HealthCheckResponse")
-_ListRequest = health_message("HealthListRequest")
-_ListResponse = health_message("HealthListResponse")
+__all__ = ["Health"]
+
+_Status = health_pb2.HealthCheckResponse
+_Context = grpc.aio.ServicerContext[Message, Message]
 _WHOLE = ("", SERVICE)
-_LOOK_SECONDS = 1.0
-"""Between looks of a watch, as not everything that ends readiness is told."""
+_CHECK_SECONDS = 1.0
+"""Between checks of a watch: not every change of readiness is an event."""
 _MOST_WATCHES = 256
-"""They need no token, and each takes a place among the calls."""
+"""Watches need no token, and each holds one of the concurrent calls."""
 
 
-class Health:
-    """Answers for a Host."""
+class Health(health_pb2_grpc.HealthServicer):
+    """The health of a Host."""
 
-    def __init__(self, host: Any):
+    def __init__(self, host: "Host"):
         self._host = host
         self._changed: set[asyncio.Event] = set()
         self._closing = False
-        host.events.states.append(self._tell)
+        host.events.states.append(self._state_changed)
 
     def close(self) -> None:
-        """Not serving any more; watches are told so and end."""
+        """Report NOT_SERVING and end the watches."""
         self._closing = True
-        self._tell(None)
+        self._state_changed(None)
 
     def detach(self) -> None:
-        """Listen to the host no more."""
-        self._host.events.states.remove(self._tell)
+        """Unsubscribe from the host's events."""
+        self._host.events.states.remove(self._state_changed)
 
-    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """The handlers by the service's methods."""
-        return {
-            "Check": grpc.unary_unary_rpc_method_handler(self._check),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
-            "List": grpc.unary_unary_rpc_method_handler(self._list),
-        }
-
-    def _tell(self, _: object) -> None:
+    def _state_changed(self, _: object) -> None:
         for event in self._changed:
             event.set()
 
-    def status(self, service: str) -> int | None:
-        """A value of HealthCheckResponse.ServingStatus; None: there is no such service."""
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse | None:
+        """The service's status; None where there is no such service."""
         if service in _WHOLE:
             ready = self._host.ready()
         else:
             name, _, version = service.partition("/")
-            known = {(each.name, each.version) for each in self._host.index()}
             try:
                 ready = self._host.model_ready(name, version)
             except FornaxError:
                 ready = False
             if not ready and not any(
-                name == each and version in ("", number) for each, number in known
+                name == each.name and version in ("", each.version) for each in self._host.index()
             ):
                 return None
-        return _Status.SERVING if ready and not self._closing else _Status.NOT_SERVING
+        serving = ready and not self._closing
+        return _Status(status=_Status.SERVING if serving else _Status.NOT_SERVING)
 
-    async def _check(self, data: bytes, context: Any) -> bytes:
-        try:
-            service = parse(_Request, data).service
-            status = self.status(service)
-            if status is None:
-                raise ServingError(
-                    ServingCode.NOT_FOUND,
-                    f"{service[:80]!r} is neither a model of this server, nor one of its services",
-                )
-            return _Status(status=status).SerializeToString()
-        except Exception as error:
-            await fail(context, as_serving_error(error, "Check"))
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: _Context
+    ) -> health_pb2.HealthCheckResponse:
+        """The status of a service."""
+        status = self._status(request.service)
+        if status is None:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"{request.service[:80]!r} is neither a model of this server, nor one of its "
+                "services",
+            )
+        return status
 
-    async def _list(self, data: bytes, context: Any) -> bytes:
-        try:
-            parse(_ListRequest, data)
-            names = sorted({each.name for each in self._host.index()})
-            response = _ListResponse()
-            for name in (*_WHOLE, *names):
-                status = self.status(name)
-                if status is not None:
-                    response.statuses[name].status = status
-            return response.SerializeToString()
-        except Exception as error:
-            await fail(context, as_serving_error(error, "List"))
+    async def List(self, request: Message, context: _Context) -> Message:
+        """The status of every service; called where grpcio-health-checking is 1.85 or newer."""
+        names = (*_WHOLE, *sorted({each.name for each in self._host.index()}))
+        found = {name: self._status(name) for name in names}
+        return health_pb2.HealthListResponse(  # pyrefly: ignore[missing-attribute]
+            statuses={name: status for name, status in found.items() if status is not None}
+        )
 
-    async def _watch(self, data: bytes, context: Any) -> None:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
+        """Send the status whenever it is another, until the server closes."""
         changed = asyncio.Event()
         self._changed.add(changed)
         try:
             if len(self._changed) > _MOST_WATCHES:
-                raise ServingError(
-                    ServingCode.RESOURCE_EXHAUSTED,
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
                     f"{_MOST_WATCHES} calls watch already, the most that this server takes; ask by "
                     "Check",
                 )
-            service = parse(_Request, data).service
-            await self._report(service, changed, context.write)
-        except Exception as error:
-            await fail(context, as_serving_error(error, "Watch"))
+            last = None
+            while True:
+                changed.clear()
+                status = self._status(request.service) or _Status(status=_Status.SERVICE_UNKNOWN)
+                if status != last:
+                    await context.write(status)
+                    last = status
+                if self._closing:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CHECK_SECONDS):
+                        await changed.wait()
         finally:
             self._changed.discard(changed)
-
-    async def _report(
-        self, service: str, changed: asyncio.Event, write: Callable[[bytes], Any]
-    ) -> None:
-        """Send the status whenever it is another, until the server closes."""
-        last = -1
-        while True:
-            changed.clear()
-            status = self.status(service)
-            status = _Status.SERVICE_UNKNOWN if status is None else status
-            if status != last:
-                await write(_Status(status=status).SerializeToString())
-                last = status
-            if self._closing:
-                return
-            try:
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    await changed.wait()
-            except TimeoutError:
-                continue

@@ -3,39 +3,41 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.access import Limits
-from fornax.serving.entry import stream_of
-from fornax.serving.failures import as_serving_error
-from fornax.serving.grpc.calls import fail, parse
-from fornax.serving.grpc.codec import Delivery, decode, encode
-from fornax.serving.grpc.messages import METHODS
-from fornax.serving.grpc.sending import Sending
-from fornax.serving.types import InferRequest, InferResult
+from fornax.serving.backend import stream_of
+from fornax.serving.grpc import inference_pb2 as pb
+from fornax.serving.grpc.codec import decode, encode
+from fornax.serving.grpc.methods import Context, abort, parse
+from fornax.serving.grpc.send_timeout import SendTimeout
+from fornax.serving.types import InferRequest, InferResult, as_serving_error
+from fornax.serving.v2.parameters import OutputOptions
 from fornax.serving.v2.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from fornax.serving.host import Host
 
 __all__ = ["Inference", "Submitted"]
 
-_INFER = METHODS["ModelInfer"]
 _EARLY = 0.005
 """Seconds by which a timer may come before its time: loops count in milliseconds."""
 
 
 class Submitted(NamedTuple):
-    """A request on its way."""
+    """A request that the host was asked."""
 
     future: "asyncio.Future[InferResult]"
-    deliveries: Mapping[str, Delivery]
+    options_by_output: Mapping[str, OutputOptions]
     model: str
     id: str
     deadline: float | None = None
     """By `time.monotonic()`."""
     in_pieces: bool = False
-    """Whether pieces may come before the answer."""
+    """Whether the model may stream pieces before the final answer."""
 
     async def result(self) -> InferResult:
         """The answer; ServingError where there is none, or not in time."""
@@ -56,15 +58,15 @@ class Submitted(NamedTuple):
 
 
 class Inference:
-    """Takes inference messages to the host, and its answers back."""
+    """Decodes requests, submits them to the host and encodes the results."""
 
-    def __init__(self, host: Any, limits: Limits, memory: SharedMemory):
+    def __init__(self, host: "Host", limits: Limits, memory: SharedMemory):
         self._host = host
         self._limits = limits
         self._memory = memory
-        self._sending = Sending(limits.send_timeout)
+        self._send_timeout = SendTimeout(limits.send_timeout)
         self.stopping = False
-        """Whether requests are sent elsewhere."""
+        """Refuse new requests with UNAVAILABLE."""
         self.running = 0
         """Requests being answered."""
 
@@ -72,27 +74,27 @@ class Inference:
         """The handler of ModelInfer."""
         return grpc.unary_unary_rpc_method_handler(self._infer)
 
-    async def _infer(self, data: bytes, context: Any) -> bytes:
+    async def _infer(self, data: bytes, context: Context) -> bytes:
         try:
             submitted = self.submit(data, context)
             try:
                 result = await submitted.result()
             finally:
                 submitted.future.cancel()  # of use where the client is gone
-            response = encode(result, submitted.deliveries, _INFER.response())
-            self._sending.began(context)
+            response = encode(result, submitted.options_by_output)
+            self._send_timeout.watch(context)
             return response.SerializeToString()
         except Exception as error:
-            await fail(context, as_serving_error(error, "ModelInfer"))
+            await abort(context, as_serving_error(error, "ModelInfer"))
 
     def close(self) -> None:
-        """Watch over answers no more."""
-        self._sending.close()
+        """Stop the checks of the send timeout."""
+        self._send_timeout.close()
 
     def submit(
         self,
         data: bytes,
-        context: Any,
+        context: Context,
         take: Callable[[Submitted, InferResult], None] | None = None,
     ) -> Submitted:
         """Hand the request in `data` to the host; where it is refused, the future says so.
@@ -104,22 +106,22 @@ class Inference:
         message = None
         try:
             message = self._parse(data)
-            request, deliveries = decode(message, received, self._memory, self._limits)
+            request, options_by_output = decode(message, received, self._memory, self._limits)
         except Exception as failure:
-            error = as_serving_error(failure, _INFER.name)
+            error = as_serving_error(failure, "ModelInfer")
             model, name = (message.model_name, message.id) if message is not None else ("", "")
             self._host.events.tell_refused("grpc", error.code, str(error), model, name)
             return Submitted(_failed(error), {}, model, name)
-        _from_context(request, context, self._limits.request_timeout)
+        _from_context(request, context)
         in_pieces = (
-            take is not None and stream_of(self._host.entries.get(request.model)) is not None
+            take is not None and stream_of(self._host.backends.get(request.model)) is not None
         )
         if take is not None and in_pieces:
             request.pieces = lambda piece: take(submitted, piece)  # none comes before this returns
         try:
             future = self._host.submit(request)
         except Exception as failure:
-            error = as_serving_error(failure, _INFER.name)
+            error = as_serving_error(failure, "ModelInfer")
             return Submitted(_failed(error), {}, message.model_name, request.id)
         self.running += 1
         future.add_done_callback(self._done)
@@ -128,11 +130,11 @@ class Inference:
             timer = asyncio.get_running_loop().call_later(left, future.cancel)
             future.add_done_callback(lambda _: timer.cancel())
         submitted = Submitted(
-            future, deliveries, message.model_name, request.id, request.deadline, in_pieces
+            future, options_by_output, message.model_name, request.id, request.deadline, in_pieces
         )
         return submitted
 
-    def _parse(self, data: bytes) -> Any:
+    def _parse(self, data: bytes) -> pb.ModelInferRequest:
         """The request's message, if there is room for one more."""
         if self.stopping:
             raise ServingError(
@@ -144,7 +146,7 @@ class Inference:
                 f"{self.running} requests are being answered, the most that this server takes; "
                 "try again later",
             )
-        return parse(_INFER.request, data)
+        return parse(pb.ModelInferRequest, data)
 
     def _done(self, future: "asyncio.Future[InferResult]") -> None:
         self.running -= 1
@@ -153,7 +155,7 @@ class Inference:
 
 
 def _leaving() -> bool:
-    """Whether it is the call itself that was cancelled: its client is gone."""
+    """Whether this task, the call, is being cancelled: its client is gone."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -165,16 +167,14 @@ def _failed(error: ServingError) -> "asyncio.Future[InferResult]":
     return future
 
 
-def _from_context(request: InferRequest, context: Any, longest: float) -> None:
-    """What the call says of its request: when it must be done, its id, its trace."""
-    received = request.received
-    for seconds in (context.time_remaining(), longest or None):
-        if seconds is not None and (
-            request.deadline is None or received + seconds < request.deadline
-        ):
-            request.deadline = received + seconds
-    for key, value in context.invocation_metadata():
+def _from_context(request: InferRequest, context: Context) -> None:
+    """Set the request's deadline, trace and id from the call's deadline and metadata."""
+    left = context.time_remaining()
+    if left is not None:
+        due = request.received + left
+        request.deadline = due if request.deadline is None else min(due, request.deadline)
+    for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
             request.trace = value
         elif key == "x-request-id" and not request.id:
-            request.id = value
+            request.id = str(value)

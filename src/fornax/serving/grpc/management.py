@@ -1,133 +1,119 @@
 """Every call of the service but inference: health, metadata, repository, memory, settings.
 
-What is told comes from the documents that HTTP tells too.
+Answers are made from the documents that HTTP sends too.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from fornax.config.errors import ServingCode, ServingError
-from fornax.serving.grpc.messages import METHODS
-from fornax.serving.grpc.parameters import parameter_values
+from fornax.serving.grpc import inference_pb2 as pb
+from fornax.serving.grpc.codec import parameter_values
 from fornax.serving.v2 import documents, settings
 from fornax.serving.v2.datatypes import refuse
 from fornax.serving.v2.shared_memory import CUDA_REFUSED, SharedMemory
 
-__all__ = ["ADMIN", "OPEN", "Management"]
+if TYPE_CHECKING:
+    from fornax.serving.host import Host
 
-OPEN = frozenset({"ServerLive", "ServerReady", "ModelReady"})
-"""Calls that need no token."""
-ADMIN = frozenset(
-    {
-        "RepositoryModelLoad",
-        "RepositoryModelUnload",
-        "SystemSharedMemoryStatus",
-        "SystemSharedMemoryRegister",
-        "SystemSharedMemoryUnregister",
-        "TraceSetting",
-        "LogSettings",
-    }
-)
-"""Calls that change the server or tell of others' memory, and may need a token of their own."""
+__all__ = ["Management"]
+
+_Message = TypeVar("_Message", bound=Message)
+_Change = pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest
 
 
-def _fill(method: str, document: dict[str, Any]) -> Any:
-    """A method's answer from a document; fields that only the JSON has are left out."""
-    message = METHODS[method].response()
+def _fill(message: _Message, document: dict[str, Any]) -> _Message:
+    """Fill a response from a document; fields that only the JSON has are left out."""
     return json_format.ParseDict(document, message, ignore_unknown_fields=True)
 
 
 class Management:
-    """Answers by the names of methods. `host` is the server's Host."""
+    """A method for each call, under its name: from the request to the response."""
 
-    def __init__(self, host: Any, memory: SharedMemory, trace_sample_rate: float = 0.0):
+    def __init__(self, host: "Host", memory: SharedMemory, trace_sample_rate: float = 0.0):
         self._host = host
         self._memory = memory
         self._trace_sample_rate = trace_sample_rate
 
-    def answers(self) -> dict[str, Callable[[Any, Any], Awaitable[Any]]]:
-        """Each call's coroutine: of its request and its context."""
-        cuda = ("CudaSharedMemoryStatus", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister")
-        return {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ModelReady": self._model_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelMetadata": self._model_metadata,
-            "ModelConfig": self._model_config,
-            "ModelStatistics": self._model_statistics,
-            "RepositoryIndex": self._repository_index,
-            "RepositoryModelLoad": self._load,
-            "RepositoryModelUnload": self._unload,
-            "SystemSharedMemoryStatus": self._memory_status,
-            "SystemSharedMemoryRegister": self._memory_register,
-            "SystemSharedMemoryUnregister": self._memory_unregister,
-            **dict.fromkeys(cuda, self._cuda),
-            "TraceSetting": self._trace_setting,
-            "LogSettings": self._log_settings,
-        }
+    async def ServerLive(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=self._host.live())
 
-    async def _server_live(self, _: Any, context: Any) -> Any:
-        return METHODS["ServerLive"].response(live=self._host.live())
+    async def ServerReady(self, _: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._host.ready())
 
-    async def _server_ready(self, _: Any, context: Any) -> Any:
-        return METHODS["ServerReady"].response(ready=self._host.ready())
-
-    async def _model_ready(self, request: Any, context: Any) -> Any:
+    async def ModelReady(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         ready = self._host.model_ready(request.name, request.version)
-        return METHODS["ModelReady"].response(ready=ready)
+        return pb.ModelReadyResponse(ready=ready)
 
-    async def _server_metadata(self, _: Any, context: Any) -> Any:
-        return _fill("ServerMetadata", documents.server_metadata())
+    async def ServerMetadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
+        return _fill(pb.ServerMetadataResponse(), documents.server_metadata())
 
-    async def _model_metadata(self, request: Any, context: Any) -> Any:
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         metadata = self._host.metadata(request.name, request.version)
-        return _fill("ModelMetadata", documents.model_metadata(metadata))
+        return _fill(pb.ModelMetadataResponse(), documents.model_metadata(metadata))
 
-    async def _model_config(self, request: Any, context: Any) -> Any:
+    async def ModelConfig(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         config = self._host.config(request.name, request.version)
-        return _fill("ModelConfig", {"config": config})
+        return _fill(pb.ModelConfigResponse(), {"config": config})
 
-    async def _model_statistics(self, request: Any, context: Any) -> Any:
+    async def ModelStatistics(
+        self, request: pb.ModelStatisticsRequest
+    ) -> pb.ModelStatisticsResponse:
         found = self._host.statistics(request.name, request.version)
-        return _fill("ModelStatistics", documents.statistics(found))
+        return _fill(pb.ModelStatisticsResponse(), documents.statistics(found))
 
-    async def _repository_index(self, request: Any, context: Any) -> Any:
+    async def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest
+    ) -> pb.RepositoryIndexResponse:
         _one_repository(request)
         lines = documents.index(self._host.index(request.ready))
-        return _fill("RepositoryIndex", {"models": lines})
+        return _fill(pb.RepositoryIndexResponse(), {"models": lines})
 
-    async def _load(self, request: Any, context: Any) -> Any:
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest
+    ) -> pb.RepositoryModelLoadResponse:
         version = _version(request, ())
         await self._host.load(request.model_name, version)
-        return METHODS["RepositoryModelLoad"].response()
+        return pb.RepositoryModelLoadResponse()
 
-    async def _unload(self, request: Any, context: Any) -> Any:
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest
+    ) -> pb.RepositoryModelUnloadResponse:
         # No model here depends on another, so that there is nothing more to unload.
         version = _version(request, ("unload_dependents",))
         await self._host.unload(request.model_name, version)
-        return METHODS["RepositoryModelUnload"].response()
+        return pb.RepositoryModelUnloadResponse()
 
-    async def _memory_status(self, request: Any, context: Any) -> Any:
+    async def SystemSharedMemoryStatus(
+        self, request: pb.SystemSharedMemoryStatusRequest
+    ) -> pb.SystemSharedMemoryStatusResponse:
         known = documents.regions(self._memory.regions(request.name))
         return _fill(
-            "SystemSharedMemoryStatus", {"regions": {each["name"]: each for each in known}}
+            pb.SystemSharedMemoryStatusResponse(),
+            {"regions": {each["name"]: each for each in known}},
         )
 
-    async def _memory_register(self, request: Any, context: Any) -> Any:
+    async def SystemSharedMemoryRegister(
+        self, request: pb.SystemSharedMemoryRegisterRequest
+    ) -> pb.SystemSharedMemoryRegisterResponse:
         self._memory.register(request.name, request.key, request.byte_size, request.offset)
-        return METHODS["SystemSharedMemoryRegister"].response()
+        return pb.SystemSharedMemoryRegisterResponse()
 
-    async def _memory_unregister(self, request: Any, context: Any) -> Any:
+    async def SystemSharedMemoryUnregister(
+        self, request: pb.SystemSharedMemoryUnregisterRequest
+    ) -> pb.SystemSharedMemoryUnregisterResponse:
         self._memory.unregister(request.name)
-        return METHODS["SystemSharedMemoryUnregister"].response()
+        return pb.SystemSharedMemoryUnregisterResponse()
 
-    async def _cuda(self, request: Any, context: Any) -> Any:
+    async def CudaSharedMemoryStatus(self, request: Message) -> Message:
         raise ServingError(ServingCode.UNIMPLEMENTED, CUDA_REFUSED)
 
-    async def _trace_setting(self, request: Any, context: Any) -> Any:
+    CudaSharedMemoryRegister = CudaSharedMemoryUnregister = CudaSharedMemoryStatus
+
+    async def TraceSetting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         if request.model_name:
             self._host.metadata(request.model_name)
         changes = {
@@ -138,30 +124,25 @@ class Management:
             name: {"value": [value] if isinstance(value, str) else list(value)}
             for name, value in found.items()
         }
-        return _fill("TraceSetting", {"settings": values})
+        return _fill(pb.TraceSettingResponse(), {"settings": values})
 
-    async def _log_settings(self, request: Any, context: Any) -> Any:
+    async def LogSettings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
         found = settings.update_log_settings(parameter_values(request.settings))
-        response = METHODS["LogSettings"].response()
-        for name, value in found.items():
-            setting = response.settings[name]
-            if isinstance(value, bool):
-                setting.bool_param = value
-            elif isinstance(value, int):
-                setting.uint32_param = value
-            else:
-                setting.string_param = value
-        return response
+        kinds: dict[type, str] = {bool: "bool_param", int: "uint32_param"}
+        values = {
+            name: {kinds.get(type(value), "string_param"): value} for name, value in found.items()
+        }
+        return _fill(pb.LogSettingsResponse(), {"settings": values})
 
 
-def _trace_value(name: str, values: Any) -> str | list[str] | None:
+def _trace_value(name: str, values: Sequence[str]) -> str | list[str] | None:
     """A trace setting's value: trace_level is a list, no value at all asks for the default."""
     if not values:
         return None
     return list(values) if name == "trace_level" or len(values) > 1 else values[0]
 
 
-def _one_repository(request: Any) -> None:
+def _one_repository(request: pb.RepositoryIndexRequest | _Change) -> None:
     if request.repository_name:
         raise refuse(
             f"repository_name={request.repository_name[:80]!r}: this server has one repository, "
@@ -169,7 +150,7 @@ def _one_repository(request: Any) -> None:
         )
 
 
-def _version(request: Any, ignored: tuple[str, ...]) -> str:
+def _version(request: _Change, ignored: tuple[str, ...]) -> str:
     """The version that a load or unload names in its parameters; empty: none."""
     _one_repository(request)
     values = parameter_values(request.parameters)

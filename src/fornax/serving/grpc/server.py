@@ -1,35 +1,29 @@
 """The gRPC server: the V2 inference service, health and reflection, on the running event loop."""
 
 import asyncio
-from typing import Any, Literal
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
 
-from fornax.config.errors import ConfigError
 from fornax.serving.access import Auth, Limits, Tls
-from fornax.serving.grpc import health, reflection
-from fornax.serving.grpc.calls import Table, unary
+from fornax.serving.config import Address
+from fornax.serving.grpc.front import Compression, Front, add_reflection
+from fornax.serving.grpc.health import Health
 from fornax.serving.grpc.inference import Inference
-from fornax.serving.grpc.management import ADMIN, OPEN, Management
-from fornax.serving.grpc.messages import METHODS
+from fornax.serving.grpc.management import Management
+from fornax.serving.grpc.methods import METHODS, SERVICE, unary
 from fornax.serving.grpc.stream import Streams
 from fornax.serving.v2.shared_memory import SharedMemory
 
-__all__ = ["Compression", "GrpcServer"]
+if TYPE_CHECKING:
+    from fornax.serving.host import Host
 
-Compression = Literal["none", "deflate", "gzip"]
-_COMPRESSION = {
-    "none": grpc.Compression.NoCompression,
-    "deflate": grpc.Compression.Deflate,
-    "gzip": grpc.Compression.Gzip,
-}
-_PING_ALLOWED = 10_000
-"""Milliseconds between a client's own pings, at least."""
+__all__ = ["GrpcServer"]
+
 _LINGER_SECONDS = 0.2
-"""How long a stopping server still says so itself."""
-_SPARE_CALLS = 1024
-"""Calls at once beside inferences: health, metadata, streams."""
+"""Seconds for which a stopping server still answers UNAVAILABLE itself."""
 
 
 class GrpcServer:
@@ -37,8 +31,8 @@ class GrpcServer:
 
     def __init__(
         self,
-        host: Any,
-        address: str,
+        host: "Host",
+        address: Address,
         *,
         limits: Limits | None = None,
         auth: Auth | None = None,
@@ -52,25 +46,28 @@ class GrpcServer:
 
         Args:
           host: the server's Host, or what has its methods.
-          address: `host:port`, port 0 for any; or `unix:PATH`.
+          address: where to listen; port 0 for any.
           auth: the tokens of which a call must present one, liveness and readiness excepted.
           admin: the tokens for calls that change the server; None: those of `auth`.
           shared_memory: the registry that HTTP has too; None: shared memory is refused.
           trace_sample_rate: share of requests that is traced, for clients that ask.
           compression: of answers; requests come as their client likes.
         """
+        limits = limits or Limits()
+        self._front = Front(
+            address=address,
+            limits=limits,
+            auth=auth,
+            admin=admin,
+            tls=tls,
+            compression=compression,
+        )
         self._host = host
-        self._address = str(address)
-        self._limits = limits or Limits()
-        self._auth = auth
-        self._admin = admin or auth
-        self._tls = tls
-        self._compression = _COMPRESSION[compression]
         memory = SharedMemory(enabled=False) if shared_memory is None else shared_memory
-        self._inference = Inference(host, self._limits, memory)
-        self._streams = Streams(self._inference, self._limits)
+        self._inference = Inference(host, limits, memory)
+        self._streams = Streams(self._inference, limits)
         self._management = Management(host, memory, trace_sample_rate)
-        self._health: health.Health | None = None
+        self._health: Health | None = None
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -78,40 +75,28 @@ class GrpcServer:
         """Inferences being answered."""
         return self._inference.running
 
-    async def start(self) -> int:
-        """Listen; return the port (0 for a Unix socket).
+    async def start(self) -> Address:
+        """Listen; where.
 
         Raises:
           OSError: the address cannot be bound.
           ConfigError: the certificate or its key cannot be read.
         """
-        credentials = None if self._tls is None else _credentials(self._tls)
-        self._health = health.Health(self._host)
-        server = grpc.aio.server(
-            handlers=[self._table(self._health)],
-            options=_options(self._limits),
-            maximum_concurrent_rpcs=self._limits.max_concurrent_requests + _SPARE_CALLS,
-            compression=self._compression,
-        )
-        port = _bind(server, self._address, credentials)
-        await server.start()
+        events = self._host.events
+        server = self._front.server(lambda e: events.tell_refused("grpc", e.code, str(e)))
+        self._health = Health(self._host)
+        handlers = {
+            "ModelInfer": self._inference.handler(),
+            "ModelStreamInfer": self._streams.handler(),
+        }
+        for name in METHODS.keys() - handlers.keys():
+            handlers[name] = unary(METHODS[name], getattr(self._management, name))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        add_reflection(server)
+        address = await self._front.listen(server)
         self._server = server
-        return port
-
-    def _table(self, checks: health.Health) -> Table:
-        table = Table(self._host.events)
-        table.add(METHODS["ModelInfer"].path, self._inference.handler(), self._auth)
-        table.add(METHODS["ModelStreamInfer"].path, self._streams.handler(), self._auth)
-        for name, answer in self._management.answers().items():
-            auth = self._admin if name in ADMIN else None if name in OPEN else self._auth
-            table.add(METHODS[name].path, unary(METHODS[name], answer), auth)
-        for name, handler in checks.handlers().items():
-            auth = self._auth if name == "List" else None  # it names the models
-            table.add(f"/{health.NAME}/{name}", handler, auth)
-        for name, handler in reflection.handlers().items():
-            for service in reflection.NAMES:
-                table.add(f"/{service}/{name}", handler, self._auth)
-        return table
+        return address
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Take no new calls, answer those that run for at most `drain_seconds`, close.
@@ -133,48 +118,3 @@ class GrpcServer:
         if self._health is not None:
             self._health.detach()
             self._health = None
-
-
-def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"gRPC cannot listen at {address}: {error}") from None
-    unix = address.startswith("unix:")
-    if not port and not unix:
-        raise OSError(f"gRPC cannot listen at {address}")
-    return 0 if unix else port
-
-
-def _credentials(tls: Tls) -> grpc.ServerCredentials:
-    try:
-        pair = tls.key.read_bytes(), tls.cert.read_bytes()
-        roots = None if tls.client_ca is None else tls.client_ca.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
-    return grpc.ssl_server_credentials([pair], roots, require_client_auth=roots is not None)
-
-
-def _options(limits: Limits) -> list[tuple[str, int]]:
-    """What the transport is held to."""
-    # Half of the time without a sign of the client, then a ping, half of it for the answer.
-    half = max(int(limits.send_timeout * 500), 1)
-    options = [
-        ("grpc.so_reuseport", 0),  # else two servers share a port without a word
-        ("grpc.max_receive_message_length", limits.max_body_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", limits.max_header_bytes),
-        ("grpc.max_concurrent_streams", limits.max_concurrent_requests),
-        ("grpc.max_allowed_incoming_connections", limits.max_connections),
-        ("grpc.max_connection_idle_ms", int(limits.keep_alive * 1000)),
-        ("grpc.keepalive_time_ms", half),
-        ("grpc.keepalive_timeout_ms", half),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", _PING_ALLOWED),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_ALLOWED),
-    ]
-    # The transport counts in 32 bits; its own messages end at 2 GiB.
-    return [(name, min(value, 2**31 - 1)) for name, value in options]

@@ -1,5 +1,5 @@
-"""A stream of requests: many in flight, answered in their order; models that answer in pieces send
-each as it is made, among those of others.
+"""ModelStreamInfer: many requests in flight, answered in their order; models that stream send each
+piece as it is made, interleaved with other requests.
 
 A request that fails has its error in its own answer, and the stream goes on. What waits for a slow
 reader is bounded: beyond it no more requests are read, and the client's sending stops.
@@ -8,29 +8,26 @@ reader is bounded: beyond it no more requests are read, and the client's sending
 import asyncio
 import contextlib
 from collections import deque
-from typing import Any
 
 import grpc
 from grpc.aio import EOF  # pyrefly: ignore[missing-module-attribute]
 
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.access import Limits
-from fornax.serving.failures import as_serving_error
-from fornax.serving.grpc.calls import fail
+from fornax.serving.grpc import inference_pb2 as pb
 from fornax.serving.grpc.codec import encode
 from fornax.serving.grpc.inference import Inference, Submitted
-from fornax.serving.grpc.messages import METHODS
-from fornax.serving.types import InferResult
+from fornax.serving.grpc.methods import Context, abort
+from fornax.serving.types import InferResult, as_serving_error
 from fornax.serving.v2.datatypes import raw_size
 
-__all__ = ["Streams"]
+__all__ = ["FINAL", "Streams"]
 
-_Response = METHODS["ModelStreamInfer"].response
 _IN_FLIGHT = 256
 """Requests of one stream that are read and not answered, at most."""
 _WAITING_BYTES = 64 * 2**20
 """Bytes of answers that wait for their turn; while there are more, no request is read."""
-_FINAL = "triton_final_response"
+FINAL = "triton_final_response"
 _Ready = tuple[Submitted, InferResult | None]
 """A request, and a piece of its answer; None: its answer, or the last piece."""
 
@@ -54,7 +51,7 @@ class Streams:
         for stream in self._open:
             stream.close()
 
-    async def _serve(self, _: Any, context: Any) -> None:
+    async def _serve(self, _: object, context: Context) -> None:
         stream = _Stream(self._inference, context, self._limits.send_timeout)
         self._open.add(stream)
         try:
@@ -62,17 +59,17 @@ class Streams:
                 stream.close()
             await stream.run()
         except Exception as error:
-            await fail(context, as_serving_error(error, "ModelStreamInfer"))
+            await abort(context, as_serving_error(error, "ModelStreamInfer"))
         finally:
             self._open.discard(stream)
 
 
 class _Stream:
-    def __init__(self, inference: Inference, context: Any, send_timeout: float):
+    def __init__(self, inference: Inference, context: Context, send_timeout: float):
         self._inference = inference
         self._context = context
         self._send_timeout = send_timeout
-        self._turn: deque[Submitted] = deque()
+        self._ordered: deque[Submitted] = deque()
         """Requests that are answered whole, in their order."""
         self._ready: asyncio.Queue[_Ready | None] = asyncio.Queue()
         """What can be sent; None: no more requests come."""
@@ -90,7 +87,7 @@ class _Stream:
             self._reader.cancel()
 
     async def run(self) -> None:
-        """Until the client has sent its last request and read its last answer."""
+        """Serve until the client has sent its last request and read its last answer."""
         reader = self._reader = asyncio.create_task(self._read())
         reader.add_done_callback(lambda _: self._ready.put_nowait(None))
         if self._closed:
@@ -118,7 +115,7 @@ class _Stream:
             submitted = self._inference.submit(data, self._context, self._piece)
             self._open.add(submitted.future)
             if not submitted.in_pieces:
-                self._turn.append(submitted)
+                self._ordered.append(submitted)
             if submitted.future.done():
                 self._finished(submitted)
             else:
@@ -132,28 +129,30 @@ class _Stream:
         self._ready.put_nowait((sent, piece))
 
     def _finished(self, sent: Submitted) -> None:
-        """Those whose turn it is now are ready."""
+        """Queue every answer that is next in order."""
         self._waiting_bytes += _size(sent.future)
         if sent.in_pieces:
             self._ready.put_nowait((sent, None))
             return
-        while self._turn and self._turn[0].future.done():
-            self._ready.put_nowait((self._turn.popleft(), None))
+        while self._ordered and self._ordered[0].future.done():
+            self._ready.put_nowait((self._ordered.popleft(), None))
 
     async def _answer(self, sent: Submitted, piece: InferResult | None) -> None:
         """Send what became of a request, or a piece of it."""
         if sent.future in self._open:
-            response = _Response()
+            response = pb.ModelStreamInferResponse()
             answer, last = response.infer_response, piece is None
             try:
-                encode(await sent.result() if piece is None else piece, sent.deliveries, answer)
+                encode(
+                    await sent.result() if piece is None else piece, sent.options_by_output, answer
+                )
             except Exception as error:
                 response.error_message = str(as_serving_error(error, "ModelStreamInfer"))
                 answer.Clear()
                 answer.model_name, answer.id = sent.model, sent.id
                 sent.future.cancel()  # of use where it was a piece that could not be sent
                 last = True
-            answer.parameters[_FINAL].bool_param = last
+            answer.parameters[FINAL].bool_param = last
             if last:
                 self._open.discard(sent.future)
             await self._write(response.SerializeToString())

@@ -1,22 +1,25 @@
-"""Bodies of requests and answers: bounded in size and time, compressed or not."""
+"""Bodies of requests and responses: bounded in size and time, compressed or not."""
 
 import asyncio
+import contextlib
 import zlib
-from typing import Any
+
+from starlette.types import Receive
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
 from fornax.serving.v2.datatypes import refuse
 
 __all__ = [
+    "BodyMemory",
     "ClientLeft",
-    "Held",
+    "HeldBodies",
     "LateBody",
     "accepted_coding",
     "deflate",
+    "drop",
     "inflate",
     "read",
-    "too_large",
 ]
 
 _WINDOWS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
@@ -27,74 +30,101 @@ _IN_THREAD = 256 * 1024
 
 
 class ClientLeft(Exception):  # noqa: N818 - no error of ours
-    """The client went away before its body was here."""
+    """The client went away before its response."""
 
 
 class LateBody(Exception):  # noqa: N818 - answered by 408, for which the protocol has no code
     """The body did not come in time."""
 
 
-class Held:
+class BodyMemory:
     """Bytes of large bodies in memory, over all requests; more than `most` are refused.
 
     Else as many clients as connections are allowed could each fill the largest body.
     """
 
     def __init__(self, most: int):
-        self._left = most
+        self.left = most
 
-    def take(self, scope: Any, size: int) -> None:
-        """Hold more for a request; ServingError where there is no room."""
-        if size > self._left:
+
+class HeldBodies:
+    """What one request holds of the `BodyMemory`, for as long as this context lasts."""
+
+    __slots__ = ("_held", "_memory")
+
+    def __init__(self, memory: BodyMemory):
+        self._memory = memory
+        self._held = 0
+
+    def take(self, size: int) -> None:
+        """Hold so many bytes more; ServingError where there is no room."""
+        if size > self._memory.left:
             raise ServingError(
                 ServingCode.RESOURCE_EXHAUSTED,
                 "the bodies of other requests fill what memory there is for them; send this one "
                 "again later",
             )
-        self._left -= size
-        scope["fornax.held"] = scope.get("fornax.held", 0) + size
+        self._memory.left -= size
+        self._held += size
 
-    def release(self, scope: Any) -> None:
-        """The request is over."""
-        self._left += scope.pop("fornax.held", 0)
+    def __enter__(self) -> "HeldBodies":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._memory.left += self._held
 
 
-async def read(receive: Any, scope: Any, limits: Limits, most: int, held: Held) -> bytes:
+async def read(receive: Receive, limits: Limits, most: int, held: HeldBodies) -> bytes:
     """The whole body.
 
-    Raises ServingError when it is larger than `most` bytes: what still comes is left to the
-    connection, which drops it. Raises LateBody, or ClientLeft.
+    One that is refused is read to its end and dropped: a client that sends everything first could
+    not read the refusal, and what follows would be taken for the next request.
+
+    Raises ServingError when it is larger than `most` bytes or than there is room for; LateBody, or
+    ClientLeft.
     """
-    connection = scope.get("fornax.connection")
-    if connection is not None and not connection.in_message:  # all is here
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ClientLeft
-        body = message["body"]
-        if len(body) > most:
-            raise too_large(most)
-        return body
-    parts, size = [], 0
+    parts: list[bytes] = []
+    size, refusal = 0, None
     try:
         async with asyncio.timeout(limits.body_timeout):
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
                     raise ClientLeft
-                body = message.get("body", b"")
+                body, more = message.get("body", b""), message.get("more_body", False)
                 size += len(body)
-                if size > most:
-                    raise too_large(most)
-                held.take(scope, len(body))
-                parts.append(body)
-                if not message.get("more_body", False):
-                    return b"".join(parts)
+                if refusal is None:
+                    refusal = _refusal(size, most, len(body), held)
+                if refusal is None:
+                    parts.append(body)
+                else:
+                    parts.clear()
+                if not more:
+                    break
     except TimeoutError:
         raise LateBody(f"the body did not arrive in {limits.body_timeout:g} s") from None
+    if refusal is not None:
+        raise refusal
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def too_large(most: int) -> ServingError:
-    """The error of a body over the limit."""
+async def drop(receive: Receive, limits: Limits, held: HeldBodies) -> None:
+    """Read a body that nobody wants to its end. Raises LateBody, or ClientLeft."""
+    with contextlib.suppress(ServingError):
+        await read(receive, limits, 0, held)
+
+
+def _refusal(size: int, most: int, part: int, held: HeldBodies) -> ServingError | None:
+    if size > most:
+        return _too_large(most)
+    try:
+        held.take(part)
+    except ServingError as error:
+        return error
+    return None
+
+
+def _too_large(most: int) -> ServingError:
     return ServingError(
         ServingCode.TOO_LARGE, f"the body is larger than {most} bytes, which is all it may have"
     )
@@ -121,7 +151,7 @@ def _inflate(body: bytes, window: int, most: int) -> bytes:
             part = member.decompress(body, most - size + 1)
             size += len(part)
             if size > most:
-                raise too_large(most)
+                raise _too_large(most)
             if not member.eof:
                 raise refuse("the compressed body is cut off")
             parts.append(part)

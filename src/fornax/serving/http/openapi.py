@@ -1,22 +1,30 @@
 """The OpenAPI document: FastAPI's own, and infer and generate, which FastAPI never sees."""
 
-from typing import Any
+from collections.abc import Sequence
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from fornax.serving.http import schemas
-from fornax.serving.http.documented import failures
-from fornax.serving.http.generate_documented import SCHEMAS, generate_paths
+from fornax.serving.http.routing import failures
 
 __all__ = ["describe"]
 
 _REF = "#/components/schemas/"
 _FAILURES = (404, 409, 429, 501, 503, 504)
+_OUTSIDE = (
+    schemas.InferBody,
+    schemas.InferAnswer,
+    schemas.GenerateBody,
+    schemas.GenerateAnswer,
+)
+"""Schemas of the calls that FastAPI never sees."""
 _HEADER = "Inference-Header-Content-Length"
+_BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+Json = dict[str, object]
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
+def describe(app: FastAPI) -> dict[str, object]:
     """The document, made once."""
     if app.openapi_schema is None:
         document = get_openapi(
@@ -28,64 +36,85 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for methods in document["paths"].values():
             for operation in methods.values():
                 operation["responses"].pop("422", None)
-        for model in (schemas.InferBody, schemas.InferAnswer, *SCHEMAS):
+        for model in _OUTSIDE:
             schema = model.model_json_schema(ref_template=_REF + "{model}")
             known |= schema.pop("$defs", {})
             known[model.__name__] = schema
         for versioned in (False, True):
-            path = "/v2/models/{model}/versions/{version}/infer"
-            path = path if versioned else path.replace("/versions/{version}", "")
-            document["paths"][path] = {"post": _inference(versioned)}
-        document["paths"] |= generate_paths(_failures())
+            path = "/v2/models/{model}" + "/versions/{version}" * versioned
+            document["paths"] |= {
+                f"{path}/infer": {"post": _infer(versioned)},
+                f"{path}/generate": {"post": _generate(versioned)},
+                f"{path}/generate_stream": {"post": _generate_stream(versioned)},
+            }
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _inference(versioned: bool) -> dict[str, Any]:
-    names = ["model", "version"] if versioned else ["model"]
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in names
-    ]
-    behind = {
+def _infer(versioned: bool) -> Json:
+    behind: Json = {
         "name": _HEADER,
         "in": "header",
         "required": False,
         "description": "Bytes of JSON, where binary tensors follow it.",
         "schema": {"type": "integer", "minimum": 1},
     }
+    return _operation(
+        "infer",
+        versioned,
+        "Compute a function of a model: its first, or that of `model:function` or of parameter "
+        "`function`.",
+        {**_json("InferBody"), **_BINARY},
+        {**_json("InferAnswer"), **_BINARY},
+        f"The outputs; binary ones follow the JSON, whose size is in {_HEADER}.",
+        [behind],
+    )
+
+
+def _generate(versioned: bool) -> Json:
+    about = "Answer in plain JSON, as Triton's generate extension has it."
+    return _operation("generate", versioned, about, _json("GenerateBody"), _json("GenerateAnswer"))
+
+
+def _generate_stream(versioned: bool) -> Json:
+    return _operation(
+        "generate_stream",
+        versioned,
+        "Answer in plain JSON, as server-sent events: a language model's text as it is made. Each "
+        "is `data: GenerateAnswer`, or `data: ErrorAnswer`, which ends the stream.",
+        _json("GenerateBody"),
+        {"text/event-stream": {"schema": {"type": "string"}}},
+    )
+
+
+def _operation(
+    name: str,
+    versioned: bool,
+    description: str,
+    body: Json,
+    answer: Json,
+    about_answer: str = "The answer.",
+    parameters: Sequence[Json] = (),
+) -> Json:
+    """A call of a model, or of a version of it; `body` and `answer` by their content types."""
+    in_path = [
+        {"name": each, "in": "path", "required": True, "schema": {"type": "string"}}
+        for each in ("model", "version")[: 1 + versioned]
+    ]
+    refusals = {
+        str(status): {"description": each["description"], "content": _json("ErrorAnswer")}
+        for status, each in failures(*_FAILURES).items()
+    }
     return {
         "tags": ["Inference"],
-        "summary": "Infer",
-        "description": "Compute a function of a model: its first, or that of `model:function` or "
-        "of parameter `function`.",
-        "operationId": "version_infer" if versioned else "infer",
-        "parameters": [*parameters, behind],
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {"schema": {"$ref": _REF + "InferBody"}},
-                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-            },
-        },
-        "responses": {
-            "200": {
-                "description": "The outputs; binary ones follow the JSON, whose size is in "
-                f"{_HEADER}.",
-                "content": {
-                    "application/json": {"schema": {"$ref": _REF + "InferAnswer"}},
-                    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-                },
-            },
-            **_failures(),
-        },
+        "summary": name.replace("_", " ").capitalize(),
+        "description": description,
+        "operationId": "version_" * versioned + name,
+        "parameters": [*in_path, *parameters],
+        "requestBody": {"required": True, "content": body},
+        "responses": {"200": {"description": about_answer, "content": answer}, **refusals},
     }
 
 
-def _failures() -> dict[str, Any]:
-    return {str(status): _failure(each) for status, each in failures(*_FAILURES).items()}
-
-
-def _failure(about: dict[str, Any]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _REF + "ErrorAnswer"}}}
-    return {"description": about["description"], "content": content}
+def _json(schema: str) -> Json:
+    return {"application/json": {"schema": {"$ref": _REF + schema}}}

@@ -1,13 +1,13 @@
 """What calls take and give, for their checks and the OpenAPI document."""
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field
 
 __all__ = [
     "Config",
     "Empty",
     "ErrorAnswer",
+    "GenerateAnswer",
+    "GenerateBody",
     "IndexBody",
     "IndexEntry",
     "InferAnswer",
@@ -169,7 +169,7 @@ class IndexEntry(BaseModel):
 class LoadBody(_Body):
     """What to load."""
 
-    parameters: dict[str, Any] = Field(
+    parameters: dict[str, object] = Field(
         default_factory=dict,
         description="`version`: that one alone. `config` and files are not taken: a model is "
         "configured by its serving.yaml.",
@@ -179,7 +179,7 @@ class LoadBody(_Body):
 class UnloadBody(_Body):
     """What to unload."""
 
-    parameters: dict[str, Any] = Field(
+    parameters: dict[str, object] = Field(
         default_factory=dict,
         description="`version`: that one alone. `unload_dependents`: no model depends on others.",
     )
@@ -243,10 +243,10 @@ class InputTensor(BaseModel):
     name: str
     datatype: str = Field(description="BOOL, INT8 to UINT64, FP16, BF16, FP32, FP64 or BYTES.")
     shape: list[int]
-    data: list[Any] | None = Field(
+    data: list[object] | None = Field(
         None, description="The elements, flat in row-major order or nested; NaN is the string NaN."
     )
-    parameters: dict[str, Any] | None = Field(
+    parameters: dict[str, object] | None = Field(
         None,
         description="`binary_data_size`, or `shared_memory_region`, `shared_memory_byte_size` and "
         "`shared_memory_offset`.",
@@ -257,7 +257,7 @@ class OutputTensor(BaseModel):
     """How an output is wanted."""
 
     name: str
-    parameters: dict[str, Any] | None = Field(
+    parameters: dict[str, object] | None = Field(
         None, description="`binary_data`, `classification`, or where in shared memory."
     )
 
@@ -266,7 +266,7 @@ class InferBody(BaseModel):
     """An inference."""
 
     id: str | None = None
-    parameters: dict[str, Any] | None = Field(
+    parameters: dict[str, object] | None = Field(
         None,
         description="`priority` (1 goes first), `timeout` in microseconds, `function`, "
         "`binary_data_output`; others are for the model.",
@@ -281,8 +281,8 @@ class AnswerTensor(BaseModel):
     name: str
     datatype: str
     shape: list[int]
-    data: list[Any] | None = Field(None, description="The elements, flat in row-major order.")
-    parameters: dict[str, Any] | None = None
+    data: list[object] | None = Field(None, description="The elements, flat in row-major order.")
+    parameters: dict[str, object] | None = None
 
 
 class InferAnswer(BaseModel):
@@ -291,5 +291,29 @@ class InferAnswer(BaseModel):
     model_name: str
     model_version: str
     id: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     outputs: list[AnswerTensor]
+
+
+class GenerateBody(BaseModel):
+    """A request by the names of the model's inputs: a bare element or lists for each."""
+
+    model_config = ConfigDict(extra="allow")
+    text_input: object = Field(None, description="The prompt, where the model is one of language.")
+    id: str | None = None
+    parameters: dict[str, object] | None = Field(
+        None,
+        description="`max_tokens`, `temperature` and the like; inputs may stand here as well. "
+        "`timeout` in microseconds, `priority` (1 goes first), `function`.",
+    )
+
+
+class GenerateAnswer(BaseModel):
+    """An answer by the names of the model's outputs; those of one element are bare."""
+
+    model_config = ConfigDict(extra="allow")
+    model_name: str
+    model_version: str
+    text_output: object = Field(None, description="The text, where the model is one of language.")
+    id: str | None = None
+    done: bool | None = Field(None, description="Of an event: whether it is the last.")

@@ -8,23 +8,11 @@ from fornax.config import ServingCode, ServingError
 from fornax.serving.lifecycle.manager import Manager
 from fornax.serving.lifecycle.model import Model
 from fornax.serving.repository import pin, unpin, version_number
+from fornax.serving.types import Rollback
 
-__all__ = ["Rollback", "load", "release", "rollback", "unload"]
+__all__ = ["load", "release", "rollback", "unload"]
 
 _log = logging.getLogger("fornax.serving")
-
-
-@dataclasses.dataclass(frozen=True)
-class Rollback:
-    """What a rollback did."""
-
-    name: str
-    version: str
-    """Which answers now."""
-    previous: str
-    """Which answered before; it is unloaded once it has answered what it accepted."""
-    persistent: bool
-    """Whether it outlasts a restart: False when the repository cannot be written."""
 
 
 async def load(manager: Manager, name: str, version: str = "") -> None:
@@ -36,19 +24,19 @@ async def load(manager: Manager, name: str, version: str = "") -> None:
     Raises:
       ServingError: no such model or version, or why it cannot be served.
     """
-    async with manager.alone():
+    async with manager.exclusive():
         model = await manager.look_at(name)
         _mended(model)
         if version:
             number = _number(model, version)
             await _ask_for(manager, model, number)
-            await manager.turn(model)
+            await manager.reconcile(model)
             numbers = {number}
         else:
             model.follows_policy = True
             model.stopped = frozenset()
             model.failures.clear()
-            await manager.turn(model)
+            await manager.reconcile(model)
             numbers = set(model.plan.wanted | model.plan.waiting.keys())
     if not numbers:
         raise ServingError(
@@ -76,7 +64,7 @@ async def unload(manager: Manager, name: str, version: str = "") -> None:
     Raises:
       ServingError: no such model or version.
     """
-    async with manager.alone():
+    async with manager.exclusive():
         model = _known(manager, name)
         if version:
             number = _number(model, version)
@@ -87,7 +75,7 @@ async def unload(manager: Manager, name: str, version: str = "") -> None:
             model.follows_policy = False
             model.extra = model.stopped = frozenset()
             leaving = list(model.serving.values())
-        await manager.turn(model)
+        await manager.reconcile(model)
     await manager.unloaded(model, leaving)
 
 
@@ -100,7 +88,7 @@ async def rollback(manager: Manager, name: str, version: str = "") -> Rollback:
     Raises:
       ServingError: no such version, nothing to go back from, or why it cannot be served.
     """
-    async with manager.alone():
+    async with manager.exclusive():
         model = await manager.look_at(name)
         _mended(model)
         current = None if model.default is None else model.default.version
@@ -136,7 +124,7 @@ def _older(model: Model, current: int) -> list[int]:
 
 async def _bring_up(manager: Manager, model: Model, number: int) -> bool:
     """Have a version ready beside the one that answers; True when it is."""
-    async with manager.alone():
+    async with manager.exclusive():
         if number in model.serving and number not in model.stopped:
             model.extra |= {number}
             return True
@@ -144,7 +132,7 @@ async def _bring_up(manager: Manager, model: Model, number: int) -> bool:
         stopped = model.stopped & {number}
         model.stopped -= {number}
         model.extra |= {number}
-        await manager.turn(model)
+        await manager.reconcile(model)
     await manager.settled(model)
     if number in model.serving:
         return True
@@ -154,7 +142,7 @@ async def _bring_up(manager: Manager, model: Model, number: int) -> bool:
 
 
 async def _hold(manager: Manager, model: Model, number: int) -> Rollback:
-    async with manager.alone():
+    async with manager.exclusive():
         previous = "" if model.default is None else str(model.default.version)
         if number not in model.serving:
             raise ServingError(
@@ -162,8 +150,7 @@ async def _hold(manager: Manager, model: Model, number: int) -> Rollback:
                 f"version {number} of {model.name} was unloaded during the rollback; ask again",
             )
         try:
-            if manager.root is not None:
-                await asyncio.to_thread(pin, manager.root, model.name, number)
+            await asyncio.to_thread(pin, manager.root, model.name, number)
             model.held, persistent = None, True
         except OSError as error:
             _log.warning(
@@ -176,7 +163,7 @@ async def _hold(manager: Manager, model: Model, number: int) -> Rollback:
         model.extra = frozenset(v for v in model.extra if v <= number)
         if model.follows_policy:
             model.extra -= {number}
-        await manager.turn(model)
+        await manager.reconcile(model)
     return Rollback(model.name, str(number), previous, persistent)
 
 
@@ -186,17 +173,16 @@ async def release(manager: Manager, name: str) -> None:
     Raises:
       ServingError: no such model, or the pin cannot be removed.
     """
-    async with manager.alone():
+    async with manager.exclusive():
         model = await manager.look_at(name)
         await _unpin(manager, model)
-        await manager.turn(model)
+        await manager.reconcile(model)
     await manager.settled(model)
 
 
 async def _unpin(manager: Manager, model: Model) -> None:
     try:
-        if manager.root is not None:
-            await asyncio.to_thread(unpin, manager.root, model.name)
+        await asyncio.to_thread(unpin, manager.root, model.name)
     except OSError as error:
         if model.held is None:
             raise ServingError(

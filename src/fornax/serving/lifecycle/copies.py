@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine
 from fornax.config import FornaxError, ServingCode, ServingError
 from fornax.serving.events import Events, StateChange
 from fornax.serving.lifecycle.model import Model
-from fornax.serving.lifecycle.states import Failure, Instance, Loader, Source, State
+from fornax.serving.lifecycle.states import Failure, Instance, Loader, Source
+from fornax.serving.types import State
 
 __all__ = ["Copies"]
 
@@ -17,14 +18,14 @@ _LAST_SECONDS = 10.0
 
 
 class Copies:
-    """Loads and drains beside the turns of models; each ends with asking for another turn.
+    """Loads and drains of models; each ends by having its model reconciled.
 
     Args:
       loader: Makes a version ready to answer.
       events: Told of every change of state.
       at_once: How many versions load at once; the others wait for their turn.
       switch: Called when the copies of a model have changed.
-      again: Asks for a turn of a model; of those that lack memory too, where some came free.
+      again: Has a model reconciled; those that lack memory too, where some came free.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Copies:
                 self._failed(model, source, error)
             else:
                 del model.loading[source.version]
-                self._loaded(model, Instance(source, servable, time.time()), started)
+                self._loaded(model, Instance(source, servable), started)
         self._again(model, False)
 
     def _failed(self, model: Model, source: Source, error: Exception) -> None:

@@ -5,30 +5,80 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.events import Events
 from fornax.serving.lifecycle.copies import Copies
-from fornax.serving.lifecycle.eyes import Eyes
 from fornax.serving.lifecycle.model import Model
+from fornax.serving.lifecycle.plan import Plan, Situation, make_plan
 from fornax.serving.lifecycle.states import Instance, Loader
-from fornax.serving.repository import ModelFolder
+from fornax.serving.repository import ModelFolder, scan, scan_model
 
 __all__ = ["Manager"]
 
+T = TypeVar("T")
 _log = logging.getLogger("fornax.serving")
+
+
+class RepositoryReader:
+    """Reads a repository in one thread of its own, so that a slow disk stops nothing else.
+
+    Args:
+      root: The repository.
+      types: Types of models, besides bundles, that someone else serves.
+    """
+
+    def __init__(self, root: Path, types: frozenset[str]):
+        self.root = root.absolute()
+        self.problem = ""
+        """Why the repository could not be read at the last look; empty when it could."""
+        self._types = types
+        self._thread = ThreadPoolExecutor(1, "fornax-repository")
+
+    async def all(self) -> dict[str, ModelFolder] | None:
+        """Every model; None, with `problem` set, when the repository cannot be read."""
+        try:
+            found = await self._see(lambda: scan(self.root, self._types))
+        except ServingError as error:
+            if self.problem != str(error):
+                _log.error("%s", error)
+            self.problem = str(error)
+            return None
+        self.problem = ""
+        return found
+
+    async def one(self, name: str) -> ModelFolder | None:
+        """One model; None when there is none.
+
+        Raises:
+          ServingError: the name is none, or the repository cannot be read.
+        """
+        return await self._see(lambda: scan_model(self.root, name, self._types))
+
+    async def plan(self, situation: Situation) -> Plan:
+        """What should be done about a model."""
+        return await self._see(lambda: make_plan(situation))
+
+    def close(self) -> None:
+        """Look no more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _see(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 class Manager:
     """Keeps in memory what the repository and the operators want there.
 
-    One turn of a model makes a plan of what its folder looks like, starts the loads that it asks
-    for and retires what they have replaced. Turns of all models come one after another; loads and
-    drains go on beside them, and each ends with another turn.
+    Reconciling a model makes a plan of what its folder looks like, starts the loads that it asks
+    for and retires what they have replaced. Models are reconciled one after another; loads and
+    drains go on beside that, and each ends by asking for it again.
 
     Args:
-      root: The repository; None for none.
+      root: The repository.
       loader: Makes a version ready to answer.
       events: Told of every change of state.
       follow: Which models' version policies are followed from the start.
@@ -40,7 +90,7 @@ class Manager:
 
     def __init__(
         self,
-        root: Path | None,
+        root: Path,
         *,
         loader: Loader,
         events: Events,
@@ -62,15 +112,15 @@ class Manager:
         self._follow = follow
         self._poll_seconds = poll_seconds
         self._names_only = names_only
-        self._eyes = Eyes(root, types)
+        self._reader = RepositoryReader(root, types)
         self._loop_task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
 
     @property
-    def root(self) -> Path | None:
+    def root(self) -> Path:
         """The repository."""
-        return self._eyes.root
+        return self._reader.root
 
     async def start(self) -> None:
         """Look at the repository, begin to load what it holds, and go on watching it.
@@ -79,8 +129,8 @@ class Manager:
           ServingError: the repository cannot be read.
         """
         await self.look()
-        if self._eyes.problem:
-            raise ServingError(ServingCode.UNAVAILABLE, self._eyes.problem)
+        if self._reader.problem:
+            raise ServingError(ServingCode.UNAVAILABLE, self._reader.problem)
         self._loop_task = asyncio.create_task(self._watch(), name="fornax-lifecycle")
 
     async def stop(self, drain_seconds: float) -> None:
@@ -90,29 +140,29 @@ class Manager:
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
-        async with self.alone():
+        async with self.exclusive():
             for model in self.models.values():
                 for instance in list(model.serving.values()):
                     self._copies.retire(model, instance, drain_seconds)
                 model.reroute()
             self._publish()
         await self._copies.ended(drain_seconds)
-        self._eyes.close()
+        self._reader.close()
 
     async def look(self) -> None:
         """Read the whole repository and do what follows from it."""
-        async with self.alone():
-            found = await self._eyes.all()
+        async with self.exclusive():
+            found = await self._reader.all()
             if found is None:
                 return
             for name in self.models.keys() | found.keys():
                 self._see(name, found.get(name))
             for model in list(self.models.values()):
-                await self.turn(model)
+                await self.reconcile(model)
 
     async def _look_for_names(self) -> None:
-        async with self.alone():
-            found = await self._eyes.all()
+        async with self.exclusive():
+            found = await self._reader.all()
             if found is None:
                 return
             for name, folder in found.items():
@@ -123,8 +173,8 @@ class Manager:
                     del self.models[name]
 
     @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """Hold this while a turn, or a command, changes what is wanted of a model."""
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Hold this while reconciling, or a command, changes what is wanted of a model."""
         try:
             async with self._lock:
                 yield
@@ -132,12 +182,12 @@ class Manager:
             self._changed.set()
 
     async def look_at(self, name: str) -> Model:
-        """Read one model's folder, the lock held; no turn follows.
+        """Read one model's folder, the lock held; it is not reconciled.
 
         Raises:
           ServingError: there is no such model.
         """
-        folder = await self._eyes.one(name)
+        folder = await self._reader.one(name)
         self._see(name, folder)
         model = self.models.get(name)
         if model is None or folder is None:
@@ -158,15 +208,15 @@ class Manager:
         elif folder is not None:
             self.models[name] = Model(folder, follows_policy=self._follow(name))
 
-    async def turn(self, model: Model) -> None:
+    async def reconcile(self, model: Model) -> None:
         """Plan anew and begin what the plan asks for, the lock held."""
-        model.turning, model.due = model.due, False
+        model.reconciling, model.due = model.due, False
         try:
-            if self.root is None or self._copies.closing:
+            if self._copies.closing:
                 return
-            model.plan = await self._eyes.plan(model.situation(self.root, self._copies.epoch))
+            model.plan = await self._reader.plan(model.situation(self.root, self._copies.epoch))
         finally:
-            model.turning = False
+            model.reconciling = False
         model.bundles = dict(model.plan.bundles)
         for source in model.plan.loads:
             if source.version not in model.loading:
@@ -190,7 +240,7 @@ class Manager:
         self._publish()
 
     def _again(self, model: Model, memory: bool) -> None:
-        """Ask for another turn of a model, and of those that lack memory when some came free."""
+        """Have a model reconciled, and those that lack memory when some came free."""
         model.due = True
         if memory:
             for each in self.models.values():
@@ -212,17 +262,17 @@ class Manager:
                 if self._poll_seconds is not None and time.monotonic() >= next_look:
                     await (self._look_for_names() if self._names_only else self.look())
                     next_look = time.monotonic() + self._poll_seconds
-                await self._turns()
+                await self._reconcile_due()
             except Exception:
                 # A fault of ours in one look must not end all looks; models stay as they are.
                 _log.exception("looking at the repository failed")
 
-    async def _turns(self) -> None:
+    async def _reconcile_due(self) -> None:
         while due := [model for model in self.models.values() if model.due]:
             for model in due:
-                async with self.alone():
+                async with self.exclusive():
                     if model.due and self.models.get(model.name) is model:
-                        await self.turn(model)
+                        await self.reconcile(model)
 
     async def settled(self, model: Model | None = None) -> None:
         """Wait until nothing loads any more, of one model or of all."""

@@ -6,10 +6,11 @@ from pathlib import Path
 from fornax.config import ServingCode, ServingError, nearest
 from fornax.serving.lifecycle.plan import Plan, Situation
 from fornax.serving.lifecycle.shadow import Shadowing
-from fornax.serving.lifecycle.states import Failure, IndexEntry, Instance, Source, State
+from fornax.serving.lifecycle.states import Failure, Instance, Source
 from fornax.serving.repository import Bundle, ModelFolder, version_number
 from fornax.serving.settings import ModelSettings
-from fornax.serving.types import WAITING
+from fornax.serving.statistics import ModelStatistics
+from fornax.serving.types import WAITING, IndexEntry, State
 
 __all__ = ["Model"]
 
@@ -47,9 +48,9 @@ class Model:
         self.routes: dict[str, Instance] = {}
         self.shadowing: Shadowing | None = None
         self.due = follows_policy
-        """Whether something happened that a turn must come for, which may begin a load."""
-        self.turning = False
-        """Whether the plan of such a turn is being made."""
+        """Whether it must be reconciled, which may begin a load."""
+        self.reconciling = False
+        """Whether its plan is being made."""
         self.warned = ""
         """What was last said in the log about its shadow."""
 
@@ -76,7 +77,7 @@ class Model:
     @property
     def deciding(self) -> bool:
         """Whether what it will load next is not known yet."""
-        return self.due or self.turning
+        return self.due or self.reconciling
 
     @property
     def lacks_memory(self) -> bool:
@@ -286,3 +287,29 @@ class Model:
         """Every copy in memory, those that only finish what they accepted last."""
         yield from self.serving.values()
         yield from self.draining
+
+    def statistics(self, version: str = "") -> list[ModelStatistics]:
+        """Counters of the copies in memory, of all versions (empty) or of a number or label."""
+        return [
+            each.servable.statistics()
+            for each in self.instances()
+            if not version or each in (self.routes.get(version),) or str(each.version) == version
+        ]
+
+    def shadow_report(self) -> dict[str, object]:
+        """How the answers of the shadow compare with the main ones, as JSON has it.
+
+        Raises:
+          ServingError: it has no shadow, or one that is not ready.
+        """
+        if self.shadowing is not None:
+            return self.shadowing.report()
+        settings = self.settings.shadow
+        if settings is None:
+            text = f"{self.name} has no shadow; put shadow: {{version: N}} into its serving.yaml"
+        elif problem := self.shadow_problem():
+            text = f"version {settings.version} of {self.name} is no shadow: {problem}"
+        else:
+            reason = self.reason(settings.version) or "none answers beside it"
+            text = f"version {settings.version}, the shadow of {self.name}, is not ready: {reason}"
+        raise ServingError(ServingCode.FAILED_PRECONDITION, text)

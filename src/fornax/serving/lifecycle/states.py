@@ -1,37 +1,18 @@
-"""What the life of a version is made of: its copy in memory, its failure, its line in the index."""
+"""What the life of a version is made of: its source, its copy in memory, its failure."""
 
 import asyncio
 import dataclasses
-import enum
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from fornax.config import ServingCode
+from fornax.export.spec import Signature
 from fornax.serving.settings import ModelSettings
+from fornax.serving.statistics import ModelStatistics
 from fornax.serving.types import InferRequest, InferResult
 
-__all__ = ["Failure", "IndexEntry", "Instance", "Loader", "ServableLike", "Source", "State"]
-
-
-class State(enum.Enum):
-    """A version's state, in the V2 protocol's words."""
-
-    LOADING = "LOADING"
-    READY = "READY"
-    UNLOADING = "UNLOADING"
-    UNAVAILABLE = "UNAVAILABLE"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """A version in the repository's index."""
-
-    name: str
-    version: str
-    """Empty for a model of which no version is known."""
-    state: str
-    reason: str = ""
+__all__ = ["Failure", "Instance", "Loader", "ServableLike", "Source"]
 
 
 class ServableLike(Protocol):
@@ -44,10 +25,10 @@ class ServableLike(Protocol):
     def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]":
         """Accept a request, or raise ServingError at once."""
 
-    def signature(self, function: str = "") -> Any:
+    def signature(self, function: str = "") -> Signature:
         """The inputs and outputs of a function."""
 
-    def statistics(self) -> Any:
+    def statistics(self) -> ModelStatistics:
         """Counters since it was loaded."""
 
     async def drain(self, seconds: float) -> bool:
@@ -78,7 +59,6 @@ class Instance:
 
     source: Source
     servable: ServableLike
-    since: float
 
     @property
     def version(self) -> int:

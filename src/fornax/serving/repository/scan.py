@@ -2,19 +2,25 @@
 
 import dataclasses
 import functools
+import hashlib
+import json
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
 from fornax.config import ConfigError, FornaxError, ServingCode, ServingError, from_yaml, nearest
 from fornax.config.text import read_yaml
-from fornax.serving.repository.files import read_small
-from fornax.serving.repository.names import inside, name_problem, printable, version_number
-from fornax.serving.repository.pins import read_pin
+from fornax.serving.repository.files import (
+    inside,
+    name_problem,
+    printable,
+    read_pin,
+    read_small,
+    version_number,
+)
 from fornax.serving.settings import ModelSettings
 
-__all__ = ["SETTINGS_FILE", "ModelFolder", "scan", "scan_model"]
+__all__ = ["SETTINGS_FILE", "Bundle", "ModelFolder", "examine", "scan", "scan_model"]
 
 SETTINGS_FILE = "serving.yaml"
 _SETTINGS_LIMIT = 1 << 16
@@ -30,7 +36,7 @@ class ModelFolder:
     """Of a model whose versions are bundles."""
     type: str = "bundle"
     """What serving.yaml says it is; `bundle` without one."""
-    entry: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    entry: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """What serving.yaml says besides the type, where the type is another than `bundle`."""
     versions: Mapping[int, Path] = dataclasses.field(default_factory=dict)
     """Real folders by number."""
@@ -41,9 +47,7 @@ class ModelFolder:
     """What is wrong with the model as a whole; then nothing about it changes until it is mended."""
 
 
-def scan(
-    root: str | os.PathLike[str], types: frozenset[str] = frozenset()
-) -> dict[str, ModelFolder]:
+def scan(root: Path, types: frozenset[str] = frozenset()) -> dict[str, ModelFolder]:
     """Every model of a repository, by name; `types` are those served beside bundles.
 
     Names that begin with a dot are passed over: so are called files that are not finished.
@@ -60,9 +64,7 @@ def scan(
     return {printable(name): _model(real, name, types) for name in names}
 
 
-def scan_model(
-    root: str | os.PathLike[str], name: str, types: frozenset[str] = frozenset()
-) -> ModelFolder | None:
+def scan_model(root: Path, name: str, types: frozenset[str] = frozenset()) -> ModelFolder | None:
     """One model of a repository; None where there is no such folder.
 
     Raises:
@@ -74,18 +76,17 @@ def scan_model(
     return _model(real, name, types) if (real / name).is_dir() else None
 
 
-def _real(root: str | os.PathLike[str]) -> Path:
+def _real(root: Path) -> Path:
     try:
         return Path(os.path.realpath(root, strict=True))
     except OSError as error:
         raise _unreadable(root, error) from error
 
 
-def _unreadable(root: str | os.PathLike[str], error: OSError) -> ServingError:
+def _unreadable(root: Path, error: OSError) -> ServingError:
     return ServingError(
         ServingCode.UNAVAILABLE,
-        f"the repository {os.fspath(root)} cannot be read: {error.strerror or error}; "
-        "models stay as they are",
+        f"the repository {root} cannot be read: {error.strerror or error}; models stay as they are",
     )
 
 
@@ -132,7 +133,7 @@ def _versions(root: Path, folder: Path) -> tuple[dict[int, Path], dict[str, str]
 
 def _settings(
     root: Path, folder: Path, types: frozenset[str]
-) -> tuple[str, ModelSettings, Mapping[str, Any]]:
+) -> tuple[str, ModelSettings, Mapping[str, object]]:
     path = folder / SETTINGS_FILE
     try:
         text = read_small(root, path, _SETTINGS_LIMIT).decode()
@@ -146,7 +147,7 @@ def _settings(
 @functools.lru_cache(maxsize=4096)  # every look reads every file, and few have changed
 def _parsed(
     text: str, source: str, types: frozenset[str]
-) -> tuple[str, ModelSettings, Mapping[str, Any]]:
+) -> tuple[str, ModelSettings, Mapping[str, object]]:
     value, _ = read_yaml(text, source)
     kind = value.get("type", "bundle") if isinstance(value, Mapping) else "bundle"
     if kind == "bundle":
@@ -159,3 +160,87 @@ def _parsed(
             f"{source}: type={kind} is none; {hint}this server has {', '.join(known)}"
         )
     return kind, ModelSettings(), {key: each for key, each in value.items() if key != "type"}
+
+
+MANIFEST = "manifest.json"
+_MANIFEST_LIMIT = 64 << 20
+_MOST_FILES = 100_000
+_DEEPEST = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """A version's files as they lie now."""
+
+    fingerprint: str
+    """Of the names, sizes and times of its files: other when any was touched."""
+    waiting: str = ""
+    """What a copy under way still lacks; empty when everything the manifest lists is there."""
+
+
+def examine(root: Path, folder: Path, before: Bundle | None = None) -> Bundle:
+    """Look at a version's files without reading them; what they hold is verified at load.
+
+    A file that grows, or is still to come, makes the version wait, whatever order a copy takes.
+
+    Args:
+      before: What was seen there at an earlier look; the manifest of one that was complete is
+        read again only if a file has changed.
+    """
+    found: dict[str, tuple[int, int, int]] = {}
+    try:
+        for name, status in _files(folder, ""):
+            found[name] = (status.st_size, status.st_mtime_ns, status.st_ino)
+            if len(found) > _MOST_FILES:
+                return Bundle("", f"it has over {_MOST_FILES} files, more than a bundle may")
+    except OSError as error:  # files come and go while it is copied or removed
+        return Bundle("", f"its files cannot be listed: {error}")
+    digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).hexdigest()
+    if before is not None and before.fingerprint == digest and not before.waiting:
+        return before
+    return Bundle(digest, _waiting(root, folder, found))
+
+
+def _files(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if prefix.count("/") >= _DEEPEST:
+                    raise OSError(f"{prefix[:80]} is more than {_DEEPEST} folders deep")
+                yield from _files(Path(entry.path), f"{prefix}{entry.name}/")
+            else:
+                yield f"{prefix}{entry.name}", entry.stat(follow_symlinks=False)
+
+
+def _waiting(root: Path, folder: Path, found: dict[str, tuple[int, int, int]]) -> str:
+    if MANIFEST not in found:
+        return f"it has no {MANIFEST} yet"
+    try:
+        listed = _sizes(json.loads(read_small(root, folder / MANIFEST, _MANIFEST_LIMIT)))
+    except ServingError as error:
+        return str(error)
+    except OSError as error:
+        return f"its {MANIFEST} cannot be read: {error}"
+    except (ValueError, RecursionError):
+        return f"its {MANIFEST} is not whole yet, or no JSON"
+    lacking = [
+        f"{name} has {found[name][0] if name in found else 0} of {size} bytes"
+        for name, size in listed.items()
+        if name not in found or found[name][0] < size
+    ]
+    if not lacking:
+        return ""
+    more = f", and {len(lacking) - 1} more files lack some" if len(lacking) > 1 else ""
+    return f"{lacking[0]}{more}"
+
+
+def _sizes(manifest: object) -> dict[str, int]:
+    """Sizes by file; what is not as it should be is left to the verification, which names it."""
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    sizes = {}
+    for name, entry in files.items() if isinstance(files, dict) else ():
+        size = entry.get("size") if isinstance(entry, dict) else None
+        path = PurePosixPath(name)
+        if isinstance(size, int) and not path.is_absolute() and ".." not in path.parts:
+            sizes[name] = size
+    return sizes

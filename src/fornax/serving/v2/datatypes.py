@@ -6,7 +6,6 @@ checked against what was sent before anything is allocated.
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +29,7 @@ __all__ = [
 Raw = bytes | bytearray | memoryview
 """Bytes that a transport hands over."""
 
-DTYPES: dict[str, np.dtype[Any]] = {
+DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "UINT8": np.dtype(np.uint8),
     "UINT16": np.dtype("<u2"),
@@ -62,7 +61,7 @@ def refuse(message: str) -> ServingError:
     return ServingError(ServingCode.INVALID_ARGUMENT, message)
 
 
-def dtype_of(name: str, datatype: object) -> np.dtype[Any]:
+def dtype_of(name: str, datatype: object) -> np.dtype:
     """The numpy dtype of the tensor `name`; ServingError for a datatype that V2 lacks."""
     try:
         return DTYPES[datatype]  # pyrefly: ignore[bad-index]
@@ -74,7 +73,7 @@ def dtype_of(name: str, datatype: object) -> np.dtype[Any]:
         ) from None
 
 
-def datatype_of(dtype: np.dtype[Any]) -> str:
+def datatype_of(dtype: np.dtype) -> str:
     """The V2 name of a numpy dtype; ValueError where there is none."""
     try:
         return _NAMES[dtype]

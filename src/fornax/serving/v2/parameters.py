@@ -2,19 +2,23 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from fornax.config import ServingCode, ServingError
-from fornax.serving.v2.datatypes import refuse
+from fornax.serving.v2.datatypes import Raw, refuse
+from fornax.serving.v2.shared_memory import Region, SharedMemory
 
 __all__ = [
     "MAX_NAME",
     "Common",
+    "OutputOptions",
+    "RequestedOutput",
+    "RequestedOutputs",
     "SharedSpan",
     "check_shared",
     "common_parameters",
     "function_of",
     "none_left",
+    "output_options",
     "shared_span",
 ]
 
@@ -37,8 +41,13 @@ class Common:
     function: str = ""
     binary: bool = False
     """Whether outputs are wanted in binary, where they do not say it themselves."""
-    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """What is for the model."""
+
+    def deadline(self, received: float, limit: float) -> float | None:
+        """By when an answer is due: in `timeout` seconds, and in the server's `limit`; 0: none."""
+        timeout = min(self.timeout, limit) if self.timeout and limit else self.timeout or limit
+        return received + timeout if timeout else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class SharedSpan:
     offset: int
 
 
-def common_parameters(parameters: dict[str, Any]) -> Common:
+def common_parameters(parameters: dict[str, object]) -> Common:
     """Read and take what has a meaning; ServingError where that is not as it should be."""
     if not parameters:
         return Common()
@@ -95,13 +104,13 @@ def check_shared(size: int, most: int) -> None:
         )
 
 
-def none_left(what: str, parameters: Mapping[str, Any]) -> None:
+def none_left(what: str, parameters: Mapping[str, object]) -> None:
     """Refuse parameters that nothing took."""
     if parameters:
         raise refuse(f"{what}: parameter {min(parameters)[:80]!r} has no meaning here; remove it")
 
 
-def shared_span(what: str, parameters: dict[str, Any]) -> SharedSpan | None:
+def shared_span(what: str, parameters: dict[str, object]) -> SharedSpan | None:
     """Take the span that a tensor's parameters name; None: it is not in shared memory."""
     region = parameters.pop("shared_memory_region", None)
     if region is None:
@@ -114,8 +123,73 @@ def shared_span(what: str, parameters: dict[str, Any]) -> SharedSpan | None:
     return SharedSpan(region, size, _integer(parameters, "shared_memory_offset", 2**63, what))
 
 
-def _integer(parameters: dict[str, Any], name: str, below: int, what: str = "the request") -> int:
+def _integer(
+    parameters: dict[str, object], name: str, below: int, what: str = "the request"
+) -> int:
     value = parameters.pop(name, 0)
     if type(value) is not int or not 0 <= value < below:
         raise refuse(f"{what}: parameter {name}={repr(value)[:40]} is no integer from 0")
     return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """How an output is wanted, where not as it is in the answer."""
+
+    classes: int = 0
+    """Over 0: this many classes in its stead."""
+    span: SharedSpan | None = None
+    region: Region | None = None
+    """Where it goes, if not into the answer."""
+
+    def share(self, name: str, raw: Raw) -> dict[str, str | int]:
+        """Put an output's bytes into its span; the parameters that say where they are.
+
+        Raises ServingError where they do not fit.
+        """
+        assert self.span is not None
+        assert self.region is not None
+        if len(raw) > self.span.byte_size:
+            raise refuse(
+                f"output {name!r} has {len(raw)} bytes; shared_memory_byte_size leaves it "
+                f"{self.span.byte_size}"
+            )
+        self.region.write(self.span.offset, raw)
+        offset = {"shared_memory_offset": self.span.offset} if self.span.offset else {}
+        return {
+            "shared_memory_region": self.span.region,
+            "shared_memory_byte_size": len(raw),
+            **offset,
+        }
+
+
+def output_options(what: str, parameters: dict[str, object], memory: SharedMemory) -> OutputOptions:
+    """What an output's parameters say; ServingError for one that has no meaning."""
+    classes = parameters.pop("classification", 0)
+    if type(classes) is not int or not 0 <= classes < 2**31:
+        raise refuse(f"{what}: classification={repr(classes)[:40]} is no number of classes")
+    span = shared_span(what, parameters)
+    none_left(what, parameters)
+    if span is not None and classes:
+        raise refuse(f"{what}: classification cannot go to shared memory")
+    return OutputOptions(classes, span, None if span is None else memory.get(span.region))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestedOutput:
+    """How the client wants one output."""
+
+    name: str
+    binary: bool
+    options: OutputOptions
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestedOutputs:
+    """How the client wants the answer."""
+
+    binary: bool
+    """For all outputs, where none is named."""
+    outputs: tuple[RequestedOutput, ...] = ()
+    id: str = ""
+    """The request's, which the answer repeats."""

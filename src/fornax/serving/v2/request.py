@@ -1,12 +1,6 @@
-"""An inference request in the V2 protocol's JSON, its binary tensors behind it.
-
-The JSON is read into a `Plan`: everything that its text alone decides. Clients send the same text
-again and again with other tensors behind it, so plans are kept.
-"""
+"""An inference request in the V2 protocol's JSON, its binary tensors behind it."""
 
 import dataclasses
-import re
-from typing import Any
 
 import numpy as np
 
@@ -14,26 +8,34 @@ from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
 from fornax.serving.types import InferRequest
 from fornax.serving.v2.datatypes import Raw, count, decode_raw, dtype_of, refuse
-from fornax.serving.v2.json_tensors import from_json
+from fornax.serving.v2.json_tensors import (
+    all_distinct,
+    from_json,
+    name_in,
+    object_in,
+    only_known,
+    parse,
+)
 from fornax.serving.v2.parameters import (
     MAX_NAME,
     Common,
+    RequestedOutput,
+    RequestedOutputs,
     SharedSpan,
     check_shared,
     common_parameters,
     function_of,
     none_left,
+    output_options,
     shared_span,
 )
-from fornax.serving.v2.reading import all_distinct, name_in, object_in, only_known, parse
 from fornax.serving.v2.shared_memory import SharedMemory
-from fornax.serving.v2.wanted import Output, Wanted
 
 __all__ = ["Decoder"]
 
 _KEPT = 256
 _KEPT_BYTES = 4096
-_FIRST_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*"([^"\\\x00-\x1f\x7f-\xff]{1,128})"\s*,')
+"""How many texts are remembered, and how long they may be."""
 _KEYS = frozenset({"id", "parameters", "inputs", "outputs"})
 _INPUT_KEYS = frozenset({"name", "datatype", "shape", "parameters", "data"})
 _OUTPUT_KEYS = frozenset({"name", "parameters"})
@@ -44,35 +46,38 @@ class _Input:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    elements: int
     size: int = -1
     """Bytes behind the JSON; -1: none, it is `array` or in shared memory."""
-    plain: bool = False
-    """Whether its bytes are its array: no BYTES, no BOOL, not empty."""
     array: np.ndarray | None = None
     span: SharedSpan | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
+    """What the text of a request says."""
+
     common: Common
-    timeout: float
-    """Seconds; 0: none."""
-    inputs: tuple[_Input, ...]
-    binary: int
-    """Bytes behind the JSON, all inputs together."""
+    inputs: list[_Input]
+    outputs: RequestedOutputs
     names: tuple[str, ...]
-    wanted: Wanted
-    """Its regions are not looked up yet."""
-    shared: bool
-    """Whether outputs go to shared memory."""
-    layout: object | None
-    """See `InferRequest`; None where the inputs' shapes are not all there is to know."""
+    """Of the outputs."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the same text means the same again, and holds no arrays."""
+        return (
+            not (self.outputs.id or self.common.others)
+            and all(each.size >= 0 for each in self.inputs)
+            and all(each.options.span is None for each in self.outputs.outputs)
+        )
 
 
 class Decoder:
-    """Reads requests; of one event loop."""
+    """Reads requests; of one event loop.
+
+    Clients send the same text again and again with other tensors behind it. What it says is
+    remembered: reading it anew is a seventh of what a small request costs.
+    """
 
     def __init__(self, limits: Limits, shared_memory: SharedMemory):
         self._limits = limits
@@ -86,7 +91,7 @@ class Decoder:
         model: str,
         version: str = "",
         received: float = 0.0,
-    ) -> tuple[InferRequest, Wanted]:
+    ) -> tuple[InferRequest, RequestedOutputs]:
         """The request for `model`, or `model:function`, and how its answer is wanted.
 
         `header` is how many bytes of `body` are JSON; None: all. Arrays of binary inputs are views
@@ -103,78 +108,35 @@ class Decoder:
                 f"Inference-Header-Content-Length: {header} is no size of JSON in a body of "
                 f"{len(body)} bytes"
             )
-        plan, name = self._plan(text)
-        inputs = self._inputs(plan, body, len(text))
+        plan = self._plan(text)
         common = plan.common
+        inputs = self._arrays(plan.inputs, body, len(text))
         model, function = function_of(model, common.function)
-        wanted = plan.wanted
-        if plan.shared or name:
-            wanted = self._find(wanted, name)
         request = InferRequest(
             model,
             inputs,
             version,
             function,
-            wanted.id,
+            plan.outputs.id,
             plan.names,
             common.priority,
-            received + plan.timeout if plan.timeout else None,
+            common.deadline(received, self._limits.request_timeout),
             common.others,
             received,
-            layout=plan.layout,
         )
-        return request, wanted
+        return request, plan.outputs
 
-    def _plan(self, text: bytes) -> tuple[_Plan, str]:
-        """What the text says, and the request's id if that is the text's first member."""
+    def _plan(self, text: bytes) -> _Plan:
         if len(text) > _KEPT_BYTES:
-            return self._read(text), ""
+            return self._read(text)
         plan = self._plans.get(text)
-        if plan is not None:
-            return plan, ""
-        first = _FIRST_ID.match(text)
-        if first is None:
-            return self._read(text), ""
-        # Without its id, a request has the same text as the one before.
-        rest = b"{" + text[first.end() :]
-        return self._plans.get(rest) or self._read(rest), first[1].decode("ascii")
-
-    def _inputs(self, plan: _Plan, body: bytes, at: int) -> dict[str, np.ndarray]:
-        if len(body) - at != plan.binary:
-            raise refuse(
-                f"{len(body) - at} bytes follow the JSON where its inputs' binary_data_size sum "
-                f"to {plan.binary}"
-            )
-        inputs = {}
-        for each in plan.inputs:
-            if each.plain:
-                flat = np.frombuffer(body, each.dtype, each.elements, at)
-                inputs[each.name] = flat.reshape(each.shape)
-                at += each.size
-            elif each.size >= 0:
-                inputs[each.name] = self._checked(each, memoryview(body)[at : at + each.size])
-                at += each.size
-            elif each.array is not None:
-                inputs[each.name] = each.array
-            elif each.span is not None:
-                region = self._shared.get(each.span.region)
-                inputs[each.name] = self._checked(
-                    each, region.read(each.span.offset, each.span.byte_size)
-                )
-        return inputs
-
-    def _checked(self, spec: _Input, data: Raw) -> np.ndarray:
-        return decode_raw(spec.name, spec.datatype, spec.shape, data)
-
-    def _find(self, wanted: Wanted, name: str) -> Wanted:
-        """With the regions as they are now, and the request's id."""
-        outputs = tuple(
-            each
-            if each.span is None
-            else dataclasses.replace(each, region=self._shared.get(each.span.region))
-            for each in wanted.outputs
-        )
-        return Wanted(wanted.binary, outputs, wanted.id or name)
+        if plan is None:
+            plan = self._read(text)
+            if plan.repeats:
+                if len(self._plans) >= _KEPT:
+                    self._plans.clear()
+                self._plans[text] = plan
+        return plan
 
     def _read(self, text: bytes) -> _Plan:
         document = parse(text)
@@ -185,37 +147,48 @@ class Decoder:
         common = common_parameters(
             object_in("the request's parameters", document.get("parameters"))
         )
-        inputs = tuple(self._input(each) for each in self._list("inputs", document.get("inputs")))
-        if not inputs:
-            raise refuse("the request has no inputs; list them under inputs")
-        all_distinct("inputs", [each.name for each in inputs])
+        inputs = self._inputs(document.get("inputs"))
         outputs = tuple(
             self._output(each, common.binary)
             for each in self._list("outputs", document.get("outputs"))
         )
-        check_shared(
-            sum(each.span.byte_size for each in inputs if each.span), self._limits.max_body_bytes
-        )
         names = tuple(each.name for each in outputs)
         all_distinct("outputs", names)
-        timeout, limit = common.timeout, self._limits.request_timeout
-        plan = _Plan(
-            common,
-            min(timeout, limit) if timeout and limit else timeout or limit,
-            inputs,
-            sum(each.size for each in inputs if each.size > 0),
-            names,
-            Wanted(common.binary, outputs, name),
-            any(each.span is not None for each in outputs),
-            object() if all(each.plain for each in inputs) else None,
-        )
-        if len(text) <= _KEPT_BYTES and not name and all(each.array is None for each in inputs):
-            if len(self._plans) >= _KEPT:
-                self._plans.clear()
-            self._plans[text] = plan
-        return plan
+        return _Plan(common, inputs, RequestedOutputs(common.binary, outputs, name), names)
 
-    def _list(self, what: str, value: object) -> list[Any]:
+    def _inputs(self, value: object) -> list[_Input]:
+        specs = [self._input(each) for each in self._list("inputs", value)]
+        if not specs:
+            raise refuse("the request has no inputs; list them under inputs")
+        all_distinct("inputs", [each.name for each in specs])
+        check_shared(
+            sum(each.span.byte_size for each in specs if each.span), self._limits.max_body_bytes
+        )
+        return specs
+
+    def _arrays(self, specs: list[_Input], body: bytes, at: int) -> dict[str, np.ndarray]:
+        """The inputs' arrays; binary ones lie in `body` from `at` on."""
+        binary = sum(each.size for each in specs if each.size > 0)
+        if len(body) - at != binary:
+            raise refuse(
+                f"{len(body) - at} bytes follow the JSON where its inputs' binary_data_size sum "
+                f"to {binary}"
+            )
+        arrays = {}
+        for each in specs:
+            if each.array is not None:
+                arrays[each.name] = each.array
+                continue
+            if each.span is not None:
+                region = self._shared.get(each.span.region)
+                data: Raw = region.read(each.span.offset, each.span.byte_size)
+            else:
+                data = memoryview(body)[at : at + each.size]
+                at += each.size
+            arrays[each.name] = decode_raw(each.name, each.datatype, each.shape, data)
+        return arrays
+
+    def _list(self, what: str, value: object) -> list[object]:
         if value is None:
             return []
         if type(value) is not list:
@@ -251,20 +224,20 @@ class Decoder:
             )
         if span is not None:
             self._fits(name, span.byte_size)
-            return _Input(name, datatype, shape, dtype, elements, span=span)
+            return _Input(name, datatype, shape, span=span)
         if size is None:
             array = from_json(name, datatype, shape, document["data"])
-            return _Input(name, datatype, shape, dtype, elements, array=array)
+            return _Input(name, datatype, shape, array=array)
         if type(size) is not int or size < 0:
             raise refuse(f"input {name!r}: binary_data_size={repr(size)[:40]} is no size")
         self._fits(name, size)
-        plain = datatype not in ("BYTES", "BOOL") and elements > 0
-        if plain and size != elements * dtype.itemsize:
+        fixed = datatype not in ("BYTES", "BOOL") and elements > 0
+        if fixed and size != elements * dtype.itemsize:
             raise refuse(
                 f"input {name!r}: binary_data_size={size} where {datatype} of shape {sizes} takes "
                 f"{elements * dtype.itemsize}"
             )
-        return _Input(name, datatype, shape, dtype, elements, size, plain)
+        return _Input(name, datatype, shape, size)
 
     def _fits(self, name: str, size: int) -> None:
         if size > self._limits.max_tensor_bytes:
@@ -274,7 +247,7 @@ class Decoder:
                 f"{self._limits.max_tensor_bytes} a tensor",
             )
 
-    def _output(self, document: object, default: bool) -> Output:
+    def _output(self, document: object, default: bool) -> RequestedOutput:
         document = object_in("an output", document, empty=False)
         name = name_in("an output", document)
         only_known(f"output {name!r}", document, _OUTPUT_KEYS)
@@ -284,11 +257,5 @@ class Decoder:
             raise refuse(
                 f"output {name!r}: binary_data={repr(binary)[:40]} is neither true nor false"
             )
-        classes = parameters.pop("classification", 0)
-        if type(classes) is not int or not 0 <= classes < 2**31:
-            raise refuse(f"output {name!r}: classification={repr(classes)[:40]} is no number")
-        span = shared_span(f"output {name!r}", parameters)
-        if span is not None and classes:
-            raise refuse(f"output {name!r}: classification cannot go to shared memory")
-        none_left(f"output {name!r}", parameters)
-        return Output(name, binary, classes, span)
+        options = output_options(f"output {name!r}", parameters, self._shared)
+        return RequestedOutput(name, binary, options)

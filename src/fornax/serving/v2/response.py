@@ -1,20 +1,17 @@
 """An answer in the V2 protocol's JSON, its binary tensors behind it."""
 
-from typing import Any
-
 import numpy as np
 import orjson
 
 from fornax.serving.types import InferResult
-from fornax.serving.v2.classify import classify
 from fornax.serving.v2.datatypes import Raw, datatype_of, encode_raw, refuse
 from fornax.serving.v2.json_tensors import to_json
-from fornax.serving.v2.wanted import Output, Wanted
+from fornax.serving.v2.parameters import OutputOptions, RequestedOutputs
 
-__all__ = ["encode"]
+__all__ = ["classify", "encode"]
 
 
-def encode(result: InferResult, wanted: Wanted) -> tuple[bytes, list[Raw]]:
+def encode(result: InferResult, wanted: RequestedOutputs) -> tuple[bytes, list[Raw]]:
     """The JSON, and the binary tensors that follow it; outputs in shared memory are put there.
 
     Raises ServingError for an output that cannot be given as it is wanted.
@@ -24,16 +21,17 @@ def encode(result: InferResult, wanted: Wanted) -> tuple[bytes, list[Raw]]:
     if wanted.outputs:
         for spec in wanted.outputs:
             array = result.outputs[spec.name]
-            if spec.classes:
-                array = classify(spec.name, array, spec.classes)
-            if spec.span is not None:
-                documents.append(_share(spec, array))
+            options = spec.options
+            if options.classes:
+                array = classify(spec.name, array, options.classes)
+            if options.span is not None:
+                documents.append(_shared(spec.name, array, options))
             else:
                 documents.append(_tensor(spec.name, array, spec.binary, binary))
     else:
         for name, array in result.outputs.items():
             documents.append(_tensor(name, array, wanted.binary, binary))
-    document: dict[str, Any] = {
+    document: dict[str, object] = {
         "model_name": result.model,
         "model_version": result.version,
         "outputs": documents,
@@ -45,8 +43,8 @@ def encode(result: InferResult, wanted: Wanted) -> tuple[bytes, list[Raw]]:
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), binary
 
 
-def _tensor(name: str, array: np.ndarray, in_binary: bool, binary: list[Raw]) -> dict[str, Any]:
-    document: dict[str, Any] = {
+def _tensor(name: str, array: np.ndarray, in_binary: bool, binary: list[Raw]) -> dict[str, object]:
+    document: dict[str, object] = {
         "name": name,
         "datatype": datatype_of(array.dtype),
         "shape": array.shape,
@@ -60,26 +58,29 @@ def _tensor(name: str, array: np.ndarray, in_binary: bool, binary: list[Raw]) ->
     return document
 
 
-def _share(spec: Output, array: np.ndarray) -> dict[str, Any]:
-    """Put an output into shared memory."""
-    assert spec.span is not None
-    assert spec.region is not None
-    raw = encode_raw(array)
-    if len(raw) > spec.span.byte_size:
-        raise refuse(
-            f"output {spec.name!r} has {len(raw)} bytes; shared_memory_byte_size leaves it "
-            f"{spec.span.byte_size}"
-        )
-    spec.region.write(spec.span.offset, raw)
-    parameters: dict[str, Any] = {
-        "shared_memory_region": spec.span.region,
-        "shared_memory_byte_size": len(raw),
-    }
-    if spec.span.offset:
-        parameters["shared_memory_offset"] = spec.span.offset
+def _shared(name: str, array: np.ndarray, options: OutputOptions) -> dict[str, object]:
+    """An output that goes to shared memory."""
     return {
-        "name": spec.name,
+        "name": name,
         "datatype": datatype_of(array.dtype),
         "shape": array.shape,
-        "parameters": parameters,
+        "parameters": options.share(name, encode_raw(array)),
     }
+
+
+def classify(name: str, array: np.ndarray, classes: int) -> np.ndarray:
+    """The `classes` largest of each row, as BYTES elements `value:index`, largest first.
+
+    Rows lie along the last axis: [..., n] becomes [..., min(classes, n)].
+
+    Raises ServingError for an output without numbers.
+    """
+    if array.dtype.kind not in "iufV" or array.ndim == 0:
+        raise refuse(f"output {name!r} is no row of numbers; parameter classification wants one")
+    # Negated so that ties keep their order; NaN comes last.
+    order = np.argsort(-array.astype(np.float64), axis=-1, kind="stable")[..., :classes]
+    values = np.take_along_axis(array, order, axis=-1).astype(np.float64)
+    texts = np.empty(order.shape, np.object_)
+    pairs = zip(values.ravel().tolist(), order.ravel().tolist(), strict=True)
+    texts.reshape(-1)[:] = [f"{value:f}:{index}".encode() for value, index in pairs]
+    return texts

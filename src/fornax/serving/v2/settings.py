@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.v2.datatypes import refuse
@@ -14,6 +13,9 @@ _LEVELS = {
     "log_warning": logging.WARNING,
     "log_info": logging.INFO,
 }
+LogSettings = dict[str, bool | int | str]
+TraceSettings = dict[str, str | list[str]]
+
 _FIXED = ("log_file", "log_format")
 
 
@@ -21,7 +23,7 @@ def _logger() -> logging.Logger:
     return logging.getLogger("fornax")
 
 
-def log_settings() -> dict[str, Any]:
+def log_settings() -> LogSettings:
     """What is logged now."""
     logger = _logger()
     return {
@@ -32,7 +34,7 @@ def log_settings() -> dict[str, Any]:
     }
 
 
-def update_log_settings(changes: Mapping[str, Any]) -> dict[str, Any]:
+def update_log_settings(changes: Mapping[str, object]) -> LogSettings:
     """Log more or less; what is logged from now on.
 
     Raises ServingError for a setting that is not known, or that is fixed when the server starts.
@@ -55,7 +57,7 @@ def update_log_settings(changes: Mapping[str, Any]) -> dict[str, Any]:
             raise refuse(f"{name}={repr(value)[:40]} is no truth value")
         else:
             settings[name] = value
-    wanted = [settings["log_error"], settings["log_warning"], settings["log_info"]]
+    wanted = [bool(settings[name]) for name in _LEVELS]
     if sorted(wanted, reverse=True) != wanted:
         raise refuse(
             "what is worse than a logged line is logged too: log_info needs log_warning, which "
@@ -70,7 +72,7 @@ def update_log_settings(changes: Mapping[str, Any]) -> dict[str, Any]:
     return log_settings()
 
 
-def trace_settings(sample_rate: float = 0.0) -> dict[str, Any]:
+def trace_settings(sample_rate: float = 0.0) -> TraceSettings:
     """How requests are traced: `sample_rate` of them, by OpenTelemetry; 0: none."""
     return {
         "trace_level": ["TIMESTAMPS"] if sample_rate else ["OFF"],
@@ -82,7 +84,7 @@ def trace_settings(sample_rate: float = 0.0) -> dict[str, Any]:
     }
 
 
-def update_trace_settings(changes: Mapping[str, Any], sample_rate: float = 0.0) -> dict[str, Any]:
+def update_trace_settings(changes: Mapping[str, object], sample_rate: float = 0.0) -> TraceSettings:
     """Refused, unless it changes nothing: traces are set up when the server starts."""
     settings = trace_settings(sample_rate)
     for name, value in changes.items():

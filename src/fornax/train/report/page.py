@@ -1,7 +1,6 @@
 """The frame of a report: sections of trusted HTML, laid into one self-contained page."""
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from fornax.config.errors import ConfigError
+from fornax.config.files import write_whole
 
 __all__ = ["Section", "bullets", "fill", "render", "table"]
 
@@ -93,10 +93,8 @@ def render(
       ConfigError: when the file cannot be written.
     """
     text = fill("page.html.j2", title=title, subtitle=subtitle, figures=figures, sections=sections)
-    temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise ConfigError(
             f"cannot write the report {path}: {error.strerror or error}; make room or make it "

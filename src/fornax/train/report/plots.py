@@ -1,15 +1,17 @@
 """Pictures of a report as inline SVG: curves over steps, and bars with their values written on."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from markupsafe import Markup
 
-__all__ = ["bars", "figure", "lines", "svg"]
+__all__ = ["bars", "figure", "lines", "series", "svg", "thin"]
 
 INK, SOFT = "#1c2330", "#5b6678"
 """Of titles and lines; of axes and legends."""
 _GRID = "#e3e7ee"
+_BUCKETS = 400
 _COLOURS = ("#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#b45309")
 
 
@@ -32,7 +34,8 @@ def figure(width: float, height: float):
 
 
 def svg(made, label: str) -> Markup:
-    """The picture as inline SVG with an accessible name; its text stays text."""
+    """The picture as inline SVG with an accessible name; its text stays text, and where the page
+    has colours of a dark scheme, text and lines take those."""
     import matplotlib as mpl
 
     out = io.StringIO()
@@ -41,6 +44,8 @@ def svg(made, label: str) -> Markup:
         made.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
     drawn = text[text.index("<svg") :]
+    for colour, variable in ((INK, "ink"), (SOFT, "soft"), (_GRID, "line")):
+        drawn = drawn.replace(colour, f"var(--{variable}, {colour})")
     named = drawn.replace("<svg", f'<svg role="img" aria-label="{Markup.escape(label)}"', 1)
     return Markup(named)
 
@@ -132,3 +137,19 @@ def bars(
     axes.margins(x=0.12)
     axes.set_xlabel(unit, fontsize=9, color=SOFT)
     return svg(made, title)
+
+
+def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of a metric, where it was recorded."""
+    points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def thin(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
+    """Means over equal runs of points, so that a million steps draw as a few hundred points."""
+    width = max(1, len(steps) // _BUCKETS)
+    groups = [slice(i, i + width) for i in range(0, len(steps), width)]
+    return (
+        [sum(steps[g]) / len(steps[g]) for g in groups],
+        [sum(values[g]) / len(values[g]) for g in groups],
+    )

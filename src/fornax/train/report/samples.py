@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fornax.train.jsonl import read_json_lines
+from fornax.config.jsonl import read_json_lines
 from fornax.train.report.page import Section, fill
 
 __all__ = ["samples_section"]
@@ -43,7 +43,7 @@ def samples_section(file: Path) -> Section | None:
     )
 
 
-def _chosen(records: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[int]]:
+def _chosen(records: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, object]], list[int]]:
     steps = sorted({record["step"] for record in records})
     size = max(1, len(records) // len(steps))
     rounds = max(2, min(_ROUNDS, _MOST // size))
@@ -58,7 +58,7 @@ def _chosen(records: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any
     return [record for step in steps for record in kept[step]], steps
 
 
-def _card(record: Mapping[str, Any]) -> dict[str, Any]:
+def _card(record: Mapping[str, Any]) -> dict[str, object]:
     reward, advantage = record.get("reward") or 0.0, record.get("advantage") or 0.0
     tokens, ended = record.get("tokens", 0), record.get("finish_reason", "")
     parts = record.get("rewards") or {}

@@ -2,20 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from markupsafe import Markup, escape
 
 from fornax.config.errors import ConfigError
-from fornax.train.goodput import Goodput, summarise
+from fornax.config.goodput import Goodput, summarise
 from fornax.train.metrics import read_metrics
 from fornax.train.report.page import Section, render, table
-from fornax.train.report.plots import bars, lines
+from fornax.train.report.plots import bars, lines, series, thin
 from fornax.train.report.samples import samples_section
-from fornax.train.report.series import series, thin
 from fornax.train.report.tuning import tuning_figures, tuning_section
 from fornax.train.run_dir import RunDirectory
+from fornax.train.skip_list import SkipList
 
 __all__ = ["duration", "training_sections", "write"]
 
@@ -24,10 +23,17 @@ _NAMES = {
     "compile": "compile",
     "wait_for_data": "wait for data",
     "step": "train steps",
+    "snapshot": "copy the state to memory",
     "checkpoint": "blocked on checkpoints",
     "restore": "restore",
     "evaluate": "evaluate",
-    "lost": "lost to kills",
+    "exchange": "exchange with other slices",
+    "spikes": "lost to loss spikes",
+    "detection": "notice faults",
+    "recovery": "form the group anew",
+    "waiting": "wait for hosts",
+    "lost": "lost to faults",
+    "other": "end",
 }
 
 
@@ -43,7 +49,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _curves(records: Sequence[Mapping[str, Any]]) -> Markup:
+def _curves(records: Sequence[Mapping[str, object]]) -> Markup:
     rates = sorted({k for r in records for k in r if k.endswith("_per_second")})
     loss = [
         ("train", *thin(*series(records, "loss"))),
@@ -87,7 +93,31 @@ def _time_section(goodput: Goodput) -> Section:
     )
 
 
-def _skipped(records: Sequence[Mapping[str, Any]]) -> str:
+def _spikes_section(path: Path) -> Section | None:
+    """The rewinds of a run, a row each; None where there was none."""
+    rewinds = SkipList.read(path).rewinds
+    if not rewinds:
+        return None
+    rows = [
+        (
+            str(r.step),
+            r.metric.replace("_", " "),
+            "not finite" if r.value is None else f"{r.value:.4g}",
+            "" if r.limit is None else f"{r.limit:.4g}",
+            ", ".join(map(str, r.skipped)),
+            f"{r.back_to} ({r.source})",
+        )
+        for r in rewinds
+    ]
+    times = "once" if len(rows) == 1 else f"{len(rows)} times"
+    return Section(
+        title="Loss spikes",
+        lead=f"The run went back {times}; the curves are those of the steps that were kept.",
+        body=table(("step", "metric", "value", "limit", "batches left out", "back to"), rows),
+    )
+
+
+def _skipped(records: Sequence[Mapping[str, object]]) -> str:
     count = sum(1 for r in records if r.get("skipped"))
     return f" {count} steps were skipped for their gradients." if count else ""
 
@@ -113,7 +143,11 @@ def training_sections(run: RunDirectory) -> list[Section]:
         ),
         *(
             section
-            for section in (tuning_section(records), samples_section(run.samples))
+            for section in (
+                _spikes_section(run.spikes),
+                tuning_section(records),
+                samples_section(run.samples),
+            )
             if section
         ),
         _time_section(summarise(run.goodput)),

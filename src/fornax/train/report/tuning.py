@@ -7,8 +7,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fornax.train.report.page import Section
-from fornax.train.report.plots import lines
-from fornax.train.report.series import series, thin
+from fornax.train.report.plots import lines, series, thin
 
 __all__ = ["tuning_figures", "tuning_section"]
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from fornax.config.errors import ConfigError
 from fornax.data import DataConfig, Dataset, Mixture, open_batches, read_manifest
+from fornax.data.remote import find_workers
 from fornax.kernels import linear_cross_entropy
 from fornax.mesh import Rules
 from fornax.mesh.hosts import most
@@ -63,7 +64,9 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
             split=split,
             process_index=hosts.index,
             process_count=hosts.count,
+            row_multiple=hosts.multiple,
             agree=most,
+            workers=find_workers(),
         )
 
     def pretrained(mesh: Mesh, rules: Rules) -> nnx.Module:
@@ -80,6 +83,7 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
         loss=loss,
         evaluate=lambda decoder, batch: next_token_loss(decoder, batch),
         batches=batches,
+        left_out=tuple((r.start, r.stop) for r in config.data.skip_steps),
         summarise=lambda means: _summarise(means, per_byte),
         pretrained=None if config.init_from is None else pretrained,
         unit="tokens",
@@ -89,7 +93,7 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
 
 def row_shapes(config: TrainConfig, hosts: Hosts) -> dict[str, jax.ShapeDtypeStruct]:
     """What a host's rows of one step look like, without reading any."""
-    shape = (config.batch_size // hosts.count, config.seq_len)
+    shape = (hosts.size(config.batch_size), config.seq_len)
     numbers = ("tokens", "targets", "segment_ids", "positions")
     shapes = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in numbers}
     return {**shapes, "loss_weights": jax.ShapeDtypeStruct(shape, np.float32)}

@@ -7,21 +7,83 @@ the model writes when it is served. The first kind may include more, such as a l
 turn's end; both include the end itself.
 """
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from fornax.config.errors import DataError, EngineError
 from fornax.llm.text import ChatTemplate
 from fornax.tune.data.encoded import Encoded, encoded
-from fornax.tune.data.messages import Messages
-from fornax.tune.data.pieces import Pieces
-from fornax.tune.data.records import Chat, Tools
-from fornax.tune.data.turns import Turns, chains
+from fornax.tune.data.records import Chat, Messages, Tools, Variables
+from fornax.tune.data.tokenizer import TextEncoder
 
 __all__ = ["ChatEncoder"]
+
+
+_SHOWN = 40
+
+
+class Render(Protocol):
+    """Renders the first messages of a conversation."""
+
+    def __call__(self, count: int, *, ask: bool) -> str:
+        """The first `count` messages; with `ask`, and the generation prompt."""
+
+
+@dataclass
+class Rendering:
+    """A rendering, and the spans of characters of its turns that are learned."""
+
+    text: str = ""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+
+def renderings(render: Render, turns: Sequence[tuple[int, bool]]) -> Iterator[Rendering]:
+    """Renderings in which every learned turn stands as the model wrote it.
+
+    A template whose renderings of longer and longer beginnings all go on from each other gives one.
+    Where it writes an earlier turn otherwise once later messages follow, that turn is learned from
+    the rendering that ends with it.
+
+    Args:
+      render: renders beginnings of the conversation.
+      turns: the place of each assistant message, and whether it is learned.
+
+    Raises:
+      DataError: when an answer does not go on from its prompt.
+    """
+    current = Rendering()
+    for place, wanted in turns:
+        whole = render(place + 1, ask=False)
+        if not whole.startswith(current.text):
+            yield current
+            current = Rendering()
+        if wanted:
+            head = render(place, ask=True)
+            if not whole.startswith(head):
+                raise _differs(head, whole, place)
+            current.spans.append((len(head), len(whole)))
+        current.text = whole
+    yield current
+
+
+def _differs(head: str, whole: str, place: int) -> DataError:
+    same = next(
+        (i for i, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b),
+        min(len(head), len(whole)),
+    )
+    return DataError(
+        f"the chat template asks for message {place + 1} with "
+        f"{head[same : same + _SHOWN]!r} after {head[max(0, same - _SHOWN) : same]!r}, but writes "
+        f"the answer with {whole[same : same + _SHOWN]!r} there: the model would learn from a "
+        "prompt that it never sees; give a template with {% generation %} marks with --template, "
+        "or template variables that make both alike"
+    )
+
 
 _CONTEXT = 24
 """Characters of a rendering that an error shows."""
@@ -32,24 +94,22 @@ class ChatEncoder:
 
     def __init__(
         self,
-        pieces: Pieces,
+        encoder: TextEncoder,
         template: ChatTemplate | None,
         *,
         eos_ids: Sequence[int],
-        variables: Mapping[str, Any],
+        variables: Variables,
     ):
-        self._pieces = pieces
+        self._encoder = encoder
         self._template = template
         self._eos_ids = tuple(eos_ids)
         self._variables = variables
 
-    def prompt(
-        self, messages: Messages, tools: Tools, variables: Mapping[str, Any] | None
-    ) -> np.ndarray:
+    def prompt(self, messages: Messages, tools: Tools, variables: Variables | None) -> np.ndarray:
         """Ids of a prompt that ends where the assistant begins, int32 `[n]`."""
         self._check_text(messages, tools)
         text = self._render(messages, tools, variables, True)
-        return self._checked_start(np.asarray(self._pieces.located(text)[0], np.int32))
+        return self._checked_start(np.asarray(self._encoder.encode_with_offsets(text)[0], np.int32))
 
     def chat(self, chat: Chat) -> list[Encoded]:
         """Every assistant turn of weight 1 learned."""
@@ -61,7 +121,7 @@ class ChatEncoder:
         text, spans = self._marked(messages, chat.tools, chat.variables)
         if spans:
             return [self._masked(text, _chosen(spans, wanted))]
-        found = self._turns(messages, chat.tools, chat.variables, wanted)
+        found = self._renderings(messages, chat.tools, chat.variables, wanted)
         return [self._masked(t.text, t.spans, upto_end=True) for t in found if t.spans]
 
     def completion(
@@ -69,7 +129,7 @@ class ChatEncoder:
         prompt: Messages,
         completion: Messages,
         tools: Tools,
-        variables: Mapping[str, Any] | None,
+        variables: Variables | None,
     ) -> Encoded:
         """The assistant turns of `completion` learned."""
         whole = _without_weights([*prompt, *completion])
@@ -78,7 +138,7 @@ class ChatEncoder:
         after = sum(m["role"] == "assistant" for m in completion)
         wanted = [False] * before + [True] * after
         try:
-            found = [t for t in self._turns(whole, tools, variables, wanted) if t.spans]
+            found = [t for t in self._renderings(whole, tools, variables, wanted) if t.spans]
         except DataError:
             text, spans = self._marked(whole, tools, variables)
             if not spans:
@@ -92,27 +152,20 @@ class ChatEncoder:
         return self._masked(found[0].text, found[0].spans, upto_end=True)
 
     def _render(
-        self, messages: Messages, tools: Tools, variables: Mapping[str, Any] | None, ask: bool
+        self, messages: Messages, tools: Tools, variables: Variables | None, ask: bool
     ) -> str:
-        try:
+        given = {**self._variables, **(variables or {})}
+        with _refusals_of_data():
             return self._needed().render(
-                messages,
-                tools=tools,
-                add_generation_prompt=ask,
-                variables={**self._variables, **(variables or {})},
+                messages, tools=tools, add_generation_prompt=ask, variables=given
             )
-        except EngineError as error:
-            raise DataError(str(error)) from error
 
     def _marked(
-        self, messages: Messages, tools: Tools, variables: Mapping[str, Any] | None
+        self, messages: Messages, tools: Tools, variables: Variables | None
     ) -> tuple[str, list[tuple[int, int]]]:
-        try:
-            return self._needed().render_marked(
-                messages, tools=tools, variables={**self._variables, **(variables or {})}
-            )
-        except EngineError as error:
-            raise DataError(str(error)) from error
+        given = {**self._variables, **(variables or {})}
+        with _refusals_of_data():
+            return self._needed().render_marked(messages, tools=tools, variables=given)
 
     def _needed(self) -> ChatTemplate:
         if self._template is None:
@@ -122,30 +175,30 @@ class ChatEncoder:
             )
         return self._template
 
-    def _turns(
+    def _renderings(
         self,
         messages: Messages,
         tools: Tools,
-        variables: Mapping[str, Any] | None,
+        variables: Variables | None,
         wanted: Sequence[bool],
-    ) -> Iterator[Turns]:
+    ) -> Iterator[Rendering]:
         def render(count: int, *, ask: bool) -> str:
             return self._render(messages[:count], tools, variables, ask)
 
         places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        return chains(render, list(zip(places, wanted, strict=True)))
+        return renderings(render, list(zip(places, wanted, strict=True)))
 
     def _check_text(self, messages: Messages, tools: Tools) -> None:
         """Refuse messages that spell what only the template may write."""
         for number, message in enumerate(messages, 1):
             text = json.dumps(message, ensure_ascii=False)
-            found = self._pieces.special_in(text)
+            found = self._encoder.find_special(text)
             if found:
                 raise DataError(
                     f"message {number} ({message['role']}) spells the special token {found}, which "
                     "only the chat template may write; remove it from the text"
                 )
-        found = self._pieces.special_in(json.dumps(tools, ensure_ascii=False)) if tools else None
+        found = self._encoder.find_special(json.dumps(tools, ensure_ascii=False)) if tools else None
         if found:
             raise DataError(f"tools spell the special token {found}; remove it from the text")
 
@@ -179,7 +232,7 @@ class ChatEncoder:
             return None
         found = last = int(ends[-1])
         for place in ends[::-1].tolist():
-            if self._pieces.show(np.setdiff1d(ids[place:last], ids[ends])).strip():
+            if self._encoder.decode(np.setdiff1d(ids[place:last], ids[ends])).strip():
                 break
             found = place
         return found
@@ -195,7 +248,9 @@ class ChatEncoder:
             ids: list[int] = []
             places = [np.zeros((0, 2), np.int64)]
             for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-                found, offsets = self._pieces.located(text[begin:end], follows=begin > 0)
+                found, offsets = self._encoder.encode_with_offsets(
+                    text[begin:end], follows=begin > 0
+                )
                 ids += found
                 places.append(offsets + begin)
             offsets = np.concatenate(places)
@@ -209,21 +264,31 @@ class ChatEncoder:
             cuts = sorted({*cuts, *across})
 
     def _checked_start(self, ids: np.ndarray) -> np.ndarray:
-        bos = self._pieces.bos_id
+        bos = self._encoder.bos_id
         if bos is not None and len(ids) > 1 and ids[0] == bos and ids[1] == bos:
             raise DataError(
-                f"the chat template begins with {self._pieces.show([bos])} twice; mend the template"
+                f"the chat template begins with {self._encoder.decode([bos])} twice; mend the "
+                "template"
             )
         return ids
 
     def _no_end(self, text: str, start: int, stop: int) -> DataError:
-        names = ", ".join(self._pieces.show([i]) for i in self._eos_ids) or "none"
+        names = ", ".join(self._encoder.decode([i]) for i in self._eos_ids) or "none"
         turn = text[max(start, stop - _CONTEXT) : stop]
         return DataError(
             f"the chat template ends an assistant turn with {turn!r} and no end token ({names}), "
             "so the model would not learn to stop; add the turn's end to eos_token_id in "
             "generation_config.json, or give a template that writes eos_token"
         )
+
+
+@contextlib.contextmanager
+def _refusals_of_data() -> Iterator[None]:
+    """Raise DataError for what a template refuses."""
+    try:
+        yield
+    except EngineError as error:
+        raise DataError(str(error)) from error
 
 
 def _without_weights(messages: Messages) -> Messages:

@@ -1,7 +1,6 @@
 """Text and conversations to token ids, just as the engine encodes them when it serves the model."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,9 +9,8 @@ from fornax.data import Tokenizer
 from fornax.llm.text import ChatTemplate
 from fornax.tune.data.chat import ChatEncoder
 from fornax.tune.data.encoded import Encoded, encoded
-from fornax.tune.data.messages import Messages
-from fornax.tune.data.pieces import Pieces
-from fornax.tune.data.records import Chat, Tools
+from fornax.tune.data.records import Chat, Messages, Tools, Variables
+from fornax.tune.data.tokenizer import TextEncoder
 
 __all__ = ["Codec"]
 
@@ -35,28 +33,28 @@ class Codec:
         *,
         template: ChatTemplate | None = None,
         eos_ids: Sequence[int] = (),
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables | None = None,
     ):
         self.tokenizer = tokenizer
         self.template = template
         own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.eos_ids = tuple(dict.fromkeys((*own, *eos_ids)))
         self.variables = dict(variables or {})
-        self.pieces = Pieces(tokenizer)
+        self.encoder = TextEncoder(tokenizer)
         self._chats = ChatEncoder(
-            self.pieces, template, eos_ids=self.eos_ids, variables=self.variables
+            self.encoder, template, eos_ids=self.eos_ids, variables=self.variables
         )
 
     @property
     def bos_id(self) -> int | None:
         """The token that begins every text here, if any does."""
-        return self.pieces.bos_id
+        return self.encoder.bos_id
 
     def prompt(
         self,
         prompt: str | Messages,
         tools: Tools = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables | None = None,
     ) -> np.ndarray:
         """Ids that the model continues, int32 `[n]`.
 
@@ -67,7 +65,7 @@ class Codec:
           DataError: for messages that the template refuses.
         """
         if isinstance(prompt, str):
-            return self.pieces.begin(prompt)
+            return self.encoder.encode(prompt)
         return self._chats.prompt(prompt, tools, variables)
 
     def chat(self, chat: Chat) -> list[Encoded]:
@@ -87,7 +85,7 @@ class Codec:
         prompt: str | Messages,
         completion: str | Messages,
         tools: Tools = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables | None = None,
     ) -> Encoded:
         """A prompt and the completion after it; the completion is learned, its end included.
 
@@ -101,14 +99,14 @@ class Codec:
             return self._chats.completion(prompt, completion, tools, variables)
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise DataError("one of prompt and completion is text; write both as text or messages")
-        asked = self.pieces.begin(prompt)
-        answered = self._ended(self.pieces.go_on(completion))
+        asked = self.encoder.encode(prompt)
+        answered = self._ended(self.encoder.encode_continuation(completion))
         mask = np.arange(len(asked) + len(answered)) >= len(asked)
         return encoded(np.concatenate([asked, answered]), mask)
 
     def text(self, text: str) -> Encoded:
         """A text, all of it learned, with the end token."""
-        tokens = self._ended(self.pieces.begin(text))
+        tokens = self._ended(self.encoder.encode(text))
         return encoded(tokens, np.ones(len(tokens), bool))
 
     def _ended(self, tokens: np.ndarray) -> np.ndarray:

@@ -3,19 +3,63 @@
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fornax.config.errors import DataError
+from fornax.config.errors import DataError, FornaxError
 from fornax.data import HuggingFace
 from fornax.data.files import Storage, is_remote
 from fornax.data.records import Source, decode
 from fornax.data.sources.jsonl import JsonlSource
 from fornax.data.sources.parquet import ParquetSource
-from fornax.tune.data.problems import Problems
+from fornax.tune.data.records import JsonObject
 
-__all__ = ["Line", "Paths", "read_lines"]
+__all__ = ["Line", "Paths", "Problems", "read_lines"]
+
+
+_REPORTED = 5
+
+
+class Problems:
+    """What is wrong with records, each with its file and line.
+
+    Example:
+      >>> problems = Problems()
+      >>> problems.add("chats.jsonl:3", "there is no messages; name the conversation so")
+      >>> problems.check()
+      Traceback (most recent call last):
+      fornax.config.errors.DataError: chats.jsonl:3: there is no messages; name the conversation so
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first: list[str] = []
+
+    def add(self, where: str, message: str) -> None:
+        """Note a problem of the record at `where`, `FILE:LINE`."""
+        self.count += 1
+        if len(self._first) < _REPORTED:
+            self._first.append(f"{where}: {message}")
+
+    @contextmanager
+    def of(self, where: str) -> Iterator[None]:
+        """Note what the body finds wrong with a record, and go on."""
+        try:
+            yield
+        except FornaxError as error:
+            self.add(where, str(error))
+
+    def check(self) -> None:
+        """Raise `DataError` with the first problems, and how many more there are."""
+        if not self.count:
+            return
+        lines = list(self._first)
+        if self.count > len(lines):
+            lines.append(f"and {self.count - len(lines)} more records with problems")
+        raise DataError(".\n".join(lines))
+
 
 Paths = str | Path | Sequence[str | Path]
 """A file, a folder, a glob, or several of them."""
@@ -34,7 +78,7 @@ class Line:
 
     where: str
     """`FILE:LINE` of JSON Lines and JSON, `FILE:row N` (from 1) of tables."""
-    fields: dict[str, Any]
+    fields: JsonObject
 
 
 def read_lines(
@@ -42,7 +86,6 @@ def read_lines(
     problems: Problems,
     *,
     columns: Mapping[str, str] | None = None,
-    storage: Storage | None = None,
 ) -> Iterator[Line]:
     """The records of all files; what is no JSON object becomes a problem.
 
@@ -50,13 +93,12 @@ def read_lines(
       paths: files, folders, globs, or datasets on the Hub; gs:// and s3:// too.
       problems: takes up records that cannot be read.
       columns: our name of a field to the name that the files use.
-      storage: opens remote files.
 
     Raises:
       DataError: a path without a file, a file of an unknown kind or damaged as a whole, no
         records at all, or a name in `columns` that none of them has.
     """
-    storage = storage or Storage()
+    storage = Storage()
     last: Line | None = None
     absent = set((columns or {}).values())
     for file in _files(paths, storage):
@@ -171,7 +213,7 @@ def _skip(text: str, place: int) -> int:
     return place
 
 
-def _renamed(fields: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def _renamed(fields: JsonObject, columns: Mapping[str, str]) -> JsonObject:
     missing = [theirs for theirs in columns.values() if theirs not in fields]
     taken = set(columns.values())
     renamed = {key: value for key, value in fields.items() if key not in taken}

@@ -2,17 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from fornax.config.errors import DataError
 from fornax.tune.data.codec import Codec
-from fornax.tune.data.encoded import Encoded, Limit, encoded
-from fornax.tune.data.fit import fit_answers, fit_example, fit_prompt
-from fornax.tune.data.lines import Line, Paths, read_lines
-from fornax.tune.data.messages import Messages
-from fornax.tune.data.problems import Problems
+from fornax.tune.data.encoded import (
+    Encoded,
+    Limit,
+    Summary,
+    encoded,
+    fit_answers,
+    fit_example,
+    fit_prompt,
+)
+from fornax.tune.data.lines import Line, Paths, Problems, read_lines
 from fornax.tune.data.read import (
     Columns,
     parse_example,
@@ -20,8 +26,17 @@ from fornax.tune.data.read import (
     parse_pair,
     parse_prompt,
 )
-from fornax.tune.data.records import Chat, Example, Labelled, Pair, Prompt, Text, Tools
-from fornax.tune.data.summary import Summary
+from fornax.tune.data.records import (
+    Chat,
+    Example,
+    JsonObject,
+    Labelled,
+    Messages,
+    Pair,
+    Prompt,
+    Text,
+    Tools,
+)
 
 __all__ = [
     "LabelledTokens",
@@ -77,7 +92,7 @@ class PromptTokens:
     """int32 `[n]`."""
     prompt: str | Messages
     tools: Tools
-    record: dict[str, Any] = field(default_factory=dict)
+    record: JsonObject = field(default_factory=dict)
     """The line's other columns."""
     where: str = ""
 
@@ -200,8 +215,8 @@ def _load(
     columns: Columns | None,
 ) -> Loaded[_Item]:
     problems = Problems()
-    name = str(paths) if isinstance(paths, str) else ", ".join(map(str, _listed(paths)))
-    summary = Summary(name=name)
+    listed = [paths] if isinstance(paths, str | Path) else paths
+    summary = Summary(name=", ".join(map(str, listed)))
     items: list[_Item] = []
     records: list[int] = []
     for line in read_lines(paths, problems, columns=columns):
@@ -214,7 +229,3 @@ def _load(
     if not items:
         raise DataError(f"{summary.text()}: nothing is left; raise max_length")
     return Loaded(items=items, summary=summary, records=records)
-
-
-def _listed(paths: Paths) -> list[Any]:
-    return [paths] if not isinstance(paths, list | tuple) else list(paths)

@@ -1,14 +1,25 @@
-"""Files to records: what each line may hold, and errors that name file and line."""
+"""Lines to records: what each line may hold, and errors that name file and line."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Mapping
+from typing import Any
 
 from fornax.config.errors import DataError
-from fornax.tune.data.fields import Fields, common_prefix, parts_of
-from fornax.tune.data.lines import Line, Paths, read_lines
-from fornax.tune.data.messages import check_messages, is_messages
-from fornax.tune.data.problems import Problems
-from fornax.tune.data.records import Chat, Completion, Example, Labelled, Pair, Prompt, Text
+from fornax.tune.data.lines import Line
+from fornax.tune.data.records import (
+    Chat,
+    Completion,
+    Example,
+    JsonObject,
+    Labelled,
+    Pair,
+    Prompt,
+    Text,
+    Tools,
+    check_messages,
+    check_tools,
+    is_messages,
+)
 
 __all__ = [
     "Columns",
@@ -16,86 +27,134 @@ __all__ = [
     "parse_labelled",
     "parse_pair",
     "parse_prompt",
-    "read_examples",
-    "read_labelled",
-    "read_pairs",
-    "read_prompts",
 ]
 
-_Record = TypeVar("_Record")
+
+class Fields:
+    """A line's fields; every method raises `DataError` for one that is missing or wrong."""
+
+    def __init__(self, line: Line):
+        self._fields = line.fields
+
+    def has(self, name: str) -> bool:
+        """Whether the line has a field that is not null."""
+        return self._fields.get(name) is not None
+
+    def missing(self, wanted: str) -> DataError:
+        """The error for a line without what it needs."""
+        found = ", ".join(sorted(self._fields)) or "nothing"
+        return DataError(f"has {found}, and needs {wanted}; add or rename columns")
+
+    def get(self, name: str) -> object:
+        """A field that must be there."""
+        if not self.has(name):
+            raise self.missing(name)
+        return self._fields[name]
+
+    def text(self, name: str) -> str:
+        """A field of text that must not be empty."""
+        value = self.get(name)
+        if not isinstance(value, str):
+            raise DataError(f"{name} is a {type(value).__name__}; it must be text")
+        if not value.strip():
+            raise DataError(f"{name} is empty; write the text or remove the line")
+        return value
+
+    def tools(self) -> Tools:
+        """The line's `tools`, a list or JSON text."""
+        return check_tools(self._fields.get("tools"))
+
+    def variables(self) -> JsonObject:
+        """The line's `chat_template_kwargs`."""
+        value = self._fields.get("chat_template_kwargs") or {}
+        if not isinstance(value, dict):
+            raise DataError(
+                f"chat_template_kwargs is a {type(value).__name__}; it must be an object"
+            )
+        return value
+
+    def common(self) -> JsonObject:
+        """What a record tells the chat template."""
+        return {"tools": self.tools(), "variables": self.variables()}
+
+    def prompt_and_answer(self, prompt: str, answer: str) -> tuple[Any, Any]:
+        """A prompt and what follows it, both text or both messages.
+
+        An answer in messages may repeat the prompt's messages, and a prompt in text before messages
+        is a user's; an answer in text after messages is an assistant's.
+        """
+        asked, answered = self.get(prompt), self.get(answer)
+        if not is_messages(asked) and not is_messages(answered):
+            given = asked if asked == "" else self.text(prompt)  # an empty prompt: from nothing
+            try:
+                return given, self.text(answer)
+            except DataError as error:
+                if isinstance(answered, str):
+                    raise _empty(answer) from error
+                raise
+        if not is_messages(asked):
+            asked = [{"role": "user", "content": self.text(prompt)}]
+        if not is_messages(answered):
+            answered = [{"role": "assistant", "content": answered}]
+        if answered and isinstance(answered[0], dict) and answered[0].get("role") != "assistant":
+            whole = answered
+        else:
+            whole = [*asked, *answered]
+        return asked, continuation_of(asked, whole, answer, self.tools())
+
+
+def _empty(name: str) -> DataError:
+    return DataError(f"{name} is an empty completion; write the answer or remove the line")
+
+
+def continuation_of(prompt: Any, whole: Any, name: str, tools: Tools) -> Any:
+    """What follows `prompt` in `whole`, both text or both messages, checked."""
+    rest = whole[len(prompt) :]
+    if not is_messages(whole):
+        if not rest.strip():
+            raise _empty(name)
+        return rest
+    if whole[: len(prompt)] != prompt:
+        raise DataError(
+            f"{name} is a conversation that does not begin with the prompt; begin it with the same "
+            "messages, or give only the answer"
+        )
+    check_messages(whole, field=f"prompt and {name}", ends="assistant", tools=tools)
+    if not prompt or not rest or rest[0]["role"] != "assistant":
+        raise DataError(
+            f"{name} must go on with an assistant message after the prompt; give the prompt up to "
+            "the question"
+        )
+    return rest
+
+
+def common_prefix(one: Any, other: Any) -> Any:
+    """The beginning that two conversations share, in whole messages; of two texts, in words."""
+    pairs = zip(one, other, strict=False)
+    length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if is_messages(one):
+        return one[:length]
+    while length and not one[length - 1].isspace():
+        length -= 1
+    return one[:length].rstrip(" ")
+
 
 Columns = Mapping[str, str]
 """Our name of a field to the name that the files use: `{"prompt": "question"}`."""
-
-
-def _read(
-    paths: Paths, parse: Callable[[Line], list[_Record]], columns: Columns | None
-) -> list[_Record]:
-    problems = Problems()
-    records: list[_Record] = []
-    for line in read_lines(paths, problems, columns=columns):
-        with problems.of(line.where):
-            records.extend(parse(line))
-    problems.check()
-    return records
-
-
-def read_examples(paths: Paths, *, columns: Columns | None = None) -> list[Example]:
-    """Chats (`messages`), prompts with completions, and texts, line by line.
-
-    Raises:
-      DataError: with file and line of the first few records that are no such thing.
-    """
-    return _read(paths, parse_example, columns)
-
-
-def read_pairs(paths: Paths, *, columns: Columns | None = None) -> list[Pair]:
-    """Preference pairs: `chosen` and `rejected`, and `prompt` or a beginning that both share.
-
-    Raises:
-      DataError: with file and line of the first few records that are no such thing.
-    """
-    return _read(paths, parse_pair, columns)
-
-
-def read_labelled(paths: Paths, *, columns: Columns | None = None) -> list[Labelled]:
-    """Completions with a `label`; a preference pair counts as one of each.
-
-    Raises:
-      DataError: with file and line of the first few records that are no such thing.
-    """
-    return _read(paths, parse_labelled, columns)
-
-
-def read_prompts(paths: Paths, *, columns: Columns | None = None) -> list[Prompt]:
-    """Prompts (`prompt`, or `messages` that end with a question) and all other columns.
-
-    Raises:
-      DataError: with file and line of the first few records that are no such thing.
-    """
-    return _read(paths, parse_prompt, columns)
 
 
 def parse_example(line: Line) -> list[Example]:
     """One example for supervised fine-tuning."""
     fields = Fields(line)
     if fields.has("messages"):
-        tools = fields.tools()
-        return [
-            Chat(
-                where=line.where,
-                messages=check_messages(
-                    line.fields["messages"], field="messages", ends="assistant", tools=tools
-                ),
-                tools=tools,
-                variables=fields.variables(),
-            )
-        ]
+        given = line.fields["messages"]
+        check_messages(given, field="messages", ends="assistant", tools=fields.tools())
+        return [Chat(messages=given, **fields.common())]
     if fields.has("prompt") or fields.has("completion"):
-        prompt, completion = fields.pair_of("prompt", "completion")
+        prompt, completion = fields.prompt_and_answer("prompt", "completion")
         return [Completion(prompt=prompt, completion=completion, **fields.common())]
     if fields.has("text"):
-        return [Text(where=line.where, text=fields.text("text"))]
+        return [Text(text=fields.text("text"))]
     raise fields.missing("messages, prompt and completion, or text")
 
 
@@ -129,8 +188,8 @@ def parse_pair(line: Line) -> list[Pair]:
 
 def _prompt_and_answers(fields: Fields) -> tuple[Any, Any, Any]:
     if fields.has("prompt"):
-        prompt, chosen = fields.pair_of("prompt", "chosen")
-        again, rejected = fields.pair_of("prompt", "rejected")
+        prompt, chosen = fields.prompt_and_answer("prompt", "chosen")
+        again, rejected = fields.prompt_and_answer("prompt", "rejected")
         if prompt != again:
             raise DataError(
                 "chosen and rejected are of different kinds (text, messages, or whole "
@@ -146,7 +205,7 @@ def _prompt_and_answers(fields: Fields) -> tuple[Any, Any, Any]:
             "chosen and rejected share no beginning that could be the prompt; add prompt"
         )
     parts = [
-        parts_of(shared, whole, name, fields.tools())
+        continuation_of(shared, whole, name, fields.tools())
         for name, whole in (("chosen", chosen), ("rejected", rejected))
     ]
     return shared, *parts
@@ -163,7 +222,7 @@ def parse_labelled(line: Line) -> list[Labelled]:
         ]
     if not fields.has("completion"):
         raise fields.missing("prompt, completion and label")
-    prompt, completion = fields.pair_of("prompt", "completion")
+    prompt, completion = fields.prompt_and_answer("prompt", "completion")
     label = line.fields.get("label")
     if label is None:
         raise fields.missing("label, true or false")
@@ -185,4 +244,4 @@ def parse_prompt(line: Line) -> list[Prompt]:
         value = fields.text(name)
     used = {name, "tools", "chat_template_kwargs"}
     record = {key: item for key, item in line.fields.items() if key not in used}
-    return [Prompt(prompt=value, record=record, **fields.common())]
+    return [Prompt(where=line.where, prompt=value, record=record, **fields.common())]

@@ -1,6 +1,14 @@
-"""The doctor of post-training: are the foundations of a run right, before its first step."""
+"""Checks of a post-training run before its first step, by a trial run: `fornax tune doctor`."""
 
-from fornax.tune.doctor.checkup import admit, consult, examine
-from fornax.tune.doctor.findings import Finding, Outcome, paragraphs, table
+from fornax.tune.doctor.checks import check_config, require_sound, run_checks
+from fornax.tune.doctor.results import CheckResult, Outcome, paragraphs, table
 
-__all__ = ["Finding", "Outcome", "admit", "consult", "examine", "paragraphs", "table"]
+__all__ = [
+    "CheckResult",
+    "Outcome",
+    "check_config",
+    "paragraphs",
+    "require_sound",
+    "run_checks",
+    "table",
+]

@@ -1,38 +1,112 @@
 """Checks of the data as the loss sees it: one beginning, a learned end, a true template."""
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
-from fornax.tune.config import SFTConfig
-from fornax.tune.configs.distill import DistillConfig
-from fornax.tune.configs.preference import KTOConfig, PreferenceConfig
-from fornax.tune.configs.reward_model import RewardModelConfig
+from fornax.config.errors import DataError
+from fornax.tune.config import (
+    DistillConfig,
+    KTOConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from fornax.tune.data import (
+    Chat,
+    Codec,
     Encoded,
     Problems,
-    doubled_beginnings,
     load_examples,
     load_labelled,
     load_pairs,
     load_prompts,
     read_lines,
-    template_fault,
-    without_end,
 )
-from fornax.tune.doctor.findings import Outcome, failed, passed, skipped
-from fornax.tune.doctor.patient import Patient, sequences_of
-from fornax.tune.doctor.small import head
-from fornax.tune.rl.config import RLConfig
+from fornax.tune.data.records import Messages
+from fornax.tune.doctor.results import Outcome, failed, passed, skipped
+from fornax.tune.doctor.trial_run import TrialRun, head, sequences_of
 from fornax.tune.splits import codec_of, limit_of
 
-__all__ = ["beginnings", "end_is_learned", "template"]
+__all__ = [
+    "beginnings",
+    "doubled_beginnings",
+    "end_is_learned",
+    "template",
+    "template_fault",
+    "without_end",
+]
+
+
+_PROBE: Messages = [
+    {"role": "user", "content": "How many legs has a spider?"},
+    {"role": "assistant", "content": "Eight."},
+]
+
+
+def doubled_beginnings(sequences: Iterable[Encoded], bos_id: int | None) -> int:
+    """How many sequences have a second beginning token: at their start, or before the answer."""
+
+    def doubled(sequence: Encoded) -> bool:
+        begins = sequence.tokens == bos_id
+        return bool(begins[1:2].any() or begins[1:][sequence.prompt - 1 : sequence.prompt].any())
+
+    return 0 if bos_id is None else sum(map(doubled, sequences))
+
+
+def without_end(sequences: Iterable[Encoded], eos_ids: Sequence[int]) -> int:
+    """How many sequences have no end token among those that are learned.
+
+    Examples that were truncated have none either.
+    """
+    return sum(not np.isin(sequence.tokens[sequence.mask], eos_ids).any() for sequence in sequences)
+
+
+def template_fault(codec: Codec, messages: Messages | None = None) -> str | None:
+    """What is wrong with the template, or None.
+
+    A conversation is rendered, encoded and decoded: its text must come back, its answer must go on
+    from the tokens that ask for it when the model is served, and the answer's end must be learned.
+
+    Args:
+      codec: the model's.
+      messages: a conversation that ends with an answer; None: a short one.
+    """
+    messages = messages or _PROBE
+    try:
+        prompt = codec.prompt(messages[:-1])
+        found = codec.chat(Chat(messages=messages))[-1]
+    except DataError as error:
+        return str(error)
+    text = codec.encoder.decode(found.tokens)
+    answer = messages[-1]["content"]
+    if answer not in text:
+        return (
+            f"the answer {answer!r} is not in what the tokenizer makes of the rendered "
+            f"conversation, {text!r}; mend the template or the tokenizer"
+        )
+    begun = min(len(prompt), found.length)
+    if not (found.tokens[:begun] == prompt[:begun]).all():
+        return (
+            f"a conversation is encoded as {text!r}, which does not begin with the prompt that the "
+            f"model is served, {codec.encoder.decode(prompt)!r}; mend the template"
+        )
+    if without_end([found], codec.eos_ids):
+        return (
+            f"no end token is learned from {text!r}; add the turn's end to eos_token_id in "
+            "generation_config.json"
+        )
+    return None
+
 
 _LOOKED_AT = 256
 
 
-def template(patient: Patient) -> Outcome:
+def template(trial: TrialRun) -> Outcome:
     """Text, prompt and end of a conversation survive the template and the tokenizer."""
-    run, codec = patient.run, codec_of(patient.run, patient.origin)
-    if patient.origin.template is None:
+    run, codec = trial.run, codec_of(trial.run, trial.origin)
+    if trial.origin.template is None:
         return skipped("the model has no chat template")
     line = next(read_lines(run.data, Problems(), columns=run.columns or None))
     fields = line.fields
@@ -48,20 +122,20 @@ def template(patient: Patient) -> Outcome:
     return failed(
         f"{fault}. What is learned would not be what the model is asked when it is served: the "
         "template, or how the tokenizer splits what it writes, loses or moves text. Mend the "
-        f"template of {patient.origin.tokenizer_path}, or give a right one with --template FILE"
+        f"template of {trial.origin.tokenizer_path}, or give a right one with --template FILE"
     )
 
 
-def beginnings(patient: Patient) -> Outcome:
+def beginnings(trial: TrialRun) -> Outcome:
     """No sequence begins twice."""
-    codec = codec_of(patient.run, patient.origin)
+    codec = codec_of(trial.run, trial.origin)
     if codec.bos_id is None:
         return skipped("the tokenizer has no beginning token")
-    sequences = _encoded(patient)
+    sequences = _encoded(trial)
     doubled = doubled_beginnings(sequences, codec.bos_id)
     if not doubled:
         return passed(f"none of {len(sequences)} sequences begins twice")
-    token = patient.origin.tokenizer.decode([codec.bos_id], special=True)
+    token = trial.origin.tokenizer.decode([codec.bos_id], special=True)
     return failed(
         f"{doubled} of the first {len(sequences)} sequences hold the beginning token {token!r} "
         "twice, at their start or before the answer: chat template and tokenizer both write it, "
@@ -70,17 +144,17 @@ def beginnings(patient: Patient) -> Outcome:
     )
 
 
-def end_is_learned(patient: Patient) -> Outcome:
+def end_is_learned(trial: TrialRun) -> Outcome:
     """Every completion's end token is among the targets of the loss."""
-    ends = codec_of(patient.run, patient.origin).eos_ids
-    if isinstance(patient.run, RLConfig):
+    ends = codec_of(trial.run, trial.origin).eos_ids
+    if isinstance(trial.run, RLConfig):
         return skipped("completions are drawn; their ends are looked at among the samples")
-    sequences = _encoded(patient) + sequences_of(_own_columns(patient))
+    sequences = _encoded(trial) + sequences_of(_own_columns(trial))
     missing = without_end(sequences, ends)
     share = missing / max(len(sequences), 1)
-    cut = patient.run.too_long == "truncate"
+    cut = trial.run.too_long == "truncate"
     if missing and not (cut and share < 0.5):
-        names = [patient.origin.tokenizer.decode([end], special=True) for end in ends]
+        names = [trial.origin.tokenizer.decode([end], special=True) for end in ends]
         return failed(
             f"in {missing} of {len(sequences)} sequences the loss counts no end token "
             f"({', '.join(map(repr, names)) or 'the tokenizer has none'}): the model would learn "
@@ -92,18 +166,18 @@ def end_is_learned(patient: Patient) -> Outcome:
     return passed(f"the loss counts the end of {len(sequences) - missing} sequences{note}")
 
 
-def _own_columns(patient: Patient) -> dict[str, np.ndarray]:
+def _own_columns(trial: TrialRun) -> dict[str, np.ndarray]:
     """The rows without what stands in them only to be compared with."""
-    rows = patient.rows
-    if isinstance(patient.run, KTOConfig):
+    rows = trial.rows
+    if isinstance(trial.run, KTOConfig):
         return {name: x[:, 0] for name, x in rows.items() if x.ndim == 3}
     return rows
 
 
-def _encoded(patient: Patient) -> list[Encoded]:
+def _encoded(trial: TrialRun) -> list[Encoded]:
     """The first records as they are encoded; of prompts, nothing is learned."""
-    run, codec = patient.run, codec_of(patient.run, patient.origin)
-    data = head(run, patient.folder / "head.jsonl", _LOOKED_AT)
+    run, codec = trial.run, codec_of(trial.run, trial.origin)
+    data = head(run, trial.folder / "head.jsonl", _LOOKED_AT)
     given = (str(data), codec, limit_of(run))
     columns = run.columns or None
     if isinstance(run, RLConfig):

@@ -1,18 +1,38 @@
 """Checks of rollouts: ratios, seeds, groups, ends, truncation, rewards.
 
+They look at a few rollouts of a trial run, made by its own stream, sampler and rewards, without an
+update.
+
 Legend: R rows, T tokens of a row.
 """
 
+import functools
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
+from flax import nnx
 
-from fornax.tune.doctor.findings import Outcome, failed, passed, skipped
-from fornax.tune.doctor.patient import Rows, sequences_of
-from fornax.tune.doctor.rollouts import Drawn, Rollouts, with_old
-from fornax.tune.rl.rollouts import Collected, Rollout
+from fornax.models import Decoder
+from fornax.train.task import Hosts, Task
+from fornax.tune.config import GRPOConfig, PPOConfig, RLConfig, TuneConfig
+from fornax.tune.doctor.results import Outcome, failed, passed, skipped
+from fornax.tune.doctor.trial_run import Rows, TrialRun, sequences_of
+from fornax.tune.policy import Origin
+from fornax.tune.rl.collect import Closable
+from fornax.tune.rl.components import make_components
+from fornax.tune.rl.packing import Round
+from fornax.tune.rl.rollouts import Rollout, RolloutBatch
+from fornax.tune.rl.stream import RolloutStream
+from fornax.tune.rl.task import Components
+from fornax.tune.rollout import Sampler
+from fornax.tune.tasks.grpo import grpo_task
+from fornax.tune.tasks.ppo import ppo_task
 
 __all__ = [
+    "Rollouts",
     "drawn_end_is_learned",
     "groups_differ",
     "not_all_truncated",
@@ -21,7 +41,170 @@ __all__ = [
     "repeats_per_seed",
     "rewards_vary",
     "steps_differ",
+    "with_old",
 ]
+
+
+_SHORT = 16
+
+MakeComponents = Callable[[RLConfig, Origin, Path], Components]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRows:
+    """A round: what was collected, and the rows of all its optimizer steps."""
+
+    collected: RolloutBatch
+    steps: list[Rows]
+    numbers: dict[str, float]
+    """The stream's metrics of it."""
+
+
+def task_of(config: RLConfig, parts: Components) -> Task:
+    """The task of either family."""
+    if isinstance(config, PPOConfig):
+        return ppo_task(config, parts)
+    assert isinstance(config, GRPOConfig)
+    return grpo_task(config, parts)
+
+
+@dataclass(kw_only=True)
+class Rollouts:
+    """Rounds drawn with the weights of the first state; one sampler and one pool serve all."""
+
+    trial: TrialRun
+    make_components: MakeComponents = make_components
+    _samplers: list[Sampler] = field(default_factory=list)
+    _plain: dict[float, RoundRows] = field(default_factory=dict)
+    _tasks: dict[float, Task] = field(default_factory=dict)
+
+    @property
+    def config(self) -> RLConfig:
+        """Of the trial run."""
+        assert isinstance(self.trial.config, RLConfig)
+        return self.trial.config
+
+    @functools.cached_property
+    def parts(self) -> Components:
+        """What the trial run works with."""
+        made = self.make_components(self.config, self.trial.origin, self.trial.folder)
+
+        def sampler(model: Decoder) -> Sampler:
+            if not self._samplers:
+                self._samplers.append(made.sampler(model))
+            return self._samplers[0]
+
+        return replace(
+            made, sampler=sampler, remote=None, prompts=made.prompts[: self.config.prompts]
+        )
+
+    def task(self, config: TuneConfig, origin: Origin, out: Path) -> Task:
+        """The trial run's task, for the trial."""
+        del origin, out
+        assert isinstance(config, RLConfig)
+        return task_of(config, self.parts)
+
+    @functools.cached_property
+    def rounds(self) -> list[RoundRows]:
+        """The first two rounds, at the run's temperature, filters and lengths."""
+        return self._draw(self.trial.task, 2)
+
+    @functools.cached_property
+    def again(self) -> RolloutBatch:
+        """The beginnings of the first round's completions, drawn once more."""
+        return self._draw(task_of(self._short(), self.parts), 1)[0].collected
+
+    def plain(self, temperature: float) -> RoundRows:
+        """A round of short completions at a temperature, without filters of tokens."""
+        if temperature not in self._plain:
+            self._plain[temperature] = self._draw(self._task_at(temperature), 1)[0]
+        return self._plain[temperature]
+
+    def at(self, temperature: float) -> RLConfig:
+        """The small config at a temperature, with short completions and no filter of tokens."""
+        config = self._short()
+        rollout = replace(
+            config.rollout, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, min_tokens=0
+        )
+        return replace(config, rollout=rollout)
+
+    def evaluate(self, rows: Rows, temperature: float) -> dict[str, float]:
+        """The loss's figures over rows, at a temperature."""
+        own = temperature == self.config.rollout.temperature
+        task = self.trial.task if own else self._task_at(temperature)
+        return self.trial.evaluate(padded(rows, self.trial.unit), task)
+
+    def _task_at(self, temperature: float) -> Task:
+        if temperature not in self._tasks:
+            self._tasks[temperature] = task_of(self.at(temperature), self.parts)
+        return self._tasks[temperature]
+
+    def teaching_rows(self) -> Rows:
+        """The first step's rows with advantages and returns that are never all alike."""
+        rows = with_old(self.rounds[0].steps[0])
+        draw = np.random.default_rng(0)
+        for name in ("advantages", "returns"):
+            if name in rows:
+                drawn = draw.normal(size=rows[name].shape).astype(np.float32)
+                rows[name] = np.where(rows["loss_mask"] > 0, drawn, 0)
+        return padded(rows, self.trial.unit)
+
+    def _short(self) -> RLConfig:
+        config = self.config
+        tokens = min(config.rollout.max_tokens, _SHORT)
+        few = min(config.rollout.min_tokens, tokens)
+        rollout = replace(config.rollout, max_tokens=tokens, min_tokens=few)
+        return replace(config, rollout=rollout)
+
+    def _draw(self, task: Task, rounds: int) -> list[RoundRows]:
+        stream = task.batches("train", Hosts())
+        assert isinstance(stream, RolloutStream)
+        collected: list[RolloutBatch] = []
+        prepare = stream.prepare
+
+        def remember(batch: RolloutBatch, current: Callable[[], nnx.Module]) -> Round:
+            collected.append(batch)
+            return prepare(batch, current)
+
+        stream.prepare = remember
+        per_round = self.config.steps_per_round
+        found = []
+        for number in range(rounds):
+            steps = []
+            for step in range(per_round):
+                assert task.post.follow is not None
+                task.post.follow(number * per_round + step, lambda: self.trial.model)
+                steps.append(next(stream))
+            found.append(
+                RoundRows(collected=collected[number], steps=steps, numbers=stream.observe())
+            )
+        stream.samples.close()
+        return found
+
+    def close(self) -> None:
+        """End the sampler and the processes of rewards and tools."""
+        for sampler in self._samplers:
+            sampler.close()
+        made = self.__dict__.get("parts")
+        if made is not None and made.rewards is not None:
+            made.rewards.close()
+        if made is not None and isinstance(made.draw, Closable):
+            made.draw.close()
+
+
+def padded(rows: Rows, unit: int) -> Rows:
+    """Rows of zeros added up to a multiple of `unit`: padding, which no loss counts."""
+    count = len(rows["tokens"])
+    more = -count % unit
+    return {
+        name: np.concatenate([x, np.zeros((more, *x.shape[1:]), x.dtype)])
+        for name, x in rows.items()
+    }
+
+
+def with_old(rows: Rows) -> Rows:
+    """Rows whose ratios count from the sampler's own log-probs."""
+    return rows | {"old_logps": rows["sampler_logps"]}
 
 
 def ratio_to_sampler(rollouts: Rollouts, temperature: float) -> Outcome:
@@ -193,7 +376,7 @@ def _alike(group: list[Rollout]) -> bool:
     return len({r.tokens.tobytes() for r in group}) == 1
 
 
-def _texts(collected: Collected) -> dict[str, list[bytes]]:
+def _texts(collected: RolloutBatch) -> dict[str, list[bytes]]:
     """Completions by the line of their prompt."""
     found: dict[str, list[bytes]] = defaultdict(list)
     for rollout in collected.rollouts:
@@ -201,7 +384,7 @@ def _texts(collected: Collected) -> dict[str, list[bytes]]:
     return {where: sorted(tokens) for where, tokens in found.items()}
 
 
-def _first(drawn: Drawn) -> list[Rows]:
+def _first(drawn: RoundRows) -> list[Rows]:
     """Each mini-batch once."""
     seen: dict[int, Rows] = {id(rows): rows for rows in drawn.steps}
     return list(seen.values())
@@ -217,4 +400,4 @@ def _off(rollouts: Rollouts, steps: list[Rows], temperature: float) -> float:
 
 
 def _limit(rollouts: Rollouts) -> float:
-    return rollouts.patient.tolerance
+    return rollouts.trial.tolerance

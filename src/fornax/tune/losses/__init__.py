@@ -5,22 +5,34 @@ from fornax.tune.losses.chunked import (
     linear_distillation,
     linear_topk_distillation,
 )
-from fornax.tune.losses.distill import Divergence, forward_kl, jensen_shannon, reverse_kl
+from fornax.tune.losses.distill import (
+    Divergence,
+    Tail,
+    forward_kl,
+    jensen_shannon,
+    reverse_kl,
+    topk_forward_kl,
+    topk_jensen_shannon,
+    topk_reverse_kl,
+)
 from fornax.tune.losses.policy import (
     kl_penalty,
     policy_gradient,
     truncated_importance,
     value_loss,
 )
-from fornax.tune.losses.preference import average, cpo, dpo, ipo, orpo, robust_dpo, simpo
-from fornax.tune.losses.reward_model import bradley_terry
-from fornax.tune.losses.topk import (
-    Tail,
-    topk_forward_kl,
-    topk_jensen_shannon,
-    topk_reverse_kl,
+from fornax.tune.losses.preference import (
+    average,
+    bradley_terry,
+    cpo,
+    dpo,
+    ipo,
+    kto,
+    kto_kl,
+    orpo,
+    robust_dpo,
+    simpo,
 )
-from fornax.tune.losses.unpaired import kto, kto_kl
 
 __all__ = [
     "DistillSums",

@@ -1,20 +1,25 @@
 """Distillation straight from hidden states: logits [T, V] of neither model ever exist whole.
 
-Legend: T tokens (or [B, T]), D and E width of student and teacher, V vocabulary, K words stored, C
+Legend: T tokens (or [B, T]), D and E width of student and teacher, V vocabulary, K tokens stored, C
 tokens of a chunk.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fornax.config.errors import ConfigError
 from fornax.kernels import linear_loss
-from fornax.tune.losses import distill, topk
-from fornax.tune.losses.distill import Divergence, check_divergence
-from fornax.tune.losses.topk import Tail, check_topk
+from fornax.tune.losses.distill import (
+    Divergence,
+    Tail,
+    check_divergence,
+    check_topk,
+    logits_divergence,
+    topk_divergence,
+)
 
 __all__ = ["DistillSums", "linear_distillation", "linear_topk_distillation"]
 
@@ -25,7 +30,7 @@ class DistillSums(NamedTuple):
     loss_sum: jax.Array
     weight_sum: jax.Array
     agreement_sum: jax.Array
-    """Weights of the tokens where both models like the same word best."""
+    """Weights of the tokens where both models rank the same token first."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +41,21 @@ class _Whole:
     beta: float
     temperature: float
     softcap: float | None
-    words: int
+    vocabulary: int
 
     def __call__(
-        self, logits_CV: jax.Array, teacher_x_CE: Any, teacher_w_EV: Any
+        self, logits_CV: jax.Array, teacher_x_CE: jax.Array, teacher_w_EV: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         teacher_CV = jnp.dot(teacher_x_CE, teacher_w_EV, preferred_element_type=logits_CV.dtype)
         if self.softcap is not None:
             teacher_CV = self.softcap * jnp.tanh(teacher_CV / self.softcap)
-        arrays = (logits_CV[:, : self.words], teacher_CV[:, : self.words])
-        options = {"beta": self.beta} if self.divergence == "jensen_shannon" else {}
-        run = getattr(distill, self.divergence)
-        return run(*arrays, temperature=self.temperature, **options)
+        arrays = (logits_CV[:, : self.vocabulary], teacher_CV[:, : self.vocabulary])
+        return logits_divergence(self.divergence, *arrays, self.beta, self.temperature)
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """The loss of a chunk against stored words of the teacher."""
+    """The loss of a chunk against stored tokens of the teacher."""
 
     divergence: Divergence
     beta: float
@@ -60,10 +63,10 @@ class _Stored:
     tail: Tail
 
     def __call__(
-        self, logits_CV: jax.Array, stored: tuple[jax.Array, jax.Array], nothing: Any
+        self, logits_CV: jax.Array, stored: tuple[jax.Array, jax.Array], nothing: None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         del nothing
-        return topk.topk_divergence(
+        return topk_divergence(
             self.divergence,
             logits_CV,
             *stored,
@@ -103,7 +106,7 @@ def linear_distillation(
         temperature: above 0, of both.
         softcap: the student's c in logit = c tanh(logit / c).
         teacher_softcap: the teacher's.
-        vocabulary: how many words, from the first, both tables share; None: all, and the tables
+        vocabulary: how many tokens, from the first, both tables share; None: all, and the tables
             must be of one size. Tables are often filled up to a round number.
         chunk: tokens per device whose logits exist at once.
 
@@ -116,16 +119,18 @@ def linear_distillation(
     """
     check_divergence(divergence, beta, temperature)
     sizes = (w_DV.shape[1], teacher_w_EV.shape[1])
-    words = sizes[0] if vocabulary is None else vocabulary
+    shared = sizes[0] if vocabulary is None else vocabulary
     if vocabulary is None and sizes[0] != sizes[1]:
         raise ConfigError(
             f"the student's output projection has {sizes[0]} words and the teacher's {sizes[1]}; "
             "if both use one tokenizer, set vocabulary to its size"
         )
-    if not 0 < words <= min(sizes):
-        raise ConfigError(f"vocabulary={words} must be between 1 and {min(sizes)}, the smaller one")
+    if not 0 < shared <= min(sizes):
+        raise ConfigError(
+            f"vocabulary={shared} must be between 1 and {min(sizes)}, the smaller one"
+        )
     total, metrics = linear_loss(
-        _Whole(divergence, float(beta), float(temperature), teacher_softcap, words),
+        _Whole(divergence, float(beta), float(temperature), teacher_softcap, shared),
         x_TD,
         w_DV,
         teacher_x_TE,
@@ -151,18 +156,18 @@ def linear_topk_distillation(
     softcap: float | None = None,
     chunk: int = 1024,
 ) -> DistillSums:
-    """Sum a divergence between stored words of a teacher and a student over tokens.
+    """Sum a divergence between stored tokens of a teacher and a student over tokens.
 
     Args:
         x_TD: the student's final hidden states, [T, D] or [B, T, D].
         w_DV: the student's output projection, in x's dtype.
-        teacher_ids_TK: int32, different words at each token; below 0 for none.
+        teacher_ids_TK: int32, different tokens at each token; below 0 for none.
         teacher_logprobs_TK: the log-softmax of all the teacher's logits / temperature.
         weights_T: float32 weight of each token.
         divergence: which one.
         beta: see `jensen_shannon`; of no use to the others.
         temperature: above 0, of the student; the one that the teacher's were stored at.
-        tail: what becomes of the words that were not stored.
+        tail: what becomes of the tokens that were not stored.
         softcap: the student's c in logit = c tanh(logit / c).
         chunk: tokens per device whose logits exist at once.
 
@@ -188,5 +193,5 @@ def linear_topk_distillation(
     return DistillSums(total, _sum(weights_T, total.dtype), metrics["agreement"])
 
 
-def _sum(weights_T: jax.Array, dtype: Any) -> jax.Array:
+def _sum(weights_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.sum(weights_T.astype(dtype))

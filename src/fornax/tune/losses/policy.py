@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fornax.config.errors import ConfigError
 from fornax.tune.losses._arrays import Metrics, per_sequence_sum, reported, wide
 
-__all__ = ["Ratio", "kl_penalty", "policy_gradient", "truncated_importance", "value_loss"]
+__all__ = ["kl_penalty", "policy_gradient", "truncated_importance", "value_loss"]
 
 Ratio = Literal["token", "sequence", "product"]
 """Of each token, of its sequence as a mean in the logarithm (GSPO), or as a product."""
@@ -74,7 +74,7 @@ def policy_gradient(
     Example:
         >>> one = jnp.ones((1, 1))
         >>> loss, metrics = policy_gradient(jnp.log(3 * one), 0 * one, one, one)
-        >>> loss[0, 0], metrics["clipped"][0, 0]  # -min(3, 1.2)
+        >>> loss.sum(), metrics["clipped"].sum()  # -min(3, 1.2)
         (Array(-1.2, dtype=float32), Array(1., dtype=float32))
     """
     _check_clips(clip_low, clip_high, clip_c, ratio)

@@ -1,7 +1,8 @@
-"""Losses over pairs of completions, one preferred: DPO and its relatives.
+"""Losses over completions that are preferred or not: DPO and its relatives, KTO, Bradley-Terry.
 
-Legend: P pairs; an axis of 2 holds the chosen and the rejected completion. Log-probabilities are of
-the completion's tokens, the end of sequence included: summed (`logps`) or averaged (`avg_logps`).
+Legend: P pairs; an axis of 2 holds the chosen and the rejected completion; B single completions.
+Log-probabilities are of the completion's tokens, the end of sequence included: summed (`logps`) or
+averaged (`avg_logps`).
 """
 
 import jax
@@ -10,7 +11,18 @@ import jax.numpy as jnp
 from fornax.config.errors import ConfigError
 from fornax.tune.losses._arrays import Metrics, log_one_minus_exp, reported, smoothed, wide
 
-__all__ = ["average", "cpo", "dpo", "ipo", "orpo", "robust_dpo", "simpo"]
+__all__ = [
+    "average",
+    "bradley_terry",
+    "cpo",
+    "dpo",
+    "ipo",
+    "kto",
+    "kto_kl",
+    "orpo",
+    "robust_dpo",
+    "simpo",
+]
 
 
 def average(logps: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -224,3 +236,120 @@ def _metrics(rewards_P2: jax.Array) -> Metrics:
         reward_margin=margin_P,
         accuracy=(margin_P > 0).astype(rewards_P2.dtype),
     )
+
+
+def bradley_terry(
+    scores_P2: jax.Array, margin_P: jax.Array | None = None, *, centre: float = 0.0
+) -> tuple[jax.Array, Metrics]:
+    """The Bradley-Terry log-loss of a pair of scores.
+
+    loss = -log sigmoid(s_chosen - s_rejected - margin) + centre (s_chosen + s_rejected) ** 2.
+    The margin is Llama 2's (Touvron et al. 2023, equation 2); the last term keeps scores around 0
+    (Eisenstein et al. 2023), which the rest leaves open.
+
+    Args:
+        scores_P2: the model's scores of both completions.
+        margin_P: by how much the scores should differ; None for 0.
+        centre: weight of the last term, 0 or more; 0.01 is usual.
+
+    Returns:
+        loss [P]; metrics [P]: reward_chosen, reward_rejected, reward_margin, accuracy.
+
+    Raises:
+        ConfigError: a negative `centre`, or scores that are not pairs.
+
+    Example:
+        >>> loss, _ = bradley_terry(jnp.array([[1.0, 0.0]]))
+        >>> round(float(loss[0]), 4)  # -log sigmoid(1)
+        0.3133
+    """
+    if jnp.shape(scores_P2)[-1:] != (2,):
+        raise ConfigError(
+            f"bradley_terry: scores have the shape {jnp.shape(scores_P2)}; the last axis must hold "
+            "two, the chosen and the rejected completion's"
+        )
+    if centre < 0:
+        raise ConfigError(f"bradley_terry: centre={centre} must be 0 or more; 0.01 is usual")
+    (scores_P2,) = wide(scores_P2)
+    chosen_P, rejected_P = scores_P2[..., 0], scores_P2[..., 1]
+    difference_P = chosen_P - rejected_P
+    wanted_P = 0 if margin_P is None else jax.lax.stop_gradient(margin_P)
+    loss_P = -jax.nn.log_sigmoid(difference_P - wanted_P) + centre * (chosen_P + rejected_P) ** 2
+    return loss_P, reported(
+        reward_chosen=chosen_P,
+        reward_rejected=rejected_P,
+        reward_margin=difference_P,
+        accuracy=(difference_P > 0).astype(loss_P.dtype),
+    )
+
+
+def kto(
+    policy_logps_B: jax.Array,
+    ref_logps_B: jax.Array,
+    desirable_B: jax.Array,
+    kl: jax.Array | float,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[jax.Array, Metrics]:
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024).
+
+    With h = log policy - log reference of a completion and z = `kl`:
+    loss = desirable_weight (1 - sigmoid(beta (h - z))) for a desirable one,
+    loss = undesirable_weight (1 - sigmoid(beta (z - h))) for an undesirable one.
+
+    Args:
+        policy_logps_B: summed log-probabilities under the model that is trained.
+        ref_logps_B: the same under the reference; no gradient.
+        desirable_B: whether each completion is desirable.
+        kl: the baseline z, a scalar, from `kto_kl`; no gradient. 0 is allowed.
+        beta: strength of the tie to the reference, above 0.
+        desirable_weight: set both weights so that weight times number of examples is about equal.
+        undesirable_weight: the same of the others.
+
+    Returns:
+        loss [B]; metrics [B]: reward (beta h), accuracy (whether h is on its label's side of z).
+
+    Raises:
+        ConfigError: `beta` or a weight out of its range.
+
+    Example:
+        >>> loss, _ = kto(jnp.array([-5.0]), jnp.array([-6.0]), jnp.array([True]), 0.5)
+        >>> round(float(loss[0]), 4)  # 1 - sigmoid(0.1 * (1 - 0.5))
+        0.4875
+    """
+    if not beta > 0:
+        raise ConfigError(f"kto: beta={beta} must be above 0; 0.1 is usual")
+    if desirable_weight < 0 or undesirable_weight < 0:
+        raise ConfigError(
+            f"kto: desirable_weight={desirable_weight} and undesirable_weight="
+            f"{undesirable_weight} must be 0 or more"
+        )
+    policy_logps_B, ref_logps_B = wide(policy_logps_B, ref_logps_B)
+    ratio_B = policy_logps_B - jax.lax.stop_gradient(ref_logps_B)
+    desirable_B = jnp.asarray(desirable_B, bool)
+    gain_B = jnp.where(desirable_B, 1.0, -1.0) * (ratio_B - jax.lax.stop_gradient(kl))
+    weight_B = jnp.where(desirable_B, desirable_weight, undesirable_weight)
+    loss_B = weight_B * jax.nn.sigmoid(-beta * gain_B)
+    accuracy_B = (gain_B > 0).astype(loss_B.dtype)
+    return loss_B, reported(reward=beta * ratio_B, accuracy=accuracy_B)
+
+
+def kto_kl(
+    policy_logps_B: jax.Array, ref_logps_B: jax.Array, weights_B: jax.Array | None = None
+) -> jax.Array:
+    """The baseline of `kto`: how far the policy is from the reference on mismatched completions.
+
+    max(0, mean(log policy - log reference)) over completions that belong to OTHER prompts, without
+    a gradient. The mean is over the whole batch: a micro-batch's own would change the loss.
+
+    Args:
+        policy_logps_B: summed log-probabilities of completions of other prompts.
+        ref_logps_B: the same under the reference.
+        weights_B: 0 for rows that only fill up the batch.
+    """
+    policy_logps_B, ref_logps_B = wide(policy_logps_B, ref_logps_B)
+    weights_B = jnp.ones_like(policy_logps_B) if weights_B is None else weights_B
+    total = jnp.sum(jnp.where(weights_B > 0, weights_B * (policy_logps_B - ref_logps_B), 0))
+    return jax.lax.stop_gradient(jnp.maximum(total / jnp.maximum(jnp.sum(weights_B), 1e-9), 0))

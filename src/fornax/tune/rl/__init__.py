@@ -2,25 +2,3 @@
 
 `fornax.tune.tasks.grpo` and `fornax.tune.tasks.ppo` put the parts together.
 """
-
-from fornax.tune.rl.algorithms import (
-    DAPO,
-    GRPO,
-    GSPO,
-    RLOO,
-    Algorithm,
-    DrGRPO,
-    GroupAlgorithm,
-    ReinforcePlusPlus,
-)
-
-__all__ = [
-    "DAPO",
-    "GRPO",
-    "GSPO",
-    "RLOO",
-    "Algorithm",
-    "DrGRPO",
-    "GroupAlgorithm",
-    "ReinforcePlusPlus",
-]

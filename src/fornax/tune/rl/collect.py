@@ -1,12 +1,12 @@
-"""A round: prompts in an order that can be resumed, completions of them, and their rewards."""
+"""Rounds of rollouts: prompts in an order that can be resumed, completions, rewards."""
 
 import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,26 +14,22 @@ from fornax.config.errors import DataError
 from fornax.rewards import Sample, Score
 from fornax.tune.data import PromptTokens
 from fornax.tune.rl.credit import zero_variance
-from fornax.tune.rl.rollouts import Collected, Rollout
-from fornax.tune.rollout import Completion, Sampler, SampleSettings, sample_seed
+from fornax.tune.rl.rollouts import Rollout, RolloutBatch
+from fornax.tune.rollout import Sampler, SampleSettings, Trajectory, sample_seed
+from fornax.tune.rollout.storage import StateTree
 
-__all__ = ["Closable", "Collector", "Draw", "Drawn", "Judge", "draw_completions", "prompt_number"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """A completion before it is judged."""
-
-    prompt: np.ndarray
-    """int32 tokens before it."""
-    completion: Completion
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """What an environment gave."""
-    error: str = ""
-    """How the environment failed, if it did."""
+__all__ = [
+    "Closable",
+    "Collector",
+    "RewardManager",
+    "SampleGroups",
+    "sample_completions",
+]
 
 
-Draw = Callable[[Sampler, Sequence[PromptTokens], SampleSettings, Sequence[int]], list[list[Drawn]]]
+SampleGroups = Callable[
+    [Sampler, Sequence[PromptTokens], SampleSettings, Sequence[int]], list[list[Trajectory]]
+]
 """(sampler, prompts, settings, seeds) to `settings.n` completions for each prompt."""
 
 
@@ -43,51 +39,41 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """End them."""
-        ...
 
 
-class Judge(Protocol):
+class RewardManager(Protocol):
     """What a `RewardPool` is to a collector."""
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """One score a sample, in order."""
-        ...
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateTree:
         """What the functions remember, JSON-able."""
-        ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: StateTree) -> None:
         """Let them remember it again."""
-        ...
 
     def close(self) -> None:
         """End their processes."""
-        ...
 
 
-def draw_completions(
+def sample_completions(
     sampler: Sampler,
     prompts: Sequence[PromptTokens],
     settings: SampleSettings,
     seeds: Sequence[int],
-) -> list[list[Drawn]]:
+) -> list[list[Trajectory]]:
     """Plain completions: one answer of the model to each prompt."""
     groups = sampler.sample([p.tokens.tolist() for p in prompts], settings, seeds)
     return [
-        [Drawn(prompt=prompt.tokens, completion=completion) for completion in group]
+        [Trajectory(prompt=prompt.tokens, completion=completion) for completion in group]
         for prompt, group in zip(prompts, groups, strict=True)
     ]
 
 
-def prompt_number(position: int, count: int, seed: int) -> int:
-    """Which of `count` prompts comes at a position of a stream that shuffles them each epoch."""
-    epoch, place = divmod(position, count)
-    return int(_order(count, seed, epoch)[place])
-
-
 @functools.lru_cache(maxsize=4)
 def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """int64 [count]: the prompts in the order of an epoch."""
     return np.random.default_rng([seed, 7, epoch]).permutation(count)
 
 
@@ -102,9 +88,9 @@ class Collector:
     seed: int
     shuffle: bool = True
     """Whether each pass over the prompts has an order of its own."""
-    judge: Judge | None
+    rewards: RewardManager | None
     """The reward functions; None where an environment gives all rewards."""
-    draw: Draw = draw_completions
+    draw: SampleGroups = sample_completions
     max_resamples: int = 0
     """Above 0: groups whose rewards are all alike are replaced, asking so many times more."""
     max_failed: float = 1.0
@@ -112,8 +98,8 @@ class Collector:
     position: int = 0
     """Prompts drawn so far."""
 
-    def __call__(self, sampler: Sampler, number: int) -> Collected:
-        """Draw and judge round `number`, with what weights the sampler has now.
+    def __call__(self, sampler: Sampler, number: int) -> RolloutBatch:
+        """Draw and score round `number`, with what weights the sampler has now.
 
         Raises:
           DataError: a reward that never gives a number, or too many completions that failed.
@@ -143,7 +129,7 @@ class Collector:
         versions = [int(v) for r in rollouts for v in r.versions[r.versions >= 0]]
         used = sampler.stats().minus(before)
         seconds = time.monotonic() - began
-        return Collected(
+        return RolloutBatch(
             number=number,
             version=min(versions, default=-1),
             position=self.position,
@@ -161,28 +147,27 @@ class Collector:
             },
         )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateTree:
         """Where it stands, and what the rewards remember."""
         return {
             "position": self.position,
-            "judge": {} if self.judge is None else self.judge.state(),
+            "judge": {} if self.rewards is None else self.rewards.state(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+    def restore(self, state: StateTree) -> None:
         self.position = state["position"]
-        if self.judge is not None:
-            self.judge.restore(state["judge"])
+        if self.rewards is not None:
+            self.rewards.restore(state["judge"])
 
     def close(self) -> None:
         """End the processes of reward functions and tools."""
-        if self.judge is not None:
-            self.judge.close()
+        if self.rewards is not None:
+            self.rewards.close()
         if isinstance(self.draw, Closable):
             self.draw.close()
 
     def _how_many(self, missing: int, asked: int, alike: int) -> int:
-        """Prompts to ask for, if groups go on to differ as often as they did."""
+        """Prompts to sample, if groups go on to differ as often as they did."""
         if not asked:
             return missing
         useful = max((asked - alike) / asked, 0.25)
@@ -200,8 +185,8 @@ class Collector:
         )
 
     def _which(self, place: int) -> int:
-        count = len(self.prompts)
-        return prompt_number(place, count, self.seed) if self.shuffle else place % count
+        epoch, place = divmod(place, len(self.prompts))
+        return int(_order(len(self.prompts), self.seed, epoch)[place]) if self.shuffle else place
 
     def _groups(
         self, sampler: Sampler, count: int, number: int
@@ -224,7 +209,7 @@ class Collector:
             for each in group
             if each.completion.status != "failed"
         ]
-        scores = self.judge.score(samples) if self.judge is not None else None
+        scores = self.rewards.score(samples) if self.rewards is not None else None
         if scores is not None and number == 0:
             _require_numbers(scores)
         given = iter([None] * len(samples) if scores is None else scores)
@@ -243,7 +228,7 @@ class Collector:
         return found, time.monotonic() - began
 
 
-def _rollout(drawn: Drawn, score: Score | None, *, where: str, group: int) -> Rollout:
+def _rollout(drawn: Trajectory, score: Score | None, *, where: str, group: int) -> Rollout:
     completion = drawn.completion
     parts = {**(score.parts if score is not None else {}), **drawn.rewards}
     reward = (score.total if score is not None else 0.0) + sum(drawn.rewards.values())

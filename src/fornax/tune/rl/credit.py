@@ -1,18 +1,26 @@
-"""Which completion, or which token of it, gets how much credit for a reward.
+"""Credit assignment: advantages of each completion or token, and the metrics of a round.
 
 Legend: G groups, N completions of a group, n tokens of a completion. NumPy only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from fornax.tune import advantages
-from fornax.tune.rl.algorithms import Algorithm, Estimator
-from fornax.tune.rl.rollouts import Rollout
+from fornax.tune.config import AdaptiveKL, Algorithm, Estimator, FixedKL
+from fornax.tune.rl.rollouts import Rollout, RolloutBatch
 
-__all__ = ["Credit", "divergence", "gae_credit", "group_credit", "zero_variance"]
+__all__ = [
+    "Credit",
+    "KLController",
+    "divergence",
+    "gae_credit",
+    "group_credit",
+    "round_numbers",
+    "zero_variance",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +135,7 @@ def gae_credit(
     Args:
       rollouts: the completions.
       rewards: of each, given at its last drawn token.
-      values: float [n] each, what the value function said before each token.
+      values: float [n] each, the value function's output at each token.
       costs: float [n] each, taken off the reward of each token.
       gamma: discount.
       lam: weight of longer returns.
@@ -190,3 +198,78 @@ def zero_variance(rewards: Sequence[float]) -> bool:
     given = np.asarray(rewards, np.float64)
     given = given[~np.isnan(given)]
     return bool(given.size < 2 or np.ptp(given) < 1e-9)
+
+
+@dataclass(kw_only=True)
+class KLController:
+    """The coefficient as it stands; `update` moves it after each round."""
+
+    config: FixedKL | AdaptiveKL
+    coefficient: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coefficient = self.config.coefficient
+
+    def update(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Take a round's numbers; returns the coefficient that it used.
+
+        beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon).
+        """
+        used = {"kl_coefficient": self.coefficient}
+        config = self.config
+        if isinstance(config, AdaptiveKL) and "kl_reference_sum" in numbers:
+            error = numbers["kl_reference_sum"] / config.target - 1
+            step = min(max(error, -0.2), 0.2) * numbers["rollout_completions"] / config.horizon
+            self.coefficient *= 1 + step
+        return used
+
+    def state(self) -> dict[str, float]:
+        return {"coefficient": self.coefficient}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        self.coefficient = state["coefficient"]
+
+
+def round_numbers(collected: RolloutBatch, credit: Credit, *, group_size: int) -> dict[str, float]:
+    """Rewards with their spread and sources, lengths, truncation, failures, zero-variance groups.
+
+    `reward` is the mean over completions of the weighted sum of the functions; `reward_std` the
+    mean over groups of their standard deviation (over all completions when groups are of one);
+    `trained_reward` what is left of it after penalties of length and divergence. Completions that
+    failed are in none of these but `rollouts_failed`.
+    """
+    groups = np.array([r.reward for r in collected.rollouts], np.float64)
+    groups = groups.reshape(-1, group_size) if group_size > 1 else groups[None]
+    rollouts = [r for r in collected.rollouts if not r.failed]
+    if not rollouts:
+        return dict(collected.numbers)
+    rewards = np.array([r.reward for r in rollouts], np.float64)
+    lengths = np.array([r.drawn for r in rollouts], np.float64)
+    numbers = {
+        "reward": float(rewards.mean()),
+        "reward_std": _spread(groups),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+        "trained_reward": float(np.nanmean(credit.rewards)),
+        "reward_failures": float(sum(r.failures for r in rollouts)),
+        "completion_tokens": float(lengths.mean()),
+        "completion_tokens_max": float(lengths.max()),
+        "truncated": float(np.mean([r.truncated for r in rollouts])),
+        "rollout_completions": float(len(rollouts)),
+    }
+    for name in sorted({name for r in rollouts for name in r.parts}):
+        scores = np.array([r.parts.get(name, np.nan) for r in rollouts])
+        if np.isfinite(scores).any():
+            numbers[f"reward/{name}"] = float(scores[np.isfinite(scores)].mean())
+    return numbers | collected.numbers
+
+
+def _spread(rewards_GN: np.ndarray) -> float:
+    """The mean over groups of their standard deviation, without those that have no reward."""
+    given_GN = ~np.isnan(rewards_GN)
+    count_G = given_GN.sum(axis=1)
+    means_G1 = np.where(given_GN, rewards_GN, 0).sum(axis=1, keepdims=True) / np.maximum(
+        count_G[:, None], 1
+    )
+    squares_G = np.where(given_GN, (rewards_GN - means_G1) ** 2, 0).sum(axis=1)
+    return float(np.sqrt(squares_G[count_G > 0] / count_G[count_G > 0]).mean())

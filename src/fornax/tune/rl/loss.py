@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from fornax.models import TokenLogprobs
 from fornax.train.task import Batch, Loss
 from fornax.tune import losses
-from fornax.tune.rl.algorithms import Estimator
-from fornax.tune.rl.config import Importance
+from fornax.tune.config import Estimator, Importance
 
 __all__ = ["PolicyLoss", "policy_loss"]
 
@@ -33,7 +32,7 @@ class PolicyLoss:
 
 
 def policy_loss(options: PolicyLoss, batch: Batch, policy_RT: TokenLogprobs) -> Loss:
-    """Sums over the tokens that the model drew, weighed as the rows say.
+    """Sums over the tokens that the model drew, weighted by the rows' `token_weights`.
 
     The log-probabilities before the step are the row's `old_logps`; rows without them are trained
     on once, and those of this very pass stand in for them: the ratio is then 1 and its gradient

@@ -1,24 +1,19 @@
-"""What was sampled and how it was judged: one record a completion, kept whole in a checkpoint."""
+"""Rollouts: one record a completion, with its reward; kept whole in a checkpoint."""
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fornax.tune.rollout import Status
+from fornax.tune.rollout.storage import TOKEN_ARRAYS, concatenated, parted
 
-__all__ = ["Collected", "Rollout", "from_arrays", "to_arrays"]
+__all__ = ["Rollout", "RolloutBatch", "from_arrays", "to_arrays"]
 
-_ARRAYS = {
-    "prompt": np.int32,
-    "tokens": np.int32,
-    "logprobs": np.float32,
-    "versions": np.int32,
-    "mask": np.int8,
-}
+_ARRAYS = {"prompt": np.int32, **TOKEN_ARRAYS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +82,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
+class RolloutBatch:
     """The rollouts of one round, groups together and complete."""
 
     number: int
@@ -101,13 +96,10 @@ class Collected:
     """What is reported of it."""
 
 
-def to_arrays(collected: Collected) -> dict[str, np.ndarray]:
+def to_arrays(collected: RolloutBatch) -> dict[str, np.ndarray]:
     """A round as arrays, to be stored; `from_arrays` gives it back exactly."""
     rollouts = collected.rollouts
-    arrays = {
-        name: np.concatenate([np.zeros(0, dtype), *(getattr(r, name) for r in rollouts)])
-        for name, dtype in _ARRAYS.items()
-    }
+    arrays = concatenated(rollouts, _ARRAYS)
     plain = {
         "number": collected.number,
         "version": collected.version,
@@ -117,28 +109,24 @@ def to_arrays(collected: Collected) -> dict[str, np.ndarray]:
         "lengths": [[len(r.prompt), len(r.tokens)] for r in rollouts],
     }
     arrays["plain"] = np.frombuffer(json.dumps(plain).encode(), np.uint8)
-    return {name: np.asarray(x) for name, x in arrays.items()}
+    return arrays
 
 
-def from_arrays(arrays: Mapping[str, np.ndarray]) -> Collected:
+def from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:
     """The round that `to_arrays` stored."""
     plain = json.loads(arrays["plain"].tobytes())
-    prompts = _split(arrays["prompt"], [prompt for prompt, _ in plain["lengths"]])
+    prompts = parted(arrays["prompt"], [prompt for prompt, _ in plain["lengths"]])
     sizes = [completion for _, completion in plain["lengths"]]
-    columns = {name: _split(arrays[name], sizes) for name in _ARRAYS if name != "prompt"}
+    columns = {name: parted(arrays[name], sizes) for name in _ARRAYS if name != "prompt"}
     columns["prompt"] = prompts
     rollouts = []
     for number, rest in enumerate(plain["rollouts"]):
         fields: dict[str, Any] = {name: column[number] for name, column in columns.items()}
         rollouts.append(Rollout(**fields, **rest))
     kept = ("number", "version", "position", "numbers")
-    return Collected(rollouts=rollouts, **{name: plain[name] for name in kept})
+    return RolloutBatch(rollouts=rollouts, **{name: plain[name] for name in kept})
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:
     fields = (f.name for f in dataclasses.fields(rollout) if f.name not in _ARRAYS)
     return {name: getattr(rollout, name) for name in fields}
-
-
-def _split(array: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    return np.split(array, np.cumsum(sizes)[:-1]) if len(sizes) else []

@@ -4,42 +4,51 @@ What brings JAX or the engine with it is imported when it is first asked for.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fornax.tune.rollout.completion import (
-    Completion,
-    Status,
-    rollouts_from_arrays,
-    rollouts_to_arrays,
+from fornax.tune.rollout.sampler import (
+    Sampler,
+    SamplerStats,
+    SampleSettings,
+    StreamSampler,
+    sample_seed,
 )
-from fornax.tune.rollout.conversation import ConversationConfig
-from fornax.tune.rollout.environment import Environment, Limits, Message, Trajectory, Turn
-from fornax.tune.rollout.sampler import Sampler, SamplerStats, StreamSampler
-from fornax.tune.rollout.settings import SampleSettings, sample_seed
+from fornax.tune.rollout.storage import rollouts_from_arrays, rollouts_to_arrays
+from fornax.tune.rollout.types import (
+    Completion,
+    Environment,
+    Limits,
+    Message,
+    Status,
+    Trajectory,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from fornax.tune.rollout.asynchronous import AsyncRollouts
     from fornax.tune.rollout.framing import ChatFraming, Framing, TextFraming
-    from fornax.tune.rollout.guessing import GuessNumber, calculate
-    from fornax.tune.rollout.llm_sampler import LLMSampler
-    from fornax.tune.rollout.replicas import ReplicatedSampler
+    from fornax.tune.rollout.llm_sampler import LLMSampler, ReplicatedSampler
+    from fornax.tune.rollout.remote import RemoteSampler
+    from fornax.tune.rollout.sampler_server import SamplerServer
     from fornax.tune.rollout.tools import Tool, ToolEnvironment, ToolPool
+    from fornax.tune.rollout.toy_environments import GuessNumber, calculate
     from fornax.tune.rollout.trajectories import run_trajectories
 
 __all__ = [
     "AsyncRollouts",
     "ChatFraming",
     "Completion",
-    "ConversationConfig",
     "Environment",
     "Framing",
     "GuessNumber",
     "LLMSampler",
     "Limits",
     "Message",
+    "RemoteSampler",
     "ReplicatedSampler",
     "SampleSettings",
     "Sampler",
+    "SamplerServer",
     "SamplerStats",
     "Status",
     "StreamSampler",
@@ -60,19 +69,21 @@ _LATER = {
     "AsyncRollouts": "asynchronous",
     "ChatFraming": "framing",
     "Framing": "framing",
-    "GuessNumber": "guessing",
+    "GuessNumber": "toy_environments",
     "LLMSampler": "llm_sampler",
-    "ReplicatedSampler": "replicas",
+    "RemoteSampler": "remote",
+    "ReplicatedSampler": "llm_sampler",
+    "SamplerServer": "sampler_server",
     "TextFraming": "framing",
     "Tool": "tools",
     "ToolEnvironment": "tools",
     "ToolPool": "tools",
-    "calculate": "guessing",
+    "calculate": "toy_environments",
     "run_trajectories": "trajectories",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _LATER:
         return getattr(importlib.import_module(f"fornax.tune.rollout.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

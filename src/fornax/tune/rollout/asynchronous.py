@@ -1,19 +1,20 @@
-"""One step off: the next rollouts are made in a thread while the trainer learns from the last.
+"""Rounds ahead: the next rollouts are made in a thread while the trainer learns from the last.
 
 What was made depends on weights and numbers alone, never on which of the two was faster: rollouts
 are made under the weights of one version from beginning to end, and whether they are too old is
 decided by counting versions.
 """
 
+import functools
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
 from fornax.config.errors import ConfigError
-from fornax.tune.rollout.sampler import Sampler
+from fornax.tune.rollout.sampler import Sampler, Weights
 
 __all__ = ["AsyncRollouts"]
 
@@ -43,6 +44,7 @@ class AsyncRollouts(Generic[T]):
         updates_per_batch: int = 1,
         max_staleness: int = 1,
         when_stale: Literal["wait", "discard"] = "wait",
+        ahead: int = 1,
     ) -> None:
         """Nothing is made yet.
 
@@ -56,25 +58,31 @@ class AsyncRollouts(Generic[T]):
             makes each batch when it is taken.
           when_stale: `wait` begins a batch no sooner than the bound allows. `discard` begins it at
             once, and makes it again where it turns out too old.
+          ahead: batches that are made ahead of the one taken, one after the other; above 1 the
+            sampler must hold a version for each (`at`, as `RemoteSampler` has).
         """
         if updates_per_batch < 1:
             raise ConfigError(f"updates_per_batch={updates_per_batch} must be 1 or more")
         if max_staleness < 0:
             raise ConfigError(f"max_staleness={max_staleness} must be 0 or more")
+        if ahead > 1 and (when_stale == "discard" or not hasattr(sampler, "at")):
+            raise ConfigError(
+                f"ahead={ahead} takes when_stale='wait' and a sampler that holds several versions, "
+                f"which {type(sampler).__name__} with when_stale={when_stale!r} is not; use 1"
+            )
         self._sampler, self._make, self._save, self._load = sampler, make, save, load
+        self._ahead = ahead
         self._updates, self._most, self._when_stale = updates_per_batch, max_staleness, when_stale
-        self._params: Callable[[], Any] | None = None
+        self._params: Callable[[], Weights] | None = None
         self._version = -1
         self._sampler_version: int | None = None
         self._next: int | None = None
         self._needed_at = 0
-        self._pending: _Pending[T] | None = None
+        self._pending: deque[_Pending[T]] = deque()
         self.discarded = 0
         """Batches made in vain."""
-        self.waited = 0.0
-        """Seconds that `take` waited for batches."""
 
-    def follow(self, version: int, params: Callable[[], Any]) -> None:
+    def follow(self, version: int, params: Callable[[], Weights]) -> None:
         """Take note of the trainer's weights, and begin the next batch if it may begin.
 
         Args:
@@ -91,70 +99,76 @@ class AsyncRollouts(Generic[T]):
         Raises:
           Exception: what making it raised.
         """
-        began = time.monotonic()
-        pending, self._pending, self._next = self._pending, None, None
+        pending = self._pending.popleft() if self._pending else None
         if pending is not None:
             pending.wait()
         if pending is None or pending.index != index:
+            self._stop()
             value = self._make_now(index)
         elif self._version - pending.version > self._most:
             self.discarded += 1
             value = self._make_now(index)
         else:
             value = pending.value()
-        self.waited += time.monotonic() - began
-        self._next, self._needed_at = index + 1, self._version + self._updates
+        self._next = index + 1 + len(self._pending)
+        self._needed_at = self._version + self._updates * (1 + len(self._pending))
         self._begin_if_allowed()
         return value
 
     def state(self) -> dict[str, np.ndarray]:
         """The batch made ahead, waited for; a resumed run takes it as if nothing had happened."""
-        pending = self._pending
         numbers = [-1 if self._next is None else self._next, self._needed_at]
-        if pending is None:
-            return {"numbers": np.array([*numbers, -1, -1], np.int64)}
-        pending.wait()
-        value = self._save(pending.value())
-        found = {f"batch/{name}": np.asarray(array) for name, array in value.items()}
-        found["numbers"] = np.array([*numbers, pending.index, pending.version], np.int64)
+        found: dict[str, np.ndarray] = {}
+        for place, pending in enumerate(self._pending):
+            pending.wait()
+            value = self._save(pending.value())
+            found |= {f"batch{place or ''}/{name}": np.asarray(x) for name, x in value.items()}
+            numbers += [pending.index, pending.version]
+        found["numbers"] = np.array(numbers, np.int64)
         return found
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """Go on from a `state`."""
         self._stop()
-        following, self._needed_at, index, version = np.asarray(state["numbers"]).tolist()
+        following, self._needed_at, *made = np.asarray(state["numbers"]).tolist()
         self._next = None if following < 0 else following
-        if index >= 0:
-            arrays = {
-                name.removeprefix("batch/"): array
-                for name, array in state.items()
-                if name.startswith("batch/")
-            }
-            self._pending = _Pending(index, version, lambda: self._load(arrays))
-            self._pending.run()
+        for place, (index, version) in enumerate(zip(made[::2], made[1::2], strict=True)):
+            if index < 0:
+                continue
+            prefix = f"batch{place or ''}/"
+            arrays = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
+            pending = _Pending(index, version, lambda arrays=arrays: self._load(arrays))
+            pending.run()
+            self._pending.append(pending)
 
     def close(self) -> None:
         """Stop what is being made; the sampler is not closed."""
         self._stop()
 
     def _stop(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.done:
+        unfinished = [each for each in self._pending if not each.done]
+        self._pending.clear()
+        if unfinished:
             getattr(self._sampler, "interrupt", lambda: None)()
-            pending.wait()
+            for each in unfinished:
+                each.wait()
             self._sampler_version = None  # the next update ends the interruption
 
     def _begin_if_allowed(self) -> None:
-        if self._next is None or self._pending is not None or self._params is None:
+        if self._next is None or self._params is None or self._most == 0:
             return
-        if self._most == 0:
-            return
-        if self._when_stale == "wait" and self._needed_at - self._version > self._most:
-            return
-        self._update()
-        index, self._next = self._next, None
-        self._pending = _Pending(index, self._version, lambda: self._make(self._sampler, index))
-        self._pending.start()
+        while len(self._pending) < self._ahead:
+            if self._when_stale == "wait" and self._needed_at - self._version > self._most:
+                return
+            self._update()
+            index, version = self._next, self._version
+            at = getattr(self._sampler, "at", None)
+            sampler = self._sampler if at is None else at(version)
+            made = functools.partial(self._make, sampler, index)
+            before = self._pending[-1] if self._pending else None
+            self._pending.append(_Pending(index, version, made))
+            self._pending[-1].start(before)
+            self._next, self._needed_at = index + 1, self._needed_at + self._updates
 
     def _make_now(self, index: int) -> T:
         self._update()
@@ -185,9 +199,15 @@ class _Pending(Generic[T]):
         """Whether it is made, or failed."""
         return self._thread is None or not self._thread.is_alive()
 
-    def start(self) -> None:
-        """Make it in a thread."""
-        self._thread = threading.Thread(target=self.run, name="fornax-rollouts", daemon=True)
+    def start(self, before: "_Pending[T] | None") -> None:
+        """Make it in a thread, after the one before it."""
+
+        def run() -> None:
+            if before is not None:
+                before.wait()
+            self.run()
+
+        self._thread = threading.Thread(target=run, name="fornax-rollouts", daemon=True)
         self._thread.start()
 
     def run(self) -> None:

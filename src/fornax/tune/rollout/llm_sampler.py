@@ -1,9 +1,11 @@
-"""Completions by the serving engine, in this process, over the trainer's own weights."""
+"""Completions by one serving engine or several, in this process, over the trainer's weights."""
 
 import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,16 @@ from fornax.llm.engine import Failure
 from fornax.llm.outputs import CompletionOutput, RequestOutput
 from fornax.llm.stats import RequestStats, StepStats
 from fornax.models import Decoder
-from fornax.tune.rollout.completion import Completion
-from fornax.tune.rollout.sampler import SamplerStats, sample_all
-from fornax.tune.rollout.settings import SampleSettings
+from fornax.tune.rollout.sampler import (
+    SamplerStats,
+    SampleSettings,
+    Weights,
+    sample_all,
+    split_shards,
+)
+from fornax.tune.rollout.types import Completion
 
-__all__ = ["LLMSampler"]
+__all__ = ["LLMSampler", "ReplicatedSampler"]
 
 
 class LLMSampler:
@@ -47,6 +54,7 @@ class LLMSampler:
         engine: EngineConfig | None = None,
         filtered_logprobs: bool = True,
         share: bool = False,
+        shards: int = 1,
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         """Make an engine and compile its steps.
@@ -62,6 +70,8 @@ class LLMSampler:
           share: whether to use the arrays of `update` themselves where they need no new layout.
             They must then live until the next update; a trainer that donates its state gives them
             up at its next step. By default they are copied.
+          shards: parts in which `sample` draws its prompts, one after the other and each with an
+            empty cache: with the same shards other samplers draw the same bits.
           devices: `engine.tensor_parallel_size` of them; None takes the first of JAX's.
 
         Raises:
@@ -78,27 +88,18 @@ class LLMSampler:
         parts = build_engine(
             model, config, tokenizer=tokenizer, observer=self._figures, devices=devices
         )
-        self._engine, self._admission, self._programs = (
-            parts.engine,
-            parts.admission,
-            parts.programs,
-        )
-        self._limits = parts.limits
+        self._engine, self._programs = parts.engine, parts.programs
+        self._input_processor, self._limits = parts.input_processor, parts.limits
         self._figures.slots = parts.limits.max_num_seqs
         self._eos = tuple(eos_ids) if eos_ids else None
         self._has_text = parts.tokenizer is not None
-        self._share = share
+        self._share, self._shards = share, shards
         self._seeds: dict[str, int] = {}
         self._ids = itertools.count()
         self._closed = self._interrupted = False
         self._updates, self._update_seconds = 0, 0.0
         self._programs.compile_all()
         self._programs.wait()
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Sequences that run at once, at most."""
-        return self._limits.max_num_seqs
 
     @property
     def max_model_len(self) -> int:
@@ -123,7 +124,11 @@ class LLMSampler:
         Raises:
           EngineError: a prompt or settings that the engine cannot honour; nothing stays queued.
         """
-        return sample_all(self, prompts, settings, seeds)
+        return _sample_shards(self, self._shards, prompts, settings, seeds)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what earlier requests left in the cache; those that run begin again."""
+        self._engine.scheduler.reset()
 
     def submit(self, prompt: Sequence[int], settings: SampleSettings, seed: int) -> str:
         """Queue a request; returns its name.
@@ -136,7 +141,7 @@ class LLMSampler:
         self.wake()
         name = str(next(self._ids))
         self._engine.add(
-            self._admission.request(
+            self._input_processor.request(
                 np.asarray(prompt, np.int32).tolist(),
                 self._params(settings, seed),
                 request_id=name,
@@ -155,7 +160,7 @@ class LLMSampler:
         self._check_open()
         if self._interrupted:
             raise EngineError("sampling was interrupted; it goes on after the next update")
-        outputs = self._engine.turn() if self._engine.has_work else []
+        outputs = self._engine.step() if self._engine.has_work else []
         done = []
         for output in outputs:
             if isinstance(output, Failure):
@@ -175,7 +180,7 @@ class LLMSampler:
         """Make `poll` and `sample` raise EngineError until the next `update`; from any thread."""
         self._interrupted = True
 
-    def update(self, params: Any, version: int) -> None:
+    def update(self, params: Weights, version: int) -> None:
         """Go on with other weights; what runs is computed anew under them, tokens stay.
 
         Args:
@@ -203,7 +208,6 @@ class LLMSampler:
         self._engine.wake()
 
     def stats(self) -> SamplerStats:
-        """Sums so far."""
         return dataclasses.replace(
             self._figures.sums(), updates=self._updates, update_seconds=self._update_seconds
         )
@@ -216,7 +220,7 @@ class LLMSampler:
         for name in list(self._seeds):
             self.cancel(name)
         self._engine.sleep()
-        self._admission.close()
+        self._input_processor.close()
         self._programs.close()
 
     def _check_open(self) -> None:
@@ -240,6 +244,23 @@ class LLMSampler:
             detokenize=self._has_text,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+
+def _sample_shards(
+    sampler: "LLMSampler | ReplicatedSampler",
+    shards: int,
+    prompts: Sequence[Sequence[int]],
+    settings: SampleSettings,
+    seeds: Sequence[int],
+) -> list[list[Completion]]:
+    """Completions of each prompt, drawn in so many parts."""
+    if shards == 1:
+        return sample_all(sampler, prompts, settings, seeds)
+    found = []
+    for part in split_shards(len(prompts), shards):
+        sampler.reset_prefix_cache()
+        found += sample_all(sampler, prompts[part], settings, seeds[part])
+    return found
 
 
 def _completion(output: CompletionOutput, seed: int) -> Completion:
@@ -274,19 +295,115 @@ class _Figures:
         self._compilations += len(stats.compiled)
 
     def first_token(self, seconds: float) -> None:
-        """Nobody asks for it."""
+        """Not counted."""
 
     def inter_token(self, seconds: float) -> None:
-        """Nobody asks for it."""
+        """Not counted."""
 
     def finished(self, stats: RequestStats) -> None:
-        """Nobody asks for it."""
+        """Not counted."""
 
     def sums(self) -> SamplerStats:
-        """So far."""
         return SamplerStats(
             **self._sums,
             seconds=self._seconds,
             slots=self.slots * self._sums["steps"],
             compilations=self._compilations,
         )
+
+
+class ReplicatedSampler:
+    """A `StreamSampler` over samplers that lie on devices of their own and step at the same time.
+
+    A completion depends on its weights, prompt and seed alone, so it does not matter which of them
+    draws it; completions of one prompt share the pages of one cache.
+
+    Example:
+      samplers = [LLMSampler(model, devices=[device]) for device in jax.devices()]
+      sampler = ReplicatedSampler(samplers)
+    """
+
+    def __init__(self, samplers: Sequence[LLMSampler], *, shards: int = 1) -> None:
+        """Draw with some samplers.
+
+        Args:
+          samplers: each with devices of its own.
+          shards: as of `LLMSampler`.
+        """
+        self._samplers, self._shards = list(samplers), shards
+        self._load = [0] * len(self._samplers)
+        self._places: dict[str, tuple[int, str, int]] = {}
+        self._pool = ThreadPoolExecutor(len(self._samplers), "fornax-replica")
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its completion together, at most."""
+        return self._samplers[0].max_model_len
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        return _sample_shards(self, self._shards, prompts, settings, seeds)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what earlier requests left in the caches; those that run begin again."""
+        for each in self._samplers:
+            each.reset_prefix_cache()
+
+    def submit(self, prompt: Sequence[int], settings: SampleSettings, seed: int) -> str:
+        """Queue a request where the fewest completions wait; returns its name."""
+        number = min(range(len(self._load)), key=self._load.__getitem__)
+        inner = self._samplers[number].submit(prompt, settings, seed)
+        name = f"{number}/{inner}"
+        self._places[name] = (number, inner, settings.n)
+        self._load[number] += settings.n
+        return name
+
+    def poll(self) -> list[tuple[str, list[Completion]]]:
+        """One step of each engine that has work; returns the requests that are done now."""
+        busy = [number for number, load in enumerate(self._load) if load]
+        stepped = list(self._pool.map(lambda number: self._samplers[number].poll(), busy))
+        done = []
+        for number, found in zip(busy, stepped, strict=True):
+            for inner, completions in found:
+                name = f"{number}/{inner}"
+                self._forget(name)
+                done.append((name, completions))
+        return done
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, at whatever point it is."""
+        if request_id in self._places:
+            number, inner, _ = self._places[request_id]
+            self._samplers[number].cancel(inner)
+            self._forget(request_id)
+
+    def interrupt(self) -> None:
+        """Make `poll` and `sample` raise EngineError until the next `update`; from any thread."""
+        for each in self._samplers:
+            each.interrupt()
+
+    def update(self, params: Weights, version: int) -> None:
+        """Go on with other weights, each sampler on its own copy."""
+        for each in self._samplers:
+            each.update(params, version)
+
+    def stats(self) -> SamplerStats:
+        """Sums over all; `seconds` is the longest of them, because they draw side by side, and
+        `updates` counts those of one."""
+        each = [sampler.stats() for sampler in self._samplers]
+        sums: dict[str, Any] = {
+            field.name: sum(getattr(one, field.name) for one in each)
+            for field in fields(SamplerStats)
+        }
+        sums |= {name: max(getattr(one, name) for one in each) for name in ("seconds", "updates")}
+        return SamplerStats(**sums)
+
+    def close(self) -> None:
+        for each in self._samplers:
+            each.close()
+        self._pool.shutdown()
+
+    def _forget(self, name: str) -> None:
+        number, _, count = self._places.pop(name)
+        self._load[number] -= count

@@ -1,18 +1,77 @@
 """Python functions as tools: called with JSON arguments, in processes that may hang or crash."""
 
+import inspect
 import json
 import queue
-from collections.abc import Mapping, Sequence
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
-from fornax.config.errors import ConfigError
-from fornax.tune.rollout.environment import Message, Turn
+from fornax.config import ConfigError, load_name
 from fornax.tune.rollout.tool_process import ToolProcess
-from fornax.tune.rollout.tool_schema import tool_schema
-from fornax.tune.rollout.tool_worker import find_function
+from fornax.tune.rollout.types import Message, Record, ToolSchemas, Turn
 
 __all__ = ["Tool", "ToolEnvironment", "ToolPool"]
+
+
+_KINDS: dict[object, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
+
+
+def tool_schema(name: str, function: Callable[..., object]) -> dict[str, object]:
+    """A function in OpenAI's form.
+
+    Raises:
+      ConfigError: a parameter without a type, or of one that JSON does not know.
+    """
+    hints = typing.get_type_hints(function)
+    properties, required = {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY or parameter.name not in hints:
+            raise ConfigError(
+                f"the tool {name} needs a type for {parameter.name}, which must be a parameter by "
+                "name: the model is told of both"
+            )
+        properties[parameter.name] = _kind(name, parameter.name, hints[parameter.name])
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    described = inspect.getdoc(function) or ""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": " ".join(described.split("\n\n")[0].split()),
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
+
+
+def _kind(tool: str, parameter: str, hint: object) -> dict[str, object]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_kind(tool, parameter, each) for each in arguments if each is not type(None)]
+        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    kind = _KINDS.get(origin or hint)
+    if kind is None:
+        raise ConfigError(
+            f"the tool {tool} takes {parameter} as {hint}, which JSON does not know; use str, int, "
+            "float, bool, list, dict or a Literal"
+        )
+    if kind == "array" and arguments:
+        return {"type": kind, "items": _kind(tool, parameter, arguments[0])}
+    return {"type": kind}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +85,19 @@ class Tool:
     function: str
     """FILE.py:NAME, or MODULE:NAME."""
     timeout_seconds: float = 5.0
-    """The longest a call may take; then its process is killed, and the model is told."""
+    """The longest a call may take; then its process is killed, and the model gets an error."""
     max_characters: int = 2000
     """Of an answer that the model gets to see."""
     name: str = ""
     """What the model calls it (default: the function's own name)."""
-    schema: Mapping[str, Any] = field(init=False)
+    schema: Mapping[str, object] = field(init=False)
     """In OpenAI's form, made of the function's signature and the first lines of its docstring."""
 
     def __post_init__(self) -> None:
         if not self.timeout_seconds > 0:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be above 0")
         try:
-            function = find_function(self.function)
+            function = load_name(self.function)
         except Exception as error:
             raise ConfigError(f"the tool {self.function} cannot be used: {error}") from error
         name = self.name or self.function.rpartition(":")[2]
@@ -65,12 +124,12 @@ class ToolPool:
             self._idle.put(worker)
 
     @property
-    def schemas(self) -> list[Mapping[str, Any]]:
+    def schemas(self) -> list[Mapping[str, object]]:
         """Of all tools, for a chat template."""
         return [tool.schema for tool in self._tools.values()]
 
     def call(self, name: str, arguments: str) -> str:
-        """What the model is told: the result as text (JSON if it is no text), or `error: …`.
+        """The tool's answer: the result as text (JSON if it is no text), or `error: …`.
 
         Args:
           name: of the tool.
@@ -106,9 +165,9 @@ class ToolPool:
 
 
 class ToolEnvironment:
-    """A question, tools, an answer: tools are called until the model says something without one.
+    """A question answered with tools, which are called until a message has no call.
 
-    The answer is judged by reward functions, not here; `calls` and `failed_calls` of the rewards
+    The answer is scored by reward functions, not here; `calls` and `failed_calls` of the rewards
     count what was tried, with weights that are 0 unless given.
 
     Example:
@@ -137,11 +196,11 @@ class ToolEnvironment:
         self._rewards = {"calls": call_reward, "failed_calls": failure_reward}
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> ToolSchemas:
         """The pool's."""
         return self._pool.schemas
 
-    def reset(self, record: Mapping[str, Any], seed: int) -> Sequence[Message]:
+    def reset(self, record: Record, seed: int) -> Sequence[Message]:
         """The record's own messages."""
         del seed
         given = record.get("messages") or record.get("prompt")

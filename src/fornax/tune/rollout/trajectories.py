@@ -1,23 +1,29 @@
-"""Many conversations at once through one continuous batch.
+"""Trajectories of several turns, many at once through one continuous batch.
 
-While an environment thinks, the others' turns are drawn. A turn's prompt is the tokens of the one
-before it and the environment's tokens, so the cache still holds most of it.
+Environments step in a pool of threads while the turns of others are sampled. A turn's prompt is the
+tokens of the turn before and the environment's, so the prefix cache holds most of it.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
 
 import numpy as np
 
 from fornax.config.errors import ConfigError, DataError
-from fornax.tune.rollout.completion import Completion
-from fornax.tune.rollout.environment import Environment, Limits, Message, Trajectory, Turn
 from fornax.tune.rollout.framing import Framing
-from fornax.tune.rollout.sampler import StreamSampler
-from fornax.tune.rollout.settings import SampleSettings
+from fornax.tune.rollout.sampler import SampleSettings, StreamSampler
+from fornax.tune.rollout.types import (
+    Completion,
+    Environment,
+    Limits,
+    Message,
+    Record,
+    ToolSchemas,
+    Trajectory,
+    Turn,
+)
 
 __all__ = ["run_trajectories"]
 
@@ -28,14 +34,14 @@ def run_trajectories(
     sampler: StreamSampler,
     framing: Framing,
     environments: Sequence[Environment],
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Record],
     settings: SampleSettings,
     seeds: Sequence[int],
     limits: Limits,
     *,
     task_seeds: Sequence[int] | None = None,
 ) -> list[Trajectory]:
-    """Let the model and each environment talk until they are done; results are in order.
+    """Run every trajectory to its end; results are in the order of `environments`.
 
     A trajectory depends on its record and its seeds alone, not on what else runs or on how long
     environments take.
@@ -89,7 +95,7 @@ class _Task:
         self.environment = environment
         self.seed = seed
         self.messages: list[Message] = []
-        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.tools: ToolSchemas = ()
         self.prompt: list[int] = []
         self.parts: list[Completion] = []
         self.length = 0
@@ -103,7 +109,7 @@ class _Task:
         return [*self.prompt, *(token for part in self.parts for token in part.tokens.tolist())]
 
     def add(self, part: Completion) -> None:
-        """Note what was said."""
+        """Append a turn of the model or tokens of the environment."""
         self.parts.append(part)
         self.length += len(part)
 
@@ -115,14 +121,14 @@ class _Task:
             self.rewards[name] = self.rewards.get(name, 0.0) + float(value)
 
     def fail(self, error: Exception) -> None:
-        """End because the environment raised, or what it said cannot be used."""
+        """End because the environment raised, or its answer cannot be used."""
         self.ended = "error"
         self.error = f"{type(error).__name__}: {error}"
 
     def trajectory(self) -> Trajectory:
         """What became of it."""
 
-        def joined(name: str, dtype: Any) -> np.ndarray:
+        def joined(name: str, dtype: type[np.generic]) -> np.ndarray:
             return np.concatenate([np.empty(0, dtype), *(getattr(p, name) for p in self.parts)])
 
         own = [part for part in self.parts if part.mask.any()]
@@ -158,35 +164,35 @@ class _Loop:
     ) -> None:
         self._sampler, self._framing, self._pool = sampler, framing, pool
         self._settings, self._limits = settings, limits
-        self._drawing: dict[str, _Task] = {}
-        self._thinking: dict[Future, _Task] = {}
+        self._sampling: dict[str, _Task] = {}
+        self._stepping: dict[Future, _Task] = {}
 
     def run(
         self,
         tasks: Sequence[_Task],
-        records: Sequence[Mapping[str, Any]],
+        records: Sequence[Record],
         task_seeds: Sequence[int],
     ) -> None:
         for task, record, seed in zip(tasks, records, task_seeds, strict=True):
-            self._thinking[self._pool.submit(task.environment.reset, record, seed)] = task
-        while self._drawing or self._thinking:
+            self._stepping[self._pool.submit(task.environment.reset, record, seed)] = task
+        while self._sampling or self._stepping:
             # With nothing to draw there is nothing to do but wait for an environment.
-            limit = 0 if self._drawing else None
-            answered = wait(self._thinking, limit, FIRST_COMPLETED).done if self._thinking else ()
-            for future in sorted(answered, key=lambda each: tasks.index(self._thinking[each])):
-                self._answered(self._thinking.pop(future), future)
-            if self._drawing:
+            limit = 0 if self._sampling else None
+            answered = wait(self._stepping, limit, FIRST_COMPLETED).done if self._stepping else ()
+            for future in sorted(answered, key=lambda each: tasks.index(self._stepping[each])):
+                self._environment_done(self._stepping.pop(future), future)
+            if self._sampling:
                 for name, completions in self._sampler.poll():
-                    self._spoke(self._drawing.pop(name), completions[0])
+                    self._turn_sampled(self._sampling.pop(name), completions[0])
 
     def stop(self) -> None:
         """Leave nothing queued."""
-        for name in self._drawing:
+        for name in self._sampling:
             self._sampler.cancel(name)
-        for future in self._thinking:
+        for future in self._stepping:
             future.cancel()
 
-    def _answered(self, task: _Task, future: Future) -> None:
+    def _environment_done(self, task: _Task, future: Future) -> None:
         error = future.exception()
         if error is not None:
             if not isinstance(error, Exception):
@@ -195,26 +201,26 @@ class _Loop:
             return
         try:
             if task.turns:
-                self._take_turn(task, future.result())
+                self._take_step(task, future.result())
             else:
-                self._open(task, future.result())
+                self._begin(task, future.result())
         except DataError as error:
             task.fail(error)
 
-    def _open(self, task: _Task, messages: Any) -> None:
+    def _begin(self, task: _Task, messages: object) -> None:
         """Begin with what `reset` returned."""
         task.messages = _messages(messages, "reset")
         task.tools = tuple(task.environment.tools)
-        task.prompt = self._framing.begin(task.messages, task.tools)
+        task.prompt = self._framing.prompt(task.messages, task.tools)
         if self._room(task) < 1:
             raise DataError(
                 f"reset returned messages of {len(task.prompt)} tokens, which leave no room for an "
                 f"answer in a window of {self._sampler.max_model_len}; shorten them, or raise "
                 "max_length"
             )
-        self._speak(task)
+        self._submit(task)
 
-    def _take_turn(self, task: _Task, turn: Any) -> None:
+    def _take_step(self, task: _Task, turn: object) -> None:
         """Go on with what `step` returned."""
         if not isinstance(turn, Turn):
             raise DataError(f"step returned a {type(turn).__name__}; it must return a Turn")
@@ -226,11 +232,11 @@ class _Loop:
         elif task.turns >= self._limits.max_turns:
             task.ended = "turns"
         else:
-            self._go_on(task, answers)
+            self._continue(task, answers)
 
-    def _go_on(self, task: _Task, answers: Sequence[Message]) -> None:
+    def _continue(self, task: _Task, answers: Sequence[Message]) -> None:
         last = int(task.parts[-1].tokens[-1])
-        added = self._framing.go_on(task.messages, answers, task.tools, last)
+        added = self._framing.continuation(task.messages, answers, task.tools, last)
         task.messages += answers
         if self._room(task) <= len(added):
             task.ended = "length"  # the model would not get to answer: it need not see them
@@ -247,33 +253,33 @@ class _Loop:
                 seed=task.seed,
             )
         )
-        self._speak(task)
+        self._submit(task)
 
     def _room(self, task: _Task) -> int:
         """Tokens that may still come."""
         whole = self._sampler.max_model_len - len(task.prompt)
         return min(whole, self._limits.max_tokens) - task.length
 
-    def _speak(self, task: _Task) -> None:
+    def _submit(self, task: _Task) -> None:
         most = min(self._settings.max_tokens, max(self._room(task), 1))
         settings = dataclasses.replace(
             self._settings, max_tokens=most, min_tokens=min(self._settings.min_tokens, most)
         )
-        self._drawing[self._sampler.submit(task.tokens(), settings, task.seed)] = task
+        self._sampling[self._sampler.submit(task.tokens(), settings, task.seed)] = task
 
-    def _spoke(self, task: _Task, completion: Completion) -> None:
+    def _turn_sampled(self, task: _Task, completion: Completion) -> None:
         task.add(completion)
         task.turns += 1
-        message = self._framing.read(completion)
+        message = self._framing.message(completion)
         task.messages.append(message)
         if completion.truncated:
             task.ended = "length"
         else:
-            self._thinking[self._pool.submit(task.environment.step, message)] = task
+            self._stepping[self._pool.submit(task.environment.step, message)] = task
 
 
-def _messages(given: Any, method: str) -> list[Message]:
-    """What an environment said, if it is messages.
+def _messages(given: object, method: str) -> list[Message]:
+    """An environment's messages, checked.
 
     Raises:
       DataError: saying what it is instead.

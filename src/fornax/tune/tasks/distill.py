@@ -3,38 +3,271 @@
 Legend: B rows, T tokens of a row, D student width, E teacher width, V vocabulary, K top tokens.
 """
 
+import functools
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
+from fornax import adapters
+from fornax.config.errors import ConfigError
+from fornax.data import load_tokenizer
 from fornax.kernels import linear_cross_entropy
-from fornax.models import Remat
-from fornax.train.task import Batch, Loss, Task
+from fornax.llm import EngineConfig
+from fornax.mesh import Rules, check_processes, fit_mesh, make_mesh, named_sharding
+from fornax.mesh import hosts as agreed
+from fornax.models import Decoder, DecoderConfig, Remat, abstract_decoder
+from fornax.train import load_decoder, model_config, tokenizer_folder
+from fornax.train.hosts import find_hosts
+from fornax.train.task import Batch, Batches, Hosts, Loss, PostTraining, Task
 from fornax.tune import losses
-from fornax.tune.configs.distill import DistillConfig, TopLogits
-from fornax.tune.data import load_examples
-from fornax.tune.lesson import FrozenParam, Lesson
-from fornax.tune.policy import Origin
+from fornax.tune.config import DistillConfig, TopLogits
+from fornax.tune.data import (
+    Encoded,
+    ExtendedStream,
+    Loaded,
+    LoaderOptions,
+    PackedStream,
+    RowStream,
+    load_examples,
+    sft_batches,
+)
+from fornax.tune.data.tokenizer import check_same_tokens, shared_vocabulary
+from fornax.tune.policy import Origin, Policy
 from fornax.tune.policy import policy as policy_of
-from fornax.tune.splits import described, load_splits
+from fornax.tune.rollout import LLMSampler, Sampler
+from fornax.tune.splits import described, load_splits, loader_options
+from fornax.tune.stores import TopKey, TopStore, data_fingerprint, weights_fingerprint, write_top
+from fornax.tune.tasks.teacher import OnPolicyStream, Teacher, numbered_rows
 
-__all__ = ["distill_loss", "make"]
+__all__ = ["make"]
+
+
+_HEAD = "teacher_head"
+
+
+class FrozenParam(nnx.Param):
+    """A parameter that is given, not trained: the teacher's output projection."""
+
+
+@dataclass(kw_only=True)
+class Distillation:
+    """Teacher, student and data of one run; the teacher is loaded when it is first asked."""
+
+    config: DistillConfig
+    origin: Origin
+    policy: Policy
+    splits: Mapping[str, Loaded[Encoded]]
+    out: Path
+    teacher_config: DecoderConfig | None = None
+    _teacher: Teacher | None = None
+    _stores: dict[str, TopStore] = field(default_factory=dict)
+    _drawn: OnPolicyStream | None = None
+    _model: Callable[[], nnx.Module] | None = None
+    _sampler: LLMSampler | None = None
+    _version: int = 0
+
+    def __post_init__(self) -> None:
+        path = self.config.teacher
+        if path is None:
+            return
+        self.teacher_config = model_config(path)
+        folder = tokenizer_folder(Path(path).expanduser())
+        if folder is None:
+            raise ConfigError(
+                f"no tokenizer lies with teacher={path}, so nothing says that its tokens are the "
+                "student's; put its tokenizer.json there"
+            )
+        tokenizer = self.origin.tokenizer
+        names = {"names": ("teacher", path), "others": ("model", self.config.model)}
+        check_same_tokens(load_tokenizer(folder), tokenizer, **names)
+        outputs = self.origin.model_config.vocab_size
+        shared_vocabulary(self.teacher_config.vocab_size, outputs, tokenizer.vocab_size)
+        longest = self.teacher_config.max_position_embeddings
+        if self.config.max_length > longest:
+            raise ConfigError(
+                f"max_length={self.config.max_length} is beyond the {longest} positions that "
+                f"teacher={path} is made for; lower it"
+            )
+
+    @property
+    def full_logits(self) -> bool:
+        """Whether every logit counts."""
+        return not isinstance(self.config.logits, TopLogits)
+
+    @property
+    def loss(self) -> Callable[..., Loss]:
+        """`distill_loss` of this run's teacher."""
+        teacher = self.teacher_config
+        if not self.full_logits or teacher is None:
+            return functools.partial(distill_loss, config=self.config)
+        return functools.partial(
+            distill_loss,
+            config=self.config,
+            vocabulary=min(teacher.vocab_size, self.origin.model_config.vocab_size),
+            teacher_softcap=teacher.final_logit_softcap,
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the log about the teacher."""
+        if isinstance(self.config.logits, TopLogits):
+            return (f"the teacher's top {self.config.logits.k} tokens are read from {self.store}",)
+        return (f"the teacher is {self.config.teacher}",)
+
+    @property
+    def store(self) -> Path:
+        """The folder of stored logits."""
+        assert isinstance(self.config.logits, TopLogits)
+        path = self.config.logits.path
+        return Path(path).expanduser() if path else self.out / "teacher_logits"
+
+    def build(self, rngs: nnx.Rngs) -> Decoder:
+        """The student with fresh weights, and room for the teacher's projection."""
+        student = self.policy.build(rngs)
+        if self.full_logits and self.teacher_config is not None:
+            shape = (self.teacher_config.hidden_size, self.teacher_config.vocab_size)
+            head = jnp.zeros(shape, self.config.dtypes.compute_dtype)
+            setattr(student, _HEAD, FrozenParam(head, axes=("embed", "vocab")))
+        return student
+
+    def pretrained(self, mesh: Mesh, rules: Rules) -> Decoder:
+        """The student with its weights, and the teacher's projection, laid on the mesh."""
+        student = self.policy.pretrained(mesh, rules)
+        if self.full_logits:
+            teacher = self.teacher(find_hosts(mesh, rules))
+            head = teacher.output_weights().astype(self.config.dtypes.compute_dtype)
+            axes = ("embed", "vocab")
+            where = named_sharding(mesh, axes, rules, shape=head.shape, name="teacher_head")
+            setattr(student, _HEAD, FrozenParam(jax.device_put(head, where), axes=axes))
+        return student
+
+    def teacher(self, hosts: Hosts) -> Teacher:
+        """The teacher, laid on its mesh."""
+        config = self.config
+        if self._teacher is None:
+            if config.teacher is None:
+                raise ConfigError(
+                    f"{self.store} does not hold this run's logits, and no teacher is named to "
+                    "write them; name it with --teacher"
+                )
+            where = config.teacher_mesh or config.mesh
+            shapes = abstract_decoder(self.teacher_config or model_config(config.teacher))
+            mesh = make_mesh(fit_mesh(where, nnx.state(shapes), jax.device_count()))
+            rules = where.resolved_rules()
+            dtype = config.dtypes.compute_dtype  # nothing trains it: no higher precision is kept
+            decoder = load_decoder(
+                config.teacher, dtype=dtype, compute_dtype=dtype, mesh=mesh, rules=rules
+            )
+            self._teacher = Teacher(decoder, mesh=mesh, rules=rules, hosts=hosts)
+        return self._teacher
+
+    def steps_per_epoch(self) -> float:
+        """Steps of one pass over the training examples."""
+        stream = self._plain("train", loader_options(self.config, Hosts(), train=True))
+        return float(stream.batches_in(1))
+
+    def batches(self, split: str, hosts: Hosts) -> Batches:
+        """`Task.batches`."""
+        config = self.config
+        stream: Batches = self._plain(split, loader_options(config, hosts, train=split == "train"))
+        if isinstance(config.logits, TopLogits):
+            return ExtendedStream(stream, self._stored(split, hosts).columns)
+        if config.on_policy is not None and split == "train":
+            check_processes("on-policy distillation", jax.process_count())
+            stream = self._drawn = OnPolicyStream(
+                stream,
+                self.splits[split].items,
+                config.on_policy,
+                max_length=config.max_length,
+                seed=config.seed,
+                sampler=self._student,
+            )
+        teacher = self.teacher(hosts)
+        return ExtendedStream(stream, lambda rows: {"teacher_hidden": teacher.hidden(rows)})
+
+    def _plain(self, split: str, options: LoaderOptions) -> PackedStream | RowStream:
+        loaded = self.splits[split]
+        if self.config.packs:
+            return sft_batches(loaded, options, self.config.max_length)
+        return numbered_rows(loaded, options, self.config.max_length)
+
+    def _stored(self, split: str, hosts: Hosts) -> TopStore:
+        """The stored logits of a split, written first if they are not there."""
+        assert isinstance(self.config.logits, TopLogits)
+        if split not in self._stores:
+            path, items = self.store / split, self.splits[split].items
+            named = self.config.teacher
+            key = TopKey(
+                data=data_fingerprint(a for item in items for a in (item.tokens, item.mask)),
+                vocabulary=self.origin.tokenizer.vocab_size,
+                k=self.config.logits.k,
+                temperature=self.config.temperature,
+                teacher=None if named is None else weights_fingerprint(named),
+            )
+            if not agreed.decide(lambda: TopStore.exists(path)):
+                rows = self._plain(split, loader_options(self.config, hosts, train=False))
+                top = functools.partial(
+                    self.teacher(hosts).top,
+                    k=key.k,
+                    temperature=key.temperature,
+                    vocabulary=key.vocabulary,
+                )
+                write_top(path, key, top, rows, [item.trained for item in items])
+                self._teacher = None  # it is not asked again: give its memory back
+            self._stores[split] = TopStore(path, key)
+        return self._stores[split]
+
+    def follow(self, step: int, model: Callable[[], nnx.Module]) -> None:
+        """`Task.follow`: the student to draw from."""
+        self._version, self._model = step, model
+        if self._drawn is not None:
+            self._drawn.step = step
+
+    def observe(self) -> dict[str, float]:
+        """`Task.observe`: whether the rows just taken were drawn."""
+        return {"on_policy": float(self._drawn is not None and self._drawn.drawn)}
+
+    def _student(self) -> Sampler:
+        """A sampler with the student's weights of now."""
+        assert self._model is not None
+        assert self.config.on_policy is not None
+        student: Decoder = adapters.merged(self._model())
+        delattr(student, _HEAD)
+        if self._sampler is None:
+            engine = EngineConfig(
+                max_model_len=self.config.max_length,
+                max_num_seqs=min(self.config.batch_size, 64),
+                step_sizes="coarse",
+            )
+            graphdef, state = nnx.split(student)  # the engine is made for one device
+            state = jax.device_put(state, jax.local_devices()[0])
+            self._sampler = LLMSampler(
+                nnx.merge(graphdef, state),
+                tokenizer=self.origin.tokenizer,
+                eos_ids=self.origin.eos_ids,
+                engine=engine,
+            )
+        self._sampler.update(nnx.state(student), self._version)
+        return self._sampler
 
 
 def distill_loss(
-    model: Any,
+    model: Decoder,
     batch: Batch,
-    config: DistillConfig,
     *,
+    config: DistillConfig,
     vocabulary: int | None = None,
     teacher_softcap: float | None = None,
     remat: str | Remat = "none",
     hard: bool = False,
 ) -> Loss:
-    """Sums over trained tokens; logits [B, T, V] of neither model ever exist whole.
+    """Sums over trained tokens; logits [B, T, V] of neither model ever exist full_logits.
 
     Args:
       model: the student; with full logits it has the teacher's projection as `teacher_head` [E, V].
@@ -75,7 +308,7 @@ def distill_loss(
             x_BTD,
             w_DV,
             batch["teacher_hidden"],
-            model.teacher_head.get_value(),
+            getattr(model, _HEAD).get_value(),
             weights_BT,
             divergence=config.divergence,
             beta=config.beta,
@@ -106,29 +339,26 @@ def make(config: DistillConfig, origin: Origin, out: Path) -> Task:
       DataError: with file and line of examples that cannot be used.
       ConfigError: when the teacher's vocabulary is another, or adapters fit nothing.
     """
-    splits = load_splits(config, origin, load_examples, full=config.loss_on == "all")
+    load = functools.partial(load_examples, full=config.loss_on == "all")
+    splits = load_splits(config, origin, load)
     policy = policy_of(config, origin)
-    lesson = Lesson(config=config, origin=origin, policy=policy, splits=splits, out=out)
-    remat = config.resolved_remat()
-    compared = lesson.compared
-
-    def loss(model: Any, batch: Batch, key: jax.Array) -> Loss:
-        del key
-        return distill_loss(model, batch, config, remat=remat, **compared)
-
+    distillation = Distillation(config=config, origin=origin, policy=policy, splits=splits, out=out)
+    remat, loss = config.resolved_remat(), distillation.loss
     return Task(
-        build=lesson.build,
-        pretrained=lesson.pretrained,
-        trained=nnx.All(policy.trained, nnx.Not(FrozenParam)),
-        loss=loss,
-        evaluate=lambda model, batch: distill_loss(model, batch, config, hard=True, **compared),
-        batches=lesson.batches,
-        follow=None if config.on_policy is None else lesson.follow,
-        observe=None if config.on_policy is None else lesson.observe,
+        build=distillation.build,
+        pretrained=distillation.pretrained,
+        loss=lambda model, batch, key: loss(model, batch, remat=remat),
+        evaluate=lambda model, batch: loss(model, batch, hard=True),
+        batches=distillation.batches,
         summarise=_summarise,
-        steps_per_epoch=lesson.steps_per_epoch(),
         unit="trained_tokens",
-        notes=(policy.text, *lesson.notes, *described(splits)),
+        post=PostTraining(
+            trained=nnx.All(policy.trained, nnx.Not(FrozenParam)),
+            follow=None if config.on_policy is None else distillation.follow,
+            observe=None if config.on_policy is None else distillation.observe,
+            steps_per_epoch=distillation.steps_per_epoch(),
+            notes=(policy.text, *distillation.notes, *described(splits)),
+        ),
     )
 
 

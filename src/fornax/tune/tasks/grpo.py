@@ -6,30 +6,30 @@ Legend: R rows, T tokens of a row.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from fornax.models import Remat, TokenLogprobs, token_logprobs
+from fornax.models import Decoder, Remat, TokenLogprobs
 from fornax.train.task import Batch, Loss, Task
+from fornax.tune.config import GRPOConfig
 from fornax.tune.policy import Origin
-from fornax.tune.rl.config import GRPOConfig
+from fornax.tune.rl.components import make_components
 from fornax.tune.rl.credit import Credit, divergence, group_credit
+from fornax.tune.rl.forward import rows_logprobs
 from fornax.tune.rl.loss import PolicyLoss, policy_loss
-from fornax.tune.rl.parts import make_parts
+from fornax.tune.rl.packing import Scored
 from fornax.tune.rl.rollouts import Rollout
-from fornax.tune.rl.rounds import Scored
-from fornax.tune.rl.task import Method, Parts, rl_task
+from fornax.tune.rl.task import Components, Objective, rl_task
 
 __all__ = ["grpo_task", "make"]
 
 
 def make(config: GRPOConfig, origin: Origin, out: Path) -> Task:
     """The task of `fornax tune grpo`."""
-    return grpo_task(config, make_parts(config, origin, out))
+    return grpo_task(config, make_components(config, origin, out))
 
 
-def grpo_task(config: GRPOConfig, parts: Parts) -> Task:
+def grpo_task(config: GRPOConfig, components: Components) -> Task:
     """GRPO with any policy, prompts, rewards and sampler."""
     algorithm = config.algorithm
     in_reward = algorithm.kl_in == "reward"
@@ -50,7 +50,7 @@ def grpo_task(config: GRPOConfig, parts: Parts) -> Task:
         for name in ("old_logps", "ref_logps")
     }
 
-    def loss(model: Any, batch: Batch) -> Loss:
+    def loss(model: Decoder, batch: Batch) -> Loss:
         return policy_loss(options, batch, passes["old_logps"].of(model, batch, entropy=True))
 
     def credit(rollouts: Sequence[Rollout], scored: Scored) -> Credit:
@@ -68,14 +68,15 @@ def grpo_task(config: GRPOConfig, parts: Parts) -> Task:
 
     return rl_task(
         config,
-        parts,
-        Method(
+        components,
+        Objective(
             loss=loss,
             score=passes["old_logps"] if needs_old else None,
             reference=passes["ref_logps"] if needs_reference else None,
             credit=credit,
             aggregation=algorithm.aggregation,
             mask_truncated=algorithm.mask_truncated,
+            skip_zero_advantage=algorithm.skip_zero_advantage,
             max_resamples=algorithm.max_resamples if algorithm.dynamic_sampling else 0,
         ),
     )
@@ -90,19 +91,11 @@ class Logps:
     temperature: float
     remat: Remat
 
-    def __call__(self, model: Any, rows: Batch) -> Mapping[str, jax.Array]:
+    def __call__(self, model: Decoder, rows: Batch) -> Mapping[str, jax.Array]:
         """The array [R, T]."""
         return {self.name: self.of(model, rows).logprobs}
 
-    def of(self, model: Any, rows: Batch, *, entropy: bool = False) -> TokenLogprobs:
+    def of(self, model: Decoder, rows: Batch, *, entropy: bool = False) -> TokenLogprobs:
         """Values [R, T], with the entropy if asked for."""
-        return token_logprobs(
-            model,
-            rows["tokens"],
-            rows["targets"],
-            positions_BT=rows["positions"],
-            segment_ids_BT=rows["segment_ids"],
-            temperature=self.temperature,
-            entropy=entropy,
-            remat=self.remat,
-        )
+        options = {"temperature": self.temperature, "remat": self.remat}
+        return rows_logprobs(model, rows, entropy=entropy, **options)

@@ -3,50 +3,51 @@
 Legend: B examples, 2 (its own completion; another example's, after the same prompt), T tokens.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fornax.config.errors import DataError
-from fornax.models import Remat
-from fornax.train.task import Batch, Loss, Task
+from fornax.models import Decoder, Remat
+from fornax.train.task import Batch, Loss, Means, Task
 from fornax.tune import losses
-from fornax.tune.completions import completion_logprobs
-from fornax.tune.configs.preference import KTOConfig
+from fornax.tune.config import KTOConfig
 from fornax.tune.data import Encoded, LabelledTokens, Loaded, PairTokens, load_labelled
-from fornax.tune.pairs import PairRows, reference_of
 from fornax.tune.policy import Origin
 from fornax.tune.policy import policy as policy_of
-from fornax.tune.splits import described, load_splits
-from fornax.tune.tasks.preference import base_logprobs
+from fornax.tune.splits import load_splits
+from fornax.tune.tasks.pairs import (
+    PairRows,
+    completion_logprobs,
+    pair_task,
+    reference_logprobs,
+    reference_of,
+)
 
-__all__ = ["kto_baseline", "kto_loss", "make", "mismatched"]
+__all__ = ["make", "mismatched"]
 
 LABEL = "desirable"
 
 
-def _column(batch: Batch, column: int) -> dict[str, Any]:
+def _column(batch: Batch, column: int) -> Batch:
     """The arrays of one of the two completions."""
     return {name: x[:, column] for name, x in batch.items() if x.ndim > 1}
 
 
 def _log_ratios(
-    model: Any, batch: Batch, column: int, remat: str | Remat
+    model: Decoder, batch: Batch, column: int, remat: str | Remat
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums of log-probs of policy and reference, and lengths, each [B]."""
     rows = _column(batch, column)
     policy = completion_logprobs(model, rows, remat=remat)
-    reference_B = rows.get("ref_logps")
-    if reference_B is None:
-        reference_B = base_logprobs(model, rows)
-    return policy.logps, reference_B, policy.lengths
+    return policy.logps, reference_logprobs(model, rows), policy.lengths
 
 
-def kto_baseline(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
+def kto_baseline(model: Decoder, batch: Batch) -> Means:
     """Sum and weight of the log-ratio of mismatched completions: its mean over the whole batch,
     at least 0, is the KL estimate that rewards are compared with."""
     policy_B, reference_B, lengths_B = _log_ratios(model, batch, 1, "none")
@@ -54,7 +55,9 @@ def kto_baseline(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Arr
     return {"kl": (jnp.sum((policy_B - reference_B) * real_B), jnp.sum(real_B))}
 
 
-def kto_loss(model: Any, batch: Batch, config: KTOConfig, *, remat: str | Remat = "none") -> Loss:
+def kto_loss(
+    model: Decoder, batch: Batch, *, config: KTOConfig, remat: str | Remat = "none"
+) -> Loss:
     """Sums over examples.
 
     Args:
@@ -152,11 +155,7 @@ def make(config: KTOConfig, origin: Origin, out: Path) -> Task:
     """
     labelled = load_splits(config, origin, load_labelled)
     splits = {
-        name: Loaded(
-            items=mismatched(loaded.items, config.max_length),
-            summary=loaded.summary,
-            records=loaded.records,
-        )
+        name: Loaded(items=mismatched(loaded.items, config.max_length), summary=loaded.summary)
         for name, loaded in labelled.items()
     }
     columns = {
@@ -164,44 +163,35 @@ def make(config: KTOConfig, origin: Origin, out: Path) -> Task:
         for name, loaded in labelled.items()
     }
     policy = policy_of(config, origin)
-    remat = config.resolved_remat()
-
-    def loss(model: Any, batch: Batch, key: jax.Array) -> Loss:
-        del key
-        return kto_loss(model, batch, config, remat=remat)
-
-    stores = config.reference == "stored"
-    return Task(
-        build=policy.build,
-        pretrained=policy.pretrained,
-        trained=policy.trained,
-        measure=kto_baseline,
-        loss=loss,
-        evaluate=lambda model, batch: kto_loss(model, batch, config),
+    return pair_task(
+        config,
+        policy,
+        splits,
+        loss=functools.partial(kto_loss, config=config),
         batches=PairRows(
             config=config,
             splits=splits,
             columns=columns,
-            reference=reference_of(config, origin, policy, out) if stores else None,
+            reference=reference_of(config, origin, policy, out),
         ),
-        steps_per_epoch=len(splits["train"]) / config.batch_size,
         unit="examples",
-        notes=(policy.text, *described(splits), *_balance(labelled["train"], config)),
+        measure=kto_baseline,
+        notes=(_balance(labelled["train"], config),),
     )
 
 
-def _balance(loaded: Loaded[LabelledTokens], config: KTOConfig) -> list[str]:
-    """What to say where one kind of label outweighs the other."""
+def _balance(loaded: Loaded[LabelledTokens], config: KTOConfig) -> str:
+    """A line for the log, with a warning where one kind of label outweighs the other."""
     desirable = sum(item.label for item in loaded.items)
     other = len(loaded.items) - desirable
     counts = f"{desirable:,} examples are desirable, {other:,} are not"
     if not desirable or not other:
-        return [f"{counts}: with one kind alone there is nothing to tell apart"]
+        return f"{counts}: with one kind alone there is nothing to tell apart"
     balance = config.desirable_weight * desirable / (config.undesirable_weight * other)
     if 1 / 4 <= balance <= 4:
-        return [counts]
+        return counts
     weight = config.desirable_weight * desirable / other
-    return [
+    return (
         f"{counts}: with their weights they stand {balance:.2g} to 1, where the paper keeps them "
         f"within 1 and 4/3, for instance by undesirable_weight={weight:.2g}"
-    ]
+    )

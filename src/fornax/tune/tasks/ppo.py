@@ -1,4 +1,4 @@
-"""PPO: a value head says what reward was to be expected at each token.
+"""PPO: a value head predicts the return at each token.
 
 Legend: R rows, T tokens of a row, D model width.
 """
@@ -6,7 +6,6 @@ Legend: R rows, T tokens of a row, D model width.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,48 +15,47 @@ from jax.sharding import Mesh
 
 from fornax.kernels import TokenLogprobs, linear_logprobs
 from fornax.mesh import Rules
-from fornax.models import Remat
+from fornax.models import Decoder, Remat
 from fornax.train.task import Batch, Loss, Task
 from fornax.tune import losses
+from fornax.tune.config import PPOConfig
 from fornax.tune.policy import Origin
-from fornax.tune.rl.config import PPOConfig
-from fornax.tune.rl.credit import Credit, divergence, gae_credit
-from fornax.tune.rl.kl import KLController
+from fornax.tune.rl.components import make_components
+from fornax.tune.rl.credit import Credit, KLController, divergence, gae_credit
+from fornax.tune.rl.forward import ValueParam, attach_value_head, value_head
 from fornax.tune.rl.loss import PolicyLoss, policy_loss
-from fornax.tune.rl.parts import make_parts
+from fornax.tune.rl.packing import Scored
 from fornax.tune.rl.rollouts import Rollout
-from fornax.tune.rl.rounds import Scored
-from fornax.tune.rl.task import Method, Parts, rl_task
-from fornax.tune.rl.value_head import ValueParam, attach_value_head
+from fornax.tune.rl.task import Components, Objective, rl_task
 
-__all__ = ["make", "ppo_task", "with_value_head"]
+__all__ = ["make", "ppo_task"]
 
 
 def make(config: PPOConfig, origin: Origin, out: Path) -> Task:
     """The task of `fornax tune ppo`."""
-    return ppo_task(config, make_parts(config, origin, out))
+    return ppo_task(config, make_components(config, origin, out))
 
 
-def with_value_head(parts: Parts) -> Parts:
+def with_value_head(components: Components) -> Components:
     """The same, with a value head on the policy, trained with it."""
-    pretrained = parts.pretrained
+    pretrained = components.pretrained
 
-    def build(rngs: nnx.Rngs) -> nnx.Module:
-        return attach_value_head(parts.build(rngs))
+    def build(rngs: nnx.Rngs) -> Decoder:
+        return attach_value_head(components.build(rngs))
 
-    def load(mesh: Mesh, rules: Rules) -> nnx.Module:
+    def load(mesh: Mesh, rules: Rules) -> Decoder:
         assert pretrained is not None
         return attach_value_head(pretrained(mesh, rules))
 
     return replace(
-        parts,
+        components,
         build=build,
         pretrained=None if pretrained is None else load,
-        trained=nnx.Any(parts.trained, ValueParam),
+        trained=nnx.Any(components.trained, ValueParam),
     )
 
 
-def ppo_task(config: PPOConfig, parts: Parts) -> Task:
+def ppo_task(config: PPOConfig, components: Components) -> Task:
     """PPO with any policy, prompts, rewards and sampler."""
     options = PolicyLoss(
         clip_low=config.clip_low,
@@ -74,7 +72,7 @@ def ppo_task(config: PPOConfig, parts: Parts) -> Task:
         head_alone=config.value_gradient == "head",
     )
 
-    def loss(model: Any, batch: Batch) -> Loss:
+    def loss(model: Decoder, batch: Batch) -> Loss:
         found, values_RT = forward.of(model, batch, entropy=True)
         rows = {name: x for name, x in batch.items() if name != "ref_logps"}
         policy = policy_loss(options, rows, found)
@@ -98,8 +96,8 @@ def ppo_task(config: PPOConfig, parts: Parts) -> Task:
 
     return rl_task(
         config,
-        with_value_head(parts),
-        Method(
+        with_value_head(components),
+        Objective(
             loss=loss,
             score=forward,
             reference=replace(forward, reference=True) if reference else None,
@@ -121,7 +119,7 @@ class Forward:
     reference: bool = False
     """Whether it is the reference that is asked, which has no values."""
 
-    def __call__(self, model: Any, rows: Batch) -> Mapping[str, jax.Array]:
+    def __call__(self, model: Decoder, rows: Batch) -> Mapping[str, jax.Array]:
         """Arrays [R, T] by the rows' names."""
         found, values_RT = self.of(model, rows)
         if self.reference:
@@ -129,7 +127,7 @@ class Forward:
         return {"old_logps": found.logprobs, "old_values": values_RT}
 
     def of(
-        self, model: Any, rows: Batch, *, entropy: bool = False
+        self, model: Decoder, rows: Batch, *, entropy: bool = False
     ) -> tuple[TokenLogprobs, jax.Array]:
         """Log-probabilities and values [R, T].
 
@@ -151,7 +149,7 @@ class Forward:
             entropy=entropy,
         )
         shown = jax.lax.stop_gradient(x_RTD) if self.head_alone else x_RTD
-        return found, model.value_head(shown)
+        return found, value_head(model)(shown)
 
 
 def _with_values(config: PPOConfig, policy: Loss, batch: Batch, values_RT: jax.Array) -> Loss:

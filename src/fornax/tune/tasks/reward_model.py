@@ -3,27 +3,26 @@
 Legend: P pairs, T tokens of a row.
 """
 
+import functools
 from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from fornax.models import Remat
+from fornax.models import Decoder, Remat
 from fornax.train.task import Batch, Batches, Hosts, Loss, Task
 from fornax.tune import losses
-from fornax.tune.configs.reward_model import RewardModelConfig
+from fornax.tune.config import RewardModelConfig
 from fornax.tune.data import load_pairs, preference_batches
 from fornax.tune.policy import Origin
-from fornax.tune.reward_head import scored, scores
-from fornax.tune.splits import described, feed_of, load_splits
-from fornax.tune.tasks.preference import mean_over
+from fornax.tune.reward_model import scored, scores
+from fornax.tune.splits import load_splits, loader_options
+from fornax.tune.tasks.pairs import mean_over, pair_task
 
-__all__ = ["make", "reward_loss"]
+__all__ = ["make"]
 
 
 def reward_loss(
-    model: Any, batch: Batch, *, centre: float = 0.0, remat: str | Remat = "none"
+    model: Decoder, batch: Batch, *, centre: float = 0.0, remat: str | Remat = "none"
 ) -> Loss:
     """Sums over pairs of the Bradley-Terry loss.
 
@@ -53,24 +52,16 @@ def make(config: RewardModelConfig, origin: Origin, out: Path) -> Task:
     del out
     splits = load_splits(config, origin, load_pairs)
     policy = scored(config, origin)
-    remat = config.resolved_remat()
-
-    def loss(model: Any, batch: Batch, key: jax.Array) -> Loss:
-        del key
-        return reward_loss(model, batch, centre=config.centre, remat=remat)
 
     def stream(split: str, hosts: Hosts) -> Batches:
-        feed = feed_of(config, hosts, train=split == "train")
-        return preference_batches(splits[split], feed, config.max_length)
+        options = loader_options(config, hosts, train=split == "train")
+        return preference_batches(splits[split], options, config.max_length)
 
-    return Task(
-        build=policy.build,
-        pretrained=policy.pretrained,
-        trained=policy.trained,
-        loss=loss,
-        evaluate=lambda model, batch: reward_loss(model, batch, centre=config.centre),
+    return pair_task(
+        config,
+        policy,
+        splits,
+        loss=functools.partial(reward_loss, centre=config.centre),
         batches=stream,
-        steps_per_epoch=len(splits["train"]) / config.batch_size,
         unit="pairs",
-        notes=(policy.text, *described(splits)),
     )

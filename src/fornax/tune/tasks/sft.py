@@ -3,19 +3,20 @@
 Legend: B rows, T tokens of a row, D model width.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fornax.train import Batch, Hosts, Loss, Task, next_token_loss
+from fornax.models import Decoder
+from fornax.train import Batch, Hosts, Loss, PostTraining, Task, next_token_loss
 from fornax.tune.config import SFTConfig
 from fornax.tune.data import PackedStream, RowStream, load_examples, sft_batches
 from fornax.tune.policy import Origin, policy
-from fornax.tune.splits import described, feed_of, load_splits
+from fornax.tune.splits import described, load_splits, loader_options
 
 __all__ = ["make", "neftune"]
 
@@ -34,19 +35,19 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
     """
     del out
     trained = policy(config, origin)
-    full = config.loss_on == "all"
-    splits = load_splits(config, origin, load_examples, full=full)
+    load = functools.partial(load_examples, full=config.loss_on == "all")
+    splits = load_splits(config, origin, load)
     remat = config.resolved_remat()
 
-    def loss(decoder: Any, batch: Batch, key: jax.Array) -> Loss:
+    def loss(decoder: Decoder, batch: Batch, key: jax.Array) -> Loss:
         disturb = None
         if config.neftune_alpha is not None:
             disturb = neftune(config.neftune_alpha, batch["segment_ids"], key)
         return next_token_loss(decoder, batch, remat=remat, z_loss=config.z_loss, disturb=disturb)
 
     def stream(split: str, hosts: Hosts) -> PackedStream | RowStream:
-        feed = feed_of(config, hosts, train=split == "train")
-        return sft_batches(splits[split], feed, config.max_length, packing=config.packing)
+        options = loader_options(config, hosts, train=split == "train")
+        return sft_batches(splits[split], options, config.max_length, packing=config.packing)
 
     # Packed passes run into each other: several take fewer batches than as many single ones.
     epochs = config.epochs or 1.0
@@ -58,10 +59,12 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
         batches=stream,
         summarise=_summarise,
         pretrained=trained.pretrained,
-        trained=trained.trained,
-        steps_per_epoch=steps / epochs,
-        notes=(trained.text, *described(splits)),
         unit="trained_tokens",
+        post=PostTraining(
+            trained=trained.trained,
+            steps_per_epoch=steps / epochs,
+            notes=(trained.text, *described(splits)),
+        ),
     )
 
 

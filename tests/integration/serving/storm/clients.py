@@ -13,7 +13,7 @@ import grpc.aio
 from tests.integration.serving.storm import http, world
 
 from fornax.serving.grpc.client import infer_message, outputs_of
-from fornax.serving.grpc.messages import METHODS
+from fornax.serving.grpc.methods import METHODS
 
 _INFER = METHODS["ModelInfer"]
 _STREAM = METHODS["ModelStreamInfer"]

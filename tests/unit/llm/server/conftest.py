@@ -6,10 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.mock_engine import MockEngine
 
 from fornax.data import Tokenizer, train_bpe
-from fornax.llm.server import Metrics, ServerConfig, create_app, create_server, guarded
-from fornax.llm.server.mock_engine import MockEngine
+from fornax.llm.server import Metrics, ServerConfig, asgi_app, create_app, create_server
+from fornax.llm.server.limits import RefusalPace
 from fornax.llm.text import ChatTemplate
 
 TEMPLATE = (
@@ -37,7 +38,8 @@ class App:
         engine._observer = self.metrics
         self.server = create_server(engine, config, model="m", metrics=self.metrics)
         self.fastapi = create_app(self.server)
-        self.asgi = guarded(self.fastapi)
+        self.asgi = asgi_app(self.fastapi)
+        self.asgi._refusals = RefusalPace(burst=10**6)  # a test refuses more than a client does
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """One request."""

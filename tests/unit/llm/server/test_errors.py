@@ -7,7 +7,7 @@ import pytest
 
 from fornax.config import EngineError
 from fornax.llm.server.errors import from_engine
-from fornax.llm.server.request_limits import RequestLimits
+from fornax.llm.server.limits import RequestLimits
 
 COMPLETION = {"prompt": "hello"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}

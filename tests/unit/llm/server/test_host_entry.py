@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
+from tests.mock_engine import MockEngine
 
 from fornax.config import ConfigError, EngineError, ServingError
 from fornax.llm.host_entry import LLMEntry
-from fornax.llm.server.mock_engine import MockEngine
 
 
 @pytest.fixture

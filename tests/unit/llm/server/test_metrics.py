@@ -1,14 +1,9 @@
 """`/metrics`: vLLM's names and labels, and what is counted under them."""
 
-import math
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from fornax.llm.server import Metrics
-from fornax.llm.server.histogram import Histogram, powers
 from fornax.llm.stats import RequestStats, StepStats
 
 # The names on vLLM's own dashboards, as they are exposed.
@@ -192,19 +187,17 @@ def test_sleep_is_shown(make_app):
     assert app.post("/v1/completions", {"prompt": "hello"}).status_code == 200
 
 
-@given(st.lists(st.floats(0, 1e6)))
-def test_a_histogram_counts_each_value_in_every_bucket_it_fits(values):
-    bounds = powers(1000)
-    histogram = Histogram("name", "text", bounds)
-    for value in values:
-        histogram.observe(value)
-    family = histogram.family((), ())
-    buckets = {s.labels["le"]: s.value for s in family.samples if s.name == "name_bucket"}
-    for bound in [*bounds, math.inf]:
-        label = "+Inf" if bound == math.inf else str(bound)
-        assert buckets[label] == sum(value <= bound for value in values)
+def test_lengths_are_counted_in_bounds_up_to_the_longest_prompt():
+    metrics = Metrics("m", max_model_len=60)
+    for length in (1, 7, 60):
+        stats = RequestStats("r", arrival=1.0, finished=2.0, prompt_tokens=length)
+        metrics.finished(stats)
+    shown = Shown(metrics)
+    name = "vllm:request_prompt_tokens_bucket"
+    counts = {bound: shown(name, le=bound) for bound in ("1.0", "5.0", "10.0", "50.0", "+Inf")}
+    assert counts == {"1.0": 1, "5.0": 1, "10.0": 2, "50.0": 2, "+Inf": 3}
+    assert (name, (("engine", "0"), ("le", "100.0"), ("model_name", "m"))) not in shown._samples
 
 
-def test_powers_go_up_to_the_highest():
-    assert powers(100) == [1, 2, 5, 10, 20, 50, 100]
-    assert powers(60) == [1, 2, 5, 10, 20, 50]
+def test_a_scrape_has_no_names_that_vllm_has_not(metrics):
+    assert not [name for name in Shown(metrics).names() if name.endswith("_created")]

@@ -103,12 +103,11 @@ def test_the_final_message_is_left_open() -> None:
 
 
 def test_one_of_several_templates_is_picked() -> None:
-    template = ChatTemplate({"default": "d", "tool_use": "t", "rag": "r"})
+    template = ChatTemplate({"default": "d", "tool_use": "t"})
     assert template.render(_user("a")) == "d"
     assert template.render(_user("a"), tools=[{"type": "function"}]) == "t"
-    assert template.render(_user("a"), name="rag") == "r"
-    with pytest.raises(EngineError, match="it has default, rag, tool_use"):
-        template.render(_user("a"), name="other")
+    with pytest.raises(EngineError, match="named 'default'; it has rag, tool_use"):
+        ChatTemplate({"tool_use": "t", "rag": "r"}).render(_user("a"))
 
 
 def test_files_are_found_in_their_order(tmp_path: Path) -> None:

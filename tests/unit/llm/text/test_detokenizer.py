@@ -164,7 +164,7 @@ _STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4
 
 def test_long_stop_strings_take_memory_and_time_in_proportion_to_their_length() -> None:
     """Twelve thousand characters once took 70 MB for each completion."""
-    from fornax.llm.text.stop_strings import StopStrings
+    from fornax.llm.text.detokenizer import StopStrings
 
     tracemalloc.start()
     finders = [StopStrings(["ab" * 6000 + "c"]) for _ in range(8)]
@@ -183,7 +183,7 @@ def test_long_stop_strings_take_memory_and_time_in_proportion_to_their_length() 
 def test_a_stop_ends_the_text_the_same_however_it_is_cut(
     pieces: list[str], stops: list[str], cut: bool
 ) -> None:
-    from fornax.llm.text.stop_strings import StopStrings
+    from fornax.llm.text.detokenizer import StopStrings
 
     whole = "".join(pieces)
     ends = [(whole.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in whole]

@@ -12,18 +12,8 @@ from fornax.config.errors import EngineError
 from fornax.data import train_bpe
 from fornax.llm.sampling_params import StructuredOutputsParams
 from fornax.llm.structured import GrammarCompiler
-from fornax.llm.text.tools import (
-    Arguments,
-    Call,
-    Content,
-    Event,
-    Start,
-    ToolParser,
-    forced_parser,
-    forced_schema,
-    gather,
-    tool_parser,
-)
+from fornax.llm.text.parsing import Arguments, Call, Content, Event, Start, ToolParser, gather
+from fornax.llm.text.tools import forced_parser, forced_schema, tool_parser
 
 _F = Call("f", '{"a": 1}')
 _G = Call("g", '{"b": {"c": "}\\"]"}}')
@@ -162,9 +152,8 @@ def _takes(schema: dict[str, Any], text: str) -> bool:
     compiler = GrammarCompiler(tokenizer.backend, 300, [tokenizer.eos_id or 0])
     grammar = compiler.compile(StructuredOutputsParams(json=schema))
     compiler.close()
-    return all(grammar.advance(int(token)) for token in tokenizer.encode(text)) and (
-        grammar.accepting
-    )
+    ids = [*map(int, tokenizer.encode(text)), tokenizer.eos_id or 0]
+    return all(grammar.advance(token) for token in ids)
 
 
 def test_a_forced_call_is_one_of_the_tools() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fornax.plan import processor
+from fornax.plan import cpu
 
 _BUILDER = """
 import os, signal, time
@@ -50,7 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plans = tmp_path / "cache" / "plans"
     plans.mkdir(parents=True)
     told = {"flops": {"float32": 1e11, "bfloat16": 1e11}, "bandwidth": 1e10}
-    (plans / "cpu.json").write_text(json.dumps({**told, "key": processor._key()}))
+    (plans / "cpu.json").write_text(json.dumps({**told, "key": cpu._key()}))
     return plans
 
 

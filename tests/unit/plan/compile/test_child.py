@@ -5,8 +5,6 @@ import io
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,11 +17,10 @@ from fornax.plan.compile import (
     CompileError,
     MissingCompilerError,
     Request,
-    compile_program,
     compile_programs,
     compile_train,
 )
-from fornax.plan.compile.progress import Lines, Quiet
+from fornax.plan.compile.parent import Progress
 from fornax.plan.topology import parse_topology
 from fornax.train import TrainConfig
 
@@ -32,10 +29,11 @@ def ask(builder: str, *programs: str, **arguments: Any) -> Request:
     return Request(builder=builder, arguments=arguments, programs=programs or ("square",))
 
 
-class Recorded(Quiet):
+class Recorded(Progress):
     """Remembers the phases."""
 
     def __init__(self) -> None:
+        super().__init__("cpu:2", io.StringIO())
         self.phases: list[str] = []
         self.closed = False
 
@@ -56,7 +54,7 @@ def test_programs_come_in_the_order_asked_for_and_their_phases_are_shown(toy: st
     assert cube.hlo.startswith("HloModule jit")
     assert cube.notes == ("toy",)
     [x] = cube.arguments  # the other one is not read, so it is never sent to a device
-    assert (x.name, x.axes, x.bytes_global, x.bytes_device) == ("x", (("fsdp",), ()), 512, 256)
+    assert (x.name, x.axes, x.shape, x.bytes_device) == ("x", (("fsdp",), ()), (8, 16), 256)
     assert cube.memory.arguments == 256
     assert shown.phases == [
         *("starting", "laying out", "lowering cube", "lowering square"),
@@ -75,7 +73,7 @@ def test_programs_come_in_the_order_asked_for_and_their_phases_are_shown(toy: st
 )
 def test_failures_are_passed_on(toy: str, what: str, kind: type[FornaxError], said: str) -> None:
     with pytest.raises(kind, match=said) as caught:
-        compile_program(ask(toy, what=what), parse_topology("cpu:2"), progress=Quiet())
+        compile_programs(ask(toy, what=what), parse_topology("cpu:2"))
     assert "\n" not in str(caught.value)
 
 
@@ -93,9 +91,7 @@ def test_a_killed_child_is_told(toy: str, tmp_path: Path) -> None:
     killer = threading.Thread(target=lambda: os.kill(_await(pid), signal.SIGKILL))
     killer.start()
     with pytest.raises(CompileError, match=r"was killed from outside .* taken up to .* free some"):
-        compile_program(
-            ask(toy, what="sleep", pid=str(pid)), parse_topology("cpu:2"), progress=Quiet()
-        )
+        compile_programs(ask(toy, what="sleep", pid=str(pid)), parse_topology("cpu:2"))
     killer.join()
 
 
@@ -104,10 +100,9 @@ def test_a_killed_child_is_told(toy: str, tmp_path: Path) -> None:
 def test_a_child_that_takes_too_long_is_stopped(toy: str, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with pytest.raises(CompileError, match="took longer than 12 s and was stopped"):
-        compile_program(
+        compile_programs(
             ask(toy, what="sleep", pid=str(pid)),
             parse_topology("cpu:2"),
-            progress=Quiet(),
             limit_seconds=12,
         )
     _gone(_await(pid))
@@ -117,29 +112,18 @@ def test_a_child_that_takes_too_long_is_stopped(toy: str, tmp_path: Path) -> Non
 def test_an_interrupt_leaves_no_child(toy: str, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
 
-    class Interrupted(Quiet):
+    class Interrupted(Progress):
         def tick(self) -> None:
             if pid.is_file() and pid.read_text():
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compile_program(
-            ask(toy, what="sleep", pid=str(pid)), parse_topology("cpu:2"), progress=Interrupted()
+        compile_programs(
+            ask(toy, what="sleep", pid=str(pid)),
+            parse_topology("cpu:2"),
+            progress=Interrupted("cpu:2"),
         )
     _gone(_await(pid))
-
-
-@pytest.mark.fault
-def test_a_child_goes_with_its_parent(tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "fornax.plan.compile.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    assert child.stdin is not None
-    child.stdin.close()  # as when the parent is gone before it asked
-    assert child.wait(timeout=60) != 0
 
 
 def _gone(pid: int) -> None:
@@ -169,7 +153,7 @@ def test_lines_for_a_log_and_a_counter_for_a_terminal() -> None:
             return True
 
     for stream, marks in ((io.StringIO(), "\n"), (Terminal(), "\r")):
-        shown = Lines("v5e:2x2", stream)
+        shown = Progress("v5e:2x2", stream)
         shown.phase("lowering")
         shown.tick()
         shown.phase("compiling")

@@ -70,7 +70,6 @@ def test_every_form_of_the_complaint_gives_figures(text: str, used: float, limit
 def test_the_largest_allocations_are_listed() -> None:
     found = no_memory(_LONG, "train_step", "v5e:2x2")
     assert found is not None
-    assert found.arguments == int(15.90 * _GIB)
     first, second = found.allocations
     assert (first.bytes, first.unpadded_bytes) == (int(1.5 * _GIB), 12 * 2**20)
     assert (first.op_name, first.source) == ("", "")

@@ -11,11 +11,10 @@ from fornax.config import environment, from_mapping
 from fornax.plan.compile import (
     OutOfMemoryError,
     Request,
-    compile_program,
+    compile_programs,
     compile_train,
 )
-from fornax.plan.compile.child import _environment
-from fornax.plan.compile.progress import Quiet
+from fornax.plan.compile.parent import _environment
 from fornax.plan.topology import Topology, parse_topology
 from fornax.train import TrainConfig
 
@@ -77,9 +76,7 @@ def test_a_step_for_a_slice_has_a_name_for_every_argument() -> None:
             "dtypes": {"compute": "bfloat16"},
         },
     )
-    [step] = compile_train(
-        config, parse_topology("v5e:2x2"), programs=("train_step",), progress=Quiet()
-    )
+    [step] = compile_train(config, parse_topology("v5e:2x2"), programs=("train_step",))
     named = sum(array.bytes_device for array in step.arguments)
     assert named == pytest.approx(step.memory.arguments, rel=0.02)
     assert step.memory.arguments - named >= 0  # the rest pads small arrays to tiles
@@ -102,7 +99,7 @@ def test_what_does_not_fit_gives_figures_and_its_program(
         return Request(builder="large_program:build", arguments={"rows": rows}, programs=("step",))
 
     with pytest.raises(OutOfMemoryError, match=r"needs 18\.0\d GiB of a device's 15\.75 GiB") as no:
-        compile_program(request(4 * 262_144), topology, progress=Quiet())
+        compile_programs(request(4 * 262_144), topology)
     assert no.value.limit == topology.chip.usable_bytes
     assert no.value.artifact is not None
     memory = no.value.artifact.memory
@@ -111,7 +108,7 @@ def test_what_does_not_fit_gives_figures_and_its_program(
     assert memory.temporaries == pytest.approx(8 * 2**31, rel=0.001)
     assert no.value.artifact.hlo.startswith("HloModule jit_f")
 
-    fits = compile_program(request(4 * 65_536), topology, progress=Quiet()).memory
+    fits = compile_programs(request(4 * 65_536), topology)[0].memory
     assert fits.arguments == 2**29 + 2**25
     assert fits.aliased == fits.outputs == 2**29
     assert fits.temporaries == pytest.approx(9 * 2**29, rel=0.001)  # the nine that are kept

@@ -56,7 +56,7 @@ def test_facts_come_back_as_they_were_kept(row, tmp_path, monkeypatch):
         plan_published.predict_schedule(one.schedule, one.spans, topology) for one in (facts, again)
     )
     assert first.step_seconds == second.step_seconds
-    assert first.by_category == second.by_category
+    assert first.work == second.work
 
 
 def test_rows_that_were_not_fitted_are_predicted_within_the_aim():
@@ -93,10 +93,10 @@ def test_a_program_of_two_slices_tells_of_more():
     """Only what crosses slices takes longer."""
     (row,) = [row for row in PUBLISHED.rows if row.id == "16b-4x-v5e-256"]
     topology = _published.topology_of(row)
-    span = plan_published.Facts((), {"a": (_published.Span(slices=2),)}, {})
-    more = _published.with_slices(span, topology.slices)
+    layout = plan_published.Facts((), {"a": (_published.GroupLayout(slices=2),)}, {})
+    more = _published.with_slices(layout, topology.slices)
     assert more.spans["a"][0].slices == 4
-    inside = _published.Span(cores=2)
+    inside = _published.GroupLayout(cores=2)
     assert _published.with_slices(plan_published.Facts((), {"a": (inside,)}, {}), 4).spans == {
         "a": (inside,)
     }

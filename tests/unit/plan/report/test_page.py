@@ -40,7 +40,6 @@ def test_every_section_is_there(html):
         "Large arrays that every chip holds whole",
         "Exchanges that no rule asks for",
         "What a search found",
-        "Latency",
         "What would run, and on what",
         "Programs",
         "Notes",

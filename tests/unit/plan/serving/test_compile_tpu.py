@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from tests.unit.plan.serving.conftest import write_config
 
-from fornax.llm.memory import local_bytes
+from fornax.llm.weights import local_bytes
 from fornax.models import DecoderConfig
 from fornax.plan.compile import compile_programs
-from fornax.plan.compile.progress import Quiet
 from fornax.plan.serving import ServingConfig, plan_serve
-from fornax.plan.serving.layout import describe_engine
+from fornax.plan.serving.engine import describe_engine
 from fornax.plan.serving.model import read_model
 from fornax.plan.serving.programs import request_of
 from fornax.plan.topology import parse_topology
@@ -47,7 +46,7 @@ def test_decode_and_prefill_compile_and_take_what_was_planned(tmp_path: Path) ->
     topology = parse_topology("v6e:2x2")
     engine = describe_engine(model, CONFIG.engine(4), topology)
     request = request_of(engine, ("step 32", "step 256"))
-    for artifact in compile_programs(request, topology, cache=False, progress=Quiet()):
+    for artifact in compile_programs(request, topology, cache=False):
         assert "tpu_custom_call" in artifact.hlo
         owned = artifact.owned()
         assert owned["parameters"] == engine.weights.nbytes
@@ -89,9 +88,7 @@ def test_256_sequences_of_131072_tokens_compile(
     engine = describe_engine(model, ServingConfig(**options).engine(topology.num_devices), topology)
     limits = engine.limits
     assert (limits.max_num_seqs, limits.max_model_len) == (256, 131_072)
-    [artifact] = compile_programs(
-        request_of(engine, (program,)), topology, cache=False, progress=Quiet()
-    )
+    [artifact] = compile_programs(request_of(engine, (program,)), topology, cache=False)
     assert "ragged_paged_attention" in artifact.hlo
     assert artifact.owned()["cache"] == local_bytes(engine.arrays.kv)
     assert artifact.memory.temporaries < 2**26
@@ -100,7 +97,7 @@ def test_256_sequences_of_131072_tokens_compile(
 def test_a_compiled_plan_agrees_with_closed_forms(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "llama", MODEL, torch_dtype="bfloat16")
     topology = parse_topology("v6e:2x2")
-    plan = plan_serve(folder, topology, CONFIG, cache=False, progress=Quiet())
+    plan = plan_serve(folder, topology, CONFIG, cache=False)
     assert plan.origin == "compiled"
     steps = {bucket.size: bucket for bucket in plan.buckets if bucket.program == "step"}
     assert set(steps) == {1, 32, 256}

@@ -12,7 +12,8 @@ from fornax.config import ConfigError, from_mapping
 from fornax.config.errors import EngineError, PlanError
 from fornax.llm import DraftModel, NGram
 from fornax.models import DecoderConfig
-from fornax.plan.serving import ServePlan, ServingConfig, plan_serve, render_table, write_page
+from fornax.plan.report import render_table, write_page
+from fornax.plan.serving import ServePlan, ServingConfig, plan_serve
 from fornax.plan.topology import parse_topology
 
 LARGE = DecoderConfig(

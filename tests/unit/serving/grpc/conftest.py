@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +11,18 @@ from tests.unit.serving.talk import Talk
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
-from fornax.serving.entry_model import EntryModel
+from fornax.serving.backends import BackendModel
+from fornax.serving.config import Address
 from fornax.serving.events import Events, StateChange
-from fornax.serving.execution.counters import BatchCount, ModelStatistics
 from fornax.serving.grpc.server import GrpcServer
-from fornax.serving.types import InferRequest, InferResult, ModelMetadata, TensorMetadata
+from fornax.serving.statistics import BatchCount, ModelStatistics
+from fornax.serving.types import (
+    IndexEntry,
+    InferRequest,
+    InferResult,
+    ModelMetadata,
+    TensorMetadata,
+)
 from fornax.serving.v2.shared_memory import SharedMemory
 
 LIMITS = Limits(max_body_bytes=4 << 20, max_tensor_bytes=2 << 20, max_concurrent_requests=64)
@@ -29,7 +35,7 @@ class FakeHost:
     def __init__(self) -> None:
         self.events = Events()
         self.talk = Talk()
-        self.entries = {"talk": self.talk}
+        self.backends = {"talk": self.talk}
         self.is_ready = True
         self.requests: list[InferRequest] = []
         self.futures: list[asyncio.Future[InferResult]] = []
@@ -68,12 +74,9 @@ class FakeHost:
             "version_policy": {"latest": {"num_versions": 2}},
         }
 
-    def index(self, ready_only: bool = False) -> list[SimpleNamespace]:
-        lines = [
-            SimpleNamespace(name=name, version=version, state="READY", reason="")
-            for name, version in sorted(self.loaded)
-        ]
-        gone = SimpleNamespace(name="gone", version="1", state="UNAVAILABLE", reason="unloaded")
+    def index(self, ready_only: bool = False) -> list[IndexEntry]:
+        lines = [IndexEntry(name, version, "READY") for name, version in sorted(self.loaded)]
+        gone = IndexEntry("gone", "1", "UNAVAILABLE", "unloaded")
         return lines if ready_only else [*lines, gone]
 
     def _change(self, name: str, version: str, state: str) -> None:
@@ -97,7 +100,7 @@ class FakeHost:
 
     def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]":
         if request.model == "talk":
-            return asyncio.ensure_future(EntryModel(self.talk).infer(request))
+            return asyncio.ensure_future(BackendModel(self.talk).infer(request))
         self._known(request.model, request.version)
         if request.outputs and not set(request.outputs) <= set(request.inputs):
             raise ServingError(ServingCode.INVALID_ARGUMENT, f"no output {request.outputs}")
@@ -134,8 +137,8 @@ class Served:
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         options = {"limits": LIMITS, "shared_memory": SharedMemory(), **options}
-        self.server = GrpcServer(self.host, "127.0.0.1:0", **options)
-        self.address = f"127.0.0.1:{self.run(self.server.start())}"
+        self.server = GrpcServer(self.host, Address("127.0.0.1", 0), **options)
+        self.address = str(self.run(self.server.start()))
 
     def run(self, coroutine: Any) -> Any:
         """The result of a coroutine in the server's loop."""

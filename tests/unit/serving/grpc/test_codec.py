@@ -9,7 +9,7 @@ from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
 from fornax.serving.grpc.client import infer_message, outputs_of
 from fornax.serving.grpc.codec import decode, encode
-from fornax.serving.grpc.messages import METHODS
+from fornax.serving.grpc.methods import METHODS
 from fornax.serving.types import InferResult
 from fornax.serving.v2.datatypes import DTYPES
 from fornax.serving.v2.shared_memory import SharedMemory
@@ -133,7 +133,7 @@ def _raw(**changes):
         ({"parameters": {"function": ("bool_param", True)}}, "function"),
         ({"tensor": {"classification": ("int64_param", 1)}}, "'classification' has no meaning"),
         ({"tensor": {"shared_memory_region": ("string_param", "r")}}, "byte_size"),
-        ({"output": {"classification": ("int64_param", -1)}}, "classification='-1'"),
+        ({"output": {"classification": ("int64_param", -1)}}, "classification=-1"),
         ({"output": {"binary": ("bool_param", True)}}, "'binary' has no meaning"),
     ],
 )

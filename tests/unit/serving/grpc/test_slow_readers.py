@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fornax.serving.access import Limits
-from fornax.serving.grpc import sending
+from fornax.serving.grpc import send_timeout
 from fornax.serving.grpc.client import Client, infer_message
-from fornax.serving.grpc.messages import METHODS
+from fornax.serving.grpc.methods import METHODS
 
 _DATA, _HEADERS, _SETTINGS, _PING, _WINDOW = 0, 1, 4, 6, 8
 _MOST = 16384
@@ -129,7 +129,7 @@ def test_looking_for_a_connection_leaves_no_descriptor_open():
         wanted = f"ipv4:{host}:{port}"
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):  # others may open some of their own meanwhile
-            with sending._connections({wanted, "unix:/x", "ipv4:127.0.0.1:1"}) as found:
+            with send_timeout._connections({wanted, "unix:/x", "ipv4:127.0.0.1:1"}) as found:
                 assert {peer: each.getpeername() for peer, each in found.items()} == {
                     wanted: caller.getsockname()
                 }

@@ -12,7 +12,7 @@ from tests.unit.serving.http.fake import FakeHost
 
 from fornax.serving.access import Limits
 from fornax.serving.config import Address
-from fornax.serving.http import HttpServer, http_app
+from fornax.serving.http import http_app, http_server
 from fornax.serving.v2.shared_memory import SharedMemory
 
 LIMITS = Limits(
@@ -61,8 +61,10 @@ def serve() -> Iterator[Callable[..., Running]]:
         async def run() -> None:
             host, memory = FakeHost(), SharedMemory()
             app = http_app(host, limits=LIMITS, shared_memory=memory, **options)
-            server = HttpServer(app, Address("127.0.0.1", 0), LIMITS)
-            running = Running(host, memory, await server.start(), asyncio.get_running_loop())
+            server = http_server(app, Address("127.0.0.1", 0), LIMITS)
+            running = Running(
+                host, memory, Address(*await server.start()), asyncio.get_running_loop()
+            )
             done = asyncio.Event()
             ready.append(running)
             stops.append(lambda: running.loop.call_soon_threadsafe(done.set))

@@ -9,11 +9,16 @@ import numpy as np
 from tests.unit.serving.talk import Talk
 
 from fornax.config import ServingCode, ServingError
-from fornax.serving.entry_model import EntryModel
+from fornax.serving.backends import BackendModel
 from fornax.serving.events import Events
-from fornax.serving.execution.counters import BatchCount, ModelStatistics
-from fornax.serving.lifecycle.states import IndexEntry
-from fornax.serving.types import InferRequest, InferResult, ModelMetadata, TensorMetadata
+from fornax.serving.statistics import BatchCount, ModelStatistics
+from fornax.serving.types import (
+    IndexEntry,
+    InferRequest,
+    InferResult,
+    ModelMetadata,
+    TensorMetadata,
+)
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -33,7 +38,7 @@ class FakeHost:
     def __init__(self) -> None:
         self.events = Events()
         self.talk = Talk()
-        self.entries = {"talk": self.talk}
+        self.backends = {"talk": self.talk}
         self.functions: dict[str, Callable[[Arrays], Arrays]] = {
             "echo": lambda inputs: {f"out_{name}": array for name, array in inputs.items()},
             "sum": lambda inputs: {"sum": inputs["x"].sum(axis=-1)},
@@ -55,7 +60,7 @@ class FakeHost:
     def submit(self, request: InferRequest) -> "asyncio.Future[InferResult]":
         self.requests.append(request)
         if request.model == "talk":
-            return asyncio.ensure_future(EntryModel(self.talk).infer(request))
+            return asyncio.ensure_future(BackendModel(self.talk).infer(request))
         self._known(request.model, request.version)
         if request.model in self.unloaded:
             raise ServingError(ServingCode.UNAVAILABLE, f"model {request.model!r} is unloaded")
@@ -99,7 +104,7 @@ class FakeHost:
 
     def metadata(self, name: str, version: str = "") -> ModelMetadata:
         if name == "talk":
-            return EntryModel(self.talk).metadata()
+            return BackendModel(self.talk).metadata()
         self._known(name, version)
         tensor = TensorMetadata("x", "FP32", (-1, 4))
         return ModelMetadata(name, ("1",), "fornax_stablehlo", (tensor,), (tensor,))
@@ -109,11 +114,11 @@ class FakeHost:
         return {"name": name, "max_batch_size": 8}
 
     def index(self, ready_only: bool = False) -> list[IndexEntry]:
-        entries = [
+        backends = [
             IndexEntry(name, "1", "UNAVAILABLE" if name in self.unloaded else "READY")
             for name in self.functions
         ]
-        return [each for each in entries if each.state == "READY" or not ready_only]
+        return [each for each in backends if each.state == "READY" or not ready_only]
 
     async def load(self, name: str, version: str = "") -> None:
         self._known(name, version)

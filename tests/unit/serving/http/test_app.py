@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import logging
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import orjson
@@ -249,14 +248,6 @@ def test_a_model_or_a_label_called_ready_is_no_open_door(make_caller):
         assert call("GET", path).status == 401
 
 
-def test_a_small_body_is_held_to_the_limit_on_the_quick_way(make_caller, tight):
-    call = make_caller(limits=tight)
-    quick = call.app.quick({"path": ECHO, "root_path": "", "method": "POST", "headers": []})
-    body = BODY + b" " * tight.max_body_bytes
-    assert not quick(SimpleNamespace(), SimpleNamespace(), body)
-    assert not call.host.requests
-
-
 def test_a_missing_token_is_asked_for(make_caller):
     call = make_caller(auth=Auth(tokens=("secret",), open_metrics=False))
     answer = call("GET", "/metrics")
@@ -341,4 +332,4 @@ def test_what_is_held_is_released_whatever_becomes_of_it(make_caller, tight):
         call("POST", "/v2/models/slow/infer", BODY + b" " * 800, leave=True)
         call("POST", ECHO, gzip.compress(BODY + b" " * 800), {"Content-Encoding": "gzip"})
         call("POST", "/v2/repository/index", b" " * 900 + b"{}")
-    assert call.app._held._left == 4 * tight.max_body_bytes
+    assert call.app._memory.left == 4 * tight.max_body_bytes

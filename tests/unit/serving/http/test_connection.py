@@ -118,8 +118,8 @@ def test_a_long_head_gets_431(connect, pieces):
 def test_what_is_no_http_gets_400(connect):
     client = connect()
     client.sendall(b"\x16\x03\x01\x00\xff garbage\r\n\r\n")
-    status, body = _answer(client)
-    assert (status, orjson.loads(body)["error"]) == (400, "this is no valid HTTP request")
+    assert _answer(client)[0] == 400
+    assert _answer(client) == (0, b"")
 
 
 @pytest.mark.parametrize("start", [b"", b"POST /v2/mo", _head("echo", 10)[:-2]])
@@ -284,9 +284,9 @@ def test_damaged_http_does_not_stop_the_server(connect):
     assert _answer(client)[0] == 200
 
 
-def test_a_client_that_leaves_with_answers_unread_is_no_error(connect, caplog):
+def test_a_client_that_leaves_with_an_answer_unread_is_no_error(connect, caplog):
     client = connect()
-    client.sendall(_request("huge") * 3)
+    client.sendall(_request("huge"))
     client.recv(1000)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()

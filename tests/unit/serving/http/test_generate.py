@@ -15,8 +15,8 @@ from tests.unit.serving.http.fake import FakeHost
 
 from fornax.config import ServingError
 from fornax.serving.access import Auth, Limits
-from fornax.serving.http.generate_json import read_generate, write_generate
-from fornax.serving.http.heads import Head
+from fornax.serving.http.generate import read_generate, write_generate
+from fornax.serving.http.infer import InferHeaders
 from fornax.serving.types import InferResult, ModelMetadata, TensorMetadata
 
 TALK = "/v2/models/talk/generate"
@@ -207,10 +207,8 @@ def test_the_servers_limits_hold(server):
         assert answer.json()["text_output"] == "a"
 
 
-def test_so_many_requests_at_once_and_so_long(make_caller, monkeypatch):
-    limits = Limits(max_concurrent_requests=1, request_timeout=0.05)
-    monkeypatch.setattr("fornax.serving.http.generate._limits", lambda scope: limits)
-    caller = make_caller()
+def test_so_many_requests_at_once_and_so_long(make_caller):
+    caller = make_caller(limits=Limits(max_concurrent_requests=1, request_timeout=0.05))
 
     async def work():
         slow, refused = (
@@ -220,7 +218,7 @@ def test_so_many_requests_at_once_and_so_long(make_caller, monkeypatch):
         return (await slow).status, (await refused).status
 
     assert asyncio.run(work()) == (504, 429)
-    assert caller.app.routes.state.parts.events.refusals["http", "RESOURCE_EXHAUSTED"] == 1
+    assert caller.app.routes.state.context.events.refusals["http", "RESOURCE_EXHAUSTED"] == 1
 
 
 _LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
@@ -241,9 +239,9 @@ _DOCUMENT = st.dictionaries(_KEY, _VALUE, max_size=4)
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_any_json_is_read_or_refused(document, parameters):
     body = json.dumps({**document, "parameters": parameters}).encode()
-    head = Head("zoo", "", None, "", None, b"")
+    head = InferHeaders(None, "", None, b"")
     try:
-        request = read_generate(body, head, _Zoo(), Limits(), 0.0, streams=True)
+        request = read_generate(body, head, "zoo", "", _Zoo(), Limits(), 0.0, streams=True)
     except ServingError:
         return
     write_generate(InferResult("zoo", "1", "", request.id, request.inputs), done=True)

@@ -10,9 +10,8 @@ import pytest
 from fornax.config import ServingCode, ServingError
 from fornax.serving.access import Limits
 from fornax.serving.types import InferResult
-from fornax.serving.v2.classify import classify
 from fornax.serving.v2.request import Decoder
-from fornax.serving.v2.response import encode
+from fornax.serving.v2.response import classify, encode
 from fornax.serving.v2.shared_memory import SharedMemory
 
 LIMITS = Limits(max_tensor_bytes=1000, max_tensors=4, request_timeout=10.0)
@@ -50,6 +49,38 @@ def test_binary_json_and_shared_tensors_in_one_request(tmp_path):
     np.testing.assert_array_equal(request.inputs["b"], b)
     assert request.inputs["s"].tolist() == [1, 2]
     assert request.inputs["x"].tolist() == [1, 2]
+
+
+def test_the_same_text_again_has_its_own_tensors():
+    decoder = Decoder(LIMITS, SharedMemory())
+    text = orjson.dumps({"inputs": [{**_binary("x", np.zeros(2, "f4"), "FP32")}]})
+    for value in (1.0, 2.0):
+        array = np.full(2, value, "f4")
+        request, wanted = decoder.decode(text + array.tobytes(), len(text), "m", received=value)
+        np.testing.assert_array_equal(request.inputs["x"], array)
+        assert request.deadline == value + 10.0
+        assert not wanted.id
+    with pytest.raises(ServingError, match="4 bytes follow the JSON"):
+        decoder.decode(text + b"1234", len(text), "m")
+
+
+def test_texts_with_an_id_parameters_or_spans_are_read_anew(tmp_path):
+    (tmp_path / "object").write_bytes(bytes(8))
+    memory = SharedMemory(folder=tmp_path)
+    span = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
+    binary = _binary("x", np.zeros(2, "f4"), "FP32")
+    document = {"inputs": [binary], "outputs": [{"name": "y", "parameters": span}]}
+    decoder = Decoder(LIMITS, memory)
+    text = orjson.dumps(document)
+    memory.register("r", "object", 8)
+    decoder.decode(text + bytes(8), len(text), "m")
+    memory.unregister("r")
+    with pytest.raises(ServingError, match="r"):
+        decoder.decode(text + bytes(8), len(text), "m")
+    own = orjson.dumps({"id": "7", "parameters": {"heat": 1}, "inputs": [binary]})
+    first, second = (decoder.decode(own + bytes(8), len(own), "m")[0] for _ in range(2))
+    assert first.parameters == second.parameters == {"heat": 1}
+    assert first.parameters is not second.parameters
 
 
 def test_inputs_in_shared_memory_are_held_to_the_body_together():

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fornax.config.errors import ConfigError, DataError
+from fornax.data import Hosts
 from fornax.tune.data import (
     Encoded,
-    Feed,
     IndexStream,
     Loaded,
+    LoaderOptions,
     PairTokens,
     Summary,
     buckets_up_to,
@@ -58,15 +59,15 @@ def _pairs(count: int) -> Loaded[PairTokens]:
     )
 
 
-def _packed(feed: Feed) -> Stream:
+def _packed(feed: LoaderOptions) -> Stream:
     return sft_batches(_examples(37), feed, LENGTH)
 
 
-def _padded(feed: Feed) -> Stream:
+def _padded(feed: LoaderOptions) -> Stream:
     return sft_batches(_examples(37), feed, LENGTH, packing="none", buckets=(8, 16, 32))
 
 
-def _paired(feed: Feed) -> Stream:
+def _paired(feed: LoaderOptions) -> Stream:
     logps = {"reference_logps": np.arange(42, dtype=np.float32).reshape(21, 2)}
     return preference_batches(_pairs(21), feed, LENGTH, columns=logps, buckets=(16, 32))
 
@@ -99,7 +100,7 @@ def test_every_learned_token_comes_once_in_an_epoch(
     count: int, seed: int, rows: int, epochs: int, packing: Any
 ) -> None:
     loaded = _examples(count, seed)
-    feed = Feed(batch_size=rows, seed=seed, epochs=epochs)
+    feed = LoaderOptions(batch_size=rows, seed=seed, epochs=epochs)
     with_batches = sft_batches(loaded, feed, LENGTH, packing=packing)
     found = sorted(pair for batch in with_batches for pair in _learned(batch))
     with_batches.close()
@@ -112,7 +113,7 @@ def test_every_learned_token_comes_once_in_an_epoch(
 
 
 def test_packed_rows_hold_several_examples_apart() -> None:
-    stream = _packed(Feed(batch_size=4, epochs=1))
+    stream = _packed(LoaderOptions(batch_size=4, epochs=1))
     batches = list(stream)
     assert len(batches) == stream.batches_per_epoch()
     assert stream.batches_per_epoch() <= stream.batches_in(1.5) <= stream.batches_in(2)
@@ -125,7 +126,7 @@ def test_packed_rows_hold_several_examples_apart() -> None:
 
 
 def test_epochs_of_a_small_set_do_not_mix_when_packed() -> None:
-    stream = sft_batches(_examples(40), Feed(batch_size=1, seed=1), LENGTH)
+    stream = sft_batches(_examples(40), LoaderOptions(batch_size=1, seed=1), LENGTH)
     rows = itertools.islice(stream, stream.batches_per_epoch() // 2)
     starts = [row["tokens"][(row["positions"] == 0) & (row["segment_ids"] > 0)] for row in rows]
     found = np.concatenate(starts).tolist()
@@ -135,7 +136,7 @@ def test_epochs_of_a_small_set_do_not_mix_when_packed() -> None:
 
 
 def test_padded_rows_take_the_shortest_length_that_holds_the_batch() -> None:
-    for batch in _padded(Feed(batch_size=2, epochs=1)):
+    for batch in _padded(LoaderOptions(batch_size=2, epochs=1)):
         longest = int((batch["segment_ids"] > 0).sum(1).max())
         assert batch["tokens"].shape == (2, next(n for n in (8, 16, 32) if n >= longest))
     assert buckets_up_to(500) == (64, 128, 256, 500)
@@ -143,48 +144,49 @@ def test_padded_rows_take_the_shortest_length_that_holds_the_batch() -> None:
 
 
 @pytest.mark.parametrize("make", STREAMS)
-def test_hosts_together_read_the_batches_of_one(make: Callable[[Feed], Stream]) -> None:
-    whole = make(Feed(batch_size=8, seed=3))
-    for hosts in (2, 4):
+def test_hosts_together_read_the_batches_of_one(make: Callable[[LoaderOptions], Stream]) -> None:
+    whole = make(LoaderOptions(batch_size=8, seed=3))
+    for hosts in (2, 3, 4, 5, 9):
         parts = [
-            make(Feed(batch_size=8, seed=3, virtual_shards=8, host_index=h, host_count=hosts))
+            make(LoaderOptions(batch_size=8, seed=3, hosts=Hosts(index=h, count=hosts)))
             for h in range(hosts)
         ]
         for expected, *found in itertools.islice(zip(whole, *parts, strict=False), 4):
             for name, array in expected.items():
-                np.testing.assert_array_equal(np.concatenate([f[name] for f in found]), array)
+                rows = np.concatenate([f[name] for f in found])
+                np.testing.assert_array_equal(rows[:8], array)
+                assert (rows[8:] == (-1 if name == "example" else 0)).all()
         _close([whole, *parts])
-        whole = make(Feed(batch_size=8, seed=3))
+        whole = make(LoaderOptions(batch_size=8, seed=3))
     _close([whole])
 
 
 @pytest.mark.parametrize("make", STREAMS)
-def test_a_position_goes_on_exactly_on_other_hosts(make: Callable[[Feed], Stream]) -> None:
-    whole = make(Feed(batch_size=8, seed=3, virtual_shards=8))
-    halves = [
-        make(Feed(batch_size=8, seed=3, virtual_shards=8, host_index=h, host_count=2))
-        for h in range(2)
+def test_a_position_goes_on_exactly_on_other_hosts(make: Callable[[LoaderOptions], Stream]) -> None:
+    whole = make(LoaderOptions(batch_size=8, seed=3, virtual_shards=8))
+    parts = [
+        make(LoaderOptions(batch_size=8, seed=3, hosts=Hosts(index=h, count=3))) for h in range(3)
     ]
     for _ in range(3):
-        for stream in (whole, *halves):
+        for stream in (whole, *parts):
             next(stream)
-    state = json.loads(json.dumps(halves[0].state() | halves[1].state()))
+    state = json.loads(json.dumps({k: v for part in parts for k, v in part.state().items()}))
     assert sorted(state) == [str(shard) for shard in range(8)]
-    again = make(Feed(batch_size=8, seed=3, virtual_shards=8))
+    again = make(LoaderOptions(batch_size=8, seed=3, virtual_shards=8))
     again.restore({int(shard): value for shard, value in state.items()})
     for _ in range(3):
         expected, found = next(whole), next(again)
         assert expected.keys() == found.keys()
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array)
-    _close([whole, again, *halves])
+    _close([whole, again, *parts])
 
 
 @pytest.mark.parametrize("make", STREAMS)
-def test_a_position_of_another_order_is_refused(make: Callable[[Feed], Stream]) -> None:
-    first = make(Feed(batch_size=8, seed=3))
+def test_a_position_of_another_order_is_refused(make: Callable[[LoaderOptions], Stream]) -> None:
+    first = make(LoaderOptions(batch_size=8, seed=3))
     next(first)
-    other = make(Feed(batch_size=8, seed=4))
+    other = make(LoaderOptions(batch_size=8, seed=4))
     with pytest.raises(DataError, match="seed was 3 and is 4"):
         other.restore(first.state())
     other.restore(first.state(), allow_changes=True)
@@ -198,7 +200,7 @@ def _close(streams: list[Stream]) -> None:
 
 
 def test_a_position_in_other_examples_is_refused() -> None:
-    feed = Feed(batch_size=4)
+    feed = LoaderOptions(batch_size=4)
     stream = sft_batches(_examples(9), feed, LENGTH, packing="none")
     other = sft_batches(_examples(9, seed=1), feed, LENGTH, packing="none")
     with pytest.raises(DataError, match="tokens was"):
@@ -206,10 +208,10 @@ def test_a_position_in_other_examples_is_refused() -> None:
 
 
 def test_a_position_counts_examples_where_the_batch_may_change() -> None:
-    small = IndexStream(20, Feed(batch_size=2, seed=1))
+    small = IndexStream(20, LoaderOptions(batch_size=2, seed=1))
     for _ in range(6):
         next(small)
-    large = IndexStream(20, Feed(batch_size=4, seed=1))
+    large = IndexStream(20, LoaderOptions(batch_size=4, seed=1))
     with pytest.raises(DataError, match="batch_size was 2 and is 4"):
         large.restore(small.state())
     large.restore(small.state(), allow_changes=True)
@@ -219,7 +221,7 @@ def test_a_position_counts_examples_where_the_batch_may_change() -> None:
 
 def test_epochs_are_shuffled_by_the_seed_and_complete() -> None:
     def picks(**options: Any) -> list[int]:
-        stream = IndexStream(10, Feed(batch_size=4, epochs=2, **options))
+        stream = IndexStream(10, LoaderOptions(batch_size=4, epochs=2, **options))
         assert (stream.batches_per_epoch(), stream.total_batches()) == (3, 5)
         assert stream.batches_in(0.3) == 1
         return [int(i) for pick in stream for i in pick.index]
@@ -229,14 +231,14 @@ def test_epochs_are_shuffled_by_the_seed_and_complete() -> None:
     assert sorted(first[:10]) == sorted(first[10:]) == list(range(10))
     assert first[:10] != first[10:]
     assert picks(shuffle=False) == [*range(10), *range(10)]
-    last = list(IndexStream(3, Feed(batch_size=2, epochs=1)))[-1]
+    last = list(IndexStream(3, LoaderOptions(batch_size=2, epochs=1)))[-1]
     assert (last.index.tolist()[1], last.epoch.tolist()) == (-1, [0, -1])
 
 
 def test_pairs_stand_side_by_side_with_their_columns() -> None:
     pairs = _pairs(21).items
     seen = []
-    for batch in _paired(Feed(batch_size=8, epochs=1)):
+    for batch in _paired(LoaderOptions(batch_size=8, epochs=1)):
         assert all(batch[name].shape == (8, 2, batch["tokens"].shape[2]) for name in ARRAYS)
         list(_learned(batch))
         for row, example in enumerate(batch["example"].tolist()):
@@ -260,7 +262,7 @@ def test_columns_must_fit() -> None:
         ({"tokens": np.zeros(21)}, "taken"),
     ):
         with pytest.raises(ConfigError, match=said):
-            preference_batches(_pairs(21), Feed(batch_size=8), LENGTH, columns=columns)
+            preference_batches(_pairs(21), LoaderOptions(batch_size=8), LENGTH, columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -268,10 +270,9 @@ def test_columns_must_fit() -> None:
     [
         ({"batch_size": 0}, "must be at least 1"),
         ({"batch_size": 6, "virtual_shards": 4}, "does not divide into 4 virtual shards"),
-        ({"batch_size": 6, "host_count": 4}, "do not divide over 4 hosts"),
         ({"batch_size": 8, "epochs": 0}, "epochs=0"),
     ],
 )
 def test_a_feed_that_cannot_be_dealt_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Feed(**options)
+        LoaderOptions(**options)

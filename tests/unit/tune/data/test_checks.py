@@ -5,7 +5,7 @@ import pytest
 from tests.unit.tune.data.chats import CHATML, MARKED, codec
 
 from fornax.tune.data import Codec, Encoded
-from fornax.tune.data.checks import doubled_beginnings, template_fault, without_end
+from fornax.tune.doctor.data_checks import doubled_beginnings, template_fault, without_end
 
 
 def _sequence(tokens: list[int], learned: list[int]) -> Encoded:

@@ -19,14 +19,15 @@ WORDS = st.text("ab \n{}'é🎉", min_size=1, max_size=6).filter(str.strip)
 
 
 def _chat(made: Codec, messages: list[dict[str, Any]], **fields: Any) -> list[Encoded]:
-    return made.chat(Chat(where="a:1", messages=messages, **fields))
+    return made.chat(Chat(messages=messages, **fields))
 
 
 def _learned(made: Codec, sequence: Encoded) -> list[str]:
     """Texts of the runs of learned tokens."""
     edges = np.flatnonzero(np.diff(np.r_[0, sequence.mask.astype(int), 0]))
     return [
-        made.pieces.show(sequence.tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)
+        made.encoder.decode(sequence.tokens[a:b])
+        for a, b in zip(edges[::2], edges[1::2], strict=True)
     ]
 
 
@@ -35,7 +36,7 @@ def test_every_assistant_turn_and_its_end_are_learned(template: str) -> None:
     made = codec(template)
     (found,) = _chat(made, chat("hello", "world", "what", "is one"))
     assert _learned(made, found) == ["world<|im_end|>", "is one<|im_end|>"]
-    assert made.pieces.show(found.tokens).count("<|im_start|>") == 4
+    assert made.encoder.decode(found.tokens).count("<|im_start|>") == 4
 
 
 @given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3), st.sampled_from([0, 1]))
@@ -81,7 +82,7 @@ def test_a_template_that_forgets_thoughts_gives_each_turn_its_own_context() -> N
     first, second = _chat(made, messages)
     assert _learned(made, first) == ["<think>is</think>two<|im_end|>"]
     assert _learned(made, second) == ["<think>def</think>what<|im_end|>"]
-    assert "<think>" not in made.pieces.show(second.tokens[: second.prompt])
+    assert "<think>" not in made.encoder.decode(second.tokens[: second.prompt])
     del messages[1]["reasoning_content"]
     assert len(_chat(made, messages)) == 1
 
@@ -100,9 +101,9 @@ def test_turns_of_weight_zero_are_not_learned(template: str) -> None:
 
 def test_no_token_lies_across_the_boundary_of_an_answer() -> None:
     def texts(ids: Any) -> list[str]:
-        return [FIRST.pieces.show([i]) for i in ids]
+        return [FIRST.encoder.decode([i]) for i in ids]
 
-    assert texts(FIRST.pieces.located("assistant\n\n\n")[0])[-2:] == ["\n\n", "\n"]
+    assert texts(FIRST.encoder.encode_with_offsets("assistant\n\n\n")[0])[-2:] == ["\n\n", "\n"]
     (found,) = _chat(FIRST, chat("one", "\n\nworld"))
     prompt = FIRST.prompt(chat("one"))
     assert texts(prompt)[-1] == "\n"
@@ -213,5 +214,5 @@ def test_template_variables_of_the_run_and_of_a_record_reach_the_template() -> N
     made = codec("{{ style }}" + CHATML, variables={"style": "one "})
     (run,) = _chat(made, chat("a", "b"))
     (record,) = _chat(made, chat("a", "b"), variables={"style": "two "})
-    assert made.pieces.show(run.tokens).startswith("one ")
-    assert made.pieces.show(record.tokens).startswith("two ")
+    assert made.encoder.decode(run.tokens).startswith("one ")
+    assert made.encoder.decode(record.tokens).startswith("two ")

@@ -11,7 +11,7 @@ from tests.unit.tune.tiny import TEMPLATE, save_chats, save_model
 from fornax.adapters import LoRA
 from fornax.tune import SFTConfig, read_origin
 from fornax.tune.data import Codec, Encoded
-from fornax.tune.doctor import Finding, examine
+from fornax.tune.doctor import CheckResult, run_checks
 
 DATA = ("template", "one beginning", "end is learned")
 
@@ -29,13 +29,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
     )
 
 
-def look(config: SFTConfig) -> dict[str, Finding]:
+def look(config: SFTConfig) -> dict[str, CheckResult]:
     origin = read_origin(config)
-    return {f.check: f for f in examine(config, origin, only=DATA)}
+    return {f.check: f for f in run_checks(config, origin, only=DATA)}
 
 
-def failing(found: dict[str, Finding]) -> list[str]:
-    return [name for name, finding in found.items() if finding.outcome.verdict == "fail"]
+def failing(found: dict[str, CheckResult]) -> list[str]:
+    return [name for name, result in found.items() if result.outcome.verdict == "fail"]
 
 
 def test_sound_conversations_pass(config: SFTConfig) -> None:
@@ -66,16 +66,16 @@ def test_an_end_that_is_not_learned(config: SFTConfig, monkeypatch: pytest.Monke
 
 
 def test_ends_lost_in_the_rows(config: SFTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fornax.tune.doctor.patient import Patient
+    from fornax.tune.doctor.trial_run import TrialRun
 
-    rows = Patient.rows.func
+    rows = TrialRun.rows.func
 
-    def cut(self: Patient) -> dict[str, np.ndarray]:
+    def cut(self: TrialRun) -> dict[str, np.ndarray]:
         made = dict(rows(self))
         learned = ~np.isin(made["targets"], np.array(self.origin.eos_ids))
         return made | {"loss_weights": made["loss_weights"] * learned}
 
-    monkeypatch.setattr(Patient, "rows", property(cut))
+    monkeypatch.setattr(TrialRun, "rows", property(cut))
     assert failing(look(config)) == ["end is learned"]
 
 

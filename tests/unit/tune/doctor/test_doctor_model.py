@@ -1,6 +1,6 @@
 """Faults of model and loss, planted: exactly the check that is for them speaks up.
 
-One small run is compiled once; a fault is put into its weights, its rows or its loss.
+One trial run is compiled once; a fault is put into its weights, its rows or its loss.
 """
 
 import dataclasses
@@ -21,16 +21,19 @@ from fornax.config import ConfigError
 from fornax.train.config import LogConfig
 from fornax.train.task import Loss, Task
 from fornax.tune import SFTConfig, TuneConfig, read_origin, tune
-from fornax.tune.configs.distill import DistillConfig
-from fornax.tune.configs.preference import KTOConfig, PreferenceConfig
-from fornax.tune.configs.reward_model import RewardModelConfig
-from fornax.tune.doctor import Finding, examine, model_checks, paragraphs
-from fornax.tune.doctor.findings import Outcome, failed
-from fornax.tune.doctor.gradients import Gradients
-from fornax.tune.doctor.patient import Patient
-from fornax.tune.doctor.small import small_config
+from fornax.tune.config import (
+    DistillConfig,
+    KTOConfig,
+    PPOConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+from fornax.tune.doctor import CheckResult, model_checks, paragraphs, run_checks
+from fornax.tune.doctor.model_checks import Gradients
+from fornax.tune.doctor.results import Outcome, failed
+from fornax.tune.doctor.trial_run import TrialRun, small_config
 from fornax.tune.methods import method_of
-from fornax.tune.rl.config import PPOConfig, RolloutConfig
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,8 +86,8 @@ def config_of(folder: Path, cls: type[TuneConfig], data: str, **changes: Any) ->
     return cls(**{**given, **changes})
 
 
-def patient_of(config: TuneConfig, out: Path) -> Patient:
-    return Patient(
+def trial_of(config: TuneConfig, out: Path) -> TrialRun:
+    return TrialRun(
         run=config,
         config=small_config(config, out),
         origin=read_origin(config),
@@ -94,18 +97,18 @@ def patient_of(config: TuneConfig, out: Path) -> Patient:
 
 
 @pytest.fixture(scope="module")
-def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Patient:
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TrialRun:
     """Packed chats and adapters."""
     config = config_of(folder, SFTConfig, "chats", max_length=96, lora=LoRA(rank=2))
-    return patient_of(config, tmp_path_factory.mktemp("packed"))
+    return trial_of(config, tmp_path_factory.mktemp("packed"))
 
 
 @pytest.fixture(scope="module")
-def gradients(packed: Patient) -> Gradients:
-    return Gradients(patient=packed, rows=packed.rows)
+def gradients(packed: TrialRun) -> Gradients:
+    return Gradients(trial=packed, rows=packed.rows)
 
 
-def test_sound_foundations_pass(packed: Patient, gradients: Gradients) -> None:
+def test_sound_foundations_pass(packed: TrialRun, gradients: Gradients) -> None:
     found = {
         "adapters": model_checks.adapters_at_start(packed, packed.rows),
         "packing": model_checks.packing(packed, packed.rows),
@@ -116,18 +119,18 @@ def test_sound_foundations_pass(packed: Patient, gradients: Gradients) -> None:
     )
 
 
-def with_task(patient: Patient, loss: Any, out: Path) -> Gradients:
-    """The gradients of a small run whose loss is another; programs and weights are shared."""
-    task: Task = dataclasses.replace(patient.task, loss=loss)
-    other = dataclasses.replace(patient, folder=out)
+def with_task(trial: TrialRun, loss: Any, out: Path) -> Gradients:
+    """The gradients of a trial run whose loss is another; programs and weights are shared."""
+    task: Task = dataclasses.replace(trial.task, loss=loss)
+    other = dataclasses.replace(trial, folder=out)
     other.__dict__["task"] = task
     for name in ("state", "rows"):
-        other.__dict__[name] = getattr(patient, name)
-    other.__dict__["programs"] = patient.programs
-    return Gradients(patient=other, rows=patient.rows)
+        other.__dict__[name] = getattr(trial, name)
+    other.__dict__["programs"] = trial.programs
+    return Gradients(trial=other, rows=trial.rows)
 
 
-def test_adapters_that_begin_elsewhere(packed: Patient, tmp_path: Path) -> None:
+def test_adapters_that_begin_elsewhere(packed: TrialRun, tmp_path: Path) -> None:
     other = dataclasses.replace(packed, folder=tmp_path)
     moved = jax.tree.map(lambda x: x + 0.05, packed.state.params)
     other.__dict__.update(
@@ -143,8 +146,8 @@ def test_adapters_that_begin_elsewhere(packed: Patient, tmp_path: Path) -> None:
     assert "must begin at zero" in outcome.text
 
 
-def test_attention_that_ignores_segments(packed: Patient, tmp_path: Path) -> None:
-    class Blind(Patient):
+def test_attention_that_ignores_segments(packed: TrialRun, tmp_path: Path) -> None:
+    class Blind(TrialRun):
         """Its rows reach the model as one segment each."""
 
         def logprobs(self, rows: Any, *, base: bool = False) -> np.ndarray:
@@ -162,12 +165,12 @@ def test_attention_that_ignores_segments(packed: Patient, tmp_path: Path) -> Non
     assert model_checks.adapters_at_start(blind, blind.rows).verdict == "pass"
 
 
-def test_a_packer_that_gives_all_examples_one_segment(packed: Patient) -> None:
+def test_a_packer_that_gives_all_examples_one_segment(packed: TrialRun) -> None:
     crossed = {"segment_ids": (packed.rows["segment_ids"] > 0).astype(np.int32)}
     assert model_checks.packing(packed, packed.rows | crossed).verdict == "fail"
 
 
-def test_means_inside_micro_batches(packed: Patient, tmp_path: Path) -> None:
+def test_means_inside_micro_batches(packed: TrialRun, tmp_path: Path) -> None:
     def mean(model: Any, batch: Any, key: jax.Array) -> Loss:
         found = packed.task.loss(model, batch, key)
         return Loss(total=found.total / found.weight, weight=jnp.float32(1), metrics={})
@@ -176,12 +179,12 @@ def test_means_inside_micro_batches(packed: Patient, tmp_path: Path) -> None:
     outcome = model_checks.accumulation(gradients)
     assert outcome.verdict == "fail"
     assert "a mean inside each micro-batch" in outcome.text
-    assert "Task.measure" in outcome.text
+    assert "PostTraining.measure" in outcome.text
     assert model_checks.every_gradient(gradients).verdict == "pass"
 
 
 def test_a_parameter_that_the_loss_does_not_read(gradients: Gradients) -> None:
-    other = Gradients(patient=gradients.patient, rows=gradients.rows)
+    other = Gradients(trial=gradients.trial, rows=gradients.rows)
     loss, found = gradients.of(1)
     stopped = jax.tree_util.tree_map_with_path(
         lambda path, x: x * ("mlp" not in jax.tree_util.keystr(path)), found
@@ -195,25 +198,25 @@ def test_a_parameter_that_the_loss_does_not_read(gradients: Gradients) -> None:
     assert "no finite number" in model_checks.every_gradient(other).text
 
 
-def reference(patient: Patient) -> Outcome:
-    return model_checks.reference(patient, patient.rows, {})
+def reference(trial: TrialRun) -> Outcome:
+    return model_checks.reference(trial, trial.rows, {})
 
 
 def test_a_reference_that_is_not_the_policy(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fornax.tune import pairs
+    from fornax.tune.tasks import pairs
 
-    patient = patient_of(config_of(folder, PreferenceConfig, "pairs"), tmp_path)
-    outcome = reference(patient)
+    trial = trial_of(config_of(folder, PreferenceConfig, "pairs"), tmp_path)
+    outcome = reference(trial)
     assert outcome.verdict == "pass"
     assert "the loss starts at 0.6931" in outcome.text
     made = pairs.for_each_example
     monkeypatch.setattr(pairs, "for_each_example", lambda *a, **k: made(*a, **k) - 4)
     out = tmp_path / "other"
     out.mkdir()
-    rows = patient_of(patient.run, out).rows
-    outcome = model_checks.reference(patient, rows, {})
+    rows = trial_of(trial.run, out).rows
+    outcome = model_checks.reference(trial, rows, {})
     assert outcome.verdict == "fail"
     assert "not the policy before the first step" in outcome.text
     assert "reference/ folder" in outcome.text
@@ -224,11 +227,11 @@ def test_a_run_that_the_doctor_refuses_does_not_begin(
 ) -> None:
     seen: list[TuneConfig] = []
 
-    def found(config: TuneConfig, origin: Any) -> list[Finding]:
+    def found(config: TuneConfig, origin: Any) -> list[CheckResult]:
         seen.append(config)
-        return [Finding(check="ratio", outcome=failed("cause and cure"), seconds=0.1)]
+        return [CheckResult(check="ratio", outcome=failed("cause and cure"), seconds=0.1)]
 
-    monkeypatch.setattr("fornax.tune.doctor.checkup.examine", found)
+    monkeypatch.setattr("fornax.tune.doctor.checks.run_checks", found)
     config = config_of(folder, SFTConfig, "chats", steps=None)
     with pytest.raises(ConfigError, match=r"ratio: cause and cure(.|\n)*--no-doctor"):
         tune(config, tmp_path / "run", progress="none")
@@ -267,6 +270,6 @@ def test_sound_runs_of_every_family_pass(folder: Path, name: str) -> None:
     }
     cls, data, changes = made[name]
     config = config_of(folder, cls, data, **changes)
-    found = examine(config, read_origin(config))
+    found = run_checks(config, read_origin(config))
     assert paragraphs(found) == ""
     assert sum(f.outcome.verdict == "pass" for f in found) >= 4

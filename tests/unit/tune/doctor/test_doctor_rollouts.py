@@ -15,9 +15,9 @@ from tests.unit.tune.tiny import save_model
 from fornax.models import TokenLogprobs
 from fornax.rewards import Sample, Score
 from fornax.tune import Origin, read_origin
-from fornax.tune.doctor import Finding, examine
-from fornax.tune.rl.config import GRPOConfig, RLConfig
-from fornax.tune.rl.scorer import score_rows
+from fornax.tune.config import GRPOConfig, RLConfig
+from fornax.tune.doctor import CheckResult, run_checks
+from fornax.tune.rl.forward import score_rows
 from fornax.tune.rollout import Completion, SampleSettings
 from fornax.tune.tasks.grpo import Logps
 
@@ -49,19 +49,19 @@ def look(
     only: Sequence[str] | None = None,
     changes: Mapping[str, Any] | None = None,
     **parts: Any,
-) -> dict[str, Finding]:
-    """The findings with toys of our choice; the toy's words are not the tokenizer's."""
+) -> dict[str, CheckResult]:
+    """The results with toys of our choice; the toy's words are not the tokenizer's."""
     config, origin = run
 
     def make(config: RLConfig, origin: Origin, out: Path) -> Any:
         return toy_parts(out, **parts)
 
     config = dataclasses.replace(config, **(changes or {}))
-    return {f.check: f for f in examine(config, origin, parts=make, only=only)}
+    return {f.check: f for f in run_checks(config, origin, components=make, only=only)}
 
 
-def failing(found: Mapping[str, Finding]) -> list[str]:
-    return [name for name, finding in found.items() if finding.outcome.verdict == "fail"]
+def failing(found: Mapping[str, CheckResult]) -> list[str]:
+    return [name for name, result in found.items() if result.outcome.verdict == "fail"]
 
 
 class Seeded(ToySampler):
@@ -146,7 +146,7 @@ def test_a_sound_run_passes(run: tuple[GRPOConfig, Origin]) -> None:
         ({"sampler": OneKeyAGroup}, "groups differ", "share one random key", "seed of its own"),
         ({"sampler": Unseeded}, "seeds repeat", "random state of its own", "request's seed"),
         ({"sampler": Endless}, "truncation", "ran out of tokens", "Raise rollout.max_tokens"),
-        ({"judge": Constant()}, "rewards vary", "same for all completions", "easier prompts"),
+        ({"rewards": Constant()}, "rewards vary", "same for all completions", "easier prompts"),
     ],
 )
 def test_a_fault_of_what_is_drawn(

@@ -7,16 +7,14 @@ from types import ModuleType
 
 import pytest
 
-from fornax.kernels._logprobs import operation
+from fornax.kernels._vocabulary import logprobs
 from fornax.tune import advantages
-from fornax.tune.losses import distill, policy, preference, reward_model, unpaired
+from fornax.tune.losses import distill, policy, preference
 
 GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "losses.md"
 
 
-@pytest.mark.parametrize(
-    "module", [operation, advantages, distill, policy, preference, reward_model, unpaired]
-)
+@pytest.mark.parametrize("module", [logprobs, advantages, distill, policy, preference])
 def test_examples_in_docstrings(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted

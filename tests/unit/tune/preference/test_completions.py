@@ -10,7 +10,7 @@ import scipy.special
 from flax import nnx
 
 from fornax.models import Decoder
-from fornax.tune.completions import completion_logprobs, keep_positions, kept_room
+from fornax.tune.tasks.pairs import completion_logprobs, keep_positions, kept_room
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,12 @@ from fornax.mesh import MeshConfig
 from fornax.models import DecoderConfig, create_decoder, load_pretrained, save_pretrained
 from fornax.optim import AdamW, Constant, OptimConfig
 from fornax.train.task import Hosts
-from fornax.tune.configs.distill import DistillConfig, OnPolicy, TopLogits
-from fornax.tune.data import Encoded, Feed, Loaded, Summary
-from fornax.tune.distill_rows import Drawn, numbered_rows
+from fornax.tune.config import DistillConfig, OnPolicy, TopLogits
+from fornax.tune.data import Encoded, Loaded, LoaderOptions, Summary
 from fornax.tune.policy import read_origin
 from fornax.tune.rollout import Completion, SampleSettings
 from fornax.tune.tasks import distill
+from fornax.tune.tasks.teacher import OnPolicyStream, numbered_rows
 
 OPTIM = OptimConfig(
     optimizer=AdamW(weight_decay=0.0), learning_rate=1e-2, schedule=Constant(), clip=()
@@ -205,10 +205,10 @@ def examples(prompt: int = 3) -> Loaded[Encoded]:
     return Loaded(items=items, summary=Summary(name="x"))
 
 
-def drawn(share: float, sampler: Any = None) -> Drawn:
+def drawn(share: float, sampler: Any = None) -> OnPolicyStream:
     loaded = examples()
-    return Drawn(
-        numbered_rows(loaded, Feed(batch_size=4, shuffle=False), 16),
+    return OnPolicyStream(
+        numbered_rows(loaded, LoaderOptions(batch_size=4, shuffle=False), 16),
         loaded.items,
         OnPolicy(share=share, max_tokens=4),
         max_length=16,
@@ -250,8 +250,8 @@ def test_which_steps_draw_and_what_follows_from_step_and_seed():
 def test_text_without_prompts_cannot_be_answered():
     loaded = examples(prompt=1)
     with pytest.raises(DataError, match="4 of 4 examples have none"):
-        Drawn(
-            numbered_rows(loaded, Feed(batch_size=4), 16),
+        OnPolicyStream(
+            numbered_rows(loaded, LoaderOptions(batch_size=4), 16),
             loaded.items,
             OnPolicy(),
             max_length=16,

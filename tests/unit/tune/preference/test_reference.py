@@ -16,15 +16,15 @@ from fornax.config.errors import CheckpointError, ConfigError
 from fornax.mesh import DEFAULT_RULES, MeshConfig, make_mesh
 from fornax.models import Decoder, save_pretrained
 from fornax.train.task import Hosts
-from fornax.tune.reference import (
-    Key,
+from fornax.tune.stores import (
+    ReferenceKey,
     data_fingerprint,
     for_each_example,
     stored,
     weights_fingerprint,
 )
 
-KEY = Key(weights="w", data="d", compute="c")
+KEY = ReferenceKey(weights="w", data="d", compute="c")
 NUMBERS = np.arange(6, dtype=np.float32).reshape(3, 2)
 
 

@@ -16,9 +16,7 @@ from fornax.models import create_decoder, load_pretrained, save_pretrained
 from fornax.optim import Constant, OptimConfig
 from fornax.train import LogConfig, load_decoder, read_metrics
 from fornax.tune import tune
-from fornax.tune.config import TuneConfig
-from fornax.tune.configs.distill import DistillConfig, OnPolicy
-from fornax.tune.configs.preference import PreferenceConfig
+from fornax.tune.config import DistillConfig, OnPolicy, PreferenceConfig, TuneConfig
 
 pytestmark = pytest.mark.exhaustive
 

@@ -1,7 +1,8 @@
 """A teacher on a mesh of its own says what its decoder says; what is stored of it comes back."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from fornax.data import Tokenizer, train_bpe
 from fornax.mesh import DEFAULT_RULES, MeshConfig, make_mesh, tree_shardings
 from fornax.models import Decoder
 from fornax.train.task import Hosts
-from fornax.tune.teacher import Teacher
-from fornax.tune.teacher_store import TopKey, TopStore, write_top
-from fornax.tune.tokens import check_same_tokens, shared_vocabulary
+from fornax.tune.data.tokenizer import check_same_tokens, shared_vocabulary
+from fornax.tune.stores import TopKey, TopStore, write_top
+from fornax.tune.tasks.teacher import Teacher
 
 K = 5
 
@@ -51,12 +52,16 @@ WORDS = 40  # of 48 outputs
 KEY = TopKey(data="d", vocabulary=WORDS, k=K, temperature=2.0, teacher="t")
 
 
+def top_of(teacher: Teacher) -> Callable[..., Any]:
+    return functools.partial(teacher.top, k=K, temperature=2.0, vocabulary=WORDS)
+
+
 @pytest.fixture(scope="module")
 def store(
     teacher: Teacher, rows: Any, positions: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     path = tmp_path_factory.mktemp("logits")
-    write_top(path, KEY, teacher, batches(rows), positions)
+    write_top(path, KEY, top_of(teacher), batches(rows), positions)
     return path
 
 
@@ -94,7 +99,7 @@ def test_an_example_that_the_teacher_never_saw_is_an_error(
 ):
     first = next(batches(rows))
     with pytest.raises(DataError, match="3 of 7 examples were in no batch"):
-        write_top(tmp_path, KEY, teacher, iter([first]), positions)
+        write_top(tmp_path, KEY, top_of(teacher), iter([first]), positions)
     assert not TopStore.exists(tmp_path)
 
 

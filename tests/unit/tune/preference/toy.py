@@ -8,7 +8,7 @@ import numpy as np
 
 from fornax.train.goodput import Ledger
 from fornax.train.session import Programs, first_state, prepare
-from fornax.train.task import Hosts, Task
+from fornax.train.task import Task
 from fornax.tune.config import TuneConfig
 
 __all__ = ["Toy"]
@@ -47,7 +47,7 @@ class Toy:
     ) -> tuple[Any, list[dict[str, float]]]:
         """The state and the metrics of some steps."""
         state = self.start(seed)
-        stream = self.task.batches("train", Hosts()) if stream is None else stream
+        stream = self.task.batches("train", self.programs.hosts) if stream is None else stream
         found = []
         for _ in range(steps):
             state, metrics = self.programs.step(state, edit(next(stream)))

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from fornax.config import ConfigError, dump_yaml, from_yaml, load
-from fornax.tune.rl.config import GRPOConfig, PPOConfig
-from fornax.tune.rl.kl import AdaptiveKL, KLController
+from fornax.tune.config import AdaptiveKL, GRPOConfig, PPOConfig
+from fornax.tune.rl.credit import KLController
 
 NEEDED = ("--model", "m", "--data", "d.jsonl", "--reward", "r.py:score")
 
@@ -56,6 +56,7 @@ def test_numbers_of_a_round() -> None:
     ("words", "message"),
     [
         (("--group-size", "1"), "advantage 0"),
+        (("--spikes.window", "64"), "reinforcement learning draws its batches from the model"),
         (("--batch-size", "12"), "do not divide into groups of group_size=8"),
         (("--rollout.max-tokens", "1024"), "leaves no room for a prompt"),
         (("--rollout.temperature", "0"), "teaches nothing"),
@@ -65,7 +66,6 @@ def test_numbers_of_a_round() -> None:
         (("--virtual-shards", "2"), "leave it out"),
         (("--importance.cap", "0.5"), "1 or more"),
         (("--asynchronous.max-staleness", "0"), "Leave `asynchronous` out"),
-        (("--asynchronous.max-staleness", "2"), "one round is drawn ahead"),
         (("--asynchronous.max-staleness", "1"), "--importance.cap 2"),
         (("--algorithm.clip-low", "1.5"), "never negative"),
         (("--algorithm.clip-dual", "1"), "above 1"),
@@ -73,6 +73,19 @@ def test_numbers_of_a_round() -> None:
         (("--algorithm.baseline", "leave_one_out"), "constant factor"),
         (("--algorithm.overlong-tokens", "300"), "more than rollout.max_tokens"),
         (("--algorithm.dynamic-sampling", "--algorithm.max-resamples", "0"), "more prompts"),
+        (("--algorithm.skip-zero-advantage",), "kl_coefficient=0.04 would change the loss"),
+        (
+            (
+                "--algorithm.type=dapo",
+                "--algorithm.skip-zero-advantage",
+                "--entropy-coefficient=0.1",
+            ),
+            "entropy_coefficient=0.1 would change the loss",
+        ),
+        (
+            ("--algorithm.type=dapo", "--algorithm.skip-zero-advantage", "--mini-batches=2"),
+            "with 2 steps a round",
+        ),
     ],
 )
 def test_refusals_name_the_value_and_the_cure(words: tuple[str, ...], message: str) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.unit.tune.rl.test_rows import rollout
 
-from fornax.tune.rl.algorithms import DAPO, GRPO, RLOO, Algorithm, ReinforcePlusPlus
+from fornax.tune.config import DAPO, GRPO, RLOO, Algorithm, ReinforcePlusPlus
 from fornax.tune.rl.credit import Credit, divergence, gae_credit, group_credit
 from fornax.tune.rl.rollouts import Rollout
 

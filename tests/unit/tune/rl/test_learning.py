@@ -9,9 +9,18 @@ import pytest
 from tests.unit.tune.rl.toy import ADAPTED, BASE, Run
 
 from fornax.adapters import LoRA
-from fornax.tune.rl.algorithms import DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePlusPlus
-from fornax.tune.rl.config import AsyncConfig, Importance, PPOConfig
-from fornax.tune.rl.kl import AdaptiveKL
+from fornax.tune.config import (
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    AdaptiveKL,
+    AsyncConfig,
+    DrGRPO,
+    Importance,
+    PPOConfig,
+    ReinforcePlusPlus,
+)
 
 ROUNDS = 8
 LEARN = dataclasses.replace(

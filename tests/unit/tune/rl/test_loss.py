@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fornax.models import TokenLogprobs
-from fornax.tune.rl.algorithms import Estimator
+from fornax.tune.config import Estimator
 from fornax.tune.rl.loss import PolicyLoss, policy_loss
 
 LOGITS = np.array([0.3, -1.2, 0.8, 0.1, -0.4])

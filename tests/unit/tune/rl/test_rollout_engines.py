@@ -11,8 +11,8 @@ from tests.unit.tune.tiny import COLOURS, save_model
 
 from fornax.config.errors import ConfigError
 from fornax.mesh import DtypePolicy, MeshConfig
-from fornax.tune.rl.config import GRPOConfig, RolloutConfig
-from fornax.tune.rl.parts import rollout_engine
+from fornax.tune.config import GRPOConfig, RolloutConfig
+from fornax.tune.rl.components import rollout_engine
 from fornax.tune.run import tune
 
 CONFIG = GRPOConfig(

@@ -1,12 +1,16 @@
 """Packing of completions into rows of few shapes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fornax.tune.rl.rollouts import Collected, Rollout, from_arrays, to_arrays
-from fornax.tune.rl.rows import pack, row_counts
+from fornax.tune.config import Aggregation
+from fornax.tune.rl.credit import Credit
+from fornax.tune.rl.packing import Layout, make_round, pack, row_counts
+from fornax.tune.rl.rollouts import Rollout, RolloutBatch, from_arrays, to_arrays
 
 
 def rollout(prompt: int, mask: list[int], number: int = 0) -> Rollout:
@@ -88,7 +92,7 @@ def test_row_counts_are_few_and_divide(most: int, unit: int, counts: tuple[int, 
 
 def test_a_round_comes_back_from_arrays_exactly() -> None:
     rollouts = [rollout(2, [1, 0, 1], 1), rollout(1, [1], 2), rollout(3, [0, 0], 3)]
-    before = Collected(number=4, version=3, position=17, rollouts=rollouts, numbers={"x": 0.1})
+    before = RolloutBatch(number=4, version=3, position=17, rollouts=rollouts, numbers={"x": 0.1})
     after = from_arrays(to_arrays(before))
     assert (after.number, after.version, after.position) == (4, 3, 17)
     assert after.numbers == before.numbers
@@ -103,5 +107,51 @@ def test_a_round_comes_back_from_arrays_exactly() -> None:
 
 
 def test_an_empty_round_comes_back() -> None:
-    empty = Collected(number=0, version=-1, position=4, rollouts=[])
+    empty = RolloutBatch(number=0, version=-1, position=4, rollouts=[])
     assert from_arrays(to_arrays(empty)) == empty
+
+
+ROWS = Layout(
+    length=6,
+    counts=row_counts(8, 1),
+    mini_batches=1,
+    epochs=1,
+    aggregation="token_mean",
+    max_tokens=8,
+    seed=0,
+)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
+def test_what_has_no_advantage_is_in_no_row_and_still_divides(aggregation: Aggregation) -> None:
+    rollouts = [rollout(2, [1] * (1 + number % 3), number) for number in range(8)]
+    advantages = [
+        0.5 * r.learned.astype(np.float32) * (n in (1, 6)) for n, r in enumerate(rollouts)
+    ]
+    batch = RolloutBatch(number=0, version=0, position=0, rollouts=rollouts)
+    layout = replace(ROWS, aggregation=aggregation)
+
+    def sums(layout: Layout) -> tuple[dict[str, np.ndarray], list[float], float]:
+        given = Credit(rewards=[0.0] * 8, advantages=advantages)
+        [rows] = make_round(batch, layout, None, lambda *_: given).steps
+        each = (rows["advantages"] * rows["token_weights"])[rows["advantages"] != 0]
+        return rows, sorted(each.tolist()), float(rows["sequence_weights"].sum())
+
+    whole, weighed, divisor = sums(layout)
+    fewer, weighed_fewer, divisor_fewer = sums(replace(layout, skip_zero_advantage=True))
+    assert weighed_fewer == weighed
+    assert divisor_fewer == pytest.approx(divisor)
+    assert whole["loss_mask"].sum() == sum(r.drawn for r in rollouts)
+    assert fewer["loss_mask"].sum() == rollouts[1].drawn + rollouts[6].drawn
+    assert fewer["tokens"].shape[0] < whole["tokens"].shape[0]
+
+
+def test_a_round_without_any_advantage_is_laid_out_whole() -> None:
+    rollouts = [rollout(2, [1, 1], number) for number in range(4)]
+    batch = RolloutBatch(number=0, version=0, position=0, rollouts=rollouts)
+    given = Credit(rewards=[0.0] * 4, advantages=[np.zeros(2, np.float32)] * 4)
+    [rows] = make_round(
+        batch, replace(ROWS, skip_zero_advantage=True), None, lambda *_: given
+    ).steps
+    assert rows["loss_mask"].sum() == 8
+    assert rows["sequence_weights"].sum() == 8

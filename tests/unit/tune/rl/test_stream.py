@@ -15,11 +15,10 @@ from tests.unit.tune.rl.toy import ADAPTED, BASE, GOOD, Counter, Run, ToySampler
 from fornax.adapters import LoRA
 from fornax.config import DataError
 from fornax.rewards import Score
+from fornax.tune.config import DAPO, GRPO, AsyncConfig, ConversationConfig, RolloutConfig
 from fornax.tune.data import PromptTokens
-from fornax.tune.rl.algorithms import DAPO, GRPO
-from fornax.tune.rl.collect import Draw, Drawn, draw_completions
-from fornax.tune.rl.config import AsyncConfig, RolloutConfig
-from fornax.tune.rollout import ConversationConfig, Sampler, SampleSettings
+from fornax.tune.rl.collect import SampleGroups, sample_completions
+from fornax.tune.rollout import Sampler, SampleSettings, Trajectory
 
 
 @pytest.mark.parametrize(
@@ -111,10 +110,10 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
 ) -> None:
     drifting = [Drift(), Drift(), Drift()]
     config = dataclasses.replace(BASE, asynchronous=asynchronous)
-    whole = Run(config, tmp_path / "whole", programs=base.programs, judge=drifting[0])
+    whole = Run(config, tmp_path / "whole", programs=base.programs, rewards=drifting[0])
     for _ in range(9):
         whole.train()
-    killed = Run(config, tmp_path / "killed", programs=base.programs, judge=drifting[1])
+    killed = Run(config, tmp_path / "killed", programs=base.programs, rewards=drifting[1])
     for _ in range(stop):
         killed.train()
     position = json.loads(json.dumps({str(k): v for k, v in killed.stream.state().items()}))
@@ -122,7 +121,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     for _ in range(3):  # what a killed run did after its last checkpoint
         killed.train()
     killed.stream.close()
-    resumed = Run(config, tmp_path / "killed", programs=base.programs, judge=drifting[2])
+    resumed = Run(config, tmp_path / "killed", programs=base.programs, rewards=drifting[2])
     resumed.stream.restore({int(k): v for k, v in position.items()})
     resumed.state = jax.device_put(held, jax.tree.map(lambda x: x.sharding, resumed.state))
     resumed.step = stop
@@ -167,7 +166,7 @@ def test_dynamic_sampling_fills_the_round_with_groups_that_differ(
     config = dataclasses.replace(
         BASE, algorithm=DAPO(overlong_tokens=0, aggregation="sequence_mean")
     )
-    run = Run(config, tmp_path, programs=base.programs, judge=Fussy())
+    run = Run(config, tmp_path, programs=base.programs, rewards=Fussy())
     rows = [run.take() for _ in range(4)]
     numbers = run.stream.observe()
     assert numbers["groups_missing"] == 0
@@ -180,13 +179,30 @@ def test_dynamic_sampling_fills_the_round_with_groups_that_differ(
     assert {int(line["where"].split(":")[1]) % 3 for line in lines} == {1}
 
 
+def test_leaving_out_what_has_no_advantage_changes_no_step(tmp_path: Path) -> None:
+    once = dataclasses.replace(BASE, batch_size=16, mini_batches=1, rollout_epochs=1)
+    runs = []
+    for skip in (False, True):
+        algorithm = GRPO(kl_coefficient=0.0, skip_zero_advantage=skip)
+        config = dataclasses.replace(once, algorithm=algorithm)
+        run = Run(config, tmp_path / str(skip), rewards=Fussy())
+        metrics = [run.train() for _ in range(3)]
+        run.stream.close()
+        runs.append((run.params(), metrics))
+    (whole, before), (fewer, after) = runs
+    assert [m["loss"] for m in after] == pytest.approx([m["loss"] for m in before], abs=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, fewer)
+    assert after[0]["zero_variance_groups"] > 0.3
+    assert after[0]["entropy"] != before[0]["entropy"]
+
+
 def test_dynamic_sampling_is_bounded(base: Run, tmp_path: Path) -> None:
     class Flat(Counter):
         def score(self, samples: Any) -> list[Score]:
             return [Score(total=1.0, parts={"flat": 1.0}) for _ in samples]
 
     config = dataclasses.replace(BASE, algorithm=DAPO(max_resamples=2))
-    run = Run(config, tmp_path, programs=base.programs, judge=Flat())
+    run = Run(config, tmp_path, programs=base.programs, rewards=Flat())
     before = run.params()
     metrics = run.train()
     assert metrics["groups_sampled"] == 12
@@ -201,12 +217,12 @@ def test_a_reward_that_is_never_a_number_stops_the_run_at_once(base: Run, tmp_pa
             nan = float("nan")
             return [Score(total=0.0, parts={"b": nan}, notes={"b": "gave NaN"}) for _ in samples]
 
-    run = Run(BASE, tmp_path, programs=base.programs, judge=Broken())
+    run = Run(BASE, tmp_path, programs=base.programs, rewards=Broken())
     with pytest.raises(DataError, match=r"reward b gave no number for any of the first 16.*NaN"):
         run.take()
 
 
-def flaky(failing: Callable[[int], bool]) -> Draw:
+def flaky(failing: Callable[[int], bool]) -> SampleGroups:
     """Completions of which some failed, by number, as a broken environment leaves them."""
 
     def draw(
@@ -214,8 +230,8 @@ def flaky(failing: Callable[[int], bool]) -> Draw:
         prompts: Sequence[PromptTokens],
         settings: SampleSettings,
         seeds: Sequence[int],
-    ) -> list[list[Drawn]]:
-        groups = draw_completions(sampler, prompts, settings, seeds)
+    ) -> list[list[Trajectory]]:
+        groups = sample_completions(sampler, prompts, settings, seeds)
         numbers = itertools.count()
         return [
             [_broken(each) if failing(next(numbers)) else each for each in group]
@@ -225,7 +241,7 @@ def flaky(failing: Callable[[int], bool]) -> Draw:
     return draw
 
 
-def _broken(drawn: Drawn) -> Drawn:
+def _broken(drawn: Trajectory) -> Trajectory:
     completion = dataclasses.replace(drawn.completion, finish_reason="error")
     return dataclasses.replace(drawn, completion=completion, error="RuntimeError: no server")
 
@@ -234,16 +250,16 @@ def test_a_failed_rollout_is_neither_learned_from_nor_silent(base: Run, tmp_path
     config = dataclasses.replace(
         BASE, conversation=ConversationConfig(environment="e.py:Game", max_failed=0.5)
     )
-    judge = Counter()
+    rewards = Counter()
     draw = flaky(lambda number: number % 2 == 0)
-    run = Run(config, tmp_path, programs=base.programs, judge=judge, draw=draw)
+    run = Run(config, tmp_path, programs=base.programs, rewards=rewards, draw=draw)
     rows = [run.take() for _ in range(4)]
     numbers = run.stream.observe()
     lines = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
     kept = [line for line in lines if line["status"] != "failed"]
     lost = [line for line in lines if line["status"] == "failed"]
     assert (len(kept), len(lost), numbers["rollouts_failed"]) == (8, 8, 8)
-    assert judge.seen == 8
+    assert rewards.seen == 8
     assert all(line["error"] == "RuntimeError: no server" for line in lost)
     assert all(line["reward"] is None and line["advantage"] == 0 for line in lost)
     rewards = [line["reward"] for line in kept]

@@ -22,11 +22,10 @@ from fornax.optim import AdamW, Constant, OptimConfig
 from fornax.rewards import Sample, Score
 from fornax.train.goodput import Ledger
 from fornax.train.session import Programs, first_state, prepare
+from fornax.tune.config import GRPO, GRPOConfig, Importance, PPOConfig, RLConfig, RolloutConfig
 from fornax.tune.data import PromptTokens
-from fornax.tune.rl.algorithms import GRPO
-from fornax.tune.rl.config import GRPOConfig, Importance, PPOConfig, RLConfig, RolloutConfig
 from fornax.tune.rl.stream import RolloutStream
-from fornax.tune.rl.task import Parts
+from fornax.tune.rl.task import Components
 from fornax.tune.rollout import Completion, SamplerStats, SampleSettings
 from fornax.tune.tasks.grpo import grpo_task
 from fornax.tune.tasks.ppo import ppo_task
@@ -182,19 +181,19 @@ ADAPTED: dict[str, Any] = {
 """The parts of a policy with adapters."""
 
 
-def parts(out: Path, **changes: Any) -> Parts:
+def parts(out: Path, **changes: Any) -> Components:
     """A whole run's worth of toys."""
     made: dict[str, Any] = {
         "build": lambda rngs: Decoder(MODEL, rngs=rngs),
         "pretrained": pretrained,
         "trained": nnx.Param,
         "prompts": prompts(),
-        "judge": Counter(),
+        "rewards": Counter(),
         "sampler": ToySampler,
         "decode": lambda tokens: " ".join(map(str, tokens)),
         "out": out,
     }
-    return Parts(**{**made, **changes})
+    return Components(**{**made, **changes})
 
 
 BASE = GRPOConfig(
@@ -268,15 +267,15 @@ class Run:
     def take(self) -> dict[str, np.ndarray]:
         """The rows of the next step."""
         state = self.state
-        assert self.task.follow is not None
-        self.task.follow(self.step, lambda: self.programs.model(state))
+        assert self.task.post.follow is not None
+        self.task.post.follow(self.step, lambda: self.programs.model(state))
         return next(self.stream)
 
     def train(self) -> dict[str, float]:
         """One step; its metrics and what was observed."""
         rows = self.take()
-        assert self.task.observe is not None
-        seen = dict(self.task.observe())
+        assert self.task.post.observe is not None
+        seen = dict(self.task.post.observe())
         self.state, metrics = self.programs.step(self.state, rows)
         self.step += 1
         return {name: float(x) for name, x in jax.device_get(metrics).items()} | seen

@@ -257,3 +257,33 @@ def test_a_trainer_over_eight_devices_gives_its_weights_up_while_rollouts_are_ma
         for _ in range(2):
             state = jax.block_until_ready(step(state, tokens))
     rollouts.close()
+
+
+class Versions(Fake):
+    """Holds every version that it was given."""
+
+    def at(self, version):
+        held = Versions()
+        held.version, held.log = version, self.log
+        return held
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_two_batches_ahead_are_each_made_with_the_weights_of_their_beginning(updates):
+    rollouts = rollouts_of(
+        Versions(), updates_per_batch=updates, max_staleness=2 * updates, ahead=2
+    )
+    expected = [(n, max(0, n - 2) * updates) for n in range(6)]
+    assert train(rollouts, 6 * updates, updates=updates) == expected
+    state = rollouts.state()
+    rollouts.close()
+    again = rollouts_of(Versions(), updates_per_batch=updates, max_staleness=2 * updates, ahead=2)
+    again.restore(state)
+    more = train(again, 9 * updates, updates=updates, first=6 * updates)
+    again.close()
+    assert more == [(n, (n - 2) * updates) for n in range(6, 9)]
+
+
+def test_more_than_one_batch_ahead_needs_a_sampler_of_several_versions():
+    with pytest.raises(ConfigError, match="holds several versions"):
+        rollouts_of(Fake(), max_staleness=2, ahead=2)

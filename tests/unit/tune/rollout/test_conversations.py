@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from fornax.config.errors import ConfigError
+from fornax.tune.config import ConversationConfig
 from fornax.tune.data import Codec, PromptTokens
-from fornax.tune.rl.conversations import Conversations
-from fornax.tune.rollout import ConversationConfig, SampleSettings, Turn, sample_seed
+from fornax.tune.rl.components import Conversations
+from fornax.tune.rollout import SampleSettings, Turn, sample_seed
 
 
 class Shout:
@@ -77,7 +78,7 @@ def test_what_cannot_be_talked_with_is_refused_before_anything_is_drawn(tokenize
     with pytest.raises(ConfigError, match="has no tools, reset, step"):
         Conversations(silent, codec, max_tokens=9)
     tools = ConversationConfig(
-        tools=("fornax.tune.rollout.guessing:calculate",), tool_parser="hermes"
+        tools=("fornax.tune.rollout.toy_environments:calculate",), tool_parser="hermes"
     )
     with pytest.raises(ConfigError, match="no chat template"):
         Conversations(tools, codec, max_tokens=9)

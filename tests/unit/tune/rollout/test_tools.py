@@ -25,7 +25,7 @@ def tool(function, **options):
 def pool():
     tools = [tool("add"), tool("lists"), tool("crash"), tool("leave"), tool("talk")]
     tools.append(tool("hang", timeout_seconds=0.5))
-    tools.append(Tool(function="fornax.tune.rollout.guessing:calculate"))
+    tools.append(Tool(function="fornax.tune.rollout.toy_environments:calculate"))
     with ToolPool(tools, workers=2) as made:
         yield made
 

@@ -4,8 +4,7 @@ from fastapi import APIRouter, Response
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.http import schemas
-from fornax.serving.http.documented import DocumentedRoute, answer, failures
-from fornax.serving.http.parts import PartsOf
+from fornax.serving.http.routing import Context, DocumentedRoute, failures, respond
 from fornax.serving.v2 import documents
 from fornax.serving.v2.shared_memory import CUDA_REFUSED
 
@@ -20,15 +19,15 @@ _REGIONS = list[schemas.RegionAnswer]
 
 
 @memory.get(_SYSTEM + "/status", response_model=_REGIONS, responses=failures())
-async def regions(parts: PartsOf) -> Response:
+async def regions(context: Context) -> Response:
     """The registered regions."""
-    return answer(documents.regions(parts.shared_memory.regions()))
+    return respond(documents.regions(context.shared_memory.regions()))
 
 
 @memory.get(_SYSTEM + _REGION + "/status", response_model=_REGIONS, responses=failures())
-async def region_status(parts: PartsOf, region: str) -> Response:
+async def region_status(context: Context, region: str) -> Response:
     """One of them."""
-    return answer(documents.regions(parts.shared_memory.regions(region)))
+    return respond(documents.regions(context.shared_memory.regions(region)))
 
 
 @memory.post(
@@ -36,30 +35,30 @@ async def region_status(parts: PartsOf, region: str) -> Response:
     response_model=schemas.Empty,
     responses=failures(409, 429, 501),
 )
-async def register(parts: PartsOf, region: str, body: schemas.RegisterBody) -> Response:
+async def register(context: Context, region: str, body: schemas.RegisterBody) -> Response:
     """Name a span of system shared memory."""
-    parts.shared_memory.register(region, body.key, body.byte_size, body.offset)
-    return answer({})
+    context.shared_memory.register(region, body.key, body.byte_size, body.offset)
+    return respond({})
 
 
 @memory.post(_SYSTEM + "/unregister", response_model=schemas.Empty, responses=failures())
-async def unregister_all(parts: PartsOf) -> Response:
+async def unregister_all(context: Context) -> Response:
     """Forget every region."""
-    parts.shared_memory.unregister()
-    return answer({})
+    context.shared_memory.unregister()
+    return respond({})
 
 
 @memory.post(_SYSTEM + _REGION + "/unregister", response_model=schemas.Empty, responses=failures())
-async def unregister(parts: PartsOf, region: str) -> Response:
+async def unregister(context: Context, region: str) -> Response:
     """Forget a region; one that is not registered is no error."""
-    parts.shared_memory.unregister(region)
-    return answer({})
+    context.shared_memory.unregister(region)
+    return respond({})
 
 
 @memory.get(_CUDA + "/status", response_model=_REGIONS, responses=failures())
 async def cuda_regions() -> Response:
     """No region: CUDA shared memory is not served."""
-    return answer([])
+    return respond([])
 
 
 @memory.get(_CUDA + _REGION + "/status", response_model=_REGIONS, responses=failures(501))
@@ -77,10 +76,10 @@ async def register_cuda(region: str) -> Response:
 @memory.post(_CUDA + "/unregister", response_model=schemas.Empty, responses=failures())
 async def unregister_all_cuda() -> Response:
     """Nothing is registered, so there is nothing to forget."""
-    return answer({})
+    return respond({})
 
 
 @memory.post(_CUDA + _REGION + "/unregister", response_model=schemas.Empty, responses=failures())
 async def unregister_cuda(region: str) -> Response:
     """Nothing is registered, so there is nothing to forget."""
-    return answer({})
+    return respond({})

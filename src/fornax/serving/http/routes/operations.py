@@ -1,13 +1,10 @@
 """Metrics, and the settings of logs and traces."""
 
-from typing import Any
-
 from fastapi import APIRouter, Response
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.http import schemas
-from fornax.serving.http.documented import DocumentedRoute, answer, failures
-from fornax.serving.http.parts import PartsOf
+from fornax.serving.http.routing import Context, DocumentedRoute, failures, respond
 from fornax.serving.v2 import settings
 
 __all__ = ["operations"]
@@ -19,43 +16,45 @@ _MODEL_TRACES = "/v2/models/{model}/trace/setting"
 
 
 @operations.get(_TRACES, response_model=schemas.TraceSettings, responses=failures())
-async def trace_settings(parts: PartsOf) -> Response:
+async def trace_settings(context: Context) -> Response:
     """How requests are traced."""
-    return answer(settings.trace_settings(parts.trace_sample_rate))
+    return respond(settings.trace_settings(context.trace_sample_rate))
 
 
 @operations.get(_MODEL_TRACES, response_model=schemas.TraceSettings, responses=failures(404, 503))
-async def model_trace_settings(parts: PartsOf, model: str) -> Response:
+async def model_trace_settings(context: Context, model: str) -> Response:
     """How requests for a model are traced: as all are."""
-    parts.host.metadata(model)
-    return answer(settings.trace_settings(parts.trace_sample_rate))
+    context.host.metadata(model)
+    return respond(settings.trace_settings(context.trace_sample_rate))
 
 
 @operations.post(_TRACES, response_model=schemas.TraceSettings, responses=failures(501))
-async def update_trace_settings(parts: PartsOf, body: dict[str, Any]) -> Response:
+async def update_trace_settings(context: Context, body: dict[str, object]) -> Response:
     """Refused, unless it changes nothing: traces are set up when the server starts."""
-    return answer(settings.update_trace_settings(body, parts.trace_sample_rate))
+    return respond(settings.update_trace_settings(body, context.trace_sample_rate))
 
 
 @operations.post(
     _MODEL_TRACES, response_model=schemas.TraceSettings, responses=failures(404, 501, 503)
 )
-async def update_model_trace_settings(parts: PartsOf, model: str, body: dict[str, Any]) -> Response:
+async def update_model_trace_settings(
+    context: Context, model: str, body: dict[str, object]
+) -> Response:
     """Refused, unless it changes nothing: traces are set up when the server starts."""
-    parts.host.metadata(model)
-    return answer(settings.update_trace_settings(body, parts.trace_sample_rate))
+    context.host.metadata(model)
+    return respond(settings.update_trace_settings(body, context.trace_sample_rate))
 
 
 @operations.get("/v2/logging", response_model=schemas.LogSettings, responses=failures())
 async def log_settings() -> Response:
     """What is logged."""
-    return answer(settings.log_settings())
+    return respond(settings.log_settings())
 
 
 @operations.post("/v2/logging", response_model=schemas.LogSettings, responses=failures(501))
-async def update_log_settings(body: dict[str, Any]) -> Response:
+async def update_log_settings(body: dict[str, object]) -> Response:
     """Log more or less: log_error, log_warning, log_info, log_verbose_level."""
-    return answer(settings.update_log_settings(body))
+    return respond(settings.update_log_settings(body))
 
 
 @operations.get(
@@ -66,9 +65,9 @@ async def update_log_settings(body: dict[str, Any]) -> Response:
         200: {"description": "Prometheus' text.", "content": {"text/plain": {}}},
     },
 )
-async def metrics(parts: PartsOf) -> Response:
+async def metrics(context: Context) -> Response:
     """Metrics, for Prometheus."""
-    if parts.metrics is None:
+    if context.metrics is None:
         raise ServingError(ServingCode.NOT_FOUND, "this server has no metrics")
-    body, content_type = parts.metrics()
+    body, content_type = context.metrics()
     return Response(body, headers={"content-type": content_type})

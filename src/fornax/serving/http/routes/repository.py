@@ -1,14 +1,12 @@
 """Models loaded, unloaded and rolled back while the server runs."""
 
 import dataclasses
-from typing import Any
 
 from fastapi import APIRouter, Response
 
 from fornax.config import ServingCode, ServingError
 from fornax.serving.http import schemas
-from fornax.serving.http.documented import DocumentedRoute, answer, failures
-from fornax.serving.http.parts import PartsOf
+from fornax.serving.http.routing import Context, DocumentedRoute, failures, respond
 from fornax.serving.v2 import documents
 from fornax.serving.v2.datatypes import refuse
 
@@ -20,9 +18,9 @@ repository = APIRouter(tags=["Repository"], route_class=DocumentedRoute)
 @repository.post(
     "/v2/repository/index", response_model=list[schemas.IndexEntry], responses=failures()
 )
-async def index(parts: PartsOf, body: schemas.IndexBody | None = None) -> Response:
+async def index(context: Context, body: schemas.IndexBody | None = None) -> Response:
     """Every version of every model in the repository."""
-    return answer(documents.index(parts.host.index(body is not None and body.ready)))
+    return respond(documents.index(context.host.index(body is not None and body.ready)))
 
 
 @repository.post(
@@ -30,7 +28,7 @@ async def index(parts: PartsOf, body: schemas.IndexBody | None = None) -> Respon
     response_model=schemas.Empty,
     responses=failures(404, 409, 429, 501, 503),
 )
-async def load(parts: PartsOf, model: str, body: schemas.LoadBody | None = None) -> Response:
+async def load(context: Context, model: str, body: schemas.LoadBody | None = None) -> Response:
     """Load what the model's version policy wants, or one version; answers when it is ready."""
     parameters = {} if body is None else dict(body.parameters)
     for name in parameters:
@@ -42,8 +40,8 @@ async def load(parts: PartsOf, model: str, body: schemas.LoadBody | None = None)
             )
     version = _version(parameters)
     _no_more(parameters)
-    await parts.host.load(model, version)
-    return answer({})
+    await context.host.load(model, version)
+    return respond({})
 
 
 @repository.post(
@@ -51,7 +49,7 @@ async def load(parts: PartsOf, model: str, body: schemas.LoadBody | None = None)
     response_model=schemas.Empty,
     responses=failures(404, 409, 501, 503),
 )
-async def unload(parts: PartsOf, model: str, body: schemas.UnloadBody | None = None) -> Response:
+async def unload(context: Context, model: str, body: schemas.UnloadBody | None = None) -> Response:
     """Unload a model, or one version; requests that are accepted are answered first."""
     parameters = {} if body is None else dict(body.parameters)
     dependents = parameters.pop("unload_dependents", False)
@@ -59,8 +57,8 @@ async def unload(parts: PartsOf, model: str, body: schemas.UnloadBody | None = N
         raise refuse(f"unload_dependents={repr(dependents)[:40]} is no truth value")
     version = _version(parameters)
     _no_more(parameters)
-    await parts.host.unload(model, version)
-    return answer({})
+    await context.host.unload(model, version)
+    return respond({})
 
 
 @repository.post(
@@ -68,12 +66,12 @@ async def unload(parts: PartsOf, model: str, body: schemas.UnloadBody | None = N
     response_model=schemas.RolledBack,
     responses=failures(404, 409, 503),
 )
-async def rollback(parts: PartsOf, model: str, body: schemas.LoadBody | None = None) -> Response:
+async def rollback(context: Context, model: str, body: schemas.LoadBody | None = None) -> Response:
     """Serve the version before, or parameter `version`, and withhold those above it."""
     parameters = {} if body is None else dict(body.parameters)
     version = _version(parameters)
     _no_more(parameters)
-    return answer(dataclasses.asdict(await parts.host.rollback(model, version)))
+    return respond(dataclasses.asdict(await context.host.rollback(model, version)))
 
 
 @repository.post(
@@ -81,10 +79,10 @@ async def rollback(parts: PartsOf, model: str, body: schemas.LoadBody | None = N
     response_model=schemas.Empty,
     responses=failures(404, 409, 503),
 )
-async def release(parts: PartsOf, model: str) -> Response:
+async def release(context: Context, model: str) -> Response:
     """End a rollback: the newest version serves again."""
-    await parts.host.release(model)
-    return answer({})
+    await context.host.release(model)
+    return respond({})
 
 
 @repository.get(
@@ -92,12 +90,12 @@ async def release(parts: PartsOf, model: str) -> Response:
     response_model=schemas.Shadow,
     responses=failures(404, 409, 503),
 )
-async def shadow(parts: PartsOf, model: str) -> Response:
+async def shadow(context: Context, model: str) -> Response:
     """How the outputs of the model's shadow version differ from those that were served."""
-    return answer(parts.host.shadow_report(model))
+    return respond(context.host.shadow_report(model))
 
 
-def _version(parameters: dict[str, Any]) -> str:
+def _version(parameters: dict[str, object]) -> str:
     version = parameters.pop("version", "")
     if type(version) is int and version >= 0:
         return str(version)
@@ -106,6 +104,6 @@ def _version(parameters: dict[str, Any]) -> str:
     return version
 
 
-def _no_more(parameters: dict[str, Any]) -> None:
+def _no_more(parameters: dict[str, object]) -> None:
     if parameters:
         raise refuse(f"parameter {min(parameters)[:80]!r} has no meaning here; remove it")

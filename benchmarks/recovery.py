@@ -1,0 +1,440 @@
+"""Recovery: from a fault to the next step, by kind of fault; what being able to costs; the tiers.
+
+`faults`: a launched run on processes of this machine, a small decoder. Times are wall time from
+the drill to the event, and to the end of the first step after it, its compilation included: what
+else runs on the machine is in them. `overhead`: processor time of a step with the record, agent,
+snapshots and replicas, beside the same step without. `tiers`: bytes/s of the agent's memory, a
+peer's, disk and mirror, each beside its limit in the same round:
+
+    python benchmarks/recovery.py [--parts faults overhead tiers] [--hosts 2] [--rounds 1]
+
+Ray Train has no part in it: measured once by hand it took 16 s for a kill and 23 s for SIGSTOP.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+
+from _harness import machine, table, versions, write_results
+from fornax.checkpoint import CheckpointConfig, Checkpointer
+from fornax.checkpoint.mirror import Mirror
+from fornax.cluster import Job, Limits, drill, launch, read_events
+from fornax.cluster.drill import Fault
+from fornax.config import environment, from_mapping, worker_record
+from fornax.config.jsonl import read_json_lines
+from fornax.config.snapshot_file import SnapshotFile
+from fornax.data import BuildConfig, Hosts, Jsonl, TrainBpe, build
+from fornax.train import Ledger, TrainConfig, pretrain_task
+from fornax.train.memory_tier import MemoryTier, interval
+from fornax.train.session import first_state, prepare
+from fornax.train.state import TrainState, as_tree
+
+FAULTS: tuple[tuple[Fault, int], ...] = (
+    ("kill", 1),
+    ("kill", 0),
+    ("stop", 1),
+    ("lose", 1),
+    ("preempt", 1),
+)
+SECONDS = 300
+PAIRS = 200
+SNAPSHOTS = 30
+MEGABYTES = 240
+RATE_ROUNDS = 5
+
+
+def dataset(folder: Path) -> Path:
+    """Some text, tokenized."""
+    lines = [{"text": " ".join(f"word{(i * j) % 97}" for j in range(60))} for i in range(400)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = BuildConfig(
+        source=Jsonl(path=str(folder / "text.jsonl")),
+        output=folder / "data" / "built",
+        tokenizer=TrainBpe(vocab_size=320),
+    )
+    return build(config).path
+
+
+def settings(data: Path, width: int) -> dict[str, Any]:
+    """The config of the run."""
+    return {
+        "steps": 100_000,
+        "batch_size": 8,
+        "seq_len": 64,
+        "save_every": None,
+        "mesh": {"data": -1, "fsdp": 1},
+        "model": {
+            "vocab_size": 320,
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+        },
+        "data": {"source": {"type": "dataset", "path": str(data)}},
+        "log": {"tensorboard": False, "every": 10},
+    }
+
+
+def until(condition: Callable[[], Any], process: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait for something of a run."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        ended = process is not None and process.poll() is not None
+        if ended or time.monotonic() > deadline:
+            raise SystemExit("the run ended, or does not go on")
+        time.sleep(0.02 if process is not None else 0.002)
+
+
+def recoveries(folder: Path, hosts: int, rounds: int, width: int) -> list[list[object]]:
+    """Rows of the table of faults."""
+    file, run = folder / "run.yaml", folder / "run"
+    file.write_text(yaml.safe_dump(settings(folder / "data" / "built", width)))
+    words = [sys.executable, "-m", "fornax", "launch", "--hosts", str(hosts), "--mtbf", "60s"]
+    words += ["--", "train", "--config", str(file), "--run-dir", str(run)]
+    seen: dict[tuple[Fault, int], list[tuple[float, float, int]]] = {fault: [] for fault in FAULTS}
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output)
+    try:
+        for _ in range(rounds):
+            for fault in FAULTS:
+                seen[fault].append(one(run, process, *fault))
+    finally:
+        process.terminate()
+        process.wait(SECONDS)
+    return [
+        [
+            f"{fault} {rank}",
+            *(f"{statistics.median(each[part] for each in found):.1f}" for part in (0, 1)),
+            max(each[2] for each in found),
+        ]
+        for (fault, rank), found in seen.items()
+    ]
+
+
+def one(
+    run: Path, process: subprocess.Popen[bytes], fault: Fault, rank: int
+) -> tuple[float, float, int]:
+    """One fault: seconds until it is named and until a step is made, steps that were done again."""
+    record = run / "cluster" / f"rank-{rank}.record"
+
+    def steady() -> bool:
+        state = worker_record.read(record)
+        starts = [e["step"] for e in read_json_lines(run / "events.jsonl") if "step" in e]
+        return state is not None and bool(starts) and state.entered_step > starts[-1] + 60
+
+    until(steady, process)
+    epoch = read_events(run)[-1]["epoch"]
+    drill(run, fault, rank)
+
+    def after(state: str) -> list[dict[str, Any]]:
+        return [e for e in read_events(run) if e.get("state") == state and e["epoch"] >= epoch]
+
+    until(lambda: [e for e in after("running") if e["epoch"] > epoch], process)
+    at = [e for e in read_events(run) if e.get("drill") == fault][-1]
+    named = next(e for e in after("teardown") if e["time"] >= at["time"])
+    running = next(e for e in after("running") if e["epoch"] > epoch)
+
+    def stepped() -> bool:
+        state = worker_record.read(record)
+        return state is not None and state.entered_step > running["step"]
+
+    until(stepped, process)
+    again = max(0, at["step"] - running["step"])
+    return named["time"] - at["time"], time.time() - at["time"], again
+
+
+def measured(words: list[str]) -> int:
+    """The program of the ranks of `in_a_launch`: rank 0 measures, the other one is there."""
+    kind, folder, width = words[0], Path(words[1]), int(words[2])
+    record = worker_record.current()
+    assert record is not None
+    if os.environ["FORNAX_PROCESS_ID"] != "0":
+        until((folder / "done").exists)
+        return 0
+    found = overhead(folder, width) if kind == "overhead" else rates(folder)
+    (folder / "found.json").write_text(json.dumps(found))
+    (folder / "done").touch()
+    return 0
+
+
+def in_a_launch(kind: str, folder: Path, width: int) -> list[list[object]]:
+    """Rows measured in rank 0 of a launch of two, with real agents and replicas beside it."""
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    job = Job(
+        hosts=2,
+        program="recovery:measured",
+        words=(kind, str(folder), str(width)),
+        limits=Limits(stall=SECONDS),
+    )
+    launch(job, folder / "run", spare=False)
+    return json.loads((folder / "found.json").read_text())
+
+
+def memory_tier(mtbf: float = 86400.0 / 2) -> MemoryTier:
+    """The memory that this rank's agent holds, with a replica in that of rank 1's."""
+    found = environment.snapshot_memory()
+    assert found is not None
+    return MemoryTier(found[0], mtbf, "", peer=1)
+
+
+def replicated() -> bool:
+    """Whether the agent of rank 1 has the newest snapshot."""
+    found = environment.snapshot_memory()
+    assert found is not None
+    whole = []
+    for path in found[0]:
+        with path.open("rb") as file:
+            slot = SnapshotFile(file.fileno())
+            if (snapshot := slot.found()) is not None:
+                whole.append((snapshot.step, slot.is_replicated(snapshot)))
+    return max(whole)[1]
+
+
+def processor_seconds(pids: Iterable[int]) -> float:
+    """Processor time of other processes so far, user and system."""
+    ticks = 0
+    for pid in pids:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def bounded(values: list[float]) -> tuple[float, float]:
+    """The mean, and the upper end of its 95 % interval (normal)."""
+    middle = statistics.mean(values)
+    return middle, middle + 1.96 * statistics.stdev(values) / len(values) ** 0.5
+
+
+def overhead(folder: Path, width: int) -> list[list[object]]:
+    """What recovery costs a step, as a share of its processor time.
+
+    Steps with and without the record and the look at the snapshots' clock take turns, in one
+    process. The agent's processor time is that of all these seconds; that of snapshots, their
+    replicas at both agents included, is spread over the interval at which they are made.
+    """
+    config = from_mapping(TrainConfig, settings(folder / "data" / "built", width), "benchmark")
+    task, plain = pretrain_task(config), Ledger()
+    programs = prepare(config, task, plain)
+    batches = task.batches("train", Hosts())
+    rows = next(batches)
+    batches.close()
+    state, memory = first_state(config, programs), memory_tier()
+    state, _ = jax.block_until_ready(programs.step(state, rows))
+    memory.begin(10 * PAIRS)
+    ledgers = {True: Ledger(record=worker_record.current()), False: plain}
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    agents = [_parent(os.getpid())]
+    wall, before = time.monotonic(), processor_seconds(agents)
+    for pair in range(PAIRS):
+        for kept in (True, False) if pair % 2 else (False, True):
+            programs.ledger = ledger = ledgers[kept]
+            began = time.process_time()
+            ledger.begin(pair)
+            ledger.enter("step")
+            with ledger.phase("wait_for_data"):
+                pass
+            state, _ = jax.block_until_ready(programs.step(state, rows))
+            if kept:
+                memory.is_due(pair)
+            spent[kept].append(time.process_time() - began)
+    wall = time.monotonic() - wall
+    agent = (processor_seconds(agents) - before) / wall
+    step = statistics.mean(spent[False])
+    rate = sum(map(sum, spent.values())) / wall
+    differences = [a - b for a, b in zip(spent[True], spent[False], strict=True)]
+    mean, upper = bounded(differences)
+    rows_of = [("record, beside the same step", 100 * mean / step, 100 * upper / step)]
+    rows_of.append(("agent", 100 * agent / rate, 100 * agent / rate))
+    agents = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_agent(p)]
+    costs, walls = [], []
+    for number in range(SNAPSHOTS):
+        began, theirs, at = time.process_time(), processor_seconds(agents), time.monotonic()
+        memory.write_now(state, number, {}, {"skipped_batches": []})
+        mine, stood = time.process_time() - began, time.monotonic() - at
+        until(replicated)
+        idle = agent * len(agents) * (time.monotonic() - at)
+        costs.append(mine + max(0.0, processor_seconds(agents) - theirs - idle))
+        walls.append(stood)
+    every = interval(statistics.median(walls), 86400.0 / 2)
+    share = [100 * cost / every / rate for cost in costs]
+    rows_of.append((f"a snapshot and its replica, each {every:.1f} s", *bounded(share)))
+    rows_of.append(("all", sum(row[1] for row in rows_of), sum(row[2] for row in rows_of)))
+    return [[name, f"{a:.3f} %", f"{b:.3f} %"] for name, a, b in rows_of]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _is_agent(entry: Path) -> bool:
+    """Whether a process is an agent of this launch."""
+    try:
+        ours = _parent(int(entry.name)) == _parent(_parent(os.getpid()))
+        return ours and b"fornax.cluster.agent" in (entry / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def rates(folder: Path) -> list[list[object]]:
+    """Bytes/s of each tier, each beside its limit in the same round; medians."""
+    state = _state(MEGABYTES * 10**6 // 12)
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    memory, seen = memory_tier(), {}
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    fsspec.config.conf["file"] = {"auto_mkdir": True}  # as stores do
+    mirror = CheckpointConfig(keep_last=1, mirror=f"file://{folder}/mirror")
+    tree, put = as_tree(state), Mirror(f"file://{folder}/mirror", folder / "disk")
+    with Checkpointer(folder / "disk", CheckpointConfig(keep_last=1)) as disk:
+        for number in range(RATE_ROUNDS + 2):
+
+            def timed(name: str, call: Callable[[], Any], keep: bool = number > 1) -> Any:
+                began = time.perf_counter()
+                result = call()
+                if keep:
+                    seen.setdefault(name, []).append(time.perf_counter() - began)
+                return result
+
+            timed("memcpy", lambda: np.copyto(target, source))
+            timed("memory", lambda n=number: memory.write_now(state, n, {}, METADATA))
+            timed("peer", lambda: until(replicated))
+            timed("from memory", lambda: memory.newest(abstract))
+            timed("tcp", lambda: _through_loopback(source))
+            timed("file", lambda: _written(folder / "raw", source))
+            timed("disk", lambda n=number: disk.save(n, state=tree, force=True))
+            timed("raw read", lambda: (folder / "raw").read_bytes())
+            timed("restore", lambda n=number: disk.restore(as_tree(abstract), n).state)
+            timed("mirror", lambda n=number: put.put(n, mirror))
+            (folder / "raw2").unlink(missing_ok=True)
+            timed("copy", lambda: shutil.copyfile(folder / "raw", folder / "raw2"))
+    rate = {name: size / statistics.median(found) / 1e6 for name, found in seen.items()}
+    return [
+        [
+            label,
+            f"{rate[name]:.0f} MB/s",
+            limit,
+            f"{rate[at]:.0f} MB/s",
+            f"{rate[name] / rate[at]:.2f}",
+        ]
+        for label, name, limit, at in (
+            ("agent's memory, with CRC-32", "memory", "memcpy", "memcpy"),
+            ("found there again, CRC-32 compared", "from memory", "memcpy", "memcpy"),
+            ("replica in a peer's memory", "peer", "TCP on loopback", "tcp"),
+            ("disk, with CRC-32", "disk", "a file, written and synced", "file"),
+            ("restored from disk, CRC-32 compared", "restore", "a file, read", "raw read"),
+            ("mirror, in a folder", "mirror", "a file, copied", "copy"),
+        )
+    ]
+
+
+METADATA = {"total": 0.0, "batches": 0, "skipped_batches": []}
+
+
+def _state(size: int) -> TrainState:
+    arrays = [jax.random.normal(jax.random.key(n), (size,)) for n in range(3)]
+    small = jnp.zeros((), jnp.int32)
+    return TrainState(
+        step=small,
+        updates=small,
+        params={"w": arrays[0]},
+        other={},
+        optimizer={"mu": arrays[1], "nu": arrays[2]},
+        guard=small,  # pyrefly: ignore[bad-argument-type]
+        rng=jnp.zeros(2, jnp.uint32),
+    )
+
+
+def _through_loopback(source: np.ndarray) -> None:
+    """The bytes through one TCP connection to a thread that takes them into a buffer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = threading.Thread(target=_take_all, args=(listener, source.nbytes))
+        taken.start()
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.sendall(source.data)
+            taken.join()
+
+
+def _take_all(listener: socket.socket, size: int) -> None:
+    connection, _ = listener.accept()
+    room = memoryview(bytearray(8 << 20))
+    with connection:
+        while size > 0:
+            size -= connection.recv_into(room)
+
+
+def _written(path: Path, source: np.ndarray) -> None:
+    with path.open("wb", buffering=0) as file:
+        view = source.data
+        while view:
+            view = view[file.write(view[: 1 << 24]) :]
+        os.fsync(file.fileno())
+
+
+HEADERS = {
+    "faults": ("fault", "named after, s", "a step made after, s", "steps done again"),
+    "overhead": ("of a step's processor time", "mean", "95 % interval, upper end"),
+    "tiers": ("tier", "rate", "limit", "its rate", "ratio"),
+}
+
+
+def main() -> None:
+    """Measure and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--parts", nargs="+", choices=[*HEADERS], default=[*HEADERS])
+    given = parser.parse_args()
+    for part in given.parts:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if part != "tiers":
+                dataset(folder)
+            if part == "faults":
+                rows = recoveries(folder, given.hosts, given.rounds, given.width)
+            else:
+                rows = in_a_launch(part, folder, given.width)
+        title = {
+            "faults": f"Recovery of {given.hosts} processes",
+            "overhead": f"What recovery costs a step, {PAIRS} pairs of steps in turn",
+            "tiers": f"Tiers of checkpoints, a state of {MEGABYTES} MB, medians of {RATE_ROUNDS}",
+        }[part]
+        text = "\n".join(
+            [
+                f"# {title}",
+                "",
+                f"{machine()}; {versions('jax', 'orbax-checkpoint')}; "
+                f"load {os.getloadavg()[0]:.1f}",
+                "",
+                table(HEADERS[part], rows),
+                "",
+            ]
+        )
+        print(text)
+        write_results("recovery" if part == "faults" else f"recovery-{part}", text)
+
+
+if __name__ == "__main__":
+    main()

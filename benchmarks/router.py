@@ -1,0 +1,252 @@
+"""What a router costs and what its choice of replicas brings: `python benchmarks/router.py`.
+
+Cost: one replica of a small model is asked directly and through its router, in turns, by the same
+load generator on the same processors: requests/s, latency, processor time of the router a request.
+
+Choice: prompts of a few long documents, each asked about several times in random order, go to three
+replicas whose caches hold a part of the documents each. The share of prompt tokens that the engines
+find in their prefix caches is compared between the policies.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import _harness
+import _random_llama
+from fornax.bench.connection import Pool, request_bytes
+from fornax.cluster.routing import read_serving_status
+from fornax.config.jsonl import read_json_lines
+
+POLICIES = ("prefix-aware", "least-requests", "round-robin")
+LOADS: dict[str, dict[str, object]] = {
+    "1 token, whole": {"max_tokens": 1},
+    "32 tokens, stream": {"max_tokens": 32, "stream": True, "ignore_eos": True},
+}
+_TICKS = os.sysconf("SC_CLK_TCK")
+_START_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn measured."""
+
+    seconds: float
+    latencies: Sequence[float]
+    router_cpu: float
+
+    @property
+    def rate(self) -> float:
+        return len(self.latencies) / self.seconds
+
+    def percentile(self, share: float) -> float:
+        ordered = sorted(self.latencies)
+        return 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    args = arguments()
+    model = _random_llama.make("tiny", args.folder)
+    lines = [*cost(model, args), "", *choice(model, args)]
+    busy = f"Load average of the machine's {os.cpu_count()} processors: {os.getloadavg()[1]:.1f}."
+    text = "\n".join([*lines, "", busy])
+    _harness.write_results("router", text)
+    print(text)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "random-llama")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--requests", type=int, default=200, help="a turn")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--documents", type=int, default=24)
+    parser.add_argument("--questions", type=int, default=8, help="about each document")
+    return parser.parse_args()
+
+
+@contextmanager
+def launched(model: Path, replicas: int, *routing: str, pages: int) -> Iterator[tuple[str, Path]]:
+    """A router before replicas that are ready: its address and its run directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        words = ["launch", "--replicas", str(replicas), "--run-dir", str(run_dir)]
+        words += ["--routing", *routing] if routing else []
+        words += ["--", "serve", str(model), "--port", "0", "--disable-access-log"]
+        words += ["--max-model-len", "1024", "--max-num-seqs", "8", "--step-sizes", "coarse"]
+        words += ["--num-gpu-blocks-override", str(pages)]
+        with (Path(folder) / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fornax", *words],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
+        try:
+            until = time.monotonic() + _START_SECONDS
+            while not all_ready(run_dir, replicas):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise SystemExit((Path(folder) / "log").read_text())
+                time.sleep(0.2)
+            yield read_serving_status(run_dir).url, run_dir
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def all_ready(run_dir: Path, replicas: int) -> bool:
+    if not read_json_lines(run_dir / "events.jsonl"):
+        return False
+    phases = [each.phase for each in read_serving_status(run_dir).replicas]
+    return phases == ["ready"] * replicas
+
+
+def cost(model: Path, args: argparse.Namespace) -> Iterator[str]:
+    """The rows of the table of costs."""
+    yield "One replica, asked directly and through the router; medians of the rounds' ratios."
+    yield ""
+    yield (
+        "| load | direct req/s | router req/s | ratio | direct p50 / p99 ms | router p50 / p99 ms "
+        "| p50 ratio | p99 ratio | router CPU ms a request |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    with launched(model, 1, pages=600) as (url, run_dir):
+        status = read_serving_status(run_dir)
+        direct = f"http://127.0.0.1:{status.replicas[0].port}"
+        for name, fields in LOADS.items():
+            turns: dict[str, list[Turn]] = {"direct": [], "router": []}
+            for number in range(args.rounds + 1):
+                for way in sorted(turns, reverse=bool(number % 2)):
+                    address = direct if way == "direct" else url
+                    turns[way].append(asyncio.run(turn(address, fields, args, status.pid)))
+            for each in turns.values():
+                del each[0]
+            yield row(name, turns)
+
+
+async def turn(url: str, fields: dict[str, object], args: argparse.Namespace, pid: int) -> Turn:
+    """Ask as often as a turn has requests, so many at once."""
+    body = json.dumps({"prompt": "the quick brown fox jumps over", **fields}).encode()
+    headers = {"content-type": "application/json"}
+    request = request_bytes("POST", f"{url}/v1/completions", headers=headers, body=body)
+    host, _, port = url.partition("://")[2].partition(":")
+    pool, left, latencies = Pool(host, int(port), timeout=600.0), args.requests, []
+
+    async def client() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            began = time.perf_counter()
+            answer = await pool.exchange(request)
+            latencies.append(time.perf_counter() - began)
+            assert answer.status == 200, answer.body
+
+    await pool.connect(args.concurrency)
+    cpu, began = cpu_seconds(pid), time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(args.concurrency)))
+    taken = time.perf_counter() - began
+    await pool.close()
+    return Turn(taken, latencies, cpu_seconds(pid) - cpu)
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def row(name: str, turns: dict[str, list[Turn]]) -> str:
+    direct, router = turns["direct"], turns["router"]
+
+    def ratio(of) -> float:
+        pairs = zip(direct, router, strict=True)
+        return statistics.median(of(through) / of(straight) for straight, through in pairs)
+
+    def shown(of, which: list[Turn]) -> str:
+        return f"{statistics.median(of(each) for each in which):.1f}"
+
+    p50, p99 = (lambda t: t.percentile(0.5)), (lambda t: t.percentile(0.99))
+    cpu = sum(each.router_cpu for each in router) / sum(len(each.latencies) for each in router)
+    cells = [
+        name,
+        shown(lambda t: t.rate, direct),
+        shown(lambda t: t.rate, router),
+        f"{ratio(lambda t: t.rate):.2f}",
+        f"{shown(p50, direct)} / {shown(p99, direct)}",
+        f"{shown(p50, router)} / {shown(p99, router)}",
+        f"{ratio(p50):.2f}",
+        f"{ratio(p99):.2f}",
+        f"{1e3 * cpu:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def choice(model: Path, args: argparse.Namespace) -> Iterator[str]:
+    """The rows of the table of policies."""
+    rng = random.Random(0)
+    words = [f"word{number}" for number in range(500)]
+    documents = [" ".join(rng.choices(words, k=80)) for _ in range(args.documents)]
+    asked = [f"{text} question {n}" for text in documents for n in range(args.questions)]
+    rng.shuffle(asked)
+    tokens = statistics.mean(map(len, documents))
+    yield (
+        f"{args.documents} documents of {tokens:.0f} characters, {args.questions} questions about "
+        f"each in random order, {args.concurrency} at once, three replicas."
+    )
+    yield ""
+    yield "| policy | prompt tokens found in prefix caches | requests of the replicas |"
+    yield "|---|---|---|"
+    for policy in POLICIES:
+        with launched(model, 3, f"policy={policy}", pages=args.documents * 12) as (url, _):
+            asyncio.run(ask_all(url, asked, args.concurrency))
+            metrics = get(f"{url}/metrics")
+        hits, queries = (
+            total(metrics, f"vllm:prefix_cache_{name}_total") for name in ("hits", "queries")
+        )
+        per = re.findall(
+            r'fornax_router_requests_total\{code="200",replica="(\d)"\} (\d+)', metrics
+        )
+        counts = " / ".join(count for _, count in sorted(per))
+        yield f"| {policy} | {hits / queries:.1%} | {counts} |"
+
+
+async def ask_all(url: str, prompts: Sequence[str], concurrency: int) -> None:
+    host, _, port = url.partition("://")[2].partition(":")
+    pool, waiting = Pool(host, int(port), timeout=600.0), iter(prompts)
+
+    async def client() -> None:
+        for prompt in waiting:
+            body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+            headers = {"content-type": "application/json"}
+            request = request_bytes("POST", f"{url}/v1/completions", headers=headers, body=body)
+            answer = await pool.exchange(request)
+            assert answer.status == 200, answer.body
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    await pool.close()
+
+
+def get(url: str) -> str:
+    with urlopen(Request(url)) as reply:
+        return reply.read().decode()
+
+
+def total(metrics: str, name: str) -> float:
+    return sum(float(value) for value in re.findall(rf"^{name}\{{.*\}} (\S+)$", metrics, re.M))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Load on an OpenAI-compatible server: `fornax bench serve`."""

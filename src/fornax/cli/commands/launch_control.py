@@ -1,0 +1,335 @@
+"""`fornax launch status`, `events`, `drill` and so on: a run, from another terminal."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from fornax.cli.arguments import NO_DEFAULT
+from fornax.config import ConfigError
+
+if TYPE_CHECKING:
+    from fornax.cluster.drill import Fault
+
+_FOLLOW_SECONDS = 0.2
+_DONE: dict["Fault", str] = {
+    "kill": "killed",
+    "stop": "stopped",
+    "lose": "lost the host of",
+    "preempt": "preempted",
+    "partition": "cut off",
+    "slow": "slowed down, until it was named or gone,",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatusArguments:
+    """Say what each rank of a launched run does now, and where the time of the run went.
+
+    Of a server it says what each replica does. heartbeat is the age of the last sign of life, late
+    how long after the first rank it entered its step; a slow rank says what it costs each step.
+    goodput is the share of the time that went into steps that were kept; it is there for runs of
+    fornax train as well.
+
+    example:
+      fornax launch status runs/four
+    """
+
+    run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
+    """The run directory."""
+    json: Annotated[bool, NO_DEFAULT] = False
+    """Print JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EventsArguments:
+    """Print the events of a launched run, a line each: faults, who was at fault, and recoveries.
+
+    examples:
+      fornax launch events runs/four
+      fornax launch events runs/four --follow
+    """
+
+    run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
+    """The run directory."""
+    follow: Annotated[bool, NO_DEFAULT] = False
+    """Go on until the run ends."""
+    json: Annotated[bool, NO_DEFAULT] = False
+    """Print the lines of events.jsonl."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimelineArguments:
+    """Draw a run on its time line: a lane a rank, its faults, losses, and where the time went.
+
+    One self-contained page, in the run directory. Runs of fornax train have one lane.
+
+    examples:
+      fornax launch timeline runs/four
+      fornax launch timeline runs/four --output picture.svg
+    """
+
+    run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
+    """The run directory."""
+    output: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write this page, or the picture alone (.svg) (default: RUN/timeline.html)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrillArguments:
+    """Inject a fault into a launched run on this machine, to see it recover.
+
+    Real signals: SIGKILL or SIGSTOP to the worker of a rank; to its host's agent SIGKILL, which
+    takes the worker and the host's memory with it, or SIGTERM, as when a scheduler takes the host.
+    A slow rank is stopped and continued until it is named.
+    A replica of a server can be killed or stopped.
+
+    examples:
+      fornax launch drill runs/four --kill 2
+      fornax launch drill runs/four --stop 0
+      fornax launch drill runs/four --storm 10 --seed 1
+    """
+
+    run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
+    """The run directory."""
+    kill: Annotated[str | None, arg(metavar="RANK", help_behavior_hint="")] = None
+    """Kill this rank, or a sampler or data worker: sampler:1, data:1."""
+    stop: Annotated[str | None, arg(metavar="RANK", help_behavior_hint="")] = None
+    """Stop this rank, or a sampler or data worker; it stays there and does nothing."""
+    lose: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
+    """Take the host of this rank away at once, with the snapshots in its memory."""
+    preempt: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
+    """Take the host of this rank away, with notice."""
+    partition: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
+    """Cut the host of this rank off from the rest; the launch needs --relays."""
+    slow: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
+    """Slow this rank down to a quarter until the run names it."""
+    storm: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    """So many random faults (kill, stop, lose, preempt), five good steps or more between two."""
+    seed: Annotated[int | None, arg(metavar="S", help_behavior_hint="(default: 0)")] = None
+    """Which faults a storm is of."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResizeArguments:
+    """Let a launched training run go on with another number of hosts, and wait until it does.
+
+    All finish a step and save it; a group of so many goes on from there within the same launch,
+    with the same global batches. Of a run with --hosts 3..8 it is the most that it takes.
+
+    example:
+      fornax launch resize runs/four --hosts 3
+    """
+
+    run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
+    """The run directory."""
+    hosts: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    """How many."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RollingRestartArguments:
+    """Restart the replicas of a launched server one after another, without a failed request.
+
+    Each gets no new requests, finishes those that it has, ends, and is started again with what is
+    on disk now; the next one follows when it is ready. If one does not start, the others stay.
+
+    example:
+      fornax launch rolling-restart runs/serve-8000
+    """
+
+    run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
+    """The run directory."""
+
+
+def _serves(run_dir: Path) -> bool:
+    """Whether a server was launched in a directory."""
+    from fornax.cluster.files import ClusterFiles
+    from fornax.config.jsonl import read_json_lines
+
+    files = ClusterFiles(run_dir.expanduser())
+    return any("replicas" in event for event in read_json_lines(files.events))
+
+
+def _status(arguments: StatusArguments) -> int:
+    run_dir = _named(arguments.run_dir)
+    if _serves(run_dir):
+        from fornax.cluster.routing import read_serving_status as read
+    else:
+        from fornax.cluster import read_status as read
+    status = read(run_dir)
+    if arguments.json:
+        found = dataclasses.asdict(status)
+        if (goodput := getattr(status, "goodput", None)) is not None:
+            found["goodput"]["share"] = goodput.goodput
+        _say(json.dumps(found, default=str))
+        return 0
+    for line in status.lines():
+        _say(line)
+    return 0
+
+
+def _events(arguments: EventsArguments) -> int:
+    from fornax.cluster import read_events
+
+    run_dir, shown = _named(arguments.run_dir), 0
+    while True:
+        events = read_events(run_dir)
+        for event in events[shown:]:
+            _say(json.dumps(event) if arguments.json else _line(event))
+        ended = bool(events) and events[-1].get("state") == "ended"
+        shown = len(events)
+        if ended or not arguments.follow:
+            return 0
+        time.sleep(_FOLLOW_SECONDS)
+
+
+def _timeline(arguments: TimelineArguments) -> int:
+    from fornax.cluster.timeline import write_timeline
+
+    _say(str(write_timeline(_named(arguments.run_dir).expanduser(), arguments.output)))
+    return 0
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    if "drill" in event:
+        whom = next(each for each in ("rank", "sampler", "data", "replica") if each in event)
+        said = f"drill: {event['drill']} {whom} {event[whom]}"
+    elif "program" in event:
+        said = f"{event['program']}: {event['how']} in {event['seconds']:.2f} s"
+    elif "sampler" in event or "data" in event:
+        said = event["why"]
+    else:
+        said = f"{event['state']}: {event['why']}"
+    epoch = f"epoch {event['epoch']}  " if event["epoch"] else ""
+    return f"{clock}  {epoch}{said}"
+
+
+def _rolling_restart(arguments: RollingRestartArguments) -> int:
+    run_dir = _named(arguments.run_dir)
+    if not _serves(run_dir):
+        raise ConfigError(
+            f"{run_dir} is no server's; a rolling restart is of fornax launch --replicas"
+        )
+    from fornax.cluster import read_events
+    from fornax.cluster.routing import request_rolling_restart
+
+    shown = request_rolling_restart(run_dir)
+    while True:
+        events = read_events(run_dir)
+        for event in events[shown:]:
+            _say(_line(event))
+            if event.get("rolling") in ("done", "stopped") or event.get("state") == "ended":
+                return 0 if event.get("rolling") == "done" else 1
+        shown = len(events)
+        time.sleep(_FOLLOW_SECONDS)
+
+
+def _resize(arguments: ResizeArguments) -> int:
+    run_dir, hosts = _named(arguments.run_dir), arguments.hosts
+    if hosts is None or hosts < 1:
+        raise ConfigError("say how many hosts are to train, 1 or more: --hosts N")
+    from fornax.cluster import hosts_at_work, read_events, resize
+
+    shown = resize(run_dir, hosts)
+    while True:
+        events = read_events(run_dir)
+        for event in events[shown:]:
+            _say(_line(event))
+        shown = len(events)
+        if events[-1].get("state") == "ended":
+            return 1
+        if hosts_at_work(events) == hosts:
+            return 0
+        time.sleep(_FOLLOW_SECONDS)
+
+
+def _drill(arguments: DrillArguments) -> int:
+    run_dir = _named(arguments.run_dir)
+    asked = {fault: getattr(arguments, fault) for fault in _DONE}
+    named = {fault: rank for fault, rank in asked.items() if rank is not None}
+    if len(named) + (arguments.storm is not None) != 1:
+        flags = ", ".join(f"--{fault} RANK" for fault in _DONE)
+        raise ConfigError(f"a drill is one fault; write one of {flags}, or --storm N")
+    if arguments.seed is not None and arguments.storm is None:
+        raise ConfigError(f"--seed {arguments.seed} is of a storm; add --storm N")
+    serves = _serves(run_dir)
+    if arguments.storm is not None:
+        return _storm(run_dir, arguments.storm, arguments.seed or 0, serves=serves)
+    for fault, target in named.items():
+        whom, rank = _target(fault, target)
+        if whom != "rank":
+            from fornax.cluster.drill import drill_beside
+
+            pid = drill_beside(run_dir, "kill" if fault == "kill" else "stop", whom, rank)
+        elif serves:
+            if fault not in ("kill", "stop"):
+                raise ConfigError(f"--{fault} is for training runs; a server has --kill and --stop")
+            from fornax.cluster.routing import drill_replica
+
+            pid, whom = drill_replica(run_dir, fault, rank), "replica"
+        else:
+            from fornax.cluster import drill
+
+            pid, whom = drill(run_dir, fault, rank), "rank"
+        _say(f"{_DONE[fault]} {whom} {rank}, process {pid}")
+    return 0
+
+
+def _target(fault: str, target: str | int) -> tuple[Literal["rank", "sampler", "data"], int]:
+    """What is meant, and its number."""
+    role, colon, number = str(target).rpartition(":")
+    for known in ("sampler", "data"):
+        if role == known and number.isdecimal():
+            return known, int(number)
+    if colon or not number.isdecimal():
+        raise ConfigError(f"--{fault} {target} is no rank, such as 2, nor sampler:1 or data:1")
+    return "rank", int(number)
+
+
+def _storm(run_dir: Path, count: int, seed: int, *, serves: bool) -> int:
+    if serves or count < 1:
+        raise ConfigError(f"--storm {count} is 1 or more faults, and for training runs")
+    from fornax.cluster import storm
+
+    for number, weathered in enumerate(storm(run_dir, count, seed), start=1):
+        _say(f"{number}/{count}  {weathered}")
+    return 0
+
+
+def _named(run_dir: Path | None) -> Path:
+    if run_dir is None:
+        raise ConfigError("no run is named; write its run directory after the command")
+    return run_dir
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """One command, as the registry loads it."""
+
+    Arguments: type
+    run: Callable[[Any], int]
+
+
+_COMMANDS = {
+    "status": Control(StatusArguments, _status),
+    "events": Control(EventsArguments, _events),
+    "timeline": Control(TimelineArguments, _timeline),
+    "drill": Control(DrillArguments, _drill),
+    "resize": Control(ResizeArguments, _resize),
+    "rolling-restart": Control(RollingRestartArguments, _rolling_restart),
+}
+
+
+def command(name: str) -> Control:
+    """The command of that name."""
+    return _COMMANDS[name]

@@ -1,0 +1,69 @@
+"""The process of a sampler: `fornax launch --samplers` starts it with the words of the command."""
+
+import os
+import socket
+from collections.abc import Sequence
+
+from fornax.cli.arguments import parse, split
+from fornax.cli.commands.tune import command
+from fornax.cli.failures import report
+from fornax.config import ConfigError, worker_record
+from fornax.tune.methods import METHODS
+
+__all__ = ["SAMPLED", "check_sampled", "serve"]
+
+SAMPLED = ("grpo", "ppo")
+"""Methods of `fornax tune` that draw completions by samplers of their own."""
+
+
+def check_sampled(words: Sequence[str]) -> None:
+    """Refuse samplers for a command that draws nothing by them.
+
+    Raises:
+      ConfigError: naming what has samplers.
+    """
+    if len(words) < 2 or words[0] != "tune" or words[1] not in SAMPLED:
+        raise ConfigError(
+            f"{' '.join(words[:2]) or 'no command'} has no use for --samplers, which draw "
+            "completions for reinforcement learning; they are for tune grpo and tune ppo: fornax "
+            "launch --hosts 2 --samplers 2 -- tune grpo --model DIR --data p.jsonl --reward "
+            "r.py:score"
+        )
+
+
+def serve(words: Sequence[str], listener: int, token: str) -> int:
+    """Draw what the trainer asks until this process is ended; the exit code of a mistake.
+
+    Args:
+      words: the launched command, such as `tune grpo --model DIR`.
+      listener: descriptor of a listening socket.
+      token: what connections must show.
+    """
+    try:
+        _serve(words, listener, token)
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error, None)
+    return 0
+
+
+def _serve(words: Sequence[str], listener: int, token: str) -> None:
+    from fornax.mesh import ProcessConfig, initialize
+    from fornax.tune.policy import fit_to_model, read_origin
+    from fornax.tune.rl.components import shard_sampler
+    from fornax.tune.rollout import SamplerServer
+
+    record = worker_record.current()
+    assert record is not None
+    check_sampled(words)
+    method = METHODS[words[1]]
+    tune = command(method.name)
+    own, overrides = split(tune.Arguments, method.config_class(), words[2:])
+    arguments = parse(tune.Arguments, own, f"fornax tune {method.name}")
+    config, _ = tune.read(arguments, overrides)
+    if config is None:
+        raise ConfigError("a launched command runs; leave --print-config and --help-config out")
+    initialize(ProcessConfig(num_processes=1))
+    origin = read_origin(config)
+    record.change("compile", -1)
+    sampler = shard_sampler(fit_to_model(config, origin), origin)  # pyrefly: ignore[bad-argument-type]
+    SamplerServer(socket.socket(fileno=os.dup(listener)), token).run(sampler, record.change)

@@ -1,0 +1,28 @@
+"""One command on many hosts: launch, watch, recover. Hosts are processes here, or Ray's nodes."""
+
+from fornax.cluster.client import Cluster, Run
+from fornax.cluster.controller import Job
+from fornax.cluster.drill import drill
+from fornax.cluster.launch import launch, open_engine
+from fornax.cluster.slices import launch_slices
+from fornax.cluster.status import Status, hosts_at_work, read_events, read_status, resize
+from fornax.cluster.storm import storm
+from fornax.cluster.verdict import Limits, Verdict
+
+__all__ = [
+    "Cluster",
+    "Job",
+    "Limits",
+    "Run",
+    "Status",
+    "Verdict",
+    "drill",
+    "hosts_at_work",
+    "launch",
+    "launch_slices",
+    "open_engine",
+    "read_events",
+    "read_status",
+    "resize",
+    "storm",
+]

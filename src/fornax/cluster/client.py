@@ -1,0 +1,220 @@
+"""`Cluster`: launch, follow and resize runs from Python, and run functions on their hosts."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from fornax.cluster.controller import Controller, Job
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.launch import EngineName, open_engine
+from fornax.cluster.local import Engine
+from fornax.cluster.status import Status, read_status
+from fornax.config.errors import ClusterError
+from fornax.config.jsonl import read_json_lines
+
+__all__ = ["Cluster", "Run"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_POLL_SECONDS = 0.05
+
+
+class Cluster:
+    """Hosts to train on and to call functions on: processes of this machine, or Ray's nodes.
+
+        with Cluster(hosts=4) as cluster:
+            run = cluster.train("run.yaml", run_dir="runs/four")
+            run.loss()
+            run.resize(3)
+            totals = cluster.map(measure, shards)
+            run.wait()
+
+    Leaving the block saves and stops the runs that are not done, and ends all that was started.
+    """
+
+    def __init__(
+        self,
+        *,
+        hosts: int = 2,
+        engine: EngineName = "local",
+        address: str | None = None,
+        private_network: bool = False,
+        spares: bool = True,
+    ) -> None:
+        """Start Ray, where it is asked for, or connect to it; nothing else starts yet.
+
+        Args:
+          hosts: with how many a run begins. They call functions too; on Ray all its nodes do.
+          engine: `local` or `ray`.
+          address: of a Ray cluster, `auto`, host:port or ray://host:port; None starts one here,
+            which ends with this.
+          private_network: see `open_engine`.
+          spares: whether each host of a run keeps a process ready for the next fault or resize;
+            it holds about 250 MB.
+
+        Raises:
+          ConfigError: see `open_engine`.
+          ClusterError: for no hosts; see `open_engine`.
+        """
+        if hosts < 1:
+            raise ClusterError(f"a cluster of {hosts} hosts has none to run on; use 1 or more")
+        self.hosts = hosts
+        self._spares = spares
+        self._engine = open_engine(engine, hosts, address, private_network=private_network)
+        self._runs: list[Run] = []
+
+    def train(
+        self,
+        config: str | Path,
+        *,
+        run_dir: str | Path | None = None,
+        flags: Sequence[str] = (),
+    ) -> "Run":
+        """Begin `fornax train` on all hosts, or go on with a run that was stopped.
+
+        Args:
+          config: YAML file.
+          run_dir: where everything is written; None: `runs/` and the name of the file.
+          flags: further words of the command: `["--steps", "200"]`.
+
+        Raises:
+          ConfigError: when the directory cannot be written.
+          ClusterError: when another launch uses it.
+        """
+        folder = Path(run_dir or Path("runs") / Path(config).stem).expanduser()
+        words = ("train", "--config", str(config), "--run-dir", str(folder), *flags)
+        run = Run(self._engine, Job(hosts=self.hosts, words=words), folder, spares=self._spares)
+        self._runs.append(run)
+        return run
+
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Call a function with each item, one item a host at a time, beside the hosts' devices.
+
+        Each host has a process for it, which keeps its imports and what the function leaves in
+        memory until the cluster is closed. Function, items and
+        results travel by cloudpickle, so that lambdas and functions of `__main__` work and modules
+        are imported there by name: locally through the pair of sockets that the process inherits
+        from this one, so that no other process can send code; on Ray through Ray.
+
+        Returns:
+          The results in the order of the items.
+
+        Raises:
+          ClusterError: when the function raises or ends its process; the traceback is the cause.
+        """
+        return self._engine.map(function, items)
+
+    def close(self) -> None:
+        """Save and stop the runs that are not done, and end all processes."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._engine.close)
+            for run in self._runs:
+                stack.callback(run.stop)
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Run:
+    """A launched run; its controller works in a thread of this process."""
+
+    def __init__(self, engine: Engine, job: Job, run_dir: Path, *, spares: bool) -> None:
+        """Begin; see `Cluster.train`."""
+        self.run_dir = run_dir
+        files = ClusterFiles(run_dir)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(files.held())
+            launcher = engine.launcher(files, spare=spares)
+            self._controller = Controller(job, files, launcher, announce=lambda line: None)
+            self._since = len(self.metrics())
+            self._code: int | None = None
+            self._error: Exception | None = None
+            self._thread = threading.Thread(
+                target=self._work, args=(stack.pop_all(),), name=f"run {run_dir}", daemon=True
+            )
+            self._thread.start()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: a record a logged step, earlier attempts' too."""
+        return read_json_lines(self.run_dir / "metrics.jsonl")
+
+    def loss(self) -> float:
+        """The newest recorded loss of this attempt; waits for the first.
+
+        Raises:
+          ClusterError: when the run ended without one.
+        """
+        while len(records := self.metrics()) <= self._since:
+            if not self._thread.is_alive() and len(self.metrics()) <= self._since:
+                raise ClusterError(f"{self.run_dir} ended before it had a loss{self._why()}")
+            time.sleep(_POLL_SECONDS)
+        return float(records[-1]["loss"])
+
+    def status(self) -> Status:
+        """What each rank does now."""
+        return read_status(self.run_dir)
+
+    def resize(self, hosts: int) -> None:
+        """Go on with another number of hosts; returns when they train.
+
+        All finish a step and save it, and a group of `hosts` goes on from there: the same global
+        batches, every record once, losses equal up to the order of the sums over hosts.
+
+        Raises:
+          ClusterError: for fewer than one, or when the run ends before.
+        """
+        self._controller.resize(hosts)
+        while self._controller.hosts_at_work != hosts:
+            if not self._thread.is_alive():
+                raise ClusterError(
+                    f"{self.run_dir} ended before {hosts} hosts trained{self._why()}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Until the run ends; its exit code, 0 when it is done, 143 when it was stopped.
+
+        Raises:
+          TimeoutError: when it goes on after so many seconds.
+          ClusterError: when it failed again and again.
+        """
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self.run_dir} goes on after {seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        assert self._code is not None
+        return self._code
+
+    def stop(self) -> int:
+        """Finish the step, save and end, unless the run has ended; its exit code.
+
+        Raises:
+          ClusterError: see `wait`.
+        """
+        if self._thread.is_alive():
+            self._controller.stop()
+        return self.wait()
+
+    def _work(self, held_files: contextlib.ExitStack) -> None:
+        with held_files:
+            try:
+                self._code = self._controller.run()
+            except Exception as error:
+                self._error = error
+
+    def _why(self) -> str:
+        return f": {self._error}" if self._error else f", with exit code {self._code}"

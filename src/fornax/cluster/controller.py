@@ -1,0 +1,639 @@
+"""The controller of a launched run: forms the group, watches it, and forms it anew after a fault.
+
+One state machine. `forming`: a coordination service and a worker on every host, until all are in
+their training loop. `running`. `suspect`: something is wrong; evidence is gathered. `teardown`: the
+worker at fault is ended; the others leave the group in their processes, or are ended when they do
+not in time. Then the next epoch forms and goes on from the newest checkpoint. A change of the
+number of hosts lets all workers save one step and end; the next epoch forms with the others. Each
+change is a line of events.jsonl.
+"""
+
+import contextlib
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+from fornax.cluster.coordination import CoordinationService
+from fornax.cluster.credentials import Credentials
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.local import AgentProcess, Launcher
+from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
+from fornax.cluster.signals import signals_to
+from fornax.cluster.slow import Paces
+from fornax.cluster.verdict import Limits, Verdict, judge, preempted, slow_verdict
+from fornax.config.errors import ClusterError
+from fornax.config.jsonl import JsonLines, read_json_lines
+
+__all__ = ["Controller", "Job", "SlowPolicy", "State"]
+
+State = Literal["forming", "running", "suspect", "teardown", "ended"]
+SlowPolicy = Literal["report", "evict"]
+
+_TICK_SECONDS = 0.05
+_EVIDENCE_SECONDS = 0.3
+_AGENT_START_SECONDS = 45.0
+_KILL_SECONDS = 15.0
+_COUNT_SECONDS = 1.0
+_FRUITLESS_FAULTS = 3
+_SILENT_SECONDS = 3.0
+_EVICTION_SECONDS = 60.0
+_EVICTION_STEPS = 20
+_USER_ERROR = 2
+_NOISE = re.compile(r"^\[Gloo\] |^[IWE]\d{4} [\d:.]+ ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is launched."""
+
+    hosts: int
+    """How many hosts; the most, where `least` says that fewer will do."""
+    words: tuple[str, ...]
+    program: str = "fornax.cli.main:main"
+    """`package.module:NAME`, called with `words` in every worker; it returns an exit code."""
+    least: int | None = None
+    """The fewest hosts to begin and to go on with; more are taken in at a step. None: `hosts`."""
+    limits: Limits = field(default_factory=Limits)
+    mtbf: float = 24 * 3600.0
+    """Mean seconds between failures of one host: snapshots in memory are as far apart as loses the
+    least."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that every worker finds in its environment."""
+    slow: SlowPolicy = "report"
+    """What becomes of a worker that holds the others up: it is named in the events, or its host is
+    replaced too, once."""
+
+
+class _Resized:
+    """All workers have saved the same step and ended, to go on in another number."""
+
+
+class _AgentLostError(Exception):
+    """The agent of a rank is no more, or says nothing."""
+
+    def __init__(self, rank: int, what: str, *, cut: bool = False) -> None:
+        super().__init__(what)
+        self.rank, self.what = rank, what
+        self.cut = cut
+        """Whether it may run, out of reach."""
+
+
+class Controller:
+    """One run from its first epoch to its end."""
+
+    def __init__(
+        self,
+        job: Job,
+        files: ClusterFiles,
+        launcher: Launcher,
+        *,
+        announce: Callable[[str], None],
+        tick: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+          job: what to run.
+          files: of the run.
+          launcher: places agents.
+          announce: shows a line a change of state.
+          tick: called many times a second with the newest step that all ranks have entered.
+        """
+        self._job = job
+        self._files = files
+        self._launcher = launcher
+        self._hosts = self._most = job.hosts
+        self._resizes = False
+        self._counted_at = 0.0
+        self._announce = announce
+        self._tick = tick
+        self._events = JsonLines(files.events)
+        self._agents: dict[int, AgentProcess] = {}
+        self._service: CoordinationService | None = None
+        self._standby: CoordinationService | None = None
+        self._epoch = max((e["epoch"] for e in read_json_lines(files.events)), default=0)
+        self._state: State | None = None
+        self._seen: dict[int, Observation] = {}
+        self._heard: dict[int, float] = {}
+        self._ended: list[int] = []
+        self._answers: dict[int, Mapping[str, Any]] = {}
+        self._credentials: Credentials | None = None
+        self._doors: dict[int, str] = {}
+        self._new_doors = False
+        self._holds: dict[int, list[int]] = {}
+        self._signals: list[int] = []
+        self._step = -1
+        self._stepped_at = 0.0
+        self._step_seconds: deque[float] = deque(maxlen=50)
+        self._paces = Paces()
+        self._evicted: set[int] = set()
+        self._evict_by = 0.0
+        self._fruitless = 0
+        self._free = 0
+        self._unsaved = -1
+        self._best = self._best_at_fault = -1
+
+    def run(self) -> int:
+        """Run to the end; returns the exit code of the command.
+
+        0 when the run is done, 128 + signal when it was asked to stop, 2 when a worker ended with a
+        mistake of the user's.
+
+        Raises:
+          ClusterError: when the run fails again and again at one step.
+        """
+        with signals_to(self._signals), contextlib.ExitStack() as stack:
+            stack.callback(self._events.close)
+            stack.callback(self._close)
+            self._files.hosts_asked_for()  # of a run that ended before it looked
+            while True:
+                self._form()
+                found = self._watch()
+                if isinstance(found, _Resized):
+                    self._end_service()
+                    self._free = 0
+                    continue
+                if isinstance(found, int):
+                    self._enter("ended", f"exit code {found}", code=found)
+                    return found
+                self._teardown(found)
+                if found.code == _USER_ERROR:
+                    why = f"rank {found.rank} ended with an error that another attempt repeats"
+                    self._enter("ended", why, code=_USER_ERROR)
+                    return _USER_ERROR
+                if self._signals:
+                    code = 128 + self._signals[-1]
+                    self._enter("ended", "a fault while stopping", code=code)
+                    return code
+                self._count(found)
+
+    def resize(self, hosts: int) -> None:
+        """Ask for another number of hosts; the run changes at its next step. From any thread.
+
+        Raises:
+          ClusterError: for a number below 1.
+        """
+        if hosts < 1:
+            raise ClusterError(f"a run cannot go on with {hosts} hosts; use 1 or more")
+        self._most = hosts
+        self._counted_at = 0.0  # at once
+
+    @property
+    def hosts_at_work(self) -> int | None:
+        """How many hosts train; None while a group forms or ends."""
+        return self._hosts if self._state == "running" and not self._resizes else None
+
+    def stop(self) -> None:
+        """Ask for a stop as SIGTERM does: all finish the step and save. From any thread."""
+        self._signals.append(signal.SIGTERM)
+
+    def _form(self) -> None:
+        """Begin an epoch: a service, and a worker on every host."""
+        self._epoch += 1
+        self._place()
+        self._resizes = False
+        self._seen.clear()
+        self._ended.clear()
+        self._paces.clear()
+        self._evict_by = 0.0
+        self._step = -1
+        self._free = min(self._free, self._hosts)
+        stayed = f", {self._free} in their processes" if self._free else ""
+        self._enter("forming", f"{self._hosts} hosts{stayed}", hosts=self._hosts, free=self._free)
+        self._service = self._take_service()
+        for rank, agent in self._agents.items():
+            holders = [self._doors[n] for n, ranks in self._holds.items() if rank in ranks]
+            assignment = Assignment(
+                epoch=self._epoch,
+                rank=rank,
+                hosts=self._hosts,
+                coordinator=self._service.address,
+                program=self._job.program,
+                words=list(self._job.words),
+                mtbf=self._job.mtbf / self._hosts,
+                lease=self._job.limits.lease,
+                environment=dict(self._job.environment),
+                holders=holders if rank not in self._doors else [],
+            )
+            agent.send(encode("start", assignment))
+
+    def _take_service(self) -> CoordinationService:
+        """The service of the epoch that forms; one that was started before it, if there is one."""
+        standby, self._standby = self._standby, None
+        if standby is not None and standby.count == self._hosts and standby.alive():
+            return standby
+        if standby is not None:
+            standby.close()
+        return self._new_service()
+
+    def _new_service(self) -> CoordinationService:
+        with self._files.services.open("ab") as log:
+            return CoordinationService(self._hosts, log, self._launcher.address)
+
+    @property
+    def _least(self) -> int:
+        return self._most if self._job.least is None else min(self._job.least, self._most)
+
+    def _place(self) -> None:
+        """Have an agent for every rank of as many hosts as there are; wait for the fewest.
+
+        Raises:
+          ClusterError: when they do not come.
+        """
+        until = time.monotonic() + self._job.limits.slow
+        why = ""
+        while not self._signals:
+            self._most = self._files.hosts_asked_for() or self._most
+            there = min(self._most, self._launcher.capacity())
+            if there >= self._least:
+                self._dismiss([rank for rank in self._agents if rank >= there])
+                self._hosts = there
+                missing = [rank for rank in range(there) if rank not in self._agents]
+                try:
+                    started = self._launcher.start(missing)
+                    for agent in started.values():
+                        self._let_listen(agent)
+                    self._agents.update(started)
+                    for rank in range(there):
+                        late = _AGENT_START_SECONDS if rank in missing else 0.0
+                        self._heard[rank] = time.monotonic() + late
+                    return
+                except ClusterError as error:
+                    why = f": {error}"
+            if self._state != "forming":
+                self._enter(
+                    "forming", f"waits: {there} of at least {self._least} hosts{why}", waiting=there
+                )
+            if time.monotonic() > until:
+                text = f"only {there} of the {self._least} hosts that the run needs came{why}"
+                self._enter("ended", text, code=1)
+                raise ClusterError(
+                    f"{text}; add hosts, or ask for fewer with --hosts, and run the command again"
+                )
+            time.sleep(_TICK_SECONDS)
+
+    def _let_listen(self, agent: AgentProcess) -> None:
+        """Have an agent take what others send for its memory; where it listens, it says."""
+        towards = self._launcher.address
+        if self._credentials is None:
+            self._credentials = Credentials.make(towards)
+        shown = self._credentials.fields()
+        agent.send({"kind": "listen", "credentials": shown, "towards": towards})
+
+    def _next_hosts(self) -> int | None:
+        """Another number of hosts to go on with, now that a step boundary can be agreed."""
+        now = time.monotonic()
+        if self._state != "running" or now - self._counted_at < _COUNT_SECONDS:
+            return None
+        self._counted_at = now
+        self._most = self._files.hosts_asked_for() or self._most
+        there = self._most
+        if there > self._hosts:
+            there = min(there, self._launcher.capacity())
+        return there if there != self._hosts and there >= self._least else None
+
+    def _watch(self) -> int | Verdict | _Resized:
+        """Until the workers have ended, or one is at fault."""
+        stopping_since: float | None = None
+        while True:
+            try:
+                self._pump(_TICK_SECONDS)
+            except _AgentLostError as lost:
+                return self._agent_lost(lost)
+            if self._signals and (len(self._signals) > 1 or self._state == "forming"):
+                return 128 + self._signals[0]
+            if self._signals and stopping_since is None:
+                stopping_since = time.monotonic()
+                name = signal.Signals(self._signals[0]).name
+                self._enter("running", f"{name}: all finish this step and save", stop=name)
+                self._ask_to_save()
+            settled = not (self._resizes or self._signals or self._evict_by)
+            if settled and (hosts := self._next_hosts()):
+                self._resizes = True
+                why = f"{hosts} hosts are next: all finish this step and save"
+                self._enter("running", why, hosts=hosts)
+                self._ask_to_save()
+            if stopping_since and time.monotonic() - stopping_since > self._job.limits.slow:
+                return 128 + self._signals[0]
+            codes = [each.code for each in self._seen.values()]
+            if len(codes) == self._hosts and all(code in CLEAN for code in codes):
+                worst = max(code for code in codes if code is not None)
+                if self._resizes and worst and not self._signals:
+                    return _Resized()
+                if worst and not self._signals and (gone := preempted([*self._seen.values()])):
+                    return self._slow_verdict("is slow; all saved") if self._evict_by else gone
+                return 128 + self._signals[0] if self._signals and worst else worst
+            if self._service is not None and not self._service.alive():  # all workers abort of it
+                return self._of_launcher("jax's coordination service ended")
+            if verdict := self._judge():
+                return self._convict(verdict)
+            if self._evict_by and time.monotonic() > self._evict_by:
+                return self._slow_verdict("is slow, and not all saved in time")
+            if self._state == "running" and not self._evict_by and self._paces.judge():
+                self._tell_slow(evict=not self._signals and not self._resizes)
+
+    def _tell_slow(self, *, evict: bool) -> None:
+        """Say who holds the others up, or that nobody does now; by policy replace it."""
+        slow = self._paces.named
+        if slow is None:
+            self._enter("running", "no rank holds up the others any more", slow=None)
+            return
+        evict = evict and self._job.slow == "evict" and slow.rank not in self._evicted
+        what = "; all finish this step and save, and it is replaced" if evict else ""
+        why = f"rank {slow.rank} {slow.text}{what}"
+        self._enter("running", why, slow=slow.rank, **slow.facts)
+        if evict:
+            self._evicted.add(slow.rank)
+            self._agents[slow.rank].send({"kind": "preempt"})
+            patience = max(_EVICTION_SECONDS, _EVICTION_STEPS * slow.step)
+            self._evict_by = time.monotonic() + patience
+
+    def _slow_verdict(self, what: str) -> Verdict:
+        assert self._paces.named is not None
+        return slow_verdict(self._seen[self._paces.named.rank], what)
+
+    def _ask_to_save(self) -> None:
+        for agent in self._agents.values():
+            agent.send({"kind": "signal", "number": signal.SIGTERM})
+
+    def _end_service(self) -> None:
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+
+    def _judge(self) -> Verdict | None:
+        ended = [self._seen[rank] for rank in self._ended]
+        others = [each for rank, each in self._seen.items() if rank not in self._ended]
+        return judge([*ended, *others], self._job.limits, self._step_seconds)
+
+    def _convict(self, verdict: Verdict) -> Verdict:
+        """Gather what else there is to know before the evidence is gone."""
+        self._enter("suspect", verdict.text, rank=verdict.rank, kind=verdict.kind)
+        until = time.monotonic() + _EVIDENCE_SECONDS
+        try:
+            while time.monotonic() < until or self._waits_for_one(verdict):
+                self._pump(_TICK_SECONDS)
+            if not verdict.hangs:
+                return self._judge() or verdict
+            self._stacks(verdict)
+        except _AgentLostError as lost:
+            return self._agent_lost(lost)
+        return verdict
+
+    def _waits_for_one(self, verdict: Verdict) -> bool:
+        """Whether ranks lost another and one is not heard of: it is that one if it stays so."""
+        heard = min(self._heard[rank] for rank in self._agents)
+        return verdict.kind == "group" and time.monotonic() - heard > _SILENT_SECONDS
+
+    def _stacks(self, verdict: Verdict) -> None:
+        """Have the hanging worker write its stacks, and tell them."""
+        self._ask(verdict.rank, {"kind": "stacks"}, "stacks", _KILL_SECONDS)
+        text = self._answers.pop(verdict.rank)["text"]
+        if text:
+            main = text.rpartition("(most recent call first):")[2].strip().splitlines()
+            top = " < ".join(line.strip() for line in main[:3])
+            self._enter("suspect", f"rank {verdict.rank} is at {top}", stacks=text)
+
+    def _teardown(self, verdict: Verdict) -> None:
+        """End the worker at fault, have the others leave, and end this epoch's service.
+
+        The service comes last: it takes whoever is still connected with it.
+        """
+        last = _last_line(self._files, verdict.rank)
+        said = f'; its last line: "{last}"' if last and verdict.kind == "failed" else ""
+        self._enter(
+            "teardown",
+            f"{verdict.text}{said}",
+            rank=verdict.rank,
+            host=verdict.host,
+            kind=verdict.kind,
+            phase=verdict.phase,
+            step=verdict.step,
+            since=round(verdict.since, 3),
+            last_line=last,
+        )
+        for rank, agent in list(self._agents.items()):
+            guilty = rank == verdict.rank and verdict.kind not in ("group", "service")
+            if guilty and verdict.takes_agent:
+                self._forget(rank)
+            else:
+                seconds = 0.0 if guilty else self._job.limits.leave
+                agent.send({"kind": "leave", "seconds": seconds})
+        self._free = 0
+        for rank in list(self._agents):
+            try:
+                self._ask(rank, None, "left", self._job.limits.leave + _KILL_SECONDS)
+                self._free += self._answers.pop(rank)["free"]
+            except _AgentLostError:
+                self._forget(rank)
+        self._end_service()
+
+    def _count(self, verdict: Verdict) -> None:
+        """Refuse to try again what does not get further."""
+        forward = self._best > self._best_at_fault
+        self._fruitless = 1 if forward else self._fruitless + 1
+        self._best_at_fault = max(self._best, self._best_at_fault)
+        if self._fruitless >= _FRUITLESS_FAULTS:
+            where = f"step {self._best}" if self._best >= 0 else "the first step"
+            why = (
+                f"the run failed {self._fruitless} times without getting beyond {where}; the last "
+                f"time {verdict.text}"
+            )
+            self._enter("ended", why, code=1)
+            raise ClusterError(
+                f"{why}. Look at {self._files.log(verdict.rank)}, mend it, and run the same "
+                "command again: it goes on from the newest checkpoint"
+            )
+
+    def _pump(self, seconds: float) -> None:
+        """Take what the agents say within `seconds`.
+
+        Raises:
+          _AgentLostError: for an agent that ended, or was silent for long.
+        """
+        ranks = {agent.connection: rank for rank, agent in self._agents.items()}
+        for connection in wait(list(ranks), seconds):
+            assert isinstance(connection, Connection)
+            self._hear(ranks[connection])
+        self._follow()
+        if self._new_doors and (len(self._doors) >= self._hosts or self._state == "running"):
+            self._tell_doors()
+        silence, now = self._job.limits.silence, time.monotonic()
+        for rank in self._agents:
+            if now - self._heard[rank] > silence:
+                raise _AgentLostError(rank, f"nothing was heard of it for {silence:g} s", cut=True)
+        self._tick(self._step)
+
+    def _hear(self, rank: int) -> None:
+        try:
+            message = self._agents[rank].receive(0)
+        except (EOFError, TimeoutError) as error:
+            raise _AgentLostError(rank, "it ended") from error
+        assert isinstance(message, dict)
+        self._heard[rank] = time.monotonic()
+        if message["kind"] == "alive":
+            self._agents[rank].send({"kind": "lease", "at": message["at"]})
+            return
+        if message["kind"] in ("listening", "holds", "fetched"):
+            self._hear_of_memory(rank, message)
+            return
+        if message["kind"] != "observation":
+            self._answers[rank] = message
+            return
+        seen = decode(Observation, message)
+        if seen.epoch != self._epoch:
+            return
+        self._seen[rank] = seen
+        self._paces.add(seen)
+        if seen.code is not None and rank not in self._ended:
+            self._ended.append(rank)
+        if seen.unsaved > self._unsaved and self._state is not None:
+            self._unsaved = seen.unsaved
+            why = (
+                f"no room on the disk for a checkpoint after step {seen.unsaved}; training goes on"
+            )
+            self._enter(self._state, why, unsaved=seen.unsaved)
+
+    def _tell_doors(self) -> None:
+        """Tell all agents where the others listen, once for all that are new."""
+        self._new_doors = False
+        peers = {"kind": "peers", "addresses": self._doors, "hosts": self._hosts}
+        for agent in self._agents.values():
+            agent.send(peers)
+
+    def _hear_of_memory(self, rank: int, message: Mapping[str, Any]) -> None:
+        """What agents say of the snapshots that they hold for each other."""
+        if message["kind"] == "holds":
+            self._holds[rank] = list(message["ranks"])
+        elif message["kind"] == "listening":
+            self._doors[rank] = message["address"]
+            self._new_doors = True
+        elif self._state is not None:
+            steps = ", ".join(map(str, message["steps"]))
+            why = (
+                f"rank {rank} has its snapshots of steps {steps} from the memory of another host "
+                f"({message['bytes'] / 1e6:.1f} MB in {message['seconds']:.2f} s)"
+            )
+            self._enter(self._state, why, fetched=message["steps"], rank=rank)
+
+    def _follow(self) -> None:
+        """Notice the first step, and how long steps take."""
+        if len(self._seen) < self._hosts:
+            return
+        step = min(each.entered_step for each in self._seen.values())
+        if step <= self._step:
+            return
+        now = time.monotonic()
+        if self._state == "forming":
+            self._enter("running", f"from step {step}", step=step)
+            if self._standby is None:  # a second less to wait for after a fault
+                self._standby = self._new_service()
+        elif self._step > 0:
+            self._step_seconds.append((now - self._stepped_at) / (step - self._step))
+        self._step, self._stepped_at = step, now
+        self._best = max(self._best, step)
+
+    def _ask(self, rank: int, message: object, kind: str, seconds: float) -> None:
+        """Wait for an agent's answer of a kind; the others are heard meanwhile.
+
+        Raises:
+          _AgentLostError: for this agent; another that is lost is noticed later.
+        """
+        if message is not None:
+            self._agents[rank].send(message)
+        until = time.monotonic() + seconds
+        ranks = {agent.connection: other for other, agent in self._agents.items()}
+        while self._answers.get(rank, {}).get("kind") != kind:
+            if time.monotonic() > until:
+                raise _AgentLostError(rank, f"it does not answer within {seconds:g} s", cut=True)
+            for connection in wait(list(ranks), _TICK_SECONDS):
+                assert isinstance(connection, Connection)
+                try:
+                    self._hear(ranks[connection])
+                except _AgentLostError as lost:
+                    if lost.rank == rank:
+                        raise
+                    del ranks[connection]
+
+    def _agent_lost(self, lost: _AgentLostError) -> Verdict:
+        seen = self._seen.get(lost.rank)
+        return Verdict(
+            kind="partition" if lost.cut else "agent",
+            rank=lost.rank,
+            host=seen.host if seen else "this host",
+            pid=seen.agent_pid if seen else 0,
+            phase="",
+            step=-1,
+            since=seen.changed_at if seen else time.time(),
+            code=None,
+            what=f"lost its agent: {lost.what}",
+        )
+
+    def _of_launcher(self, what: str) -> Verdict:
+        return Verdict(
+            kind="service",
+            rank=0,
+            host="this host",
+            pid=0,
+            phase="",
+            step=-1,
+            since=time.time(),
+            code=None,
+            what=f"and all others lost their group: {what}",
+        )
+
+    def _forget(self, rank: int) -> None:
+        agent = self._agents.pop(rank)
+        self._doors.pop(rank, None)
+        self._holds.pop(rank, None)
+        agent.kill()
+
+    def _dismiss(self, ranks: Sequence[int]) -> None:
+        """End agents with their workers, and wait until they have ended."""
+        for rank in ranks:
+            self._agents[rank].send(encode("end"))
+        until = time.monotonic() + _KILL_SECONDS
+        for rank in ranks:
+            with contextlib.suppress(EOFError, TimeoutError):
+                while True:
+                    self._agents[rank].receive(max(0.0, until - time.monotonic()))
+            self._forget(rank)
+
+    def _enter(self, state: State, why: str, **facts: object) -> None:
+        """Change state: a line of events, a line on the terminal."""
+        self._state = state
+        self._events.write(
+            {
+                "time": round(time.time(), 3),
+                "epoch": self._epoch,
+                "state": state,
+                "why": why,
+                **facts,
+            }
+        )
+        self._announce(f"epoch {self._epoch}  {state}: {why}")
+
+    def _close(self) -> None:
+        """End agents, workers and service, and wait until they have ended."""
+        self._dismiss(list(self._agents))
+        for service in (self._service, self._standby):
+            if service is not None:
+                service.close()
+        for record in self._files.records().values():
+            record.unlink(missing_ok=True)
+
+
+def _last_line(files: ClusterFiles, rank: int) -> str:
+    """The last line of a rank's log that says something."""
+    try:
+        with files.log(rank).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 8192))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((x.strip()[:500] for x in reversed(lines) if x.strip() and not _NOISE.match(x)), "")

@@ -1,0 +1,142 @@
+"""Faults injected on purpose, to see that a run recovers from them: real signals, no pretending."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from fornax.cluster.files import ClusterFiles, RoleName
+from fornax.config import worker_record
+from fornax.config.errors import ClusterError
+from fornax.config.jsonl import append_json_line, read_json_lines
+
+__all__ = ["SIGNALS", "Fault", "drill", "drill_beside", "note"]
+
+Fault = Literal["kill", "stop", "lose", "preempt", "partition", "slow"]
+
+_STOPPED_SECONDS = 0.3
+_RUNNING_SECONDS = 0.1
+_SLOW_SECONDS = 180.0
+
+SIGNALS: Mapping[Fault, signal.Signals] = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "lose": signal.SIGKILL,
+    "preempt": signal.SIGTERM,
+    "partition": signal.SIGSTOP,
+}
+
+
+def drill(run_dir: str | Path, fault: Fault, rank: int) -> int:
+    """Do something bad to a rank of a launched run on this machine; a line of events.jsonl says so.
+
+    Args:
+      run_dir: the run.
+      fault: `kill` (SIGKILL) or `stop` (SIGSTOP) the worker; `lose` its host, with all that is
+        in its memory (SIGKILL to the agent, which the worker does not outlive), or `preempt` it
+        (SIGTERM to the agent); cut it off by a `partition` (SIGSTOP to its relay); or make the
+        worker `slow`: stopped for three quarters of the time, until the run has named it or it is
+        gone.
+      rank: whose.
+
+    Returns:
+      The process that got the signal.
+
+    Raises:
+      ClusterError: when the run has no such worker now, has no relays for a partition, or does not
+        name a worker that is slow.
+    """
+    files = ClusterFiles(Path(run_dir).expanduser())
+    state = _running(files, files.records(), rank, "rank")
+    pid = _target(state.pid, fault)
+    note(files, {"epoch": state.epoch, "drill": fault, "rank": rank, "step": state.step})
+    if fault == "slow":
+        _slow_down(files, rank, pid)
+    else:
+        os.kill(pid, SIGNALS[fault])
+    return pid
+
+
+def _target(worker: int, fault: Fault) -> int:
+    """The process that a drill is done to: the worker, its agent, or the agent's relay."""
+    if fault not in ("lose", "preempt", "partition"):
+        return worker
+    agent = _parent(worker)
+    if fault != "partition":
+        return agent
+    relay = _parent(agent)
+    if b"fornax.cluster.relay" not in Path(f"/proc/{relay}/cmdline").read_bytes():
+        raise ClusterError(
+            "the hosts of this run have no relays that could be held; launch it with --relays to "
+            "have a drill cut one off"
+        )
+    return relay
+
+
+def drill_beside(
+    run_dir: str | Path,
+    fault: Literal["kill", "stop"],
+    role: RoleName,
+    number: int,
+) -> int:
+    """The same to a process beside the hosts, a sampler or a data worker; see `drill`."""
+    files = ClusterFiles(Path(run_dir).expanduser())
+    title = "sampler" if role == "sampler" else "data worker"
+    state = _running(files, files.beside_records(role), number, title)
+    note(files, {"epoch": 0, "drill": fault, role: number, "done": state.step})
+    os.kill(state.pid, SIGNALS[fault])
+    return state.pid
+
+
+def _running(
+    files: ClusterFiles, records: Mapping[int, Path], number: int, what: str
+) -> worker_record.WorkerState:
+    state = worker_record.read(records[number]) if number in records else None
+    if state is None or not _maps(state.pid, records[number]):
+        there = ", ".join(map(str, sorted(records))) or "none"
+        raise ClusterError(
+            f"{files.run_dir} has no running worker of {what} {number} on this machine; its "
+            f"{what}s are: {there}. fornax launch status {files.run_dir} shows what they do"
+        )
+    return state
+
+
+def _slow_down(files: ClusterFiles, rank: int, pid: int) -> None:
+    before = len(read_json_lines(files.events))
+    deadline = time.monotonic() + _SLOW_SECONDS
+    while time.monotonic() < deadline:
+        state = worker_record.read(files.record(rank))
+        named = any(e.get("slow") == rank for e in read_json_lines(files.events)[before:])
+        if named or state is None or state.pid != pid:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(_STOPPED_SECONDS)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(_RUNNING_SECONDS)
+    raise ClusterError(
+        f"rank {rank} was stopped for three quarters of {_SLOW_SECONDS:g} s and the run did not "
+        f"name it as slow; a run of one host has nobody to compare with: see {files.events}"
+    )
+
+
+def note(files: ClusterFiles, drill: Mapping[str, object]) -> None:
+    """Append a drill to the events of a run."""
+    append_json_line(files.events, drill)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _maps(pid: int, record: Path) -> bool:
+    """Whether the process is the one that writes the record, and not another of its number."""
+    try:
+        return str(record.resolve()) in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,153 @@
+"""The files of a launched run, in its run directory.
+
+runs/<name>/events.jsonl            one line a change of state, by the controller
+            cluster/rank-R.log      what each rank printed
+            cluster/rank-R.record   what each rank is doing, while it runs
+            cluster/rank-R.goodput.jsonl  where the time of a rank but the first went
+            cluster/rank-R.stacks   the stacks of a rank that hung
+            cluster/hosts           how many hosts were asked for since, until the run looks
+            cluster/agents.log      what agents and coordination service printed
+            cluster/replica-N.log   what each replica of a server printed
+            cluster/sampler-N.log   what each sampler of reinforcement learning printed
+            cluster/sampler-N.record  what each sampler is doing, while it runs
+            cluster/data-N.log      what each data worker printed
+            cluster/data-N.record   what each data worker is doing, while it runs
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fornax.config.errors import ClusterError, ConfigError
+
+__all__ = ["ClusterFiles", "RoleName"]
+
+RoleName = Literal["sampler", "data"]
+"""Processes beside the hosts: samplers of reinforcement learning, data workers."""
+
+
+@dataclass(frozen=True)
+class ClusterFiles:
+    """The paths below a run directory."""
+
+    run_dir: Path
+
+    @property
+    def events(self) -> Path:
+        """The events."""
+        return self.run_dir / "events.jsonl"
+
+    @property
+    def directory(self) -> Path:
+        """Logs and records."""
+        return self.run_dir / "cluster"
+
+    @property
+    def services(self) -> Path:
+        """What agents and coordination services printed."""
+        return self.directory / "agents.log"
+
+    def ask_for_hosts(self, hosts: int) -> None:
+        """Leave word of how many hosts the run is to have."""
+        path = self.directory / ".hosts"
+        path.write_text(str(hosts))
+        path.rename(self.directory / "hosts")  # whole, whenever the run looks
+
+    def hosts_asked_for(self) -> int | None:
+        """How many hosts were asked for since the last call."""
+        path = self.directory / "hosts"
+        try:
+            hosts = int(path.read_text())
+        except FileNotFoundError:
+            return None
+        path.unlink()
+        return hosts
+
+    def log(self, rank: int) -> Path:
+        """What a rank printed, in all epochs."""
+        return self.directory / f"rank-{rank}.log"
+
+    def record(self, rank: int) -> Path:
+        """What a rank is doing."""
+        return self.directory / f"rank-{rank}.record"
+
+    def stacks(self, rank: int) -> Path:
+        """Where a rank writes its stacks when it is asked."""
+        return self.directory / f"rank-{rank}.stacks"
+
+    def records(self) -> dict[int, Path]:
+        """The records there are, by rank."""
+        paths = self.directory.glob("rank-*.record")
+        return {int(path.stem.removeprefix("rank-")): path for path in sorted(paths)}
+
+    def goodput_records(self) -> dict[int, Path]:
+        """Where the time of each rank went, by rank; rank 0's is the run's own."""
+        paths = self.directory.glob("rank-*.goodput.jsonl")
+        return {int(path.name.split(".")[0].removeprefix("rank-")): path for path in paths}
+
+    def replica_log(self, number: int, rank: int = 0) -> Path:
+        """What a replica printed, as often as it was started, in its process of a rank."""
+        return self.directory / f"replica-{number}{f'-{rank}' if rank else ''}.log"
+
+    def replica_stacks(self, number: int, rank: int = 0) -> Path:
+        """Where a process of a replica writes its stacks when it is asked."""
+        return self.directory / f"replica-{number}{f'-{rank}' if rank else ''}.stacks"
+
+    def beside_log(self, role: RoleName, number: int) -> Path:
+        """What a sampler or data worker printed, in all its processes."""
+        return self.directory / f"{role}-{number}.log"
+
+    def beside_record(self, role: RoleName, number: int) -> Path:
+        """What a sampler or data worker is doing."""
+        return self.directory / f"{role}-{number}.record"
+
+    def beside_records(self, role: RoleName) -> dict[int, Path]:
+        """The records of samplers or data workers that there are, by number."""
+        paths = self.directory.glob(f"{role}-*.record")
+        return {int(path.stem.removeprefix(f"{role}-")): path for path in sorted(paths)}
+
+    def is_held(self) -> bool:
+        """Whether a launch has the directory now."""
+        try:
+            descriptor = os.open(self.directory / ".lock", os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the directory, and keep other launches out of it.
+
+        Raises:
+          ClusterError: when another launch has it.
+          ConfigError: when it cannot be written.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the run directory {self.run_dir}: {error.strerror or error}; choose "
+                "another with --run-dir, or make this one writable"
+            ) from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ClusterError(
+                    f"{self.run_dir} is in use by another fornax launch; wait for it, stop it, or "
+                    "choose another directory with --run-dir"
+                ) from error
+            yield
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,125 @@
+"""`launch`: a command as many ranks, in one run directory, to its end."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from fornax.cluster.beside import DATA_WORKER, SAMPLER, Beside
+from fornax.cluster.controller import Controller, Job
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.local import Engine, LocalEngine
+from fornax.cluster.terminal import Bar, Terminal
+from fornax.config.errors import ConfigError
+
+__all__ = ["EngineName", "launch", "open_engine"]
+
+
+EngineName = Literal["local", "ray"]
+
+
+def open_engine(
+    name: EngineName,
+    hosts: int,
+    address: str | None = None,
+    *,
+    private_network: bool = False,
+    relays: bool = False,
+) -> Engine:
+    """An engine by name: `local` or `ray`.
+
+    Args:
+      name: which one.
+      hosts: how many hosts this machine plays, where no other machines are asked for.
+      address: of a Ray cluster, `auto`, host:port or ray://host:port; None starts one here.
+      private_network: that nobody but its machines reaches that cluster's network, over which
+        jax's own traffic goes without token and encryption.
+      relays: see `LocalEngine`.
+
+    Raises:
+      ConfigError: for an address without Ray, relays with it, or when Ray is not installed.
+      ClusterError: when Ray does not start or is not there, or nodes on other machines; for
+        an accelerator that processes of this machine would share.
+    """
+    if name == "ray":
+        if relays:
+            raise ConfigError("relays are for processes of this machine; leave --engine ray out")
+        from fornax.cluster.ray_engine import RayEngine
+
+        if private_network and address is None:
+            raise ConfigError("a Ray that is started here has one machine; name one by --address")
+        return RayEngine(hosts, address, private_network=private_network)
+    if address is not None or private_network:
+        raise ConfigError(
+            "an address, and what network it is on, is of a Ray cluster; add --engine ray, or "
+            "leave --address and --private-network out"
+        )
+    return LocalEngine(hosts, relays=relays)
+
+
+def launch(
+    job: Job,
+    run_dir: str | Path,
+    *,
+    engine: Engine | None = None,
+    spare: bool = True,
+    bar: Bar | None = None,
+    samplers: int = 0,
+    sampler_program: str = "",
+    data_workers: int = 0,
+) -> int:
+    """Run a command as `job.hosts` processes, one a host; after a fault they go on.
+
+    Every rank prints into `cluster/rank-R.log` of the run directory, and rank 0 to standard error
+    too. Nothing that was started is left when this returns, or when its process is killed.
+
+    Args:
+      job: the command, which must train in `run_dir`.
+      run_dir: the run directory, which all hosts share.
+      engine: the hosts; None: processes of this machine.
+      spare: whether every host keeps a process with jax imported, which takes over after a fault
+        two to three seconds earlier; it holds about 250 MB.
+      bar: shows the progress; None: lines.
+      samplers: processes on this machine that draw completions for the command.
+      sampler_program: what such a process runs; `package.module:NAME`, see
+        `beside.run_program`.
+      data_workers: processes on this machine that read and transform the input of all hosts.
+
+    Returns:
+      0 when the run is done; 130 or 143 after Ctrl-C or SIGTERM, when it is saved and not done; 2
+      when a worker ended with an error that the user can mend.
+
+    Raises:
+      ClusterError: for an accelerator that the processes would share, or a run that fails again
+        and again without getting further.
+      ConfigError: when the directory cannot be written or is in use.
+    """
+    engine = engine or LocalEngine(job.hosts)
+    files = ClusterFiles(Path(run_dir).expanduser())
+    with files.held(), contextlib.ExitStack() as stack:
+        terminal = Terminal(files, bar)
+        stack.callback(terminal.close)
+        launcher = engine.launcher(files, spare=spare)
+        program = {"program": sampler_program, "words": list(job.words)}
+        beside: list[Beside] = []
+        for role, count, order in ((SAMPLER, samplers, program), (DATA_WORKER, data_workers, {})):
+            each = Beside(
+                files=files,
+                role=role,
+                count=count,
+                order=order,
+                announce=terminal.announce,
+                stall=job.limits.stall,
+            )
+            stack.callback(each.close)
+            beside.append(each)
+            if count:
+                job = replace(job, environment={**job.environment, **each.environment})
+
+        def tick(step: int) -> None:
+            terminal.tick(step)
+            for each in beside:
+                each.check()
+
+        controller = Controller(job, files, launcher, announce=terminal.announce, tick=tick)
+        return controller.run()

@@ -1,0 +1,158 @@
+"""Engines and launchers: what runs agents and functions on hosts; here, as local processes."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from fornax.cluster.calls import LocalCalls
+from fornax.cluster.files import ClusterFiles
+from fornax.config import environment
+from fornax.config.errors import ClusterError
+from fornax.config.worker_process import WorkerProcess
+
+__all__ = ["AgentProcess", "Engine", "Launcher", "LocalEngine", "LocalLauncher", "require_cpu"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class AgentProcess(Protocol):
+    """An agent's process, as the controller holds it."""
+
+    @property
+    def connection(self) -> Connection:
+        """Readable when there is a message, or the agent is no more."""
+        ...
+
+    def send(self, message: object) -> None:
+        """Send JSON; that the agent is no more is noticed by `receive`."""
+        ...
+
+    def receive(self, seconds: float | None = None) -> object:
+        """The next message; EOFError where there will be none."""
+        ...
+
+    def kill(self) -> int:
+        """End the agent and its workers."""
+        ...
+
+
+class Launcher(Protocol):
+    """Places agents."""
+
+    @property
+    def address(self) -> str:
+        """Where the hosts reach this machine: loopback where they are on it."""
+        ...
+
+    def capacity(self) -> int:
+        """How many hosts could have an agent now, those included that have one."""
+        ...
+
+    def start(self, ranks: Sequence[int]) -> Mapping[int, AgentProcess]:
+        """Start the agents of some ranks, each on a host without one.
+
+        Raises:
+          ClusterError: when one cannot be started; then none is.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Hosts, whatever they are, on which runs are launched and functions called."""
+
+    def launcher(self, files: ClusterFiles, *, spare: bool) -> Launcher:
+        """Places the agents of a run.
+
+        Args:
+          files: of the run.
+          spare: whether each agent keeps a process for the next assignment.
+        """
+        ...
+
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """The function of each item, in the items' order, one item a host at a time.
+
+        Raises:
+          ClusterError: when the function raises, with its traceback, ends its process, or cannot
+            be sent.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+class LocalEngine(LocalCalls):
+    """Every host is a process of this machine, for CPU devices."""
+
+    def __init__(self, hosts: int, *, relays: bool = False) -> None:
+        """Start nothing yet.
+
+        Args:
+          hosts: how many.
+          relays: whether what each host says passes a process that `drill` can hold.
+
+        Raises:
+          ClusterError: see `require_cpu`.
+        """
+        require_cpu()
+        super().__init__(hosts)
+        self._relays = relays
+
+    def launcher(self, files: ClusterFiles, *, spare: bool) -> "LocalLauncher":
+        """See `Engine`."""
+        return LocalLauncher(files=files, spare=spare, relays=self._relays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalLauncher:
+    """Every host is a process of this machine, for CPU devices.
+
+    Agent and controller talk over an inherited socket pair: nothing listens, so no other process
+    can speak to them. The kernel ends an agent with its controller, and workers with their agent.
+    """
+
+    files: ClusterFiles
+    spare: bool
+    """Whether each agent keeps a process for the next assignment."""
+    imports: tuple[str, ...] = ("fornax.train",)
+    """Modules that such a process has imported."""
+    address: str = "127.0.0.1"
+    relays: bool = False
+    """Whether what each host says passes a process that a drill can hold."""
+
+    def capacity(self) -> int:
+        """As many as are asked for."""
+        return sys.maxsize
+
+    def start(self, ranks: Sequence[int]) -> dict[int, WorkerProcess]:
+        """See `Launcher`."""
+        return {rank: self._agent(rank) for rank in ranks}
+
+    def _agent(self, rank: int) -> WorkerProcess:
+        target = "fornax.cluster.relay:run" if self.relays else "fornax.cluster.agent:run"
+        with self.files.services.open("ab") as log:
+            agent = WorkerProcess(target, log=log)
+        run_dir = str(self.files.run_dir.absolute())
+        agent.send({"run_dir": run_dir, "rank": rank, "spare": self.spare, "imports": self.imports})
+        return agent
+
+
+def require_cpu() -> None:
+    """Refuse to share this machine's accelerators between processes.
+
+    Raises:
+      ClusterError: when there is one and JAX_PLATFORMS does not say cpu.
+    """
+    found = [path for path in ("/dev/nvidia0", "/dev/accel0", "/dev/vfio/0") if Path(path).exists()]
+    if found and not environment.only_cpu():
+        raise ClusterError(
+            f"this machine has an accelerator ({found[0]}), and the hosts of fornax launch are "
+            "processes that would each take all of it; set JAX_PLATFORMS=cpu to run them on its "
+            "cores, or train on the accelerator in one process with fornax train"
+        )

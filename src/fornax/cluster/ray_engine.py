@@ -1,0 +1,472 @@
+"""Ray as the launcher: it places an agent a host, watches it and carries remote Python.
+
+Recovery stays the controller's. On each host an actor holds the agent's process and passes its
+messages on; it dies with its host, and the agent with it. A Ray that is started here ends with
+this process, keeps its files in a temporary directory, and knows its clients by a token that is in
+the environment of its processes only.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fornax.cluster.calls import attempt, pack, unwrap
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.local import require_cpu
+from fornax.config import environment
+from fornax.config.errors import ClusterError, ConfigError
+from fornax.config.worker_process import WorkerProcess
+
+__all__ = ["RayAgent", "RayEngine", "RayLauncher", "address_for"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_HOST = "fornax_host"
+_MOST_HOSTS = 1000  # that this machine plays, where Ray is started for them
+_START_SECONDS = 120.0
+_CONNECT_SECONDS = 10.0
+_LONG_POLL_SECONDS = 1.0
+_SHUNNED_SECONDS = 20.0
+_STORE_BYTES = 80 * 2**20
+_ACCELERATORS = ("TPU", "GPU")
+_MARK = "FORNAX_RAY_FOLDER"
+
+# Waits until its parent closes the pipe or is no more, then ends what Ray leaves behind.
+_REAPER = """
+import os, pathlib, shutil, signal, sys
+mark = f"{sys.argv[1]}={sys.argv[2]}".encode()
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.stdin.buffer.read()
+while True:
+    left = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes().split(bytes(1)):
+                os.kill(int(entry.name), signal.SIGKILL)
+                left.append(entry)
+        except OSError:
+            pass
+    if not left:
+        break
+shutil.rmtree(sys.argv[2], ignore_errors=True)
+"""
+
+
+class RayEngine:
+    """A connection to a Ray cluster, or one of this machine that is started for it."""
+
+    def __init__(
+        self, hosts: int, address: str | None = None, *, private_network: bool = False
+    ) -> None:
+        """Connect, or start Ray.
+
+        Args:
+          hosts: without an address, how many hosts call functions; as many as are asked for train.
+          address: `auto`, host:port or ray://host:port of a Ray cluster; None starts one.
+          private_network: whether the cluster may have nodes on other machines.
+
+        Raises:
+          ConfigError: when Ray is not installed.
+          ClusterError: when there is no such cluster, or it has nodes on other machines, where
+            the network is not said to be private.
+        """
+        self._private_network = private_network
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._callers: dict[tuple[str, int], Any] = {}
+        self._ray = _import_ray(own=address is None)
+        if self._ray.is_initialized():
+            raise ClusterError(
+                "this process is connected to a Ray cluster already; call ray.shutdown() before"
+            )
+        self._callers_most = hosts if address is None else None
+        if address is None:
+            self._start()
+        else:
+            self._connect(address)
+
+    def launcher(self, files: ClusterFiles, *, spare: bool) -> "RayLauncher":
+        """Places the agents of a run."""
+        return RayLauncher(self._ray, files, spare=spare, private_network=self._private_network)
+
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """See `Calls`; function, items and results travel by cloudpickle, within Ray."""
+        messages = [pack(function, item) for item in items]
+        slots = ((node.id, slot) for node in host_nodes(self._ray) for slot in range(node.slots))
+        hosts = [*itertools.islice(slots, self._callers_most)]
+        for host in self._callers.keys() - set(hosts):
+            del self._callers[host]
+        try:
+            return self._share(hosts, messages)
+        except BaseException:  # some are amid items of this call
+            for actor in self._callers.values():
+                self._ray.kill(actor, no_restart=True)
+            self._callers.clear()
+            raise
+
+    def close(self) -> None:
+        """Disconnect; a Ray that was started here ends, and its files are removed."""
+        self._ray.shutdown()
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.close()
+            self._reaper.wait()
+
+    def _start(self) -> None:
+        require_cpu()
+        folder = tempfile.mkdtemp(prefix="fornax-ray-")
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-c", _REAPER, _MARK, folder],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            with environment.marked(_MARK, folder):
+                self._ray.init(
+                    address="local",
+                    num_cpus=max(2, environment.usable_cores()),
+                    resources={_HOST: _MOST_HOSTS},
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    object_store_memory=_STORE_BYTES,
+                    _temp_dir=folder,
+                    _system_config={"memory_monitor_refresh_ms": 0},  # it would kill agents
+                )
+        except Exception as error:
+            self.close()
+            raise ClusterError(f"Ray did not start on this machine: {error}") from error
+
+    def _connect(self, address: str) -> None:
+        try:
+            if address != "auto":  # where nobody listens Ray would try for minutes
+                host, _, port = address.removeprefix("ray://").rpartition(":")
+                socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+            self._ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise ClusterError(
+                f"no Ray cluster at {address}: {text:.300}. Start one with ray start --head, or "
+                "leave --address out to have one started here"
+            ) from error
+
+    def _caller(self, host: tuple[str, int]) -> Any:
+        if host not in self._callers:
+            actor = self._ray.remote(_Caller).options(num_cpus=0, scheduling_strategy=_on(host[0]))
+            self._callers[host] = actor.remote(sys.path)
+        return self._callers[host]
+
+    def _share(self, hosts: Iterable[tuple[str, int]], messages: Sequence[bytes]) -> list[Any]:
+        """One message a host at a time."""
+        waiting, idle = deque(enumerate(messages)), deque(hosts)
+        busy: dict[Any, tuple[tuple[str, int], int]] = {}
+        results: dict[int, Any] = {}
+        while waiting or busy:
+            while waiting and idle:
+                number, message = waiting.popleft()
+                host = idle.popleft()
+                busy[self._caller(host).call.remote(message)] = (host, number)
+            done, _ = self._ray.wait(list(busy), num_returns=1)
+            host, number = busy.pop(done[0])
+            try:
+                address, answer = self._ray.get(done[0])
+            except self._ray.exceptions.RayError as error:
+                text = str(error).strip().splitlines()[0]
+                raise ClusterError(f"a host ended while it ran item {number}: {text}") from error
+            results[number] = unwrap(answer, f"host {address}, item {number}")
+            idle.append(host)
+        return [results[number] for number in range(len(messages))]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a Ray cluster that can be hosts."""
+
+    id: str
+    address: str
+    slots: int
+    """How many hosts it is: one, but more where this machine plays several."""
+    accelerators: dict[str, float]
+    """All it has, which its agent takes: Ray hides from an actor what that does not ask for."""
+
+
+def host_nodes(ray: Any) -> list[Node]:
+    """The living nodes that train, in the order of ranks: slice and worker of TPUs, address.
+
+    Nodes with accelerators where there are any, else those with CPUs to give (not a head that only
+    coordinates).
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    for wanted in (_HOST, *_ACCELERATORS, "CPU"):
+        if found := [node for node in alive if node["Resources"].get(wanted, 0) >= 1]:
+            break
+    else:
+        found = []
+
+    def order(node: dict[str, Any]) -> tuple[object, ...]:
+        labels = node.get("Labels") or {}
+        worker = int(labels.get("ray.io/tpu-worker-id", 0))
+        slice_name = labels.get("ray.io/tpu-slice-name", "")
+        return (slice_name, worker, node["NodeManagerAddress"], node["NodeID"])
+
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            slots=int(node["Resources"].get(_HOST, 1)),
+            accelerators={
+                name: node["Resources"][name] for name in _ACCELERATORS if name in node["Resources"]
+            },
+        )
+        for node in sorted(found, key=order)
+    ]
+
+
+def address_for(addresses: Iterable[str], own: str, *, private_network: bool) -> str:
+    """Where nodes of these addresses reach this machine, whose address is `own`.
+
+    Between machines jax's traffic, its coordination service and Gloo, has neither token nor
+    encryption; on one it stays on loopback.
+
+    Raises:
+      ClusterError: for an address that is not this machine's, where the network is not private.
+    """
+    others = sorted({each for each in addresses if each != own and not each.startswith("127.")})
+    if not others:
+        return "127.0.0.1"
+    if not private_network:
+        raise ClusterError(
+            f"the Ray cluster has nodes on other machines ({', '.join(others[:3])}), and between "
+            "machines jax's traffic has neither token nor encryption; where nobody else reaches "
+            "that network, say so with --private-network, else use Ray on one machine"
+        )
+    return own
+
+
+class RayLauncher:
+    """Places the agents of one run, at most one on a host."""
+
+    def __init__(
+        self,
+        ray: Any,
+        files: ClusterFiles,
+        *,
+        spare: bool,
+        imports: Sequence[str] = ("fornax.train",),
+        private_network: bool = False,
+    ) -> None:
+        """Start nothing yet; `imports` are modules that a spare process has imported.
+
+        Raises:
+          ClusterError: see `address_for`.
+        """
+        self._private_network = private_network
+        self._ray = ray
+        self._files = files
+        self._spare = spare
+        self._imports = list(imports)
+        self._agents: list[RayAgent] = []
+        self._shunned: dict[str, float] = {}
+
+    @property
+    def address(self) -> str:
+        """See `Launcher`."""
+        nodes = [node.address for node in host_nodes(self._ray)]
+        return address_for(nodes, _own_address(), private_network=self._private_network)
+
+    def capacity(self) -> int:
+        """How many hosts there are now."""
+        now = time.monotonic()
+        self._shunned = {node: until for node, until in self._shunned.items() if until > now}
+        return sum(node.slots for node in host_nodes(self._ray) if node.id not in self._shunned)
+
+    def start(self, ranks: Sequence[int]) -> dict[int, "RayAgent"]:
+        """See `Launcher`; a host on which an agent does not start is left out for a while."""
+        nodes = self._free(len(ranks))
+        actors = [self._actor(rank, node) for rank, node in zip(ranks, nodes, strict=True)]
+        replies = [actor.pid.remote() for actor in actors]
+        pids: list[int] = []
+        try:
+            for reply in replies:
+                pids.append(self._ray.get(reply, timeout=_START_SECONDS))
+        except self._ray.exceptions.RayError as error:
+            node = nodes[len(pids)]
+            self._shunned[node.id] = time.monotonic() + _SHUNNED_SECONDS
+            for actor in actors:
+                self._ray.kill(actor, no_restart=True)
+            text = str(error).strip().splitlines()[0]
+            raise ClusterError(f"Ray started no agent at {node.address}: {text:.300}") from error
+        started = [
+            RayAgent(self._ray, actor, pid, node)
+            for actor, pid, node in zip(actors, pids, nodes, strict=True)
+        ]
+        self._agents += started
+        return dict(zip(ranks, started, strict=True))
+
+    def _free(self, count: int) -> list[Node]:
+        """Nodes for so many more agents, in the order of ranks."""
+        self._agents = [agent for agent in self._agents if agent.alive]
+        used = Counter(agent.node for agent in self._agents)
+        nodes = [node for node in host_nodes(self._ray) if node.id not in self._shunned]
+        free = [node for node in nodes for _ in range(node.slots - used[node.id])]
+        if len(free) < count:
+            raise ClusterError(f"Ray has {len(free)} free hosts, and {count} more are needed")
+        return free[:count]
+
+    def _actor(self, rank: int, node: Node) -> Any:
+        setup = {
+            "run_dir": str(self._files.run_dir.absolute()),
+            "rank": rank,
+            "spare": self._spare,
+            "imports": self._imports,
+            "environment": environment.of_computation(),
+        }
+        actor = self._ray.remote(concurrency_groups={"send": 1, "receive": 1})(_Host)
+        return actor.options(
+            num_cpus=0,
+            num_gpus=node.accelerators.get("GPU", 0),
+            resources={k: v for k, v in node.accelerators.items() if k != "GPU"},
+            max_restarts=0,
+            scheduling_strategy=_on(node.id),
+        ).remote(os.getcwd(), setup)
+
+
+class RayAgent:
+    """An agent behind an actor: messages come out of a local pipe, which a thread fills."""
+
+    def __init__(self, ray: Any, actor: Any, pid: int, node: Node) -> None:
+        """Follow an actor that runs."""
+        self.node = node.id
+        self.alive = True
+        self._ray = ray
+        self._actor = actor
+        self._pid, self._is_here = pid, node.address == _own_address()
+        self.connection, self._ours = Pipe()
+        threading.Thread(target=self._follow, name="ray agent", daemon=True).start()
+
+    def send(self, message: object) -> None:
+        """See `AgentProcess`."""
+        self._actor.send.options(concurrency_group="send").remote(message)
+
+    def receive(self, seconds: float | None = None) -> object:
+        """See `AgentProcess`."""
+        if not self.connection.poll(seconds):
+            raise TimeoutError
+        return self.connection.recv()
+
+    def kill(self) -> int:
+        """End actor, agent and workers.
+
+        `ray.kill` asks an actor; one that is stopped (SIGSTOP) does not hear it, so that the kernel
+        of its machine ends it.
+        """
+        self.alive = False
+        self._ray.kill(self._actor, no_restart=True)
+        if self._is_here:
+            end_process(self._pid)
+        else:
+            task = self._ray.remote(end_process)
+            task.options(num_cpus=0, scheduling_strategy=_on(self.node)).remote(self._pid)
+        return -signal.SIGKILL
+
+    def _follow(self) -> None:
+        receive = self._actor.receive.options(concurrency_group="receive")
+        with contextlib.suppress(Exception):  # whatever Ray raises: the agent is no more
+            while (messages := self._ray.get(receive.remote())) is not None:
+                for message in messages:
+                    self._ours.send(message)
+        self.alive = False
+        self._ours.close()
+
+
+def end_process(pid: int) -> None:
+    """End a process of this machine, if it is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+class _Host:
+    """The actor of a host: holds the agent's process and passes messages on."""
+
+    def __init__(self, folder: str, setup: dict[str, Any]) -> None:
+        if Path(folder).is_dir():  # relative paths mean what they do where the command was given
+            os.chdir(folder)
+        files = ClusterFiles(Path(setup["run_dir"]))
+        with files.services.open("ab") as log:
+            self._agent = WorkerProcess(
+                "fornax.cluster.agent:run", log=log, environment=setup.pop("environment")
+            )
+        self._agent.send(setup)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def send(self, message: object) -> None:
+        self._agent.send(message)
+
+    def receive(self) -> list[object] | None:
+        """What the agent says within a second; None when it is no more."""
+        messages: list[object] = []
+        try:
+            messages.append(self._agent.receive(_LONG_POLL_SECONDS))
+            while True:
+                messages.append(self._agent.receive(0))
+        except TimeoutError:
+            return messages
+        except EOFError:
+            return messages or None
+
+
+class _Caller:
+    """The actor of a host for `map`."""
+
+    def __init__(self, path: Sequence[str]) -> None:
+        sys.path.extend(each for each in path if each not in sys.path)
+
+    def call(self, message: bytes) -> tuple[str, tuple[bool, Any]]:
+        return _own_address(), pickle.loads(attempt(message))
+
+
+def _import_ray(*, own: bool) -> Any:
+    environment.prepare_ray(_token() if own else None)
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; the engine ray needs pip install 'fornax-ai[cluster]'"
+        ) from error
+    return ray
+
+
+@functools.cache
+def _token() -> str:
+    """One a process: Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+def _own_address() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def _on(node: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)

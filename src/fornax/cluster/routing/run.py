@@ -1,0 +1,219 @@
+"""`launch_replicas`: a server as several replicas behind a router, until a signal."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+
+import uvloop
+
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.routing.changes import Changes
+from fornax.cluster.routing.grpc_proxy import GrpcProxy
+from fornax.cluster.routing.metrics import RouterMetrics
+from fornax.cluster.routing.pool import ReplicaPool, RoutingConfig
+from fornax.cluster.routing.proxy import Proxy, client_session
+from fornax.cluster.routing.replica import LocalReplicas, device_variables
+from fornax.cluster.routing.service import Service
+from fornax.cluster.routing.supervisor import Events, Supervisor
+from fornax.config.errors import ConfigError
+from fornax.config.http_server import HttpServer, raise_file_limit, shown_address
+from fornax.config.jsonl import JsonLines, read_json_lines
+
+__all__ = ["ROLLING_RESTART", "launch_replicas"]
+
+ROLLING_RESTART = signal.SIGUSR1
+"""The signal that asks a router for a rolling restart."""
+_COMMAND = "fornax.cli.main:main"
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def launch_replicas(
+    service: Callable[[Path], Service],
+    run_dir: str | Path,
+    *,
+    replicas: int,
+    hosts: int = 1,
+    config: RoutingConfig | None = None,
+    program: str = _COMMAND,
+    announce: Callable[[str], None] | None = None,
+) -> int:
+    """Serve by `replicas` processes of this machine behind one address, until a signal.
+
+    The first SIGINT, SIGTERM or SIGHUP lets requests finish, a second one does not; SIGUSR1 starts
+    a rolling restart. A replica that ends, stops or hangs is replaced. Nothing that was started is
+    left when this returns, or when its process is killed.
+
+    Args:
+      service: makes what is served, given a folder for the config of its replicas.
+      run_dir: where events and logs go.
+      replicas: how many.
+      hosts: processes of a replica, over whose devices its engine is divided.
+      config: how requests and replicas are treated.
+      program: `package.module:NAME`, called with a replica's words in its process.
+      announce: shows a line an event; None: standard error.
+
+    Returns:
+      0 after a stop that was asked for; 1 after a second signal; 2 when no replica starts for a
+      mistake of the user's.
+
+    Raises:
+      ClusterError: when no replica starts, there are too few accelerators, or the directory is in
+        use.
+      ConfigError: for an address that is not to be had, or a directory that cannot be written.
+    """
+    for name, number in (("replicas", replicas), ("hosts", hosts)):
+        if number < 1:
+            raise ConfigError(f"{name}={number} is below 1; give at least 1")
+    files = ClusterFiles(Path(run_dir).expanduser())
+    with files.held(), contextlib.ExitStack() as stack:
+        made = service(files.directory.absolute())
+        stack.callback(_tidy, files, replicas, hosts)
+        made.configure_logging()
+        raise_file_limit()
+        if hosts > 1 and not made.divides:
+            raise ConfigError(
+                f"a replica of {made.name} is one process; leave out --hosts {hosts}, or serve a "
+                "language model with fornax launch --hosts 2 -- serve DIR --tensor-parallel-size 2"
+            )
+        local = LocalReplicas(
+            program=program,
+            words=made.words,
+            files=files,
+            variables=device_variables(replicas, made.devices, hosts),
+        )
+        epoch = 1 + max((event["epoch"] for event in read_json_lines(files.events)), default=0)
+        lines = JsonLines(files.events)
+        stack.callback(lines.close)
+        events = Events(lines, epoch, announce or _say)
+        return uvloop.run(_route(made, local, files, config or RoutingConfig(), events))
+
+
+async def _route(
+    service: Service,
+    local: LocalReplicas,
+    files: ClusterFiles,
+    config: RoutingConfig,
+    events: Events,
+) -> int:
+    pool = ReplicaPool(config, partial=service.partial)
+    metrics = RouterMetrics(pool)
+    count = len(local.variables)
+    stop, at_once = asyncio.Event(), asyncio.Event()
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(client_session())
+        changes = Changes(pool)
+        fronts: list[HttpServer | GrpcProxy] = [
+            service.server(Proxy(service, pool, session, changes, metrics))
+        ]
+        if service.grpc is not None:
+            fronts.append(GrpcProxy(service.grpc, pool, changes, metrics))
+        supervisor = Supervisor(
+            local.start,
+            count,
+            service,
+            files,
+            pool,
+            session,
+            admit=changes.admit,
+            events=events,
+            metrics=metrics,
+        )
+        where = [await _listening(front, service, stack) for front in fronts]
+        stack.callback(supervisor.kill)
+        events.write(
+            "forming",
+            f"fornax {service.name} listens on {' and '.join(where)}, before {count} replicas",
+            pid=os.getpid(),
+            url=where[0],
+            **({"grpc": where[1]} if where[1:] else {}),
+            replicas=count,
+        )
+        keeping = asyncio.create_task(supervisor.run())
+        stopping = asyncio.create_task(stop.wait())
+        rolling: set[asyncio.Task[None]] = set()
+
+        def roll() -> None:
+            rolling.add(asyncio.create_task(supervisor.rolling_restart()))
+
+        with _signals(lambda: (at_once if stop.is_set() else stop).set(), roll):
+            await asyncio.wait([keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                stopping.cancel()
+                events.write("ended", "no replica starts", code=_code(keeping))
+                return keeping.result()
+            running = sum(each.running for each in pool.replicas.values())
+            events.write("teardown", f"stopping: {running} requests may finish")
+            code = await _drained([each.stop(service.drain_seconds) for each in fronts], at_once)
+            for task in (keeping, *rolling):
+                task.cancel()
+            await asyncio.wait([keeping, *rolling])
+            if code == 0:
+                await supervisor.stop()
+        events.write("ended", f"exit code {code}", code=code)
+        return code
+
+
+async def _listening(
+    front: HttpServer | GrpcProxy, service: Service, stack: contextlib.AsyncExitStack
+) -> str:
+    """Let a front listen until the stack is left; where."""
+    stack.push_async_callback(front.stop)
+    try:
+        if isinstance(front, GrpcProxy):
+            secure = "s" if front.secure else ""
+            return f"grpc{secure}://{await front.start()}"
+        host, port = await front.start()
+        return f"{service.scheme}://{shown_address(host, port) if port else host}"
+    except OSError as error:
+        raise ConfigError(
+            f"the address cannot be listened on ({error.strerror or error}): choose another "
+            "port, or end the process that has it"
+        ) from error
+
+
+async def _drained(stops: Sequence[Coroutine[None, None, None]], at_once: asyncio.Event) -> int:
+    """Let requests finish; 1 when there came a second signal."""
+    draining = asyncio.gather(*stops)
+    quitting = asyncio.create_task(at_once.wait())
+    await asyncio.wait([draining, quitting], return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        draining.cancel()
+        await asyncio.wait([draining])
+        return 1
+    quitting.cancel()
+    draining.result()
+    return 0
+
+
+def _tidy(files: ClusterFiles, replicas: int, hosts: int) -> None:
+    """Remove what is of no use when the replicas are gone."""
+    (files.directory / "replica.yaml").unlink(missing_ok=True)
+    for number, rank in itertools.product(range(replicas), range(hosts)):
+        files.replica_stacks(number, rank).unlink(missing_ok=True)
+
+
+def _code(task: "asyncio.Task[int]") -> int:
+    return 1 if task.exception() is not None else task.result()
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[], None], roll: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in _STOPS:
+        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(ROLLING_RESTART, roll)
+    try:
+        yield
+    finally:
+        for number in (*_STOPS, ROLLING_RESTART):
+            loop.remove_signal_handler(number)
+
+
+def _say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {line}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,182 @@
+"""Which worker is at fault, judged from outside: the process that exits is often innocent."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fornax.cluster.messages import CLEAN, Observation
+from fornax.config.errors import GroupLostError
+from fornax.config.worker_process import ending
+
+__all__ = ["Limits", "Verdict", "judge", "preempted", "slow_verdict"]
+
+_USUALLY_QUICK = ("step", "wait_for_data")
+_STOPPED_SECONDS = 1.0
+_MEDIANS = 5
+_WAITING_MEDIANS = 20
+_WAITING_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long what may take before a worker counts as hanging, in seconds."""
+
+    stall: float = 5.0
+    """Without heartbeat, or waiting for data while others wait in the step; at least five median
+    steps."""
+    slow: float = 900.0
+    """In a phase that may take long: joining, compiling, restoring, evaluating, saving."""
+    leave: float = 5.0
+    """To leave the group after another worker's fault; whoever does not is replaced."""
+    lease: float = 12.0
+    """Without an answer of the controller an agent ends its worker after so long; the controller
+    replaces an agent of which it hears nothing for a quarter longer."""
+
+    @property
+    def silence(self) -> float:
+        """After how many seconds an agent is counted out: its worker has ended by then."""
+        return 1.25 * self.lease
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is wrong, and with whom."""
+
+    kind: str
+    """`killed`, `failed`, `stopped`, `frozen`, `stuck`, `waiting`, `preempted`, `slow`,
+    `partition`, `group`, `service` or `agent`."""
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    since: float
+    """Wall time of the worker's last change of phase or step, seconds since 1970."""
+    code: int | None
+    what: str
+    """In words, without the rank."""
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        at = f" in phase {self.phase}" if self.phase else ""
+        step = f" of step {self.step}" if self.step >= 0 else ""
+        return f"rank {self.rank} on {self.host} (process {self.pid}) {self.what}{at}{step}"
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the process lives and could be asked for its stacks."""
+        return self.kind in ("frozen", "stuck", "waiting")
+
+    @property
+    def takes_agent(self) -> bool:
+        """Whether the host's agent is lost too, or to go; one that ended its worker stays."""
+        cut_off = self.kind == "partition" and self.code is None
+        return cut_off or self.kind in ("agent", "preempted", "slow")
+
+
+def judge(
+    seen: Sequence[Observation], limits: Limits, step_seconds: Sequence[float] = ()
+) -> Verdict | None:
+    """The worker at fault; None while all is well, or some have ended and none badly.
+
+    Args:
+      seen: the latest observation of each rank, those that ended badly in the order of their ends.
+      step_seconds: how long recent steps took.
+    """
+    ended = _fenced(seen) or _dead(seen)
+    return ended or _stopped(seen) or _lost(seen) or _hanging(seen, limits, step_seconds)
+
+
+def preempted(seen: Sequence[Observation]) -> Verdict | None:
+    """Whose host is to go, when all have saved and stopped."""
+    for each in seen:
+        if each.preempted:
+            return _verdict("preempted", each, "is on a host that is to go (SIGTERM); all saved")
+    return None
+
+
+def slow_verdict(each: Observation, what: str) -> Verdict:
+    """Of a worker that is to be replaced because it holds the others up."""
+    return _verdict("slow", each, what)
+
+
+def _fenced(seen: Sequence[Observation]) -> Verdict | None:
+    for each in seen:
+        if each.fenced:
+            what = "was cut off from the controller, and its agent ended it"
+            return _verdict("partition", each, what)
+    return None
+
+
+def _dead(seen: Sequence[Observation]) -> Verdict | None:
+    """Of those that ended badly: one that was killed, else the first; the rest followed it.
+
+    A worker that loses a peer ends with an error or, in C++, aborts.
+    """
+    dead = [each for each in seen if each.code not in (None, *CLEAN)]
+    if not dead:
+        return None
+    aborted = -6
+    innocent = (aborted, GroupLostError.exit_code)
+    others = [each for each in dead if each.code not in innocent]
+    killed = [each for each in others if each.code is not None and each.code < 0]
+    guilty = next(iter(killed or others or dead))
+    assert guilty.code is not None
+    if guilty.code < 0:
+        return _verdict("killed", guilty, f"was ended by {ending(guilty.code)}")
+    return _verdict("failed", guilty, f"ended with {ending(guilty.code)}")
+
+
+def _stopped(seen: Sequence[Observation]) -> Verdict | None:
+    for each in seen:
+        if each.code is None and each.stopped >= _STOPPED_SECONDS:
+            return _verdict("stopped", each, f"is stopped (SIGSTOP) for {each.stopped:.1f} s")
+    return None
+
+
+def _lost(seen: Sequence[Observation]) -> Verdict | None:
+    for each in seen:
+        if each.left and each.code is None:
+            return _verdict("group", each, "lost another process, and no process is at fault,")
+    return None
+
+
+def _hanging(
+    seen: Sequence[Observation], limits: Limits, step_seconds: Sequence[float]
+) -> Verdict | None:
+    alive = [each for each in seen if each.code is None and not each.stopped and not each.left]
+    median = statistics.median(step_seconds) if step_seconds else 0.0
+    stall = max(limits.stall, _MEDIANS * median)
+    for each in alive:
+        if each.silent > stall and each.phase != "exit":
+            what = f"does not run Python for {each.silent:.1f} s: something holds its interpreter"
+            return _verdict("frozen", each, what)
+        if each.phase not in _USUALLY_QUICK and each.unchanged > limits.slow:
+            return _verdict("stuck", each, f"has made no progress for {each.unchanged:.0f} s")
+    waiting = [each for each in alive if each.phase == "step" and each.unchanged > stall]
+    for each in alive:
+        if each.phase == "wait_for_data" and each.unchanged > stall and waiting:
+            what = f"holds up the others for {each.unchanged:.1f} s"
+            return _verdict("stuck", each, what)
+    patience = max(_WAITING_SECONDS, limits.stall, _WAITING_MEDIANS * median)
+    patience = patience if step_seconds else max(patience, limits.slow)
+    if waiting and len(waiting) == len(seen) and all(e.unchanged > patience for e in waiting):
+        last = max(waiting, key=lambda each: (-each.entered_step, each.entered_ns))
+        what = f"entered last, {last.unchanged:.0f} s ago, and all wait"
+        return _verdict("waiting", last, what)
+    return None
+
+
+def _verdict(kind: str, each: Observation, what: str) -> Verdict:
+    return Verdict(
+        kind=kind,
+        rank=each.rank,
+        host=each.host,
+        pid=each.pid,
+        phase=each.phase,
+        step=each.step,
+        since=each.changed_at,
+        code=each.code,
+        what=what,
+    )

@@ -1,0 +1,69 @@
+"""A worker's process: imports what is slow while it waits, then runs a command as one rank.
+
+When another rank is lost, or all have saved a step because one is to go, the process stays: it
+leaves the group, says so, and waits for its place in the next.
+"""
+
+import faulthandler
+import importlib
+import signal
+import sys
+import warnings
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fornax.config import environment, worker_record
+from fornax.config.errors import GroupLostError
+from fornax.config.worker_process import receive, send
+
+__all__ = ["run"]
+
+_STAYS = (GroupLostError.exit_code, 128 + signal.SIGTERM)
+"""Exit codes after which the run goes on: another rank was lost, or all saved and stopped."""
+
+
+def run(agent: Connection) -> None:
+    """Wait for the agent's word on what to run as which rank, and exit as that does."""
+    for name in receive(agent):
+        importlib.import_module(name)
+    while True:
+        code = _attempt(receive(agent))
+        if code not in _STAYS or not _leave():
+            sys.exit(code)
+        send(agent, {"kind": "left", "code": code})
+
+
+def _attempt(job: Mapping[str, Any]) -> int:
+    """Run the command once.
+
+    SIGUSR1 writes the stacks of all threads to the file named, whatever the process is doing.
+    """
+    environment.become(job["environment"])
+    stacks = Path(job["stacks"]).open("w")  # noqa: SIM115 - the handler holds it to the end
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    record = worker_record.current()
+    assert record is not None
+    module, _, name = job["program"].partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)(job["words"])
+    finally:
+        record.change("exit", -1)  # from here on no heartbeat counts
+
+
+def _leave() -> bool:
+    """Be as before the attempt; False when this process cannot, and a new one must take over."""
+    left = "jax" not in sys.modules or _leave_jax()
+    worker_record.renew()
+    return left
+
+
+def _leave_jax() -> bool:
+    from fornax.checkpoint import forget_group
+    from fornax.mesh import leave
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a save that was cut short is not awaited
+        forget_group()
+        return leave()

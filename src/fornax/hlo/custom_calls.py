@@ -1,0 +1,221 @@
+"""What a custom call costs: by the estimate it carries, by its name, or by a closed form.
+
+Pallas kernels may carry a cost estimate. Our attention on TPU says its products in its scope's
+name; our CPU kernels are known by their target. Of what is left only the traffic is known.
+
+Legend: B batch, T queries, S keys, N query heads, K key/value heads, H and V head widths.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from fornax.hlo.facts import Category
+from fornax.hlo.module import Instruction
+from fornax.hlo.shapes import HBM, Shape, leaves
+from fornax.hlo.work import Work
+
+_ATTENTION_NAME = re.compile(r"splash|flash|attention", re.IGNORECASE)
+_SPLASH_COSTS = re.compile(r"splash:((?:\w+=\d+,?)+)")
+_SPLASH_PHASE = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
+_ATTRIBUTE = re.compile(r"(\w+) = (\S+?)(?: : \w+)?[,}]")
+_COEFFICIENTS = re.compile(r"coefficients = dense<[^>]*> : tensor<(\d+)xf32>")
+_FREE_NAMES = (
+    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer annotate_device_placement "
+    "MoveToHost MoveToDevice AssumeGatherIndicesInBound ConcatBitcast PartialReduce "
+    "ResizeBuffer PrepareAsyncCallStart PrepareAsyncCallDone"
+)
+
+FREE_TARGETS = frozenset([*_FREE_NAMES.split(), "AsyncCollectiveStart", "AsyncCollectiveDone"])
+"""Targets that stand for no work of their own."""
+
+_MOVING_TARGETS = frozenset(["ZeroCrop", "GatherScatterIndicesBitpacked"])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallCost:
+    """Work and HBM bytes of one run; `note` says what is not known."""
+
+    category: Category
+    work: Work
+    bytes: int
+    note: str = ""
+
+
+def custom_call_cost(instruction: Instruction) -> CallCost:
+    """Return what a custom call costs."""
+    shapes = [operand.shape for operand in instruction.operands]
+    traffic = instruction.shape.bytes_in(HBM) + sum(shape.bytes_in(HBM) for shape in shapes)
+    target = instruction.target
+    if target == "tpu_custom_call":
+        return _pallas(instruction, shapes, traffic)
+    if target in _CPU_KERNELS:
+        return _CPU_KERNELS[target](instruction, shapes, traffic)
+    if "matmul" in target or "gemm" in target.lower():
+        return CallCost("matmul", Work(flops=_product(shapes, instruction.shape)), traffic)
+    if target in FREE_TARGETS:
+        return CallCost("other", Work(), 0)
+    if target in _MOVING_TARGETS:
+        return CallCost("copy", Work(), traffic)
+    if target == "TopK":
+        return CallCost("reduce", Work(vector_flops=float(shapes[0].size)), traffic)
+    note = f"{instruction.name}: no cost is known for custom call {target!r}; only its traffic"
+    return CallCost("other", Work(), traffic, note)
+
+
+def _pallas(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    name = f"{instruction.op_name} {instruction.name}"
+    category: Category = "attention" if _ATTENTION_NAME.search(name) else "kernel"
+    named, phase = _SPLASH_COSTS.findall(name), _SPLASH_PHASE.search(name)
+    if named and phase:
+        costs = dict(pair.split("=") for pair in named[-1].strip(",").split(","))
+        if phase.group(1) in costs:
+            return CallCost("attention", Work(flops=float(costs[phase.group(1)])), traffic)
+    if "ragged_paged_attention" in name and not named:
+        return _ragged(instruction, shapes)
+    config = instruction.backend_config.get("custom_call_config", {})
+    estimate: dict[str, Any] = config.get("cost_estimate") or {}
+    if estimate:
+        flops, functions = (float(estimate.get(key, 0)) for key in ("flops", "transcendentals"))
+        moved = int(estimate.get("bytes_accessed", 0)) or traffic
+        return CallCost(category, Work(flops=flops, transcendentals=functions), moved)
+    if phase:
+        flops = _splash(phase.group(1), shapes, instruction.shape)
+        note = (
+            f"{instruction.name}: a splash attention kernel that does not say its cost is taken "
+            "as causal, without a window"
+        )
+        return CallCost("attention", Work(flops=flops), traffic, note)
+    note = (
+        f"{instruction.name}: the kernel {kernel_name(instruction)!r} carries no cost estimate; "
+        "only its traffic is counted (give pallas_call a cost_estimate)"
+    )
+    return CallCost(category, Work(), traffic, note)
+
+
+def kernel_name(instruction: Instruction) -> str:
+    """Return the name that a kernel goes by: the end of its op_name."""
+    parts = [part for part in instruction.op_name.split("/") if part != "pallas_call"]
+    return parts[-1] if parts else instruction.name
+
+
+def _splash(phase: str, shapes: list[Shape], result: Shape) -> float:
+    """Return FLOPs of a causal splash kernel by its products a score.
+
+    fwd: q k, p v. dq: q k, do v, dq. dkv: q k, do v, dk, dv, and dq where it returns that too.
+    """
+    arrays = [s.dims for s in shapes if s.dtype in ("bf16", "f32", "f16") and len(s.dims) >= 3]
+    if len(arrays) < 2:
+        return 0.0
+    q, k = arrays[0], arrays[1]
+    made = [leaf for leaf in leaves(result) if leaf.size >= math.prod(k)]
+    products = {"fwd": 2, "dq": 3, "dkv": 4 if len(made) <= 2 else 5}[phase]
+    return math.prod(q) * k[-2] * products
+
+
+def _attention(products: int) -> Callable[[Instruction, list[Shape], int], CallCost]:
+    """Return the cost of attention with `products` of width H and V, half of each, a score."""
+
+    def cost(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+        (B, T, N, H), (_, S, _, V) = shapes[0].dims, shapes[2].dims
+        attributes = dict(_ATTRIBUTE.findall(instruction.attributes.get("backend_config", "")))
+        pairs = _visible(T, S, attributes.get("causal") == "true", int(attributes["window"]))
+        heads = B * N * pairs
+        widths = {2: H + V, 5: 3 * H + 2 * V}[products]
+        work = Work(flops=2.0 * heads * widths, transcendentals=float(heads))
+        return CallCost("attention", work, traffic)
+
+    return cost
+
+
+def _visible(T: int, S: int, causal: bool, window: int) -> int:
+    """Count pairs of query and key that a mask by index lets see each other."""
+    if not causal:
+        return T * S if not window else T * min(S, 2 * window - 1)
+    width = min(window or S, S)
+    full = max(T - width, 0)
+    return full * width + (T - full) * (T - full + 1) // 2
+
+
+def _paged_attention(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    T, N, H = shapes[0].dims
+    layers, _, slots = shapes[1].dims[:3]
+    context = shapes[3].dims[1] * slots
+    flops = 4.0 * T * N * H * context
+    moved = traffic - shapes[1].bytes + shapes[1].bytes // layers
+    return CallCost("attention", Work(flops=flops), moved, _full(instruction, context))
+
+
+def _ragged(instruction: Instruction, shapes: list[Shape]) -> CallCost:
+    """Return the cost of JAX's paged attention for TPU, its contexts taken as full."""
+    table = next(s.dims for s in shapes if s.dtype == "s32" and len(s.dims) == 2)
+    q = next(s for s in shapes if s.dtype != "s32" and len(s.dims) == 3)
+    pages = next(s for s in shapes if s.dtype != "s32" and len(s.dims) == 4)
+    (T, N, H), (rows, width) = q.dims, table
+    context = width * pages.dims[1]
+    moved = q.bytes_in(HBM) + instruction.shape.bytes_in(HBM)
+    moved += rows * width * (pages.bytes // pages.dims[0])
+    return CallCost(
+        "attention", Work(4.0 * T * N * H * context), moved, _full(instruction, context)
+    )
+
+
+def _full(instruction: Instruction, context: int) -> str:
+    return (
+        f"{instruction.name}: paged attention is counted for full contexts of {context} tokens; "
+        "how long they are is known only when it runs"
+    )
+
+
+def _paged_write(_: Instruction, shapes: list[Shape], __: int) -> CallCost:
+    return CallCost("copy", Work(), 2 * (shapes[1].bytes + shapes[2].bytes))
+
+
+def _linear(instruction: Instruction, shapes: list[Shape], _: int) -> CallCost:
+    M, inner = shapes[0].dims
+    results = instruction.shape.elements or (instruction.shape,)
+    flops = sum(2.0 * M * inner * result.dims[-1] for result in results)
+    moved = shapes[0].bytes + instruction.shape.bytes
+    for weight in shapes[1:]:
+        moved += weight.bytes // (weight.dims[0] if len(weight.dims) > 1 else 1)
+    return CallCost("matmul", Work(flops=flops), moved)
+
+
+def _rms_norm(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    elements, rows = shapes[0].size, shapes[0].dims[0]
+    work = Work(vector_flops=4.0 * elements, transcendentals=float(rows))
+    return CallCost("reduce", work, traffic)
+
+
+def _orthogonalize(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    found = _COEFFICIENTS.search(instruction.attributes.get("backend_config", ""))
+    steps = int(found.group(1)) // 3 if found else 0
+    n, m = sorted(shapes[0].dims[-2:])
+    step = 3.0 * n * n * m + n**3  # of products equal to their transposes one half
+    return CallCost("matmul", Work(flops=steps * step * shapes[0].size / (n * m)), traffic)
+
+
+_CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
+    "fornax_attention_forward": _attention(2),
+    "fornax_attention_backward": _attention(5),
+    "fornax_paged_attention": _paged_attention,
+    "fornax_paged_write": _paged_write,
+    "fornax_linear": _linear,
+    "fornax_rms_norm": _rms_norm,
+    "fornax_orthogonalize": _orthogonalize,
+}
+
+
+def _product(shapes: list[Shape], result: Shape) -> float:
+    """Return FLOPs of a matrix product from the sizes of its operands and result.
+
+    With b M K, b K N and b M N elements the contracted size is sqrt(left x right / out / b).
+    """
+    left, right = shapes[0], shapes[1]
+    out = (result.elements or (result,))[0]
+    batch = math.prod(out.dims[:-2]) if len(out.dims) > 2 and len(right.dims) > 2 else 1
+    if not out.size:
+        return 0.0
+    return 2.0 * out.size * round(math.sqrt(left.size * right.size / (out.size * batch)))

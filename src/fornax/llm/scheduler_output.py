@@ -1,0 +1,106 @@
+"""What one step of the engine does: which tokens go in, which are sampled, which pages move."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fornax.llm.sequence import Sequence
+
+__all__ = ["Entry", "PageCopy", "PageUpdate", "Sample", "SchedulerOutput"]
+
+
+@dataclass(slots=True)
+class Entry:
+    """Tokens [start, start + count) of a sequence go through the model."""
+
+    sequence: Sequence
+    row: int
+    """The sequence's row in this step; `sequence.row` may have changed when results arrive."""
+    start: int
+    count: int
+    drafts: int = 0
+    """How many of them, the last ones, are `sequence.drafts[:drafts]`."""
+
+    @property
+    def stop(self) -> int:
+        """End of the range; also the context length after the step."""
+        return self.start + self.count
+
+
+@dataclass(slots=True)
+class Sample:
+    """A token to sample, or for a pooling sequence the hidden row to keep."""
+
+    sequence: Sequence
+    row: int
+    entry: int
+    """Index in `SchedulerOutput.entries`: for a forked sequence its parent's entry."""
+    offset: int
+    """Token of that entry whose hidden row is used."""
+    position: int
+    """Index in the sequence that the sampled token gets."""
+
+
+class PageCopy(NamedTuple):
+    """A page to copy before the step, in every layer of the group."""
+
+    group: int
+    source: int
+    target: int
+
+
+class PageUpdate(NamedTuple):
+    """One entry of a page table that changed: `table[group][row, index] = page`."""
+
+    group: int
+    row: int
+    index: int
+    page: int
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step. Plans must run in the order they were made, and every plan must run."""
+
+    entries: list[Entry] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    """Tokens to sample; the samples of one entry and sequence are adjacent, in order."""
+    pooled: list[Sample] = field(default_factory=list)
+    """Hidden rows that pooling sequences asked for."""
+    copies: list[PageCopy] = field(default_factory=list)
+    """Done before the step writes anything, in this order (or reading all before writing any)."""
+    updates: list[PageUpdate] = field(default_factory=list)
+    """Everything that changed in the page tables since the last plan, in order."""
+    started: list[Sequence] = field(default_factory=list)
+    """Sequences that got a row: admitted, resumed or forked."""
+    preempted: list[Sequence] = field(default_factory=list)
+    """Sequences pushed out of the cache since the last plan."""
+    num_tokens: int = 0
+    """Sum of the entries' counts."""
+    prefix_queries: int = 0
+    """Tokens of new sequences looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Of these, tokens found."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the step's tokens, those of prompts."""
+        return sum(
+            max(0, min(entry.stop, entry.sequence.num_prompt) - entry.start)
+            for entry in self.entries
+        )
+
+    @property
+    def adapters(self) -> dict[int, str]:
+        """Index of an entry to the name of its adapter, if it has one."""
+        named = ((i, entry.sequence.lora) for i, entry in enumerate(self.entries))
+        return {index: name for index, name in named if name}
+
+    def sample_runs(self) -> Iterator[tuple[int, int]]:
+        """First index and count of the adjacent samples of each sequence."""
+        first = 0
+        for _, group in itertools.groupby(self.samples, key=lambda sample: sample.sequence.id):
+            count = len(list(group))
+            yield first, count
+            first += count

@@ -1,0 +1,214 @@
+"""What devices exchange in a step, as XLA's partitioner makes it of our sharding rules.
+
+A weight that `fsdp` divides is gathered before each use, in the compute dtype, and its gradient is
+reduced to where the parameter lies. Axes that divide the batch or its length but not the weight
+reduce the gradient too. Where `tensor` divides heads and widths, each branch's sum is reduced over
+it, forward and backward. Where `context` divides the length, keys and values are gathered.
+"""
+
+import math
+from collections.abc import Iterable
+
+from fornax.plan.closed_form.shards import LocalStep
+from fornax.plan.closed_form.state import StateArray
+from fornax.plan.closed_form.work import CHUNK, layer_replay
+from fornax.plan.facts import Exchange
+
+
+def exchanges(local: LocalStep, state: tuple[StateArray, ...]) -> tuple[Exchange, ...]:
+    """All exchanges of a step."""
+    found = [
+        *_weights(local, [array for array in state if array.owner == "parameters"]),
+        *_lookup(local),
+        *_vocabulary(local),
+        *_branches(local),
+        *_context(local),
+        *_offload(local),
+    ]
+    return tuple(exchange for exchange in found if exchange.bytes and exchange.count)
+
+
+def _group(local: LocalStep, axes: tuple[str, ...]) -> int:
+    return math.prod(local.mesh[axis] for axis in axes)
+
+
+def _weights(local: LocalStep, params: list[StateArray]) -> Iterable[Exchange]:
+    """Gathers of divided weights, reductions of all gradients; layers' arrays taken together."""
+    data = (*local.axes("batch"), *local.axes("length"))
+    sums: dict[tuple[str, tuple[str, ...], tuple[str, ...]], int] = {}
+    for array in params:
+        dividing = tuple(axis for dim in array.axes for axis in dim)
+        gathered = tuple(axis for axis in dividing if axis in data)
+        reduced = tuple(axis for axis in data if axis not in dividing)
+        place = _place(array.name, local.model.tie_embeddings)
+        key = (place, gathered, reduced)
+        sums[key] = sums.get(key, 0) + math.prod(array.shape)
+    for (place, gathered, reduced), count in sums.items():
+        layers = local.model.num_layers if place == "layer" else 1
+        whole = count // layers * _group(local, gathered)
+        runs = layers * local.config.accumulate
+        yield from _of_weight(local, place, whole, count // layers, gathered, reduced, runs)
+
+
+def _place(name: str, tied: bool) -> str:
+    if name.startswith("layers/"):
+        return "layer"
+    if name.startswith("embed/"):
+        return "tied embedding" if tied else "embedding"
+    return "output projection" if name.startswith("lm_head") else "final norm"
+
+
+def _lookup(local: LocalStep) -> Iterable[Exchange]:
+    """Embeddings of all tokens from a table whose width is divided, to the tokens' devices.
+
+    Each device looks up its part of the width for all tokens; an all-to-all turns parts of the
+    width into whole rows, in the table's dtype, and the gradient's goes back in the other.
+    """
+    model = local.model
+    width = tuple(axis for axis in local.axes("embed") if axis in local.rules["batch"])
+    numbers = local.tokens * model.hidden_size
+    runs = local.config.accumulate
+    if width:
+        group = _group(local, width)
+        for when, item in (("forward", local.param_bytes), ("backward", local.compute_bytes)):
+            yield Exchange(
+                name=f"exchange embeddings for tokens ({when})",
+                kind="all-to-all",
+                axes=width,
+                bytes=numbers * group * item,
+                count=runs,
+                blocking=True,
+            )
+    vocabulary = local.axes("vocab")
+    if vocabulary:
+        yield Exchange(
+            name="add up embeddings over the vocabulary's parts",
+            kind="all-reduce",
+            axes=vocabulary,
+            bytes=numbers * local.param_bytes,
+            count=runs,
+            blocking=True,
+        )
+
+
+def _vocabulary(local: LocalStep) -> Iterable[Exchange]:
+    """Gradients of the final hidden states over the vocabulary's parts, a chunk at a time."""
+    vocabulary = local.axes("vocab")
+    if not vocabulary:
+        return
+    chunks = -(-local.tokens // CHUNK)
+    yield Exchange(
+        name="add up the loss's gradients over the vocabulary's parts",
+        kind="all-reduce",
+        axes=vocabulary,
+        bytes=4 * local.tokens // chunks * local.model.hidden_size,
+        count=chunks * local.config.accumulate,
+        blocking=True,
+    )
+
+
+def _of_weight(
+    local: LocalStep,
+    place: str,
+    whole: int,
+    mine: int,
+    gathered: tuple[str, ...],
+    reduced: tuple[str, ...],
+    runs: int,
+) -> Iterable[Exchange]:
+    item = local.compute_bytes
+    if gathered and place != "embedding":
+        for when in ("forward", "backward") if place == "layer" else ("forward",):
+            yield Exchange(
+                name=f"gather {place} weights ({when})",
+                kind="all-gather",
+                axes=gathered,
+                bytes=whole * item,
+                count=runs,
+            )
+        # The loss adds its gradient up in float32 before it is reduced.
+        wide = place in ("tied embedding", "output projection")
+        yield Exchange(
+            name=f"reduce {place} gradients",
+            kind="reduce-scatter",
+            axes=gathered,
+            bytes=whole * (4 if wide else item),
+            count=runs,
+        )
+    if reduced:
+        yield Exchange(
+            name=f"add up {place} gradients over replicas",
+            kind="all-reduce",
+            axes=reduced,
+            bytes=mine * item,
+            count=runs,
+        )
+
+
+def _branches(local: LocalStep) -> Iterable[Exchange]:
+    """Sums over `tensor` of what a branch adds to the residual stream, and of its gradients.
+
+    Where the stream itself is divided the sum is reduced to its parts, and each branch gathers its
+    input; together that moves as much.
+    """
+    axes = local.axes("activation_mlp")
+    if not axes:
+        return
+    again = {node.name for node in layer_replay(local).again}
+    runs = local.model.num_layers * local.config.accumulate
+    common = {
+        "axes": axes,
+        "bytes": local.tokens * local.model.hidden_size * local.compute_bytes,
+        "blocking": True,
+    }
+    sums = sum(name in again for name in ("o_product", "down"))
+    if not local.axes("activation_embed"):
+        for when, count in (("forward", 2), ("backward", 2), ("computed again", sums)):
+            name = f"add up branches over tensor shards ({when})"
+            yield Exchange(name=name, kind="all-reduce", count=count * runs, **common)
+        return
+    inputs = 0 if local.config.remat == "none" else 2
+    for when, gathers, reductions in (
+        ("forward", 2, 2),
+        ("backward", 2, 2),
+        ("computed again", inputs, sums),
+    ):
+        name = f"gather branches' inputs ({when})"
+        yield Exchange(name=name, kind="all-gather", count=gathers * runs, **common)
+        name = f"reduce branches to their parts ({when})"
+        yield Exchange(name=name, kind="reduce-scatter", count=reductions * runs, **common)
+
+
+def _context(local: LocalStep) -> Iterable[Exchange]:
+    """Keys and values of the whole row, forward, again, and their gradients back."""
+    axes = local.axes("length")
+    if not axes:
+        return
+    heads = local.shares.attention_kv_heads * local.model.head_width
+    size = 2 * local.rows * local.config.seq_len * heads * local.compute_bytes
+    runs = local.model.num_layers * local.config.accumulate
+    common = {
+        "axes": axes,
+        "bytes": size,
+        "blocking": True,
+    }
+    yield Exchange(name="gather keys and values", kind="all-gather", count=2 * runs, **common)
+    yield Exchange(
+        name="reduce gradients of keys and values", kind="reduce-scatter", count=runs, **common
+    )
+
+
+def _offload(local: LocalStep) -> Iterable[Exchange]:
+    """Activations to the host's memory and back."""
+    width = sum(
+        node.width * local.compute_bytes + 4 * node.wide for node in layer_replay(local).offloaded
+    )
+    runs = local.model.num_layers * local.config.accumulate
+    for name in ("to the host", "back from the host"):
+        yield Exchange(
+            name=f"move activations {name}",
+            kind="host-transfer",
+            axes=(),
+            bytes=int(width * local.tokens),
+            count=runs,
+        )

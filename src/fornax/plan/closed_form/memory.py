@@ -1,0 +1,259 @@
+"""Peak bytes of one device by owner: the state exactly, the rest from what is alive at once.
+
+Three moments can be the peak: the loss, where the output projection's gradient and a chunk's logits
+stand beside everything the forward pass kept; the backward pass of a layer, with the gradients of
+all layers already allocated; and the update.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from fornax.models.layers import ACTIVATIONS
+from fornax.plan.closed_form.attention import attention_work
+from fornax.plan.closed_form.shards import LocalStep, windows
+from fornax.plan.closed_form.state import StateArray
+from fornax.plan.closed_form.work import CHUNK, layer_replay
+from fornax.plan.facts import Buffer, Memory, MemoryPart
+
+_BATCH_ARRAYS = 5
+"""tokens, targets, segment_ids, positions, loss_weights: four bytes a token each."""
+_LANES = 128
+_LARGEST = 12
+_GAPS = 0.015
+"""Share of the temporaries that the compiler leaves unused between them (0.6 to 2 % seen)."""
+_PASSED_ROUND = 8
+"""Most devices of a ring over which weights are passed round in parts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """What is alive at one moment beside the state and the batch."""
+
+    name: str
+    gradients: Mapping[str, float]
+    activations: Mapping[str, float]
+    temporaries: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(
+            sum(part.values()) for part in (self.gradients, self.activations, self.temporaries)
+        )
+
+
+def memory_at_peak(local: LocalStep, state: tuple[StateArray, ...]) -> Memory:
+    """The largest of the three moments, of a chip."""
+    moments = (_loss(local, state), _backward(local, state), _update(local, state))
+    peak = max(moments, key=lambda moment: moment.total)
+    held = {
+        owner: sum(array.bytes for array in state if array.owner == owner)
+        for owner in ("parameters", "optimizer")
+    }
+    sizes = {
+        **held,
+        "gradients": round(sum(peak.gradients.values())),
+        "activations": round(sum(peak.activations.values())),
+        "temporaries": round(sum(peak.temporaries.values())),
+        "batch": _BATCH_ARRAYS * 4 * local.tokens * local.config.accumulate,
+        "other": round(_code(local) + _GAPS * peak.total),
+    }
+    chip = local.topology.chip
+    return Memory(
+        parts=tuple(MemoryPart(owner=o, bytes=size * chip.devices) for o, size in sizes.items()),
+        usable=int(chip.usable_bytes),
+        host=round(kept_bytes(local, offloaded=True)) * chip.devices,
+        buffers=_buffers(peak, chip.devices),
+    )
+
+
+def _buffers(peak: _Moment, devices: int) -> tuple[Buffer, ...]:
+    """The largest parts of the peak. Closed forms know arrays by what they are, not by a line."""
+    parts = {**peak.gradients, **peak.activations, **peak.temporaries}
+    sizes = {name: round(size) * devices for name, size in parts.items() if size >= 1}
+    largest = sorted(sizes.items(), key=lambda part: -part[1])[:_LARGEST]
+    return tuple(
+        Buffer(name=name, owner="", shape="", bytes=size, unpadded_bytes=size)
+        for name, size in largest
+    )
+
+
+def _code(local: LocalStep) -> int:
+    """The program itself; scanned layers make it about the same for all models."""
+    return 40 * 2**20 if local.topology.chip.platform == "tpu" else 0
+
+
+def kept_bytes(local: LocalStep, *, offloaded: bool = False) -> float:
+    """Bytes of what all layers keep for the backward pass."""
+    found = layer_replay(local)
+    nodes = found.offloaded if offloaded else found.kept
+    lanes = _lanes(local)
+    size = 0.0
+    for node in nodes:
+        width = node.width * (lanes if node.heads and not offloaded else 1.0)
+        size += local.tokens * (width * local.compute_bytes + 4 * node.wide)
+    if local.config.remat == "none" and not offloaded:
+        size += _intermediates(local)
+    return local.model.num_layers * size
+
+
+def _lanes(local: LocalStep) -> float:
+    """How much larger an array is whose last dimension is a head's width."""
+    if local.topology.chip.platform != "tpu":
+        return 1.0
+    H = local.model.head_width
+    return -(-H // _LANES) * _LANES / H
+
+
+def _intermediates(local: LocalStep) -> float:
+    """What a layer keeps besides where no policy says what to keep: of each norm three float32
+    arrays of its width, and what differentiating the activation keeps of the MLP's."""
+    model, shares = local.model, local.shares
+    norms = (4 if model.norm_placement == "sandwich" else 2) * model.hidden_size
+    if model.qk_norm != "none":
+        norms += (shares.heads + shares.kv_heads) * model.head_width
+    inner = _activation_residuals(model.activation) * shares.mlp
+    return local.tokens * (3.0 * 4 * norms + inner * local.compute_bytes)
+
+
+@functools.cache
+def _activation_residuals(name: str) -> int:
+    """Arrays of its argument's shape that an activation keeps: three of SiLU; of GELU five with
+    jax 0.10, four with jax 0.12."""
+    x = jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+    kept = jax.eval_shape(lambda x: jax.vjp(ACTIVATIONS[name], x)[1], x)
+    return sum(leaf.shape == x.shape for leaf in jax.tree.leaves(kept))
+
+
+def _named(state: tuple[StateArray, ...], prefix: str) -> list[StateArray]:
+    return [a for a in state if a.owner == "parameters" and a.name.startswith(prefix)]
+
+
+def _count(arrays: list[StateArray]) -> int:
+    return sum(math.prod(array.shape) for array in arrays)
+
+
+def _gathered(local: LocalStep, array: StateArray) -> int:
+    """Elements of an array with what `fsdp` and the like divide put together again."""
+    data = {*local.axes("batch"), *local.axes("length")}
+    axes = [axis for dim in array.axes for axis in dim if axis in data]
+    return math.prod(array.shape) * math.prod(local.mesh[axis] for axis in axes)
+
+
+def _cast(local: LocalStep, state: tuple[StateArray, ...]) -> float:
+    """The layers' weights in the compute dtype: the cast is made once, before the loop."""
+    if local.param_bytes == local.compute_bytes:
+        return 0.0
+    return float(local.compute_bytes * _count(_named(state, "layers/")))
+
+
+def _sums(local: LocalStep, state: tuple[StateArray, ...]) -> float:
+    """Float32 gradients added up over micro-batches."""
+    params = [array for array in state if array.owner == "parameters"]
+    return 4.0 * _count(params) if local.config.accumulate > 1 else 0.0
+
+
+def _head(local: LocalStep) -> int:
+    """Elements of the gathered output projection of this device's vocabulary."""
+    return local.model.hidden_size * local.shares.vocab
+
+
+def _rotations(local: LocalStep) -> float:
+    tables = 2 if local.model.local_rope is not None else 1
+    half = max(_LANES, local.model.head_width // 2)
+    return tables * 2 * 4.0 * local.tokens * half
+
+
+def _loss(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
+    item, head = local.compute_bytes, _head(local)
+    chunk = min(CHUNK, local.tokens)
+    stream = local.tokens * local.model.hidden_size * item
+    return _Moment(
+        "loss",
+        gradients={
+            "output projection's gradient (whole width)": 4.0 * head,
+            "sums over micro-batches": _sums(local, state),
+        },
+        activations={"kept by layers": kept_bytes(local)},
+        temporaries={
+            "output projection (gathered)": float(item * head),
+            "logits of a chunk": 4.0 * chunk * local.shares.vocab,
+            "residual stream and its gradient": 3.0 * stream,
+            "weights in the compute dtype": _cast(local, state),
+            "rotations": _rotations(local),
+        },
+    )
+
+
+def _backward(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
+    layers = _named(state, "layers/")
+    return _Moment(
+        "backward",
+        gradients={
+            "layers' gradients": 4.0 * _count(layers),
+            # Compilers reduce it late: it stays whole while the layers go backward.
+            "output projection's gradient (whole width)": 4.0 * _head(local),
+            "sums over micro-batches": _sums(local, state),
+        },
+        activations={"kept by layers": kept_bytes(local)},
+        temporaries={
+            "weights and their gradients (gathered)": _whole_weights(local, layers),
+            "a layer's working set": local.tokens * _working_set(local),
+            "weights in the compute dtype": _cast(local, state),
+            "rotations": _rotations(local),
+        },
+    )
+
+
+def _whole_weights(local: LocalStep, layers: list[StateArray]) -> float:
+    """Weights of a layer put together for its products, and gradients before they are divided.
+
+    Over few devices the compiler passes parts of a weight round while it multiplies, so that one
+    weight and its gradient are whole at most (seen with 8); over many it gathers all of a layer
+    ahead, and two gradients wait for their reduction (seen with 256).
+    """
+    counts = sorted(_gathered(local, array) // local.model.num_layers for array in layers)
+    data = {*local.axes("batch"), *local.axes("length")}
+    axes = {axis for array in layers for dim in array.axes for axis in dim if axis in data}
+    if math.prod(local.mesh[axis] for axis in axes) <= _PASSED_ROUND:
+        return 2.0 * local.compute_bytes * counts[-1]
+    return local.compute_bytes * (float(sum(counts)) + 2.0 * counts[-1])
+
+
+def _working_set(local: LocalStep) -> float:
+    """Bytes a token of a layer's own values while it goes backward.
+
+    The largest of three: the MLP's, with gate, up, their product, four of the stream's width and
+    what was computed again for attention's turn; attention's kernel, with what it takes, gives and
+    scratches; the rotations' in float32, where half a head's width is padded to whole lanes.
+    """
+    model, shares, item = local.model, local.shares, local.compute_bytes
+    D, F, H = model.hidden_size, shares.mlp, model.head_width
+    lanes = _lanes(local)
+    N, K = shares.heads * lanes, shares.kv_heads * lanes
+    half = 2 * max(_LANES, H // 2) if local.topology.chip.platform == "tpu" else H
+    scratch = max(attention_work(local, window).scratch_bytes for window in windows(model))
+    found = layer_replay(local)
+    ahead = [node for node in (*found.again, *found.offloaded) if node.name in ("q", "k", "v", "o")]
+    mlp = item * (4 * D + 3 * F + lanes * sum(node.width for node in ahead))
+    attention = item * (3 * D + 3 * N * H + 2 * K * H) + scratch / local.tokens
+    rotations = 4 * N * (half + H) + item * (3 * D + 3 * N * H + F)
+    return float(max(mlp, attention, rotations))
+
+
+def _update(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
+    params = [array for array in state if array.owner == "parameters"]
+    embedding = _count(_named(state, "embed/"))
+    return _Moment(
+        "update",
+        gradients={
+            "gradients": 4.0 * _count(params),
+            "sums over micro-batches": _sums(local, state),
+        },
+        activations={},
+        temporaries={"embedding's gradient (whole width)": 4.0 * embedding},
+    )

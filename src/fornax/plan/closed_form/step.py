@@ -1,0 +1,81 @@
+"""From a config and a topology to the facts of its training step: no compiler and no device."""
+
+from collections.abc import Iterator
+
+from fornax import kernels
+from fornax.config.errors import ConfigError
+from fornax.plan.closed_form.attention import attention_choice
+from fornax.plan.closed_form.exchanges import exchanges
+from fornax.plan.closed_form.memory import memory_at_peak
+from fornax.plan.closed_form.shards import LocalStep, local_step, windows
+from fornax.plan.closed_form.state import state_arrays
+from fornax.plan.closed_form.work import repeated_flops, step_work, update_work
+from fornax.plan.facts import StepFacts
+from fornax.plan.topology import Topology
+from fornax.train import TrainConfig
+from fornax.train.hosts import data_shards, padding_text
+
+
+def step_facts(config: TrainConfig, topology: Topology) -> StepFacts:
+    """What a training step of `config` holds, computes and exchanges on `topology`.
+
+    Raises:
+      ConfigError: for a model that is not given, pipeline stages, slices that the mesh does not
+        name, a remat policy that is not known here.
+      ShardingError: when model, batch or length do not divide over the mesh.
+    """
+    check_slices(config, topology)
+    local = local_step(config, topology)
+    state = state_arrays(local)
+    return StepFacts(
+        memory=memory_at_peak(local, state),
+        work=(*step_work(local), *update_work(local, state)),
+        exchanges=exchanges(local, state),
+        dtype=config.dtypes.compute,
+        mesh=local.mesh,
+        repeated_flops=repeated_flops(local) * topology.chip.devices,
+        notes=tuple(_notes(local)),
+    )
+
+
+def _notes(local: LocalStep) -> Iterator[str]:
+    config, shards = local.config, data_shards(local.mesh, local.rules)
+    padding = padding_text(config.batch_size, shards, config.accumulate)
+    if padding:
+        yield padding
+    chosen = {attention_choice(local, window).implementation for window in windows(local.model)}
+    if chosen & {"blockwise", "xla"}:
+        yield (
+            "attention runs as plain XLA operations here, which computes masked blocks too and "
+            "passes its scores through memory"
+        )
+    heads = local.size("activation_heads")
+    if local.shares.attention_heads == local.model.num_heads and heads > 1:
+        yield (
+            f"tensor={heads} does not divide {local.model.kv_heads} key/value heads, so every "
+            "tensor shard computes the attention of all heads"
+        )
+
+
+def kernel_choices(config: TrainConfig, topology: Topology) -> tuple[kernels.Choice, ...]:
+    """Which implementation each kernel of a step gets, and why no faster one.
+
+    Raises:
+      ConfigError, ShardingError: when the run does not divide over the topology.
+    """
+    local = local_step(config, topology)
+    found = [attention_choice(local, window) for window in windows(local.model)]
+    return tuple(dict.fromkeys(found))
+
+
+def check_slices(config: TrainConfig, topology: Topology) -> None:
+    """Refuse a mesh whose slice axis is not the topology's number of slices.
+
+    Raises:
+      ConfigError: with the value that would do.
+    """
+    if topology.chip.platform == "tpu" and config.mesh.slice != topology.slices:
+        raise ConfigError(
+            f"mesh.slice={config.mesh.slice} and {topology.name} has {topology.slices} "
+            f"slice{'s' if topology.slices > 1 else ''}; set mesh.slice to {topology.slices}"
+        )

@@ -1,0 +1,222 @@
+"""FLOPs and memory traffic of one device's step, class by class, the optimizer's update included.
+
+Products count two operations for each multiplication. Backward takes two products for each of the
+forward pass; a remat policy adds those it computes again (`layer.py`), and attention counts the
+blocks its kernel visits. Everything is of a step: all layers, all micro-batches.
+"""
+
+import math
+from collections.abc import Iterable
+
+from fornax.optim import SOAP, Muon, Shampoo
+from fornax.plan.closed_form.attention import attention_work
+from fornax.plan.closed_form.layer import Node, Replay, layer_graph, policy_of, replay
+from fornax.plan.closed_form.shards import LocalStep, windows
+from fornax.plan.closed_form.state import StateArray
+from fornax.plan.facts import Work
+
+CHUNK = 1024
+"""Tokens of a device whose logits exist at once, `linear_cross_entropy`'s default."""
+
+
+def layer_replay(local: LocalStep) -> Replay:
+    """What the remat policy makes of a layer on this device."""
+    return replay(local.model, local.shares, policy_of(local.config.resolved_remat()))
+
+
+def repeated_flops(local: LocalStep) -> float:
+    """FLOPs of a device's step that are the remat policy's: done a second time."""
+    again = layer_replay(local)
+    once = local.model.num_layers * local.tokens * again.product_flops
+    if again.attention_again:
+        for window, layers in windows(local.model).items():
+            once += layers * attention_work(local, window).forward_flops
+    return once * local.config.accumulate
+
+
+def step_work(local: LocalStep) -> tuple[Work, ...]:
+    """Everything a device computes in one step but the optimizer's update."""
+    runs = local.model.num_layers * local.config.accumulate
+    again = layer_replay(local)
+    graph, _ = layer_graph(local.model, local.shares)
+    repeated = {node.name for node in again.again}
+    work = [
+        one
+        for node in graph.values()
+        if node.kind == "product"
+        for one in _product(local, node, node.name in repeated, runs)
+    ]
+    work += _attention(local, again)
+    work += _sweeps(local, [node for node in graph.values() if node.kind == "cheap"], again, runs)
+    work += _ends(local)
+    return tuple(work)
+
+
+_CLASS = {"gate": "mlp", "up": "mlp", "down": "mlp"}
+
+
+def _product(local: LocalStep, node: Node, repeated: bool, runs: int) -> Iterable[Work]:
+    """Forward, the two products backward, and once more where the policy says so."""
+    kind = _CLASS.get(node.name, "attention_projections")
+    M, K, N = local.tokens, node.contract, node.columns
+    item = local.compute_bytes
+    forward = 2 if repeated else 1
+    yield _matmul(kind, (M, K, N), item, item, runs * forward)
+    yield _matmul(kind, (M, N, K), item, item, runs)  # the input's gradient
+    yield _matmul(kind, (K, M, N), item, item, runs)  # the weights' gradient
+
+
+def _matmul(kind: str, sides: tuple[int, int, int], item: int, out_item: int, count: float) -> Work:
+    M, K, N = sides
+    return Work(
+        kind=kind,
+        flops=2.0 * M * K * N,
+        bytes=float(item * (M * K + K * N) + out_item * M * N),
+        count=count,
+        sides=sides,
+    )
+
+
+def _attention(local: LocalStep, again: Replay) -> Iterable[Work]:
+    for window, layers in windows(local.model).items():
+        work = attention_work(local, window)
+        runs = layers * local.config.accumulate
+        forward = runs * (2 if again.attention_again else 1)
+        yield Work(
+            kind="attention", flops=work.forward_flops, bytes=work.forward_bytes, count=forward
+        )
+        yield Work(
+            kind="attention", flops=work.backward_flops, bytes=work.backward_bytes, count=runs
+        )
+
+
+def _sweeps(local: LocalStep, nodes: list[Node], again: Replay, runs: int) -> Iterable[Work]:
+    """Norms, rotations, residual sums and activations: as much memory as they read and write."""
+    graph, _ = layer_graph(local.model, local.shares)
+    repeated = {node.name for node in again.again}
+    for node in nodes:
+        if node.needs == (node.name,) or node.name == "v":
+            continue  # only a name for another value
+        read = sum(graph[name].width for name in node.needs)
+        moved = local.tokens * local.compute_bytes * (read + node.width)
+        times = 1 + 2 + (node.name in repeated)  # backward reads the gradient and the values
+        yield Work(
+            kind="norms_elementwise",
+            flops=6.0 * local.tokens * node.width,
+            bytes=moved,
+            count=runs * times,
+        )
+
+
+def _ends(local: LocalStep) -> Iterable[Work]:
+    """Embedding, final norm, output projection and loss of all micro-batches."""
+    model, item = local.model, local.compute_bytes
+    D, V, M = model.hidden_size, local.shares.vocab, local.tokens
+    steps = local.config.accumulate
+    yield Work(kind="embedding", bytes=float(M * D * (local.param_bytes + item) * 3), count=steps)
+    yield Work(kind="norms_elementwise", bytes=float(M * D * (item + 4) * 3), count=steps)
+    chunks = max(1, -(-M // CHUNK))
+    C = -(-M // chunks)
+    per_chunk = steps * chunks
+    yield _matmul("logits_loss", (C, D, V), item, 4, per_chunk)
+    yield _matmul("logits_loss", (C, V, D), item, item, per_chunk)
+    yield _matmul("logits_loss", (D, C, V), item, 0, per_chunk)
+    # The sum of the weights' gradient is read and written, the logits pass three times more.
+    yield Work(kind="logits_loss", bytes=float(8 * D * V + 3 * 4 * C * V), count=per_chunk)
+
+
+_FLOPS_A_NUMBER = 12.0
+"""Operations of an elementwise update for each parameter, with clipping and decay."""
+
+
+def update_work(local: LocalStep, state: tuple[StateArray, ...]) -> tuple[Work, ...]:
+    """The update and everything else a step does with whole gradients."""
+    params = [array for array in state if array.owner == "parameters"]
+    held = sum(array.bytes for array in params)
+    kept = sum(array.bytes for array in state if array.owner == "optimizer")
+    count = sum(math.prod(array.shape) for array in params)
+    gradients = 4 * count
+    work = [
+        # Reads gradients, parameters and state; writes the last two.
+        Work(
+            kind="optimizer",
+            flops=_FLOPS_A_NUMBER * count,
+            bytes=float(gradients + 2 * held + 2 * kept),
+        ),
+        Work(kind="optimizer", flops=2.0 * count, bytes=float(gradients)),  # the global norm
+    ]
+    if local.config.accumulate > 1:
+        work.append(Work(kind="optimizer", bytes=3.0 * gradients, count=local.config.accumulate))
+    work.extend(_matrices(local, params))
+    return tuple(work)
+
+
+def _matrices(local: LocalStep, params: list[StateArray]) -> Iterable[Work]:
+    """Products of optimizers that work on whole matrices, divided over their devices."""
+    chain = local.config.optim
+    kinds = [chain.optimizer, *(group.optimizer for group in chain.groups)]
+    optimizer = next((kind for kind in kinds if isinstance(kind, Muon | SOAP | Shampoo)), None)
+    if optimizer is None:
+        return
+    for array in params:
+        if not array.name.startswith("layers/") or len(array.shape) < 3:
+            continue
+        layers = array.shape[0]
+        shards = math.prod(local.mesh[axis] for dim in array.axes for axis in dim)
+        rows, columns = _sides(array.name, [n * _over(local, d) for n, d in _dims(array)][1:])
+        flops = layers * _flops(optimizer, rows, columns) / shards
+        yield Work(kind="optimizer", flops=flops, bytes=float(2 * layers * rows * columns / shards))
+
+
+def _dims(array: StateArray) -> Iterable[tuple[int, tuple[str, ...]]]:
+    return zip(array.shape, array.axes, strict=True)
+
+
+def _over(local: LocalStep, axes: tuple[str, ...]) -> int:
+    return math.prod(local.mesh[axis] for axis in axes)
+
+
+def _sides(name: str, whole: list[int]) -> tuple[int, int]:
+    """Rows and columns of one layer's matrix: heads and their width are one side."""
+    if len(whole) == 3:
+        out = name.endswith("o/kernel")
+        return (whole[0] * whole[1], whole[2]) if out else (whole[0], whole[1] * whole[2])
+    return whole[0], whole[1]
+
+
+def _flops(config: Muon | SOAP | Shampoo, rows: int, columns: int) -> float:
+    """Operations of one layer's matrix, an update."""
+    match config:
+        case Muon():
+            return _muon(config, rows, columns)
+        case SOAP():
+            return _soap(config, rows, columns)
+        case Shampoo():
+            return _shampoo(config, rows, columns)
+
+
+def _muon(config: Muon, rows: int, columns: int) -> float:
+    """Newton-Schulz: X X^T, its square, and their product with X, each iteration."""
+    small, large = min(rows, columns), max(rows, columns)
+    return config.ns_steps * (4.0 * small * small * large + 2.0 * small**3)
+
+
+def _soap(config: SOAP, rows: int, columns: int) -> float:
+    """Two covariances, three rotations between bases, and the bases' refinement."""
+    flops = 0.0
+    for side, other in ((rows, columns), (columns, rows)):
+        if side <= config.max_precondition_dim:
+            flops += 2.0 * side * side * other * 4
+            flops += (2.0 * side**3 + 4.0 / 3.0 * side**3) / config.precondition_frequency
+    return flops
+
+
+def _shampoo(config: Shampoo, rows: int, columns: int) -> float:
+    """Two covariances and two products of each block, and the roots' eigendecompositions."""
+    sides = [min(side, config.block_size) for side in (rows, columns)]
+    blocks = rows * columns / (sides[0] * sides[1])
+    flops = 0.0
+    for side, other in (sides, reversed(sides)):
+        flops += 2.0 * side * side * other * 2
+        flops += (9.0 * side**3 + 2.0 * side**3) / config.root_interval
+    return blocks * flops

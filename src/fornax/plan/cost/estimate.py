@@ -1,0 +1,65 @@
+"""A training step by closed forms: its facts, and the time they take."""
+
+from dataclasses import dataclass
+
+from fornax.plan.closed_form import step_facts
+from fornax.plan.cost.step import predict_step
+from fornax.plan.facts import Memory, ProgramReport
+from fornax.plan.topology import Topology
+from fornax.train import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a config would need and take on a topology, without compiling it."""
+
+    config: TrainConfig
+    topology: Topology
+    step: ProgramReport
+    repeated_flops: float
+    """Of a chip's FLOPs those that the remat policy executes a second time."""
+
+    @property
+    def memory(self) -> Memory:
+        """Of a chip, at the step's peak."""
+        return self.step.memory
+
+    @property
+    def step_seconds(self) -> float:
+        """The prediction."""
+        return self.step.step_seconds
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all chips."""
+        return self.config.batch_size * self.config.seq_len
+
+
+def estimate(config: TrainConfig, topology: Topology) -> Estimate:
+    """What a training step of `config` would need and take on `topology`.
+
+    Raises:
+      ConfigError: for a model that is not given, pipeline stages, slices that the mesh does not
+        name, a remat policy that is not known here.
+      ShardingError: when model, batch or length do not divide over the mesh.
+    """
+    facts = step_facts(config, topology)
+    time = predict_step(facts, topology)
+    step = ProgramReport(
+        name="train_step",
+        memory=facts.memory,
+        flops=sum(row.flops for row in time.work),
+        bytes=sum(row.bytes for row in time.work),
+        step_seconds=time.step_seconds,
+        compute_seconds=time.compute_seconds,
+        exposed_seconds=time.exposed_seconds,
+        optimistic_seconds=time.optimistic_seconds,
+        pessimistic_seconds=time.pessimistic_seconds,
+        bound=time.bound,
+        work=time.work,
+        collectives=time.collectives,
+        notes=time.notes,
+    )
+    return Estimate(
+        config=config, topology=topology, step=step, repeated_flops=facts.repeated_flops
+    )

@@ -1,0 +1,159 @@
+"""What a simulated run is: its hosts, how they fail, and the storage it restores from."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fornax.config import ConfigError
+
+__all__ = [
+    "KINDS",
+    "TIERS",
+    "Kind",
+    "Name",
+    "Policy",
+    "RunSpec",
+    "Tier",
+    "parse_bytes",
+    "parse_rate",
+    "parse_time",
+]
+
+Kind = Literal["process", "host", "slice", "restart"]
+KINDS: tuple[Kind, ...] = ("process", "host", "slice", "restart")
+"""What fails: a worker process, a host, all hosts of a slice at once, every process of the run."""
+
+Name = Literal["memory", "peer", "disk", "store"]
+TIERS: tuple[Name, ...] = ("memory", "peer", "disk", "store")
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_BYTES = {
+    prefix + unit: base**power
+    for base, unit in ((1000, "B"), (1024, "iB"))
+    for power, prefix in enumerate(("", "k" if base == 1000 else "K", "M", "G", "T", "P"))
+    if prefix or unit == "B"
+}
+
+
+def parse_time(name: str, text: str) -> float:
+    """Seconds of a time such as 12s, 25000h or 1.5min; ConfigError for anything else, and for 0."""
+    return _parse(name, text, "time", _SECONDS)
+
+
+def parse_bytes(name: str, text: str) -> float:
+    """Bytes of a size such as 1.2TB or 300GiB; ConfigError for anything else, and for 0."""
+    return _parse(name, text, "size", _BYTES)
+
+
+def parse_rate(name: str, text: str) -> float:
+    """Bytes/s of a rate such as 2GB/s; ConfigError for anything else, and for 0."""
+    return _parse(name, text, "rate", {f"{unit}/s": size for unit, size in _BYTES.items()})
+
+
+def _parse(name: str, text: str, what: str, units: Mapping[str, float]) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z/]+)", text.strip())
+    value = float(match[1]) * units.get(match[2], 0.0) if match else 0.0
+    if not 0 < value < math.inf:
+        raise ConfigError(
+            f"{name}={text!r} is no {what} above 0; write a number and its unit, one of "
+            f"{', '.join(units)}"
+        )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Where snapshots lie, each host's share of the state written and read by all hosts at once."""
+
+    name: Name
+    write_seconds: float
+    """Until a snapshot, once copied to host memory, is whole there; training goes on meanwhile."""
+    read_seconds: float
+    """To bring the state back from there to the devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """A run: times in seconds, sizes in bytes, rates in bytes/s, mean times between failures.
+
+    Raises:
+      ConfigError: for counts that do not fit together.
+    """
+
+    hosts: int
+    step: float
+    state: float
+    """Of all hosts together, spread evenly: parameters, optimizer, what else a restart needs."""
+    rates: Mapping[Kind, float]
+    """Failures a second of the whole run, by kind."""
+    memory_rate: float
+    """A host's, from its devices into its own memory and back: training stands still for a copy."""
+    peer_rate: float
+    """Between two hosts, while all send."""
+    disk_rate: float
+    """A host's local disk, synced."""
+    store_rate: float
+    """The object store's, all hosts together."""
+    detection: float
+    recovery: float
+    """From the verdict to a group that is formed anew, without the reading of the state."""
+    compile: float = 0.0
+    """Until the step is compiled there."""
+    repair: float
+    """Until a host that failed is a spare."""
+    slice_hosts: int
+
+    def __post_init__(self) -> None:
+        """Check that slices divide the hosts."""
+        if self.hosts < 1:
+            raise ConfigError(f"hosts={self.hosts} is no run; give 1 or more")
+        if self.slice_hosts < 1 or self.hosts % self.slice_hosts:
+            raise ConfigError(
+                f"slice_hosts={self.slice_hosts} does not divide {self.hosts} hosts into slices; "
+                "give a divisor of the hosts"
+            )
+
+    @property
+    def slices(self) -> int:
+        """Groups of hosts that fail together."""
+        return self.hosts // self.slice_hosts
+
+    @property
+    def partner(self) -> int:
+        """How far from a host the one is that holds its replica: in the next slice, if any."""
+        return self.slice_hosts if self.slices > 1 else self.hosts // 2
+
+    @property
+    def mtbf(self) -> float:
+        """Mean seconds between two failures of the run, of any kind; infinite without failures."""
+        rate = sum(self.rates.values())
+        return 1 / rate if rate else math.inf
+
+    @property
+    def copy_seconds(self) -> float:
+        """How long training stands still for a snapshot."""
+        return self.state / self.hosts / self.memory_rate
+
+    def tier(self, name: Name) -> Tier:
+        """A tier's times for this run's state; what is read passes through the host's memory."""
+        share = self.state / self.hosts
+        seconds = {
+            "memory": 0.0,
+            "peer": share / self.peer_rate,
+            "disk": share / self.disk_rate,
+            "store": self.state / self.store_rate,
+        }[name]
+        return Tier(name=name, write_seconds=seconds, read_seconds=seconds + self.copy_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What is decided: a snapshot every so many steps, and which tiers take which of them."""
+
+    steps: int
+    """Steps between two snapshots."""
+    every: Mapping[Name, int]
+    """Tier to which snapshots it takes: 1 for each, 3 for each third."""
+    spares: int

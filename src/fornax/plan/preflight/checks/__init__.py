@@ -1,1 +1,0 @@
-"""The checks of a preflight: each module turns a lab into questions."""

@@ -1,0 +1,305 @@
+"""What all checks share: the shrunk config, its rows and first state, its programs, the reference.
+
+A check is a `Case`: something to run, and how its answer becomes a line of the report.
+
+Legend: B rows, T tokens of a row.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import jax.typing
+import numpy as np
+import optax
+
+from fornax.config import FornaxError, dump_yaml
+from fornax.optim.tree import flatten, rebuild
+from fornax.preflight.programs import (
+    Outcome,
+    Program,
+    Reference,
+    Update,
+    joined,
+    make_reference,
+    make_update,
+)
+from fornax.preflight.report import Check, Group
+from fornax.preflight.shrink import Shrunk, float32, with_mesh
+from fornax.preflight.tolerance import (
+    Comparison,
+    Noise,
+    allowance,
+    compare,
+    compare_number,
+    measure_noise,
+    unit,
+)
+from fornax.train import Hosts, Ledger, TrainConfig, pretrain_task
+from fornax.train.session import first_state, prepare
+from fornax.train.state import TrainState
+
+__all__ = ["Case", "CheckFailed", "CheckSkipped", "Harness", "Rows", "run_case", "without_remat"]
+
+Rows = dict[str, np.ndarray]
+
+
+class CheckFailed(Exception):  # noqa: N818  (an answer, not an error of the program)
+    """A check found something that is not a difference between numbers."""
+
+
+class CheckSkipped(Exception):  # noqa: N818
+    """There is nothing to check, for the reason given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One check that can be run."""
+
+    group: Group
+    name: str
+    run: Callable[[], str | Comparison]
+    """Returns what was compared bit by bit in words, or a comparison; raises `CheckFailed` or
+    `CheckSkipped`."""
+    isolated: bool = False
+    """Whether it is one choice without the others: a quick preflight runs it only when the choices
+    together fail."""
+
+
+def run_case(case: Case) -> Check:
+    """Run one check. Whatever the program under test raises is a failure of it."""
+    began = time.monotonic()
+    found = None
+    try:
+        result = case.run()
+        if isinstance(result, Comparison):
+            found = result
+            result = "" if found.divergence is None else str(found.divergence)
+        status = "failed" if found and found.divergence else "ok"
+        detail = result
+    except CheckSkipped as reason:
+        status, detail = "off", str(reason)
+    except (CheckFailed, FornaxError) as error:
+        status, detail = "failed", str(error)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        status = "failed"
+        detail = f"it does not run: {type(error).__name__}: {lines[0][:300] if lines else ''}"
+    return Check(
+        group=case.group,
+        name=case.name,
+        status=status,
+        detail=detail,
+        divergence=None if found is None else found.divergence,
+        margin=None if found is None else found.margin,
+        seconds=round(time.monotonic() - began, 2),
+    )
+
+
+def without_remat(config: TrainConfig) -> TrainConfig:
+    """The config with everything kept for the backward pass."""
+    return dataclasses.replace(config, remat="none", remat_save=(), remat_offload=())
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the reference says about some rows, and how exactly."""
+
+    loss: float
+    gradients: Mapping[str, np.ndarray]
+    z_loss: float
+    noise: Noise
+
+
+class Harness:
+    """One shrunk config with everything that is computed once for all checks."""
+
+    def __init__(self, shrunk: Shrunk):
+        """Nothing is computed until a check asks for it."""
+        self.shrunk = shrunk
+        self.config = shrunk.config
+        """The whole mesh and every choice of the user's."""
+        self.single = with_mesh(
+            dataclasses.replace(without_remat(float32(shrunk.config)), accumulate=1)
+        )
+        """One device, float32, nothing accumulated or recomputed."""
+        self._programs: dict[tuple[str, str | None], Program] = {}
+        self._updates: dict[str, Update] = {}
+        self._expected: dict[bytes, Expected] = {}
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """A batch."""
+        return first_rows(self.config)
+
+    @functools.cached_property
+    def state(self) -> TrainState:
+        """What every program starts from; on the host."""
+        return start_state(self.single, self.config.dtypes.param_dtype)
+
+    @functools.cached_property
+    def _reference(self) -> Reference:
+        return make_reference(self.single)
+
+    @property
+    def terms(self) -> int:
+        """The longest sum in a gradient."""
+        model = self.config.model
+        assert model is not None
+        return max(
+            self.rows["tokens"].size,
+            model.hidden_size,
+            model.intermediate_size,
+            model.vocab_size,
+            model.num_heads * model.head_width,
+        )
+
+    def expected(
+        self, dtype: str, rows: Rows | None = None, params: optax.Params | None = None
+    ) -> Expected:
+        """The reference's answer, with the noise of computing in `dtype`."""
+        rows = self.rows if rows is None else rows
+        tree = self.state.params if params is None else params
+        flat = {path: np.asarray(x, np.float32) for path, x in flatten(tree).items()}
+        key = _digest(dtype, rows, flat)
+        if key not in self._expected:
+            loss, gradients, z_loss = self._reference(flat, rows)
+            noise = measure_noise(
+                lambda moved: self._reference(moved, rows)[:2],
+                flat,
+                (loss, gradients),
+                u=unit(dtype),
+                seed=self.config.seed,
+            )
+            self._expected[key] = Expected(loss, gradients, z_loss, noise)
+        return self._expected[key]
+
+    def program(self, config: TrainConfig, implementation: str | None = None) -> Program:
+        """The trainer's program of a config on virtual devices; each is compiled once."""
+        key = (dump_yaml(config), implementation)
+        if key not in self._programs:
+            count = math.prod(config.mesh.axis_sizes().values())
+            devices = jax.devices()[:count]
+            self._programs[key] = Program(config, devices, implementation=implementation)
+        return self._programs[key]
+
+    def verify(self, program: Program, rows: Rows | None = None) -> Comparison:
+        """Run a step; hold its loss, gradients and update against the reference.
+
+        Raises:
+          CheckFailed: for a step that was skipped, weights that do not add up, or copies of an
+            array that differ between devices.
+        """
+        rows = self.rows if rows is None else rows
+        outcome = program.run(self.state, rows)
+        expected = self.expected(program.config.dtypes.compute, rows)
+        found = self.check_step(program, outcome, expected, rows)
+        return found.then(self._check_update(program, outcome))
+
+    def check_step(
+        self, program: Program, outcome: Outcome, expected: Expected, rows: Rows
+    ) -> Comparison:
+        """Hold the loss and the gradients of a step against what they should be."""
+        weight = float(rows["loss_weights"].sum())
+        if outcome.weight != weight:
+            raise CheckFailed(
+                f"the weights of the batch add up to {outcome.weight:g}, not {weight:g}"
+            )
+        if outcome.metrics["skipped"]:
+            raise CheckFailed(f"the step was skipped: its loss is {outcome.loss} and not finite")
+        dtypes = program.config.dtypes
+        factor = allowance(dtypes.compute, self.terms)
+        tokens = int(np.count_nonzero(rows["loss_weights"]))
+        allowed = expected.noise.of_loss(expected.loss, factor, tokens, dtypes.compute)
+        found = compare_number("loss", outcome.loss, expected.loss, allowed)
+        tolerances = {
+            path: expected.noise.tolerance(path, value, factor, unit(dtypes.params))
+            for path, value in expected.gradients.items()
+        }
+        found = found.then(compare("gradient", outcome.gradients, expected.gradients, tolerances))
+        if found.divergence is None and outcome.disagreeing:
+            raise CheckFailed(
+                f"copies of {outcome.disagreeing[0]} differ between devices: each updated it with "
+                "a gradient of its own"
+            )
+        return found
+
+    def _check_update(self, program: Program, outcome: Outcome) -> Comparison:
+        """Hold the update against the optimizer's, of the same gradients, on one device."""
+        dtypes = program.config.dtypes
+        u = unit(dtypes.params)
+        if dtypes.params not in self._updates:
+            config = dataclasses.replace(self.single, dtypes=dtypes)
+            self._updates[dtypes.params] = make_update(config)
+        update = self._updates[dtypes.params]
+        kept = dataclasses.replace(outcome.state, rng=self.state.rng)
+        state = jax.tree.map(lambda x, like: np.asarray(x).astype(like.dtype), self.state, kept)
+
+        def compute(gradients: Mapping[str, np.ndarray]) -> tuple[float, Rows]:
+            return 0.0, update(state, gradients)
+
+        _, want = result = compute(outcome.gradients)
+        noise = measure_noise(compute, outcome.gradients, result, u=u, seed=self.config.seed)
+        factor = allowance(dtypes.params, sum(x.size for x in outcome.gradients.values()))
+        tolerances = {path: noise.tolerance(path, x, factor, u) for path, x in want.items()}
+        got = joined(outcome.params, outcome.optimizer)
+        return compare("updated value", got, want, tolerances)
+
+
+def _digest(dtype: str, *arrays: Mapping[str, np.ndarray]) -> bytes:
+    """A key for arrays of the same contents."""
+    found = hashlib.blake2b(dtype.encode())
+    for path, array in (item for each in arrays for item in each.items()):
+        found.update(path.encode())
+        found.update(array.tobytes())
+    return found.digest()
+
+
+def first_rows(config: TrainConfig) -> Rows:
+    """The first batch of a config, packed as it packs, with padding and unequal rows.
+
+    Every second row ends after a third: micro-batches, and devices, then hold unequal weights, so
+    that a mean of means is not the mean.
+    """
+    batches = pretrain_task(config).batches("train", Hosts())
+    try:
+        rows = next(batches)
+    finally:
+        batches.close()
+    B, T = rows["tokens"].shape
+    ends = np.array([T - row % 5 if row % 2 == 0 else T // 3 + row % 3 for row in range(B)])
+    inside_BT = np.arange(T) < ends[:, None]
+    return {name: np.where(inside_BT, x, 0).astype(x.dtype) for name, x in rows.items()}
+
+
+def start_state(config: TrainConfig, dtype: jax.typing.DTypeLike) -> TrainState:
+    """The trainer's first state on the host, in float32, as after a little training.
+
+    Parameters that start all equal (scales of norms, biases) get values of their own: with zeros
+    or ones a fault in them would not show.
+
+    Args:
+      config: of one device, in float32.
+      dtype: parameters are rounded to it, so that keeping them in it loses nothing.
+    """
+    programs = prepare(config, pretrain_task(config), Ledger(), jax.devices()[:1])
+    state = first_state(config, programs)
+    rng = np.random.default_rng(config.seed)
+
+    def settle(x: jax.Array) -> np.ndarray:
+        value = np.asarray(x)
+        if value.size > 1 and (value == value.flat[0]).all():
+            value = value + np.float32(0.1) * rng.standard_normal(value.shape, np.float32)
+        return value.astype(dtype).astype(np.float32)
+
+    params = {p: settle(x) for p, x in flatten(state.params).items()}
+    tree = rebuild(state.params, params)
+    optimizer = jax.jit(programs.parts.optim.init)(jax.tree.map(jnp.asarray, tree))
+    state = dataclasses.replace(state, params=tree, optimizer=optimizer)
+    return jax.tree.map(np.asarray, state)

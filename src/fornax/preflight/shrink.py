@@ -1,0 +1,349 @@
+"""A config small enough for virtual CPU devices: narrow and shallow, but of the same structure.
+
+The decoder keeps the kinds of its layers in their order and the ratios of its widths; the data is
+random documents.
+
+Legend: D model width, N query heads, K key/value heads, H head width, F hidden width.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+
+from fornax.config.errors import ConfigError
+from fornax.data import Prefetch, PythonSource
+from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
+from fornax.models import DecoderConfig
+from fornax.models.config import LongRopeScaling, RopeConfig
+from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer, Shampoo
+from fornax.train import EvalConfig, TrainConfig
+
+__all__ = [
+    "DEVICES",
+    "RandomDocuments",
+    "Shrunk",
+    "describe_mesh",
+    "float32",
+    "shrink",
+    "with_mesh",
+]
+
+DEVICES = 8
+"""Virtual devices of a preflight."""
+
+_MOST_SHARDS = 8
+_SOURCE = "fornax.preflight.shrink:RandomDocuments"
+_DOCUMENTS = 1 << 14
+_WIDTH = 64
+_VOCABULARY = 256
+_HEAD_WIDTHS = (16, 24, 32, 40, 48, 64, 80, 96, 128)
+
+Depth = Literal["whole", "quick", "kinds"]
+
+Pieces = Callable[..., int]
+"""Logical axes to the number that sizes of all of them must be multiples of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shrunk:
+    """A config made small, and the meshes to try it on."""
+
+    config: TrainConfig
+    """On the largest mesh; every other choice is the user's own."""
+    axes: tuple[str, ...]
+    """Mesh axes that the config uses, slowest link first."""
+    meshes: tuple[MeshConfig, ...]
+    """The whole mesh; several, which hold every three axes together, where four do not fit."""
+
+
+def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") -> Shrunk:
+    """Shrink a config.
+
+    Sizes of the mesh become 2 each, and the axis that takes what is left takes what is left of
+    eight devices. Widths become the least that divide over it in the proportions of the model.
+
+    Args:
+      config: the user's; its model resolved.
+      seq_len: tokens of a row.
+      depth: how many layers; see `shrink_model`. `kinds` is for one device.
+
+    Raises:
+      ConfigError: when the config names no model.
+    """
+    if config.model is None:
+        raise ConfigError("model is null; name weights with init_from, or describe the model")
+    sizes = config.mesh.axis_sizes()
+    axes = tuple(axis for axis, size in sizes.items() if size != 1)
+    meshes = tuple(_meshes(config, axes))
+    rules = config.mesh.resolved_rules()
+    widest = {axis: max(getattr(mesh, axis) for mesh in meshes) for axis in sizes}
+
+    def pieces(*logical: str) -> int:
+        return math.lcm(*(math.prod(widest[axis] for axis in rules[name]) for name in logical))
+
+    model = shrink_model(
+        config.model, pieces=pieces, seq_len=seq_len, original_seq_len=config.seq_len, depth=depth
+    )
+    accumulate = min(config.accumulate, 2)
+    shards = min(config.data.virtual_shards, _MOST_SHARDS)
+    rows = smallest_multiple(8, math.lcm(shards, pieces("batch") * accumulate))
+    source = PythonSource(
+        target=_SOURCE,
+        arguments={"seed": config.seed, "vocab": model.vocab_size, "seq_len": seq_len},
+    )
+    small = dataclasses.replace(
+        config,
+        model=model,
+        init_from=None,
+        seq_len=smallest_multiple(seq_len, pieces("length")),
+        batch_size=rows,
+        accumulate=accumulate,
+        mesh=meshes[0],
+        optim=_shrink_optim(config.optim, config.model, model),
+        data=dataclasses.replace(
+            config.data,
+            source=source,
+            eval_source=None,
+            holdout=0.0,
+            transforms=(),
+            skip_steps=(),
+            skip_records=(),
+            epochs=None,
+            virtual_shards=shards,
+            prefetch=Prefetch(buffer=0),
+        ),
+        eval=EvalConfig(),
+        processes=ProcessConfig(),
+        profile_steps=(),
+    )
+    return Shrunk(config=small, axes=axes, meshes=meshes)
+
+
+def float32(config: TrainConfig) -> TrainConfig:
+    """The config with everything computed in float32."""
+    return dataclasses.replace(config, dtypes=DtypePolicy())
+
+
+def with_mesh(config: TrainConfig, **sizes: int) -> TrainConfig:
+    """The config on a mesh of these sizes, all other axes 1, under its own rules."""
+    mesh = MeshConfig(**{"fsdp": 1, **sizes}, rules=config.mesh.rules)
+    return dataclasses.replace(config, mesh=mesh)
+
+
+def describe_mesh(mesh: MeshConfig) -> str:
+    """The axes that have several devices: `data=2 x tensor=2`."""
+    sizes = (f"{axis}={size}" for axis, size in mesh.axis_sizes().items() if size != 1)
+    return " x ".join(sizes) or "one device"
+
+
+def _meshes(config: TrainConfig, axes: tuple[str, ...]) -> Iterator[MeshConfig]:
+    """The whole mesh on eight devices; every choice of three axes where there are more."""
+    most = int(math.log2(DEVICES))
+    for some in itertools.combinations(axes, min(len(axes), most)):
+        sizes = dict.fromkeys(some, 2)
+        rest = next((axis for axis in some if getattr(config.mesh, axis) == -1), None)
+        if rest is not None:
+            sizes[rest] = _rest(config, rest, DEVICES // 2 ** (len(some) - 1))
+        yield MeshConfig(**{"fsdp": 1, **sizes}, rules=config.mesh.rules)
+
+
+def _rest(config: TrainConfig, axis: str, devices: int) -> int:
+    """The most devices that the open axis can have: its heads and layers must divide."""
+    model = config.model
+    assert model is not None
+    counts = {
+        "kv_heads": model.kv_heads,
+        "heads": model.num_heads,
+        "layers": model.num_layers,
+    }
+    rules = config.mesh.resolved_rules()
+    bound = [count for name, count in counts.items() if axis in rules[name]]
+    while devices > 2 and any(count % devices for count in bound):
+        devices //= 2
+    return devices
+
+
+def _shrink_optim(config: OptimConfig, old: DecoderConfig, new: DecoderConfig) -> OptimConfig:
+    """The same chain; a first update that moves, and matrices factored as before."""
+    share = new.hidden_size / old.hidden_size
+    groups = tuple(
+        dataclasses.replace(group, optimizer=_shrink_optimizer(group.optimizer, share))
+        for group in config.groups
+    )
+    return dataclasses.replace(
+        config,
+        schedule=dataclasses.replace(config.schedule, warmup_steps=0),
+        optimizer=_shrink_optimizer(config.optimizer, share),
+        groups=groups,
+    )
+
+
+def _shrink_optimizer(optimizer: Optimizer | None, share: float) -> Optimizer | None:
+    """Thresholds on the sides of a matrix shrink with the sides."""
+    if isinstance(optimizer, Adafactor):
+        least = max(1, round(optimizer.min_dim_size_to_factor * share))
+        return dataclasses.replace(optimizer, min_dim_size_to_factor=least)
+    if isinstance(optimizer, Shampoo):
+        side = max(1, round(optimizer.block_size * share))
+        return dataclasses.replace(optimizer, block_size=side)
+    if isinstance(optimizer, SOAP):
+        most = max(1, round(optimizer.max_precondition_dim * share))
+        return dataclasses.replace(optimizer, max_precondition_dim=most)
+    return optimizer
+
+
+def smallest_multiple(least: int, of: int) -> int:
+    """The smallest multiple of `of` that is at least `least`."""
+    return -(-least // of) * of
+
+
+def shrink_model(
+    model: DecoderConfig, *, pieces: Pieces, seq_len: int, original_seq_len: int, depth: Depth
+) -> DecoderConfig:
+    """Shrink a decoder.
+
+    Kept: the ratio of query heads to key/value heads, that of the MLP to the model's width, tied
+    embeddings, norms, caps, biases, the kind of every rope. Windows still cut documents, where
+    they cut rows of the original length. Weights start larger, so that activations have the size
+    that they have at the full width. Patterns of layers keep their kinds and order: of equal
+    layers in a row two stay (one, unless `whole`), and the pattern repeats twice, with what is
+    left over at its end; `kinds` has it once, without the rest.
+
+    Args:
+      model: the user's.
+      pieces: what sizes must divide into.
+      seq_len: tokens of a row.
+      original_seq_len: tokens of a row of the user's.
+      depth: how much of the pattern of layers; see above.
+    """
+    N, K = _heads(model, pieces)
+    H = _head_width(model)
+    D = smallest_multiple(_WIDTH, pieces("embed", "activation_embed"))
+    if model.head_dim is None:
+        D = N * H
+        while D % pieces("embed", "activation_embed"):
+            D, H = D + 8 * N, H + 8
+    F = round(D * min(model.intermediate_size / model.hidden_size, 4))
+    kinds = _pattern(model)
+    kept = _compressed(kinds, 2 if depth == "whole" else 1)
+    share = seq_len / original_seq_len
+    return dataclasses.replace(
+        model,
+        vocab_size=smallest_multiple(_VOCABULARY, pieces("vocab", "activation_vocab")),
+        hidden_size=D,
+        intermediate_size=smallest_multiple(F, pieces("mlp", "activation_mlp")),
+        num_layers=len(kept) if depth == "kinds" else _depth(model, len(kinds), kept),
+        attention_pattern=tuple(kinds[i][0] for i in kept),
+        rope_pattern=tuple(kinds[i][1] for i in kept),
+        num_heads=N,
+        num_kv_heads=None if model.num_kv_heads is None else K,
+        head_dim=None if model.head_dim is None else H,
+        max_position_embeddings=max(seq_len, round(model.max_position_embeddings * share)),
+        sliding_window=_window(model, seq_len, original_seq_len),
+        rope=_rope(model.rope, model.head_width, H, share),
+        local_rope=model.local_rope and _rope(model.local_rope, model.head_width, H, share),
+        query_pre_attn_scalar=model.query_pre_attn_scalar
+        and model.query_pre_attn_scalar * H / model.head_width,
+        initializer_range=model.initializer_range * math.sqrt(model.hidden_size / D),
+        bos_token_id=None,
+        eos_token_ids=(),
+        pad_token_id=None,
+    )
+
+
+def _heads(model: DecoderConfig, pieces: Pieces) -> tuple[int, int]:
+    """(N, K): two groups of key heads, four where each has one query head."""
+    ratio = model.num_heads // model.kv_heads
+    of_q = pieces("heads", "activation_heads")
+    if model.kv_heads == 1:
+        return smallest_multiple(min(model.num_heads, 4), of_q), 1
+    of_k = pieces("kv_heads", "activation_kv_heads")
+    K = smallest_multiple(4 if ratio == 1 else 2, of_k)
+    while K * ratio % of_q:
+        K += of_k
+    return K * ratio, K
+
+
+def _head_width(model: DecoderConfig) -> int:
+    """The least width that every rope can rotate its share of."""
+    ropes = [rope for rope in (model.rope, model.local_rope) if rope is not None]
+
+    def rotates(width: int, rope: RopeConfig) -> bool:
+        rotated = int(width * rope.fraction)
+        return rotated % 2 == 0 and rotated > 2
+
+    fitting = (w for w in _HEAD_WIDTHS if all(rotates(w, rope) for rope in ropes))
+    return next(fitting, model.head_width)
+
+
+def _pattern(model: DecoderConfig) -> list[tuple]:
+    """One period of (kind of attention, whether it rotates), without repetition."""
+    attention, rope = model.attention_pattern, model.rope_pattern
+    kinds = [(attention[i % len(attention)], rope[i % len(rope)]) for i in range(model.num_layers)]
+    for period in range(1, len(kinds)):
+        if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+            return kinds[:period]
+    return kinds
+
+
+def _compressed(kinds: list[tuple], longest: int) -> list[int]:
+    """Indexes of the layers that stay: the first `longest` of each run of equal ones."""
+    runs = groupby(range(len(kinds)), key=lambda i: kinds[i])
+    return [i for _, run in runs for i in list(run)[:longest]]
+
+
+def _depth(model: DecoderConfig, period: int, kept: list[int]) -> int:
+    """Two periods at most, and what is left over."""
+    repeats, left = divmod(model.num_layers, period)
+    return len(kept) * min(repeats, 2) + sum(i < left for i in kept)
+
+
+def _window(model: DecoderConfig, seq_len: int, original_seq_len: int) -> int | None:
+    if model.sliding_window is None:
+        return None
+    return max(2, seq_len // 8) if model.sliding_window < original_seq_len else seq_len
+
+
+def _rope(rope: RopeConfig, old_width: int, new_width: int, share: float) -> RopeConfig:
+    scaling = rope.scaling
+    if isinstance(scaling, LongRopeScaling):
+        count = int(new_width * rope.fraction) // 2
+        old = int(old_width * rope.fraction) // 2
+        picks = [i * old // count for i in range(count)]
+        scaling = dataclasses.replace(
+            scaling,
+            short_factor=tuple(scaling.short_factor[i] for i in picks),
+            long_factor=tuple(scaling.long_factor[i] for i in picks),
+            original_max_position_embeddings=max(
+                2, round(scaling.original_max_position_embeddings * share)
+            ),
+        )
+    return dataclasses.replace(rope, scaling=scaling)
+
+
+class RandomDocuments:
+    """Documents of an eighth to a half of a row, so that several share one; no two are equal."""
+
+    def __init__(self, seed: int, vocab: int, seq_len: int):
+        """Remember how to draw.
+
+        Args:
+          seed: of everything.
+          vocab: token ids are drawn from 1 to `vocab` - 1.
+          seq_len: tokens of a row.
+        """
+        self._seed, self._vocab, self._seq_len = seed, vocab, seq_len
+
+    def __len__(self) -> int:
+        return _DOCUMENTS
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng([self._seed, index])
+        length = int(rng.integers(max(2, self._seq_len // 8), max(3, self._seq_len // 2)))
+        return {"tokens": rng.integers(1, self._vocab, length, dtype=np.uint32)}

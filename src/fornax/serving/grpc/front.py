@@ -1,0 +1,187 @@
+"""The listening side of gRPC: address, TLS, tokens, bounds of connections, reflection."""
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from fornax.config.errors import ConfigError, ServingCode, ServingError
+from fornax.serving.access import Auth, Limits, Tls
+from fornax.serving.config import Address
+from fornax.serving.grpc import inference_pb2
+from fornax.serving.grpc.methods import ADMIN, METHODS, OPEN, SERVICE, Context, abort
+
+__all__ = ["Compression", "Front", "add_reflection"]
+
+Compression = Literal["none", "deflate", "gzip"]
+_COMPRESSION = {
+    "none": grpc.Compression.NoCompression,
+    "deflate": grpc.Compression.Deflate,
+    "gzip": grpc.Compression.Gzip,
+}
+_PING_ALLOWED = 10_000
+"""Milliseconds between a client's own pings, at least."""
+_SPARE_CALLS = 1024
+"""Calls at once beside inferences: health, metadata, streams."""
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_REFLECTION = "grpc.reflection.v1.ServerReflection"
+"""The same messages as those of v1alpha, which grpcio-reflection has."""
+Refused = Callable[[ServingError], None]
+"""Told of a call that is refused before its handler."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Front:
+    """Where a gRPC server listens, and whom it lets in."""
+
+    address: Address
+    """Port 0 for any."""
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    auth: Auth | None = None
+    """The tokens of which a call must present one, liveness and readiness excepted."""
+    admin: Auth | None = None
+    """The tokens for calls that change the server; None: those of `auth`."""
+    tls: Tls | None = None
+    compression: Compression = "none"
+    """Of answers; requests come as their client likes."""
+
+    def server(self, refused: Refused) -> grpc.aio.Server:
+        """A server in the running event loop, without handlers; `listen` gives it the address."""
+        return grpc.aio.server(
+            interceptors=self._interceptors(refused),
+            options=_options(self.limits),
+            maximum_concurrent_rpcs=self.limits.max_concurrent_requests + _SPARE_CALLS,
+            compression=_COMPRESSION[self.compression],
+        )
+
+    async def listen(self, server: grpc.aio.Server) -> Address:
+        """Start a server; where it listens.
+
+        Raises:
+          OSError: the address cannot be bound.
+          ConfigError: the certificate or its key cannot be read.
+        """
+        credentials = None if self.tls is None else _credentials(self.tls)
+        port = _bind(server, self.address, credentials)
+        await server.start()
+        return Address(self.address.host, port)
+
+    def _interceptors(self, refused: Refused) -> list[grpc.aio.ServerInterceptor]:
+        """The token check, where there are tokens. Health.List needs one: it names the models."""
+        admin = self.admin or self.auth
+        if not any(auth is not None and auth.enabled for auth in (self.auth, admin)):
+            return []
+        auths = {
+            **{METHODS[name].path: None for name in OPEN},
+            **{METHODS[name].path: admin for name in ADMIN},
+            "/grpc.health.v1.Health/Check": None,
+            "/grpc.health.v1.Health/Watch": None,
+        }
+        return [_Tokens(auths, self.auth, refused)]
+
+
+class _Tokens(grpc.aio.ServerInterceptor):
+    """Refuses calls without a token: `auths` by path, `default` for every other path."""
+
+    def __init__(self, auths: Mapping[str, Auth | None], default: Auth | None, refused: Refused):
+        self._auths, self._default, self._refuse = auths, default, refused
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "_Handler | None":
+        """The handler of a call, or one that refuses it."""
+        handler = await continuation(handler_call_details)
+        auth = self._auths.get(handler_call_details.method, self._default)
+        if handler is None or auth is None or not auth.enabled:
+            return handler
+        sent = dict(handler_call_details.invocation_metadata).get("authorization")
+        if auth.admits(sent):
+            return handler
+        why = "none was sent" if sent is None else "it is none that this server knows"
+        return self._refused(handler, why)
+
+    def _refused(self, handler: _Handler, why: str) -> _Handler:
+        error = ServingError(
+            ServingCode.UNAUTHENTICATED,
+            f"this call needs a token, and {why}; send metadata `authorization: Bearer TOKEN`",
+        )
+        self._refuse(error)
+
+        async def refuse_call(_: object, context: Context) -> None:
+            await abort(context, error)
+
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(refuse_call)
+        return grpc.unary_unary_rpc_method_handler(refuse_call)
+
+
+def add_reflection(server: grpc.aio.Server) -> None:
+    """Serve reflection of the V2 service, v1alpha and v1, for clients such as grpcurl."""
+    pool = DescriptorPool()
+    for file in (inference_pb2, health_pb2, reflection_pb2):
+        pool.AddSerializedFile(file.DESCRIPTOR.serialized_pb)
+    names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+    servicer = reflection.aio.ReflectionServicer(names, pool=pool)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    newer = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(_REFLECTION, {"ServerReflectionInfo": newer}),)
+    )
+
+
+def _bind(
+    server: grpc.aio.Server, address: Address, credentials: grpc.ServerCredentials | None
+) -> int:
+    """The port; OSError where the address is not to be had."""
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), credentials)
+    except RuntimeError as error:
+        raise OSError(f"gRPC cannot listen at {address}: {error}") from None
+    if not port:
+        raise OSError(f"gRPC cannot listen at {address}")
+    return port
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    try:
+        pair = tls.key.read_bytes(), tls.cert.read_bytes()
+        roots = None if tls.client_ca is None else tls.client_ca.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return grpc.ssl_server_credentials([pair], roots, require_client_auth=roots is not None)
+
+
+def _options(limits: Limits) -> list[tuple[str, int]]:
+    """Channel arguments from the limits."""
+    # Half of the time without a sign of the client, then a ping, half of it for the answer.
+    half = max(int(limits.send_timeout * 500), 1)
+    options = [
+        ("grpc.so_reuseport", 0),  # else two servers share a port without a word
+        ("grpc.max_receive_message_length", limits.max_body_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", limits.max_header_bytes),
+        ("grpc.max_concurrent_streams", limits.max_concurrent_requests),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.max_connection_idle_ms", int(limits.keep_alive * 1000)),
+        ("grpc.keepalive_time_ms", half),
+        ("grpc.keepalive_timeout_ms", half),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_ALLOWED),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_ALLOWED),
+    ]
+    # The transport counts in 32 bits; its own messages end at 2 GiB.
+    return [(name, min(value, 2**31 - 1)) for name, value in options]

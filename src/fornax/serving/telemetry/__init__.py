@@ -1,0 +1,1 @@
+"""Telemetry: metrics, logs, traces and profiles of a running server."""

@@ -1,0 +1,234 @@
+"""Rounds for a trainer of several processes: process 0 has them drawn, all train on them.
+
+The others wait at a socket and not in a collective, which would time out while a round is drawn.
+Parameters for samplers are gathered from all processes.
+"""
+
+import contextlib
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fornax.config import environment, errors
+from fornax.config.errors import ClusterError, ConfigError, FornaxError, GroupLostError
+from fornax.config.frames import Frame, Kind, LinkError, receive, send
+from fornax.mesh import hosts
+from fornax.tune.rl.rollouts import RolloutBatch, from_arrays, to_arrays
+from fornax.tune.rollout import Completion, Sampler, SamplerStats, SampleSettings
+from fornax.tune.rollout.sampler import Weights
+from fornax.tune.rollout.shards import HostWeights, arrays_frame, frame_arrays
+
+__all__ = ["NoSampler", "RoundLink", "find_samplers", "host_weights"]
+
+_JOIN_SECONDS = 60.0
+
+Make = Callable[[Sampler, int], RolloutBatch]
+
+
+def find_samplers() -> tuple[list[str], str] | None:
+    """Addresses and token of the samplers that `fornax launch --samplers` started, if it did.
+
+    Raises:
+      ConfigError: for variables that are not complete.
+    """
+    addresses, token = environment.samplers()
+    if not addresses and not token:
+        return None
+    if (
+        not addresses
+        or not token
+        or not all(each.rpartition(":")[2].isdigit() for each in addresses)
+    ):
+        raise ConfigError(
+            f"samplers need FORNAX_SAMPLERS (host:port, with commas between) and "
+            f"FORNAX_SAMPLERS_TOKEN, and FORNAX_SAMPLERS is {','.join(addresses)!r}; fornax launch "
+            "--samplers sets both"
+        )
+    return addresses, token
+
+
+def host_weights(state: nnx.State, *, keep: bool) -> HostWeights:
+    """Path to array, on the host, of parameters that may lie on the devices of all processes.
+
+    All processes call it, in the same order.
+
+    Args:
+      state: of the parameters.
+      keep: whether this process wants them; nothing is copied where it does not.
+    """
+    found: dict[tuple[str | int, ...], np.ndarray] = {}
+    for path, leaf in nnx.to_flat_state(state):
+        value = leaf.get_value()
+        if not (value.is_fully_addressable or value.is_fully_replicated):
+            value = jax.jit(lambda x: x, out_shardings=_everywhere(value))(value)
+        if keep:
+            whole = value if value.is_fully_addressable else value.addressable_data(0)
+            found[tuple(map(_part, path))] = np.array(whole)
+    return found
+
+
+def _part(key: object) -> str | int:
+    return key if isinstance(key, int) else str(key)
+
+
+def _everywhere(value: jax.Array) -> NamedSharding:
+    assert isinstance(value.sharding, NamedSharding)
+    return NamedSharding(value.sharding.mesh, PartitionSpec())
+
+
+class NoSampler:
+    """What stands for the sampler in processes that draw nothing."""
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        """Let `interrupt` be what ends the wait for a round."""
+        self.interrupt = interrupt
+
+    def at(self, version: int) -> "NoSampler":
+        """Versions are for process 0 to keep."""
+        return self
+
+    def update(self, params: Weights, version: int) -> None:
+        """Weights are for process 0 to send."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Process 0 draws."""
+        raise ClusterError("process 0 has rollouts drawn, and this is another")
+
+    def stats(self) -> SamplerStats:
+        """Nothing is drawn."""
+        return SamplerStats()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class RoundLink:
+    """Connections from process 0 to the others, made by all of them together."""
+
+    def __init__(self, *, loopback: bool) -> None:
+        """Meet; all processes call this, in the main thread.
+
+        Args:
+          loopback: whether all processes are on this machine.
+
+        Raises:
+          GroupLostError: when another process does not come.
+        """
+        self._first = jax.process_index() == 0
+        self._peers: list[socket.socket] = []
+        self._lost = False
+        self._closed = False
+        self.interrupt: Callable[[], None] = lambda: None
+        """Called on process 0 when another process is gone, from any thread."""
+        listener: list[socket.socket] = []
+
+        def listen() -> Mapping[str, str]:
+            listener.append(socket.create_server(("127.0.0.1" if loopback else "", 0)))
+            host = "127.0.0.1" if loopback else socket.gethostname()
+            port = listener[0].getsockname()[1]
+            return {"host": host, "port": str(port), "token": secrets.token_hex(16)}
+
+        met = hosts.decide(listen)
+        try:
+            if self._first:
+                self._accept(listener[0], met["token"])
+            else:
+                self._join(met)
+        except (OSError, LinkError) as error:
+            raise GroupLostError(
+                f"process {jax.process_index()} cannot meet the others of the run ({error}); "
+                "start all of them again"
+            ) from error
+
+    def maker(self, collect: Make) -> Make:
+        """(sampler, number) to a round: what `collect` makes on process 0, in all processes."""
+
+        def make(sampler: Sampler, number: int) -> RolloutBatch:
+            try:
+                batch = collect(sampler, number)
+            except FornaxError as error:
+                if self._lost:
+                    raise _lost_another(error) from error
+                facts = {"kind": type(error).__name__, "message": str(error)}
+                self._say(Frame(kind=Kind.REFUSED, facts=facts))
+                raise
+            self._say(arrays_frame(Kind.ROUND, to_arrays(batch), number=number))
+            return batch
+
+        return make if self._first else self._receive
+
+    def close(self) -> None:
+        """End the connections."""
+        self._closed = True
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, listener: socket.socket, token: str) -> None:
+        with listener:
+            listener.settimeout(_JOIN_SECONDS)
+            while len(self._peers) < jax.process_count() - 1:
+                peer, _ = listener.accept()
+                peer.settimeout(_JOIN_SECONDS)
+                with contextlib.suppress(LinkError):
+                    first = receive(peer, longest=0)
+                    given = str(first.facts.get("token", ""))
+                    if hmac.compare_digest(given.encode(), token.encode()):
+                        peer.settimeout(None)
+                        self._peers.append(peer)
+                        threading.Thread(target=self._watch, args=(peer,), daemon=True).start()
+                        continue
+                peer.close()
+
+    def _join(self, met: Mapping[str, str]) -> None:
+        peer = socket.create_connection((met["host"], int(met["port"])), timeout=_JOIN_SECONDS)
+        peer.settimeout(None)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._peers.append(peer)
+        send(peer, Frame(kind=Kind.JOIN, facts={"token": met["token"]}))
+
+    def _watch(self, peer: socket.socket) -> None:
+        """Until another process, which says nothing, is gone."""
+        with contextlib.suppress(LinkError):
+            receive(peer, longest=0)
+        if not self._closed:
+            self._lost = True
+            self.interrupt()
+
+    def _say(self, frame: Frame) -> None:
+        try:
+            for peer in self._peers:
+                send(peer, frame)
+        except LinkError as error:
+            raise _lost_another(error) from error
+
+    def _receive(self, sampler: Sampler, number: int) -> RolloutBatch:
+        try:
+            frame = receive(self._peers[0])
+        except LinkError as error:
+            raise _lost_another(error) from error
+        if frame.kind is Kind.REFUSED:
+            kind, message = frame.facts["kind"], frame.facts["message"]
+            raise getattr(errors, kind, ClusterError)(f"process 0: {message}")
+        if frame.facts["number"] != number:
+            raise ClusterError(
+                f"process 0 made round {frame.facts['number']} and this one waits for {number}"
+            )
+        return from_arrays(frame_arrays(frame))
+
+
+def _lost_another(error: Exception) -> GroupLostError:
+    return GroupLostError(
+        f"process {jax.process_index()} lost another process of the run while a round was drawn "
+        f"({error}); start all of them again: they go on from the newest checkpoint. fornax launch "
+        "does so by itself"
+    )

@@ -1,0 +1,384 @@
+"""Completions by samplers that are processes of their own, on this machine or others.
+
+Shards of a round wait in one queue, from which each sampler takes its next: what one that is lost
+had, another draws from the beginning, to the same bits. Weights go over connections of their own,
+so that a sampler draws on while the next version comes.
+"""
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+
+from fornax.config.errors import ClusterError, EngineError
+from fornax.config.frames import Frame, Kind, LinkError, receive, send
+from fornax.tune.rollout.sampler import SamplerStats, SampleSettings, Weights, split_shards
+from fornax.tune.rollout.shards import (
+    HostWeights,
+    Shard,
+    array_frames,
+    frame_completions,
+    shard_frame,
+)
+from fornax.tune.rollout.types import Completion
+
+__all__ = ["RemoteSampler"]
+
+_AGAIN_SECONDS = 0.2
+_TICK_SECONDS = 0.5
+
+
+class RemoteSampler:
+    """A `Sampler` over the samplers at some addresses; one thread at a time draws.
+
+    A sampler holds the versions that it was sent until newer ones are drawn with. `update` only
+    hands the arrays over: threads send them, while rounds of the version before are drawn.
+
+    Example:
+      sampler = RemoteSampler(["127.0.0.1:4001", "127.0.0.1:4002"], token, shards=8)
+      sampler.update(weights, version=0)
+      groups = sampler.sample([[1, 5, 9]], SampleSettings(n=4, max_tokens=32), seeds=[7])
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token: str,
+        *,
+        shards: int,
+        versions: int = 2,
+        lost_seconds: float = 600.0,
+    ) -> None:
+        """Begin to connect, in threads.
+
+        Args:
+          addresses: host:port of each sampler.
+          token: what they want to see.
+          shards: parts in which prompts are drawn, each in one sampler.
+          versions: how many of the newest are kept for samplers that have them not, or not yet.
+          lost_seconds: how long all samplers may be out of reach.
+        """
+        self._shards, self._versions, self._lost_seconds = shards, versions, lost_seconds
+        self.session = secrets.token_hex(8)
+        """Names this object to samplers: what they hold of another is of no use to it."""
+        self.changed = threading.Condition()
+        self.weights: dict[int, HostWeights] = {}
+        """What may still be asked for, by version."""
+        self.closed = False
+        self._waiting: deque[_Task] = deque()
+        self._interrupted = False
+        self._version: int | None = None
+        self._numbers = 0
+        self._stats = SamplerStats()
+        self.bytes = 0
+        """Bytes of weights that were sent."""
+        self._links = [_Link(self, address, token) for address in addresses]
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Completions of each prompt under the newest version; see `Sampler`.
+
+        Raises:
+          EngineError: what a sampler cannot honour; or after `interrupt`.
+          ClusterError: no sampler can be reached.
+        """
+        if self._version is None:
+            raise EngineError("the samplers have no weights; call update first")
+        return self.draw(self._version, prompts, settings, seeds)
+
+    def at(self, version: int) -> "VersionSampler":
+        """The sampler of one version, whatever `update` says meanwhile."""
+        return VersionSampler(self, version)
+
+    def draw(
+        self,
+        version: int,
+        prompts: Sequence[Sequence[int]],
+        settings: SampleSettings,
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """Completions of each prompt under a version that `update` was given; see `sample`."""
+        if len(prompts) != len(seeds):
+            raise EngineError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
+        began = time.monotonic()
+        tasks = []
+        with self.changed:
+            if version not in self.weights:
+                raise EngineError(f"version {version} of the weights is no longer held")
+            for part in split_shards(len(prompts), self._shards):
+                shard = Shard(
+                    number=self._numbers,
+                    version=version,
+                    prompts=prompts[part],
+                    seeds=seeds[part],
+                    settings=settings,
+                )
+                self._numbers += 1
+                tasks.append(_Task(shard))
+            for old in [each for each in self.weights if each < version]:
+                del self.weights[old]
+            self._waiting.extend(tasks)
+            self.changed.notify_all()
+        try:
+            self._wait(tasks)
+        finally:
+            with self.changed:
+                self._waiting.clear()
+                for task in tasks:
+                    task.wanted = False
+        self._add(SamplerStats(seconds=time.monotonic() - began))
+        return [group for task in tasks for group in task.found]
+
+    def update(self, params: Weights, version: int) -> None:
+        """Let the samplers have another version; returns at once.
+
+        Args:
+          params: path to array, on the host, of all parameters; they must not change any more.
+          version: what tokens are tagged with.
+        """
+        with self.changed:
+            self._interrupted = False
+            self._version = version
+            self.weights[version] = params  # pyrefly: ignore[unsupported-operation]
+            for old in sorted(self.weights)[: -self._versions]:
+                del self.weights[old]
+            self.changed.notify_all()
+        self._add(SamplerStats(updates=1))
+
+    def interrupt(self) -> None:
+        """Make `sample` raise EngineError until the next `update`; from any thread."""
+        with self.changed:
+            self._interrupted = True
+            self.changed.notify_all()
+        for link in self._links:
+            if link.task is not None:
+                link.cut("work")
+
+    def stats(self) -> SamplerStats:
+        """Sums over all samplers; `seconds` is the time that drawing took altogether."""
+        with self.changed:
+            return self._stats
+
+    def close(self) -> None:
+        """End the connections; samplers stop what they draw."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+        for link in self._links:
+            link.close()
+
+    def next_task(self) -> "_Task | None":
+        """The next shard to draw, waited for; None after `close`."""
+        with self.changed:
+            while not self._waiting and not self.closed:
+                self.changed.wait()
+            return None if self.closed else self._waiting.popleft()
+
+    def put_back(self, task: "_Task") -> None:
+        """A shard that its sampler did not answer: the next one to be drawn."""
+        with self.changed:
+            if task.wanted:
+                self._waiting.appendleft(task)
+                self.changed.notify_all()
+
+    def finish(self, task: "_Task", frame: Frame) -> None:
+        """Take a sampler's answer."""
+        with self.changed:
+            if not task.wanted:
+                return
+            if frame.kind is Kind.REFUSED:
+                task.refused = str(frame.facts.get("why"))
+            else:
+                task.found, stats = frame_completions(frame)
+                self._stats = _sum(self._stats, stats)
+            task.done = True
+            self.changed.notify_all()
+
+    def _wait(self, tasks: Sequence["_Task"]) -> None:
+        seen = time.monotonic()
+        with self.changed:
+            while not all(task.done for task in tasks):
+                if self._interrupted or self.closed:
+                    raise EngineError("sampling was interrupted; it goes on after the next update")
+                if any(link.connected for link in self._links):
+                    seen = time.monotonic()
+                elif time.monotonic() - seen > self._lost_seconds:
+                    names = ", ".join(link.address for link in self._links)
+                    raise ClusterError(
+                        f"no sampler at {names} could be reached for {self._lost_seconds:g} s; see "
+                        "cluster/sampler-N.log of the run directory"
+                    )
+                self.changed.wait(_TICK_SECONDS)
+        refused = [task.refused for task in tasks if task.refused]
+        if refused:
+            raise EngineError(f"a sampler: {refused[0]}")
+
+    def _add(self, more: SamplerStats) -> None:
+        with self.changed:
+            self._stats = _sum(self._stats, more)
+
+
+@dataclass(frozen=True)
+class VersionSampler:
+    """A `RemoteSampler` held to one version."""
+
+    inner: RemoteSampler
+    version: int
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See `RemoteSampler.draw`."""
+        return self.inner.draw(self.version, prompts, settings, seeds)
+
+    def update(self, params: Weights, version: int) -> None:
+        """See `RemoteSampler.update`; this object stays with its version."""
+        self.inner.update(params, version)
+
+    def stats(self) -> SamplerStats:
+        """See `RemoteSampler.stats`."""
+        return self.inner.stats()
+
+    def close(self) -> None:
+        """See `RemoteSampler.close`."""
+        self.inner.close()
+
+
+@dataclass(eq=False)
+class _Task:
+    """A shard on its way."""
+
+    shard: Shard
+    found: list[list[Completion]] = field(default_factory=list)
+    refused: str = ""
+    done: bool = False
+    wanted: bool = True
+    """Whether somebody waits for it."""
+
+
+class _Link:
+    """One sampler: a thread that has it draw, and one that sends it weights."""
+
+    def __init__(self, owner: RemoteSampler, address: str, token: str) -> None:
+        self._owner, self.address, self._token = owner, address, token
+        self.task: _Task | None = None
+        self.connected = False
+        # The sampler's process, as it names itself, that each connection found.
+        self._processes: dict[str, str] = {}
+        self._sockets: dict[str, socket.socket] = {}
+        for run in (self._work, self._send_weights):
+            threading.Thread(target=run, name=f"sampler {address}", daemon=True).start()
+
+    def cut(self, role: str) -> None:
+        """End a connection; its thread makes another one."""
+        found = self._sockets.get(role)
+        if found is not None:
+            with contextlib.suppress(OSError):
+                found.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut("work")
+        self.cut("weights")
+
+    @contextlib.contextmanager
+    def _connection(self, role: str) -> Iterator[tuple[socket.socket, Frame]]:
+        """A connection, and what the sampler said on it first.
+
+        Raises:
+          LinkError: when the sampler is not there, or wants another token.
+        """
+        host, _, port = self.address.rpartition(":")
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=_TICK_SECONDS * 20)
+        except OSError as error:
+            raise LinkError(f"{self.address} cannot be reached: {error}") from error
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            facts = {"token": self._token, "role": role, "session": self._owner.session}
+            send(connection, Frame(kind=Kind.JOIN, facts=facts))
+            # A sampler that starts has the connection in its backlog: it answers when it is ready.
+            connection.settimeout(None)
+            self._sockets[role] = connection
+            try:
+                if self._owner.closed:
+                    raise LinkError("closed")
+                hello = receive(connection)
+                with self._owner.changed:
+                    self._processes[role] = str(hello.facts.get("process"))
+                    self._owner.changed.notify_all()
+                yield connection, hello
+            finally:
+                del self._sockets[role]
+
+    def _work(self) -> None:
+        while not self._owner.closed:
+            with contextlib.suppress(LinkError), self._connection("work") as (connection, _):
+                self.connected = True
+                while (task := self._owner.next_task()) is not None:
+                    self.task = task
+                    self._draw(connection, task)
+                    self.task = None
+            task, self.task, self.connected = self.task, None, False
+            if task is not None:
+                self._owner.put_back(task)
+            time.sleep(0.0 if self._owner.closed else _AGAIN_SECONDS)
+
+    def _draw(self, connection: socket.socket, task: _Task) -> None:
+        send(connection, shard_frame(task.shard))
+        while (frame := receive(connection)).facts.get("number") != task.shard.number:
+            pass  # of a shard that nobody waits for any more
+        try:
+            self._owner.finish(task, frame)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LinkError(f"an answer makes no sense: {error!r}") from error
+
+    def _send_weights(self) -> None:
+        while not self._owner.closed:
+            with contextlib.suppress(LinkError), self._connection("weights") as (where, hello):
+                sent = {int(version) for version in hello.facts.get("versions", ())}
+                while (version := self._next_version(sent)) is not None:
+                    self._send_version(where, version)
+                    sent.add(version)
+            time.sleep(0.0 if self._owner.closed else _AGAIN_SECONDS)
+
+    def _next_version(self, sent: set[int]) -> int | None:
+        """The oldest version that the sampler has not and may need; None after `close`.
+
+        Raises:
+          LinkError: when another process has taken the sampler's place.
+        """
+        owner = self._owner
+        with owner.changed:
+            while not owner.closed:
+                if self._processes.get("work", "") not in ("", self._processes["weights"]):
+                    raise LinkError("the sampler was replaced")
+                missing = sorted(owner.weights.keys() - sent)
+                if missing:
+                    return missing[0]
+                owner.changed.wait()
+        return None
+
+    def _send_version(self, where: socket.socket, version: int) -> None:
+        weights = self._owner.weights.get(version)
+        if weights is None:  # dropped meanwhile
+            return
+        size = 0
+        for frame in array_frames(version, weights):
+            send(where, frame)
+            size += len(frame.body)
+        answer = receive(where)
+        if answer.kind is not Kind.READY:
+            raise LinkError(str(answer.facts.get("why")))
+        with self._owner.changed:
+            self._owner.bytes += size
+
+
+def _sum(one: SamplerStats, other: SamplerStats) -> SamplerStats:
+    names = [each.name for each in fields(SamplerStats)]
+    return SamplerStats(**{name: getattr(one, name) + getattr(other, name) for name in names})

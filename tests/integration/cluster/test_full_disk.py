@@ -1,0 +1,69 @@
+"""A launched run on a real file system that is full: it trains on, and says what is not saved."""
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fornax.checkpoint import Checkpointer
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """The run's directory, on a disk of 40 MB; needs the right to mount."""
+    path = tmp_path / "run"
+    path.mkdir()
+    made = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(path)]
+    if subprocess.run(made, capture_output=True).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(filler: Path, leave: int) -> None:
+    with filler.open("ab", buffering=0) as file:
+        while (free := shutil.disk_usage(filler.parent).free) > leave:
+            file.write(bytes(min(free - leave, 1 << 20)))
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_full_disk_costs_checkpoints_and_nothing_else(launch: Any, run_dir: Path, freed: bool):
+    run = launch(save_every=20, steps=100_000)
+    run.wait_for_step(1, 45)
+    filler = run_dir / "filler"
+    fill(filler, leave=200_000)  # a checkpoint takes 480 kB, the lines of a step 400 bytes
+    run.wait_for_event(lambda e: "unsaved" in e)
+    at = next(e["unsaved"] for e in run.events() if "unsaved" in e)
+    if freed:
+        fill(filler, leave=0)  # now lines have no room either, and wait in memory
+    run.wait_for_step(1, at + 50)
+    saved = Checkpointer(run_dir / "checkpoints").all_steps()
+    assert saved
+    assert max(saved) < at
+    if freed:
+        filler.unlink()
+        run.wait_for_step(1, at + 100)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.finish()
+    steps = [step for step, *_ in run.exact()]
+    assert steps == list(range(1, len(steps) + 1)), output
+    assert not run.descendants()
+    assert "no space left on the disk" in output
+    assert "Training goes on; the next save tries again" in output
+    now = Checkpointer(run_dir / "checkpoints").all_steps()
+    if freed:
+        assert code == 130, output
+        assert now[-1] == steps[-1]
+        assert not run.faults()
+    else:
+        assert code == 2, output
+        assert now == saved  # whole and restorable
+        assert f"the run is at step {steps[-1]} of 100000, and that is not saved" in output
+        assert run.faults() == [("failed", 0)] or run.faults() == [("failed", 1)]
+        assert "not saved" in next(e for e in run.events() if "last_line" in e)["last_line"]

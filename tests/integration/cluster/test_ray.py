@@ -1,0 +1,240 @@
+"""The real Ray as launcher: faults change no number, hosts come and go, nothing is left."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.integration.cluster.conftest import CHANGES
+from tests.integration.cluster.test_client import PROGRAM, TOLERANCE, position, run_python
+from tests.integration.train.conftest import COMMAND
+
+from fornax.cluster import drill
+from fornax.cluster.ray_engine import address_for
+from fornax.config import ClusterError
+from fornax.config.jsonl import read_json_lines
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'fornax-ai[cluster]'")
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A home directory and one for temporary files, in which nothing may be left."""
+    home, temporary = tmp_path / "home", Path(f"/tmp/fornax-test-{os.getpid()}")
+    home.mkdir()
+    temporary.mkdir()  # Ray's sockets need a short path
+    yield {"HOME": str(home), "TMPDIR": str(temporary)}
+    left = [*temporary.iterdir(), *(p for p in home.rglob("*") if p.name in (".ray", "auth_token"))]
+    shutil.rmtree(temporary)
+    assert not left
+
+
+def test_a_killed_rank_changes_no_number_and_ray_leaves_nothing(
+    launch: Any, undisturbed: list[tuple], places: dict[str, str]
+):
+    run = launch(flags=["--engine", "ray", "--no-spares"], env=places)
+    run.wait_for_step(1, 6)
+    drill(run.run_dir, "kill", 1)
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.faults() == [("killed", 1)], output
+    assert run.exact() == undisturbed
+    assert not run.descendants()
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_actor_is_replaced_and_a_killed_launch_leaves_nothing(
+    launch: Any, places: dict[str, str]
+):
+    """All that a host consists of is stopped: actor, agent and worker."""
+    run = launch(flags=["--engine", "ray", "--no-spares"], env=places, steps=5000)
+    worker = run.wait_for_step(1, 2)
+    agent = parent(worker)
+    host = {worker, agent, parent(agent)}
+    for pid in host:
+        os.kill(pid, signal.SIGSTOP)
+    run.wait_for_epoch(2)
+    assert [(kind, rank) for kind, rank in run.faults() if rank == 1], run.events()
+    survivor = run.wait_for_step(1, 2)
+    until_gone(lambda: host & run.descendants())
+    for pid in (parent(parent(survivor)), run.process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    run.process.kill()
+    run.process.communicate()
+    until_gone(run.descendants)
+
+
+def until_gone(left: Callable[[], set[int]]) -> None:
+    deadline = time.monotonic() + 120
+    while found := left():
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.exhaustive
+def test_a_cluster_of_rays_trains_resizes_and_calls(
+    environment: dict[str, str], settings: dict[str, Any], tmp_path: Path, places: dict[str, str]
+):
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({**settings, **CHANGES, "steps": 200, "save_every": None}))
+    program = PROGRAM.replace("spares=False", 'spares=False, engine="ray"')
+    env = {**environment, **places, "JAX_PLATFORMS": "cpu"}
+    said = run_python(program, [str(config), str(tmp_path / "run"), "2", "3"], env)
+    assert "totals [3, 3, 0]" in said
+    assert "code 0" in said
+    events = read_json_lines(tmp_path / "run" / "events.jsonl")
+    assert [e["hosts"] for e in events if "free" in e] == [2, 3]
+
+
+ELASTIC = """
+import os, sys, threading, time
+from pathlib import Path
+from ray.cluster_utils import Cluster as Nodes
+
+from fornax.cluster import Job, Limits
+from fornax.cluster.controller import Controller
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.ray_engine import RayEngine, RayLauncher
+
+folder, files = Path(sys.argv[1]), ClusterFiles(Path(sys.argv[1]) / "run")
+files.directory.mkdir(parents=True)
+nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+first = nodes.add_node(num_cpus=1)
+nodes.add_node(num_cpus=1)
+nodes.wait_for_nodes()
+
+engine = RayEngine(1, nodes.address)
+print("map", sorted(set(engine.map(lambda n: n + 1, range(4)))))
+launcher = RayLauncher(engine._ray, files, spare=False, imports=("ranks",))
+job = Job(
+    hosts=3, least=2, program="ranks:main", words=(str(folder), "2000"), limits=Limits(stall=20)
+)
+controller = Controller(job, files, launcher, announce=lambda line: print(line, flush=True))
+
+def at_work(hosts):
+    deadline = time.monotonic() + 120
+    while controller.hosts_at_work != hosts:
+        assert time.monotonic() < deadline, hosts
+        time.sleep(0.05)
+
+# Ray's nodes are added in the main thread only.
+beside = threading.Thread(target=lambda: print("code", controller.run()))
+beside.start()
+try:
+    at_work(2)
+    nodes.add_node(num_cpus=1)
+    at_work(3)
+    nodes.remove_node(first, allow_graceful=False)
+    at_work(2)
+    time.sleep(1)
+finally:
+    controller.stop()
+    beside.join()
+    engine.close()
+    nodes.shutdown()
+"""
+
+
+@pytest.mark.exhaustive
+def test_nodes_of_a_cluster_come_and_go(tmp_path: Path):
+    """Two nodes, a third is added, one dies; the workers compute nothing."""
+    modules = Path(__file__).parents[2] / "unit" / "cluster"
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(modules),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "5e" * 32,
+        "HOME": str(tmp_path),
+    }
+    said = run_python(ELASTIC, [str(tmp_path)], env)
+    assert "map [1, 2, 3, 4]" in said
+    assert "code 143" in said
+    events = [json.loads(x) for x in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    formed = [e["why"].split(",")[0] for e in events if e.get("state") == "forming"]
+    assert [why for why in formed if not why.startswith("waits")] == [
+        "2 hosts",
+        "3 hosts",
+        "2 hosts",
+    ]
+    (fault,) = [e for e in events if e.get("state") == "teardown"]
+    assert fault["kind"] == "agent"
+    done = {int(step) for p in tmp_path.glob("*.steps") for step in p.read_text().split()}
+    assert done == set(range(1, max(done) + 1))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "nowhere"])
+def test_an_address_without_a_cluster_is_refused(tmp_path: Path, address: str):
+    words = ["launch", "--engine", "ray", "--address", address, "--hosts", "2"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "fornax", *words, "--", "train", "--run-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HOME": str(tmp_path)},
+        timeout=120,
+    )
+    assert ended.returncode == 2
+    assert f"no Ray cluster at {address}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_nodes_on_other_machines_are_refused_but_on_a_private_network():
+    one, two = ["127.0.0.1", "10.0.0.5"], ["10.0.0.5", "10.0.0.6"]
+    assert address_for(one, "10.0.0.5", private_network=True) == "127.0.0.1"
+    assert address_for(two, "10.0.0.5", private_network=True) == "10.0.0.5"
+    with pytest.raises(ClusterError, match=r"nodes on other machines \(10\.0\.0\.6\)"):
+        address_for(two, "10.0.0.5", private_network=False)
+
+
+@pytest.mark.exhaustive
+def test_eight_three_five_and_four_hosts_train_as_one_process(
+    launch: Any, environment: dict[str, str], settings: dict[str, Any], tmp_path: Path
+):
+    """One command: resized from another terminal, and a kill at the end.
+
+    Every record is read once; losses differ from one process's by rounding only.
+    """
+    changes = {"steps": 100, "save_every": None}
+    run = launch(hosts="3..8", flags=["--engine", "ray", "--no-spares"], **changes)
+    formed = []
+    for hosts in (8, 3, 5, 4):
+        if formed:
+            assert resize(run.run_dir, hosts) == 0
+        else:
+            run.wait_for_epoch(1)
+        formed.append(hosts)
+        run.wait_for_step(hosts - 1, len(run.exact()) + 3)
+    drill(run.run_dir, "kill", 2)
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.faults() == [("killed", 2)], output
+    assert [e["hosts"] for e in run.events() if "free" in e] == [8, 3, 5, 4, 4]
+    assert not run.descendants()
+    config = tmp_path / "one.yaml"
+    config.write_text(yaml.safe_dump({**settings, **CHANGES, **changes}))
+    words = ["train", "--config", str(config), "--run-dir", str(tmp_path / "one")]
+    run_python(COMMAND, words, {**environment, "JAX_PLATFORMS": "cpu"})
+    many, one = (
+        read_json_lines(path / "metrics.jsonl") for path in (run.run_dir, tmp_path / "one")
+    )
+    assert [(r["step"], r["tokens"]) for r in many] == [(r["step"], r["tokens"]) for r in one]
+    assert [r["loss"] for r in many] == pytest.approx([r["loss"] for r in one], rel=TOLERANCE)
+    assert position(run.run_dir, 100) == position(tmp_path / "one", 100)
+
+
+def resize(run_dir: Path, hosts: int) -> int:
+    words = ["launch", "resize", str(run_dir), "--hosts", str(hosts)]
+    return subprocess.run([sys.executable, "-m", "fornax", *words], timeout=600).returncode

@@ -1,0 +1,262 @@
+"""Real faults in a launched run: who is named, that it goes on, and that no number changes."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fornax.checkpoint import Checkpointer
+from fornax.checkpoint.records import read_records, record_path
+from fornax.cluster import drill, read_status, storm
+
+LARGER: dict[str, Any] = {"batch_size": 24, "seq_len": 128}
+SAVED_EACH_STEP = ("--mtbf", "0.01s")
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow]
+
+
+def test_the_survivor_stays_in_its_process_and_no_number_changes(
+    launch: Any, undisturbed: list[tuple]
+):
+    """The third time as the first: nothing of an earlier group is left that breaks the next."""
+    run = launch()
+    survivor = run.wait_for_step(0, 6)
+    replaced = [run.wait_for_step(1, 6)]
+    for fault, step in (("kill", 6), ("stop", 10), ("kill", 14)):
+        run.wait_for_step(0, step)
+        drill(run.run_dir, fault, 1)
+        run.wait_for_epoch(len(replaced) + 1)
+        replaced.append(run.wait_for_step(1, step))
+    assert run.wait_for_step(0, 16) == survivor
+    assert len(set(replaced)) == 4
+    drill(run.run_dir, "kill", 0)
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.faults() == [("killed", 1), ("stopped", 1), ("killed", 1), ("killed", 0)], output
+    assert run.exact() == undisturbed
+    assert [e["free"] for e in run.events() if e.get("state") == "forming"] == [0, 1, 1, 1, 1]
+    assert run.states() == [
+        *["forming", "running", "suspect", "teardown"] * 4,
+        *["forming", "running", "ended"],
+    ]
+    assert f"rank 0 on {os.uname().nodename}" in output
+    assert "Traceback" not in output
+    assert not run.descendants()
+    assert not list((run.run_dir / "cluster").glob("*.record"))
+
+
+def test_memory_is_enough_for_a_second_death_while_the_group_forms(
+    launch: Any, undisturbed: list[tuple]
+):
+    """Nothing is saved to disk: every step is in the agents' memory, which outlives the ranks."""
+    run = launch(flags=SAVED_EACH_STEP, save_every=None)
+    run.wait_for_step(1, 12)
+    drill(run.run_dir, "kill", 0)
+    run.wait_for_event(lambda e: e.get("state") == "forming" and e["epoch"] == 2)
+    run.wait_for_worker(1, 2)
+    drill(run.run_dir, "kill", 1)
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.faults()[0] == ("killed", 0), output
+    assert ("killed", 1) in run.faults()
+    assert run.exact() == undisturbed
+    started = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e]
+    assert started[-1] >= 7, output  # four steps at most wait for the replica of one before
+    assert "of 24, in memory" in output
+    assert not run.descendants()
+
+
+def test_a_host_that_is_taken_away_with_notice_loses_no_step(launch: Any, undisturbed: list[tuple]):
+    run = launch(save_every=None, steps=2000)
+    run.wait_for_step(1, 20)
+    drill(run.run_dir, "preempt", 0)
+    run.wait_for_event(lambda e: e.get("state") == "teardown")
+    done = max(step for step, *_ in run.exact())
+    run.wait_for_epoch(2)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.finish()
+    assert code == 130, output
+    assert run.faults() == [("preempted", 0)]
+    restarted = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e]
+    steps = [step for step, *_ in run.exact()]
+    assert steps == list(range(1, len(steps) + 1))
+    at = next(e["step"] for e in run.events() if e.get("drill") == "preempt")
+    assert len(restarted) == 2
+    assert at < restarted[1] <= done + 1  # the step that was worked on is done, and saved
+    # The numbers are those of a longer schedule, the learning rate is; the data is the same.
+    found = [x[4] for x in run.exact()[:24]]
+    assert len(found) > at
+    assert found == [x[4] for x in undisturbed[: len(found)]]
+    assert not run.descendants()
+
+
+@pytest.mark.parametrize("policy", ["evict", pytest.param("report", marks=pytest.mark.exhaustive)])
+def test_a_slow_rank_is_named_and_replaced_where_that_is_the_policy(launch: Any, policy: str):
+    """No code of the worker's is slow: the process is stopped for three quarters of the time."""
+    run = launch(hosts=3, flags=("--slow", policy), save_every=None, steps=100_000, **LARGER)
+    run.wait_for_step(2, 20)
+    slow = run.wait_for_step(1, 20)
+    assert not [e for e in run.events() if e.get("slow") is not None]
+    assert drill(run.run_dir, "slow", 1) == slow
+    named = next(e for e in run.events() if e.get("slow") is not None)
+    at = next(e["step"] for e in run.events() if e.get("drill") == "slow")
+    assert named["slow"] == 1
+    assert named["own_seconds"] - named["others_seconds"] > named["step_seconds"] / 3
+    if policy == "evict":
+        run.wait_for_epoch(2)
+        assert run.faults() == [("slow", 1)]
+        assert run.wait_for_step(1, at + 20) != slow
+    else:
+        status = read_status(run.run_dir)
+        assert [r.rank for r in status.ranks if r.slow > 0] == [1]
+        run.wait_for_event(lambda e: "slow" in e and e["slow"] is None)
+        assert not run.faults()
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.finish()
+    assert code == 130, output
+    steps = [step for step, *_ in run.exact()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert "rank 1 is slow: it holds each step up by" in output
+
+
+def test_the_state_of_a_host_that_is_lost_comes_from_the_memory_of_another(
+    launch: Any, undisturbed: list[tuple]
+):
+    """The agent is killed, and with it worker and memory; nothing is on disk."""
+    run = launch(flags=SAVED_EACH_STEP, save_every=None)
+    survivor = run.wait_for_step(0, 12)
+    drill(run.run_dir, "lose", 1)
+    run.wait_for_epoch(2)
+    assert run.wait_for_step(0, 18) == survivor  # a few steps, for the new host to hold a replica
+    drill(run.run_dir, "lose", 0)
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.faults() == [("agent", 1), ("agent", 0)], output
+    assert run.exact() == undisturbed
+    fetched = [(e["rank"], e["fetched"]) for e in run.events() if "fetched" in e]
+    assert [rank for rank, _ in fetched] == [1, 0]
+    started = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e]
+    for (_, steps), step in zip(fetched, started[1:], strict=True):
+        assert step - 1 in steps, output
+    assert started[1] > 2, output  # without memory it would be 1: nothing is on disk
+    assert not run.descendants()
+
+
+def test_when_a_host_and_its_replica_are_lost_the_newest_checkpoint_is_taken(
+    launch: Any, undisturbed: list[tuple]
+):
+    run = launch(flags=SAVED_EACH_STEP, save_every=5)
+    run.wait_for_step(0, 13)
+    drill(run.run_dir, "lose", 0)
+    drill(run.run_dir, "lose", 1)
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.exact() == undisturbed
+    assert not [e for e in run.events() if "fetched" in e]
+    started = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e]
+    assert started[1] in (6, 11), output
+    assert "in memory" not in output
+    assert not run.descendants()
+
+
+def test_a_death_while_saving_and_that_of_the_coordination_service(
+    launch: Any, undisturbed: list[tuple]
+):
+    """The step that was being saved is not complete and never becomes so by half."""
+    run = launch(save_every=3)
+    saving = stop_while_saving(run, rank=1)
+    drill(run.run_dir, "kill", 1)
+    run.wait_for_epoch(2)
+    run.wait_for_step(1, saving + 2)
+    for pid in run.descendants():
+        with contextlib.suppress(OSError):
+            if b"coordination:serve" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.faults() == [("killed", 1), ("service", 0)], output
+    assert run.exact() == undisturbed
+    started = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e]
+    assert started[1] != saving + 1, output
+    assert len(started) == 3
+    assert Checkpointer(run.run_dir / "checkpoints").all_steps()[-1] == 24
+    assert not run.descendants()
+
+
+def stop_while_saving(run: Any, rank: int) -> int:
+    """Hold a rank whose part of a checkpoint is not whole yet; the step that is saved."""
+    pid, root = run.wait_for_step(rank, 1), run.run_dir / "checkpoints"
+    while True:
+        names = {path.name.partition(".")[0] for path in root.glob("*")}
+        steps = sorted(int(name) for name in names if name.isdecimal())
+        if steps and not record_path(root / str(steps[-1]), rank).exists():
+            os.kill(pid, signal.SIGSTOP)
+            if not record_path(root / str(steps[-1]), rank).exists():
+                return steps[-1]
+            os.kill(pid, signal.SIGCONT)
+        assert run.process.poll() is None
+        time.sleep(0.001)
+
+
+@pytest.mark.exhaustive
+def test_fifty_random_faults_change_no_number(launch: Any):
+    """Four hosts; every loss of every step, and with it the data, is that of a run without any."""
+    settings: dict[str, Any] = {"steps": 900, "save_every": 50}
+    calm = launch("calm", hosts=4, flags=("--no-spares",), **settings)
+    output, _ = calm.process.communicate(timeout=900)
+    assert calm.process.returncode == 0, output
+    run = launch("stormy", hosts=4, flags=SAVED_EACH_STEP, **settings)
+    run.wait_for_step(0, 2)
+    weathered = list(storm(run.run_dir, 50, seed=15))
+    output, _ = run.process.communicate(timeout=900)
+    assert run.process.returncode == 0, output
+    assert len(weathered) == 50
+    assert len(run.faults()) == 50, run.faults()
+    named = {"kill": "killed", "stop": "stopped", "lose": "agent", "preempt": "preempted"}
+    assert run.faults() == [(named[each.fault], each.rank) for each in weathered]
+    for each in weathered:
+        assert each.stepped < 120, weathered
+    assert run.exact() == calm.exact()
+    assert [step for step, *_ in run.exact()] == list(range(1, 901))
+    assert not run.descendants()
+
+
+@pytest.mark.exhaustive
+def test_a_host_that_is_cut_off_saves_nothing_once_others_took_over(launch: Any):
+    """Its agent ends it before it is replaced, and what is on disk says which group saved it."""
+    run = launch(flags=("--relays",), save_every=1, checkpoint={"keep_last": 100}, steps=2000)
+    cut = run.wait_for_step(1, 6)
+    drill(run.run_dir, "partition", 1)
+    ended = wait_for_end(cut)
+    run.wait_for_epoch(2)
+    run.wait_for_step(1, run.events()[-1]["step"] + 3)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.finish()
+    assert code == 130, output
+    assert run.faults() == [("partition", 1)], output
+    assert ended < next(e["time"] for e in run.events() if e.get("state") == "teardown")
+    steps = [step for step, *_ in run.exact()]
+    assert steps == list(range(1, len(steps) + 1))
+    records = [read_records(path) for path in step_folders(run.run_dir)]
+    for each in (record for step in records for record in step):
+        assert each.epoch == 2 or each.saved_at < ended
+    assert {each.epoch for step in records for each in step} == {1, 2}
+    assert not run.descendants()
+
+
+def wait_for_end(pid: int) -> float:
+    """Until a process has ended; when that was."""
+    with contextlib.suppress(OSError):
+        while Path(f"/proc/{pid}/maps").read_text():  # a zombie has none
+            time.sleep(0.005)
+    return time.time()
+
+
+def step_folders(run_dir: Path) -> list[Path]:
+    """Of the complete checkpoints."""
+    steps = Checkpointer(run_dir / "checkpoints").all_steps()
+    return [run_dir / "checkpoints" / str(step) for step in steps]

@@ -1,0 +1,71 @@
+"""A program for launches in tests: ranks that make steps without arrays, and break when told.
+
+Each rank waits at every step for the others, as in a collective, through files in its folder. A
+file `RANK.FAULT` there makes that rank break once; what is done is appended to `RANK.steps`.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fornax.config import worker_record
+
+
+def main(words: Sequence[str]) -> int:
+    """Make steps from the last that all have saved."""
+    folder, steps = Path(words[0]), int(words[1])
+    rank, count = (os.environ[f"FORNAX_{n}"] for n in ("PROCESS_ID", "NUM_PROCESSES"))
+    record = worker_record.current()
+    assert record is not None
+    epoch = os.environ["FORNAX_EPOCH"]
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+    saved = folder / "saved"
+    step = int(saved.read_text()) if saved.exists() else 0
+    while step < steps:
+        step += 1
+        record.change("wait_for_data", step)
+        told(folder, rank)
+        record.change("step", step)
+        with (folder / f"{rank}.steps").open("a") as file:
+            file.write(f"{step}\n")
+        (folder / f"{rank}.at").write_text(f"{epoch} {step} {int(bool(stop))}")
+        peers = [met(folder / f"{peer}.at", epoch, step) for peer in range(int(count))]
+        if rank == "0":
+            (folder / "saving").write_text(str(step))
+            (folder / "saving").rename(saved)  # whole, also when this is killed
+        if any(peers):
+            return 143
+        time.sleep(0.02)
+    return 0
+
+
+def met(path: Path, epoch: str, step: int) -> bool:
+    """Wait for a peer; whether it was asked to stop."""
+    while True:
+        words = path.read_text().split() if path.exists() else []
+        if len(words) == 3 and words[0] == epoch and int(words[1]) >= step:
+            return words[2] == "1"
+        time.sleep(0.002)
+
+
+def told(folder: Path, rank: str) -> None:
+    """Break as a file says."""
+    for file in folder.glob(f"{rank}.fault-*"):
+        kind = file.name.partition("-")[2]
+        if kind != "always":
+            file.unlink()
+        match kind:
+            case "data":
+                time.sleep(600)
+            case "lock":
+                ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock
+            case "user":
+                sys.stderr.write("error: a bad config\n")
+                sys.exit(2)
+            case "always":
+                raise RuntimeError("a bad batch")

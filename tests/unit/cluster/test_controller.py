@@ -1,0 +1,279 @@
+"""The controller with real agents, workers and faults; the workers compute nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fornax.cluster import Job, Limits, drill, read_status
+from fornax.cluster.controller import Controller
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.local import LocalLauncher
+from fornax.config import ClusterError, worker_record
+from fornax.config.jsonl import read_json_lines
+
+pytestmark = [pytest.mark.fault]
+
+HOSTS = 3
+
+
+class Run:
+    """A launch of `ranks.py` in this process; `when` runs beside it."""
+
+    def __init__(
+        self, folder: Path, steps: int = 60, spare: bool = False, relays: bool = False
+    ) -> None:
+        self.folder, self.files = folder, ClusterFiles(folder / "run")
+        self.files.directory.mkdir(parents=True, exist_ok=True)
+        self.said: list[str] = []
+        job = Job(
+            hosts=HOSTS,
+            program="ranks:main",
+            words=(str(folder), str(steps)),
+            limits=Limits(stall=1.0, leave=0.5, lease=6.0),
+        )
+        launcher = LocalLauncher(files=self.files, spare=spare, imports=("ranks",), relays=relays)
+        self.controller = Controller(job, self.files, launcher, announce=self.said.append)
+
+    def code(self, *when: tuple[int, Callable[[], object]]) -> int:
+        """Run to the end; each of `when` is called once rank 1 has entered a step."""
+        beside = threading.Thread(target=self._beside, args=when, daemon=True)
+        beside.start()
+        return self.controller.run()
+
+    def _beside(self, *when: tuple[int, Callable[[], object]]) -> None:
+        for step, call in when:
+            self.pid(1, step)
+            call()
+
+    def pid(self, rank: int, step: int = 0) -> int:
+        """The process of a rank once it has entered a step."""
+        for _ in range(3000):
+            state = worker_record.read(self.files.record(rank))
+            if state is not None and state.entered_step >= step:
+                return state.pid
+            time.sleep(0.01)
+        raise TimeoutError
+
+    def wait_for(self, state: str, epoch: int) -> None:
+        """Until an epoch has entered a state."""
+        for _ in range(3000):
+            events = read_json_lines(self.files.events)
+            if any(e.get("state") == state and e["epoch"] == epoch for e in events):
+                return
+            time.sleep(0.01)
+        raise TimeoutError
+
+    def faults(self) -> list[tuple[str, int]]:
+        """What was at fault, as it was torn down."""
+        events = read_json_lines(self.files.events)
+        return [(e["kind"], e["rank"]) for e in events if e.get("state") == "teardown"]
+
+    def steps(self) -> list[list[int]]:
+        """What each rank did."""
+        texts = [(self.folder / f"{rank}.steps").read_text() for rank in range(HOSTS)]
+        return [[int(step) for step in text.split()] for text in texts]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("FORNAX_TEST_RUN", str(tmp_path))
+    yield tmp_path
+    left = [pid for pid in processes(tmp_path) if pid != os.getpid()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def processes(folder: Path) -> list[int]:
+    """Those that were started for a run and are there."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = f"FORNAX_TEST_RUN={folder}".encode() in (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if mine:
+            found.append(int(entry.name))
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_undisturbed_run_makes_every_step_once(folder: Path):
+    run = Run(folder, steps=20)
+    assert run.code() == 0
+    assert run.steps() == [list(range(1, 21))] * HOSTS
+    states = [event["state"] for event in read_json_lines(run.files.events)]
+    assert states == ["forming", "running", "ended"]
+    assert not run.files.records()
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_killed_and_stopped_ranks_are_named_and_the_run_goes_on(folder: Path, spare: bool):
+    run = Run(folder, spare=spare)
+    at = run.files.run_dir
+    code = run.code(
+        (10, lambda: drill(at, "kill", 0)),
+        (30, lambda: drill(at, "stop", 2)),
+    )
+    assert code == 0, run.said
+    assert run.faults() == [("killed", 0), ("stopped", 2)]
+    for done in run.steps():
+        assert set(done) == set(range(1, 61))
+        assert len(done) <= 60 + 2 * 2  # a fault repeats the step it met, at most two
+    assert any("was ended by SIGKILL" in line for line in run.said)
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [("lock", "frozen"), ("data", "stuck")])
+def test_a_hanging_rank_is_named_with_its_stack(folder: Path, kind: str, verdict: str):
+    run = Run(folder, steps=40)
+    assert run.code((10, lambda: (folder / f"1.fault-{kind}").touch())) == 0, run.said
+    assert run.faults() == [(verdict, 1)]
+    stacks = "".join(event.get("stacks", "") for event in read_json_lines(run.files.events))
+    assert "in told" in stacks
+
+
+def test_a_dead_agent_is_replaced_with_its_worker(folder: Path):
+    run = Run(folder)
+
+    def kill_agent() -> None:
+        os.kill(parent(run.pid(1)), signal.SIGKILL)
+
+    assert run.code((10, kill_agent)) == 0, run.said
+    assert run.faults() == [("agent", 1)]
+
+
+def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(folder: Path):
+    run = Run(folder, steps=1000, relays=True)
+    ended: list[float] = []
+
+    def watch() -> None:
+        pid = run.pid(1)
+        drill(run.files.run_dir, "partition", 1)
+        while alive(pid):
+            time.sleep(0.005)
+        ended.append(time.time())
+        run.wait_for("running", 2)
+        run.controller.stop()
+
+    assert run.code((10, watch)) == 143, run.said
+    assert run.faults() == [("partition", 1)]
+    events = read_json_lines(run.files.events)
+    assert ended[0] < next(e["time"] for e in events if e.get("state") == "teardown")
+    for done in run.steps():
+        assert len(done) <= len(set(done)) + 1  # the step that it met
+    assert any("nothing was heard of it for 7.5 s" in line for line in run.said)
+
+
+def test_a_controller_that_was_held_finds_all_ended_and_goes_on(folder: Path):
+    """Their agents could not know whether it had replaced them; they stay, with their memory."""
+    code = "import sys; from pathlib import Path; from test_controller import Run\n"
+    code += "Run(Path(sys.argv[1]), steps=100_000).controller.run()"
+    controller = subprocess.Popen([sys.executable, "-c", code, str(folder)])
+    run = Run(folder)
+    workers = [run.pid(rank, 10) for rank in range(HOSTS)]
+    agents = [parent(pid) for pid in workers]
+    controller.send_signal(signal.SIGSTOP)
+    for pid in workers:
+        while alive(pid):
+            time.sleep(0.02)
+    controller.send_signal(signal.SIGCONT)
+    run.wait_for("running", 2)
+    kept = [parent(run.pid(rank)) for rank in range(HOSTS)]
+    faults = run.faults()
+    controller.send_signal(signal.SIGTERM)
+    controller.wait()
+    assert kept == agents
+    assert [kind for kind, _ in faults] == ["partition"]
+
+
+def test_nothing_is_left_when_the_controller_is_killed(folder: Path):
+    """The kernel ends agents and service with it, and workers with their agents."""
+    code = "import sys; from pathlib import Path; from test_controller import Run\n"
+    code += "Run(Path(sys.argv[1]), steps=100_000, spare=True).controller.run()"
+    controller = subprocess.Popen([sys.executable, "-c", code, str(folder)])
+    Run(folder).pid(1, 10)
+    assert len(processes(folder)) >= 2 + 2 * HOSTS
+    controller.kill()
+    controller.wait()
+    deadline = time.monotonic() + 20
+    while left := processes(folder):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_a_mistake_of_the_user_is_not_tried_again(folder: Path):
+    run = Run(folder)
+    (folder / "2.fault-user").touch()
+    assert run.code() == 2
+    assert run.faults() == [("failed", 2)]
+    assert any("error: a bad config" in line for line in run.said)
+
+
+def test_what_fails_without_getting_further_stops_and_is_named(folder: Path):
+    run = Run(folder)
+    with pytest.raises(ClusterError, match=r"failed 3 times .* rank 1 .*exit status 1"):
+        run.code((10, lambda: (folder / "1.fault-always").touch()))
+    assert run.faults() == [("failed", 1)] * 3
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_all_ranks_at_one_step(folder: Path, number: int, code: int):
+    run = Run(folder, steps=100_000)
+    assert run.code((10, lambda: os.kill(os.getpid(), number))) == code
+    assert len({done[-1] for done in run.steps()}) == 1
+    assert read_status(run.files.run_dir).state == "ended"
+
+
+def test_another_number_of_hosts_goes_on_from_the_step_that_all_saved(folder: Path):
+    run = Run(folder, steps=90, spare=True)
+    code = run.code(
+        (10, lambda: run.controller.resize(2)),
+        (25, lambda: run.wait_for("forming", 2) or run.controller.resize(4)),
+        (45, lambda: run.wait_for("forming", 3) or drill(run.files.run_dir, "kill", 3)),
+    )
+    assert code == 0, run.said
+    assert run.faults() == [("killed", 3)]
+    first, second, third, fourth = (
+        [int(step) for step in (folder / f"{rank}.steps").read_text().split()] for rank in range(4)
+    )
+    for done in (first, second):
+        assert set(done) == set(range(1, 91))
+        assert len(done) <= 90 + 2  # the killed step again
+    saved = fourth[0] - 1
+    shrunk = third.index(fourth[0])
+    assert third[:shrunk] == list(range(1, shrunk + 1))
+    assert shrunk < saved
+    later = set(range(saved + 1, 91))
+    assert set(third[shrunk:]) == later
+    assert set(fourth) <= later
+    assert len(later - set(fourth)) <= 1  # killed in a step that the others had done
+    assert not run.files.records()
+
+
+def test_a_signal_while_forming_ends_at_once(folder: Path):
+    run = Run(folder)
+    beside = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    (folder / "1.fault-data").touch()  # it never enters the first step
+    beside.start()
+    assert run.code() == 143
+    beside.join()
+    assert not (folder / "saved").exists()

@@ -1,0 +1,153 @@
+"""The shapes of a planned engine against what a real engine allocates and compiles."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.unit.plan.serving.conftest import MODELS
+
+from fornax.llm.build import build_engine
+from fornax.llm.config import EngineConfig
+from fornax.llm.devices import DeviceSpec
+from fornax.llm.weights import local_bytes
+from fornax.models import CacheHeads, DecoderConfig, create_decoder
+from fornax.plan.serving.engine import Engine, check_devices, describe_engine, parallel_sizes
+from fornax.plan.serving.memory import memory_of
+from fornax.plan.serving.model import ServedModel
+from fornax.plan.topology import Topology, parse_topology
+
+_LIMITS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 128,
+    "block_size": 8,
+}
+
+
+def cpu(devices: int) -> Topology:
+    """A CPU whose speed is not measured."""
+    chip = dataclasses.replace(
+        parse_topology("h100:1").chip, name="cpu", platform="cpu", usable_bytes=8e9, node_chips=0
+    )
+    return Topology(chip=chip, shape=(devices,))
+
+
+def served(config: DecoderConfig, dtype: str) -> ServedModel:
+    return ServedModel(name="small", config=config, dtype=dtype, source="made up")
+
+
+def planned(name: str, dtype: str, size: int, **options: Any) -> Engine:
+    """An engine for eight CPU devices, as shapes."""
+    config = EngineConfig(**{**_LIMITS, **options}, dtype=dtype, tensor_parallel_size=size)
+    return describe_engine(served(MODELS[name], dtype), config, cpu(8))
+
+
+def on_one_device(tree: Any) -> int:
+    """Bytes of real arrays on the first device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        ("llama", "float32", {}),
+        ("tied", "bfloat16", {}),
+        ("windowed", "float32", {"tensor_parallel_size": 4}),
+        ("tied", "float32", {"tensor_parallel_size": 4}),  # a cache that is whole on each device
+        ("windowed", "float32", {"quantization": "int8", "kv_cache_memory_bytes": 1 << 20}),
+    ],
+)
+def test_a_real_engine_allocates_what_was_planned(
+    name: str, dtype: str, options: dict[str, Any]
+) -> None:
+    size = options.pop("tensor_parallel_size", 1)
+    plan = planned(name, dtype, size, **options)
+    real = build_engine(create_decoder(MODELS[name], dtype=jnp.dtype(dtype)), plan.config)
+    runner = real.engine.runner
+    assert plan.limits == real.limits
+    assert plan.sizes.steps == runner.buckets
+    assert plan.weights.nbytes == on_one_device(runner.weights.state)
+    assert local_bytes(plan.arrays.kv) == on_one_device(runner.executor.kv)
+    state = (
+        runner.executor.tables,
+        runner.executor.hidden,
+        runner.executor.sampler,
+        runner.executor.all_allowed,
+    )
+    assert plan.account.sampler == on_one_device(state)
+    pages = sum(
+        count * size for count, size in zip(plan.limits.num_pages, plan.page_bytes, strict=True)
+    )
+    assert pages == on_one_device(runner.executor.kv)
+
+
+@pytest.mark.parametrize("name", ["llama", "windowed"])
+def test_the_compiler_counts_the_same_bytes(name: str) -> None:
+    """The step's own arguments on one CPU device: weights, pages, hidden states, vectors."""
+    plan = planned(name, "float32", 1)
+    real = build_engine(create_decoder(MODELS[name]), plan.config)
+    for size in (plan.sizes.steps[0], plan.sizes.steps[-1]):
+        program = real.programs._makers["model", "step", size]()
+        told = program.memory_analysis()
+        vectors = 4 * (plan.sizes.layouts[size].size + plan.limits.max_num_seqs)
+        head = plan.arrays.state["lm_head"]["kernel"].get_value()
+        unused = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(head))
+        kept = local_bytes((plan.arrays.kv, plan.arrays.tables, plan.arrays.hidden))
+        assert told.argument_size_in_bytes == plan.weights.nbytes - unused + kept + vectors
+        assert told.alias_size_in_bytes == kept
+
+
+def test_sliding_layers_keep_only_their_pages() -> None:
+    plan = planned("windowed", "float32", 1)
+    report = memory_of(plan, 0, 0)
+    by_window = {group.window: group for group in report.groups}
+    assert (by_window[24].layers, by_window[None].layers) == (3, 1)
+    # the window, the largest step and a page: 24 + 32 + 8 of 128 tokens
+    assert by_window[24].pages_per_sequence == 8
+    assert by_window[None].pages_per_sequence == 16
+    token = 2 * 4 * 16 * 4  # keys and values of four heads of width 16 in float32
+    assert by_window[None].bytes_per_token == token
+    assert report.bytes_per_token == 4 * token
+    assert report.bytes_per_sequence == 8 * (8 * 3 + 16) * token
+    assert report.sequences == 4
+    assert report.total == report.weights + report.cache + report.sampler
+
+
+def test_the_largest_cache_leaves_room_for_the_rest() -> None:
+    report = memory_of(planned("llama", "float32", 1), 10**9, 10**6)
+    rest = report.weights + report.sampler + 10**9 + 10**6
+    assert report.most_cache == report.usable - rest
+    assert report.most_sequences == report.most_cache / report.bytes_per_sequence
+    page = report.bytes_per_token * 8
+    assert 0 <= report.most_cache - report.most_tokens * report.bytes_per_token < page
+
+
+def test_an_engine_for_an_accelerator_takes_its_share() -> None:
+    topology = parse_topology("v6e:2x2")
+    config = EngineConfig(tensor_parallel_size=4, max_model_len=512)
+    plan = describe_engine(served(MODELS["llama"], "bfloat16"), config, topology)
+    assert plan.target == DeviceSpec(platform="tpu", num_devices=4, memory=int(31.25 * 2**30))
+    assert plan.limits.max_num_seqs == 256
+    # 256 sequences need less than nine tenths of the memory: no more is taken
+    assert plan.limits.num_pages == (256 * math.ceil(512 / 16) + 1,)
+    # as TPUs store them: heads 128 wide
+    assert plan.limits.cache_heads == CacheHeads(4, 128)
+
+
+def test_parallelism_prefers_to_divide_the_cache() -> None:
+    assert parallel_sizes(MODELS["llama"], parse_topology("v6e:4x4")) == [4, 2, 1, 8]
+    assert parallel_sizes(MODELS["llama"], parse_topology("h100:2x8")) == [4, 2, 1, 8]
+    assert parallel_sizes(MODELS["llama"], cpu(8)) == [1]
+
+
+def test_says_which_parallelisms_would_do() -> None:
+    model = served(MODELS["llama"], "bfloat16")
+    config = EngineConfig(tensor_parallel_size=3)
+    with pytest.raises(Exception, match=r"8 heads, 4 key/value heads.*use one of 1, 2, 4"):
+        check_devices(model, config, parse_topology("v6e:2x2"))
+    config = EngineConfig(tensor_parallel_size=8)
+    with pytest.raises(Exception, match=r"has 4 devices; use one of 1, 2, 4"):
+        check_devices(model, config, parse_topology("v6e:2x2"))

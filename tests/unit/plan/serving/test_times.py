@@ -1,0 +1,159 @@
+"""Bounds on latency against arithmetic done by hand."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import pytest
+from tests.unit.plan.serving.conftest import MODELS
+from tests.unit.plan.serving.test_engine import planned, served
+
+from fornax.hlo import Item, Loop, Operation, analyse, parse
+from fornax.llm.config import EngineConfig
+from fornax.llm.programs import make_programs
+from fornax.mesh.hardware import find_chip
+from fornax.plan.cost.step import DeviceRates
+from fornax.plan.serving.engine import Engine, describe_engine
+from fornax.plan.serving.latency import decode_latencies, largest_batches, prompt_latencies
+from fornax.plan.serving.times import StepTime, StepTimes, without_attention
+from fornax.plan.serving.work import attention_of, step_sizes
+from fornax.plan.topology import Topology, parse_topology
+
+
+def times_of(engine: Engine, **changes: float) -> StepTimes:
+    """Memory of one byte a second, arithmetic and links that cost nothing unless changed."""
+    rates = {"matmul": 1e30, "attention": 1e30, "memory": 1.0, "link": 1e30, **changes}
+    link = rates.pop("link")
+    return StepTimes(
+        rates=DeviceRates(**rates),
+        exchange=lambda kind, size: size / link,
+        sizes=step_sizes(engine),
+        steps=engine.sizes.steps,
+        samples=engine.sizes.samples,
+        attention=lambda tokens: attention_of(engine, tokens),
+        compiled_layers={},
+        compiled_sampling={},
+    )
+
+
+def test_decoding_reads_weights_once_and_the_cache_for_every_sequence() -> None:
+    engine = planned("llama", "float32", 1)
+    model = MODELS["llama"]
+    table = model.vocab_size * model.hidden_size * 4
+    body = engine.weights.nbytes - 2 * table  # but the table's rows and the output projection
+    step = times_of(engine).decode(batch=2, context=64)
+    key = 2 * 4 * 16 * 4
+    written = 2 * 4 * key  # of a token of each sequence in each layer
+    assert step.weights == body + 2 * model.hidden_size * 4 + written
+    assert step.cache == 4 * 2 * 64 * key
+    assert step.sampling == table + 2 * model.vocab_size * 8
+    assert step.exchange == step.compute == 0
+
+
+def test_windows_bound_what_is_read() -> None:
+    times = times_of(planned("windowed", "float32", 1))
+    key = 2 * 4 * 16 * 4
+    near, far = times.decode(1, 24), times.decode(1, 128)
+    assert near.cache == 4 * 24 * key
+    assert far.cache - near.cache == (128 - 24) * key  # one layer of four sees everything
+
+
+def test_arithmetic_counts_the_bucket() -> None:
+    engine = planned("llama", "float32", 1)
+    times = times_of(engine, memory=1e30, matmul=1.0, attention=1e30)
+    model = MODELS["llama"]
+    width = model.hidden_size * 16
+    layer = width * (2 * 8 + 2 * 4) + 3 * model.hidden_size * model.intermediate_size
+    assert times.layers(12).compute == 2 * 12 * 4 * layer
+    assert times.decode(3, 8).compute == 2 * 4 * 4 * layer  # a bucket of four
+
+
+def test_parallelism_divides_the_work_and_exchanges_activations() -> None:
+    one, four = planned("llama", "float32", 1), planned("llama", "float32", 4)
+    whole, part = step_sizes(one), step_sizes(four)
+    assert part.body_products * 4 == whole.body_products
+    assert part.reductions == 2 * 4 + 1  # after attention and MLP of each layer; the embedding
+    times = times_of(four, link=1.0)
+    activations = 9 * 2 * MODELS["llama"].hidden_size * 4
+    assert times.decode(2, 8).exchange == activations
+    assert step_sizes(planned("tied", "float32", 4)).reductions == 9
+
+
+def test_a_prompt_goes_in_chunks() -> None:
+    engine = planned("llama", "float32", 1)
+    step, count = times_of(engine).prompt(80)
+    assert count == 3  # of 32 tokens at most
+    assert step.sampling == times_of(engine).sampling(1)
+    assert times_of(engine).prompt(81)[0].seconds > step.seconds
+
+
+def test_a_compiled_body_takes_the_place_of_the_closed_form() -> None:
+    engine = planned("llama", "float32", 1)
+    layers = StepTime(weights=1.0, compute=2.0, exchange=3.0, compiled=True)
+    times = dataclasses.replace(
+        times_of(engine), compiled_layers={4: layers}, compiled_sampling={4: 0.5}
+    )
+    step = times.decode(4, 8)
+    assert (step.weights, step.compute, step.exchange, step.sampling) == (1.0, 2.0, 3.0, 0.5)
+    assert step.compiled
+    assert not times.decode(2, 8).compiled
+
+
+def test_a_compiled_body_leaves_out_attention_and_nothing_else() -> None:
+    engine = planned("llama", "float32", 1)
+    arrays = engine.arrays
+    programs = make_programs(engine.config, engine.weights, engine.limits, engine.sizes, arrays)
+    schedule = analyse(parse(programs["step", 8].compile().as_text()), {}).schedule
+
+    def operations(items: Iterable[Item]) -> Iterator[Operation]:
+        for item in items:
+            if isinstance(item, Loop):
+                yield from operations(item.body)
+            elif isinstance(item.what, Operation):
+                yield item.what
+
+    kept = {each.name for each in operations(without_attention(schedule))}
+    left_out = [each for each in operations(schedule) if each.name not in kept]
+    assert {each.category for each in left_out} == {"attention"}
+    ours = [each for each in operations(schedule) if each.opcode == "custom-call"]
+    assert any(each.category == "copy" and each.name in kept for each in ours), "the write"
+
+
+def test_points_end_where_the_cache_does() -> None:
+    engine = planned("llama", "float32", 1, num_gpu_blocks_override=24)
+    times = times_of(engine, memory=1e9, matmul=1e9, attention=1e9)
+    points = decode_latencies(engine, times, times, [64, 128])
+    # 24 pages of 8 tokens: three sequences of 64, one of 128
+    assert [(p.context, p.batch) for p in points] == [(64, 1), (64, 3), (128, 1)]
+    for point in points:
+        assert point.tokens_per_second_per_chip == pytest.approx(point.batch / point.seconds)
+    (prompt,) = prompt_latencies(engine, times, times, [128])
+    assert prompt.steps == 4
+
+
+def test_finds_the_largest_batch_within_a_time() -> None:
+    engine = planned("llama", "float32", 1)
+    times = times_of(engine)
+    limit = times.decode(2, 64).seconds
+    found = largest_batches(engine, times, [64, 128], limit)
+    assert [(one.batch, one.limited_by) for one in found] == [(2, "latency"), (1, "latency")]
+    (none,) = largest_batches(engine, times, [64], 1.0)
+    assert none.batch == 0
+    (most,) = largest_batches(engine, times, [64], 1e30)
+    assert (most.batch, most.limited_by) == (4, "max_num_seqs")
+
+
+def test_knows_which_kernel_runs_and_what_it_reads_twice() -> None:
+    three = dataclasses.replace(MODELS["llama"], num_heads=6, num_kv_heads=3)
+    alone = EngineConfig(max_model_len=512)
+    place = parse_topology("v6e:2x2")
+    tpu = attention_of(describe_engine(served(three, "bfloat16"), alone, place), 256)
+    assert tpu.implementation == "xla"
+    assert "cannot tile 3 key heads" in dict(tpu.choice.declined)["pallas_tpu"]
+    model = served(MODELS["llama"], "bfloat16")  # heads of width 16, kept 128 wide
+    config = EngineConfig(max_model_len=512, tensor_parallel_size=4)
+    assert attention_of(describe_engine(model, config, place), 256).implementation == "pallas_tpu"
+    gpu = Topology(chip=find_chip("h100"), shape=(1, 4))
+    found = attention_of(describe_engine(model, config, gpu), 256)
+    assert found.implementation == "xla"
+    # a prompt's keys are read again for every block of its queries
+    assert found.prompt(0, 512).bytes > 2 * found.decode(1, 512).bytes

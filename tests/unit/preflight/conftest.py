@@ -1,0 +1,97 @@
+"""Small configs of each family, and a way to run some groups of checks in this process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fornax.config import from_mapping
+from fornax.preflight import Report
+from fornax.preflight.run import check
+from fornax.train import TrainConfig
+
+LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope": {
+        "theta": 500000.0,
+        "scaling": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_layers": 28,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "qk_norm": "head",
+    "tie_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+GEMMA3 = {
+    "vocab_size": 262208,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_layers": 34,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 256,
+    "qk_norm": "head",
+    "tie_embeddings": True,
+    "max_position_embeddings": 131072,
+    "sliding_window": 1024,
+    "attention_pattern": ["sliding"] * 5 + ["full"],
+    "rope": {"theta": 1e6, "scaling": {"type": "linear", "factor": 8.0}},
+    "local_rope": {"theta": 1e4},
+    "norm_placement": "sandwich",
+    "norm_unit_offset": True,
+    "scale_embeddings": True,
+    "activation": "gelu_tanh",
+    "query_pre_attn_scalar": 256.0,
+}
+FAMILIES = {"llama": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA3}
+
+
+def configure(model: dict[str, Any], **changes: Any) -> TrainConfig:
+    """A run on a pod slice that uses everything a preflight looks at."""
+    settings: dict[str, Any] = {
+        "model": model,
+        "seq_len": 8192,
+        "batch_size": 512,
+        "accumulate": 2,
+        "remat": "dots",
+        "z_loss": 1e-4,
+        "dtypes": {"params": "float32", "compute": "bfloat16"},
+        "mesh": {"fsdp": -1, "tensor": 4},
+        "data": {"virtual_shards": 64},
+        "optim": {"schedule": {"type": "cosine", "warmup_steps": 100}},
+    }
+    return from_mapping(TrainConfig, {**settings, **changes})
+
+
+RunChecks = Callable[..., Report]
+
+
+@pytest.fixture
+def run_checks() -> RunChecks:
+    """Run groups of checks of a shallow Qwen3, with keys changed."""
+
+    def run(*groups: str, **changes: Any) -> Report:
+        model = {**QWEN3, "num_layers": 2}
+        return check(configure(model, **changes), quick=True, only=groups)  # pyrefly: ignore
+
+    return run

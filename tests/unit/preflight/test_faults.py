@@ -1,0 +1,264 @@
+"""Faults planted in the trainer, one at a time: each is found, by the check that is for it."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from fornax import kernels
+from fornax.checkpoint import Checkpointer
+from fornax.kernels import linear_cross_entropy
+from fornax.kernels._attention import native
+from fornax.mesh import current_mesh
+from fornax.train import step as train_step
+from fornax.train.step import sum_gradients
+from fornax.train.tasks import pretrain
+
+from .conftest import RunChecks
+
+TENSOR = {"mesh": {"fsdp": 1, "tensor": 2}}
+DATA = {"mesh": {"fsdp": 1, "data": 2}}
+FLOAT32 = {"dtypes": {}}
+
+
+def failed(report: Any) -> dict[str, str]:
+    """Name to detail of the checks that failed."""
+    return {check.name: check.detail for check in report.checks if not check.ok}
+
+
+@pytest.mark.slow
+def test_key_heads_on_the_wrong_axis(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
+    """Queries divided by heads, keys not: each device pairs its queries with the wrong keys."""
+
+    def over_mesh(attend: Any, q: Any, k: Any, v: Any, tokens: Any, sinks: Any) -> Any:
+        mesh = current_mesh()
+        if mesh is None or mesh.size == 1:
+            return attend(q, k, v, tokens, sinks)
+        by_head, whole = PartitionSpec(None, None, "tensor"), PartitionSpec()
+        return jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(by_head, whole, whole, (whole,) * len(tokens), whole),
+            out_specs=by_head,
+            check_vma=False,
+        )(q, k, v, tokens, sinks)
+
+    monkeypatch.setattr(native, "over_mesh", over_mesh)
+    report = run_checks("mesh", **TENSOR, **FLOAT32)
+    assert "tensor=2" in failed(report)
+    assert report.first_failure is not None
+    assert report.first_failure.name == "tensor=2"
+
+
+@pytest.mark.slow
+def test_a_loss_without_its_psum(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
+    """Each device keeps the sum over its own tokens."""
+
+    def local(x: Any, w: Any, targets: Any, weights: Any, **options: Any) -> Any:
+        mesh = current_mesh()
+        if mesh is None or mesh.size == 1:
+            return linear_cross_entropy(x, w, targets, weights, **options)
+        rows, whole = PartitionSpec("data"), PartitionSpec()
+        options = {**options, "implementation": "reference"}
+        return jax.shard_map(
+            functools.partial(linear_cross_entropy, **options),
+            mesh=mesh,
+            in_specs=(rows, whole, rows, rows),
+            out_specs=whole,
+            check_vma=False,
+        )(x, w, targets, weights)
+
+    monkeypatch.setattr(pretrain, "linear_cross_entropy", local)
+    found = failed(run_checks("mesh", **DATA, **FLOAT32))
+    assert "data=2" in found
+    assert "weights of the batch add up to" in found["data=2"] or "loss differs" in found["data=2"]
+
+
+@pytest.mark.slow
+def test_an_attention_that_ignores_segments(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
+    fill = native.fill
+
+    def one_document(inputs: Any) -> tuple[jax.Array, ...]:
+        *positions, segments_q, segments_k = fill(inputs)
+        return (*positions, jnp.ones_like(segments_q), jnp.ones_like(segments_k))
+
+    monkeypatch.setattr(native, "fill", one_document)
+    found = failed(run_checks("packing", "attention", **DATA, **FLOAT32))
+    assert "documents in a row, on one device" in found
+    assert "native on 640 tokens" in found
+    assert "xla on 640 tokens" not in found
+
+
+@pytest.mark.slow
+def test_accumulation_by_means(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
+    """The mean of the micro-batches' means, each micro-batch counting the same."""
+
+    def by_means(parts: Any, params: Any, other: Any, batch: Any, key: Any) -> Any:
+        if parts.accumulate == 1:
+            return sum_gradients(parts, params, other, batch, key)
+        one = dataclasses.replace(parts, accumulate=1)
+        micro_batches = [
+            {name: x[number :: parts.accumulate] for name, x in batch.items()}
+            for number in range(parts.accumulate)
+        ]
+        found = [sum_gradients(one, params, other, micro, key) for micro in micro_batches]
+        weight = sum(loss.weight for loss, _, _ in found)
+        share = weight / parts.accumulate
+        loss = dataclasses.replace(
+            found[0][0],
+            total=sum(loss.total / loss.weight * share for loss, _, _ in found),
+            weight=weight,
+        )
+        grads = [
+            jax.tree.map(lambda g, w=loss.weight: g / w * share, grads) for loss, _, grads in found
+        ]
+        return loss, other, jax.tree.map(lambda *g: sum(g), *grads)
+
+    monkeypatch.setattr(train_step, "sum_gradients", by_means)
+    report = run_checks("mesh", "accumulation", **DATA, **FLOAT32)
+    assert "2 unequal micro-batches are one batch" in failed(report)
+    assert "data=2" not in failed(report)
+    assert report.first_failure is not None
+    assert report.first_failure.group == "accumulation"
+
+
+def rolled(x: jax.Array) -> jax.Array:
+    """The array with each device holding the part of the next one."""
+    arrays = [shard.data for shard in x.addressable_shards]
+    devices = [shard.device for shard in x.addressable_shards]
+    moved = [
+        jax.device_put(np.asarray(array), device)
+        for array, device in zip(arrays[1:] + arrays[:1], devices, strict=True)
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, moved)
+
+
+@pytest.mark.slow
+def test_a_stale_checkpoint_sharding(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
+    """Devices restore the parts that they held under another mesh."""
+    restore = Checkpointer.restore
+
+    def stale(self: Checkpointer, *args: Any, **kwargs: Any) -> Any:
+        found = restore(self, *args, **kwargs)
+        table = found.state["params"]["embed"]
+        table["embedding"] = rolled(table["embedding"])
+        return found
+
+    monkeypatch.setattr(Checkpointer, "restore", stale)
+    found = failed(run_checks("checkpoint", **DATA, **FLOAT32))
+    assert len(found) == 1
+    assert "params/embed/embedding came back with other contents" in next(iter(found.values()))
+
+
+def test_a_checkpoint_left_in_its_old_layout(
+    run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch
+):
+    restore = Checkpointer.restore
+
+    def replicated(self: Checkpointer, *args: Any, **kwargs: Any) -> Any:
+        found = restore(self, *args, **kwargs)
+        table = found.state["params"]["embed"]
+        where = jax.sharding.NamedSharding(table["embedding"].sharding.mesh, PartitionSpec())
+        table["embedding"] = jax.device_put(table["embedding"], where)
+        return found
+
+    monkeypatch.setattr(Checkpointer, "restore", replicated)
+    found = failed(run_checks("checkpoint", **DATA, **FLOAT32))
+    assert "params/embed/embedding came back laid out as" in next(iter(found.values()))
+
+
+@pytest.mark.slow
+def test_a_remat_that_recomputes_something_else(
+    run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch
+):
+    """As with a dropout key that is another the second time."""
+    from fornax.models import scan
+
+    def faulty(layer: Any, remat: Any, *, prevent_cse: bool = False) -> Any:
+        if remat == "none" or getattr(remat, "policy", None) == "none":
+            return layer
+
+        def again(period: Any, x: jax.Array) -> jax.Array:
+            kept = jax.random.bernoulli(jax.random.key(1), 0.99, x.shape)
+            return layer(period, jnp.where(kept, x, 0))
+
+        def run(period: Any, x: jax.Array) -> jax.Array:
+            right, wrong = layer(period, x), again(period, x)
+            return wrong + jax.lax.stop_gradient(right - wrong)
+
+        return run
+
+    monkeypatch.setattr(scan, "rematerialise", faulty)
+    report = run_checks("remat", "mesh", **DATA, **FLOAT32)
+    assert set(failed(report)) >= {"dots"}
+    assert "data=2" not in failed(report)
+    assert "gradient of" in failed(report)["dots"]
+
+
+def test_rows_read_by_two_hosts(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
+    open_batches = pretrain.open_batches
+
+    def first_only(*args: Any, process_index: int, **kwargs: Any) -> Any:
+        return open_batches(*args, process_index=0, **kwargs)
+
+    monkeypatch.setattr(pretrain, "open_batches", first_only)
+    found = failed(run_checks("data", mesh={"fsdp": -1}))
+    assert set(found) == {f"rows of {count} hosts" for count in (2, 3, 4, 5)}
+    assert "host 1 should read row 8 of batch 0, not row 0" in found["rows of 2 hosts"]
+
+
+@pytest.mark.slow
+def test_a_z_loss_of_twice_its_weight(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
+    def twice(*args: Any, z_loss: float, **kwargs: Any) -> Any:
+        return linear_cross_entropy(*args, z_loss=2 * z_loss, **kwargs)
+
+    monkeypatch.setattr(pretrain, "linear_cross_entropy", twice)
+    report = run_checks("mesh", "z_loss", **DATA, **FLOAT32)
+    assert "weight 0.0001" in failed(report)
+
+
+@pytest.mark.slow
+def test_products_rounded_more_than_their_dtype_says(
+    run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch
+):
+    """Activations of three bits of fraction, as of float8, where bfloat16 has seven."""
+    linear = kernels.linear
+
+    def rounded(x: jax.Array, w: Any, **options: Any) -> jax.Array:
+        low = x.dtype == jnp.bfloat16
+        return linear(jax.lax.reduce_precision(x, 8, 3) if low else x, w, **options)
+
+    monkeypatch.setattr(kernels, "linear", rounded)
+    report = run_checks("precision", **DATA)
+    assert len(failed(report)) == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            {"fsdp": 2, "rules": {"activation_kv_heads": ["fsdp"]}},
+            "`mesh.rules.activation_kv_heads` matches no array",
+        ),
+        ({"fsdp": 1, "context": 2, "rules": {"length": []}}, "`mesh.context` divides nothing"),
+        (
+            {"fsdp": 1, "tensor": 2, "rules": {"head_dim": ["tensor"]}},
+            "`mesh.rules.head_dim` names tensor, which divides it in no array",
+        ),
+    ],
+)
+def test_a_rule_that_does_nothing(run_checks: RunChecks, mesh: dict[str, Any], message: str):
+    report = run_checks("rules", mesh=mesh)
+    assert report.first_failure is not None
+    assert message in report.first_failure.detail
+
+
+def test_a_model_that_does_not_divide(run_checks: RunChecks):
+    report = run_checks("rules", mesh={"fsdp": 1, "tensor": 3})
+    assert report.first_failure is not None
+    assert "does not divide over tensor=3" in report.first_failure.detail

@@ -1,0 +1,109 @@
+"""A shrunk config is small and of the same structure."""
+
+from typing import Any
+
+import pytest
+
+from fornax.models import DecoderConfig
+from fornax.models.config import LongRopeScaling
+from fornax.optim import Adafactor
+from fornax.preflight.shrink import DEVICES, shrink
+
+from .conftest import GEMMA3, LLAMA, QWEN3, configure
+
+
+def small(model: dict[str, Any], depth: Any = "whole", **changes: Any) -> DecoderConfig:
+    found = shrink(configure(model, **changes), depth=depth).config.model
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("model", [LLAMA, QWEN3, GEMMA3], ids=["llama", "qwen3", "gemma3"])
+def test_ratios_and_kinds_stay(model: dict[str, Any]):
+    old = DecoderConfig(**{k: v for k, v in model.items() if "rope" not in k})
+    new = small(model)
+    assert new.num_heads // new.kv_heads == old.num_heads // old.kv_heads
+    assert new.tie_embeddings == old.tie_embeddings
+    assert new.qk_norm == old.qk_norm
+    assert {k.window is None for k in new.layer_kinds()} == {
+        k.window is None for k in old.layer_kinds()
+    }
+    assert new.hidden_size <= 128
+
+
+def test_a_pattern_keeps_its_order_and_what_is_left_over():
+    """Five sliding and one full, six times less two: runs are cut to two, then to one."""
+    kinds = [kind.window is not None for kind in small(GEMMA3).layer_kinds()]
+    assert kinds == [True, True, False] * 2 + [True, True]
+    kinds = [kind.window is not None for kind in small(GEMMA3, "quick").layer_kinds()]
+    assert kinds == [True, False] * 2 + [True]
+    kinds = [kind.window is not None for kind in small(GEMMA3, "kinds").layer_kinds()]
+    assert kinds == [True, False]
+
+
+def test_a_pattern_written_out_layer_by_layer_is_the_same():
+    listed = [("full" if i % 6 == 5 else "sliding") for i in range(34)]
+    assert small({**GEMMA3, "attention_pattern": listed}) == small(GEMMA3)
+
+
+def test_a_window_cuts_only_where_it_did():
+    assert small(GEMMA3).sliding_window == 8
+    assert small(GEMMA3, seq_len=512).sliding_window == 64
+
+
+def test_the_open_axis_takes_what_is_left():
+    shrunk = shrink(configure(LLAMA))
+    sizes = shrunk.config.mesh.axis_sizes()
+    assert (sizes["fsdp"], sizes["tensor"]) == (DEVICES // 2, 2)
+    assert shrunk.axes == ("fsdp", "tensor")
+
+
+def test_more_axes_than_fit_are_tried_three_at_a_time():
+    mesh = {"data": 2, "fsdp": 4, "context": 2, "tensor": 4}
+    shrunk = shrink(configure(LLAMA, mesh=mesh))
+    assert len(shrunk.meshes) == 4
+    pairs = {
+        frozenset((a, b))
+        for mesh in shrunk.meshes
+        for a in shrunk.axes
+        for b in shrunk.axes
+        if getattr(mesh, a) == getattr(mesh, b) == 2
+    }
+    assert len(pairs) == 4 + 6
+
+
+def test_the_open_axis_divides_the_heads():
+    shrunk = shrink(configure(LLAMA, mesh={"fsdp": 1, "tensor": -1}))
+    model = shrunk.config.model
+    assert model is not None
+    assert shrunk.config.mesh.tensor == 8
+    assert model.kv_heads == 8
+    two = {**LLAMA, "num_kv_heads": 2}
+    assert shrink(configure(two, mesh={"fsdp": 1, "tensor": -1})).config.mesh.tensor == 2
+
+
+def test_a_long_rope_has_a_factor_for_each_frequency():
+    scaling = {
+        "type": "longrope",
+        "short_factor": [1.0 + i for i in range(64)],
+        "long_factor": [2.0 + i for i in range(64)],
+        "original_max_position_embeddings": 4096,
+    }
+    model = small({**LLAMA, "rope": {"scaling": scaling}})
+    assert isinstance(model.rope.scaling, LongRopeScaling)
+    assert len(model.rope.scaling.short_factor) == model.head_width // 2
+    assert model.rope.scaling.original_max_position_embeddings == 32
+
+
+def test_matrices_are_factored_as_before():
+    shrunk = shrink(configure(LLAMA, optim={"optimizer": {"type": "adafactor"}}))
+    optimizer = shrunk.config.optim.optimizer
+    assert isinstance(optimizer, Adafactor)
+    assert optimizer.min_dim_size_to_factor == 2
+
+
+def test_the_data_of_the_run_is_not_read():
+    source = {"type": "dataset", "path": "/nowhere"}
+    shrunk = shrink(configure(LLAMA, data={"source": source, "virtual_shards": 64}))
+    assert shrunk.config.data.source.type == "python"
+    assert shrunk.config.data.virtual_shards == 8
