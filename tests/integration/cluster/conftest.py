@@ -142,11 +142,12 @@ def launch(
 
     yield begin
     for each in started:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.communicate()
+        each.process.kill()
         for pid in each.descendants():
             os.kill(pid, signal.SIGKILL)
+        each.process.wait()
+        assert each.process.stdout is not None
+        each.process.stdout.close()  # a test that killed the run has read nothing of it
 
 
 @pytest.fixture(scope="session")
