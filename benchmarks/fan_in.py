@@ -26,6 +26,14 @@ from fornax.config import worker_record
 from fornax.config.jsonl import read_json_lines
 
 PATIENCE = 300
+HEAD = (
+    "hosts",
+    "messages/s a host",
+    "bytes/s a host",
+    "controller, of one core",
+    "us a message",
+    "agent, of one core",
+)
 
 
 def work(words: Sequence[str]) -> int:
@@ -159,14 +167,6 @@ def main() -> None:
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     rows = [measure(hosts, given.step, given.seconds) for hosts in given.hosts]
-    head = (
-        "hosts",
-        "messages/s a host",
-        "bytes/s a host",
-        "controller, of one core",
-        "us a message",
-        "agent, of one core",
-    )
     text = "\n".join(
         [
             "# Fan-in of a controller",
@@ -174,7 +174,7 @@ def main() -> None:
             f"{machine()}; Python {sys.version.split()[0]}; steps of {given.step:g} s; load "
             f"{os.getloadavg()[0]:.1f}",
             "",
-            table(head, rows),
+            table(HEAD, rows),
             "",
         ]
     )

@@ -1,12 +1,13 @@
 """Recovery: from a fault to the next step, by kind of fault; what being able to costs; the tiers.
 
-`faults`: a launched run on processes of this machine, a small decoder. Times are wall time from
-the drill to the event, and to the end of the first step after it, its compilation included: what
-else runs on the machine is in them. `overhead`: processor time of a step with the record, agent,
-snapshots and replicas, beside the same step without. `tiers`: bytes/s of the agent's memory, a
-peer's, disk and mirror, each beside its limit in the same round:
+`faults`: every drill of docs/guides/recovery.md on a launched run of four processes of this
+machine, a small decoder (`_drills.py`). Times are wall time from the fault to the verdict, and to
+the first step that all ranks made after it: what else runs on the machine is in them. `overhead`:
+processor time of a step with the record, agent, snapshots and replicas, beside the same step
+without. `tiers`: bytes/s of the agent's memory, a peer's, disk and mirror, each beside its limit in
+the same round:
 
-    python benchmarks/recovery.py [--parts faults overhead tiers] [--hosts 2] [--rounds 1]
+    python benchmarks/recovery.py [--parts faults overhead tiers] [--drills "kill -9" "lock held"]
 
 Ray Train has no part in it: measured once by hand it took 16 s for a kill and 23 s for SIGSTOP.
 """
@@ -17,8 +18,6 @@ import os
 import shutil
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,13 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
+import _drills
 from _harness import machine, table, versions, write_results
 from fornax.checkpoint import CheckpointConfig, Checkpointer
 from fornax.checkpoint.mirror import Mirror
-from fornax.cluster import Job, Limits, drill, launch, read_events
-from fornax.cluster.drill import Fault
+from fornax.cluster import Job, Limits, launch
 from fornax.config import environment, from_mapping, worker_record
-from fornax.config.jsonl import read_json_lines
 from fornax.config.snapshot_file import SnapshotFile
 from fornax.data import BuildConfig, Hosts, Jsonl, TrainBpe, build
 from fornax.train import Ledger, TrainConfig, pretrain_task
@@ -48,14 +46,8 @@ from fornax.train.memory_tier import MemoryTier, interval
 from fornax.train.session import first_state, prepare
 from fornax.train.state import TrainState, as_tree
 
-FAULTS: tuple[tuple[Fault, int], ...] = (
-    ("kill", 1),
-    ("kill", 0),
-    ("stop", 1),
-    ("lose", 1),
-    ("preempt", 1),
-)
 SECONDS = 300
+SAVE_EVERY = 200
 PAIRS = 200
 SNAPSHOTS = 30
 MEGABYTES = 240
@@ -74,13 +66,13 @@ def dataset(folder: Path) -> Path:
     return build(config).path
 
 
-def settings(data: Path, width: int) -> dict[str, Any]:
+def settings(data: Path, width: int, save_every: int | None = None) -> dict[str, Any]:
     """The config of the run."""
     return {
         "steps": 100_000,
         "batch_size": 8,
         "seq_len": 64,
-        "save_every": None,
+        "save_every": save_every,
         "mesh": {"data": -1, "fsdp": 1},
         "model": {
             "vocab_size": 320,
@@ -95,72 +87,13 @@ def settings(data: Path, width: int) -> dict[str, Any]:
     }
 
 
-def until(condition: Callable[[], Any], process: subprocess.Popen[bytes] | None = None) -> None:
+def until(condition: Callable[[], Any]) -> None:
     """Wait for something of a run."""
     deadline = time.monotonic() + SECONDS
     while not condition():
-        ended = process is not None and process.poll() is not None
-        if ended or time.monotonic() > deadline:
-            raise SystemExit("the run ended, or does not go on")
-        time.sleep(0.02 if process is not None else 0.002)
-
-
-def recoveries(folder: Path, hosts: int, rounds: int, width: int) -> list[list[object]]:
-    """Rows of the table of faults."""
-    file, run = folder / "run.yaml", folder / "run"
-    file.write_text(yaml.safe_dump(settings(folder / "data" / "built", width)))
-    words = [sys.executable, "-m", "fornax", "launch", "--hosts", str(hosts), "--mtbf", "60s"]
-    words += ["--", "train", "--config", str(file), "--run-dir", str(run)]
-    seen: dict[tuple[Fault, int], list[tuple[float, float, int]]] = {fault: [] for fault in FAULTS}
-    with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output)
-    try:
-        for _ in range(rounds):
-            for fault in FAULTS:
-                seen[fault].append(one(run, process, *fault))
-    finally:
-        process.terminate()
-        process.wait(SECONDS)
-    return [
-        [
-            f"{fault} {rank}",
-            *(f"{statistics.median(each[part] for each in found):.1f}" for part in (0, 1)),
-            max(each[2] for each in found),
-        ]
-        for (fault, rank), found in seen.items()
-    ]
-
-
-def one(
-    run: Path, process: subprocess.Popen[bytes], fault: Fault, rank: int
-) -> tuple[float, float, int]:
-    """One fault: seconds until it is named and until a step is made, steps that were done again."""
-    record = run / "cluster" / f"rank-{rank}.record"
-
-    def steady() -> bool:
-        state = worker_record.read(record)
-        starts = [e["step"] for e in read_json_lines(run / "events.jsonl") if "step" in e]
-        return state is not None and bool(starts) and state.entered_step > starts[-1] + 60
-
-    until(steady, process)
-    epoch = read_events(run)[-1]["epoch"]
-    drill(run, fault, rank)
-
-    def after(state: str) -> list[dict[str, Any]]:
-        return [e for e in read_events(run) if e.get("state") == state and e["epoch"] >= epoch]
-
-    until(lambda: [e for e in after("running") if e["epoch"] > epoch], process)
-    at = [e for e in read_events(run) if e.get("drill") == fault][-1]
-    named = next(e for e in after("teardown") if e["time"] >= at["time"])
-    running = next(e for e in after("running") if e["epoch"] > epoch)
-
-    def stepped() -> bool:
-        state = worker_record.read(record)
-        return state is not None and state.entered_step > running["step"]
-
-    until(stepped, process)
-    again = max(0, at["step"] - running["step"])
-    return named["time"] - at["time"], time.time() - at["time"], again
+        if time.monotonic() > deadline:
+            raise SystemExit("the run does not go on")
+        time.sleep(0.002)
 
 
 def measured(words: list[str]) -> int:
@@ -393,7 +326,7 @@ def _written(path: Path, source: np.ndarray) -> None:
 
 
 HEADERS = {
-    "faults": ("fault", "named after, s", "a step made after, s", "steps done again"),
+    "faults": _drills.HEAD,
     "overhead": ("of a step's processor time", "mean", "95 % interval, upper end"),
     "tiers": ("tier", "rate", "limit", "its rate", "ratio"),
 }
@@ -402,8 +335,8 @@ HEADERS = {
 def main() -> None:
     """Measure and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=1)
+    names = [*(row.title for row in _drills.ROWS), "disk full"]
+    parser.add_argument("--drills", nargs="+", choices=names, default=())
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--parts", nargs="+", choices=[*HEADERS], default=[*HEADERS])
     given = parser.parse_args()
@@ -413,11 +346,14 @@ def main() -> None:
             if part != "tiers":
                 dataset(folder)
             if part == "faults":
-                rows = recoveries(folder, given.hosts, given.rounds, given.width)
+                file = folder / "run.yaml"
+                saved = settings(folder / "data" / "built", given.width, SAVE_EVERY)
+                file.write_text(yaml.safe_dump(saved))
+                rows = _drills.table_of_faults(folder, file, given.drills)
             else:
                 rows = in_a_launch(part, folder, given.width)
         title = {
-            "faults": f"Recovery of {given.hosts} processes",
+            "faults": f"Recovery of {_drills.HOSTS} processes",
             "overhead": f"What recovery costs a step, {PAIRS} pairs of steps in turn",
             "tiers": f"Tiers of checkpoints, a state of {MEGABYTES} MB, medians of {RATE_ROUNDS}",
         }[part]

@@ -6,7 +6,7 @@ from fornax.cluster.drill import drill
 from fornax.cluster.launch import launch, open_engine
 from fornax.cluster.slices import launch_slices
 from fornax.cluster.status import Status, hosts_at_work, read_events, read_status, resize
-from fornax.cluster.storm import storm
+from fornax.cluster.storm import Weathered, drills, storm
 from fornax.cluster.verdict import Limits, Verdict
 
 __all__ = [
@@ -16,7 +16,9 @@ __all__ = [
     "Run",
     "Status",
     "Verdict",
+    "Weathered",
     "drill",
+    "drills",
     "hosts_at_work",
     "launch",
     "launch_slices",

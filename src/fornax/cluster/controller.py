@@ -16,18 +16,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fornax.cluster.coordination import CoordinationService
 from fornax.cluster.credentials import Credentials
-from fornax.cluster.files import ClusterFiles
+from fornax.cluster.files import ClusterFiles, Request
 from fornax.cluster.local import AgentProcess, Launcher
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
+from fornax.cluster.relay import Relayed
 from fornax.cluster.signals import signals_to
 from fornax.cluster.slow import Paces
 from fornax.cluster.verdict import Limits, Verdict, judge, preempted, slow_verdict
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import JsonLines, read_json_lines
+from fornax.config.worker_process import WorkerProcess
 
 __all__ = ["Controller", "Job", "SlowPolicy", "State"]
 
@@ -60,8 +62,8 @@ class Job:
     """The fewest hosts to begin and to go on with; more are taken in at a step. None: `hosts`."""
     limits: Limits = field(default_factory=Limits)
     mtbf: float = 24 * 3600.0
-    """Mean seconds between failures of one host: snapshots in memory are as far apart as loses the
-    least."""
+    """Mean seconds between failures of one host, until there were more: snapshots in memory are as
+    far apart as loses the least."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that every worker finds in its environment."""
     slow: SlowPolicy = "report"
@@ -133,10 +135,12 @@ class Controller:
         self._paces = Paces()
         self._evicted: set[int] = set()
         self._evict_by = 0.0
-        self._fruitless = 0
+        self._fruitless = self._failures = 0
+        self._since = time.monotonic()
         self._free = 0
         self._unsaved = -1
         self._best = self._best_at_fault = -1
+        self._began = self._began_at_fault = -1
 
     def run(self) -> int:
         """Run to the end; returns the exit code of the command.
@@ -150,7 +154,8 @@ class Controller:
         with signals_to(self._signals), contextlib.ExitStack() as stack:
             stack.callback(self._events.close)
             stack.callback(self._close)
-            self._files.hosts_asked_for()  # of a run that ended before it looked
+            for request in get_args(Request):
+                self._files.asked(request)  # of a run that ended before it looked
             while True:
                 self._form()
                 found = self._watch()
@@ -206,6 +211,7 @@ class Controller:
         stayed = f", {self._free} in their processes" if self._free else ""
         self._enter("forming", f"{self._hosts} hosts{stayed}", hosts=self._hosts, free=self._free)
         self._service = self._take_service()
+        mtbf = self._mtbf()
         for rank, agent in self._agents.items():
             holders = [self._doors[n] for n, ranks in self._holds.items() if rank in ranks]
             assignment = Assignment(
@@ -215,12 +221,21 @@ class Controller:
                 coordinator=self._service.address,
                 program=self._job.program,
                 words=list(self._job.words),
-                mtbf=self._job.mtbf / self._hosts,
+                mtbf=mtbf,
                 lease=self._job.limits.lease,
                 environment=dict(self._job.environment),
                 holders=holders if rank not in self._doors else [],
             )
             agent.send(encode("start", assignment))
+
+    def _mtbf(self) -> float:
+        """Mean seconds between failures of the run: as the job says, or less where there were more.
+
+        It is the mean of a rate of which one failure in the job's time was known beforehand.
+        """
+        expected = self._job.mtbf / self._hosts
+        seen = (expected + time.monotonic() - self._since) / (1 + self._failures)
+        return min(expected, seen)
 
     def _take_service(self) -> CoordinationService:
         """The service of the epoch that forms; one that was started before it, if there is one."""
@@ -248,7 +263,7 @@ class Controller:
         until = time.monotonic() + self._job.limits.slow
         why = ""
         while not self._signals:
-            self._most = self._files.hosts_asked_for() or self._most
+            self._most = self._files.asked("hosts") or self._most
             there = min(self._most, self._launcher.capacity())
             if there >= self._least:
                 self._dismiss([rank for rank in self._agents if rank >= there])
@@ -291,7 +306,7 @@ class Controller:
         if self._state != "running" or now - self._counted_at < _COUNT_SECONDS:
             return None
         self._counted_at = now
-        self._most = self._files.hosts_asked_for() or self._most
+        self._most = self._files.asked("hosts") or self._most
         there = self._most
         if there > self._hosts:
             there = min(there, self._launcher.capacity())
@@ -305,6 +320,7 @@ class Controller:
                 self._pump(_TICK_SECONDS)
             except _AgentLostError as lost:
                 return self._agent_lost(lost)
+            self._relay()
             if self._signals and (len(self._signals) > 1 or self._state == "forming"):
                 return 128 + self._signals[0]
             if self._signals and stopping_since is None:
@@ -346,12 +362,22 @@ class Controller:
         evict = evict and self._job.slow == "evict" and slow.rank not in self._evicted
         what = "; all finish this step and save, and it is replaced" if evict else ""
         why = f"rank {slow.rank} {slow.text}{what}"
-        self._enter("running", why, slow=slow.rank, **slow.facts)
+        self._enter("running", why, slow=slow.rank, evict=evict, **slow.facts)
         if evict:
             self._evicted.add(slow.rank)
             self._agents[slow.rank].send({"kind": "preempt"})
             patience = max(_EVICTION_SECONDS, _EVICTION_STEPS * slow.step)
             self._evict_by = time.monotonic() + patience
+
+    def _relay(self) -> None:
+        """Put a relay before an agent where a drill asked for it; the event says its process."""
+        rank = self._files.asked("relay")
+        agent = None if rank is None else self._agents.get(rank)
+        if rank is not None and self._state is not None and isinstance(agent, WorkerProcess):
+            with self._files.services.open("ab") as log:
+                self._agents[rank] = relayed = Relayed(agent, log)
+            why = f"rank {rank} is reached through a relay, process {relayed.pid}"
+            self._enter(self._state, why, relay=rank, pid=relayed.pid)
 
     def _slow_verdict(self, what: str) -> Verdict:
         assert self._paces.named is not None
@@ -414,6 +440,7 @@ class Controller:
             kind=verdict.kind,
             phase=verdict.phase,
             step=verdict.step,
+            entered=self._step,
             since=round(verdict.since, 3),
             last_line=last,
         )
@@ -435,9 +462,12 @@ class Controller:
 
     def _count(self, verdict: Verdict) -> None:
         """Refuse to try again what does not get further."""
-        forward = self._best > self._best_at_fault
+        if verdict.kind not in ("preempted", "slow"):  # nothing is lost then
+            self._failures += 1
+        forward = self._best > self._best_at_fault or self._began > self._began_at_fault
         self._fruitless = 1 if forward else self._fruitless + 1
         self._best_at_fault = max(self._best, self._best_at_fault)
+        self._began_at_fault = max(self._began, self._began_at_fault)
         if self._fruitless >= _FRUITLESS_FAULTS:
             where = f"step {self._best}" if self._best >= 0 else "the first step"
             why = (
@@ -530,6 +560,7 @@ class Controller:
             return
         now = time.monotonic()
         if self._state == "forming":
+            self._began = step
             self._enter("running", f"from step {step}", step=step)
             if self._standby is None:  # a second less to wait for after a fault
                 self._standby = self._new_service()

@@ -20,6 +20,7 @@ Fault = Literal["kill", "stop", "lose", "preempt", "partition", "slow"]
 _STOPPED_SECONDS = 0.3
 _RUNNING_SECONDS = 0.1
 _SLOW_SECONDS = 180.0
+_RELAY_SECONDS = 30.0
 
 SIGNALS: Mapping[Fault, signal.Signals] = {
     "kill": signal.SIGKILL,
@@ -37,21 +38,21 @@ def drill(run_dir: str | Path, fault: Fault, rank: int) -> int:
       run_dir: the run.
       fault: `kill` (SIGKILL) or `stop` (SIGSTOP) the worker; `lose` its host, with all that is
         in its memory (SIGKILL to the agent, which the worker does not outlive), or `preempt` it
-        (SIGTERM to the agent); cut it off by a `partition` (SIGSTOP to its relay); or make the
-        worker `slow`: stopped for three quarters of the time, until the run has named it or it is
-        gone.
+        (SIGTERM to the agent); cut it off by a `partition` (SIGSTOP to a relay, through which the
+        controller reaches it from then on); or make the worker `slow`: stopped for three quarters
+        of the time, until the run has named it or it is gone.
       rank: whose.
 
     Returns:
       The process that got the signal.
 
     Raises:
-      ClusterError: when the run has no such worker now, has no relays for a partition, or does not
-        name a worker that is slow.
+      ClusterError: when the run has no such worker now, is to be partitioned and its hosts are
+        Ray's, or does not name a worker that is slow.
     """
     files = ClusterFiles(Path(run_dir).expanduser())
     state = _running(files, files.records(), rank, "rank")
-    pid = _target(state.pid, fault)
+    pid = _target(files, state, fault)
     note(files, {"epoch": state.epoch, "drill": fault, "rank": rank, "step": state.step})
     if fault == "slow":
         _slow_down(files, rank, pid)
@@ -60,20 +61,26 @@ def drill(run_dir: str | Path, fault: Fault, rank: int) -> int:
     return pid
 
 
-def _target(worker: int, fault: Fault) -> int:
-    """The process that a drill is done to: the worker, its agent, or the agent's relay."""
-    if fault not in ("lose", "preempt", "partition"):
-        return worker
-    agent = _parent(worker)
-    if fault != "partition":
-        return agent
-    relay = _parent(agent)
-    if b"fornax.cluster.relay" not in Path(f"/proc/{relay}/cmdline").read_bytes():
-        raise ClusterError(
-            "the hosts of this run have no relays that could be held; launch it with --relays to "
-            "have a drill cut one off"
-        )
-    return relay
+def _target(files: ClusterFiles, state: worker_record.WorkerState, fault: Fault) -> int:
+    """The process that a drill is done to: the worker, its agent, or a relay to the agent."""
+    if fault in ("lose", "preempt"):
+        return _parent(state.pid)
+    return _relay(files, state) if fault == "partition" else state.pid
+
+
+def _relay(files: ClusterFiles, state: worker_record.WorkerState) -> int:
+    """Have the controller put a relay before the agent of a rank."""
+    files.ask("relay", state.rank)
+    deadline = time.monotonic() + _RELAY_SECONDS
+    while time.monotonic() < deadline:
+        for event in reversed(read_json_lines(files.events)):
+            if event["epoch"] == state.epoch and event.get("relay") == state.rank:
+                return event["pid"]
+        time.sleep(_RUNNING_SECONDS)
+    raise ClusterError(
+        f"no relay was put before the host of rank {state.rank}: it is not a process that the "
+        "launch started on this machine; a partition is for --engine local"
+    )
 
 
 def drill_beside(

@@ -6,6 +6,7 @@ runs/<name>/events.jsonl            one line a change of state, by the controlle
             cluster/rank-R.goodput.jsonl  where the time of a rank but the first went
             cluster/rank-R.stacks   the stacks of a rank that hung
             cluster/hosts           how many hosts were asked for since, until the run looks
+            cluster/relay           the rank that a drill asked a relay for, until the run looks
             cluster/agents.log      what agents and coordination service printed
             cluster/replica-N.log   what each replica of a server printed
             cluster/sampler-N.log   what each sampler of reinforcement learning printed
@@ -24,10 +25,13 @@ from typing import Literal
 
 from fornax.config.errors import ClusterError, ConfigError
 
-__all__ = ["ClusterFiles", "RoleName"]
+__all__ = ["ClusterFiles", "Request", "RoleName"]
 
 RoleName = Literal["sampler", "data"]
 """Processes beside the hosts: samplers of reinforcement learning, data workers."""
+
+Request = Literal["hosts", "relay"]
+"""What another process asks a controller for."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +55,22 @@ class ClusterFiles:
         """What agents and coordination services printed."""
         return self.directory / "agents.log"
 
-    def ask_for_hosts(self, hosts: int) -> None:
-        """Leave word of how many hosts the run is to have."""
-        path = self.directory / ".hosts"
-        path.write_text(str(hosts))
-        path.rename(self.directory / "hosts")  # whole, whenever the run looks
+    def ask(self, what: Request, number: int) -> None:
+        """Leave word for the controller: how many hosts the run is to have, or the rank whose
+        agent is to be reached through a relay."""
+        path = self.directory / f".{what}"
+        path.write_text(str(number))
+        path.rename(self.directory / what)  # whole, whenever the run looks
 
-    def hosts_asked_for(self) -> int | None:
-        """How many hosts were asked for since the last call."""
-        path = self.directory / "hosts"
+    def asked(self, what: Request) -> int | None:
+        """What was asked for since the last call."""
+        path = self.directory / what
         try:
-            hosts = int(path.read_text())
+            number = int(path.read_text())
         except FileNotFoundError:
             return None
         path.unlink()
-        return hosts
+        return number
 
     def log(self, rank: int) -> Path:
         """What a rank printed, in all epochs."""

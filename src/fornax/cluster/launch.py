@@ -24,7 +24,6 @@ def open_engine(
     address: str | None = None,
     *,
     private_network: bool = False,
-    relays: bool = False,
 ) -> Engine:
     """An engine by name: `local` or `ray`.
 
@@ -34,16 +33,13 @@ def open_engine(
       address: of a Ray cluster, `auto`, host:port or ray://host:port; None starts one here.
       private_network: that nobody but its machines reaches that cluster's network, over which
         jax's own traffic goes without token and encryption.
-      relays: see `LocalEngine`.
 
     Raises:
-      ConfigError: for an address without Ray, relays with it, or when Ray is not installed.
+      ConfigError: for an address without Ray, or when Ray is not installed.
       ClusterError: when Ray does not start or is not there, or nodes on other machines; for
         an accelerator that processes of this machine would share.
     """
     if name == "ray":
-        if relays:
-            raise ConfigError("relays are for processes of this machine; leave --engine ray out")
         from fornax.cluster.ray_engine import RayEngine
 
         if private_network and address is None:
@@ -54,7 +50,7 @@ def open_engine(
             "an address, and what network it is on, is of a Ray cluster; add --engine ray, or "
             "leave --address and --private-network out"
         )
-    return LocalEngine(hosts, relays=relays)
+    return LocalEngine(hosts)
 
 
 def launch(

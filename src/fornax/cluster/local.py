@@ -90,23 +90,21 @@ class Engine(Protocol):
 class LocalEngine(LocalCalls):
     """Every host is a process of this machine, for CPU devices."""
 
-    def __init__(self, hosts: int, *, relays: bool = False) -> None:
+    def __init__(self, hosts: int) -> None:
         """Start nothing yet.
 
         Args:
           hosts: how many.
-          relays: whether what each host says passes a process that `drill` can hold.
 
         Raises:
           ClusterError: see `require_cpu`.
         """
         require_cpu()
         super().__init__(hosts)
-        self._relays = relays
 
     def launcher(self, files: ClusterFiles, *, spare: bool) -> "LocalLauncher":
         """See `Engine`."""
-        return LocalLauncher(files=files, spare=spare, relays=self._relays)
+        return LocalLauncher(files=files, spare=spare)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +121,6 @@ class LocalLauncher:
     imports: tuple[str, ...] = ("fornax.train",)
     """Modules that such a process has imported."""
     address: str = "127.0.0.1"
-    relays: bool = False
-    """Whether what each host says passes a process that a drill can hold."""
 
     def capacity(self) -> int:
         """As many as are asked for."""
@@ -135,9 +131,8 @@ class LocalLauncher:
         return {rank: self._agent(rank) for rank in ranks}
 
     def _agent(self, rank: int) -> WorkerProcess:
-        target = "fornax.cluster.relay:run" if self.relays else "fornax.cluster.agent:run"
         with self.files.services.open("ab") as log:
-            agent = WorkerProcess(target, log=log)
+            agent = WorkerProcess("fornax.cluster.agent:run", log=log)
         run_dir = str(self.files.run_dir.absolute())
         agent.send({"run_dir": run_dir, "rank": rank, "spare": self.spare, "imports": self.imports})
         return agent

@@ -285,7 +285,7 @@ def resize(run_dir: str | Path, hosts: int) -> int:
             f"{files.run_dir} is a server or a run of slices; resize a training run, such as one "
             "slice of it"
         )
-    files.ask_for_hosts(hosts)
+    files.ask("hosts", hosts)
     return len(events)
 
 

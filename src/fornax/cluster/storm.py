@@ -1,21 +1,22 @@
-"""A storm of drills: random faults, one after the other, each once the run makes steps again."""
+"""Drills one after the other, each followed until the run makes steps again, and their limits."""
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fornax.cluster.drill import Fault, drill
 from fornax.cluster.files import ClusterFiles
+from fornax.cluster.verdict import Limits
 from fornax.config import worker_record
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import read_json_lines
 
-__all__ = ["STORM", "Weathered", "storm"]
+__all__ = ["LIMITS", "STORM", "FaultLimits", "Weathered", "drills", "follow", "storm"]
 
-STORM: tuple[Fault, ...] = ("kill", "kill", "stop", "lose", "preempt")
+STORM: tuple[Fault, ...] = ("kill", "kill", "stop", "lose", "preempt", "partition", "slow")
 """What a storm draws from: a kill as often as two of the others."""
 
 _GOOD_STEPS = 5
@@ -24,22 +25,92 @@ _TICK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
+class FaultLimits:
+    """What a run must do about a fault; None where nothing is asked.
+
+    Seconds are of a machine that does nothing else, and count from the signal; the steps and the
+    verdict hold on any.
+    """
+
+    verdict: str
+    """The kind that the run names."""
+    named: float | None
+    """Seconds until the verdict."""
+    stepped: float | None
+    """Seconds until all ranks have made a step again."""
+    steps: int | None
+    """Steps that all ranks enter between the signal and the verdict."""
+    again: int | None = None
+    """Steps that the new group makes and the old one had entered."""
+
+
+LIMITS: Mapping[Fault, FaultLimits] = {
+    "kill": FaultLimits(verdict="killed", named=1.0, stepped=8.0, steps=1),
+    "stop": FaultLimits(verdict="stopped", named=2.0, stepped=10.0, steps=1),
+    "lose": FaultLimits(verdict="agent", named=1.0, stepped=10.0, steps=1),
+    "preempt": FaultLimits(verdict="preempted", named=None, stepped=None, steps=2, again=0),
+    "partition": FaultLimits(
+        verdict="partition",
+        named=Limits().silence + 1.0,
+        stepped=Limits().silence + 11.0,
+        steps=None,
+    ),
+    "slow": FaultLimits(verdict="slow", named=None, stepped=None, steps=20, again=0),
+}
+"""By drill. A partition's seconds begin with those in which the host's own agent ends its worker; a
+host that is to go, or is slow, is left after the next step, however long that is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Weathered:
-    """A fault of a storm that the run got over; seconds after the signal."""
+    """A fault that the run got over; seconds after the signal."""
 
     fault: Fault
     rank: int
     step: int
     """The step that the rank worked on."""
+    verdict: str
+    guilty: int
+    """The rank that the run named."""
     named: float
-    """When the run said who was at fault."""
+    """When it did: when the rank was torn down, or, of one that is only slow, was told."""
     stepped: float
     """When all ranks had made a step again."""
+    steps: int
+    """Steps that all ranks had entered since, when it was named."""
+    again: int
+    """Steps that the new group made again; 0 where the group stayed."""
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """What is over the limits that hold on any machine, in words."""
+        limit = LIMITS[self.fault]
+        found = []
+        if (self.verdict, self.guilty) != (limit.verdict, self.rank):
+            found.append(f"the verdict is {self.verdict} of rank {self.guilty}")
+        if limit.steps is not None and self.steps > limit.steps:
+            found.append(f"named {self.steps} steps later, limit {limit.steps}")
+        if limit.again is not None and self.again > limit.again:
+            found.append(f"{self.again} steps made again, limit {limit.again}")
+        return tuple(found)
+
+    @property
+    def late(self) -> tuple[str, ...]:
+        """What is over the limits of a machine that does nothing else, in words."""
+        limit = LIMITS[self.fault]
+        times = (("named", self.named, limit.named), ("a step", self.stepped, limit.stepped))
+        return tuple(
+            f"{what} after {seconds:.1f} s, limit {most:g} s"
+            for what, seconds, most in times
+            if most is not None and seconds > most
+        )
 
     def __str__(self) -> str:
+        wrong = (*self.over, *self.late)
         return (
             f"{self.fault} {self.rank} at step {self.step}: named after {self.named:.1f} s, "
-            f"a step made after {self.stepped:.1f} s"
+            f"a step made after {self.stepped:.1f} s, {self.again} made again; "
+            f"{'OVER: ' + '; '.join(wrong) if wrong else 'within its limits'}"
         )
 
 
@@ -63,14 +134,34 @@ def storm(
     draw = random.Random(seed)
     for _ in range(count):
         hosts = run.wait_for_steps(_GOOD_STEPS + draw.randint(0, _MORE_STEPS))
-        fault, rank = draw.choice(faults), draw.randrange(hosts)
-        epoch, at = run.group()["epoch"], time.time()
-        drill(run.files.run_dir, fault, rank)
-        torn = run.wait_for(epoch, "teardown")
-        run.wait_for_steps(1, after=epoch)
-        step = next(e["step"] for e in reversed(run.events()) if e.get("drill") == fault)
-        named, stepped = torn["time"] - at, time.time() - at
-        yield Weathered(fault=fault, rank=rank, step=step, named=named, stepped=stepped)
+        yield run.follow(draw.choice(faults), draw.randrange(hosts))
+
+
+def drills(run_dir: str | Path, faults: Iterable[tuple[Fault, int]]) -> Iterator[Weathered]:
+    """Inject these faults, with five steps or more between two, and yield each it got over.
+
+    Args:
+      run_dir: the run.
+      faults: each with its rank.
+
+    Raises:
+      ClusterError: when the run ends before, or see `drill`.
+    """
+    run = _Run(ClusterFiles(Path(run_dir).expanduser()))
+    for number, (fault, rank) in enumerate(faults):
+        if number:
+            run.wait_for_steps(_GOOD_STEPS)
+        yield run.follow(fault, rank)
+
+
+def follow(run_dir: str | Path, fault: Fault, rank: int) -> Weathered:
+    """Inject a fault and wait until the run makes steps again; see `drill`.
+
+    Raises:
+      ClusterError: when the run ends before, or see `drill`.
+    """
+    [weathered] = drills(run_dir, [(fault, rank)])
+    return weathered
 
 
 class _Run:
@@ -78,6 +169,45 @@ class _Run:
 
     def __init__(self, files: ClusterFiles) -> None:
         self.files = files
+        self._epoch = self._after = 0
+        """Where all were when this last waited for steps."""
+
+    def follow(self, fault: Fault, rank: int) -> Weathered:
+        """Inject a fault and wait until the run is over it."""
+        before = len(self.events())
+        drill(self.files.run_dir, fault, rank)
+        at = self._wait_for(lambda e: e.get("drill") == fault, before)
+        said = self._wait_for(
+            lambda e: (
+                e.get("state") == "teardown"
+                or (e.get("slow") == rank and not e.get("evict") and fault == "slow")
+            ),
+            before,
+        )
+        stays = said["state"] == "running"
+        epoch = said["epoch"]
+        if stays:
+            entered, began = said["at_step"], said["at_step"] + 1
+            self.wait_for_steps(1, begins=began)
+        else:
+            entered = said["entered"]
+            later = self._wait_for(
+                lambda e: e["epoch"] > epoch and e.get("state") == "running" and "step" in e,
+                before,
+            )
+            began = later["step"]
+            self.wait_for_steps(1, after=epoch)
+        return Weathered(
+            fault=fault,
+            rank=rank,
+            step=at["step"],
+            verdict="slow" if stays else said["kind"],
+            guilty=said["slow"] if stays else said["rank"],
+            named=said["time"] - at["time"],
+            stepped=time.time() - at["time"],
+            steps=max(0, entered - at["step"]),
+            again=max(0, entered + 1 - began),
+        )
 
     def events(self) -> list[dict[str, Any]]:
         return read_json_lines(self.files.events)
@@ -88,24 +218,34 @@ class _Run:
         began = [e for e in states if e["state"] == "running" and "step" in e]
         return began[-1] if began and began[-1]["epoch"] == states[-1]["epoch"] else {}
 
-    def wait_for_steps(self, count: int, after: int = 0) -> int:
-        """Until all ranks have made so many steps in a group later than `after`; how many ranks."""
+    def wait_for_steps(self, count: int, *, after: int = 0, begins: int = 0) -> int:
+        """Until all ranks have made steps in a group later than `after`; how many ranks.
+
+        Args:
+          count: of steps, since the group began and since the last that this waited for.
+          after: an epoch.
+          begins: count no step before this one.
+        """
         while True:
             group = self.group()
             if group and group["epoch"] > after:
                 states = [worker_record.read(path) for path in self.files.records().values()]
                 of_group = [s for s in states if s is not None and s.epoch == group["epoch"]]
-                done = group["step"] + count
+                seen = self._after if self._epoch == group["epoch"] else 0
+                done = max(group["step"], begins, seen) + count
                 whole = of_group and len(of_group) == of_group[0].hosts
                 if whole and all(state.entered_step >= done for state in of_group):
+                    self._epoch, self._after = group["epoch"], done
                     return len(of_group)
             self._tick()
 
-    def wait_for(self, epoch: int, state: str) -> Mapping[str, Any]:
-        """The event of a group's coming into a state."""
+    def _wait_for(
+        self, wanted: Callable[[Mapping[str, Any]], bool], begin: int
+    ) -> Mapping[str, Any]:
+        """The first such event from the one numbered `begin` on."""
         while True:
-            for event in self.events():
-                if event["epoch"] == epoch and event.get("state") == state:
+            for event in self.events()[begin:]:
+                if wanted(event):
                     return event
             self._tick()
 
@@ -113,7 +253,7 @@ class _Run:
         latest = [event for event in self.events() if "state" in event][-1:]
         if not latest or latest[0]["state"] == "ended" or not self.files.is_held():
             raise ClusterError(
-                f"{self.files.run_dir} does not run, or ended before the storm did; launch it with "
-                "more steps"
+                f"{self.files.run_dir} does not run, or ended before the drill was over; launch it "
+                "with more steps"
             )
         time.sleep(_TICK_SECONDS)

@@ -5,10 +5,11 @@ the faults.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup, escape
 
@@ -76,8 +77,9 @@ def write_timeline(run_dir: Path, path: Path | None = None) -> Path:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
         return path
     sections = [Section(title="Time line", body=picture)]
-    if account.faults:
-        sections.append(_faults_section(account))
+    faults = _all_faults(run_dir, account)
+    if faults:
+        sections.append(_faults_section(account, faults))
     return render(
         path,
         title=run_dir.resolve().name,
@@ -86,7 +88,7 @@ def write_timeline(run_dir: Path, path: Path | None = None) -> Path:
             ("goodput", f"{goodput.goodput:.1%}"),
             ("wall time", duration(goodput.wall_seconds)),
             ("steps", f"{account.steps:,}"),
-            ("faults", str(len(account.faults))),
+            ("faults", str(len(faults))),
         ],
         sections=sections,
     )
@@ -105,6 +107,7 @@ def draw_timeline(run_dir: Path) -> Markup:
             "fornax train"
         )
     lanes = _lanes(run_dir)
+    faults = _all_faults(run_dir, account)
     goodput = summarise(run_dir / "goodput.jsonl")
     frame = _Frame.of(account, len(lanes))
     losses = [
@@ -116,12 +119,12 @@ def draw_timeline(run_dir: Path) -> Markup:
         *_axis(frame),
         *(part for row, lane in enumerate(lanes) for part in _lane(frame, row, lane)),
         *_losses(frame, losses, account.faults),
-        *_faults(frame, account.faults, [lane.rank for lane in lanes]),
+        *_faults(frame, faults, [lane.rank for lane in lanes]),
         *_panel(goodput),
     ]
     width, height = _LEFT + _LANES + _GAP + _PANEL, max(frame.bottom, _panel_height(goodput))
     share = f"{goodput.goodput:.1%}"
-    title = f"{len(lanes)} ranks, {len(account.faults)} faults, goodput {share}"
+    title = f"{len(lanes)} ranks, {len(faults)} faults, goodput {share}"
     return Markup(
         f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" role="img" '
         f'aria-label="{title}" viewBox="0 0 {width:g} {height:g}"><style>{_STYLE}</style>'
@@ -296,6 +299,32 @@ def _faults(frame: _Frame, faults: Sequence[Fault], ranks: Sequence[int]) -> Ite
                 yield f'<text class="number" x="{x:.1f}" y="{y + 3.5:.1f}">{number}</text>'
 
 
+def _all_faults(run_dir: Path, account: Account) -> list[Fault]:
+    """Those after which a group formed anew, and slow ranks that were named and stayed."""
+    events = read_json_lines(ClusterFiles(run_dir).events)
+    slow = [e for e in events if e.get("slow") is not None and not e.get("evict")]
+    return sorted([*account.faults, *(_slow(e, events) for e in slow)], key=lambda f: f.began)
+
+
+def _slow(named: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Fault:
+    drills = [
+        e["time"]
+        for e in events
+        if e.get("drill") == "slow"
+        and (e["epoch"], e["rank"]) == (named["epoch"], named["slow"])
+        and e["time"] <= named["time"]
+    ]
+    return Fault(
+        kind="slow",
+        rank=named["slow"],
+        epoch=named["epoch"],
+        drill="slow" if drills else None,
+        began=max(drills, default=named["time"]),
+        named=named["time"],
+        formed=None,
+    )
+
+
 def _what(fault: Fault) -> str:
     """In words: what was injected, else what was found."""
     return f"{fault.drill or fault.kind} rank {fault.rank}"
@@ -332,7 +361,7 @@ def _panel(goodput: Goodput) -> Iterator[str]:
         )
 
 
-def _faults_section(account: Account) -> Section:
+def _faults_section(account: Account, faults: Sequence[Fault]) -> Section:
     begin = account.spans[0].begin
 
     def trained(fault: Fault) -> float | None:
@@ -353,7 +382,7 @@ def _faults_section(account: Account) -> Section:
             since(fault, fault.formed),
             since(fault, trained(fault)),
         )
-        for number, fault in enumerate(account.faults, 1)
+        for number, fault in enumerate(faults, 1)
     ]
     head = ("", "at", "what", "verdict", "named after", "group formed after", "trains after")
     return Section(title="Faults", body=table(head, rows))

@@ -70,9 +70,9 @@ class Launched:
             assert time.monotonic() < deadline, self.events()
             time.sleep(0.01)
 
-    def finish(self) -> tuple[int, str]:
+    def finish(self, seconds: float = SECONDS) -> tuple[int, str]:
         """Its exit code and what it printed."""
-        output, _ = self.process.communicate(timeout=SECONDS)
+        output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, output
 
     def events(self) -> list[dict[str, Any]]:

@@ -2,13 +2,22 @@
 
 import itertools
 import json
+import logging
+import random
+import signal
+import statistics
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from fornax.cli.main import main
 from fornax.cluster import drill, read_status
-from fornax.config.goodput import attribute
+from fornax.config.goodput import Account, attribute
+from fornax.plan.goodput import RunSpec, measure
+from fornax.plan.goodput.inputs import Policy
+from fornax.plan.goodput.simulate import Failure, simulate
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
@@ -54,3 +63,81 @@ def test_every_second_of_a_launch_has_one_cause(launch: Any, capsys: pytest.Capt
     assert said["share"] == by_cause["step"] / goodput.wall_seconds
     ranks = sorted(p.name for p in (run.run_dir / "cluster").glob("*.goodput.jsonl"))
     assert ranks == ["rank-1.goodput.jsonl"]
+
+
+KILLS = 8
+
+
+@pytest.mark.exhaustive
+def test_a_launch_with_random_kills_comes_to_what_is_simulated(launch: Any):
+    """What the run's own record says of a step, a snapshot, detection, recovery and compilation
+    goes in, and when the kills were. How far each was from a snapshot is chance: the mean over
+    shifts of each by up to a snapshot's interval is compared, and its spread is the standard error
+    of what one run comes to."""
+    rng = random.Random(15)
+    run = launch(flags=("--mtbf", "10min"), steps=100_000, save_every=None)
+    for number in range(KILLS + 1):
+        run.wait_for_epoch(number + 1)
+        began = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e][-1]
+        for rank in range(2):
+            run.wait_for_step(rank, began + 10)
+        time.sleep(rng.uniform(0, 15))
+        if number < KILLS:
+            drill(run.run_dir, "kill", rng.randrange(2))
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.finish()
+    assert code == 130, output
+    account, found = attribute(run.run_dir), measure(run.run_dir)
+    assert found.faults == KILLS
+    assert found.copy is not None
+    assert found.interval is not None
+    assert found.detection is not None
+    assert found.recovery is not None
+    begin, end = training(account)
+    horizon = end - begin
+    kept = sum(s.seconds for s in account.spans if s.cause in ("step", "wait_for_data"))
+    spec = RunSpec(
+        hosts=found.hosts,
+        step=found.step,
+        state=found.state,
+        rates={},
+        memory_rate=found.state / found.hosts / found.copy,
+        peer_rate=1e12,
+        disk_rate=1e12,
+        store_rate=1e12,
+        detection=found.detection,
+        recovery=found.recovery,
+        compile=found.compile or 0.0,
+        repair=0.0,
+        slice_hosts=1,
+    )
+    policy = Policy(steps=max(1, round(found.interval)), every={"memory": 1}, spares=0)
+    at = [fault.began - begin for fault in account.faults]
+    interval = policy.steps * spec.step
+    goodputs = [simulated(spec, policy, at, horizon, rng, interval) for _ in range(400)]
+    mean, error = statistics.mean(goodputs), statistics.stdev(goodputs)
+    said = f"measured {kept / horizon:.4f}, simulated {mean:.4f}, standard error {error:.4f}"
+    logging.getLogger(__name__).info(said)
+    assert error < 0.05 * mean  # or the comparison would say nothing
+    assert mean < 0.95  # the kills cost something
+    assert kept / horizon == pytest.approx(mean, rel=0.1)
+
+
+def training(account: Account) -> tuple[float, float]:
+    """From the first step to the end of the last."""
+    steps = [span for span in account.spans if span.cause == "step"]
+    return steps[0].begin, steps[-1].end
+
+
+def simulated(
+    spec: RunSpec,
+    policy: Policy,
+    at: Sequence[float],
+    horizon: float,
+    rng: random.Random,
+    most: float,
+) -> float:
+    """Goodput with each failure up to `most` seconds earlier or later."""
+    times = sorted(min(max(t + rng.uniform(-most, most), 0.0), horizon) for t in at)
+    failures = [Failure(t, "process") for t in times]
+    return simulate(spec, policy, failures, horizon)["step"] / horizon

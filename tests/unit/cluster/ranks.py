@@ -24,6 +24,8 @@ def main(words: Sequence[str]) -> int:
     epoch = os.environ["FORNAX_EPOCH"]
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+    with (folder / "mtbf").open("a") as file:
+        file.write(os.environ["FORNAX_SNAPSHOT_MTBF"] + "\n")
     saved = folder / "saved"
     step = int(saved.read_text()) if saved.exists() else 0
     while step < steps:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fornax.cli.main import main
 from fornax.cluster import Job, Limits, drill, read_status
 from fornax.cluster.controller import Controller
 from fornax.cluster.files import ClusterFiles
@@ -27,9 +28,9 @@ class Run:
     """A launch of `ranks.py` in this process; `when` runs beside it."""
 
     def __init__(
-        self, folder: Path, steps: int = 60, spare: bool = False, relays: bool = False
+        self, folder: Path, steps: int = 60, spare: bool = False, name: str = "run"
     ) -> None:
-        self.folder, self.files = folder, ClusterFiles(folder / "run")
+        self.folder, self.files = folder, ClusterFiles(folder / name)
         self.files.directory.mkdir(parents=True, exist_ok=True)
         self.said: list[str] = []
         job = Job(
@@ -38,7 +39,7 @@ class Run:
             words=(str(folder), str(steps)),
             limits=Limits(stall=1.0, leave=0.5, lease=6.0),
         )
-        launcher = LocalLauncher(files=self.files, spare=spare, imports=("ranks",), relays=relays)
+        launcher = LocalLauncher(files=self.files, spare=spare, imports=("ranks",))
         self.controller = Controller(job, self.files, launcher, announce=self.said.append)
 
     def code(self, *when: tuple[int, Callable[[], object]]) -> int:
@@ -136,6 +137,9 @@ def test_killed_and_stopped_ranks_are_named_and_the_run_goes_on(folder: Path, sp
     )
     assert code == 0, run.said
     assert run.faults() == [("killed", 0), ("stopped", 2)]
+    known = list(dict.fromkeys(float(x) for x in (folder / "mtbf").read_text().split()))
+    assert known[0] == 24 * 3600 / HOSTS
+    assert [known[0] / each for each in known] == pytest.approx([1, 2, 3], rel=0.05)
     for done in run.steps():
         assert set(done) == set(range(1, 61))
         assert len(done) <= 60 + 2 * 2  # a fault repeats the step it met, at most two
@@ -161,8 +165,42 @@ def test_a_dead_agent_is_replaced_with_its_worker(folder: Path):
     assert run.faults() == [("agent", 1)]
 
 
+def test_drills_are_followed_to_their_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As a user has them, without a word on which run; what is over a limit that holds on any
+    machine would be said with the verdict's or the steps' own words."""
+    monkeypatch.chdir(folder)
+    run = Run(folder, steps=100_000, name="runs/four")
+    codes: list[int] = []
+
+    def user() -> None:
+        codes.append(
+            main(
+                [
+                    "launch",
+                    "drill",
+                    *["--kill", "0", "--stop", "2", "--lose", "1", "--preempt", "0"],
+                ]
+            )
+        )
+        run.controller.stop()
+
+    assert main(["launch", "drill", "--kill", "0"]) == 2
+    assert "no run is named, and nothing is launched below runs/" in capsys.readouterr().err
+    with run.files.held():
+        assert run.code((10, user)) == 143, run.said
+    assert codes == [0]
+    assert run.faults() == [("killed", 0), ("stopped", 2), ("agent", 1), ("preempted", 0)]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" at step")[0] for line in lines] == [
+        *("kill 0", "stop 2", "lose 1", "preempt 0")
+    ]
+    assert not [line for line in lines if "verdict" in line or "steps later" in line]
+
+
 def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(folder: Path):
-    run = Run(folder, steps=1000, relays=True)
+    run = Run(folder, steps=1000)
     ended: list[float] = []
 
     def watch() -> None:

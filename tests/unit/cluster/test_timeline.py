@@ -33,6 +33,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int]:
         {"time": 61.0, "epoch": 1, "state": "teardown", **fault},
         {"time": 62.0, "epoch": 2, "state": "forming", "free": 1},
         {"time": 70.0, "epoch": 2, "state": "running", "step": 21},
+        {"time": 80.0, "epoch": 2, "drill": "slow", "rank": 0, "step": 25},
+        {"time": 85.0, "epoch": 2, "state": "running", "slow": 0, "evict": False},
         {"time": 100.0, "epoch": 2, "state": "ended"},
     ]
     metrics = [{"step": n, "time": 20.0 + 2 * n, "loss": 5 - n / 10} for n in range(1, 36)]
@@ -75,18 +77,20 @@ def test_every_rank_has_a_lane_with_its_phases_to_scale(run: tuple[Path, int]):
         assert lengths[COMPILE] == pytest.approx(0.2 * wide, abs=1)
     texts = [text.text for text in drawn.iter(f"{SVG}text")]
     assert "1 kill rank 1" in texts
+    assert "2 slow rank 0" in texts
     assert "70.0%" in texts
     assert sum(str(text).startswith("rank ") for text in texts) >= min(ranks, 20)
-    [mark] = [r for r in drawn.iter(f"{SVG}circle") if r.get("class") == "mark"]
-    assert float(mark.attrib["cx"]) == pytest.approx(float(lanes[0]["x"]) + 0.6 * wide, abs=0.1)
-    assert len(list(drawn.iter(f"{SVG}polyline"))) == 2  # losses before and after the fault
+    marks = [r for r in drawn.iter(f"{SVG}circle") if r.get("class") == "mark"]
+    for mark, at in zip(marks, (0.6, 0.8), strict=True):
+        assert float(mark.attrib["cx"]) == pytest.approx(float(lanes[0]["x"]) + at * wide, abs=0.1)
+    assert len(list(drawn.iter(f"{SVG}polyline"))) == 2  # losses before and after the first fault
 
 
 def test_the_page_holds_the_picture_and_the_faults(run: tuple[Path, int]):
     folder, _ = run
     text = write_timeline(folder).read_text()
     assert (folder / "timeline.html").read_text() == text
-    assert all(said in text for said in ("<svg", "kill rank 1", "killed", "10.0 s"))
+    assert all(said in text for said in ("<svg", "kill rank 1", "killed", "10.0 s", "slow rank 0"))
     assert "src=" not in text  # it fetches nothing
     assert write_timeline(folder, folder / "p.svg").read_text() == draw_timeline(folder)
 

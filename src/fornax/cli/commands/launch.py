@@ -62,8 +62,6 @@ class Arguments:
     """Name a host that holds up steps, or replace it too."""
     no_spares: Annotated[bool, NO_DEFAULT] = False
     """No process ready for each host: slower after a fault."""
-    relays: Annotated[bool, NO_DEFAULT] = False
-    """A process beside each host, which drill --partition holds."""
     replicas: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """How many replicas of serve or host."""
     run_dir: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="")] = None
@@ -115,7 +113,6 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
         most,
         arguments.address,
         private_network=arguments.private_network,
-        relays=arguments.relays,
     )
     with contextlib.closing(engine):
         return launch(
@@ -160,15 +157,15 @@ def _replicas(arguments: Arguments, words: Sequence[str]) -> int:
     of_training = (
         *(arguments.slices, arguments.mtbf, arguments.address, arguments.slow),
         arguments.samplers,
-        arguments.no_spares or arguments.relays or arguments.private_network or None,
+        arguments.no_spares or arguments.private_network or None,
         None if arguments.engine == "local" else arguments.engine,
         arguments.data_workers,
     )
     if any(given is not None for given in of_training):
         raise ConfigError(
-            "--slices, --samplers, --data-workers, --mtbf, --slow, --no-spares, --relays, "
-            "--engine, --address and --private-network are for training commands; leave them out "
-            "for serve and host"
+            "--slices, --samplers, --data-workers, --mtbf, --slow, --no-spares, --engine, "
+            "--address and --private-network are for training commands; leave them out for serve "
+            "and host"
         )
     if arguments.replicas is None and arguments.hosts is None:
         raise ConfigError(

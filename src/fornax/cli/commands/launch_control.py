@@ -20,9 +20,9 @@ _DONE: dict["Fault", str] = {
     "kill": "killed",
     "stop": "stopped",
     "lose": "lost the host of",
-    "preempt": "preempted",
-    "partition": "cut off",
     "slow": "slowed down, until it was named or gone,",
+    "partition": "cut off",
+    "preempt": "preempted",
 }
 
 
@@ -40,7 +40,7 @@ class StatusArguments:
     """
 
     run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
-    """The run directory."""
+    """The run directory (default: the one that is running below runs/)."""
     json: Annotated[bool, NO_DEFAULT] = False
     """Print JSON."""
 
@@ -55,7 +55,7 @@ class EventsArguments:
     """
 
     run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
-    """The run directory."""
+    """The run directory (default: the one that is running below runs/)."""
     follow: Annotated[bool, NO_DEFAULT] = False
     """Go on until the run ends."""
     json: Annotated[bool, NO_DEFAULT] = False
@@ -74,42 +74,43 @@ class TimelineArguments:
     """
 
     run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
-    """The run directory."""
+    """The run directory (default: the one that is running below runs/)."""
     output: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """Write this page, or the picture alone (.svg) (default: RUN/timeline.html)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrillArguments:
-    """Inject a fault into a launched run on this machine, to see it recover.
+    """Inject faults into a launched run on this machine, and see it recover from each.
 
     Real signals: SIGKILL or SIGSTOP to the worker of a rank; to its host's agent SIGKILL, which
     takes the worker and the host's memory with it, or SIGTERM, as when a scheduler takes the host.
-    A slow rank is stopped and continued until it is named.
-    A replica of a server can be killed or stopped.
+    A slow rank is stopped and continued until it is named. Several faults are injected in the order
+    of the options below, five good steps between two. A line each says how long it took and what
+    was over its limits. A replica of a server can be killed or stopped.
 
     examples:
       fornax launch drill runs/four --kill 2
-      fornax launch drill runs/four --stop 0
+      fornax launch drill --stop 0 --slow 1 --partition 3 --preempt 2
       fornax launch drill runs/four --storm 10 --seed 1
     """
 
     run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
-    """The run directory."""
+    """The run directory (default: the one that is running below runs/)."""
     kill: Annotated[str | None, arg(metavar="RANK", help_behavior_hint="")] = None
     """Kill this rank, or a sampler or data worker: sampler:1, data:1."""
     stop: Annotated[str | None, arg(metavar="RANK", help_behavior_hint="")] = None
     """Stop this rank, or a sampler or data worker; it stays there and does nothing."""
     lose: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
     """Take the host of this rank away at once, with the snapshots in its memory."""
-    preempt: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
-    """Take the host of this rank away, with notice."""
-    partition: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
-    """Cut the host of this rank off from the rest; the launch needs --relays."""
     slow: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
     """Slow this rank down to a quarter until the run names it."""
+    partition: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
+    """Cut the host of this rank off from the rest."""
+    preempt: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
+    """Take the host of this rank away, with notice."""
     storm: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """So many random faults (kill, stop, lose, preempt), five good steps or more between two."""
+    """So many random faults of all these kinds, five good steps or more between two."""
     seed: Annotated[int | None, arg(metavar="S", help_behavior_hint="(default: 0)")] = None
     """Which faults a storm is of."""
 
@@ -126,7 +127,7 @@ class ResizeArguments:
     """
 
     run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
-    """The run directory."""
+    """The run directory (default: the one that is running below runs/)."""
     hosts: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """How many."""
 
@@ -143,7 +144,7 @@ class RollingRestartArguments:
     """
 
     run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
-    """The run directory."""
+    """The run directory (default: the one that is running below runs/)."""
 
 
 def _serves(run_dir: Path) -> bool:
@@ -253,31 +254,38 @@ def _drill(arguments: DrillArguments) -> int:
     run_dir = _named(arguments.run_dir)
     asked = {fault: getattr(arguments, fault) for fault in _DONE}
     named = {fault: rank for fault, rank in asked.items() if rank is not None}
-    if len(named) + (arguments.storm is not None) != 1:
+    if bool(named) == (arguments.storm is not None):
         flags = ", ".join(f"--{fault} RANK" for fault in _DONE)
-        raise ConfigError(f"a drill is one fault; write one of {flags}, or --storm N")
+        raise ConfigError(f"a drill has faults, some of {flags}, or it is --storm N")
     if arguments.seed is not None and arguments.storm is None:
         raise ConfigError(f"--seed {arguments.seed} is of a storm; add --storm N")
     serves = _serves(run_dir)
     if arguments.storm is not None:
         return _storm(run_dir, arguments.storm, arguments.seed or 0, serves=serves)
-    for fault, target in named.items():
-        whom, rank = _target(fault, target)
+    targets = {fault: _target(fault, target) for fault, target in named.items()}
+    ranks = {fault: number for fault, (whom, number) in targets.items() if whom == "rank"}
+    if not serves and len(ranks) == len(targets):
+        from fornax.cluster import drills
+
+        for weathered in drills(run_dir, ranks.items()):
+            _say(str(weathered))
+        return 0
+    for fault, (whom, number) in targets.items():
+        if fault not in ("kill", "stop"):
+            raise ConfigError(f"--{fault} is for ranks; what else there is has --kill and --stop")
         if whom != "rank":
             from fornax.cluster.drill import drill_beside
 
-            pid = drill_beside(run_dir, "kill" if fault == "kill" else "stop", whom, rank)
+            pid = drill_beside(run_dir, fault, whom, number)
         elif serves:
-            if fault not in ("kill", "stop"):
-                raise ConfigError(f"--{fault} is for training runs; a server has --kill and --stop")
             from fornax.cluster.routing import drill_replica
 
-            pid, whom = drill_replica(run_dir, fault, rank), "replica"
+            pid, whom = drill_replica(run_dir, fault, number), "replica"
         else:
             from fornax.cluster import drill
 
-            pid, whom = drill(run_dir, fault, rank), "rank"
-        _say(f"{_DONE[fault]} {whom} {rank}, process {pid}")
+            pid = drill(run_dir, fault, number)
+        _say(f"{_DONE[fault]} {whom} {number}, process {pid}")
     return 0
 
 
@@ -303,9 +311,19 @@ def _storm(run_dir: Path, count: int, seed: int, *, serves: bool) -> int:
 
 
 def _named(run_dir: Path | None) -> Path:
-    if run_dir is None:
-        raise ConfigError("no run is named; write its run directory after the command")
-    return run_dir
+    """The run directory that was given, or that of the one run that is launched below runs/."""
+    if run_dir is not None:
+        return run_dir
+    from fornax.cluster.files import ClusterFiles
+
+    found = sorted(path.parent for path in Path("runs").glob("*/cluster"))
+    running = [path for path in found if ClusterFiles(path).is_held()]
+    if len(running) != 1:
+        there = f"{', '.join(map(str, running))} run" if running else "nothing is launched"
+        raise ConfigError(
+            f"no run is named, and {there} below runs/; write the run directory after the command"
+        )
+    return running[0]
 
 
 def _say(line: str) -> None:
