@@ -46,7 +46,7 @@ class Launched:
             state = worker_record.read(path)
             if state is not None and state.entered_step >= step:
                 return state.pid
-            assert self.process.poll() is None, self.process.communicate()[0]
+            assert self.process.poll() is None, self.output()
             assert time.monotonic() < deadline, self.events()
             time.sleep(0.01)
 
@@ -58,7 +58,7 @@ class Launched:
         """Until there is such an event."""
         deadline = time.monotonic() + SECONDS
         while not any(map(wanted, self.events())):
-            assert self.process.poll() is None, self.process.communicate()[0]
+            assert self.process.poll() is None, self.output()
             assert time.monotonic() < deadline, self.events()
             time.sleep(0.02)
 
@@ -72,8 +72,11 @@ class Launched:
 
     def finish(self, seconds: float = SECONDS) -> tuple[int, str]:
         """Its exit code and what it printed."""
-        output, _ = self.process.communicate(timeout=seconds)
-        return self.process.returncode, output
+        return self.process.wait(seconds), self.output()
+
+    def output(self) -> str:
+        """What it printed so far; a file, so that it never waits for a reader."""
+        return self.run_dir.with_suffix(".output").read_text()
 
     def events(self) -> list[dict[str, Any]]:
         """All events."""
@@ -130,13 +133,13 @@ def launch(
         words = ["launch", "--hosts", str(hosts), *flags, "--", "train"]
         words += ["--config", str(file), "--run-dir", str(run_dir)]
         variables = {**environment, "JAX_PLATFORMS": "cpu", "FORNAX_TEST_RUN": str(run_dir)}
-        process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *words],
-            env={**variables, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        with run_dir.with_suffix(".output").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND, *words],
+                env={**variables, **(env or {})},
+                stdout=output,
+                stderr=output,
+            )
         started.append(Launched(process, run_dir))
         return started[-1]
 
@@ -146,8 +149,6 @@ def launch(
         for pid in each.descendants():
             os.kill(pid, signal.SIGKILL)
         each.process.wait()
-        assert each.process.stdout is not None
-        each.process.stdout.close()  # a test that killed the run has read nothing of it
 
 
 @pytest.fixture(scope="session")

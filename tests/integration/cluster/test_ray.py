@@ -70,7 +70,7 @@ def test_a_stopped_actor_is_replaced_and_a_killed_launch_leaves_nothing(
     for pid in (parent(parent(survivor)), run.process.pid):
         os.kill(pid, signal.SIGSTOP)
     run.process.kill()
-    run.process.communicate()
+    run.process.wait()
     until_gone(run.descendants)
 
 

@@ -210,9 +210,6 @@ def test_fifty_random_faults_change_no_number(launch: Any):
     and both end at the same position in the data. Limits in seconds are not for a machine that
     runs other tests: those in steps are, and who is named."""
     settings: dict[str, Any] = {"steps": 700, "save_every": 50, **LARGER}
-    calm = launch("calm", hosts=4, flags=("--no-spares",), **settings)
-    code, output = calm.finish(1800)
-    assert code == 0, output
     run = launch("stormy", hosts=4, flags=SAVED_EACH_STEP, **settings)
     run.wait_for_step(0, 2)
     weathered = []
@@ -225,6 +222,9 @@ def test_fifty_random_faults_change_no_number(launch: Any):
     replaced = [(each.verdict, each.rank) for each in weathered if each.fault != "slow"]
     assert run.faults() == replaced
     assert {each.fault for each in weathered} == set(STORM)
+    calm = launch("calm", hosts=4, flags=("--no-spares",), **settings)
+    code, output = calm.finish(1800)
+    assert code == 0, output
     assert run.exact() == calm.exact()
     assert [step for step, *_ in run.exact()] == list(range(1, 701))
     assert positions(run.run_dir, 700) == positions(calm.run_dir, 700)

@@ -102,7 +102,7 @@ def test_a_sampler_and_a_trainer_that_are_killed_change_no_bit(
         state = worker_record.read(record)
         if state is not None and state.phase == "generate" and state.step >= 1:
             break
-        assert run.process.poll() is None, run.process.communicate()[0]
+        assert run.process.poll() is None, run.output()
         assert time.monotonic() < deadline, run.events()
     killed = drill_beside(run.run_dir, "kill", "sampler", 1)
     run.wait_for_step(0, 4)

@@ -195,7 +195,7 @@ def wait_for_step(run: Any, number: int, step: int) -> int:
         state = worker_record.read(path)
         if state is not None and state.entered_step >= step:
             return state.pid
-        assert run.process.poll() is None, run.process.communicate()[0]
+        assert run.process.poll() is None, run.output()
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -203,6 +203,6 @@ def wait_for_step(run: Any, number: int, step: int) -> int:
 def wait_for_event(run: Any, text: str) -> None:
     deadline = time.monotonic() + 180
     while not any(text in e["why"] for e in read_json_lines(run.run_dir / "events.jsonl")):
-        assert run.process.poll() is None, run.process.communicate()[0]
+        assert run.process.poll() is None, run.output()
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -256,7 +256,10 @@ def _drill(arguments: DrillArguments) -> int:
     named = {fault: rank for fault, rank in asked.items() if rank is not None}
     if bool(named) == (arguments.storm is not None):
         flags = ", ".join(f"--{fault} RANK" for fault in _DONE)
-        raise ConfigError(f"a drill has faults, some of {flags}, or it is --storm N")
+        raise ConfigError(
+            f"a drill is named faults or a storm; write one of {flags}, several of them, or "
+            "--storm N alone"
+        )
     if arguments.seed is not None and arguments.storm is None:
         raise ConfigError(f"--seed {arguments.seed} is of a storm; add --storm N")
     serves = _serves(run_dir)
