@@ -24,6 +24,7 @@ from fornax.cluster import drill, resize
 from fornax.cluster.drill import Fault
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.storm import LIMITS, follow
+from fornax.cluster.verdict import Limits
 from fornax.config import worker_record
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import read_json_lines
@@ -141,9 +142,9 @@ class Drilled:
 class Times:
     """Seconds after a fault, and steps that were made again; None where there is no such thing."""
 
-    named: float | None
-    stepped: float | None
-    again: int | None
+    named: float | None = None
+    stepped: float | None = None
+    again: int | None = None
     said: str = ""
 
 
@@ -151,11 +152,16 @@ class Times:
 class Row:
     """A drill: what is done, its limits in seconds, the test that does it."""
 
-    title: str
+    name: str
     do: Callable[[Drilled], Times]
-    named: float | None
-    stepped: float | None
     test: str
+    """Its name, of tests/integration/cluster/test_recovery.py where no other file is said, and when
+    it runs."""
+    title: str = ""
+    named: float | None = None
+    steps: int | None = None
+    """The limit of the verdict, where it is one of steps."""
+    stepped: float | None = None
 
 
 def of_rank(fault: Fault, rank: int) -> Callable[[Drilled], Times]:
@@ -163,7 +169,7 @@ def of_rank(fault: Fault, rank: int) -> Callable[[Drilled], Times]:
 
     def do(run: Drilled) -> Times:
         found = follow(run.run_dir, fault, rank)
-        said = f"{found.steps} steps later" if fault == "slow" else ""
+        said = f"named {found.steps} steps later" if fault in ("slow", "preempt") else ""
         return Times(named=found.named, stepped=found.stepped, again=found.again, said=said)
 
     return do
@@ -213,7 +219,7 @@ def drilled(fault: Fault, rank: int) -> Callable[[Drilled], object]:
 
 def while_forming(run: Drilled) -> object:
     """Wait until the next group forms and rank 0 has a worker in it."""
-    epoch = run.formed()["epoch"] + 1
+    epoch = drilled_epoch(run) + 1
     run.until(lambda: any(e["epoch"] >= epoch for e in run.events()))
 
     def there() -> bool:
@@ -248,26 +254,31 @@ def end_services(run: Drilled) -> None:
 
 
 def once_steps_are_made(run: Drilled) -> object:
-    return run.wait_for_steps(1, after=run.formed()["epoch"])
+    return run.wait_for_steps(1, after=drilled_epoch(run))
+
+
+def drilled_epoch(run: Drilled) -> int:
+    """That of the newest drill."""
+    return next(e["epoch"] for e in reversed(run.events()) if "drill" in e)
 
 
 def resized(run: Drilled) -> Times:
     """Four hosts, three, and four again; the pause is the longest between two steps."""
-    at = time.time()
+    seconds, pauses = [], []
     for hosts in (HOSTS - 1, HOSTS):
-        before = run.formed()["epoch"]
+        before, at = run.formed()["epoch"], time.time()
         resize(run.run_dir, hosts)
-        group = run.wait_for_steps(STEPS, after=before)
-        seconds = time.time() - at
-        at = time.time()
-        del group
-    pause = max(gaps(run))
-    return Times(named=None, stepped=seconds, again=0, said=f"longest pause {pause:.1f} s")
+        run.wait_for_steps(1, after=before)
+        seconds.append(time.time() - at)
+        run.wait_for_steps(STEPS, after=before)
+        pauses.append(max(gaps(run)))
+    said = "pauses " + ", ".join(f"{pause:.1f} s" for pause in pauses)
+    return Times(stepped=max(seconds), again=0, said=said)
 
 
 def gaps(run: Drilled) -> list[float]:
     """Seconds between the newest steps, as they were recorded."""
-    times = [r["time"] for r in read_json_lines(run.run_dir / "metrics.jsonl")[-3 * STEPS :]]
+    times = [r["time"] for r in read_json_lines(run.run_dir / "metrics.jsonl")[-STEPS - 20 :]]
     return [b - a for a, b in itertools.pairwise(times)]
 
 
@@ -326,107 +337,104 @@ def disk_full(folder: Path, config: Path) -> Times:
         subprocess.run(["umount", "--lazy", str(run_dir)], check=True)
 
 
-def _row(fault: Fault, rank: int, title: str, test: str) -> Row:
+def _row(fault: Fault, rank: int, test: str) -> Row:
     limit = LIMITS[fault]
-    named, stepped = limit.named, limit.stepped
-    return Row(title=title, do=of_rank(fault, rank), named=named, stepped=stepped, test=test)
+    return Row(
+        name=f"{fault} {rank}",
+        title=f"`--{fault} {rank}`",
+        do=of_rank(fault, rank),
+        named=limit.named,
+        steps=limit.steps if limit.named is None else None,
+        stepped=limit.stepped,
+        test=test,
+    )
 
 
-_STAYS = "test_the_survivor_stays_in_its_process_and_no_number_changes"
-_HANGS = "test_a_hanging_rank_is_named_with_its_stack"
-_TWICE = "test_memory_is_enough_for_a_second_death_while_the_group_forms"
-_SAVING = "test_a_death_while_saving_and_that_of_the_coordination_service"
+_STAYS = "`test_the_survivor_stays_in_its_process_and_no_number_changes`, CI"
+_HANGS = "controller: `test_a_hanging_rank_is_named_with_its_stack`, always"
+_TWICE = "`test_memory_is_enough_for_a_second_death_while_the_group_forms`, CI"
+_SAVING = "`test_a_death_while_saving_and_that_of_the_coordination_service`, CI"
+_SLOW = "`test_a_slow_rank_is_named_and_replaced_where_that_is_the_policy`, CI"
+_CUT = (
+    "controller: `test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced`, always; "
+    "`test_a_host_that_is_cut_off_saves_nothing_once_others_took_over`, exhaustive"
+)
+_NOTICE = "`test_a_host_that_is_taken_away_with_notice_loses_no_step`, CI"
+_LOST = (
+    "`test_the_state_of_a_host_that_is_lost_comes_from_the_memory_of_another`, CI; controller: "
+    "`test_a_dead_agent_is_replaced_with_its_worker`, always"
+)
+_BOTH = "`test_when_a_host_and_its_replica_are_lost_the_newest_checkpoint_is_taken`, CI"
+_ENDED = (
+    "controller: `test_nothing_is_left_when_the_controller_is_killed`, always; `test_launch.py`, CI"
+)
+_STALL = Limits().stall
 
 ROWS: tuple[Row, ...] = (
-    _row("kill", 1, "kill -9", _STAYS),
-    _row("kill", 0, "kill -9, rank 0", _STAYS),
-    _row("stop", 1, "SIGSTOP", _STAYS),
+    _row("kill", 1, _STAYS),
+    _row("kill", 0, _STAYS),
+    _row("stop", 1, _STAYS),
+    _row("lose", 1, _LOST),
+    _row("preempt", 2, _NOTICE),
+    _row("partition", 3, _CUT),
+    _row("slow", 1, _SLOW),
     Row(
-        title="data stuck",
-        do=hanging(1, "data"),
-        named=6.0,
-        stepped=16.0,
-        test=_HANGS,
-    ),
-    Row(
-        title="lock held",
-        do=hanging(2, "lock"),
-        named=6.0,
-        stepped=16.0,
-        test=_HANGS,
-    ),
-    _row("slow", 1, "slow rank", "test_a_slow_rank_is_named_and_replaced_where_that_is_the_policy"),
-    _row(
-        "partition",
-        3,
-        "partition",
-        "test_a_host_that_is_cut_off_saves_nothing_once_others_took_over",
-    ),
-    _row(
-        "preempt",
-        2,
-        "SIGTERM to a host",
-        "test_a_host_that_is_taken_away_with_notice_loses_no_step",
-    ),
-    _row(
-        "lose",
-        1,
-        "agent killed: a host lost with its memory",
-        "test_the_state_of_a_host_that_is_lost_comes_from_the_memory_of_another",
+        name="data stuck", do=hanging(1, "data"), named=_STALL + 1, stepped=_STALL + 11, test=_HANGS
     ),
     Row(
-        title="coordination service killed",
+        name="lock held", do=hanging(2, "lock"), named=_STALL + 1, stepped=_STALL + 11, test=_HANGS
+    ),
+    Row(
+        name="coordination service killed",
         do=faults(end_services),
         named=1.0,
         stepped=20.0,
         test=_SAVING,
     ),
     Row(
-        title="a host and the one with its replica, together",
+        name="a host and the one with its replica",
         do=faults(drilled("lose", 1), drilled("lose", 2)),
         named=1.0,
         stepped=20.0,
-        test="test_when_a_host_and_its_replica_are_lost_the_newest_checkpoint_is_taken",
+        test=_BOTH,
     ),
     Row(
-        title="while the group forms",
+        name="a second death while the group forms",
         do=faults(drilled("kill", 1), while_forming, drilled("kill", 0)),
         named=1.0,
-        stepped=18.0,
+        stepped=20.0,
         test=_TWICE,
     ),
     Row(
-        title="twice within 5 s",
+        name="twice within 5 s",
         do=faults(drilled("kill", 1), once_steps_are_made, drilled("kill", 2)),
         named=1.0,
-        stepped=16.0,
+        stepped=20.0,
         test=_TWICE,
     ),
-    Row(title="while saving", do=faults(while_saving), named=None, stepped=None, test=_SAVING),
-    Row(
-        title="4 hosts to 3 to 4",
-        do=resized,
-        named=None,
-        stepped=10.0,
-        test="test_client.py",
-    ),
-    Row(
-        title="controller killed; the same command again",
-        do=controller_killed,
-        named=1.0,
-        stepped=20.0,
-        test="test_nothing_is_left_when_the_controller_is_killed, test_launch.py",
-    ),
+    Row(name="death while saving", do=faults(while_saving), test=_SAVING),
+    Row(name="4 hosts to 3 to 4", do=resized, stepped=10.0, test="`test_client.py`, CI"),
+    Row(name="controller killed, and launched again", do=controller_killed, test=_ENDED),
+)
+
+FULL = Row(name="disk full", do=lambda run: Times(), test="`test_full_disk.py`, CI")
+"""Of a run of its own; see `disk_full`."""
+
+HEAD = (
+    "drill",
+    "named after",
+    "limit",
+    "a step made after",
+    "limit",
+    "made again",
+    "",
+    "test, runs",
 )
 
 
-HEAD = ("drill", "named after", "limit", "a step made after", "limit", "made again", "", "test")
-
-
-def shown(
-    title: str, found: Times, limits: tuple[float | None, float | None], test: str
-) -> list[str]:
+def shown(row: Row, found: Times) -> list[str]:
     """A row of the table, in words."""
+    limits = (row.named, row.stepped)
     named, stepped = (
         f"{'' if limit is None or seconds <= limit else '**over** '}{seconds:.1f} s"
         if seconds is not None
@@ -434,8 +442,10 @@ def shown(
         for seconds, limit in zip((found.named, found.stepped), limits, strict=True)
     )
     first, second = ("" if limit is None else f"{limit:g} s" for limit in limits)
+    if row.steps is not None:
+        first = f"{row.steps} steps"
     again = "" if found.again is None else str(found.again)
-    return [title, named, first, stepped, second, again, found.said, f"`{test}`"]
+    return [row.title or row.name, named, first, stepped, second, again, found.said, row.test]
 
 
 def table_of_faults(folder: Path, config: Path, only: Sequence[str] = ()) -> list[list[str]]:
@@ -443,16 +453,15 @@ def table_of_faults(folder: Path, config: Path, only: Sequence[str] = ()) -> lis
     run, rows = Drilled(folder / "run", config), []
     try:
         for row in ROWS:
-            if only and row.title not in only:
+            if only and row.name not in only:
                 continue
             run.wait_for_steps(STEPS)
             found = row.do(run)
-            rows.append(shown(row.title, found, (row.named, row.stepped), row.test))
+            rows.append(shown(row, found))
             print(*rows[-1][:7], sep=" | ", file=sys.stderr, flush=True)
     finally:
         run.close()
-    if not only or "disk full" in only:
-        found = disk_full(folder, config)
-        rows.append(shown("disk full", found, (None, None), "test_full_disk.py"))
+    if not only or FULL.name in only:
+        rows.append(shown(FULL, disk_full(folder, config)))
         print(*rows[-1][:7], sep=" | ", file=sys.stderr, flush=True)
     return rows

@@ -7,7 +7,7 @@ processor time of a step with the record, agent, snapshots and replicas, beside 
 without. `tiers`: bytes/s of the agent's memory, a peer's, disk and mirror, each beside its limit in
 the same round:
 
-    python benchmarks/recovery.py [--parts faults overhead tiers] [--drills "kill -9" "lock held"]
+    python benchmarks/recovery.py [--parts faults overhead tiers] [--drills "kill 1" "lock held"]
 
 Ray Train has no part in it: measured once by hand it took 16 s for a kill and 23 s for SIGSTOP.
 """
@@ -335,7 +335,7 @@ HEADERS = {
 def main() -> None:
     """Measure and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [*(row.title for row in _drills.ROWS), "disk full"]
+    names = [row.name for row in (*_drills.ROWS, _drills.FULL)]
     parser.add_argument("--drills", nargs="+", choices=names, default=())
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--parts", nargs="+", choices=[*HEADERS], default=[*HEADERS])

@@ -103,7 +103,8 @@ class Agent:
         self._worker: WorkerProcess | None = None
         self._job: Assignment | None = None
         self._kernel = _Kernel()
-        self._steps = self._waits = False
+        self._waits = False
+        self._first_step = self._newest_step = 0
         self._left = self._saved = self._preempted = self._fenced = False
         self._lease_until = 0.0
         self._leave_by: float | None = None
@@ -201,7 +202,7 @@ class Agent:
         self._job, self._left, self._leave_by = job, False, None
         self._fenced = False
         self._extend(time.monotonic())
-        self._kernel, self._steps = _Kernel(), False
+        self._kernel, self._first_step, self._newest_step = _Kernel(), 0, 0
         worker_record.create(
             self._files.record(job.rank), rank=job.rank, hosts=job.hosts, epoch=job.epoch
         )
@@ -266,9 +267,10 @@ class Agent:
             self._programs = None
 
     def prepare(self) -> None:
-        """Start a spare once the worker makes steps, so that both do not start at once; then have
-        rank 0's host make the programs for a group with a host less."""
-        if not self._keeps_spare or not self._steps or self._job is None:
+        """Start a spare once the worker has made a step, so that both do not start at once; then
+        have rank 0's host make the programs for a group with a host less."""
+        made = self._newest_step > self._first_step
+        if not self._keeps_spare or not made or self._job is None:
             return
         if self._spare is None:
             self._spare = self._process()
@@ -326,7 +328,9 @@ class Agent:
         )
         if record is None:
             return known
-        self._steps = self._steps or record.entered_step > 0
+        if record.entered_step > 0:
+            self._newest_step = record.entered_step
+            self._first_step = self._first_step or self._newest_step
         return replace(
             known,
             silent=(now - record.beat_ns) / 1e9 if record.pid else 0.0,
