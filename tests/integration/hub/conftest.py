@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
+from tests.caches import fresh_cache
 from tests.integration.local_http import Handler, serving
 from tests.unit.tune.tiny import save_chats, save_model
 
@@ -164,13 +165,13 @@ Fornax = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One compilation cache for all processes."""
-    return tmp_path_factory.mktemp("cache")
+    return fresh_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
-def begin(hub: Hub, tmp_path: Path, compiled: Path) -> Callable[..., subprocess.Popen]:
+def begin(hub: Hub, tmp_path: Path, compiled: str) -> Callable[..., subprocess.Popen]:
     """Start `fornax` with these words and variables."""
 
     def start(*words: str | Path, **variables: str) -> subprocess.Popen:
@@ -179,7 +180,7 @@ def begin(hub: Hub, tmp_path: Path, compiled: Path) -> Callable[..., subprocess.
             "HF_ENDPOINT": hub.address,
             "HF_HOME": str(tmp_path / "hub"),
             "HF_HUB_OFFLINE": "0",
-            "FORNAX_CACHE_DIR": str(compiled),
+            "FORNAX_CACHE_DIR": compiled,
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
         return subprocess.Popen(

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.caches import fresh_cache
 
 from fornax.cli.main import main
 from fornax.config import dump_yaml, from_mapping
@@ -37,7 +38,7 @@ TOY = {
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> ProgramReport:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORNAX_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("FORNAX_CACHE_DIR", fresh_cache(tmp_path_factory.mktemp("cache")))
         config, topology = from_mapping(TrainConfig, TOY), parse_topology("cpu:4")
         [report] = compiled_programs(config, topology, ("train_step",))
         [artifact] = compile_train(config, topology, programs=("train_step",))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.caches import fresh_cache
 
 from fornax.data import BuildConfig, Jsonl, TrainBpe, build
 
@@ -61,7 +62,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """One device, one compilation cache for all processes of the session, quick compilations."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
     kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    return {**kept, "FORNAX_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    return {**kept, "FORNAX_CACHE_DIR": fresh_cache(tmp_path_factory.mktemp("cache"))}
 
 
 Start = Callable[..., subprocess.Popen]

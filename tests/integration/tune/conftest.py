@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.caches import fresh_cache
 from tests.quick import pytest_runtest_setup, pytest_runtest_teardown
 from tests.unit.tune.tiny import save_chats, save_model
 
@@ -31,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """One device, and one compilation cache for all processes of the session."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    return {**kept, "FORNAX_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    return {**kept, "FORNAX_CACHE_DIR": fresh_cache(tmp_path_factory.mktemp("cache"))}
 
 
 @pytest.fixture
