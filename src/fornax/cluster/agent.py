@@ -1,7 +1,7 @@
 """The agent of a host, a process that outlives its workers: starts, watches and ends them.
 
 It reports how its worker fares, seen from outside: from the worker's record and from the kernel.
-A worker that lost another one leaves its group and waits, in its process, for the next assignment;
+It sleeps until something is said to it, its worker ends, or a look is due. A worker that lost another one leaves its group and waits, in its process, for the next assignment;
 for one that ended a spare process, its imports done, takes over.
 """
 
@@ -9,12 +9,12 @@ import contextlib
 import os
 import queue
 import select
+import selectors
 import signal
 import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,16 @@ from fornax.cluster.credentials import Credentials, own_address
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
 from fornax.cluster.peer_memory import PeerMemory, memory_files
+from fornax.cluster.process_state import ProcessState
 from fornax.config import worker_record
 from fornax.config.jsonl import append_json_line
 from fornax.config.worker_process import WorkerProcess, receive, send
-from fornax.config.worker_record import WorkerState
+from fornax.config.worker_record import RecordReader, WorkerState
 
 __all__ = ["Agent", "run"]
 
-_TICK_SECONDS = 0.03
+_LOOK_SECONDS = 0.15
+_SOON_SECONDS = 0.03
 _REPORT_SECONDS = 0.25
 _ALIVE_SECONDS = 1.0
 _STACK_SECONDS = 0.5
@@ -45,14 +47,16 @@ def run(controller: Connection) -> None:
     sent_at = asked_at = 0.0
     sent: Observation | None = None
     waiting: deque[dict[str, object]] = deque()
+    agent.wakes.register(controller, selectors.EVENT_READ)
     try:
         while True:
-            while controller.poll(_TICK_SECONDS):
+            ready = [key.fileobj for key, _ in agent.wakes.select(agent.pause)]
+            while controller in ready and controller.poll():
                 message = receive(controller)
                 if message["kind"] == "end":
                     return
                 waiting += agent.obey(message)
-            waiting += agent.advance()
+            waiting += agent.advance(ready)
             agent.fence()
             seen, now = agent.observe(), time.monotonic()
             if now - asked_at > _ALIVE_SECONDS and _has_room(controller):
@@ -61,7 +65,7 @@ def run(controller: Connection) -> None:
             while waiting and _has_room(controller):
                 send(controller, waiting.popleft())
             due = now - sent_at > _REPORT_SECONDS
-            if seen is not None and (due or _differs(seen, sent)) and _has_room(controller):
+            if seen is not None and (due or _is_news(seen, sent)) and _has_room(controller):
                 send(controller, encode("observation", seen))
                 sent_at, sent = now, seen
             agent.prepare()
@@ -74,11 +78,14 @@ def _has_room(connection: Connection) -> bool:
     return bool(select.select([], [connection], [], 0)[1])
 
 
-def _differs(seen: Observation, sent: Observation | None) -> bool:
-    if sent is None:
-        return True
-    same = replace(seen, silent=sent.silent, unchanged=sent.unchanged, stopped=sent.stopped)
-    return same != sent or (seen.stopped > 0) != (sent.stopped > 0)
+def _is_news(seen: Observation, sent: Observation | None) -> bool:
+    """Whether more has changed than the step, which is told a few times a second."""
+    return sent is None or _matters(seen) != _matters(sent)
+
+
+def _matters(seen: Observation) -> tuple[object, ...]:
+    flags = seen.left, seen.preempted, seen.fenced, seen.stopped > 0, seen.entered_step >= 0
+    return seen.epoch, seen.pid, seen.code, seen.unsaved, seen.kept, *flags
 
 
 class Agent:
@@ -96,14 +103,18 @@ class Agent:
           spare: whether to keep such a process for the next assignment.
         """
         self._files = files
-        self._rank = rank
+        self._rank, self._host = rank, socket.gethostname()
         self._imports = list(imports)
         self._keeps_spare = spare
         self._spare: WorkerProcess | None = None
         self._worker: WorkerProcess | None = None
         self._job: Assignment | None = None
-        self._kernel = _Kernel()
-        self._waits = False
+        self._process_state: ProcessState | None = None
+        self._record: RecordReader | None = None
+        self._ended: int | None = None
+        self.wakes = selectors.DefaultSelector()
+        """What the agent sleeps on: its owner's connection, which that adds, and the worker."""
+        self._waits = self._tells_ready = False
         self._first_step = self._newest_step = 0
         self._left = self._saved = self._preempted = self._fenced = False
         self._lease_until = 0.0
@@ -132,12 +143,16 @@ class Agent:
                 self._peers.connect(addresses, message["hosts"])
             case "start":
                 self.start(decode(Assignment, message))
-            case "signal" if self._worker is not None and self._worker.poll() is None:
-                os.kill(self._worker.pid, message["number"])
+            case "signal":
+                self._ask_to_stop(message["number"])
             case "lease":
                 self._extend(message["at"])
-            case "preempt":
-                self.preempt()
+            case "spare":
+                self._tells_ready = True
+                self._spare = self._spare or self._process()
+            case "depart" if self._job is not None:
+                worker_record.ask_to_keep(self._files.record(self._job.rank))
+                self._ask_to_stop(signal.SIGTERM)
             case "leave":
                 self._leave_by = time.monotonic() + message["seconds"]
             case "stacks":
@@ -145,10 +160,19 @@ class Agent:
         return []
 
     def preempt(self) -> None:
-        """The host is to go: all finish the step and save, as after SIGTERM to the worker."""
+        """The host is to go, which the controller is told: it says when the worker is to stop."""
         self._preempted = True
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next look: fewer while a group forms or is left."""
+        soon = self._waits or self._tells_ready or self._leave_by is not None
+        starts = self._job is not None and not self._newest_step and self._ended is None
+        return _SOON_SECONDS if soon or starts else _LOOK_SECONDS
+
+    def _ask_to_stop(self, number: int) -> None:
         if self._worker is not None and self._worker.poll() is None:
-            os.kill(self._worker.pid, signal.SIGTERM)
+            os.kill(self._worker.pid, number)
 
     def _extend(self, at: float) -> None:
         """The controller answered what this said at `at`: it counts the worker in from then on."""
@@ -158,18 +182,29 @@ class Agent:
     def fence(self) -> None:
         """End a worker that the controller may have replaced: it does not answer for too long."""
         worker = self._worker
-        if worker is None or self._left or worker.poll() is not None:
+        if worker is None or self._left or time.monotonic() <= self._lease_until:
             return
-        if time.monotonic() > self._lease_until:
+        if worker.poll() is None:
             self._fenced = True
             os.killpg(worker.pid, signal.SIGKILL)
 
-    def advance(self) -> list[dict[str, object]]:
+    def advance(self, ready: Sequence[object]) -> list[dict[str, object]]:
         """Let the worker begin with what was fetched for it, leave its group, or end it when its
-        time is up; returns what to send."""
+        time is up; returns what to send.
+
+        Args:
+          ready: those of `wakes` that can be read.
+        """
+        if self._worker is not None and self._worker.connection in ready:
+            self._hear(self._worker)
         if self._waits and not (self._peers is not None and self._peers.fetching):
             self._begin()
-        reports = []
+        if self._peers is not None:
+            self._peers.look()
+        reports: list[dict[str, object]] = []
+        if self._tells_ready and self._spare is not None and self._spare.connection.poll():
+            self._tells_ready = False  # or it ended, which is no reason to wait for it
+            reports.append({"kind": "ready"})
         with contextlib.suppress(queue.Empty):
             while True:
                 reports.append(self._reports.get_nowait())
@@ -177,10 +212,6 @@ class Agent:
 
     def _leaving(self) -> list[dict[str, object]]:
         worker = self._worker
-        if worker is not None and not self._left and worker.connection.poll():
-            with contextlib.suppress(EOFError, TimeoutError):
-                message = worker.receive(0)
-                self._left, self._saved = message["kind"] == "left", message["code"] in CLEAN
         if self._leave_by is None:
             return []
         free = self._left and worker is not None and worker.poll() is None
@@ -191,6 +222,18 @@ class Agent:
         self._leave_by = None
         return [{"kind": "left", "free": free}]
 
+    def _hear(self, worker: WorkerProcess) -> None:
+        try:
+            while True:
+                message = worker.receive(0)
+                self._left = message["kind"] == "left"
+                self._saved = message.get("code") in CLEAN
+        except TimeoutError:
+            return
+        except EOFError:  # it is about to end, which the kernel tells
+            with contextlib.suppress(KeyError):
+                self.wakes.unregister(worker.connection)
+
     def start(self, job: Assignment) -> None:
         """Let the worker that left, the spare or a new process be the worker `job` describes."""
         if not self._left or self._worker is None or self._worker.poll() is not None:
@@ -198,14 +241,16 @@ class Agent:
             if self._spare is None or self._spare.poll() is not None:
                 self._spare = self._process()
             self._worker, self._spare = self._spare, None
+            self._follow(self._worker)
         self._stop_helper()  # what is idle no more
         self._job, self._left, self._leave_by = job, False, None
         self._fenced = False
         self._extend(time.monotonic())
-        self._kernel, self._first_step, self._newest_step = _Kernel(), 0, 0
-        worker_record.create(
-            self._files.record(job.rank), rank=job.rank, hosts=job.hosts, epoch=job.epoch
-        )
+        self._first_step = self._newest_step = 0
+        record = self._files.record(job.rank)
+        self._forget_record()
+        worker_record.create(record, rank=job.rank, hosts=job.hosts, epoch=job.epoch)
+        self._record, self._process_state = RecordReader(record), ProcessState(self._worker.pid)
         if self._peers is not None and job.holders:
             self._waits = True
             self._peers.fetch(job.holders)
@@ -247,13 +292,36 @@ class Agent:
     def kill(self) -> None:
         """End the worker, if there is one, and whatever it started."""
         if self._worker is not None:
+            self._unfollow()
             self._worker.kill()
         self._worker = self._job = None
         self._left = False
+        self._forget_record()
+
+    def _forget_record(self) -> None:
+        for each in (self._record, self._process_state):
+            if each is not None:
+                each.close()
+        self._record = self._process_state = None
+
+    def _follow(self, worker: WorkerProcess) -> None:
+        """Wake when the worker says something, or ends."""
+        self._ended = None
+        self.wakes.register(worker.connection, selectors.EVENT_READ, "connection")
+        if hasattr(os, "pidfd_open"):  # its children may keep its end of the connection
+            self.wakes.register(os.pidfd_open(worker.pid), selectors.EVENT_READ, "pidfd")
+
+    def _unfollow(self) -> None:
+        """Once it has ended, which would wake this again and again."""
+        for key in [each for each in self.wakes.get_map().values() if each.data is not None]:
+            self.wakes.unregister(key.fileobj)
+            if key.data == "pidfd":
+                os.close(key.fd)
 
     def close(self) -> None:
         """End worker and spare, and remove the record and the memory."""
         self.kill()
+        self.wakes.close()
         if self._peers is not None:
             self._peers.close()
         if self._spare is not None:
@@ -311,40 +379,47 @@ class Agent:
         """How the worker fares; None where there is none."""
         if self._worker is None or self._job is None:
             return None
-        pid, now = self._worker.pid, time.monotonic_ns()
-        record = worker_record.read(self._files.record(self._job.rank))
-        self._kernel.look(pid, record)
-        known = Observation(
+        if self._ended is None and (code := self._worker.poll()) is not None:
+            self._ended = code
+            self._unfollow()
+        assert self._record is not None
+        assert self._process_state is not None
+        record = self._record.state()
+        self._process_state.look(record)
+        return Observation(
             epoch=self._job.epoch,
             rank=self._job.rank,
-            host=socket.gethostname(),
-            pid=pid,
+            host=self._host,
+            pid=self._worker.pid,
             agent_pid=os.getpid(),
-            code=128 + signal.SIGTERM if self._left and self._saved else self._worker.poll(),
+            code=128 + signal.SIGTERM if self._left and self._saved else self._ended,
             left=self._left,
             preempted=self._preempted,
             fenced=self._fenced,
-            stopped=self._kernel.stopped,
+            stopped=self._process_state.stopped,
+            **({} if record is None else self._progress(record, self._process_state)),
         )
-        if record is None:
-            return known
+
+    def _progress(self, record: WorkerState, process: ProcessState) -> dict[str, Any]:
+        """What the worker's record says, as fields of an observation."""
         if record.entered_step > 0:
             self._newest_step = record.entered_step
             self._first_step = self._first_step or self._newest_step
-        return replace(
-            known,
-            silent=(now - record.beat_ns) / 1e9 if record.pid else 0.0,
-            unchanged=(now - record.changed_ns) / 1e9,
-            changed_at=record.changed_at,
-            step=record.step,
-            phase=record.phase,
-            entered_step=record.entered_step,
-            entered_ns=record.entered_ns,
-            data_seconds=record.data_ns / 1e9,
-            code_seconds=record.code_ns / 1e9,
-            program_seconds=record.busy_ns / 1e9 + self._kernel.taken,
-            unsaved=record.unsaved,
-        )
+        now = time.monotonic_ns()
+        return {
+            "silent": (now - record.beat_ns) / 1e9 if record.pid else 0.0,
+            "unchanged": (now - record.changed_ns) / 1e9,
+            "changed_at": record.changed_at,
+            "step": record.step,
+            "phase": record.phase,
+            "entered_step": record.entered_step,
+            "entered_ns": record.entered_ns,
+            "data_seconds": record.data_ns / 1e9,
+            "code_seconds": record.code_ns / 1e9,
+            "program_seconds": record.busy_ns / 1e9 + process.taken,
+            "unsaved": record.unsaved,
+            "kept": record.kept,
+        }
 
     def stacks(self) -> str:
         """The Python stacks of the worker's threads; empty when it cannot write them."""
@@ -362,51 +437,3 @@ class Agent:
             worker = WorkerProcess("fornax.cluster.worker:run", log=log)
         worker.send(self._imports)
         return worker
-
-
-class _Kernel:
-    """What the kernel does with a worker's process, where it tells (Linux)."""
-
-    def __init__(self) -> None:
-        self.stopped = 0.0
-        """For how long the process has been held by SIGSTOP, in seconds."""
-        self.taken = 0.0
-        """Seconds, up to the step that it entered last, for which a program of the devices could
-        not run: the process was held, or its main thread waited for a processor."""
-        self._taken = self._delay = 0.0
-        self._entered = -1
-        self._looked_at = time.monotonic()
-        self._stopped_at: int | None = None
-
-    def look(self, pid: int, record: WorkerState | None) -> None:
-        """Look at a process, many times a second."""
-        now, delay, held = time.monotonic(), _delay(pid), is_stopped(pid)
-        if not held:
-            self._stopped_at = None
-        elif self._stopped_at is None or (record and record.beat_ns > self._stopped_at):
-            self._stopped_at = time.monotonic_ns()  # or it ran since, and was stopped again
-        since = self._stopped_at
-        self.stopped = 0.0 if since is None else max((time.monotonic_ns() - since) / 1e9, 1e-3)
-        if record is not None:
-            if record.in_program:
-                self._taken += delay - self._delay + (now - self._looked_at if held else 0.0)
-            if record.entered_step != self._entered:
-                self._entered, self.taken = record.entered_step, self._taken
-        self._looked_at, self._delay = now, delay
-
-
-def _delay(pid: int) -> float:
-    """For how long the main thread of a process has waited for a processor, in seconds."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal, where the system tells (Linux)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in ("T", "t")

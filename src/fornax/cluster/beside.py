@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from fornax.cluster.agent import is_stopped
 from fornax.cluster.files import ClusterFiles, RoleName
+from fornax.cluster.process_state import is_stopped
 from fornax.config import worker_record
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import append_json_line

@@ -78,6 +78,8 @@ class Observation:
     """And in these programs: processor time, and time in which the kernel kept it from running."""
     unsaved: int = -1
     """The step after which a checkpoint last had no room on the disk; -1 for none."""
+    kept: int = -1
+    """The step after which it stopped, kept in the agents' memory only; -1 for none."""
 
 
 def encode(kind: str, value: object | None = None) -> dict[str, object]:

@@ -21,7 +21,6 @@ from fornax.config.snapshot_file import FIRST, Snapshot, SnapshotFile
 __all__ = ["PeerMemory", "memory_files"]
 
 _PIECE = 8 << 20
-_POLL_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 _CONNECT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
@@ -65,6 +64,8 @@ class PeerMemory:
         self._peers: dict[int, str] = {}
         self._hosts = 0
         self._closed = threading.Event()
+        self._stirred = threading.Event()
+        self._heads: list[bytes] = []
         self._fetching: threading.Thread | None = None
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -80,6 +81,14 @@ class PeerMemory:
                 self._forget()
                 self._report({"kind": "holds", "ranks": []})
             self._peers, self._hosts = dict(peers), hosts
+        self._stirred.set()
+
+    def look(self) -> None:
+        """Notice a new snapshot of the worker's, which says nothing of it: to be called often."""
+        heads = [file.head() for file in self._own]
+        if heads != self._heads:
+            self._heads = heads
+            self._stirred.set()
 
     def fetch(self, holders: Sequence[str]) -> None:
         """Begin to fetch this rank's snapshots from the first of `holders` that has any."""
@@ -94,6 +103,7 @@ class PeerMemory:
     def close(self) -> None:
         """Take and send no more, and give up what is held for others."""
         self._closed.set()
+        self._stirred.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -198,7 +208,7 @@ class PeerMemory:
 
     def _replicate(self) -> None:
         """Send each new snapshot to its peer, until closed."""
-        while not self._closed.wait(_POLL_SECONDS):
+        while self._is_stirred():
             target = self._target()
             if target is None:
                 continue
@@ -207,9 +217,16 @@ class PeerMemory:
                     if found.peer == target[0]:
                         _give_one(connection, file, found, self._rank)
                         file.set_replicated(found)
-                while self._target() == target and not self._closed.wait(_POLL_SECONDS):
+                while self._is_stirred() and self._target() == target:
                     self._send_newest(connection, target[0])
             self._closed.wait(_RETRY_SECONDS)
+            self._stirred.set()
+
+    def _is_stirred(self) -> bool:
+        """Wait until there may be something to send; False once closed."""
+        self._stirred.wait()
+        self._stirred.clear()
+        return not self._closed.is_set()
 
     def _target(self) -> tuple[int, str] | None:
         """The rank that the newest snapshot names, and where its agent listens."""

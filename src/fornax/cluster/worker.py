@@ -28,6 +28,7 @@ def run(agent: Connection) -> None:
     """Wait for the agent's word on what to run as which rank, and exit as that does."""
     for name in receive(agent):
         importlib.import_module(name)
+    send(agent, {"kind": "ready"})
     while True:
         code = _attempt(receive(agent))
         if code not in _STAYS or not _leave():

@@ -55,9 +55,13 @@ class SnapshotFile:
         """Read and write through `descriptor`."""
         self.descriptor = descriptor
 
+    def head(self) -> bytes:
+        """The first bytes, which change with what is there and with who has it."""
+        return os.pread(self.descriptor, _HEAD.size, 0)
+
     def found(self) -> Snapshot | None:
         """What is there; None where it is not whole, by its marker."""
-        head = os.pread(self.descriptor, _HEAD.size, 0)
+        head = self.head()
         if len(head) < _HEAD.size:
             return None
         magic, done, at, length, crc, peer, _ = _HEAD.unpack(head)

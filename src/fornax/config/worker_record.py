@@ -22,6 +22,8 @@ Layout, little-endian, 160 bytes:
     120 i64 monotonic time, ns, of the heartbeat
     128 u64 1 while a program of the devices runs, whose collectives wait for the other workers
     136 i64 step after which a checkpoint last had no room on the disk, + 1; 0 for none
+    144 u64 1 once the worker is asked, from outside, to keep its last step in memory only
+    152 i64 that step, once it is kept, + 1; 0 for none
 """
 
 import contextlib
@@ -40,8 +42,10 @@ from fornax.config.errors import ClusterError
 
 __all__ = [
     "HEARTBEAT_SECONDS",
+    "RecordReader",
     "WorkerRecord",
     "WorkerState",
+    "ask_to_keep",
     "create",
     "current",
     "read",
@@ -60,7 +64,9 @@ _COUNT = struct.Struct("<Q")
 _CHANGE = struct.Struct("<q16sqqqqqqq")
 _BEAT = struct.Struct("<q")
 _FLAG = struct.Struct("<Q")
+_REST = struct.Struct("<qQqQq")
 _BEFORE, _FIRST, _AFTER, _BEAT_AT, _PROGRAM_AT, _UNSAVED_AT = 24, 32, 112, 120, 128, 136
+_ASKED_AT, _KEPT_AT = 144, 152
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +98,8 @@ class WorkerState:
     """Whether a program of the devices runs, whose collectives wait for the other workers."""
     unsaved: int
     """The step after which a checkpoint last had no room on the disk; -1 for none."""
+    kept: int
+    """The step after which the worker stopped, kept in memory only; -1 for none."""
 
 
 class WorkerRecord:
@@ -162,6 +170,14 @@ class WorkerRecord:
         """Say that a checkpoint had no room, after a step."""
         self._map[_UNSAVED_AT : _UNSAVED_AT + _BEAT.size] = _BEAT.pack(step + 1)
 
+    def is_asked_to_keep(self) -> bool:
+        """Whether the step at which this worker is to stop need not be saved to disk."""
+        return bool(_FLAG.unpack_from(self._map, _ASKED_AT)[0])
+
+    def set_kept(self, step: int) -> None:
+        """Say that the state after a step is kept in memory only."""
+        self._map[_KEPT_AT : _KEPT_AT + _BEAT.size] = _BEAT.pack(step + 1)
+
     def _beat(self) -> None:
         self._map[_BEAT_AT : _BEAT_AT + _BEAT.size] = _BEAT.pack(time.monotonic_ns())
 
@@ -209,39 +225,69 @@ def create(path: Path, *, rank: int, hosts: int, epoch: int) -> None:
     path.write_bytes(content)
 
 
+def ask_to_keep(path: Path) -> None:
+    """Have a worker that is asked to stop keep its last step in memory, not on disk."""
+    with path.open("r+b") as file:
+        file.seek(_ASKED_AT)
+        file.write(_FLAG.pack(1))
+
+
+class RecordReader:
+    """A record that is read again and again; it is that of the file that was there first."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file.
+
+        Raises:
+          OSError, ValueError: when there is none, or it is too short.
+        """
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
+
+    def state(self) -> WorkerState | None:
+        """What it says; None for a file that is no record."""
+        for _ in range(_ATTEMPTS):  # a worker killed in the middle leaves unequal counts
+            after = self._map[_AFTER:_BEAT_AT]
+            change = self._map[_FIRST:_AFTER]
+            if self._map[_BEFORE:_FIRST] == after:
+                break
+        magic, hosts, rank, epoch, pid = _HEAD.unpack_from(self._map, 0)
+        if magic != _MAGIC:
+            return None
+        beat, in_program, unsaved, _, kept = _REST.unpack_from(self._map, _BEAT_AT)
+        step, phase, wall_ns, changed_ns, entered, entered_ns, *spent = _CHANGE.unpack(change)
+        return WorkerState(
+            rank=rank,
+            hosts=hosts,
+            epoch=epoch,
+            pid=pid,
+            step=step,
+            phase=phase.rstrip(b"\0").decode(),
+            changed_at=wall_ns / 1e9,
+            changed_ns=changed_ns,
+            entered_step=entered,
+            entered_ns=entered_ns,
+            data_ns=spent[0],
+            code_ns=spent[1],
+            busy_ns=spent[2],
+            beat_ns=beat,
+            in_program=bool(in_program),
+            unsaved=unsaved - 1,
+            kept=kept - 1,
+        )
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._map.close()
+
+
 def read(path: Path) -> WorkerState | None:
     """What a worker's record says; None when there is none."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ) as data:
-            magic, hosts, rank, epoch, pid = _HEAD.unpack_from(data, 0)
-            for _ in range(_ATTEMPTS):  # a worker killed in the middle leaves unequal counts
-                after = data[_AFTER:_BEAT_AT]
-                change = data[_FIRST:_AFTER]
-                if data[_BEFORE:_FIRST] == after:
-                    break
-            beat = _BEAT.unpack_from(data, _BEAT_AT)[0]
-            in_program = bool(_FLAG.unpack_from(data, _PROGRAM_AT)[0])
-            unsaved = _BEAT.unpack_from(data, _UNSAVED_AT)[0] - 1
+        reader = RecordReader(path)
     except (OSError, ValueError):
         return None
-    if magic != _MAGIC:
-        return None
-    step, phase, wall_ns, changed_ns, entered, entered_ns, *spent = _CHANGE.unpack(change)
-    return WorkerState(
-        rank=rank,
-        hosts=hosts,
-        epoch=epoch,
-        pid=pid,
-        step=step,
-        phase=phase.rstrip(b"\0").decode(),
-        changed_at=wall_ns / 1e9,
-        changed_ns=changed_ns,
-        entered_step=entered,
-        entered_ns=entered_ns,
-        data_ns=spent[0],
-        code_ns=spent[1],
-        busy_ns=spent[2],
-        beat_ns=beat,
-        in_program=in_program,
-        unsaved=unsaved,
-    )
+    try:
+        return reader.state()
+    finally:
+        reader.close()

@@ -6,7 +6,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,11 +22,14 @@ PLAIN = Credentials(token="secret")
 class Host:
     """An agent's memory, and what it told its controller."""
 
+    all: ClassVar[list["Host"]] = []
+
     def __init__(self, rank: int, credentials: Credentials = PLAIN) -> None:
         self.files = memory_files("test")
         self.slots = [SnapshotFile(each) for each in self.files]
         self.said: list[dict[str, Any]] = []
         self.memory = PeerMemory(rank, self.files, credentials=credentials, report=self.said.append)
+        self.all.append(self)
 
     def write(self, slot: int, step: int, body: bytes, peer: int | None) -> None:
         """As a worker does."""
@@ -49,6 +52,8 @@ class Host:
         return found is not None and file.is_replicated(found)
 
     def close(self) -> None:
+        if self in self.all:
+            self.all.remove(self)
         self.memory.close()
 
 
@@ -57,6 +62,8 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+        for each in Host.all:
+            each.memory.look()  # as its agent does
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from fornax.cluster.agent import is_stopped
 from fornax.cluster.files import ClusterFiles
+from fornax.cluster.process_state import is_stopped
 from fornax.config import environment
 from fornax.config.errors import ClusterError
 from fornax.config.worker_process import WorkerProcess, last_line, receive
