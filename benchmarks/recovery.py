@@ -168,8 +168,9 @@ def overhead(folder: Path, width: int) -> list[list[object]]:
     """What recovery costs a step, as a share of its processor time.
 
     Steps with and without the record and the look at the snapshots' clock take turns, in one
-    process; the record's heartbeat runs beside both. The agent's processor time is that of all these seconds; that of snapshots, their
-    replicas at both agents included, is spread over the interval at which they are made.
+    process; the record's heartbeat runs beside both. The agent's processor time is that of all
+    these seconds; that of snapshots, their replicas at both agents included, is spread over the
+    interval at which they are made.
     """
     config = from_mapping(TrainConfig, settings(folder / "data" / "built", width), "benchmark")
     task, plain = pretrain_task(config), Ledger()

@@ -1,8 +1,9 @@
 """The agent of a host, a process that outlives its workers: starts, watches and ends them.
 
 It reports how its worker fares, seen from outside: from the worker's record and from the kernel.
-It sleeps until something is said to it, its worker ends, or a look is due. A worker that lost another one leaves its group and waits, in its process, for the next assignment;
-for one that ended a spare process, its imports done, takes over.
+It sleeps until something is said to it, its worker ends, or a look is due. A worker that lost
+another one leaves its group and waits, in its process, for the next assignment; for one that ended
+a spare process, its imports done, takes over.
 """
 
 import contextlib

@@ -4,8 +4,9 @@ One state machine. `forming`: a coordination service and a worker on every host,
 their training loop. `running`. `suspect`: something is wrong; evidence is gathered. `teardown`: the
 worker at fault is ended; the others leave the group in their processes, or are ended when they do
 not in time. Then the next epoch forms and goes on from the newest checkpoint. A change of the
-number of hosts lets all workers save one step and end; the next epoch forms with the others. Each
-change is a line of events.jsonl.
+number of hosts lets all workers save one step and end; the next epoch forms with the others. For a
+host that is to go another is made ready first; then all keep one step in the agents' memory and
+leave. Each change is a line of events.jsonl.
 """
 
 import contextlib
@@ -19,14 +20,15 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, get_args
 
 from fornax.cluster.coordination import CoordinationService
-from fornax.cluster.credentials import Credentials
+from fornax.cluster.departure import Departure
 from fornax.cluster.files import ClusterFiles, Request
 from fornax.cluster.local import AgentProcess, Launcher
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
 from fornax.cluster.relay import Relayed
 from fornax.cluster.signals import signals_to
 from fornax.cluster.slow import Paces
-from fornax.cluster.verdict import Limits, Verdict, judge, preempted, slow_verdict
+from fornax.cluster.snapshot_places import SnapshotPlaces
+from fornax.cluster.verdict import Limits, Verdict, departed, judge
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import JsonLines, read_json_lines
 from fornax.config.worker_process import WorkerProcess
@@ -43,8 +45,8 @@ _KILL_SECONDS = 15.0
 _COUNT_SECONDS = 1.0
 _FRUITLESS_FAULTS = 3
 _SILENT_SECONDS = 3.0
-_EVICTION_SECONDS = 60.0
-_EVICTION_STEPS = 20
+_DEPARTURE_SECONDS = 60.0
+_DEPARTURE_STEPS = 20
 _USER_ERROR = 2
 _NOISE = re.compile(r"^\[Gloo\] |^[IWE]\d{4} [\d:.]+ ")
 
@@ -124,17 +126,17 @@ class Controller:
         self._heard: dict[int, float] = {}
         self._ended: list[int] = []
         self._answers: dict[int, Mapping[str, Any]] = {}
-        self._credentials: Credentials | None = None
-        self._doors: dict[int, str] = {}
-        self._new_doors = False
-        self._holds: dict[int, list[int]] = {}
+        self._places = SnapshotPlaces()
+        self._departures: dict[int, Departure] = {}
+        self._leave_by = 0.0
+        self._replaced: list[AgentProcess] = []
+        self._in_memory = False
         self._signals: list[int] = []
         self._step = -1
         self._stepped_at = 0.0
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._paces = Paces()
         self._evicted: set[int] = set()
-        self._evict_by = 0.0
         self._fruitless = self._failures = 0
         self._since = time.monotonic()
         self._free = 0
@@ -171,7 +173,7 @@ class Controller:
                     why = f"rank {found.rank} ended with an error that another attempt repeats"
                     self._enter("ended", why, code=_USER_ERROR)
                     return _USER_ERROR
-                if self._signals:
+                if self._signals and not self._in_memory:
                     code = 128 + self._signals[-1]
                     self._enter("ended", "a fault while stopping", code=code)
                     return code
@@ -205,7 +207,7 @@ class Controller:
         self._seen.clear()
         self._ended.clear()
         self._paces.clear()
-        self._evict_by = 0.0
+        self._leave_by = 0.0
         self._step = -1
         self._free = min(self._free, self._hosts)
         stayed = f", {self._free} in their processes" if self._free else ""
@@ -213,7 +215,6 @@ class Controller:
         self._service = self._take_service()
         mtbf = self._mtbf()
         for rank, agent in self._agents.items():
-            holders = [self._doors[n] for n, ranks in self._holds.items() if rank in ranks]
             assignment = Assignment(
                 epoch=self._epoch,
                 rank=rank,
@@ -224,7 +225,7 @@ class Controller:
                 mtbf=mtbf,
                 lease=self._job.limits.lease,
                 environment=dict(self._job.environment),
-                holders=holders if rank not in self._doors else [],
+                holders=self._places.holders(rank),
             )
             agent.send(encode("start", assignment))
 
@@ -262,7 +263,7 @@ class Controller:
         """
         until = time.monotonic() + self._job.limits.slow
         why = ""
-        while not self._signals:
+        while not self._signals or (self._in_memory and len(self._signals) == 1):
             self._most = self._files.asked("hosts") or self._most
             there = min(self._most, self._launcher.capacity())
             if there >= self._least:
@@ -272,7 +273,7 @@ class Controller:
                 try:
                     started = self._launcher.start(missing)
                     for agent in started.values():
-                        self._let_listen(agent)
+                        self._places.let_listen(agent, self._launcher.address)
                     self._agents.update(started)
                     for rank in range(there):
                         late = _AGENT_START_SECONDS if rank in missing else 0.0
@@ -291,14 +292,6 @@ class Controller:
                     f"{text}; add hosts, or ask for fewer with --hosts, and run the command again"
                 )
             time.sleep(_TICK_SECONDS)
-
-    def _let_listen(self, agent: AgentProcess) -> None:
-        """Have an agent take what others send for its memory; where it listens, it says."""
-        towards = self._launcher.address
-        if self._credentials is None:
-            self._credentials = Credentials.make(towards)
-        shown = self._credentials.fields()
-        agent.send({"kind": "listen", "credentials": shown, "towards": towards})
 
     def _next_hosts(self) -> int | None:
         """Another number of hosts to go on with, now that a step boundary can be agreed."""
@@ -321,19 +314,22 @@ class Controller:
             except _AgentLostError as lost:
                 return self._agent_lost(lost)
             self._relay()
-            if self._signals and (len(self._signals) > 1 or self._state == "forming"):
+            forming = self._state == "forming"
+            if len(self._signals) > 1 or (self._signals and forming and not self._in_memory):
                 return 128 + self._signals[0]
-            if self._signals and stopping_since is None:
+            if self._signals and stopping_since is None and not forming:
                 stopping_since = time.monotonic()
                 name = signal.Signals(self._signals[0]).name
                 self._enter("running", f"{name}: all finish this step and save", stop=name)
                 self._ask_to_save()
-            settled = not (self._resizes or self._signals or self._evict_by)
+            settled = not (self._resizes or self._signals or self._departures)
             if settled and (hosts := self._next_hosts()):
                 self._resizes = True
                 why = f"{hosts} hosts are next: all finish this step and save"
                 self._enter("running", why, hosts=hosts)
                 self._ask_to_save()
+            if self._state == "running" and not self._resizes and not self._signals:
+                self._depart()
             if stopping_since and time.monotonic() - stopping_since > self._job.limits.slow:
                 return 128 + self._signals[0]
             codes = [each.code for each in self._seen.values()]
@@ -341,17 +337,18 @@ class Controller:
                 worst = max(code for code in codes if code is not None)
                 if self._resizes and worst and not self._signals:
                     return _Resized()
-                if worst and not self._signals and (gone := preempted([*self._seen.values()])):
-                    return self._slow_verdict("is slow; all saved") if self._evict_by else gone
+                self._in_memory = any(each.kept >= 0 for each in self._seen.values())
+                if worst and self._leave_by and (self._in_memory or not self._signals):
+                    return self._departed("all left at one step")
                 return 128 + self._signals[0] if self._signals and worst else worst
             if self._service is not None and not self._service.alive():  # all workers abort of it
                 return self._of_launcher("jax's coordination service ended")
             if verdict := self._judge():
                 return self._convict(verdict)
-            if self._evict_by and time.monotonic() > self._evict_by:
-                return self._slow_verdict("is slow, and not all saved in time")
-            if self._state == "running" and not self._evict_by and self._paces.judge():
-                self._tell_slow(evict=not self._signals and not self._resizes)
+            if self._leave_by and time.monotonic() > self._leave_by:
+                return self._departed("not all left in time")
+            if self._state == "running" and not self._leave_by and self._paces.judge():
+                self._tell_slow(evict=settled)
 
     def _tell_slow(self, *, evict: bool) -> None:
         """Say who holds the others up, or that nobody does now; by policy replace it."""
@@ -360,14 +357,12 @@ class Controller:
             self._enter("running", "no rank holds up the others any more", slow=None)
             return
         evict = evict and self._job.slow == "evict" and slow.rank not in self._evicted
-        what = "; all finish this step and save, and it is replaced" if evict else ""
+        what = "; another host is made ready to take its place" if evict else ""
         why = f"rank {slow.rank} {slow.text}{what}"
         self._enter("running", why, slow=slow.rank, evict=evict, **slow.facts)
         if evict:
             self._evicted.add(slow.rank)
-            self._agents[slow.rank].send({"kind": "preempt"})
-            patience = max(_EVICTION_SECONDS, _EVICTION_STEPS * slow.step)
-            self._evict_by = time.monotonic() + patience
+            self._begin_departure(slow.rank, slow=True)
 
     def _relay(self) -> None:
         """Put a relay before an agent where a drill asked for it; the event says its process."""
@@ -379,9 +374,71 @@ class Controller:
             why = f"rank {rank} is reached through a relay, process {relayed.pid}"
             self._enter(self._state, why, relay=rank, pid=relayed.pid)
 
-    def _slow_verdict(self, what: str) -> Verdict:
-        assert self._paces.named is not None
-        return slow_verdict(self._seen[self._paces.named.rank], what)
+    def _begin_departure(self, rank: int, *, slow: bool) -> None:
+        towards = self._launcher.address
+        self._departures[rank] = Departure(
+            rank,
+            self._launcher,
+            lambda agent: self._places.let_listen(agent, towards),
+            slow=slow,
+        )
+
+    def _depart(self) -> None:
+        """Make others ready for the hosts that are to go; then have all leave at one step.
+
+        They keep it in memory, where the agent that leaves can give it to the one that comes.
+        """
+        for rank, seen in self._seen.items():
+            if seen.preempted and rank not in self._departures and not self._leave_by:
+                why = f"rank {rank} is on a host that is to go (SIGTERM): another is made ready"
+                self._enter("running", why, going=rank)
+                self._begin_departure(rank, slow=False)
+        departures = self._departures.values()
+        for each in departures:
+            each.advance()
+        if not departures or self._leave_by or not all(each.is_due() for each in departures):
+            return
+        by_memory = all(each.agent is not None for each in departures)
+        where = "keep it in memory" if by_memory else "save it, as no other host is there"
+        self._enter("running", f"all finish this step and {where}", leaves=sorted(self._departures))
+        for rank in self._departures:
+            number = {} if by_memory else {"number": signal.SIGTERM}
+            self._agents[rank].send({"kind": "depart" if by_memory else "signal", **number})
+        patience = max(_DEPARTURE_SECONDS, _DEPARTURE_STEPS * max(self._step_seconds, default=0.0))
+        self._leave_by = time.monotonic() + patience
+
+    def _departed(self, what: str) -> Verdict:
+        """Of the first of the hosts that are to go."""
+        first = next(iter(self._departures.values()))
+        return departed(self._seen[first.rank], what, slow=first.slow)
+
+    def _take_over(self, verdict: Verdict) -> None:
+        """Put the agents that were made ready in the places of those that go.
+
+        These stay until the next group has what is in their memory.
+        """
+        leaves = verdict.kind in ("preempted", "slow")
+        for rank, departure in list(self._departures.items()):
+            lost = verdict.takes_agent and rank == verdict.rank
+            if not leaves and not lost:
+                continue
+            del self._departures[rank]
+            departure.wait()
+            if departure.agent is None:
+                self._forget(rank)
+                continue
+            if self._in_memory:
+                self._replaced.append(self._agents[rank])
+                self._places.replace(rank, departure.address)
+            else:
+                self._forget(rank)
+                self._places.add(rank, departure.address)
+            self._agents[rank] = departure.agent
+            self._heard[rank] = time.monotonic() + _AGENT_START_SECONDS
+
+    def _end_replaced(self) -> None:
+        while self._replaced:
+            self._replaced.pop().kill()
 
     def _ask_to_save(self) -> None:
         for agent in self._agents.values():
@@ -444,8 +501,14 @@ class Controller:
             since=round(verdict.since, 3),
             last_line=last,
         )
+        before = self._agents.copy()
+        self._take_over(verdict)
         for rank, agent in list(self._agents.items()):
-            guilty = rank == verdict.rank and verdict.kind not in ("group", "service")
+            guilty = (
+                agent is before[rank]
+                and rank == verdict.rank
+                and verdict.kind not in ("group", "service")
+            )
             if guilty and verdict.takes_agent:
                 self._forget(rank)
             else:
@@ -491,8 +554,7 @@ class Controller:
             assert isinstance(connection, Connection)
             self._hear(ranks[connection])
         self._follow()
-        if self._new_doors and (len(self._doors) >= self._hosts or self._state == "running"):
-            self._tell_doors()
+        self._places.tell(self._agents, self._hosts, running=self._state == "running")
         silence, now = self._job.limits.silence, time.monotonic()
         for rank in self._agents:
             if now - self._heard[rank] > silence:
@@ -510,7 +572,9 @@ class Controller:
             self._agents[rank].send({"kind": "lease", "at": message["at"]})
             return
         if message["kind"] in ("listening", "holds", "fetched"):
-            self._hear_of_memory(rank, message)
+            said = self._places.hear(rank, message)
+            if said is not None and self._state is not None:
+                self._enter(self._state, said, fetched=message["steps"], rank=rank)
             return
         if message["kind"] != "observation":
             self._answers[rank] = message
@@ -529,28 +593,6 @@ class Controller:
             )
             self._enter(self._state, why, unsaved=seen.unsaved)
 
-    def _tell_doors(self) -> None:
-        """Tell all agents where the others listen, once for all that are new."""
-        self._new_doors = False
-        peers = {"kind": "peers", "addresses": self._doors, "hosts": self._hosts}
-        for agent in self._agents.values():
-            agent.send(peers)
-
-    def _hear_of_memory(self, rank: int, message: Mapping[str, Any]) -> None:
-        """What agents say of the snapshots that they hold for each other."""
-        if message["kind"] == "holds":
-            self._holds[rank] = list(message["ranks"])
-        elif message["kind"] == "listening":
-            self._doors[rank] = message["address"]
-            self._new_doors = True
-        elif self._state is not None:
-            steps = ", ".join(map(str, message["steps"]))
-            why = (
-                f"rank {rank} has its snapshots of steps {steps} from the memory of another host "
-                f"({message['bytes'] / 1e6:.1f} MB in {message['seconds']:.2f} s)"
-            )
-            self._enter(self._state, why, fetched=message["steps"], rank=rank)
-
     def _follow(self) -> None:
         """Notice the first step, and how long steps take."""
         if len(self._seen) < self._hosts:
@@ -562,6 +604,9 @@ class Controller:
         if self._state == "forming":
             self._began = step
             self._enter("running", f"from step {step}", step=step)
+            self._places.settle(self._hosts)
+            self._end_replaced()
+            self._in_memory = False
             if self._standby is None:  # a second less to wait for after a fault
                 self._standby = self._new_service()
         elif self._step > 0:
@@ -620,14 +665,15 @@ class Controller:
 
     def _forget(self, rank: int) -> None:
         agent = self._agents.pop(rank)
-        self._doors.pop(rank, None)
-        self._holds.pop(rank, None)
+        self._places.forget(rank)
         agent.kill()
 
     def _dismiss(self, ranks: Sequence[int]) -> None:
         """End agents with their workers, and wait until they have ended."""
         for rank in ranks:
             self._agents[rank].send(encode("end"))
+            if (departure := self._departures.pop(rank, None)) is not None:
+                departure.close()
         until = time.monotonic() + _KILL_SECONDS
         for rank in ranks:
             with contextlib.suppress(EOFError, TimeoutError):
@@ -652,6 +698,9 @@ class Controller:
     def _close(self) -> None:
         """End agents, workers and service, and wait until they have ended."""
         self._dismiss(list(self._agents))
+        for departure in self._departures.values():
+            departure.close()
+        self._end_replaced()
         for service in (self._service, self._standby):
             if service is not None:
                 service.close()

@@ -8,7 +8,7 @@ from fornax.cluster.messages import CLEAN, Observation
 from fornax.config.errors import GroupLostError
 from fornax.config.worker_process import ending
 
-__all__ = ["Limits", "Verdict", "judge", "preempted", "slow_verdict"]
+__all__ = ["Limits", "Verdict", "departed", "judge"]
 
 _USUALLY_QUICK = ("step", "wait_for_data")
 _STOPPED_SECONDS = 1.0
@@ -88,17 +88,11 @@ def judge(
     return ended or _stopped(seen) or _lost(seen) or _hanging(seen, limits, step_seconds)
 
 
-def preempted(seen: Sequence[Observation]) -> Verdict | None:
-    """Whose host is to go, when all have saved and stopped."""
-    for each in seen:
-        if each.preempted:
-            return _verdict("preempted", each, "is on a host that is to go (SIGTERM); all saved")
-    return None
-
-
-def slow_verdict(each: Observation, what: str) -> Verdict:
-    """Of a worker that is to be replaced because it holds the others up."""
-    return _verdict("slow", each, what)
+def departed(each: Observation, what: str, *, slow: bool) -> Verdict:
+    """Of a worker whose host is to go: it holds the others up, or a scheduler takes it."""
+    if slow:
+        return _verdict("slow", each, f"is slow; {what}")
+    return _verdict("preempted", each, f"is on a host that is to go (SIGTERM); {what}")
 
 
 def _fenced(seen: Sequence[Observation]) -> Verdict | None:

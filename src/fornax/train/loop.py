@@ -17,6 +17,7 @@ import jax
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import DiskFullError, worker_record
+from fornax.mesh import hosts
 from fornax.train.config import TrainerConfig
 from fornax.train.diloco.sync import SliceSync
 from fornax.train.evaluate import evaluate
@@ -82,6 +83,8 @@ class Loop:
             except LossSpikeError as found:
                 self._go_back(found.spike)
         self._stop_profile()
+        if reason == "signal" and self._keeps_only():
+            return reason
         try:
             self._save()
             with self.ledger.phase("checkpoint"):
@@ -188,6 +191,22 @@ class Loop:
         with self.ledger.phase("snapshot"):
             memory.write(self.state, self.step, self.batches.state(), self._metadata())
         self.ledger.flush(self.step)
+
+    def _keeps_only(self) -> bool:
+        """Keep the last step in memory, where a launcher asked for no more: the next group goes on
+        from there. Whether it is kept; it is not where there is no room, or it is on disk."""
+        record = worker_record.current()
+        asked = record is not None and record.is_asked_to_keep()
+        if self.memory is None or self._saved == self.step or not hosts.most(int(asked)):
+            return False
+        with self.ledger.phase("checkpoint"):
+            self._unless_full(self.checkpointer.wait)  # of one that is under way
+        with self.ledger.phase("snapshot"):
+            memory, state = self.memory, self.state
+            memory.write_now(state, self.step, self.batches.state(), self._metadata())
+        if record is not None:
+            record.set_kept(self.step)
+        return True
 
     def _go_back(self, spike: Spike) -> None:
         """Leave the spike's batch out, and go on from the state before it."""

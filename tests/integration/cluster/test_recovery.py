@@ -73,12 +73,15 @@ def test_memory_is_enough_for_a_second_death_while_the_group_forms(
 
 
 def test_a_host_that_is_taken_away_with_notice_loses_no_step(launch: Any, undisturbed: list[tuple]):
+    """Nothing is on disk: the new agent has the step from the memory of the one that goes."""
     run = launch(save_every=None, steps=2000)
-    run.wait_for_step(1, 20)
+    survivor = run.wait_for_step(1, 20)
     drill(run.run_dir, "preempt", 0)
     run.wait_for_event(lambda e: e.get("state") == "teardown")
     done = max(step for step, *_ in run.exact())
     run.wait_for_epoch(2)
+    assert run.wait_for_step(1, done + 1) == survivor
+    assert not Checkpointer(run.run_dir / "checkpoints").all_steps()
     run.process.send_signal(signal.SIGINT)
     code, output = run.finish()
     assert code == 130, output
@@ -88,7 +91,11 @@ def test_a_host_that_is_taken_away_with_notice_loses_no_step(launch: Any, undist
     assert steps == list(range(1, len(steps) + 1))
     at = next(e["step"] for e in run.events() if e.get("drill") == "preempt")
     assert len(restarted) == 2
-    assert at < restarted[1] <= done + 1  # the step that was worked on is done, and saved
+    assert at < restarted[1] <= done + 1  # the step that was worked on is done, and kept
+    (fetched,) = [e for e in run.events() if "fetched" in e]
+    assert fetched["rank"] == 0
+    assert max(fetched["fetched"]) == restarted[1] - 1
+    assert "in memory" in output
     # The numbers are those of a longer schedule, the learning rate is; the data is the same.
     found = [x[4] for x in run.exact()[:24]]
     assert len(found) > at

@@ -41,6 +41,8 @@ def main(words: Sequence[str]) -> int:
             (folder / "saving").write_text(str(step))
             (folder / "saving").rename(saved)  # whole, also when this is killed
         if any(peers):
+            if record.is_asked_to_keep():
+                record.set_kept(step)
             return 143
         time.sleep(0.02)
     return 0

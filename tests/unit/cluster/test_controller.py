@@ -199,6 +199,43 @@ def test_drills_are_followed_to_their_ends(
     assert not [line for line in lines if "verdict" in line or "steps later" in line]
 
 
+def test_others_are_ready_before_hosts_that_are_to_go_are_left(folder: Path):
+    run = Run(folder, steps=100_000)
+    agents: list[int] = []
+
+    def preempt() -> None:
+        agents.extend(parent(run.pid(rank)) for rank in range(HOSTS))
+        for rank in (0, 2):
+            drill(run.files.run_dir, "preempt", rank)
+        run.wait_for("running", 2)
+        agents.extend(parent(run.pid(rank)) for rank in range(HOSTS))
+        run.controller.stop()
+
+    assert run.code((10, preempt)) == 143, run.said
+    assert {kind for kind, _ in run.faults()} == {"preempted"}
+    assert agents[1] == agents[4]
+    assert agents[0] != agents[3]
+    for done in run.steps():
+        assert done == list(range(1, len(done) + 1))  # none again, none left out
+    ready = next(n for n, line in enumerate(run.said) if "all finish this step" in line)
+    assert any("another is made ready" in line for line in run.said[:ready])
+
+
+def test_a_stop_amid_that_waits_until_what_is_in_memory_can_be_saved(folder: Path):
+    run = Run(folder, steps=100_000)
+
+    def stop() -> None:
+        drill(run.files.run_dir, "preempt", 1)
+        while not any("leaves" in event for event in read_json_lines(run.files.events)):
+            time.sleep(0.001)
+        run.controller.stop()
+
+    assert run.code((10, stop)) == 143, run.said
+    states = [e["state"] for e in read_json_lines(run.files.events) if "state" in e]
+    assert states[-2:] == ["running", "ended"]
+    assert len({done[-1] for done in run.steps()}) == 1
+
+
 def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(folder: Path):
     run = Run(folder, steps=1000)
     ended: list[float] = []

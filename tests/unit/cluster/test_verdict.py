@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fornax.cluster.messages import Observation, decode, encode
-from fornax.cluster.verdict import Limits, judge, preempted
+from fornax.cluster.verdict import Limits, departed, judge
 
 LIMITS = Limits(stall=2.0, slow=100.0)
 
@@ -105,6 +105,5 @@ def test_a_message_comes_back_as_it_was_sent():
 def test_who_is_to_go_is_no_fault_until_all_have_saved():
     assert guilty(rank(0), rank(1, preempted=True)) is None
     assert guilty(rank(0, code=143, left=True), rank(1, code=143, preempted=True)) is None
-    verdict = preempted([rank(0, code=143), rank(1, code=143, preempted=True)])
-    assert verdict is not None
+    verdict = departed(rank(1, code=143, preempted=True), "all left at one step", slow=False)
     assert (verdict.kind, verdict.rank) == ("preempted", 1)

@@ -1,0 +1,91 @@
+"""Where the agents of a run listen for each other's snapshots, and who holds those of whom."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fornax.cluster.credentials import Credentials
+from fornax.cluster.local import AgentProcess
+
+__all__ = ["SnapshotPlaces"]
+
+
+class SnapshotPlaces:
+    """What the controller knows of the agents' memory, by rank."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self._credentials: Credentials | None = None
+        self._addresses: dict[int, str] = {}
+        self._before: dict[int, str] = {}
+        self._holds: dict[int, list[int]] = {}
+        self._settled: set[int] = set()
+        self._new = False
+
+    def let_listen(self, agent: AgentProcess, towards: str) -> None:
+        """Have an agent take what others send for its memory; where it listens, it says.
+
+        Args:
+          agent: a new one.
+          towards: address of this machine, as the hosts reach it.
+        """
+        if self._credentials is None:
+            self._credentials = Credentials.make(towards)
+        shown = self._credentials.fields()
+        agent.send({"kind": "listen", "credentials": shown, "towards": towards})
+
+    def hear(self, rank: int, message: Mapping[str, Any]) -> str | None:
+        """Take what an agent says of its memory; in words, what it has fetched."""
+        if message["kind"] == "holds":
+            self._holds[rank] = list(message["ranks"])
+        elif message["kind"] == "listening":
+            self.add(rank, message["address"])
+        else:
+            steps = ", ".join(map(str, message["steps"]))
+            return (
+                f"rank {rank} has its snapshots of steps {steps} from the memory of another host "
+                f"({message['bytes'] / 1e6:.1f} MB in {message['seconds']:.2f} s)"
+            )
+        return None
+
+    def tell(self, agents: Mapping[int, AgentProcess], hosts: int, *, running: bool) -> None:
+        """Tell all agents where the others listen, once for all that are new."""
+        if not self._new or not (running or len(self._addresses) >= hosts):
+            return
+        self._new = False
+        peers = {"kind": "peers", "addresses": self._addresses, "hosts": hosts}
+        for agent in agents.values():
+            agent.send(peers)
+
+    def holders(self, rank: int) -> list[str]:
+        """Where a rank's new agent finds its snapshots: at the one before it, or who has replicas.
+
+        Nowhere for an agent that was there in the group before.
+        """
+        if rank in self._settled:
+            return []
+        before = [self._before[rank]] if rank in self._before else []
+        return before + [self._addresses[n] for n, ranks in self._holds.items() if rank in ranks]
+
+    def replace(self, rank: int, address: str | None) -> None:
+        """Another agent, which listens at `address`, takes the place of one that is still there."""
+        before = self._addresses.get(rank)
+        self.forget(rank)
+        if before is not None:
+            self._before[rank] = before
+        self.add(rank, address)
+
+    def add(self, rank: int, address: str | None) -> None:
+        """The new agent of a rank listens at `address`."""
+        if address is not None:
+            self._addresses[rank], self._new = address, True
+
+    def settle(self, hosts: int) -> None:
+        """The agents of all ranks have what there was, and those that they replaced may go."""
+        self._before.clear()
+        self._settled = set(range(hosts))
+
+    def forget(self, rank: int) -> None:
+        """The agent of a rank is no more."""
+        self._addresses.pop(rank, None)
+        self._holds.pop(rank, None)
+        self._settled.discard(rank)
