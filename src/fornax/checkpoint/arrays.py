@@ -13,9 +13,16 @@ import numpy as np
 import tensorstore as ts
 
 from fornax.config.errors import CheckpointError
-from fornax.mesh import clear_caches
+from fornax.mesh import clear_caches, hosts
 
-__all__ = ["check_fits", "forget_group", "load_arrays", "save_arrays", "table"]
+__all__ = [
+    "check_fits",
+    "count_alike",
+    "forget_group",
+    "load_arrays",
+    "save_arrays",
+    "table",
+]
 
 _SHOWN = 5
 _NAME = "state"
@@ -70,6 +77,15 @@ def forget_group() -> None:
 
     clear_caches("orbax.")
     OperationIdGenerator._operation_id_counter = itertools.count()
+    OperationIdGenerator.next_operation_id()
+
+
+def count_alike() -> None:
+    """Have all processes number their next save alike, after one in which some did not begin."""
+    from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+    last = hosts.most(int(OperationIdGenerator.get_current_operation_id()))
+    OperationIdGenerator._operation_id_counter = itertools.count(last)
     OperationIdGenerator.next_operation_id()
 
 

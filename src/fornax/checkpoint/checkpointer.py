@@ -3,12 +3,10 @@
 import errno
 import shutil
 import socket
-import threading
 import time
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,7 +16,13 @@ from typing import Any, Self
 
 import jax
 
-from fornax.checkpoint.arrays import check_fits, load_arrays, save_arrays, table
+from fornax.checkpoint.arrays import (
+    check_fits,
+    count_alike,
+    load_arrays,
+    save_arrays,
+    table,
+)
 from fornax.checkpoint.files import (
     checksums,
     claim,
@@ -41,6 +45,7 @@ from fornax.checkpoint.records import (
     write_record,
 )
 from fornax.checkpoint.retention import CheckpointConfig, Kept, expired
+from fornax.checkpoint.together import SavingTogether, meet, raise_anywhere
 from fornax.config.errors import CheckpointError, DiskFullError
 from fornax.config.files import is_full
 from fornax.mesh import hosts
@@ -48,9 +53,6 @@ from fornax.mesh import hosts
 __all__ = ["Checkpointer", "Restored"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_SAVING = "fornax-saving"
-"""A file that is there while a save of several processes has not failed in any of them."""
-_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class Checkpointer:
             self._mirror = Mirror(self._config.mirror, self.directory)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._stopped = False
+        self._together = SavingTogether(self.directory)
         self._claimed = False
         self._epoch: int | None = None
 
@@ -171,8 +173,8 @@ class Checkpointer:
         self.wait()
         path = step_path(self.directory, step)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        meet = hosts.decide(lambda: self._make_room(path, size))
-        if meet is None:
+        at = hosts.decide(lambda: self._make_room(path, size))
+        if at is None:
             return False
         record = Record(
             step=step,
@@ -187,15 +189,19 @@ class Checkpointer:
             arrays=table(state),
             epoch=self._epoch or 0,
         )
+        seconds = self._config.timeout_seconds
         try:
-            response = save_arrays(path, state, timeout_seconds=self._config.timeout_seconds)
+            response = self._together.run(
+                lambda: save_arrays(path, state, timeout_seconds=seconds), step
+            )
         except Exception as error:
             if jax.process_count() == 1:
                 self._clear()
                 raise self._save_error(step, error) from error
+            self._together.end()
             response = Future()  # the others began, and hear of it when they wait
             response.set_exception(error)
-        self._pending = self._executor.submit(self._finish, path, response, record, meet)
+        self._pending = self._executor.submit(self._finish, path, response, record, at)
         if force:
             self.wait()
         return True
@@ -232,11 +238,12 @@ class Checkpointer:
                 raise failure
             return
         try:
-            _raise_anywhere(
+            raise_anywhere(
                 None if failure is None else str(failure), full=isinstance(failure, DiskFullError)
             )
         except CheckpointError:
             hosts.decide(self._clear)  # nobody writes there any more
+            count_alike()
             raise
 
     def _clear(self) -> None:
@@ -252,7 +259,7 @@ class Checkpointer:
         """
         pending, self._pending = self._pending, None
         self._executor.shutdown()
-        if self._stopped:
+        if self._together.left_waiting:
             jax.distributed.shutdown()  # ends Orbax's wait for the process that failed
         if pending is not None:
             pending.result()
@@ -391,7 +398,7 @@ class Checkpointer:
                 f"step {path.name} in {self.directory} cannot be loaded: {_first_line(error)}. "
                 f"{self._advice(int(path.name))}"
             )
-        _raise_anywhere(failure)
+        raise_anywhere(failure)
         return state
 
     def _make_room(self, path: Path, size: int) -> str | None:
@@ -421,8 +428,7 @@ class Checkpointer:
                 said = f"needs {size / 1e6:.0f} MB"
                 no_room = OSError(errno.ENOSPC, said, str(self.directory))
                 raise self._save_error(int(path.name), no_room)
-            if jax.process_count() > 1:
-                self._saving.touch()
+            self._together.begin()
         except OSError as error:
             raise CheckpointError(
                 f"cannot clear {error.filename} ({error.strerror}), which an interrupted save "
@@ -430,21 +436,21 @@ class Checkpointer:
             ) from error
         return f"fornax/checkpoint/{path.name}/{time.monotonic_ns()}"
 
-    def _finish(self, path: Path, response: Any, record: Record, meet: str) -> None:
+    def _finish(self, path: Path, response: Any, record: Record, at: str) -> None:
         """The background part: Orbax's commit, checksums, the record, then retention."""
         failure = None
         try:
-            self._wait_for_commit(response, record.step)
+            seconds = self._config.timeout_seconds
+            self._together.run(lambda: response.result(timeout=seconds), record.step)
             files = checksums(path, record.process, record.processes)
             self._check_epoch(record.step)
             write_record(path, replace(record, files=files))
         except Exception as error:
             failure = error
-            with suppress(OSError):
-                self._saving.unlink()
+            self._together.end()
         try:
             # Also after a failure, so that nobody waits for a record that will not come.
-            _meet(meet, self._config.timeout_seconds)
+            meet(at, self._config.timeout_seconds)
         except Exception as error:
             failure = failure or error
         if failure is not None:
@@ -459,40 +465,10 @@ class Checkpointer:
                     f"step {record.step} in {self.directory} lacks the record of another process: "
                     "its save failed, or its directory is another one"
                 )
-            with suppress(OSError):
-                self._saving.unlink()
+            self._together.end()
             self._prune(record.step)
             if self._mirror is not None:
                 self._mirror.put(record.step, self._config)
-
-    def _wait_for_commit(self, response: Any, step: int) -> None:
-        """Wait for Orbax; not for a process whose part failed, as Orbax itself does for minutes.
-
-        Raises:
-          DiskFullError: when another process failed, which says why.
-        """
-        if jax.process_count() == 1:
-            response.result(timeout=self._config.timeout_seconds)
-            return
-        committed: Future[None] = Future()
-
-        def follow() -> None:
-            try:
-                response.result(timeout=self._config.timeout_seconds)
-                committed.set_result(None)
-            except BaseException as error:
-                committed.set_exception(error)
-
-        threading.Thread(target=follow, name="orbax", daemon=True).start()
-        while not wait_for([committed], _LOOK_SECONDS).done:
-            if not self._saving.exists():
-                self._stopped = True
-                raise DiskFullError(f"saving step {step} stopped, as another process failed in it")
-        committed.result()
-
-    @property
-    def _saving(self) -> Path:
-        return self.directory / _SAVING
 
     def _prune(self, saved: int) -> None:
         """Delete the steps that no rule keeps."""
@@ -535,7 +511,7 @@ class Checkpointer:
         except CheckpointError as error:
             damage, records = str(error), []
         damage = damage or self._damage(path, records)
-        _raise_anywhere(None if damage is None else str(self._damaged(path, damage)))
+        raise_anywhere(None if damage is None else str(self._damaged(path, damage)))
         return records
 
     def _damage(self, path: Path, records: list[Record]) -> str | None:
@@ -573,27 +549,6 @@ class Checkpointer:
             f"saving step {step} to {self.directory} failed: {_reason(error, self.directory)}. "
             + (f"Step {latest} is intact" if latest is not None else "No step is complete yet")
         )
-
-
-def _meet(name: str, timeout_seconds: int) -> None:
-    """Return once every process came; from any thread, as it asks jax's coordinator only."""
-    if jax.process_count() == 1:
-        return
-    from orbax.checkpoint import multihost
-
-    wait = multihost.get_barrier_sync_fn()
-    wait(key=name, timeout_ms=timeout_seconds * 1000)
-
-
-def _raise_anywhere(failure: str | None, *, full: bool = False) -> None:
-    """Raise in every process what failed in any of them; `full`: for want of room."""
-    said = hosts.gather(None if failure is None else [failure, full])
-    if len(said) == 1 and failure is not None:
-        raise CheckpointError(failure)
-    named = [f"process {n}: {each[0]}" for n, each in enumerate(said) if each is not None]
-    if named:
-        kind = DiskFullError if all(each is None or each[1] for each in said) else CheckpointError
-        raise kind(" ".join(dict.fromkeys(named)))
 
 
 def _listed(steps: list[int]) -> str:

@@ -391,7 +391,7 @@ class Controller:
         for rank, seen in self._seen.items():
             if seen.preempted and rank not in self._departures and not self._leave_by:
                 why = f"rank {rank} is on a host that is to go (SIGTERM): another is made ready"
-                self._enter("running", why, going=rank)
+                self._enter("running", why, going=rank, entered=self._step)
                 self._begin_departure(rank, slow=False)
         departures = self._departures.values()
         for each in departures:

@@ -48,7 +48,7 @@ LIMITS: Mapping[Fault, FaultLimits] = {
     "kill": FaultLimits(verdict="killed", named=1.0, stepped=8.0, steps=1),
     "stop": FaultLimits(verdict="stopped", named=2.0, stepped=10.0, steps=1),
     "lose": FaultLimits(verdict="agent", named=1.0, stepped=10.0, steps=1),
-    "preempt": FaultLimits(verdict="preempted", named=None, stepped=None, steps=2, again=0),
+    "preempt": FaultLimits(verdict="preempted", named=1.0, stepped=None, steps=None, again=0),
     "partition": FaultLimits(
         verdict="partition",
         named=Limits().silence + 1.0,
@@ -58,7 +58,7 @@ LIMITS: Mapping[Fault, FaultLimits] = {
     "slow": FaultLimits(verdict="slow", named=None, stepped=None, steps=20, again=0),
 }
 """By drill. A partition's seconds begin with those in which the host's own agent ends its worker; a
-host that is to go, or is slow, is left after the next step, however long that is."""
+host that is to go, or is slow, is named first, and left when another is ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Weathered:
     guilty: int
     """The rank that the run named."""
     named: float
-    """When it did: when the rank was torn down, or, of one that is only slow, was told."""
+    """When it did: when the rank was torn down, or, of one that is slow or to go, was told."""
     stepped: float
     """When all ranks had made a step again."""
     steps: int
@@ -164,6 +164,10 @@ def follow(run_dir: str | Path, fault: Fault, rank: int) -> Weathered:
     return weathered
 
 
+_TOLD: Mapping[Fault, str] = {"preempt": "going", "slow": "slow"}
+"""Facts of the events that name a rank which is replaced later, or stays."""
+
+
 class _Run:
     """A run, as its files show it."""
 
@@ -184,6 +188,10 @@ class _Run:
             ),
             before,
         )
+        told = said
+        if fault in _TOLD:  # before the group leaves it
+            told = self._wait_for(lambda e: e.get(_TOLD[fault]) == rank, before)
+        named_at = told["at_step"] if "at_step" in told else told["entered"]
         stays = said["state"] == "running"
         epoch = said["epoch"]
         if stays:
@@ -203,9 +211,9 @@ class _Run:
             step=at["step"],
             verdict="slow" if stays else said["kind"],
             guilty=said["slow"] if stays else said["rank"],
-            named=said["time"] - at["time"],
+            named=told["time"] - at["time"],
             stepped=time.time() - at["time"],
-            steps=max(0, entered - at["step"]),
+            steps=max(0, named_at - at["step"]),
             again=max(0, entered + 1 - began),
         )
 

@@ -1,8 +1,11 @@
 """One of two processes that save and restore together, for `test_two_processes.py`; not a test."""
 
+import os
 import resource
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -30,6 +33,8 @@ def main() -> None:
             save(checkpointer, wanted, process)
         elif task == "full":
             full(checkpointer, wanted, process)
+        elif task == "begin":
+            fail_to_begin(checkpointer, wanted, process)
         elif task == "restore":
             restored = checkpointer.restore(wanted)
             assert len(restored.data) == 4
@@ -47,8 +52,10 @@ def rows(step: int) -> np.ndarray:
     return np.arange(8 * 64, dtype=np.float32).reshape(8, 64) + step
 
 
-def save(checkpointer: Checkpointer, wanted: dict, process: int) -> None:
-    for step in (1, 2, 3, 4, 5):
+def save(
+    checkpointer: Checkpointer, wanted: dict, process: int, steps: Sequence[int] = (1, 2, 3, 4, 5)
+) -> None:
+    for step in steps:
         state = {
             "w": jax.make_array_from_callback(
                 (8, 64), wanted["w"].sharding, lambda index, step=step: rows(step)[index]
@@ -73,6 +80,22 @@ def full(checkpointer: Checkpointer, wanted: dict, process: int) -> None:
         save(checkpointer, wanted, process)
     except CheckpointError as error:
         say(f"refused {error}")
+
+
+def fail_to_begin(checkpointer: Checkpointer, wanted: dict, process: int) -> None:
+    """Process 1 may open no file when the second save begins, and may again at the third."""
+    save(checkpointer, wanted, process, [1])
+    began, most = time.monotonic(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if process == 1:
+        used = max(int(name) for name in os.listdir("/proc/self/fd"))
+        spare = [os.open("/dev/null", os.O_RDONLY) for _ in range(used)]  # no gap below the limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(spare) + 1, most[1]))
+    try:
+        save(checkpointer, wanted, process, [2])
+    except CheckpointError as error:
+        say(f"refused after {time.monotonic() - began:.1f} s: {error}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    save(checkpointer, wanted, process, [3])
 
 
 def say(text: str) -> None:

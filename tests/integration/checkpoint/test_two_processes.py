@@ -125,3 +125,15 @@ def test_a_save_that_fails_in_one_process_is_refused_by_both(tmp_path):
         assert "refused process" in out
         assert "saving step 1" in out
         assert "process 1: " in out
+
+
+@pytest.mark.fault
+def test_no_process_waits_for_one_that_cannot_begin_a_save(tmp_path):
+    """It may open no file, so it never comes to where Orbax has all processes wait for it."""
+    for out in run_two(tmp_path / "new", "begin"):
+        assert "saved 1" in out
+        assert "saving step 2" in out
+        assert "process 1: " in out
+        assert "Too many open files" in out
+        assert "saved 3" in out
+    assert Checkpointer(tmp_path / "new").all_steps() == [1, 3]
