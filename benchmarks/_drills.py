@@ -169,7 +169,7 @@ def of_rank(fault: Fault, rank: int) -> Callable[[Drilled], Times]:
 
     def do(run: Drilled) -> Times:
         found = follow(run.run_dir, fault, rank)
-        said = f"named {found.steps} steps later" if fault in ("slow", "preempt") else ""
+        said = f"named {found.steps} steps later" if fault == "slow" else ""
         return Times(named=found.named, stepped=found.stepped, again=found.again, said=said)
 
     return do
