@@ -407,8 +407,9 @@ class Agent:
             self._newest_step = record.entered_step
             self._first_step = self._first_step or self._newest_step
         now = time.monotonic_ns()
+        silent = (now - record.beat_ns) / 1e9
         return {
-            "silent": (now - record.beat_ns) / 1e9 if record.pid else 0.0,
+            "silent": max(0.0, silent - process.starved) if record.pid else 0.0,
             "unchanged": (now - record.changed_ns) / 1e9,
             "changed_at": record.changed_at,
             "step": record.step,

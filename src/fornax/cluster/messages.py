@@ -60,7 +60,7 @@ class Observation:
     stopped: float = 0.0
     """How long the kernel has held the process stopped (SIGSTOP)."""
     silent: float = 0.0
-    """Since the worker's heartbeat."""
+    """Since the worker's heartbeat, without the time for which it waited for a processor."""
     unchanged: float = 0.0
     """Since it last changed phase or step."""
     changed_at: float = 0.0

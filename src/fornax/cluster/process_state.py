@@ -23,6 +23,10 @@ class ProcessState:
         """Seconds, up to the step that it entered last, for which a program of the devices could
         not run: the process was held, or its main thread waited for a processor."""
         self._files = [_opened(f"/proc/{pid}/task/{pid}/{name}") for name in ("stat", "schedstat")]
+        self.starved = 0.0
+        """Seconds since the last heartbeat for which the main thread waited for a processor: it may
+        hold Python's lock then, and has not hung."""
+        self._beat, self._delay_at_beat = -1, 0.0
         self._taken = self._delay = 0.0
         self._entered = -1
         self._looked_at = time.monotonic()
@@ -40,6 +44,9 @@ class ProcessState:
         since = self._stopped_at
         self.stopped = 0.0 if since is None else max((time.monotonic_ns() - since) / 1e9, 1e-3)
         if record is not None:
+            if record.beat_ns != self._beat:
+                self._beat, self._delay_at_beat = record.beat_ns, delay
+            self.starved = delay - self._delay_at_beat
             if record.in_program:
                 self._taken += delay - self._delay + (now - self._looked_at if held else 0.0)
             if record.entered_step != self._entered:
