@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, get_args
 
+from fornax.cluster.attempts import Attempts
 from fornax.cluster.coordination import CoordinationService
-from fornax.cluster.departure import Departure
+from fornax.cluster.departure import Departures
 from fornax.cluster.files import ClusterFiles, Request
 from fornax.cluster.local import AgentProcess, Launcher
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
@@ -28,7 +29,7 @@ from fornax.cluster.relay import Relayed
 from fornax.cluster.signals import signals_to
 from fornax.cluster.slow import Paces
 from fornax.cluster.snapshot_places import SnapshotPlaces
-from fornax.cluster.verdict import Limits, Verdict, departed, judge
+from fornax.cluster.verdict import Limits, Verdict, judge
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import JsonLines, read_json_lines
 from fornax.config.worker_process import WorkerProcess
@@ -43,10 +44,7 @@ _EVIDENCE_SECONDS = 0.3
 _AGENT_START_SECONDS = 45.0
 _KILL_SECONDS = 15.0
 _COUNT_SECONDS = 1.0
-_FRUITLESS_FAULTS = 3
 _SILENT_SECONDS = 3.0
-_DEPARTURE_SECONDS = 60.0
-_DEPARTURE_STEPS = 20
 _USER_ERROR = 2
 _NOISE = re.compile(r"^\[Gloo\] |^[IWE]\d{4} [\d:.]+ ")
 
@@ -127,22 +125,16 @@ class Controller:
         self._ended: list[int] = []
         self._answers: dict[int, Mapping[str, Any]] = {}
         self._places = SnapshotPlaces()
-        self._departures: dict[int, Departure] = {}
-        self._leave_by = 0.0
-        self._replaced: list[AgentProcess] = []
-        self._in_memory = False
+        self._departures = Departures(launcher, self._places)
         self._signals: list[int] = []
         self._step = -1
         self._stepped_at = 0.0
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._paces = Paces()
         self._evicted: set[int] = set()
-        self._fruitless = self._failures = 0
-        self._since = time.monotonic()
+        self._attempts = Attempts()
         self._free = 0
         self._unsaved = -1
-        self._best = self._best_at_fault = -1
-        self._began = self._began_at_fault = -1
 
     def run(self) -> int:
         """Run to the end; returns the exit code of the command.
@@ -173,7 +165,7 @@ class Controller:
                     why = f"rank {found.rank} ended with an error that another attempt repeats"
                     self._enter("ended", why, code=_USER_ERROR)
                     return _USER_ERROR
-                if self._signals and not self._in_memory:
+                if self._signals and not self._departures.in_memory:
                     code = 128 + self._signals[-1]
                     self._enter("ended", "a fault while stopping", code=code)
                     return code
@@ -207,13 +199,13 @@ class Controller:
         self._seen.clear()
         self._ended.clear()
         self._paces.clear()
-        self._leave_by = 0.0
+        self._departures.leave_by = 0.0
         self._step = -1
         self._free = min(self._free, self._hosts)
         stayed = f", {self._free} in their processes" if self._free else ""
         self._enter("forming", f"{self._hosts} hosts{stayed}", hosts=self._hosts, free=self._free)
         self._service = self._take_service()
-        mtbf = self._mtbf()
+        mtbf = self._attempts.mtbf(self._job.mtbf / self._hosts)
         for rank, agent in self._agents.items():
             assignment = Assignment(
                 epoch=self._epoch,
@@ -228,15 +220,6 @@ class Controller:
                 holders=self._places.holders(rank),
             )
             agent.send(encode("start", assignment))
-
-    def _mtbf(self) -> float:
-        """Mean seconds between failures of the run: as the job says, or less where there were more.
-
-        It is the mean of a rate of which one failure in the job's time was known beforehand.
-        """
-        expected = self._job.mtbf / self._hosts
-        seen = (expected + time.monotonic() - self._since) / (1 + self._failures)
-        return min(expected, seen)
 
     def _take_service(self) -> CoordinationService:
         """The service of the epoch that forms; one that was started before it, if there is one."""
@@ -263,7 +246,7 @@ class Controller:
         """
         until = time.monotonic() + self._job.limits.slow
         why = ""
-        while not self._signals or (self._in_memory and len(self._signals) == 1):
+        while not self._signals or (self._departures.in_memory and len(self._signals) == 1):
             self._most = self._files.asked("hosts") or self._most
             there = min(self._most, self._launcher.capacity())
             if there >= self._least:
@@ -315,14 +298,16 @@ class Controller:
                 return self._agent_lost(lost)
             self._relay()
             forming = self._state == "forming"
-            if len(self._signals) > 1 or (self._signals and forming and not self._in_memory):
+            if len(self._signals) > 1 or (
+                self._signals and forming and not self._departures.in_memory
+            ):
                 return 128 + self._signals[0]
             if self._signals and stopping_since is None and not forming:
                 stopping_since = time.monotonic()
                 name = signal.Signals(self._signals[0]).name
                 self._enter("running", f"{name}: all finish this step and save", stop=name)
                 self._ask_to_save()
-            settled = not (self._resizes or self._signals or self._departures)
+            settled = not (self._resizes or self._signals or self._departures.ranks)
             if settled and (hosts := self._next_hosts()):
                 self._resizes = True
                 why = f"{hosts} hosts are next: all finish this step and save"
@@ -337,17 +322,21 @@ class Controller:
                 worst = max(code for code in codes if code is not None)
                 if self._resizes and worst and not self._signals:
                     return _Resized()
-                self._in_memory = any(each.kept >= 0 for each in self._seen.values())
-                if worst and self._leave_by and (self._in_memory or not self._signals):
-                    return self._departed("all left at one step")
+                self._departures.in_memory = any(each.kept >= 0 for each in self._seen.values())
+                if (
+                    worst
+                    and self._departures.leave_by
+                    and (self._departures.in_memory or not self._signals)
+                ):
+                    return self._departures.verdict(self._seen, "all left at one step")
                 return 128 + self._signals[0] if self._signals and worst else worst
             if self._service is not None and not self._service.alive():  # all workers abort of it
                 return self._of_launcher("jax's coordination service ended")
             if verdict := self._judge():
                 return self._convict(verdict)
-            if self._leave_by and time.monotonic() > self._leave_by:
-                return self._departed("not all left in time")
-            if self._state == "running" and not self._leave_by and self._paces.judge():
+            if self._departures.leave_by and time.monotonic() > self._departures.leave_by:
+                return self._departures.verdict(self._seen, "not all left in time")
+            if self._state == "running" and not self._departures.leave_by and self._paces.judge():
                 self._tell_slow(evict=settled)
 
     def _tell_slow(self, *, evict: bool) -> None:
@@ -362,7 +351,7 @@ class Controller:
         self._enter("running", why, slow=slow.rank, evict=evict, **slow.facts)
         if evict:
             self._evicted.add(slow.rank)
-            self._begin_departure(slow.rank, slow=True)
+            self._departures.begin(slow.rank, slow=True)
 
     def _relay(self) -> None:
         """Put a relay before an agent where a drill asked for it; the event says its process."""
@@ -374,71 +363,36 @@ class Controller:
             why = f"rank {rank} is reached through a relay, process {relayed.pid}"
             self._enter(self._state, why, relay=rank, pid=relayed.pid)
 
-    def _begin_departure(self, rank: int, *, slow: bool) -> None:
-        towards = self._launcher.address
-        self._departures[rank] = Departure(
-            rank,
-            self._launcher,
-            lambda agent: self._places.let_listen(agent, towards),
-            slow=slow,
-        )
-
     def _depart(self) -> None:
         """Make others ready for the hosts that are to go; then have all leave at one step.
 
         They keep it in memory, where the agent that leaves can give it to the one that comes.
         """
+        departures = self._departures
         for rank, seen in self._seen.items():
-            if seen.preempted and rank not in self._departures and not self._leave_by:
+            if seen.preempted and rank not in departures.ranks and not departures.leave_by:
                 why = f"rank {rank} is on a host that is to go (SIGTERM): another is made ready"
                 self._enter("running", why, going=rank, entered=self._step)
-                self._begin_departure(rank, slow=False)
-        departures = self._departures.values()
-        for each in departures:
-            each.advance()
-        if not departures or self._leave_by or not all(each.is_due() for each in departures):
+                departures.begin(rank)
+        if departures.leave_by or not departures.are_due():
             return
-        by_memory = all(each.agent is not None for each in departures)
+        by_memory = departures.ask(self._agents, max(self._step_seconds, default=0.0))
         where = "keep it in memory" if by_memory else "save it, as no other host is there"
-        self._enter("running", f"all finish this step and {where}", leaves=sorted(self._departures))
-        for rank in self._departures:
-            number = {} if by_memory else {"number": signal.SIGTERM}
-            self._agents[rank].send({"kind": "depart" if by_memory else "signal", **number})
-        patience = max(_DEPARTURE_SECONDS, _DEPARTURE_STEPS * max(self._step_seconds, default=0.0))
-        self._leave_by = time.monotonic() + patience
-
-    def _departed(self, what: str) -> Verdict:
-        """Of the first of the hosts that are to go."""
-        first = next(iter(self._departures.values()))
-        return departed(self._seen[first.rank], what, slow=first.slow)
+        self._enter("running", f"all finish this step and {where}", leaves=sorted(departures.ranks))
 
     def _take_over(self, verdict: Verdict) -> None:
-        """Put the agents that were made ready in the places of those that go.
-
-        These stay until the next group has what is in their memory.
-        """
-        leaves = verdict.kind in ("preempted", "slow")
-        for rank, departure in list(self._departures.items()):
-            lost = verdict.takes_agent and rank == verdict.rank
-            if not leaves and not lost:
-                continue
-            del self._departures[rank]
-            departure.wait()
+        """Put the agents that were made ready in the places of those that go."""
+        for rank, departure in self._departures.of(verdict).items():
             if departure.agent is None:
                 self._forget(rank)
                 continue
-            if self._in_memory:
-                self._replaced.append(self._agents[rank])
-                self._places.replace(rank, departure.address)
+            if self._departures.in_memory:
+                self._departures.keep(rank, self._agents[rank])
             else:
                 self._forget(rank)
-                self._places.add(rank, departure.address)
+            self._places.add(rank, departure.address)
             self._agents[rank] = departure.agent
             self._heard[rank] = time.monotonic() + _AGENT_START_SECONDS
-
-    def _end_replaced(self) -> None:
-        while self._replaced:
-            self._replaced.pop().kill()
 
     def _ask_to_save(self) -> None:
         for agent in self._agents.values():
@@ -525,18 +479,8 @@ class Controller:
 
     def _count(self, verdict: Verdict) -> None:
         """Refuse to try again what does not get further."""
-        if verdict.kind not in ("preempted", "slow"):  # nothing is lost then
-            self._failures += 1
-        forward = self._best > self._best_at_fault or self._began > self._began_at_fault
-        self._fruitless = 1 if forward else self._fruitless + 1
-        self._best_at_fault = max(self._best, self._best_at_fault)
-        self._began_at_fault = max(self._began, self._began_at_fault)
-        if self._fruitless >= _FRUITLESS_FAULTS:
-            where = f"step {self._best}" if self._best >= 0 else "the first step"
-            why = (
-                f"the run failed {self._fruitless} times without getting beyond {where}; the last "
-                f"time {verdict.text}"
-            )
+        why = self._attempts.fail(verdict)
+        if why is not None:
             self._enter("ended", why, code=1)
             raise ClusterError(
                 f"{why}. Look at {self._files.log(verdict.rank)}, mend it, and run the same "
@@ -602,17 +546,15 @@ class Controller:
             return
         now = time.monotonic()
         if self._state == "forming":
-            self._began = step
+            self._attempts.begin(step)
             self._enter("running", f"from step {step}", step=step)
-            self._places.settle(self._hosts)
-            self._end_replaced()
-            self._in_memory = False
+            self._departures.settle(self._hosts)
             if self._standby is None:  # a second less to wait for after a fault
                 self._standby = self._new_service()
         elif self._step > 0:
             self._step_seconds.append((now - self._stepped_at) / (step - self._step))
         self._step, self._stepped_at = step, now
-        self._best = max(self._best, step)
+        self._attempts.reach(step)
 
     def _ask(self, rank: int, message: object, kind: str, seconds: float) -> None:
         """Wait for an agent's answer of a kind; the others are heard meanwhile.
@@ -672,8 +614,7 @@ class Controller:
         """End agents with their workers, and wait until they have ended."""
         for rank in ranks:
             self._agents[rank].send(encode("end"))
-            if (departure := self._departures.pop(rank, None)) is not None:
-                departure.close()
+            self._departures.drop(rank)
         until = time.monotonic() + _KILL_SECONDS
         for rank in ranks:
             with contextlib.suppress(EOFError, TimeoutError):
@@ -698,9 +639,7 @@ class Controller:
     def _close(self) -> None:
         """End agents, workers and service, and wait until they have ended."""
         self._dismiss(list(self._agents))
-        for departure in self._departures.values():
-            departure.close()
-        self._end_replaced()
+        self._departures.close()
         for service in (self._service, self._standby):
             if service is not None:
                 service.close()

@@ -4,17 +4,23 @@ The agent that will take its place starts beside it, and a process there imports
 needs, so that the steps stop only while all leave one group and form the next.
 """
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from fornax.cluster.local import AgentProcess, Launcher
+from fornax.cluster.messages import Observation
+from fornax.cluster.snapshot_places import SnapshotPlaces
+from fornax.cluster.verdict import Verdict, departed
 from fornax.config.errors import ClusterError
 
-__all__ = ["Departure"]
+__all__ = ["Departure", "Departures"]
 
 _READY_SECONDS = 10.0
 """How long the others go on for the new host: of the half minute that schedulers give by custom."""
+_LEAVE_SECONDS = 60.0
+_LEAVE_STEPS = 20
 
 
 class Departure:
@@ -82,3 +88,94 @@ class Departure:
         for agent in self._started.values():
             agent.kill()
         self.agent, self._closed = None, True
+
+
+class Departures:
+    """The hosts of a run that are to go, which leave it together."""
+
+    def __init__(self, launcher: Launcher, places: SnapshotPlaces) -> None:
+        """None is."""
+        self.leave_by = 0.0
+        """When those that are asked to leave must have; 0.0 while nobody is asked."""
+        self.in_memory = False
+        """Whether the newest step is in the agents' memory only, until the next group runs."""
+        self._launcher, self._places = launcher, places
+        self._each: dict[int, Departure] = {}
+        self._replaced: list[AgentProcess] = []
+
+    @property
+    def ranks(self) -> set[int]:
+        """Whose hosts are to go."""
+        return set(self._each)
+
+    def begin(self, rank: int, *, slow: bool = False) -> None:
+        """Begin to start an agent that takes the place of a rank's."""
+        towards = self._launcher.address
+        self._each[rank] = Departure(
+            rank,
+            self._launcher,
+            lambda agent: self._places.let_listen(agent, towards),
+            slow=slow,
+        )
+
+    def are_due(self) -> bool:
+        """Hear the new agents; whether the group is to leave those that go now."""
+        for each in self._each.values():
+            each.advance()
+        return bool(self._each) and all(each.is_due() for each in self._each.values())
+
+    def ask(self, agents: Mapping[int, AgentProcess], step_seconds: float) -> bool:
+        """Have all workers leave at one step; whether they keep it in memory, not on disk.
+
+        Args:
+          agents: by rank.
+          step_seconds: how long the longest of the last steps took.
+        """
+        by_memory = all(each.agent is not None for each in self._each.values())
+        kind = "depart" if by_memory else "signal"
+        for rank in self._each:
+            agents[rank].send({"kind": kind, "number": signal.SIGTERM})
+        self.leave_by = time.monotonic() + max(_LEAVE_SECONDS, _LEAVE_STEPS * step_seconds)
+        return by_memory
+
+    def verdict(self, seen: Mapping[int, Observation], what: str) -> Verdict:
+        """Of the first of the hosts that are to go."""
+        first = next(iter(self._each.values()))
+        return departed(seen[first.rank], what, slow=first.slow)
+
+    def of(self, verdict: Verdict) -> dict[int, Departure]:
+        """Those that a verdict ends, once their agents are placed, or are not."""
+        leave = verdict.kind in ("preempted", "slow")
+        ended = {
+            rank: each
+            for rank, each in self._each.items()
+            if leave or (verdict.takes_agent and rank == verdict.rank)
+        }
+        for rank, each in ended.items():
+            del self._each[rank]
+            each.wait()
+        return ended
+
+    def keep(self, rank: int, agent: AgentProcess) -> None:
+        """An agent leaves its place, and stays until the next group has what is in its memory."""
+        self._replaced.append(agent)
+        self._places.replace(rank)
+
+    def settle(self, hosts: int) -> None:
+        """The next group runs: those that were replaced end."""
+        self._places.settle(hosts)
+        self.in_memory = False
+        while self._replaced:
+            self._replaced.pop().kill()
+
+    def drop(self, rank: int) -> None:
+        """There is no such rank any more."""
+        if rank in self._each:
+            self._each.pop(rank).close()
+
+    def close(self) -> None:
+        """End all agents that were started, and those that were replaced."""
+        for rank in self.ranks:
+            self.drop(rank)
+        while self._replaced:
+            self._replaced.pop().kill()

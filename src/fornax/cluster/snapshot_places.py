@@ -66,13 +66,12 @@ class SnapshotPlaces:
         before = [self._before[rank]] if rank in self._before else []
         return before + [self._addresses[n] for n, ranks in self._holds.items() if rank in ranks]
 
-    def replace(self, rank: int, address: str | None) -> None:
-        """Another agent, which listens at `address`, takes the place of one that is still there."""
+    def replace(self, rank: int) -> None:
+        """Another agent takes the place of one that is still there."""
         before = self._addresses.get(rank)
         self.forget(rank)
         if before is not None:
             self._before[rank] = before
-        self.add(rank, address)
 
     def add(self, rank: int, address: str | None) -> None:
         """The new agent of a rank listens at `address`."""
