@@ -45,8 +45,8 @@ from fornax.checkpoint.records import (
     write_record,
 )
 from fornax.checkpoint.retention import CheckpointConfig, Kept, expired
-from fornax.checkpoint.together import SavingTogether, meet, raise_anywhere
-from fornax.config.errors import CheckpointError, DiskFullError
+from fornax.checkpoint.together import SavingTogether, ended, meet, raise_anywhere
+from fornax.config.errors import CheckpointError, DiskFullError, GroupLostError
 from fornax.config.files import is_full
 from fornax.mesh import hosts
 
@@ -194,6 +194,8 @@ class Checkpointer:
             response = self._together.run(
                 lambda: save_arrays(path, state, timeout_seconds=seconds), step
             )
+        except GroupLostError:
+            raise
         except Exception as error:
             if jax.process_count() == 1:
                 self._clear()
@@ -228,10 +230,13 @@ class Checkpointer:
         Raises:
           DiskFullError: when there was no room for it.
           CheckpointError: when it failed, in any of them.
+          GroupLostError: when another process is gone.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        while not ended(pending):
+            pass
         failure = pending.exception()
         if jax.process_count() == 1:
             if failure is not None:

@@ -1,7 +1,8 @@
-"""A save that several processes make together: none waits for one that failed in it.
+"""A save that several processes make together: none waits for one that failed in it, or is gone.
 
 Orbax has a process wait for the others until its timeout, minutes later. Here a file in the shared
-directory says that no process has failed; what waits looks at it.
+directory says that no process has failed, and under `fornax launch` the worker's record that none
+is gone; what waits looks at both.
 """
 
 import threading
@@ -14,10 +15,11 @@ from typing import TypeVar
 
 import jax
 
-from fornax.config.errors import CheckpointError, DiskFullError
+from fornax.config import worker_record
+from fornax.config.errors import CheckpointError, DiskFullError, GroupLostError
 from fornax.mesh import hosts
 
-__all__ = ["SavingTogether", "meet", "raise_anywhere"]
+__all__ = ["SavingTogether", "ended", "meet", "raise_anywhere"]
 
 _SAVING = "fornax-saving"
 _LOOK_SECONDS = 0.2
@@ -53,6 +55,7 @@ class SavingTogether:
 
         Raises:
           DiskFullError: when another process failed, which says why.
+          GroupLostError: when another process is gone.
         """
         if jax.process_count() == 1:
             return call()
@@ -65,11 +68,25 @@ class SavingTogether:
                 result.set_exception(error)
 
         threading.Thread(target=follow, name="orbax", daemon=True).start()
-        while not wait_for([result], _LOOK_SECONDS).done:
+        while not ended(result):
             if not self._file.exists():
                 self.left_waiting = True
                 raise DiskFullError(f"saving step {step} stopped, as another process failed in it")
         return result.result()
+
+
+def ended(result: Future[T]) -> bool:
+    """Whether there is a result, after waiting for it for a moment.
+
+    Raises:
+      GroupLostError: when another process is gone, so that it may never come.
+    """
+    if wait_for([result], _LOOK_SECONDS).done:
+        return True
+    record = worker_record.current()
+    if record is not None and record.is_asked_to_leave():
+        raise GroupLostError("another process of the run is gone, and the save is not complete")
+    return False
 
 
 def meet(name: str, timeout_seconds: int) -> None:

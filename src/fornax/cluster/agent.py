@@ -156,6 +156,8 @@ class Agent:
                 self._ask_to_stop(signal.SIGTERM)
             case "leave":
                 self._leave_by = time.monotonic() + message["seconds"]
+                if self._job is not None:
+                    worker_record.ask_to_leave(self._files.record(self._job.rank))
             case "stacks":
                 return [{"kind": "stacks", "text": self.stacks()}]
         return []

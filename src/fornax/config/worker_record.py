@@ -22,7 +22,8 @@ Layout, little-endian, 160 bytes:
     120 i64 monotonic time, ns, of the heartbeat
     128 u64 1 while a program of the devices runs, whose collectives wait for the other workers
     136 i64 step after which a checkpoint last had no room on the disk, + 1; 0 for none
-    144 u64 1 once the worker is asked, from outside, to keep its last step in memory only
+    144 u64 set from outside: 1 once the worker is asked to keep its last step in memory only, 2
+        once its group is to be left, as another worker is gone
     152 i64 that step, once it is kept, + 1; 0 for none
 """
 
@@ -46,6 +47,7 @@ __all__ = [
     "WorkerRecord",
     "WorkerState",
     "ask_to_keep",
+    "ask_to_leave",
     "create",
     "current",
     "read",
@@ -67,6 +69,7 @@ _FLAG = struct.Struct("<Q")
 _REST = struct.Struct("<qQqQq")
 _BEFORE, _FIRST, _AFTER, _BEAT_AT, _PROGRAM_AT, _UNSAVED_AT = 24, 32, 112, 120, 128, 136
 _ASKED_AT, _KEPT_AT = 144, 152
+_KEEP, _LEAVE = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +175,11 @@ class WorkerRecord:
 
     def is_asked_to_keep(self) -> bool:
         """Whether the step at which this worker is to stop need not be saved to disk."""
-        return bool(_FLAG.unpack_from(self._map, _ASKED_AT)[0])
+        return _FLAG.unpack_from(self._map, _ASKED_AT)[0] == _KEEP
+
+    def is_asked_to_leave(self) -> bool:
+        """Whether another worker is gone, so that it is of no use to wait for it."""
+        return _FLAG.unpack_from(self._map, _ASKED_AT)[0] == _LEAVE
 
     def set_kept(self, step: int) -> None:
         """Say that the state after a step is kept in memory only."""
@@ -227,9 +234,18 @@ def create(path: Path, *, rank: int, hosts: int, epoch: int) -> None:
 
 def ask_to_keep(path: Path) -> None:
     """Have a worker that is asked to stop keep its last step in memory, not on disk."""
+    _ask(path, _KEEP)
+
+
+def ask_to_leave(path: Path) -> None:
+    """Have a worker leave its group: another of it is gone."""
+    _ask(path, _LEAVE)
+
+
+def _ask(path: Path, what: int) -> None:
     with path.open("r+b") as file:
         file.seek(_ASKED_AT)
-        file.write(_FLAG.pack(1))
+        file.write(_FLAG.pack(what))
 
 
 class RecordReader:

@@ -4,8 +4,9 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -14,7 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fornax.checkpoint import Checkpointer
-from fornax.config.errors import CheckpointError
+from fornax.config import worker_record
+from fornax.config.errors import CheckpointError, GroupLostError
 
 
 def main() -> None:
@@ -33,6 +35,8 @@ def main() -> None:
             save(checkpointer, wanted, process)
         elif task == "full":
             full(checkpointer, wanted, process)
+        elif task == "gone":
+            lose_the_other(checkpointer, wanted, process, root / "record")
         elif task == "begin":
             fail_to_begin(checkpointer, wanted, process)
         elif task == "restore":
@@ -53,7 +57,11 @@ def rows(step: int) -> np.ndarray:
 
 
 def save(
-    checkpointer: Checkpointer, wanted: dict, process: int, steps: Sequence[int] = (1, 2, 3, 4, 5)
+    checkpointer: Checkpointer,
+    wanted: dict,
+    process: int,
+    steps: Sequence[int] = (1, 2, 3, 4, 5),
+    begun: Callable[[], object] = lambda: None,
 ) -> None:
     for step in steps:
         state = {
@@ -66,6 +74,7 @@ def save(
         }
         data = {shard: {"at": [step, shard]} for shard in (2 * process, 2 * process + 1)}
         checkpointer.save(step, state=state, data=data, config_yaml="hosts: 2\n")
+        begun()
         checkpointer.check()
     checkpointer.wait()
     say(f"saved {checkpointer.latest_step()}")
@@ -96,6 +105,21 @@ def fail_to_begin(checkpointer: Checkpointer, wanted: dict, process: int) -> Non
         say(f"refused after {time.monotonic() - began:.1f} s: {error}")
     resource.setrlimit(resource.RLIMIT_NOFILE, most)
     save(checkpointer, wanted, process, [3])
+
+
+def lose_the_other(checkpointer: Checkpointer, wanted: dict, process: int, path: Path) -> None:
+    """Process 1 is killed as soon as its save runs in the background; the launcher says so."""
+    if process == 0:
+        path.parent.mkdir(exist_ok=True)
+        worker_record.create(path, rank=0, hosts=2, epoch=1)
+        os.environ["FORNAX_WORKER_RECORD"] = str(path)
+        threading.Timer(5.0, worker_record.ask_to_leave, [path]).start()
+    began = time.monotonic()
+    try:
+        save(checkpointer, wanted, process, [1], begun=lambda: process and os.kill(os.getpid(), 9))
+    except GroupLostError:
+        say(f"lost after {time.monotonic() - began:.0f} s")
+    os._exit(0)  # the background part still waits, as the group was not left
 
 
 def say(text: str) -> None:

@@ -17,7 +17,7 @@ from fornax.checkpoint import Checkpointer
 WORKER = Path(__file__).parent / "one_of_two.py"
 
 
-def run_two(root, task):
+def run_two(root, task, codes=(0, 0)):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -42,8 +42,8 @@ def run_two(root, task):
     finally:
         for worker in workers:
             worker.kill()
-    for worker, (_, errors) in zip(workers, done, strict=True):
-        assert worker.returncode == 0, errors[-3000:]
+    for worker, code, (_, errors) in zip(workers, codes, done, strict=True):
+        assert worker.returncode == code, errors[-3000:]
     return [out for out, _ in done]
 
 
@@ -137,3 +137,12 @@ def test_no_process_waits_for_one_that_cannot_begin_a_save(tmp_path):
         assert "Too many open files" in out
         assert "saved 3" in out
     assert Checkpointer(tmp_path / "new").all_steps() == [1, 3]
+
+
+@pytest.mark.fault
+def test_no_process_waits_in_a_save_for_one_that_is_gone(tmp_path):
+    """It was killed after its part had begun; Orbax would wait for it for minutes."""
+    first, second = run_two(tmp_path / "new", "gone", codes=(0, -9))
+    assert "lost after" in first
+    assert "lost after" not in second
+    assert Checkpointer(tmp_path / "new").all_steps() == []
