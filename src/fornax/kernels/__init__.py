@@ -2,6 +2,7 @@
 
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import AttentionCall, attention, attention_operation
+from fornax.kernels._grouped import GroupedCall, grouped_matmul, grouped_matmul_operation
 from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
 from fornax.kernels._matmul import orthogonalize
 from fornax.kernels._native import build_all as build_native
@@ -43,6 +44,7 @@ __all__ = [
     "TPU_LANES",
     "AttentionCall",
     "Choice",
+    "GroupedCall",
     "Implementation",
     "KernelError",
     "LogitsLoss",
@@ -58,6 +60,8 @@ __all__ = [
     "build_native",
     "copy_pages",
     "cross_entropy_operation",
+    "grouped_matmul",
+    "grouped_matmul_operation",
     "linear",
     "linear_cross_entropy",
     "linear_logprobs",

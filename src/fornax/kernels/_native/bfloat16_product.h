@@ -68,7 +68,7 @@ class Tiles {
 };
 
 FORNAX_AMX inline void tile_block(int64_t tiles, const Half* a, int64_t a_row, const Half* panel,
-                                  float* c, int64_t c_row) {
+                                  float* c, int64_t c_row, int64_t) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -90,9 +90,9 @@ FORNAX_AMX inline void tile_block(int64_t tiles, const Half* a, int64_t a_row, c
 }
 
 inline void vector_block(int64_t tiles, const Half* a, int64_t a_row, const Half* panel, float* c,
-                         int64_t c_row) {
+                         int64_t c_row, int64_t rows) {
   constexpr int kRows = 8;
-  for (int64_t top = 0; top < kSide; top += kRows) {
+  for (int64_t top = 0; top < std::min(kSide, rows); top += kRows) {
     __m512 sums[kRows][2];
     for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
     for (int64_t t = 0; t < tiles; ++t) {
@@ -116,10 +116,11 @@ inline void vector_block(int64_t tiles, const Half* a, int64_t a_row, const Half
   }
 }
 
-// c[32, 32] = a[32, K] b[K, 32]; a in rows `a_row` apart, b a packed panel, K = 32 tiles.
+// c[32, 32] = a[32, K] b[K, 32]; a in rows `a_row` apart, b a packed panel, K = 32 tiles. Rows of c
+// from `rows` on are undefined: without tiles they are not computed, but for some of the next seven.
 inline void block_product(int64_t tiles, const Half* a, int64_t a_row, const Half* panel, float* c,
-                          int64_t c_row) {
-  (has_tiles() ? tile_block : vector_block)(tiles, a, a_row, panel, c, c_row);
+                          int64_t c_row, int64_t rows = kSide) {
+  (has_tiles() ? tile_block : vector_block)(tiles, a, a_row, panel, c, c_row, rows);
 }
 
 inline __mmask32 first_32(int64_t count) {

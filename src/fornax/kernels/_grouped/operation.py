@@ -1,0 +1,114 @@
+"""The grouped product: its one signature, its implementations in order, its derivative.
+
+Legend: M rows, E groups, K inputs, N outputs.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from fornax.kernels._grouped import native
+from fornax.kernels._grouped.blockwise import blockwise
+from fornax.kernels._grouped.call import GroupedCall, GroupedInputs, GroupedProducts, describe
+from fornax.kernels._grouped.reference import reference
+from fornax.kernels._linear import LINEAR_OUTPUT
+from fornax.kernels.registry import Implementation, Operation
+
+__all__ = ["grouped_matmul", "grouped_matmul_operation"]
+
+
+def grouped_matmul(
+    x_MK: jax.Array,
+    w_EKN: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiply each group of consecutive rows by the matrix of its group.
+
+    Rows [sum(sizes[:e]), sum(sizes[:e + 1])) are multiplied by w[e]. It computes for one device:
+    under a mesh call it inside `shard_map`, with `check_vma=False`; outside it XLA divides a slower
+    implementation.
+
+    Args:
+        x_MK: rows sorted by group; one floating dtype for x and w.
+        w_EKN: a matrix for each group.
+        group_sizes_E: int32 rows of each group, 0 or more, with a sum of at most M. Rows beyond it
+            are padding: whatever they hold, they are zeros in y and get a gradient of zeros.
+        implementation: name of one implementation to run, no other.
+
+    Returns:
+        y [M, N] in the dtype of x, summed in float32, under the checkpoint name `LINEAR_OUTPUT`.
+        The gradient of a matrix whose group has no rows is zeros.
+
+    Raises:
+        KernelError: arguments that do not fit together, or `implementation` cannot run the call.
+    """
+    inputs = GroupedInputs(x_MK=x_MK, w_EKN=w_EKN, sizes_E=group_sizes_E)
+    call = describe(inputs)
+    chosen = grouped_matmul_operation.choose(call, implementation)
+    if 0 in (call.rows, call.groups, call.inputs, call.outputs):
+        return jnp.zeros((call.rows, call.outputs), x_MK.dtype)
+    return checkpoint_name(chosen.run(inputs), LINEAR_OUTPUT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(
+    products: GroupedProducts, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
+    return products.by_group(x_MK, w_EKN, sizes_E, False)
+
+
+def _forward(
+    products: GroupedProducts, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return products.by_group(x_MK, w_EKN, sizes_E, False), (x_MK, w_EKN, sizes_E)
+
+
+def _backward(
+    products: GroupedProducts, saved: tuple[jax.Array, ...], dy_MN: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    """Of an argument that is not differentiated the product is dead code, which XLA removes."""
+    x_MK, w_EKN, sizes_E = saved
+    dx_MK = products.by_group(dy_MN, w_EKN, sizes_E, True)
+    return dx_MK, products.outer(x_MK, dy_MN, sizes_E), None
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _run(products: GroupedProducts) -> Callable[[GroupedInputs], jax.Array]:
+    return lambda inputs: _multiply(products, inputs.x_MK, inputs.w_EKN, inputs.sizes_E)
+
+
+def _benchmark(
+    call: GroupedCall, run: Callable[[GroupedInputs], jax.Array]
+) -> Callable[[], object]:
+    """Return a function that computes the product and its gradients with groups of equal sizes."""
+    rng = np.random.default_rng(0)
+    x_MK = jnp.asarray(rng.normal(size=(call.rows, call.inputs)), call.dtype)
+    w_EKN = jnp.asarray(rng.normal(size=(call.groups, call.inputs, call.outputs)), call.dtype)
+    ends = np.arange(call.groups + 1) * call.rows // call.groups
+    sizes_E = jnp.asarray(np.diff(ends), jnp.int32)
+
+    def loss(x_MK: jax.Array, w_EKN: jax.Array) -> jax.Array:
+        inputs = GroupedInputs(x_MK=x_MK, w_EKN=w_EKN, sizes_E=sizes_E)
+        return jnp.sum(run(inputs).astype(jnp.float32))
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    return lambda: step(x_MK, w_EKN)
+
+
+grouped_matmul_operation: Operation[GroupedCall] = Operation(
+    "grouped_matmul",
+    (
+        Implementation("native", _run(native.native), native.declines, platform="cpu"),
+        Implementation("blockwise", _run(blockwise), lambda call: None),
+        Implementation("reference", reference, lambda call: None),
+    ),
+    _benchmark,
+)

@@ -1,0 +1,667 @@
+// Products of consecutive groups of rows, each with the matrix of its group, and their gradients.
+//
+// Letters: M rows, E groups, K inputs, N outputs; x [M, K], w [E, K, N], y [M, N], sizes [E].
+//
+// Every product here is c = a b by tasks of some rows and columns of c of one group. A task copies
+// blocks of a and b into its thread's second cache, in the order in which they are multiplied, so
+// that a transposed operand costs nothing but another way to copy. A group of a few rows reads its
+// matrix from end to end instead: then memory is what it waits for. Each element is summed in one
+// order that depends on its group alone, whatever the number of threads.
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "bfloat16_product.h"
+#include "crew.h"
+
+namespace fornax {
+namespace {
+
+constexpr int64_t kFewRows = 12;       // rows up to which a matrix is read where it lies
+constexpr int64_t kTaskRows = 256;     // most rows of a task
+constexpr int64_t kTaskColumns = 256;  // columns that are multiplied at once
+constexpr int64_t kFewestColumns = 256;  // of a task, where a group's columns are divided
+
+// A matrix as it lies in memory; `transposed` if its rows are the columns of the product's operand.
+template <typename T>
+struct Operand {
+  const T* at;
+  int64_t row;
+  bool transposed;
+
+  // Element (i, j) of the operand, which is what it is for transposed or not.
+  const T* element(int64_t i, int64_t j) const {
+    return transposed ? at + j * row + i : at + i * row + j;
+  }
+};
+
+// Asks for a block of memory, a few lines at a time, while something else is multiplied.
+class Ahead {
+ public:
+  Ahead() = default;
+  template <typename T>
+  Ahead(const Operand<T>& b, int64_t first, int64_t left, int64_t depth, int64_t columns)
+      : at_(reinterpret_cast<const char*>(b.element(first, left))),
+        row_(b.row * sizeof(T)),
+        lines_(((b.transposed ? depth : columns) * sizeof(T) + kLine - 1) / kLine),
+        rows_(b.transposed ? columns : depth) {}
+
+  // Asks for one of `parts` parts of the whole.
+  void part(int64_t parts) {
+    for (int64_t i = (rows_ * lines_ + parts - 1) / parts; i > 0 && r_ < rows_; --i) {
+      __builtin_prefetch(at_ + r_ * row_ + line_ * kLine, 0, 2);
+      if (++line_ == lines_) {
+        line_ = 0;
+        ++r_;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  const char* at_ = nullptr;
+  int64_t row_ = 0, lines_ = 0, rows_ = 0, r_ = 0, line_ = 0;
+};
+
+inline void load_wide(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, count * sizeof(float));
+}
+inline void load_wide(const Half* from, int64_t count, float* to) {
+  for (int64_t j = 0; j < count; ++j) to[j] = widen(from[j]);
+}
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define FORNAX_SHUFFLES 1
+#endif
+#endif
+
+#if defined(FORNAX_SHUFFLES)
+// Lanes of two rows that lie kStep apart: blocks of kStep lanes are exchanged across the diagonal.
+template <int kStep, int... I>
+inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, I...>) {
+  const Vec low = __builtin_shufflevector(a, b, ((I & kStep) ? I - kStep + kLanes : I)...);
+  b = __builtin_shufflevector(a, b, ((I & kStep) ? I + kLanes : I + kStep)...);
+  a = low;
+}
+template <int kStep>
+inline void exchange_all(Vec* rows) {
+  if constexpr (kStep < kLanes) {
+    for (int i = 0; i < kLanes; ++i) {
+      if (!(i & kStep)) {
+        exchange<kStep>(rows[i], rows[i + kStep], std::make_integer_sequence<int, kLanes>());
+      }
+    }
+    exchange_all<2 * kStep>(rows);
+  }
+}
+inline void transpose_square(Vec rows[kLanes]) { exchange_all<1>(rows); }
+#else
+inline void transpose_square(Vec rows[kLanes]) {
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const float kept = rows[i][j];
+      rows[i][j] = rows[j][i];
+      rows[j][i] = kept;
+    }
+  }
+}
+#endif
+
+// to[j * to_row + i] = from[i * row + j] for i < rows, j < columns.
+template <typename T>
+void copy_transposed(const T* from, int64_t row, int64_t rows, int64_t columns, float* to,
+                     int64_t to_row) {
+  for (int64_t i = 0; i < rows; i += kLanes) {
+    const int64_t height = std::min<int64_t>(kLanes, rows - i);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      const int64_t width = std::min<int64_t>(kLanes, columns - j);
+      Vec square[kLanes] = {};
+      for (int64_t r = 0; r < height; ++r) {
+        load_wide(from + (i + r) * row + j, width, reinterpret_cast<float*>(square + r));
+      }
+      transpose_square(square);
+      for (int64_t c = 0; c < width; ++c) {
+        float* line = to + (j + c) * to_row + i;
+        std::memcpy(line, square + c, height * sizeof(float));
+      }
+    }
+  }
+}
+
+// Products in float32 of either dtype. A block of a is [rows, depth] and, where it is transposed,
+// [depth, rows]; one of b is panels [depth, kPanel].
+template <typename T>
+struct Wide {
+  static constexpr int64_t kDepth = 128;  // of a block: a panel of it fits the first cache
+  static constexpr int64_t kPanel = (kLanes >= 16 ? 4 : 2) * kLanes;
+  static constexpr int64_t kRows = 4;  // rows that `product` takes at once
+
+  int64_t rows;
+  float *a, *b;
+
+  static int64_t floats(int64_t rows) { return (round_up(rows, kRows) + kTaskColumns) * kDepth; }
+
+  Wide(Arena& arena, int64_t height)
+      : rows(round_up(height, kRows)),
+        a(arena.take(rows * kDepth)),
+        b(arena.take(kTaskColumns * kDepth)) {}
+
+  static int64_t panels(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
+
+  void take_a(const Operand<T>& from, int64_t height, int64_t top, int64_t first, int64_t depth) {
+    if (from.transposed) {
+      if (height < rows) std::fill(a, a + rows * depth, 0.0f);
+      for (int64_t d = 0; d < depth; ++d) {
+        load_wide(from.element(top, first + d), height, a + d * rows);
+      }
+      view_ = {a, 1, rows};
+    } else {
+      for (int64_t i = 0; i < height; ++i) {
+        load_wide(from.element(top + i, first), depth, a + i * depth);
+      }
+      std::fill(a + height * depth, a + rows * depth, 0.0f);
+      view_ = {a, depth, 1};
+    }
+  }
+
+  void take_b(const Operand<T>& from, int64_t left, int64_t columns, int64_t first, int64_t depth) {
+    if (columns % kPanel) {
+      std::fill(b + columns / kPanel * kPanel * depth, b + panels(columns) * kPanel * depth, 0.0f);
+    }
+    if (from.transposed) {
+      for (int64_t j = 0; j < columns; j += kPanel) {
+        copy_transposed(from.element(first, left + j), from.row, std::min(kPanel, columns - j),
+                        depth, b + j * depth, kPanel);
+      }
+      return;
+    }
+    for (int64_t d = 0; d < depth; ++d) {
+      const T* line = from.element(first + d, left);
+      for (int64_t j = 0; j < columns; j += kPanel) {
+        load_wide(line + j, std::min(kPanel, columns - j), b + j * depth + d * kPanel);
+      }
+    }
+  }
+
+  // c [panels][rows, kPanel]
+  void multiply(int64_t columns, int64_t depth, float* c, bool add, Ahead ahead) const {
+    const int64_t parts = panels(columns) * (rows / kRows);
+    for (int64_t p = 0; p < panels(columns); ++p) {
+      const int64_t width = round_up(std::min(kPanel, columns - p * kPanel), kLanes);
+      for (int64_t i = 0; i < rows; i += kRows) {
+        ahead.part(parts);
+        const View some = {view_.at + i * view_.row, view_.row, view_.column};
+        product(kRows, width, depth, some, b + p * kPanel * depth, kPanel,
+                c + (p * rows + i) * kPanel, kPanel, add);
+      }
+    }
+  }
+
+ private:
+  View view_ = {};
+};
+
+#if defined(FORNAX_BFLOAT16_PRODUCTS)
+// Products of bfloat16 as such, by tiles or by pairs.
+struct Narrow {
+  static constexpr int64_t kDepth = 512;
+  static constexpr int64_t kPanel = kSide;
+
+  int64_t rows;
+  Half *a, *b;
+
+  static int64_t floats(int64_t rows) {
+    return (round_up(rows, kSide) + kTaskColumns) * kDepth / 2;
+  }
+
+  Narrow(Arena& arena, int64_t height)
+      : rows(round_up(height, kSide)),
+        a(reinterpret_cast<Half*>(arena.take(rows * kDepth / 2))),
+        b(reinterpret_cast<Half*>(arena.take(kTaskColumns * kDepth / 2))) {}
+
+  static int64_t panels(int64_t columns) { return blocks_of(columns); }
+
+  void take_a(const Operand<Half>& from, int64_t height, int64_t top, int64_t first,
+              int64_t depth) {
+    height_ = height;
+    const int64_t size = kSide * tiles_of(depth) * fornax::kDepth;
+    if (from.transposed) {
+      const Matrix m = {from.element(top, first), depth, height, from.row};
+      for (int64_t i = 0; i < blocks_of(height); ++i) pack_rows_transposed(m, i, a + i * size);
+    } else {
+      const Matrix m = {from.element(top, first), height, depth, from.row};
+      for (int64_t i = 0; i < blocks_of(height); ++i) pack_rows(m, i, a + i * size);
+    }
+  }
+
+  // A tile's depth of all panels, then the next: rows are read as far as they go.
+  void take_b(const Operand<Half>& from, int64_t left, int64_t columns, int64_t first,
+              int64_t depth) {
+    const int64_t tiles = tiles_of(depth), size = kSide * tiles * fornax::kDepth;
+    if (from.transposed) {
+      const Matrix m = {from.element(first, left), columns, depth, from.row};
+      for (int64_t p = 0; p < panels(columns); ++p) pack_panel_transposed(m, p, b + p * size);
+      return;
+    }
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t top = t * fornax::kDepth;
+      const Matrix m = {from.element(first + top, left), std::min(depth - top, fornax::kDepth),
+                        columns, from.row};
+      for (int64_t p = 0; p < panels(columns); ++p) {
+        pack_panel(m, p, b + p * size + 2 * t * kTileSize);
+      }
+    }
+  }
+
+  void multiply(int64_t columns, int64_t depth, float* c, bool add, Ahead ahead) const {
+    const int64_t tiles = tiles_of(depth), width = tiles * fornax::kDepth;
+    alignas(64) float sums[kSide * kSide];
+    const Tiles registers;
+    const int64_t parts = panels(columns) * (rows / kSide);
+    for (int64_t i = 0; i < rows; i += kSide) {
+      for (int64_t p = 0; p < panels(columns); ++p) {
+        ahead.part(parts);
+        float* to = c + (p * rows + i) * kSide;
+        float* into = add ? sums : to;
+        block_product(tiles, a + i * width, width, b + p * kSide * width, into, kSide,
+                      height_ - i);
+        if (!add) continue;
+        for (int64_t j = 0; j < kSide * kSide; j += kLanes) {
+          store(to + j, load(to + j) + load(sums + j));
+        }
+      }
+    }
+  }
+
+ private:
+  int64_t height_ = 0;
+};
+#endif
+
+inline void put_line(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, count * sizeof(float));
+}
+inline void put_line(const float* from, int64_t count, Half* to) {
+#if defined(FORNAX_BFLOAT16_PRODUCTS)
+  for (int64_t j = 0; j < count; j += 16) narrow_16(from + j, first_16(count - j), to + j);
+#else
+  for (int64_t j = 0; j < count; ++j) narrow(from[j], to + j);
+#endif
+}
+
+// The same product for a few rows of a and a matrix b that is not transposed, which is read from end
+// to end, some rows at once. Sums are those of `Engine`, block of depth by block, to the last bit.
+
+// a as numbers, c as vectors of floats; of bfloat16 a vector of the even columns and one of the odd.
+template <typename T>
+struct WideLines {
+  using Engine = Wide<T>;
+  static constexpr bool kPairs = std::is_same_v<T, Half>;
+  static constexpr int kVecs = kPairs ? 2 : 1;
+  static constexpr int64_t kStep = kVecs * kLanes;
+  static constexpr int64_t kRowsOfB = 1;  // that one number of a is multiplied with
+
+  static bool runs() { return true; }
+  static int64_t numbers(int64_t depth) { return depth; }
+  static void prepare(const T* line, int64_t depth, float* a) { load_wide(line, depth, a); }
+
+  // Adds kDeep rows of b, times the numbers of a for them, to kRows lines of c.
+  template <int kRows, int kDeep>
+  static void add(const float* a, int64_t a_row, const T* b, int64_t b_row, int64_t, int64_t columns,
+                  float* c, int64_t c_row) {
+    int64_t j = 0;
+    for (; j + kStep <= columns; j += kStep) step<kRows, kDeep>(a, a_row, b + j, b_row, c + j, c_row);
+    if (j == columns) return;
+    T rest[kDeep][kStep] = {};
+    for (int d = 0; d < kDeep; ++d) {
+      std::memcpy(rest[d], b + d * b_row + j, (columns - j) * sizeof(T));
+    }
+    step<kRows, kDeep>(a, a_row, rest[0], kStep, c + j, c_row);
+  }
+
+  template <int kRows, int kDeep>
+  static void step(const float* a, int64_t a_row, const T* b, int64_t b_row, float* c,
+                   int64_t c_row) {
+    Vec sums[kRows][kVecs];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = load(c + r * c_row + v * kLanes);
+    }
+    for (int d = 0; d < kDeep; ++d) {
+      const Vec words = load(reinterpret_cast<const float*>(b + d * b_row));
+      for (int r = 0; r < kRows; ++r) {
+        const Vec x = splat(a[r * a_row + d]);
+        if constexpr (kPairs) {
+          sums[r][0] += x * from_bits(bits(words) << 16);
+          sums[r][1] += x * from_bits(bits(words) & splat(static_cast<int32_t>(0xffff0000)));
+        } else {
+          sums[r][0] += x * words;
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) store(c + r * c_row + v * kLanes, sums[r][v]);
+    }
+  }
+
+  static void put(const float* line, int64_t columns, T* to) {
+    if constexpr (kPairs) {
+      for (int64_t j = 0; j < columns; ++j) {
+        narrow(line[j / kStep * kStep + j % 2 * kLanes + j % kStep / 2], to + j);
+      }
+    } else {
+      put_line(line, columns, to);
+    }
+  }
+};
+
+#if defined(FORNAX_BFLOAT16_PRODUCTS)
+// a as pairs of bfloat16, each for two rows of b, whose columns are interleaved in lanes of 128 bits.
+struct NarrowLines {
+  using Engine = Narrow;
+  static constexpr int64_t kStep = 32;
+  static constexpr int64_t kRowsOfB = 2;
+
+  static bool runs() { return !has_tiles(); }  // their sums are others
+  static int64_t numbers(int64_t depth) { return (depth + 1) / 2; }
+  static void prepare(const Half* line, int64_t depth, float* a) {
+    if (depth % 2) a[depth / 2] = 0;
+    std::memcpy(a, line, depth * sizeof(Half));
+  }
+
+  // `rows` is how many rows of b there are: of the last pair one may be missing.
+  template <int kRows, int kDeep>
+  static void add(const float* a, int64_t a_row, const Half* b, int64_t b_row, int64_t rows,
+                  int64_t columns, float* c, int64_t c_row) {
+    for (int64_t j = 0; j < columns; j += kStep) {
+      const __mmask32 some = first_32(columns - j);
+      __m512 sums[kRows][2];
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < 2; ++v) sums[r][v] = _mm512_loadu_ps(c + r * c_row + j + v * 16);
+      }
+      for (int d = 0; d < kDeep; ++d) {
+        const Half* at = b + 2 * d * b_row + j;
+        const __m512i even = _mm512_maskz_loadu_epi16(some, at);
+        const __m512i odd = 2 * d + 1 < rows ? _mm512_maskz_loadu_epi16(some, at + b_row)
+                                             : _mm512_setzero_si512();
+        const auto low = (__m512bh)_mm512_unpacklo_epi16(even, odd);
+        const auto high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+        for (int r = 0; r < kRows; ++r) {
+          int32_t pair;
+          std::memcpy(&pair, a + r * a_row + d, sizeof pair);
+          const auto x = (__m512bh)_mm512_set1_epi32(pair);
+          sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, low);
+          sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, high);
+        }
+      }
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < 2; ++v) _mm512_storeu_ps(c + r * c_row + j + v * 16, sums[r][v]);
+      }
+    }
+  }
+
+  static void put(float* line, int64_t columns, Half* to) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int64_t j = 0; j < columns; j += kStep) {
+      const __m512 low = _mm512_loadu_ps(line + j), high = _mm512_loadu_ps(line + j + 16);
+      _mm512_storeu_ps(line + j, _mm512_permutex2var_ps(low, first, high));
+      _mm512_storeu_ps(line + j + 16, _mm512_permutex2var_ps(low, second, high));
+    }
+    put_line(line, columns, to);
+  }
+};
+#endif
+
+template <typename T>
+struct EnginesOf {
+  using Blocks = Wide<T>;
+  using Lines = WideLines<T>;
+};
+#if defined(FORNAX_BFLOAT16_PRODUCTS)
+template <>
+struct EnginesOf<Half> {
+  using Blocks = Narrow;
+  using Lines = NarrowLines;
+};
+#endif
+
+template <typename Lines, int kDeep, typename T>
+void add_lines(int64_t rows, const float* a, int64_t a_row, const T* b, int64_t b_row,
+               int64_t rows_of_b, int64_t columns, float* c, int64_t c_row) {
+  for (; rows >= 4; rows -= 4, a += 4 * a_row, c += 4 * c_row) {
+    Lines::template add<4, kDeep>(a, a_row, b, b_row, rows_of_b, columns, c, c_row);
+  }
+  const auto rest = rows == 3   ? Lines::template add<3, kDeep>
+                    : rows == 2 ? Lines::template add<2, kDeep>
+                                : Lines::template add<1, kDeep>;
+  if (rows > 0) rest(a, a_row, b, b_row, rows_of_b, columns, c, c_row);
+}
+
+// One product c [rows, columns] = a b, summed over `depth`; c in rows `c_row` apart.
+template <typename T>
+struct Product {
+  Operand<T> a, b;
+  int64_t depth;
+  T* c;
+  int64_t c_row;
+
+  void run(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
+    if (bottom - top <= kFewRows && !b.transposed && !a.transposed && Lines::runs()) {
+      run_lines(top, bottom, left, right);
+    } else {
+      run_blocks(top, bottom, left, right);
+    }
+  }
+
+ private:
+  using Engine = typename EnginesOf<T>::Blocks;
+  using Lines = typename EnginesOf<T>::Lines;
+
+  void run_blocks(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
+    const int64_t height = bottom - top;
+    Arena& arena = Arena::of_this_thread();
+    const int64_t room = round_up(height, 32) * kTaskColumns;
+    arena.start(Engine::floats(height) + room);
+    Engine engine(arena, height);
+    float* sums = arena.take(room);
+    for (; left < right; left += kTaskColumns) {
+      const int64_t columns = std::min(kTaskColumns, right - left);
+      for (int64_t first = 0; first < depth; first += Engine::kDepth) {
+        const int64_t some = std::min(Engine::kDepth, depth - first);
+        engine.take_a(a, height, top, first, some);
+        engine.take_b(b, left, columns, first, some);
+        engine.multiply(columns, some, sums, first > 0, after(left, right, first));
+      }
+      for (int64_t i = 0; i < height; ++i) {
+        T* line = c + (top + i) * c_row + left;
+        for (int64_t j = 0; j < columns; j += Engine::kPanel) {
+          put_line(sums + (j * engine.rows) + i * Engine::kPanel,
+                   std::min(Engine::kPanel, columns - j), line + j);
+        }
+      }
+    }
+  }
+
+  // The block of b that is copied after this one.
+  Ahead after(int64_t left, int64_t right, int64_t first) const {
+    first += Engine::kDepth;
+    if (first >= depth) {
+      first = 0;
+      left += kTaskColumns;
+    }
+    if (left >= right) return {};
+    return {b, first, left, std::min(Engine::kDepth, depth - first),
+            std::min(kTaskColumns, right - left)};
+  }
+
+  void run_lines(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
+    constexpr int kDeep = 8;
+    const int64_t rows = bottom - top, columns = right - left;
+    const int64_t numbers = Lines::numbers(depth), line = round_up(columns, Lines::kStep);
+    Arena& arena = Arena::of_this_thread();
+    arena.start(rows * (2 * line + numbers));
+    float* sums = arena.take(rows * line);
+    float* part = arena.take(rows * line);
+    float* left_numbers = arena.take(rows * numbers);
+    for (int64_t i = 0; i < rows; ++i) {
+      Lines::prepare(a.element(top + i, 0), depth, left_numbers + i * numbers);
+    }
+    constexpr int64_t kBlock = Engine::kDepth / Lines::kRowsOfB;
+    for (int64_t first = 0; first < numbers; first += kBlock) {
+      const int64_t end = std::min(numbers, first + kBlock);
+      float* into = first > 0 ? part : sums;
+      std::fill(into, into + rows * line, 0.0f);
+      for (int64_t d = first; d < end;) {
+        const int64_t row = d * Lines::kRowsOfB, rest = depth - row;
+        const bool deep = d + kDeep <= end && rest >= kDeep * Lines::kRowsOfB;
+        const auto add = deep ? add_lines<Lines, kDeep, T> : add_lines<Lines, 1, T>;
+        add(rows, left_numbers + d, numbers, b.element(row, left), b.row, rest, columns, into, line);
+        d += deep ? kDeep : 1;
+      }
+      if (first == 0) continue;
+      for (int64_t i = 0; i < rows * line; i += kLanes) {
+        store(sums + i, load(sums + i) + load(part + i));
+      }
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      Lines::put(sums + i * line, columns, c + (top + i) * c_row + left);
+    }
+  }
+};
+
+// Where each group's rows begin, and where the last one's end: never beyond M.
+std::vector<int64_t> edges(const int32_t* sizes, int64_t E, int64_t M) {
+  std::vector<int64_t> found(1, 0);
+  for (int64_t e = 0; e < E; ++e) {
+    found.push_back(std::min(M, found.back() + std::max<int64_t>(sizes[e], 0)));
+  }
+  return found;
+}
+
+// Rows and columns of the result of one product.
+struct Task {
+  int64_t group, top, bottom, left, right;
+};
+
+// Divides each product's rows evenly into blocks, and its columns where the tasks would be too few
+// to share.
+class Tasks {
+ public:
+  void add(int64_t group, int64_t rows, int64_t columns) {
+    const int64_t parts = (rows + kTaskRows - 1) / kTaskRows;
+    for (int64_t i = 0; i < parts; ++i) {
+      all_.push_back({group, rows * i / parts, rows * (i + 1) / parts, 0, columns});
+    }
+  }
+
+  const std::vector<Task>& divided(int64_t threads) {
+    const int64_t wanted = 4 * threads, count = static_cast<int64_t>(all_.size());
+    if (threads == 1 || count == 0 || count >= wanted) return all_;
+    const int64_t columns = all_.front().right;
+    const int64_t parts =
+        std::clamp<int64_t>(columns / kFewestColumns, 1, (wanted + count - 1) / count);
+    std::vector<Task> found;
+    for (const Task& t : all_) {
+      for (int64_t i = 0; i < parts; ++i) {
+        const auto edge = [&](int64_t part) {
+          return part == parts ? columns : columns * part / parts / 64 * 64;
+        };
+        found.push_back({t.group, t.top, t.bottom, edge(i), edge(i + 1)});
+      }
+    }
+    all_ = std::move(found);
+    return all_;
+  }
+
+ private:
+  std::vector<Task> all_;
+};
+
+template <typename T>
+void multiply(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
+              const int32_t* sizes, bool transposed, ffi::AnyBuffer& y) {
+  const int64_t M = x.dimensions()[0], K = x.dimensions()[1], E = w.dimensions()[0];
+  const int64_t N = y.dimensions()[1];
+  const auto* rows = static_cast<const T*>(x.untyped_data());
+  const auto* matrices = static_cast<const T*>(w.untyped_data());
+  auto* to = static_cast<T*>(y.untyped_data());
+  const std::vector<int64_t> edge = edges(sizes, E, M);
+  Tasks tasks;
+  for (int64_t e = 0; e < E; ++e) tasks.add(e, edge[e + 1] - edge[e], N);
+  const std::vector<Task>& list = tasks.divided(pool.num_threads());
+  share_rows(pool, M, static_cast<int64_t>(list.size()), [&](int64_t i) {
+    const Task& t = list[i];
+    const Product<T> product = {{rows + edge[t.group] * K, K, false},
+                                {matrices + t.group * K * N, transposed ? K : N, transposed},
+                                K,
+                                to + edge[t.group] * N,
+                                N};
+    product.run(t.top, t.bottom, t.left, t.right);
+  });
+  std::memset(static_cast<void*>(to + edge[E] * N), 0, (M - edge[E]) * N * sizeof(T));
+}
+
+template <typename T>
+void multiply_outer(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& y,
+                    const int32_t* sizes, ffi::AnyBuffer& w) {
+  const int64_t M = x.dimensions()[0], E = w.dimensions()[0];
+  const int64_t K = w.dimensions()[1], N = w.dimensions()[2];
+  const auto* left = static_cast<const T*>(x.untyped_data());
+  const auto* right = static_cast<const T*>(y.untyped_data());
+  auto* to = static_cast<T*>(w.untyped_data());
+  const std::vector<int64_t> edge = edges(sizes, E, M);
+  Tasks tasks;
+  for (int64_t e = 0; e < E; ++e) tasks.add(e, K, N);
+  const std::vector<Task>& list = tasks.divided(pool.num_threads());
+  share_rows(pool, M, static_cast<int64_t>(list.size()), [&](int64_t i) {
+    const Task& t = list[i];
+    const int64_t first = edge[t.group], depth = edge[t.group + 1] - first;
+    T* c = to + t.group * K * N;
+    if (depth > 0) {
+      const Product<T> product = {{left + first * K, K, true}, {right + first * N, N, false}, depth,
+                                  c, N};
+      product.run(t.top, t.bottom, t.left, t.right);
+      return;
+    }
+    for (int64_t r = t.top; r < t.bottom; ++r) {
+      std::memset(static_cast<void*>(c + r * N + t.left), 0, (t.right - t.left) * sizeof(T));
+    }
+  });
+}
+
+ffi::Error matmul_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                       ffi::Buffer<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y,
+                       bool transposed) {
+  const auto of = x.element_type() == ffi::F32 ? multiply<float> : multiply<Half>;
+  of(pool, x, w, sizes.typed_data(), transposed, *y);
+  return ffi::Error::Success();
+}
+
+ffi::Error outer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer y,
+                      ffi::Buffer<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> w) {
+  const auto of = x.element_type() == ffi::F32 ? multiply_outer<float> : multiply_outer<Half>;
+  of(pool, x, y, sizes.typed_data(), *w);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace fornax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_grouped_matmul, fornax::matmul_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_grouped_outer, fornax::outer_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::AnyBuffer>());
