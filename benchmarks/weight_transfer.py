@@ -44,7 +44,9 @@ class Taker:
     def update(self, params: Any, version: int) -> None:
         self.last = float(params["layer"][0][0])
 
-    def sample(self, prompts: Any, settings: Any, seeds: Sequence[int]) -> list[list[Completion]]:
+    def sample_part(
+        self, prompts: Any, settings: Any, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
         one = Completion(
             tokens=np.array([int(self.last)], np.int32),
             logprobs=np.zeros(1, np.float32),
@@ -58,9 +60,6 @@ class Taker:
 
     def interrupt(self) -> None:
         """Nothing takes long."""
-
-    def reset_prefix_cache(self) -> None:
-        """Nothing is kept."""
 
     def stats(self) -> SamplerStats:
         return SamplerStats()
@@ -102,7 +101,7 @@ def by_samplers(arrays: Sequence[np.ndarray]) -> Round:
     process = WorkerProcess("weight_transfer:sampler_process", inherit=[listener.fileno()])
     process.send(listener.fileno())
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    sampler = RemoteSampler([address], TOKEN, shards=1, versions=1)
+    sampler = RemoteSampler([address], TOKEN, shards=1, max_model_len=1, versions=1)
 
     def run(number: int, held: object = process) -> float:
         weights = {("layer", place): array for place, array in enumerate(arrays)}

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fornax.cli.arguments import parse, split
 from fornax.cli.commands.tune import command
@@ -12,7 +12,7 @@ from fornax.tune.methods import METHODS
 
 __all__ = ["SAMPLED", "check_sampled", "serve"]
 
-SAMPLED = ("grpo", "ppo")
+SAMPLED = ("grpo", "ppo", "distill")
 """Methods of `fornax tune` that draw completions by samplers of their own."""
 
 
@@ -25,9 +25,9 @@ def check_sampled(words: Sequence[str]) -> None:
     if len(words) < 2 or words[0] != "tune" or words[1] not in SAMPLED:
         raise ConfigError(
             f"{' '.join(words[:2]) or 'no command'} has no use for --samplers, which draw "
-            "completions for reinforcement learning; they are for tune grpo and tune ppo: fornax "
-            "launch --hosts 2 --samplers 2 -- tune grpo --model DIR --data p.jsonl --reward "
-            "r.py:score"
+            "completions for reinforcement learning and on-policy distillation; they are for tune "
+            "grpo, tune ppo and tune distill: fornax launch --hosts 2 --samplers 2 -- tune grpo "
+            "--model DIR --data p.jsonl --reward r.py:score"
         )
 
 
@@ -50,7 +50,8 @@ def _serve(words: Sequence[str], listener: int, token: str) -> None:
     from fornax.mesh import ProcessConfig, initialize
     from fornax.tune.policy import fit_to_model, read_origin
     from fornax.tune.rl.components import shard_sampler
-    from fornax.tune.rollout import SamplerServer
+    from fornax.tune.rollout.sampler_server import SamplerServer, ShardSampler
+    from fornax.tune.tasks.student import student_sampler
 
     record = worker_record.current()
     assert record is not None
@@ -65,5 +66,6 @@ def _serve(words: Sequence[str], listener: int, token: str) -> None:
     initialize(ProcessConfig(num_processes=1))
     origin = read_origin(config)
     record.change("compile", -1)
-    sampler = shard_sampler(fit_to_model(config, origin), origin)  # pyrefly: ignore[bad-argument-type]
+    makers: dict[str, Callable[..., ShardSampler]] = {"distill": student_sampler}
+    sampler = makers.get(method.name, shard_sampler)(fit_to_model(config, origin), origin)
     SamplerServer(socket.socket(fileno=os.dup(listener)), token).run(sampler, record.change)

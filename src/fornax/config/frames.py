@@ -61,6 +61,9 @@ class Kind(IntEnum):
     """To a sampler: one array of a version of the weights."""
     WEIGHTS = 11
     """To a sampler: how many arrays that version has, and their bytes."""
+    MAPPED = 22
+    """To a sampler on this machine: a version in memory, whose descriptor comes with the next
+    byte."""
     PROMPTS = 12
     """To a sampler: prompts to complete under a version."""
     COMPLETIONS = 13

@@ -94,7 +94,9 @@ _PROCESSES: Mapping[str, str] = {
     "KTO": "",
     "training of reward models": "",
     "distillation": "",
-    "on-policy distillation": "start one process on a host, over all its devices",
+    "on-policy distillation": "",
+    "on-policy distillation without samplers": "start one process on a host, over all its "
+    "devices, or give it samplers: `fornax launch --hosts 2 --samplers 2 -- tune distill`",
     "reinforcement learning": "",
     "reinforcement learning without samplers": "start one process on a host, over all its "
     "devices, or give it samplers: `fornax launch --hosts 2 --samplers 2 -- tune grpo`",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.integration.cluster.conftest import SECONDS, Launched
 from tests.integration.train.conftest import COMMAND
-from tests.unit.tune.tiny import save_grpo
+from tests.unit.tune.tiny import save_chats, save_grpo, save_model
 
 from fornax.cluster.drill import drill, drill_beside
 from fornax.config import worker_record
@@ -28,20 +28,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_grpo(tmp_path_factory.mktemp("grpo"))
 
 
-def words(folder: Path, out: Path) -> list[str]:
+def words(folder: Path, out: Path, method: str = "grpo", steps: int = STEPS) -> list[str]:
     """The command of one process. With its learning rate what two hosts add up in another order
     changes no token."""
-    given = ["tune", "grpo", "--model", str(folder / "model"), "--out", str(out)]
+    given = ["tune", method, "--model", str(folder / "model"), "--out", str(out)]
     given += ["--data", str(folder / "prompts.jsonl"), "--reward-workers", "1"]
-    given += ["--reward", f"{folder / 'my_rewards.py'}:score", "--steps", str(STEPS)]
+    given += ["--reward", f"{folder / 'my_rewards.py'}:score", "--steps", str(steps)]
     given += ["--batch-size", "16", "--group-size", "4", "--rollout.max-tokens", "60"]
     given += ["--rollout.shards", "4", "--max-length", "96", "--optim.learning-rate", "1e-6"]
     return [*given, "--lora", "null", "--log.no-tensorboard", "--no-doctor", "--progress", "lines"]
 
 
-def begin(environment: dict[str, str], folder: Path, out: Path, hosts: Sequence[str]) -> Launched:
-    """Start it, launched on hosts unless there are none."""
-    given = ["launch", *hosts, "--", *words(folder, out)] if hosts else words(folder, out)
+def begin(
+    environment: dict[str, str],
+    folder: Path,
+    out: Path,
+    hosts: Sequence[str],
+    command: Sequence[str] = (),
+) -> Launched:
+    """Start it, or another command, launched on hosts unless there are none."""
+    command = command or words(folder, out)
+    given = ["launch", *hosts, "--", *command] if hosts else command
     variables = {**environment, "JAX_PLATFORMS": "cpu", "FORNAX_TEST_RUN": str(out)}
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, *given],
@@ -96,14 +103,7 @@ def test_a_sampler_and_a_trainer_that_are_killed_change_no_bit(
     environment: dict[str, str], folder: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     run = begin(environment, folder, tmp_path / "run", ["--hosts", "2", "--samplers", "2"])
-    deadline = time.monotonic() + SECONDS
-    record = run.run_dir / "cluster" / "sampler-1.record"
-    while True:
-        state = worker_record.read(record)
-        if state is not None and state.phase == "generate" and state.step >= 1:
-            break
-        assert run.process.poll() is None, run.output()
-        assert time.monotonic() < deadline, run.events()
+    wait_for_sampler(run, 1, 1)
     killed = drill_beside(run.run_dir, "kill", "sampler", 1)
     run.wait_for_step(0, 4)
     drill(run.run_dir, "kill", 0)
@@ -117,6 +117,91 @@ def test_a_sampler_and_a_trainer_that_are_killed_change_no_bit(
     assert killed not in run.descendants()
     assert not run.descendants()
     assert not list((run.run_dir / "cluster").glob("*.record"))
+
+
+def wait_for_sampler(run: Launched, number: int, version: int) -> None:
+    """Until it draws with a version."""
+    deadline = time.monotonic() + SECONDS
+    record = run.run_dir / "cluster" / f"sampler-{number}.record"
+    while True:
+        state = worker_record.read(record)
+        if state is not None and state.phase == "generate" and state.step >= version:
+            return
+        assert run.process.poll() is None, run.output()
+        assert time.monotonic() < deadline, run.events()
+
+
+def ahead(folder: Path, out: Path, method: str) -> list[str]:
+    """Two rounds ahead; GRPO in conversations."""
+    given = [*words(folder, out, method, 5), "--importance.cap", "2"]
+    given += ["--asynchronous.max-staleness", "2"]
+    if method == "grpo":
+        given += ["--conversation.environment", "fornax.tune.rollout:GuessNumber"]
+        given += ["--conversation.max-turns", "3"]
+    return given
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_rounds_ahead_have_the_bits_of_one_sampler_however_many_draw(
+    environment: dict[str, str], folder: Path, tmp_path: Path, method: str
+) -> None:
+    alone = begin(
+        environment,
+        folder,
+        tmp_path / "alone",
+        ["--hosts", "1", "--samplers", "1", "--no-spares"],
+        ahead(folder, tmp_path / "alone", method),
+    )
+    assert (ended := alone.finish())[0] == 0, ended[1]
+    run = begin(
+        environment,
+        folder,
+        tmp_path / "run",
+        ["--hosts", "1", "--samplers", "2", "--no-spares"],
+        ahead(folder, tmp_path / "run", method),
+    )
+    wait_for_sampler(run, 1, 0)
+    drill_beside(run.run_dir, "kill", "sampler", 1)
+    assert (ended := run.finish())[0] == 0, ended[1]
+    assert exact(run.run_dir) == exact(alone.run_dir)
+    assert samples(run.run_dir) == samples(alone.run_dir)
+    stale = [record["staleness"] for record in read_json_lines(run.run_dir / "metrics.jsonl")]
+    assert stale == [0, 1, 2, 2, 2]
+    turns = {line["finish_reason"] for line in samples(run.run_dir)}
+    assert ("turns" in turns) == (method == "grpo")
+
+
+def test_students_of_two_hosts_and_samplers_learn_what_one_process_does(
+    environment: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    save_model(tmp_path / "teacher", seed=7)
+    save_chats(tmp_path / "chats.jsonl")
+
+    def command(out: Path) -> list[str]:
+        given = ["tune", "distill", "--model", str(folder / "model"), "--out", str(out)]
+        given += ["--teacher", str(tmp_path / "teacher" / "model"), "--lora", "null"]
+        given += ["--data", str(tmp_path / "chats.jsonl"), "--batch-size", "6", "--steps", "3"]
+        given += ["--on-policy.share", "1", "--on-policy.max-tokens", "24"]
+        given += ["--on-policy.shards", "3", "--max-length", "96", "--log.every", "1"]
+        given += ["--optim.learning-rate", "1e-6", "--log.no-tensorboard", "--no-doctor"]
+        return [*given, "--progress", "lines"]
+
+    runs = [
+        begin(environment, folder, out, hosts, command(out))
+        for out, hosts in (
+            (tmp_path / "one", []),
+            (tmp_path / "two", ["--hosts", "2", "--samplers", "2", "--no-spares"]),
+        )
+    ]
+    for run in runs:
+        code, said = run.finish()
+        assert code == 0, said
+    one, two = (read_json_lines(run.run_dir / "metrics.jsonl") for run in runs)
+    assert [record["on_policy"] for record in one] == [1, 1, 1]
+    for mine, theirs in zip(one, two, strict=True):
+        for name in ("loss", "divergence", "grad_norm", "agreement"):
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-4, abs=1e-6), name
+    assert [r["trained_tokens"] for r in one] == [r["trained_tokens"] for r in two]
 
 
 def test_what_draws_nothing_has_no_samplers(tmp_path: Path) -> None:

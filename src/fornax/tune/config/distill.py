@@ -53,12 +53,18 @@ class OnPolicy:
     """Tokens of a drawn completion at most."""
     temperature: float = 1.0
     """Temperature at which the student draws."""
+    shards: int | None = None
+    """Parts in which a step's prompts are drawn, each in one engine by itself: bits depend on it,
+    and not on how many samplers there are. null takes all together, with samplers of their own 8
+    parts."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ConfigError(f"share={self.share} must lie in (0, 1]; leave on_policy out for 0")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens} must be 1 or more")
+        if self.shards is not None and self.shards < 1:
+            raise ConfigError(f"shards={self.shards} must be 1 or more, or null")
         if self.temperature <= 0:
             raise ConfigError(f"temperature={self.temperature} must be above 0")
 

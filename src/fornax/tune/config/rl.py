@@ -130,11 +130,6 @@ class RLConfig(TuneConfig):
                 "loss takes them for the newest: weigh tokens by how much likelier the trainer "
                 "finds them, with --importance.cap 2"
             )
-        if self.conversation is not None and self.rollout.shards is not None:
-            raise ConfigError(
-                f"rollout.shards={self.rollout.shards} divides prompts that are answered once; "
-                "conversations share one engine's steps as they come: leave it out"
-            )
         if self.virtual_shards is not None:
             raise ConfigError(
                 f"virtual_shards={self.virtual_shards} divides files of examples; prompts are "

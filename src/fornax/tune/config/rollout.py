@@ -41,7 +41,8 @@ class RolloutConfig:
     """Type of the cache; auto is the weights'."""
     shards: int | None = None
     """Parts in which a round's prompts are drawn, each in one engine by itself: bits depend on it,
-    and not on how many samplers there are. null takes 1, with samplers of their own 8."""
+    and not on how many samplers there are. null takes one batch that conversations join as they
+    come, with samplers of their own 8 parts."""
     max_num_seqs: int | None = None
     """Completions an engine works on at once; null takes its part of a round, 256 at most."""
     max_num_batched_tokens: int | None = None

@@ -31,6 +31,7 @@ from fornax.tune.rollout import (
     Framing,
     Limits,
     LLMSampler,
+    PartSampler,
     RemoteSampler,
     ReplicatedSampler,
     Sampler,
@@ -41,7 +42,9 @@ from fornax.tune.rollout import (
     ToolEnvironment,
     ToolPool,
     Trajectory,
+    run_in_parts,
     run_trajectories,
+    split_shards,
 )
 from fornax.tune.rollout.storage import StateTree
 from fornax.tune.splits import codec_of
@@ -166,15 +169,21 @@ class Conversations:
         settings: SampleSettings,
         seeds: Sequence[int],
     ) -> list[list[Trajectory]]:
-        if not hasattr(sampler, "submit"):
+        n, shards = settings.n, getattr(sampler, "shards", None)
+        if shards is not None:
+            parts = [
+                slice(part.start * n, part.stop * n) for part in split_shards(len(prompts), shards)
+            ]
+            run = functools.partial(run_in_parts, cast("PartSampler", sampler), parts=parts)
+        elif hasattr(sampler, "submit"):
+            run = functools.partial(run_trajectories, cast("StreamSampler", sampler))
+        else:
             raise ConfigError(
                 f"{type(sampler).__name__} takes no single requests, which conversations need; use "
                 "LLMSampler"
             )
-        n = settings.n
         records = [{**each.record, "prompt": each.prompt} for each in prompts for _ in range(n)]
-        found = run_trajectories(
-            cast("StreamSampler", sampler),
+        found = run(
             self._framing,
             [self._make() for _ in records],
             records,
@@ -263,7 +272,7 @@ def make_components(config: RLConfig, origin: Origin, out: Path) -> Components:
         trained=made.trained,
         prompts=prompts,
         rewards=rewards,
-        sampler=functools.partial(_sampler, engine, devices, origin, config.rollout.shards or 1),
+        sampler=functools.partial(_sampler, engine, devices, origin, config.rollout.shards),
         remote=None if samplers is None else functools.partial(_remote, config, *samplers),
         loopback=samplers is None or all(each.startswith("127.") for each in samplers[0]),
         decode=lambda tokens: origin.tokenizer.decode(tokens, special=True),
@@ -281,11 +290,6 @@ def _check_samplers(config: RLConfig, remote: bool) -> None:
             f"asynchronous.max_staleness={ahead} draws {ahead} rounds ahead, with a version of the "
             "weights for each, which samplers of their own hold: start it with fornax launch "
             "--samplers 2, or use 1"
-        )
-    if remote and config.conversation is not None:
-        raise ConfigError(
-            "samplers of their own complete prompts, and a conversation asks for single turns as "
-            "they come; leave --samplers out: one process draws conversations beside its training"
         )
     processes = jax.process_count()
     if processes > 1 and config.reward_model is not None:
@@ -378,7 +382,13 @@ def _shards(config: RLConfig) -> int:
 
 def _remote(config: RLConfig, addresses: Sequence[str], token: str) -> RemoteSampler:
     ahead = 0 if config.asynchronous is None else config.asynchronous.max_staleness
-    return RemoteSampler(addresses, token, shards=_shards(config), versions=ahead + 2)
+    return RemoteSampler(
+        addresses,
+        token,
+        shards=_shards(config),
+        max_model_len=config.max_length,
+        versions=ahead + 2,
+    )
 
 
 def shard_sampler(config: RLConfig, origin: Origin) -> LLMSampler | ReplicatedSampler:
@@ -393,14 +403,14 @@ def shard_sampler(config: RLConfig, origin: Origin) -> LLMSampler | ReplicatedSa
         dtype=config.dtypes.param_dtype,
         compute_dtype=config.dtypes.compute_dtype,
     )
-    return _sampler(engine, devices, origin, 1, model)
+    return _sampler(engine, devices, origin, None, model)
 
 
 def _sampler(
     engine: EngineConfig,
     devices: Sequence[Sequence[jax.Device]],
     origin: Origin,
-    shards: int,
+    shards: int | None,
     model: Decoder,
 ) -> LLMSampler | ReplicatedSampler:
     given = {"tokenizer": origin.tokenizer, "eos_ids": origin.eos_ids, "engine": engine}

@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -20,16 +21,18 @@ from fornax.config import environment, errors
 from fornax.config.errors import ClusterError, ConfigError, FornaxError, GroupLostError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.mesh import hosts
-from fornax.tune.rl.rollouts import RolloutBatch, from_arrays, to_arrays
 from fornax.tune.rollout import Completion, Sampler, SamplerStats, SampleSettings
 from fornax.tune.rollout.sampler import Weights
-from fornax.tune.rollout.shards import HostWeights, arrays_frame, frame_arrays
+from fornax.tune.rollout.segments import HostWeights
+from fornax.tune.rollout.shards import arrays_frame, frame_arrays
 
 __all__ = ["NoSampler", "RoundLink", "find_samplers", "host_weights"]
 
 _JOIN_SECONDS = 60.0
 
-Make = Callable[[Sampler, int], RolloutBatch]
+T = TypeVar("T")
+Make = Callable[[Sampler, int], T]
+"""(sampler, number) to a round."""
 
 
 def find_samplers() -> tuple[list[str], str] | None:
@@ -57,7 +60,8 @@ def find_samplers() -> tuple[list[str], str] | None:
 def host_weights(state: nnx.State, *, keep: bool) -> HostWeights:
     """Path to array, on the host, of parameters that may lie on the devices of all processes.
 
-    All processes call it, in the same order.
+    All processes call it, in the same order. Arrays of CPU devices are not copied: they are for use
+    before the next step, which writes over them.
 
     Args:
       state: of the parameters.
@@ -70,7 +74,7 @@ def host_weights(state: nnx.State, *, keep: bool) -> HostWeights:
             value = jax.jit(lambda x: x, out_shardings=_everywhere(value))(value)
         if keep:
             whole = value if value.is_fully_addressable else value.addressable_data(0)
-            found[tuple(map(_part, path))] = np.array(whole)
+            found[tuple(map(_part, path))] = np.asarray(whole)
     return found
 
 
@@ -149,10 +153,21 @@ class RoundLink:
                 "start all of them again"
             ) from error
 
-    def maker(self, collect: Make) -> Make:
-        """(sampler, number) to a round: what `collect` makes on process 0, in all processes."""
+    def maker(
+        self,
+        collect: Make[T],
+        save: Callable[[T], Mapping[str, np.ndarray]],
+        load: Callable[[Mapping[str, np.ndarray]], T],
+    ) -> Make[T]:
+        """What has a round in all processes that `collect` makes on process 0.
 
-        def make(sampler: Sampler, number: int) -> RolloutBatch:
+        Args:
+          collect: makes a round, on process 0 alone.
+          save: a round as arrays.
+          load: what `save` took apart.
+        """
+
+        def make(sampler: Sampler, number: int) -> T:
             try:
                 batch = collect(sampler, number)
             except FornaxError as error:
@@ -161,10 +176,10 @@ class RoundLink:
                 facts = {"kind": type(error).__name__, "message": str(error)}
                 self._say(Frame(kind=Kind.REFUSED, facts=facts))
                 raise
-            self._say(arrays_frame(Kind.ROUND, to_arrays(batch), number=number))
+            self._say(arrays_frame(Kind.ROUND, save(batch), number=number))
             return batch
 
-        return make if self._first else self._receive
+        return make if self._first else lambda sampler, number: load(self._receive(number))
 
     def close(self) -> None:
         """End the connections."""
@@ -211,7 +226,7 @@ class RoundLink:
         except LinkError as error:
             raise _lost_another(error) from error
 
-    def _receive(self, sampler: Sampler, number: int) -> RolloutBatch:
+    def _receive(self, number: int) -> Mapping[str, np.ndarray]:
         try:
             frame = receive(self._peers[0])
         except LinkError as error:
@@ -223,7 +238,7 @@ class RoundLink:
             raise ClusterError(
                 f"process 0 made round {frame.facts['number']} and this one waits for {number}"
             )
-        return from_arrays(frame_arrays(frame))
+        return frame_arrays(frame)
 
 
 def _lost_another(error: Exception) -> GroupLostError:

@@ -202,7 +202,7 @@ class RolloutStream:
         self._link = link = self.meet()
         made = self.sampler(current()) if self._first else NoSampler(link.close)
         link.interrupt = getattr(made, "interrupt", link.interrupt)
-        return made, link.maker(self.collector)
+        return made, link.maker(self.collector, to_arrays, from_arrays)
 
     def _speed(self, current: Current) -> dict[str, float]:
         """How fast the round before was trained on; its last step is waited for."""

@@ -7,11 +7,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 from fornax.tune.rollout.sampler import (
+    PartSampler,
     Sampler,
     SamplerStats,
     SampleSettings,
     StreamSampler,
     sample_seed,
+    split_shards,
 )
 from fornax.tune.rollout.storage import rollouts_from_arrays, rollouts_to_arrays
 from fornax.tune.rollout.types import (
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from fornax.tune.rollout.sampler_server import SamplerServer
     from fornax.tune.rollout.tools import Tool, ToolEnvironment, ToolPool
     from fornax.tune.rollout.toy_environments import GuessNumber, calculate
-    from fornax.tune.rollout.trajectories import run_trajectories
+    from fornax.tune.rollout.trajectories import run_in_parts, run_trajectories
 
 __all__ = [
     "AsyncRollouts",
@@ -44,6 +46,7 @@ __all__ = [
     "LLMSampler",
     "Limits",
     "Message",
+    "PartSampler",
     "RemoteSampler",
     "ReplicatedSampler",
     "SampleSettings",
@@ -61,8 +64,10 @@ __all__ = [
     "calculate",
     "rollouts_from_arrays",
     "rollouts_to_arrays",
+    "run_in_parts",
     "run_trajectories",
     "sample_seed",
+    "split_shards",
 ]
 
 _LATER = {
@@ -79,6 +84,7 @@ _LATER = {
     "ToolEnvironment": "tools",
     "ToolPool": "tools",
     "calculate": "toy_environments",
+    "run_in_parts": "trajectories",
     "run_trajectories": "trajectories",
 }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from fornax.tune.rollout.sampler import (
     SamplerStats,
     SampleSettings,
     Weights,
+    check_seeds,
     sample_all,
     split_shards,
 )
@@ -54,7 +56,7 @@ class LLMSampler:
         engine: EngineConfig | None = None,
         filtered_logprobs: bool = True,
         share: bool = False,
-        shards: int = 1,
+        shards: int | None = None,
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         """Make an engine and compile its steps.
@@ -71,7 +73,7 @@ class LLMSampler:
             They must then live until the next update; a trainer that donates its state gives them
             up at its next step. By default they are copied.
           shards: parts in which `sample` draws its prompts, one after the other and each with an
-            empty cache: with the same shards other samplers draw the same bits.
+            empty cache: with the same shards other samplers draw the same bits. None: all together.
           devices: `engine.tensor_parallel_size` of them; None takes the first of JAX's.
 
         Raises:
@@ -93,7 +95,8 @@ class LLMSampler:
         self._figures.slots = parts.limits.max_num_seqs
         self._eos = tuple(eos_ids) if eos_ids else None
         self._has_text = parts.tokenizer is not None
-        self._share, self._shards = share, shards
+        self._share, self.shards = share, shards
+        self._parts = threading.Lock()
         self._seeds: dict[str, int] = {}
         self._ids = itertools.count()
         self._closed = self._interrupted = False
@@ -124,7 +127,18 @@ class LLMSampler:
         Raises:
           EngineError: a prompt or settings that the engine cannot honour; nothing stays queued.
         """
-        return _sample_shards(self, self._shards, prompts, settings, seeds)
+        return _sample_shards(self, prompts, settings, seeds)
+
+    def sample_part(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[SampleSettings],
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """See `PartSampler`; parts that several threads ask for are drawn in turns."""
+        with self._parts:
+            self.reset_prefix_cache()
+            return sample_all(self, prompts, settings, seeds)
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests left in the cache; those that run begin again."""
@@ -248,18 +262,18 @@ class LLMSampler:
 
 def _sample_shards(
     sampler: "LLMSampler | ReplicatedSampler",
-    shards: int,
     prompts: Sequence[Sequence[int]],
     settings: SampleSettings,
     seeds: Sequence[int],
 ) -> list[list[Completion]]:
-    """Completions of each prompt, drawn in so many parts."""
-    if shards == 1:
-        return sample_all(sampler, prompts, settings, seeds)
+    """Completions of each prompt, drawn in the sampler's parts."""
+    same = [settings] * len(prompts)
+    if sampler.shards is None:
+        return sample_all(sampler, prompts, same, seeds)
+    check_seeds(prompts, seeds)
     found = []
-    for part in split_shards(len(prompts), shards):
-        sampler.reset_prefix_cache()
-        found += sample_all(sampler, prompts[part], settings, seeds[part])
+    for part in split_shards(len(prompts), sampler.shards):
+        found += sampler.sample_part(prompts[part], same[part], seeds[part])
     return found
 
 
@@ -323,14 +337,15 @@ class ReplicatedSampler:
       sampler = ReplicatedSampler(samplers)
     """
 
-    def __init__(self, samplers: Sequence[LLMSampler], *, shards: int = 1) -> None:
+    def __init__(self, samplers: Sequence[LLMSampler], *, shards: int | None = None) -> None:
         """Draw with some samplers.
 
         Args:
           samplers: each with devices of its own.
           shards: as of `LLMSampler`.
         """
-        self._samplers, self._shards = list(samplers), shards
+        self._samplers, self.shards = list(samplers), shards
+        self._parts = threading.Lock()
         self._load = [0] * len(self._samplers)
         self._places: dict[str, tuple[int, str, int]] = {}
         self._pool = ThreadPoolExecutor(len(self._samplers), "fornax-replica")
@@ -343,7 +358,18 @@ class ReplicatedSampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        return _sample_shards(self, self._shards, prompts, settings, seeds)
+        return _sample_shards(self, prompts, settings, seeds)
+
+    def sample_part(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[SampleSettings],
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """See `PartSampler`; parts that several threads ask for are drawn in turns."""
+        with self._parts:
+            self.reset_prefix_cache()
+            return sample_all(self, prompts, settings, seeds)
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests left in the caches; those that run begin again."""

@@ -8,20 +8,29 @@ so that a sampler draws on while the next version comes.
 import contextlib
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import cast
 
 from fornax.config.errors import ClusterError, EngineError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
-from fornax.tune.rollout.sampler import SamplerStats, SampleSettings, Weights, split_shards
+from fornax.tune.rollout.sampler import (
+    SamplerStats,
+    SampleSettings,
+    Weights,
+    check_seeds,
+    split_shards,
+)
+from fornax.tune.rollout.segments import HostWeights, Segment, SegmentPool
 from fornax.tune.rollout.shards import (
-    HostWeights,
     Shard,
     array_frames,
     frame_completions,
+    mapped_frame,
     shard_frame,
 )
 from fornax.tune.rollout.types import Completion
@@ -33,13 +42,14 @@ _TICK_SECONDS = 0.5
 
 
 class RemoteSampler:
-    """A `Sampler` over the samplers at some addresses; one thread at a time draws.
+    """A `PartSampler` over the samplers at some addresses; any thread may draw.
 
     A sampler holds the versions that it was sent until newer ones are drawn with. `update` only
     hands the arrays over: threads send them, while rounds of the version before are drawn.
 
     Example:
-      sampler = RemoteSampler(["127.0.0.1:4001", "127.0.0.1:4002"], token, shards=8)
+      addresses = ["127.0.0.1:4001", "127.0.0.1:4002"]
+      sampler = RemoteSampler(addresses, token, shards=8, max_model_len=2048)
       sampler.update(weights, version=0)
       groups = sampler.sample([[1, 5, 9]], SampleSettings(n=4, max_tokens=32), seeds=[7])
     """
@@ -50,6 +60,7 @@ class RemoteSampler:
         token: str,
         *,
         shards: int,
+        max_model_len: int,
         versions: int = 2,
         lost_seconds: float = 600.0,
     ) -> None:
@@ -59,14 +70,18 @@ class RemoteSampler:
           addresses: host:port of each sampler.
           token: what they want to see.
           shards: parts in which prompts are drawn, each in one sampler.
+          max_model_len: tokens of a prompt and its completion together, at most, of the samplers.
           versions: how many of the newest are kept for samplers that have them not, or not yet.
           lost_seconds: how long all samplers may be out of reach.
         """
-        self._shards, self._versions, self._lost_seconds = shards, versions, lost_seconds
+        self.shards, self.max_model_len = shards, max_model_len
+        self._versions, self._lost_seconds = versions, lost_seconds
         self.session = secrets.token_hex(8)
         """Names this object to samplers: what they hold of another is of no use to it."""
         self.changed = threading.Condition()
-        self.weights: dict[int, HostWeights] = {}
+        self.pool = SegmentPool()
+        """Memory for versions; used with `changed` held."""
+        self.weights: dict[int, Segment] = {}
         """What may still be asked for, by version."""
         self.closed = False
         self._waiting: deque[_Task] = deque()
@@ -74,6 +89,7 @@ class RemoteSampler:
         self._version: int | None = None
         self._numbers = 0
         self._stats = SamplerStats()
+        self._drawing, self._began = 0, 0.0
         self.bytes = 0
         """Bytes of weights that were sent."""
         self._links = [_Link(self, address, token) for address in addresses]
@@ -87,9 +103,16 @@ class RemoteSampler:
           EngineError: what a sampler cannot honour; or after `interrupt`.
           ClusterError: no sampler can be reached.
         """
-        if self._version is None:
-            raise EngineError("the samplers have no weights; call update first")
-        return self.draw(self._version, prompts, settings, seeds)
+        return self.at(self._newest()).sample(prompts, settings, seeds)
+
+    def sample_part(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[SampleSettings],
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """See `PartSampler`; raises what `sample` raises."""
+        return self.at(self._newest()).sample_part(prompts, settings, seeds)
 
     def at(self, version: int) -> "VersionSampler":
         """The sampler of one version, whatever `update` says meanwhile."""
@@ -99,56 +122,72 @@ class RemoteSampler:
         self,
         version: int,
         prompts: Sequence[Sequence[int]],
-        settings: SampleSettings,
+        settings: Sequence[SampleSettings],
         seeds: Sequence[int],
+        parts: Sequence[slice],
     ) -> list[list[Completion]]:
         """Completions of each prompt under a version that `update` was given; see `sample`."""
-        if len(prompts) != len(seeds):
-            raise EngineError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
-        began = time.monotonic()
+        check_seeds(prompts, seeds)
         tasks = []
         with self.changed:
             if version not in self.weights:
                 raise EngineError(f"version {version} of the weights is no longer held")
-            for part in split_shards(len(prompts), self._shards):
+            for part in parts:
                 shard = Shard(
                     number=self._numbers,
                     version=version,
                     prompts=prompts[part],
+                    settings=settings[part],
                     seeds=seeds[part],
-                    settings=settings,
                 )
                 self._numbers += 1
                 tasks.append(_Task(shard))
             for old in [each for each in self.weights if each < version]:
-                del self.weights[old]
+                self.pool.leave(self.weights.pop(old))
             self._waiting.extend(tasks)
+            self._count_time(1)
             self.changed.notify_all()
         try:
             self._wait(tasks)
         finally:
             with self.changed:
-                self._waiting.clear()
+                self._count_time(-1)
                 for task in tasks:
                     task.wanted = False
-        self._add(SamplerStats(seconds=time.monotonic() - began))
         return [group for task in tasks for group in task.found]
 
+    def _newest(self) -> int:
+        if self._version is None:
+            raise EngineError("the samplers have no weights; call update first")
+        return self._version
+
+    def _count_time(self, change: int) -> None:
+        """One thread more or less waits for completions: time counts while any does."""
+        now = time.monotonic()
+        if self._drawing:
+            self._stats = _sum(self._stats, SamplerStats(seconds=now - self._began))
+        self._drawing, self._began = self._drawing + change, now
+
     def update(self, params: Weights, version: int) -> None:
-        """Let the samplers have another version; returns at once.
+        """Let the samplers have another version, which is copied; returns before they have it.
 
         Args:
-          params: path to array, on the host, of all parameters; they must not change any more.
-          version: what tokens are tagged with.
+          params: `HostWeights`: path to array, on the host, of all parameters.
+          version: what tokens are tagged with; later ones have greater numbers.
         """
+        given = cast("HostWeights", params)
+        with self.changed:
+            segment, layout = self.pool.take(given)
+        segment.write(given, layout)
         with self.changed:
             self._interrupted = False
             self._version = version
-            self.weights[version] = params  # pyrefly: ignore[unsupported-operation]
-            for old in sorted(self.weights)[: -self._versions]:
-                del self.weights[old]
+            dropped = sorted(self.weights.keys() | {version})[: -self._versions]
+            for old in {version, *dropped} & self.weights.keys():
+                self.pool.leave(self.weights.pop(old))
+            self.weights[version] = segment
             self.changed.notify_all()
-        self._add(SamplerStats(updates=1))
+            self._stats = _sum(self._stats, SamplerStats(updates=1))
 
     def interrupt(self) -> None:
         """Make `sample` raise EngineError until the next `update`; from any thread."""
@@ -169,15 +208,22 @@ class RemoteSampler:
         with self.changed:
             self.closed = True
             self.changed.notify_all()
+            for segment in self.weights.values():
+                self.pool.leave(segment)
+            self.weights.clear()
+            self.pool.close()
         for link in self._links:
             link.close()
 
     def next_task(self) -> "_Task | None":
         """The next shard to draw, waited for; None after `close`."""
         with self.changed:
-            while not self._waiting and not self.closed:
+            while not self.closed:
+                while self._waiting:
+                    if (task := self._waiting.popleft()).wanted:
+                        return task
                 self.changed.wait()
-            return None if self.closed else self._waiting.popleft()
+        return None
 
     def put_back(self, task: "_Task") -> None:
         """A shard that its sampler did not answer: the next one to be drawn."""
@@ -218,10 +264,6 @@ class RemoteSampler:
         if refused:
             raise EngineError(f"a sampler: {refused[0]}")
 
-    def _add(self, more: SamplerStats) -> None:
-        with self.changed:
-            self._stats = _sum(self._stats, more)
-
 
 @dataclass(frozen=True)
 class VersionSampler:
@@ -233,8 +275,28 @@ class VersionSampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        """See `RemoteSampler.draw`."""
-        return self.inner.draw(self.version, prompts, settings, seeds)
+        """See `RemoteSampler.sample`."""
+        same, parts = [settings] * len(prompts), split_shards(len(prompts), self.inner.shards)
+        return self.inner.draw(self.version, prompts, same, seeds, parts)
+
+    def sample_part(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[SampleSettings],
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """See `RemoteSampler.sample_part`."""
+        return self.inner.draw(self.version, prompts, settings, seeds, [slice(None)])
+
+    @property
+    def max_model_len(self) -> int:
+        """See `PartSampler`."""
+        return self.inner.max_model_len
+
+    @property
+    def shards(self) -> int:
+        """See `PartSampler`."""
+        return self.inner.shards
 
     def update(self, params: Weights, version: int) -> None:
         """See `RemoteSampler.update`; this object stays with its version."""
@@ -271,6 +333,8 @@ class _Link:
         # The sampler's process, as it names itself, that each connection found.
         self._processes: dict[str, str] = {}
         self._sockets: dict[str, socket.socket] = {}
+        # Versions whose memory the sampler maps.
+        self._lent: dict[int, Segment] = {}
         for run in (self._work, self._send_weights):
             threading.Thread(target=run, name=f"sampler {address}", daemon=True).start()
 
@@ -297,24 +361,31 @@ class _Link:
             connection = socket.create_connection((host, int(port)), timeout=_TICK_SECONDS * 20)
         except OSError as error:
             raise LinkError(f"{self.address} cannot be reached: {error}") from error
-        with connection:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            facts = {"token": self._token, "role": role, "session": self._owner.session}
-            send(connection, Frame(kind=Kind.JOIN, facts=facts))
-            # A sampler that starts has the connection in its backlog: it answers when it is ready.
-            connection.settimeout(None)
-            self._sockets[role] = connection
-            try:
-                if self._owner.closed:
-                    raise LinkError("closed")
-                hello = receive(connection)
-                with self._owner.changed:
-                    self._processes[role] = str(hello.facts.get("process"))
-                    self._owner.changed.notify_all()
-                yield connection, hello
-            finally:
-                del self._sockets[role]
+            stack.callback(self._sockets.pop, role, None)
+            hello = self._join(connection, role)
+            if role == "weights" and (near := _dial_here(hello.facts.get("local"))) is not None:
+                connection.close()
+                connection = stack.enter_context(near)
+                hello = self._join(connection, role)
+            with self._owner.changed:
+                self._processes[role] = str(hello.facts.get("process"))
+                self._owner.changed.notify_all()
+            yield connection, hello
+
+    def _join(self, connection: socket.socket, role: str) -> Frame:
+        """Say who this is; what the sampler answers."""
+        facts = {"token": self._token, "role": role, "session": self._owner.session}
+        send(connection, Frame(kind=Kind.JOIN, facts=facts))
+        # A sampler that starts has the connection in its backlog: it answers when it is ready.
+        connection.settimeout(None)
+        self._sockets[role] = connection
+        if self._owner.closed:
+            raise LinkError("closed")
+        return receive(connection)
 
     def _work(self) -> None:
         while not self._owner.closed:
@@ -333,6 +404,7 @@ class _Link:
         send(connection, shard_frame(task.shard))
         while (frame := receive(connection)).facts.get("number") != task.shard.number:
             pass  # of a shard that nobody waits for any more
+        self._take_back(frame)
         try:
             self._owner.finish(task, frame)
         except (KeyError, TypeError, ValueError) as error:
@@ -345,6 +417,9 @@ class _Link:
                 while (version := self._next_version(sent)) is not None:
                     self._send_version(where, version)
                     sent.add(version)
+            with self._owner.changed:
+                while self._lent:
+                    self._owner.pool.leave(self._lent.popitem()[1], lost=True)
             time.sleep(0.0 if self._owner.closed else _AGAIN_SECONDS)
 
     def _next_version(self, sent: set[int]) -> int | None:
@@ -365,18 +440,60 @@ class _Link:
         return None
 
     def _send_version(self, where: socket.socket, version: int) -> None:
-        weights = self._owner.weights.get(version)
-        if weights is None:  # dropped meanwhile
-            return
-        size = 0
-        for frame in array_frames(version, weights):
-            send(where, frame)
-            size += len(frame.body)
-        answer = receive(where)
+        owner = self._owner
+        with owner.changed:
+            segment, keep = owner.weights.get(version), min(owner.weights, default=version)
+            if segment is None:  # dropped meanwhile
+                return
+            segment.users += 1
+            near = where.family != socket.AF_INET
+            if near:
+                self._lent[version] = segment
+        try:
+            if near:
+                assert segment.descriptor is not None
+                send(where, mapped_frame(version, segment, keep))
+                _pass_on(where, segment.descriptor)
+            else:
+                for frame in array_frames(version, segment.arrays(), keep):
+                    send(where, frame)
+            answer = receive(where)
+        finally:
+            if not near:
+                with owner.changed:
+                    owner.pool.leave(segment)
         if answer.kind is not Kind.READY:
             raise LinkError(str(answer.facts.get("why")))
+        self._take_back(answer)
+        with owner.changed:
+            owner.bytes += sum(array.nbytes for array in segment.arrays().values())
+
+    def _take_back(self, answer: Frame) -> None:
+        """Memory that the sampler says it has no more use for."""
+        oldest = int(answer.facts.get("oldest", 0))
         with self._owner.changed:
-            self._owner.bytes += size
+            for version in [each for each in self._lent if each < oldest]:
+                self._owner.pool.leave(self._lent.pop(version))
+
+
+def _dial_here(name: object) -> socket.socket | None:
+    """A connection to a socket of this machine; None where no such name is known."""
+    if not isinstance(name, str) or sys.platform != "linux":
+        return None
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.connect(f"\0{name}")
+    except OSError:
+        made.close()
+        return None
+    return made
+
+
+def _pass_on(where: socket.socket, descriptor: int) -> None:
+    try:
+        socket.send_fds(where, [b"\0"], [descriptor])
+    except OSError as error:
+        raise LinkError(f"the other end cannot be reached: {error}") from error
 
 
 def _sum(one: SamplerStats, other: SamplerStats) -> SamplerStats:

@@ -11,10 +11,13 @@ from fornax.config.errors import ConfigError, EngineError
 from fornax.tune.rollout.types import Completion
 
 __all__ = [
+    "PartSampler",
+    "Requests",
     "SampleSettings",
     "Sampler",
     "SamplerStats",
     "StreamSampler",
+    "check_seeds",
     "sample_all",
     "sample_seed",
     "split_shards",
@@ -141,8 +144,8 @@ class Sampler(Protocol):
         """Give everything back."""
 
 
-class StreamSampler(Sampler, Protocol):
-    """A sampler whose requests come and go one by one, as conversations with tools need."""
+class Requests(Protocol):
+    """Requests that come and go one by one, as conversations with tools need."""
 
     @property
     def max_model_len(self) -> int:
@@ -158,24 +161,55 @@ class StreamSampler(Sampler, Protocol):
         """Forget a request, at whatever point it is."""
 
 
+class StreamSampler(Sampler, Requests, Protocol):
+    """A sampler that takes single requests too."""
+
+
+class PartSampler(Sampler, Protocol):
+    """A sampler that draws parts of a round, each with the bits that it has alone."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its completion together, at most."""
+
+    @property
+    def shards(self) -> int | None:
+        """Parts in which rounds are drawn; None: in one batch that prompts join as they come."""
+
+    def sample_part(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[SampleSettings],
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """Completions of prompts that are drawn together, beginning with an empty cache.
+
+        Several threads may call it at once.
+
+        Args:
+          prompts: token ids.
+          settings: one for each prompt.
+          seeds: one for each prompt; completion i is drawn with seed + i.
+        """
+
+
 def sample_all(
     sampler: StreamSampler,
     prompts: Sequence[Sequence[int]],
-    settings: SampleSettings,
+    settings: Sequence[SampleSettings],
     seeds: Sequence[int],
 ) -> list[list[Completion]]:
-    """`Sampler.sample` of a sampler that takes single requests.
+    """`Sampler.sample` of a sampler that takes single requests, with settings for each prompt.
 
     Raises:
       EngineError: a prompt or settings that the engine cannot honour; nothing stays queued.
     """
-    if len(prompts) != len(seeds):
-        raise EngineError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
+    check_seeds(prompts, seeds)
     names: list[str] = []
     found: dict[str, list[Completion]] = {}
     try:
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            names.append(sampler.submit(prompt, settings, seed))
+        for prompt, each, seed in zip(prompts, settings, seeds, strict=True):
+            names.append(sampler.submit(prompt, each, seed))
         while len(found) < len(names):
             found.update(sampler.poll())
     finally:
@@ -183,6 +217,16 @@ def sample_all(
             if name not in found:
                 sampler.cancel(name)
     return [found[name] for name in names]
+
+
+def check_seeds(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    """Refuse seeds that are not one for each prompt.
+
+    Raises:
+      EngineError: saying how many there are.
+    """
+    if len(prompts) != len(seeds):
+        raise EngineError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
 
 
 def split_shards(prompts: int, shards: int) -> list[slice]:

@@ -3,6 +3,10 @@
 Connections are read by threads: arrays of the next version come in while the engine draws with the
 one before. A version counts once it is whole and every checksum was right; the engine takes it over
 between two shards, when the first that names it is to be drawn.
+
+A trainer on this machine comes to an abstract Unix socket with its versions, which it is told of,
+and passes memory on. It writes to that again once told that nothing older than a version is used:
+`oldest` in the answers here.
 """
 
 import contextlib
@@ -10,8 +14,9 @@ import hmac
 import queue
 import secrets
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,15 +24,17 @@ import numpy as np
 
 from fornax.config.errors import EngineError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
-from fornax.tune.rollout.sampler import Sampler
+from fornax.tune.rollout.sampler import SamplerStats, SampleSettings, Weights
+from fornax.tune.rollout.segments import HostWeights
 from fornax.tune.rollout.shards import (
-    HostWeights,
     Shard,
     completions_frame,
+    frame_mapped,
     frame_shard,
     frame_weight,
     nested,
 )
+from fornax.tune.rollout.types import Completion
 
 __all__ = ["SamplerServer", "ShardSampler"]
 
@@ -38,28 +45,45 @@ Change = Callable[[str, int], None]
 """(phase, version): what the process does now."""
 
 
-class ShardSampler(Sampler, Protocol):
-    """A sampler whose engine can begin as if it were new, and be stopped from another thread."""
+class ShardSampler(Protocol):
+    """What a server uses of a `PartSampler`."""
+
+    def sample_part(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[SampleSettings],
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """See `PartSampler`; one thread calls it."""
+
+    def update(self, params: Weights, version: int) -> None:
+        """See `Sampler`; it copies what it is given."""
+
+    def stats(self) -> SamplerStats:
+        """See `Sampler`."""
 
     def interrupt(self) -> None:
-        """Make `sample` raise EngineError until the next `update`."""
-
-    def reset_prefix_cache(self) -> None:
-        """Forget what earlier requests left in the cache."""
+        """Make `sample_part` raise EngineError until the next `update`; from any thread."""
 
 
 class SamplerServer:
     """Serves one trainer at a time; a newer one takes the place of the one before."""
 
-    def __init__(self, listener: socket.socket, token: str) -> None:
+    def __init__(self, listener: socket.socket, token: str, *, share: bool = True) -> None:
         """Serve nothing yet.
 
         Args:
           listener: a listening socket; connections wait in its backlog until `run`.
           token: what a connection must show first.
+          share: whether a trainer on this machine may pass weights on in memory.
         """
-        self._listener, self._token = listener, token
+        self._token = token
         self._process = secrets.token_hex(8)
+        self._local = f"fornax-sampler-{secrets.token_hex(16)}"
+        self._listeners = [listener]
+        if share and sys.platform == "linux":
+            self._listeners.append(_listen_here(self._local))
+        self._oldest, self._used = 0, False
         self._changed = threading.Condition()
         self._session = ""
         self._connections: set[_Connection] = set()
@@ -72,7 +96,9 @@ class SamplerServer:
     def run(self, sampler: ShardSampler, change: Change = lambda phase, version: None) -> None:
         """Draw until `close`; the sampler is used by this thread alone, but for `interrupt`."""
         self._sampler = sampler
-        threading.Thread(target=self._accept, name="sampler", daemon=True).start()
+        for listener in self._listeners:
+            args = (listener,)
+            threading.Thread(target=self._accept, args=args, name="sampler", daemon=True).start()
         loaded: tuple[str, int] | None = None
         change("idle", -1)
         while not self._closed:
@@ -97,16 +123,17 @@ class SamplerServer:
                 answer = Frame(kind=Kind.REFUSED, facts=facts)
             if connection.interrupted:  # the engine wants an update before it draws again
                 loaded = None
-            self._drop_before(shard.version)
-            connection.say(answer)
+            del weights
+            connection.say(self._finish(connection, shard.version, answer))
             change("idle", shard.version)
 
     def close(self) -> None:
         """End all connections, and `run`."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         with self._changed:
             for connection in self._connections:
                 connection.close()
@@ -114,13 +141,12 @@ class SamplerServer:
 
     def _draw(self, sampler: ShardSampler, connection: "_Connection", shard: Shard) -> Frame:
         before = sampler.stats()
-        sampler.reset_prefix_cache()
         with self._changed:
             if connection.gone:
                 raise EngineError("the trainer is gone")
             self._drawing = connection
         try:
-            drawn = sampler.sample(shard.prompts, shard.settings, shard.seeds)
+            drawn = sampler.sample_part(shard.prompts, shard.settings, shard.seeds)
         finally:
             with self._changed:
                 self._drawing = None
@@ -133,17 +159,26 @@ class SamplerServer:
         with self._changed:
             while not connection.gone and not self._closed:
                 if connection.session == self._session and version in self._whole:
+                    self._used = True
                     return self._whole[version]
                 self._changed.wait()
         return None
 
+    def _finish(self, connection: "_Connection", version: int, answer: Frame) -> Frame:
+        """The answer for a shard, with the oldest version that is still held."""
+        with self._changed:
+            self._used = False
+            if connection.session == self._session:
+                self._drop_before(version)
+            return replace(answer, facts={**answer.facts, "oldest": self._oldest})
+
     def _drop_before(self, version: int) -> None:
         """Keep the memory of versions that no shard will name for the next ones."""
-        with self._changed:
-            for old in [each for each in self._whole if each < version]:
-                for array in self._whole.pop(old).values():
-                    if isinstance(base := _memory_of(array), bytearray):
-                        self._free.append(base)
+        self._oldest = max(self._oldest, version)
+        for old in [each for each in self._whole if each < version]:
+            for array in self._whole.pop(old).values():
+                if isinstance(base := _memory_of(array), bytearray):
+                    self._free.append(base)
 
     def _memory(self, size: int) -> bytearray:
         with self._changed:
@@ -152,10 +187,10 @@ class SamplerServer:
                     return self._free.pop(place)
         return bytearray(size)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                found, _ = self._listener.accept()
+                found, _ = listener.accept()
             except OSError:
                 return
             threading.Thread(target=self._serve, args=(_Connection(found),), daemon=True).start()
@@ -192,13 +227,15 @@ class SamplerServer:
         """Take a connection in; one of a new trainer ends those of the trainer before."""
         with self._changed:
             if session != self._session:
-                self._session = session
+                self._session, self._oldest = session, 0
                 self._whole.clear()
                 for other in self._connections:
                     other.close()
             connection.session = session
             self._connections.add(connection)
-            facts = {"process": self._process, "versions": sorted(self._whole)}
+            facts: dict[str, object] = {"process": self._process, "versions": sorted(self._whole)}
+            if len(self._listeners) > 1:
+                facts["local"] = self._local
         connection.say(Frame(kind=Kind.READY, facts=facts))
 
     def _read_prompts(self, connection: "_Connection") -> None:
@@ -213,18 +250,29 @@ class SamplerServer:
                 path, array = frame_weight(frame)
                 coming[path] = array
                 continue
-            size = sum(array.nbytes for array in coming.values())
-            if (len(coming), size) != (frame.facts["arrays"], frame.facts["bytes"]):
-                raise EngineError(
-                    f"version {frame.round} came as {len(coming)} arrays of {size} bytes instead "
-                    f"of {frame.facts['arrays']} of {frame.facts['bytes']}"
-                )
-            with self._changed:
-                if connection.session == self._session:
-                    self._whole[frame.round] = coming
-                self._changed.notify_all()
-            connection.say(Frame(kind=Kind.READY, round=frame.round))
+            if frame.kind is Kind.MAPPED:
+                coming = frame_mapped(frame, connection.descriptor())
+            else:
+                _check_whole(coming, frame)
+            facts = self._take(connection, frame.round, coming, int(frame.facts["keep"]))
+            connection.say(Frame(kind=Kind.READY, round=frame.round, facts=facts))
             coming = {}
+
+    def _take(
+        self,
+        connection: "_Connection",
+        version: int,
+        weights: dict[tuple[str | int, ...], np.ndarray],
+        keep: int,
+    ) -> dict[str, object]:
+        """Hold a version, and no longer those before `keep`, if no shard is drawn with one."""
+        with self._changed:
+            if connection.session == self._session:
+                self._whole[version] = weights
+                if not self._used:
+                    self._drop_before(keep)
+            self._changed.notify_all()
+            return {"oldest": self._oldest}
 
 
 class _Connection:
@@ -232,7 +280,8 @@ class _Connection:
 
     def __init__(self, found: socket.socket) -> None:
         self.socket = found
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if found.family == socket.AF_INET:
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.session = ""
         self.gone = self.interrupted = False
 
@@ -241,10 +290,41 @@ class _Connection:
         with contextlib.suppress(LinkError):
             send(self.socket, frame)
 
+    def descriptor(self) -> int:
+        """What comes with the next byte.
+
+        Raises:
+          LinkError: when nothing does.
+        """
+        try:
+            _, found, *_ = socket.recv_fds(self.socket, 1, 1)
+        except OSError as error:
+            raise LinkError(f"the connection ended: {error}") from error
+        if len(found) != 1:
+            raise LinkError("memory was announced, and none came")
+        return found[0]
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
+
+
+def _listen_here(name: str) -> socket.socket:
+    """A socket that processes of this machine find by a name, which is in no folder."""
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(f"\0{name}")
+    made.listen()
+    return made
+
+
+def _check_whole(coming: HostWeights, frame: Frame) -> None:
+    size = sum(array.nbytes for array in coming.values())
+    if (len(coming), size) != (frame.facts["arrays"], frame.facts["bytes"]):
+        raise EngineError(
+            f"version {frame.round} came as {len(coming)} arrays of {size} bytes instead of "
+            f"{frame.facts['arrays']} of {frame.facts['bytes']}"
+        )
 
 
 def _memory_of(array: np.ndarray) -> object:

@@ -4,8 +4,9 @@ A round of rollouts is drawn in parts of fixed composition. Log-probs of a compl
 their last bits, on what else is in an engine's steps; with shards they depend on the shard alone,
 whichever engine draws it, and however many there are.
 
-On a connection of the role `work` go PROMPTS and COMPLETIONS; on one of the role `weights` a frame
-for each ARRAY of a version, then WEIGHTS, which says how many there were. Nothing is unpickled.
+On a connection of the role `work` go PROMPTS and COMPLETIONS; on one of the role `weights` versions
+of the weights: to another machine a frame for each ARRAY, then WEIGHTS, which says how many there
+were; within one the descriptor of memory that has them all, with MAPPED. Nothing is unpickled.
 """
 
 import dataclasses
@@ -13,31 +14,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from fornax.config.errors import EngineError
 from fornax.config.frames import Frame, Kind
 from fornax.tune.rollout.sampler import SamplerStats, SampleSettings
+from fornax.tune.rollout.segments import HostWeights, Segment, as_array, map_segment
 from fornax.tune.rollout.storage import rollouts_from_arrays, rollouts_to_arrays
 from fornax.tune.rollout.types import Completion
 
 __all__ = [
-    "HostWeights",
     "Shard",
     "array_frames",
     "arrays_frame",
     "completions_frame",
     "frame_arrays",
     "frame_completions",
+    "frame_mapped",
     "frame_shard",
     "frame_weight",
+    "mapped_frame",
     "nested",
     "shard_frame",
 ]
 
-HostWeights = Mapping[tuple[str | int, ...], np.ndarray]
-"""Path to array of all parameters of a version."""
+_TUPLES = ("stop", "stop_token_ids")
+"""Settings that JSON makes lists of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +51,21 @@ class Shard:
     version: int
     """Of the weights to draw with."""
     prompts: Sequence[Sequence[int]]
+    settings: Sequence[SampleSettings]
+    """One for each prompt."""
     seeds: Sequence[int]
-    settings: SampleSettings
 
 
 def shard_frame(shard: Shard) -> Frame:
     """PROMPTS: token ids as int32, one prompt after the other."""
     tokens = [np.asarray(prompt, np.int32) for prompt in shard.prompts]
+    kinds = {settings: place for place, settings in enumerate(dict.fromkeys(shard.settings))}
     facts = {
         "number": shard.number,
         "lengths": [len(each) for each in tokens],
         "seeds": list(shard.seeds),
-        "settings": dataclasses.asdict(shard.settings),
+        "settings": [dataclasses.asdict(each) for each in kinds],
+        "kinds": [kinds[each] for each in shard.settings],
     }
     body = np.concatenate([np.zeros(0, np.int32), *tokens]).tobytes()
     return Frame(kind=Kind.PROMPTS, round=shard.version, facts=facts, body=body)
@@ -75,16 +80,19 @@ def frame_shard(frame: Frame) -> Shard:
     facts = frame.facts
     ends = np.cumsum(facts["lengths"])
     tokens = np.split(np.frombuffer(frame.body, np.int32), ends[:-1])
-    known = dict(facts["settings"])
-    known |= {name: tuple(known[name]) for name in ("stop", "stop_token_ids")}
-    if len(facts["seeds"]) != len(tokens) or ends[-1] * 4 != len(frame.body):
-        raise ValueError("prompts, lengths and seeds do not fit")
+    settings = [
+        SampleSettings(**(known | {name: tuple(known[name]) for name in _TUPLES}))
+        for known in facts["settings"]
+    ]
+    counts = {len(tokens), len(facts["seeds"]), len(facts["kinds"])}
+    if len(counts) > 1 or ends[-1] * 4 != len(frame.body):
+        raise ValueError("prompts, lengths, settings and seeds do not fit")
     return Shard(
         number=int(facts["number"]),
         version=frame.round,
         prompts=[each.tolist() for each in tokens],
+        settings=[settings[kind] for kind in facts["kinds"]],
         seeds=[int(seed) for seed in facts["seeds"]],
-        settings=SampleSettings(**known),
     )
 
 
@@ -120,16 +128,43 @@ def frame_completions(frame: Frame) -> tuple[list[list[Completion]], SamplerStat
     return rollouts_from_arrays(frame_arrays(frame)), SamplerStats(**frame.facts["stats"])
 
 
-def array_frames(version: int, weights: HostWeights) -> Iterator[Frame]:
-    """All frames of a version: one an array, then the one that closes it."""
+def array_frames(version: int, weights: HostWeights, keep: int) -> Iterator[Frame]:
+    """All frames of a version: one an array, then the one that closes it.
+
+    Args:
+      version: of the weights.
+      weights: them.
+      keep: the oldest version that may still be asked for.
+    """
     size = 0
     for path, array in weights.items():
         facts = {"path": list(path), "dtype": array.dtype.name, "shape": list(array.shape)}
         body = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         size += len(body)
         yield Frame(kind=Kind.ARRAY, round=version, facts=facts, body=body)
-    closing = {"arrays": len(weights), "bytes": size}
+    closing = {"arrays": len(weights), "bytes": size, "keep": keep}
     yield Frame(kind=Kind.WEIGHTS, round=version, facts=closing)
+
+
+def mapped_frame(version: int, segment: Segment, keep: int) -> Frame:
+    """MAPPED: what `frame_mapped` makes arrays of, with the segment's descriptor."""
+    facts = {
+        "layout": list(segment.layout),
+        "bytes": len(segment.memory),
+        "checksum": segment.checksum,
+        "keep": keep,
+    }
+    return Frame(kind=Kind.MAPPED, round=version, facts=facts)
+
+
+def frame_mapped(frame: Frame, descriptor: int) -> dict[tuple[str | int, ...], np.ndarray]:
+    """The arrays of a MAPPED frame; takes the descriptor.
+
+    Raises:
+      EngineError: see `map_segment`.
+    """
+    facts = frame.facts
+    return map_segment(descriptor, facts["bytes"], facts["layout"], facts["checksum"])
 
 
 def frame_weight(frame: Frame) -> tuple[tuple[str | int, ...], np.ndarray]:
@@ -138,17 +173,10 @@ def frame_weight(frame: Frame) -> tuple[tuple[str | int, ...], np.ndarray]:
     Raises:
       EngineError: when bytes and shape do not fit, or the type is none of a parameter.
     """
-    facts = frame.facts
-    path, shape = tuple(facts["path"]), tuple(map(int, facts["shape"]))
-    try:
-        dtype = np.dtype(getattr(ml_dtypes, facts["dtype"], facts["dtype"]))
-        array = np.frombuffer(frame.body, dtype).reshape(shape)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise EngineError(
-            f"the array {path} came as {facts['dtype']} {shape} in {len(frame.body)} bytes, which "
-            f"do not fit ({error}); give trainer and samplers the same Fornax"
-        ) from error
-    return path, array
+    array = as_array(frame.body, frame.facts)
+    if array.nbytes != len(frame.body):
+        raise EngineError(f"the array {frame.facts['path']} came in {len(frame.body)} bytes")
+    return tuple(frame.facts["path"]), array
 
 
 def nested(weights: HostWeights) -> dict[str | int, Any]:

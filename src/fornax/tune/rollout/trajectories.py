@@ -2,18 +2,29 @@
 
 Environments step in a pool of threads while the turns of others are sampled. A turn's prompt is the
 tokens of the turn before and the environment's, so the prefix cache holds most of it.
+
+A batch that turns join as they come gives log-probs whose last bits depend on how fast environments
+are. `run_in_parts` has all turns of a part wait for each other instead: bits depend on the part.
 """
 
 import dataclasses
 import math
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    ALL_COMPLETED,
+    FIRST_COMPLETED,
+    Future,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 
 import numpy as np
 
-from fornax.config.errors import ConfigError, DataError
+from fornax.config.errors import ConfigError, DataError, EngineError
 from fornax.tune.rollout.framing import Framing
-from fornax.tune.rollout.sampler import SampleSettings, StreamSampler
+from fornax.tune.rollout.sampler import PartSampler, Requests, SampleSettings, StreamSampler
 from fornax.tune.rollout.types import (
     Completion,
     Environment,
@@ -25,7 +36,7 @@ from fornax.tune.rollout.types import (
     Turn,
 )
 
-__all__ = ["run_trajectories"]
+__all__ = ["run_in_parts", "run_trajectories"]
 
 _WORKERS = 16
 
@@ -63,6 +74,98 @@ def run_trajectories(
         environment that raises, answers what is no answer, or begins with more than the model has
         room for fails its own trajectory only.
     """
+    tasks = _tasks(environments, records, settings, seeds, task_seeds)
+    if not tasks:
+        return []
+    with ThreadPoolExecutor(min(_WORKERS, len(tasks)), "fornax-environment") as pool:
+        _Loop(sampler, framing, settings, limits, pool).run(tasks)
+    return [task.trajectory() for task in tasks]
+
+
+def run_in_parts(
+    sampler: PartSampler,
+    framing: Framing,
+    environments: Sequence[Environment],
+    records: Sequence[Record],
+    settings: SampleSettings,
+    seeds: Sequence[int],
+    limits: Limits,
+    *,
+    parts: Sequence[slice],
+    task_seeds: Sequence[int] | None = None,
+) -> list[Trajectory]:
+    """Run every trajectory to its end, with the same bits whatever the speed of anything.
+
+    All trajectories of a part that go on draw their next turn together, beginning with an empty
+    cache. Parts do not wait for each other: while environments of one step, another's turns are
+    drawn. Where environments repeat, the log-probs do, to the bit.
+
+    Args:
+      sampler: draws the turns, from a thread for each part.
+      parts: of the trajectories.
+      others: see `run_trajectories`, as for what it raises.
+    """
+    tasks = _tasks(environments, records, settings, seeds, task_seeds)
+    if not tasks:
+        return []
+    ended = threading.Event()
+    with (
+        ThreadPoolExecutor(min(_WORKERS, len(tasks)), "fornax-environment") as pool,
+        ThreadPoolExecutor(len(parts), "fornax-part") as threads,
+    ):
+        loops = [
+            _Loop(_Turns(sampler, ended), framing, settings, limits, pool, together=True)
+            for _ in parts
+        ]
+        running = [
+            threads.submit(loop.run, tasks[part]) for loop, part in zip(loops, parts, strict=True)
+        ]
+        try:
+            for each in as_completed(running):
+                each.result()
+        finally:
+            ended.set()
+    return [task.trajectory() for task in tasks]
+
+
+class _Turns:
+    """The requests of a part, all drawn together when they are polled."""
+
+    def __init__(self, sampler: PartSampler, ended: threading.Event) -> None:
+        self._sampler, self._ended = sampler, ended
+        self._asked: list[tuple[Sequence[int], SampleSettings, int]] = []
+
+    @property
+    def max_model_len(self) -> int:
+        """See `Requests`."""
+        return self._sampler.max_model_len
+
+    def submit(self, prompt: Sequence[int], settings: SampleSettings, seed: int) -> str:
+        """See `Requests`."""
+        self._asked.append((prompt, settings, seed))
+        return str(len(self._asked) - 1)
+
+    def poll(self) -> list[tuple[str, list[Completion]]]:
+        """Draw all that was asked."""
+        if self._ended.is_set():
+            raise EngineError("another part of the round failed")
+        prompts, settings, seeds = zip(*self._asked, strict=True)
+        self._asked = []
+        groups = self._sampler.sample_part(prompts, settings, seeds)
+        return [(str(name), group) for name, group in enumerate(groups)]
+
+    def cancel(self, request_id: str) -> None:
+        """What was asked together is drawn together, or not at all."""
+
+
+def _tasks(
+    environments: Sequence[Environment],
+    records: Sequence[Record],
+    settings: SampleSettings,
+    seeds: Sequence[int],
+    task_seeds: Sequence[int] | None,
+) -> "list[_Task]":
+    """What is to be run, checked."""
     task_seeds = seeds if task_seeds is None else task_seeds
     if settings.n != 1:
         raise ConfigError(
@@ -74,25 +177,17 @@ def run_trajectories(
             f"{len(environments)} environments, {len(records)} records, {len(seeds)} seeds and "
             f"{len(task_seeds)} task seeds; give one of each for every trajectory"
         )
-    if not environments:
-        return []
-    tasks = [_Task(each, seed) for each, seed in zip(environments, seeds, strict=True)]
-    with ThreadPoolExecutor(min(_WORKERS, len(tasks)), "fornax-environment") as pool:
-        loop = _Loop(sampler, framing, settings, limits, pool)
-        try:
-            loop.run(tasks, records, task_seeds)
-        finally:
-            loop.stop()
-            for task in tasks:
-                getattr(task.environment, "close", lambda: None)()
-    return [task.trajectory() for task in tasks]
+    given = zip(environments, records, seeds, task_seeds, strict=True)
+    return [_Task(*each) for each in given]
 
 
 class _Task:
     """One trajectory in the making."""
 
-    def __init__(self, environment: Environment, seed: int) -> None:
+    def __init__(self, environment: Environment, record: Record, seed: int, task_seed: int) -> None:
         self.environment = environment
+        self.record = record
+        self.task_seed = task_seed
         self.seed = seed
         self.messages: list[Message] = []
         self.tools: ToolSchemas = ()
@@ -156,36 +251,45 @@ class _Loop:
 
     def __init__(
         self,
-        sampler: StreamSampler,
+        sampler: Requests,
         framing: Framing,
         settings: SampleSettings,
         limits: Limits,
         pool: ThreadPoolExecutor,
+        *,
+        together: bool = False,
     ) -> None:
+        """With `together` turns are drawn when no environment steps any more."""
         self._sampler, self._framing, self._pool = sampler, framing, pool
-        self._settings, self._limits = settings, limits
+        self._settings, self._limits, self._together = settings, limits, together
         self._sampling: dict[str, _Task] = {}
         self._stepping: dict[Future, _Task] = {}
 
-    def run(
-        self,
-        tasks: Sequence[_Task],
-        records: Sequence[Record],
-        task_seeds: Sequence[int],
-    ) -> None:
-        for task, record, seed in zip(tasks, records, task_seeds, strict=True):
-            self._stepping[self._pool.submit(task.environment.reset, record, seed)] = task
+    def run(self, tasks: Sequence[_Task]) -> None:
+        """Until all have ended; their environments are closed."""
+        try:
+            self._run(tasks)
+        finally:
+            self._stop()
+            for task in tasks:
+                getattr(task.environment, "close", lambda: None)()
+
+    def _run(self, tasks: Sequence[_Task]) -> None:
+        for task in tasks:
+            begun = self._pool.submit(task.environment.reset, task.record, task.task_seed)
+            self._stepping[begun] = task
+        until = ALL_COMPLETED if self._together else FIRST_COMPLETED
         while self._sampling or self._stepping:
             # With nothing to draw there is nothing to do but wait for an environment.
-            limit = 0 if self._sampling else None
-            answered = wait(self._stepping, limit, FIRST_COMPLETED).done if self._stepping else ()
+            limit = 0 if self._sampling and not self._together else None
+            answered = wait(self._stepping, limit, until).done if self._stepping else ()
             for future in sorted(answered, key=lambda each: tasks.index(self._stepping[each])):
                 self._environment_done(self._stepping.pop(future), future)
             if self._sampling:
                 for name, completions in self._sampler.poll():
                     self._turn_sampled(self._sampling.pop(name), completions[0])
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Leave nothing queued."""
         for name in self._sampling:
             self._sampler.cancel(name)

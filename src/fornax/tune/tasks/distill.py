@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from fornax import adapters
 from fornax.config.errors import ConfigError
 from fornax.data import load_tokenizer
 from fornax.kernels import linear_cross_entropy
-from fornax.llm import EngineConfig
-from fornax.mesh import Rules, check_processes, fit_mesh, make_mesh, named_sharding
+from fornax.mesh import Rules, fit_mesh, make_mesh, named_sharding
 from fornax.mesh import hosts as agreed
 from fornax.models import Decoder, DecoderConfig, Remat, abstract_decoder
 from fornax.train import load_decoder, model_config, tokenizer_folder
@@ -40,9 +38,9 @@ from fornax.tune.data import (
 from fornax.tune.data.tokenizer import check_same_tokens, shared_vocabulary
 from fornax.tune.policy import Origin, Policy
 from fornax.tune.policy import policy as policy_of
-from fornax.tune.rollout import LLMSampler, Sampler
 from fornax.tune.splits import described, load_splits, loader_options
 from fornax.tune.stores import TopKey, TopStore, data_fingerprint, weights_fingerprint, write_top
+from fornax.tune.tasks.student import Student, check_samplers
 from fornax.tune.tasks.teacher import OnPolicyStream, Teacher, numbered_rows
 
 __all__ = ["make"]
@@ -68,9 +66,7 @@ class Distillation:
     _teacher: Teacher | None = None
     _stores: dict[str, TopStore] = field(default_factory=dict)
     _drawn: OnPolicyStream | None = None
-    _model: Callable[[], nnx.Module] | None = None
-    _sampler: LLMSampler | None = None
-    _version: int = 0
+    _student: Student | None = None
 
     def __post_init__(self) -> None:
         path = self.config.teacher
@@ -179,14 +175,15 @@ class Distillation:
         if isinstance(config.logits, TopLogits):
             return ExtendedStream(stream, self._stored(split, hosts).columns)
         if config.on_policy is not None and split == "train":
-            check_processes("on-policy distillation", jax.process_count())
+            self._student = Student(config, self.origin, lambda student: delattr(student, _HEAD))
             stream = self._drawn = OnPolicyStream(
-                stream,
+                self._plain(split, loader_options(config, Hosts(), train=True)),
                 self.splits[split].items,
                 config.on_policy,
                 max_length=config.max_length,
                 seed=config.seed,
-                sampler=self._student,
+                hosts=hosts,
+                student=self._student,
             )
         teacher = self.teacher(hosts)
         return ExtendedStream(stream, lambda rows: {"teacher_hidden": teacher.hidden(rows)})
@@ -225,36 +222,13 @@ class Distillation:
 
     def follow(self, step: int, model: Callable[[], nnx.Module]) -> None:
         """`Task.follow`: the student to draw from."""
-        self._version, self._model = step, model
-        if self._drawn is not None:
+        if self._drawn is not None and self._student is not None:
             self._drawn.step = step
+            self._student.follow(step, model)
 
     def observe(self) -> dict[str, float]:
         """`Task.observe`: whether the rows just taken were drawn."""
         return {"on_policy": float(self._drawn is not None and self._drawn.drawn)}
-
-    def _student(self) -> Sampler:
-        """A sampler with the student's weights of now."""
-        assert self._model is not None
-        assert self.config.on_policy is not None
-        student: Decoder = adapters.merged(self._model())
-        delattr(student, _HEAD)
-        if self._sampler is None:
-            engine = EngineConfig(
-                max_model_len=self.config.max_length,
-                max_num_seqs=min(self.config.batch_size, 64),
-                step_sizes="coarse",
-            )
-            graphdef, state = nnx.split(student)  # the engine is made for one device
-            state = jax.device_put(state, jax.local_devices()[0])
-            self._sampler = LLMSampler(
-                nnx.merge(graphdef, state),
-                tokenizer=self.origin.tokenizer,
-                eos_ids=self.origin.eos_ids,
-                engine=engine,
-            )
-        self._sampler.update(nnx.state(student), self._version)
-        return self._sampler
 
 
 def distill_loss(
@@ -337,8 +311,11 @@ def make(config: DistillConfig, origin: Origin, out: Path) -> Task:
 
     Raises:
       DataError: with file and line of examples that cannot be used.
-      ConfigError: when the teacher's vocabulary is another, or adapters fit nothing.
+      ConfigError: when the teacher's vocabulary is another, adapters fit nothing, or samplers
+        would draw nothing.
+      ClusterError: with `on_policy` in several processes without samplers.
     """
+    check_samplers(config)
     load = functools.partial(load_examples, full=config.loss_on == "all")
     splits = load_splits(config, origin, load)
     policy = policy_of(config, origin)

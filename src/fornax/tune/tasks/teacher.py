@@ -6,7 +6,8 @@ are part of the student's batch; the student's loss computes its logits a chunk 
 Legend: B rows, T tokens of a row, E teacher width, V vocabulary, K top tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from fornax.tune.data import (
     buckets_up_to,
     pad_rows,
 )
-from fornax.tune.rollout import Completion, Sampler, SampleSettings, sample_seed
+from fornax.tune.rollout import Completion, SampleSettings, sample_seed
 
 __all__ = ["OnPolicyStream", "Teacher", "numbered_rows"]
 
@@ -162,11 +163,23 @@ def numbered_rows(loaded: Loaded[Encoded], options: LoaderOptions, max_length: i
     return RowStream(lengths, collate, options, buckets_up_to(max_length))
 
 
+class Draws(Protocol):
+    """What a stream uses of a `Sampler`."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See `Sampler`."""
+
+    def close(self) -> None:
+        """See `Sampler`."""
+
+
 class OnPolicyStream(ExtendedStream):
     """A stream that in a share of the steps has the student answer the prompts of its rows.
 
     Which steps those are and what is drawn follow from the seed, the step and the weights: a run
-    that goes on draws what it would have drawn.
+    that goes on draws what it would have drawn, and so does one of more hosts.
     """
 
     def __init__(
@@ -177,17 +190,19 @@ class OnPolicyStream(ExtendedStream):
         *,
         max_length: int,
         seed: int,
-        sampler: Callable[[], Sampler],
+        hosts: Hosts,
+        student: Draws,
     ):
         """Read from `inner`, rows of `numbered_rows`.
 
         Args:
-          inner: the data's rows.
+          inner: the data's rows, of all hosts together.
           items: the examples that their numbers are of.
           config: share, length and temperature.
           max_length: tokens of a row at most.
           seed: of the run.
-          sampler: gives a sampler of the student as it is now.
+          hosts: which rows this host gives.
+          student: draws as the student is now; all hosts ask it the same.
 
         Raises:
           DataError: when an example has no prompt to answer.
@@ -201,7 +216,8 @@ class OnPolicyStream(ExtendedStream):
             )
         super().__init__(inner, self._maybe_drawn)
         self._items, self._config = items, config
-        self._max_length, self._seed, self._sampler = max_length, seed, sampler
+        self._max_length, self._seed = max_length, seed
+        self._hosts, self._student = hosts, student
         self._buckets = buckets_up_to(max_length)
         self.step = 0
         """Steps done before the next rows."""
@@ -212,19 +228,40 @@ class OnPolicyStream(ExtendedStream):
         """The data's rows, or the same prompts with the student's completions."""
         coin = np.random.default_rng([self._seed, self.step, 1]).random()
         self.drawn = bool(coin < self._config.share)
-        return self._draw(rows) if self.drawn else rows
+        numbers = rows["example"].tolist()
+        if self.drawn:
+            made = self._draw(numbers)
+            longest = max(item.length for item in made if item is not None)
+            return self._own(made, numbers, bucket(longest, self._buckets))
+        made = [None if n < 0 else self._items[n] for n in numbers]
+        return self._own(made, numbers, rows["tokens"].shape[1])
 
-    def _draw(self, rows: Rows) -> Rows:
+    def state(self) -> dict[int, dict[str, Any]]:
+        """The position, which is the same on all hosts; the first one gives it."""
+        return super().state() if self._hosts.index == 0 else {}
+
+    def close(self) -> None:
+        """End the student's sampler, too."""
+        super().close()
+        self._student.close()
+
+    def _own(self, made: Sequence[Encoded | None], numbers: Sequence[int], length: int) -> Rows:
+        """This host's rows of a batch."""
+        rows = self._hosts.rows(len(made))
+        padding = self._hosts.size(len(made)) - len(rows)
+        own = [*made[rows.start : rows.stop], *[None] * padding]
+        example = [*numbers[rows.start : rows.stop], *[-1] * padding]
+        return pad_rows(own, length) | {"example": np.array(example, np.int32)}
+
+    def _draw(self, numbers: Sequence[int]) -> list[Encoded | None]:
+        """The prompts of examples with the student's answers; None for padding."""
         config = self._config
-        numbers = [int(n) for n in rows["example"]]
         prompts = [self._prompt(n) for n in numbers if n >= 0]
         settings = SampleSettings(max_tokens=config.max_tokens, temperature=config.temperature)
         seeds = [sample_seed(self._seed, self.step, place) for place in range(len(prompts))]
-        groups = self._sampler().sample([p.tolist() for p in prompts], settings, seeds)
+        groups = self._student.sample([p.tolist() for p in prompts], settings, seeds)
         answered = iter(zip(prompts, groups, strict=True))
-        made = [None if n < 0 else _answer(*next(answered), self._max_length) for n in numbers]
-        longest = max(item.length for item in made if item is not None)
-        return pad_rows(made, bucket(longest, self._buckets)) | {"example": rows["example"]}
+        return [None if n < 0 else _answer(*next(answered), self._max_length) for n in numbers]
 
     def _prompt(self, number: int) -> np.ndarray:
         """The end of an example's prompt that leaves room for a completion."""

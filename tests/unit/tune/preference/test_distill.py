@@ -205,7 +205,7 @@ def examples(prompt: int = 3) -> Loaded[Encoded]:
     return Loaded(items=items, summary=Summary(name="x"))
 
 
-def drawn(share: float, sampler: Any = None) -> OnPolicyStream:
+def drawn(share: float, sampler: Any = None, hosts: Hosts | None = None) -> OnPolicyStream:
     loaded = examples()
     return OnPolicyStream(
         numbered_rows(loaded, LoaderOptions(batch_size=4, shuffle=False), 16),
@@ -213,7 +213,8 @@ def drawn(share: float, sampler: Any = None) -> OnPolicyStream:
         OnPolicy(share=share, max_tokens=4),
         max_length=16,
         seed=0,
-        sampler=lambda: sampler or Echo(),
+        hosts=hosts or Hosts(),
+        student=sampler or Echo(),
     )
 
 
@@ -247,6 +248,20 @@ def test_which_steps_draw_and_what_follows_from_step_and_seed():
     assert 4 < sum(kinds) < 16
 
 
+def test_hosts_hold_parts_of_the_batch_that_one_would_hold():
+    for share in (1.0, 1e-9):
+        whole = next(drawn(share))
+        parts = [drawn(share, hosts=Hosts(index=i, count=3)) for i in range(3)]
+        rows = [next(part) for part in parts]
+        assert [len(each["tokens"]) for each in rows] == [2, 2, 2]
+        for name, column in whole.items():
+            joined = np.concatenate([each[name] for each in rows])
+            np.testing.assert_array_equal(joined[:4], column)
+            assert (joined[4:] == (-1 if name == "example" else 0)).all()
+        assert parts[0].state() == {shard: parts[0].state()[0] for shard in range(4)}
+        assert parts[1].state() == {}
+
+
 def test_text_without_prompts_cannot_be_answered():
     loaded = examples(prompt=1)
     with pytest.raises(DataError, match="4 of 4 examples have none"):
@@ -256,7 +271,8 @@ def test_text_without_prompts_cannot_be_answered():
             OnPolicy(),
             max_length=16,
             seed=0,
-            sampler=Echo,
+            hosts=Hosts(),
+            student=Echo(),
         )
 
 

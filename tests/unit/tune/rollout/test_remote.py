@@ -1,9 +1,12 @@
 """Samplers behind sockets: versions, shards, samplers that are lost, bytes that are wrong."""
 
+import os
+import random
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -12,10 +15,27 @@ from flax import nnx
 
 from fornax.config import EngineError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
+from fornax.data import Tokenizer
 from fornax.models import Decoder
-from fornax.tune.rollout import Completion, LLMSampler, RemoteSampler, SamplerServer, SampleSettings
-from fornax.tune.rollout.sampler import SamplerStats, split_shards
-from fornax.tune.rollout.shards import HostWeights, array_frames
+from fornax.tune.data import Codec
+from fornax.tune.rollout import (
+    Completion,
+    Limits,
+    LLMSampler,
+    Message,
+    PartSampler,
+    RemoteSampler,
+    SamplerServer,
+    SamplerStats,
+    SampleSettings,
+    TextFraming,
+    Trajectory,
+    Turn,
+    run_in_parts,
+    split_shards,
+)
+from fornax.tune.rollout.segments import HostWeights, SegmentPool, map_segment
+from fornax.tune.rollout.shards import array_frames
 
 TOKEN = "a token"
 SETTINGS = SampleSettings(n=2, max_tokens=5, stop=("x",))
@@ -43,8 +63,11 @@ class Drawer:
         self.value = float(params["layers"][0]["kernel"][2, 4])
         self.version, self.stopped = version, False
 
-    def sample(
-        self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
+    def sample_part(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[SampleSettings],
+        seeds: Sequence[int],
     ) -> list[list[Completion]]:
         self.begun.set()
         while not self.held.wait(0.01):
@@ -55,11 +78,11 @@ class Drawer:
         if any(token < 0 for prompt in prompts for token in prompt):
             raise EngineError("a token below 0")
         self.asked += len(prompts)
-        assert settings == SETTINGS
+        assert set(settings) == {SETTINGS}
         found = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             group = []
-            for i in range(settings.n):
+            for i in range(SETTINGS.n):
                 draw = np.random.default_rng([seed, i, int(self.value * 16), *prompt])
                 logprobs = draw.random(5, np.float32) * np.float32(1 + 1e-7 * len(prompts))
                 group.append(
@@ -79,9 +102,6 @@ class Drawer:
     def interrupt(self) -> None:
         self.stopped = True
 
-    def reset_prefix_cache(self) -> None:
-        """Nothing is kept."""
-
     def stats(self) -> SamplerStats:
         return SamplerStats(tokens=10 * self.asked)
 
@@ -92,11 +112,11 @@ class Drawer:
 class Served:
     """A drawer behind a server on a thread."""
 
-    def __init__(self, listener: socket.socket | None = None) -> None:
+    def __init__(self, listener: socket.socket | None = None, *, share: bool = True) -> None:
         self.listener = listener or socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.drawer = Drawer()
-        self.server = SamplerServer(self.listener.dup(), TOKEN)
+        self.server = SamplerServer(self.listener.dup(), TOKEN, share=share)
         self.versions: list[int] = []
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -112,8 +132,8 @@ def serve() -> Iterator[Serve]:
     """Begin servers, which end with the test."""
     made: list[Served] = []
 
-    def begin(listener: socket.socket | None = None) -> Served:
-        made.append(Served(listener))
+    def begin(listener: socket.socket | None = None, *, share: bool = True) -> Served:
+        made.append(Served(listener, share=share))
         return made[-1]
 
     yield begin
@@ -129,7 +149,7 @@ def remote() -> Iterator[Callable[..., RemoteSampler]]:
 
     def begin(*served: Served, token: str = TOKEN, shards: int = 4, **options: float):
         addresses = [each.address for each in served]
-        made.append(RemoteSampler(addresses, token, shards=shards, **options))  # pyrefly: ignore
+        made.append(RemoteSampler(addresses, token, shards=shards, max_model_len=192, **options))  # pyrefly: ignore
         return made[-1]
 
     yield begin
@@ -154,7 +174,8 @@ def alone(value: float, version: int, shards: int = 4) -> list[tuple]:
     drawer.update({"layers": {0: {"kernel": np.full((3, 5), value)}}}, version)
     found = []
     for part in split_shards(len(PROMPTS), shards):
-        found += drawer.sample(PROMPTS[part], SETTINGS, SEEDS[part])
+        same = [SETTINGS] * len(PROMPTS[part])
+        found += drawer.sample_part(PROMPTS[part], same, SEEDS[part])
     return bits(found)
 
 
@@ -165,11 +186,11 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_bits_do_not_depend_on_how_many_samplers_there_are(
-    serve: Serve, remote: Callable[..., RemoteSampler], count: int
+@pytest.mark.parametrize("shares", [(True,), (False, True), (True, True, False)])
+def test_bits_do_not_depend_on_how_many_samplers_there_are_or_how_weights_come(
+    serve: Serve, remote: Callable[..., RemoteSampler], shares: Sequence[bool]
 ) -> None:
-    served = [serve() for _ in range(count)]
+    served = [serve(share=share) for share in shares]
     sampler = remote(*served)
     for version in (0, 3):
         sampler.update(weights(0.5 + version), version)
@@ -181,6 +202,80 @@ def test_bits_do_not_depend_on_how_many_samplers_there_are(
 
 def test_other_shards_are_other_bits() -> None:
     assert alone(0.5, 0, shards=4) != alone(0.5, 0, shards=2)  # else the tests here show nothing
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_memory_is_written_again_only_when_all_have_done_with_it(
+    serve: Serve, remote: Callable[..., RemoteSampler], share: bool
+) -> None:
+    drawing, idle = serve(share=share), serve(share=share)
+    sampler = remote(drawing, idle, shards=1)
+    idle.drawer.held.clear()
+    segments = set()
+    for version in range(12):
+        sampler.update(weights(version), version)
+        segments.add(id(sampler.weights[version].memory))
+        until(lambda n=version: sampler.bytes == 2 * (n + 1) * (3 * 5 * 4 + 4 * 8))
+        if version % 4 == 0:
+            idle.drawer.held.set()
+        assert bits(sampler.sample(PROMPTS, SETTINGS, SEEDS)) == alone(version, version, 1)
+    assert len(segments) <= 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is passed on by Linux alone")
+def test_memory_of_a_sampler_that_is_lost_is_not_written_to_again(
+    serve: Serve, remote: Callable[..., RemoteSampler]
+) -> None:
+    each = serve()
+    sampler = remote(each, versions=1)
+    sampler.update(weights(1.0), 1)
+    until(lambda: sampler.bytes > 0)
+    first = sampler.weights[1]
+    assert first.users == 2
+    each.server.close()
+    for version in (2, 3):
+        sampler.update(weights(version), version)
+        assert sampler.weights[version] is not first
+        until(lambda: first.lost)
+    assert first.users == 0
+    assert first.descriptor is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is passed on by Linux alone")
+def test_memory_that_is_wrong_or_could_shrink_is_refused() -> None:
+    pool = SegmentPool()
+    given = weights(1.0) | {("none",): np.zeros((0, 3), np.float32), ("one",): np.array(7)}
+    segment, layout = pool.take(given)
+    segment.write(given, layout)
+    assert segment.descriptor is not None
+
+    def mapped(descriptor: int, **changes: object) -> HostWeights:
+        facts = {"size": len(segment.memory), "layout": layout, "checksum": segment.checksum}
+        return map_segment(os.dup(descriptor), **(facts | changes))  # pyrefly: ignore
+
+    found = mapped(segment.descriptor)
+    assert found.keys() == given.keys()
+    for path, array in given.items():
+        np.testing.assert_array_equal(found[path], array)
+        assert found[path].dtype == array.dtype
+        assert not found[path].flags.writeable
+    for changes in ({"checksum": segment.checksum ^ 1}, {"size": 4096 + len(segment.memory)}):
+        with pytest.raises(EngineError, match=r"checksum|other than"):
+            mapped(segment.descriptor, **changes)
+    wrong = [{**layout[0], "shape": [10**6]}]
+    with pytest.raises(EngineError, match="do not fit"):
+        mapped(segment.descriptor, layout=wrong)
+    bare = os.memfd_create("bare")
+    os.ftruncate(bare, len(segment.memory))
+    with pytest.raises(EngineError, match="sealed"):
+        mapped(bare)
+    os.close(bare)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(segment.descriptor, 1)
+    pool.leave(segment)
+    assert pool.take(given)[0] is segment
+    pool.leave(segment)
+    pool.close()
 
 
 def test_weights_come_while_a_shard_is_drawn(
@@ -316,7 +411,7 @@ def test_nobody_without_the_token_is_heard(
 
 def test_a_version_that_is_not_whole_is_not_taken(serve: Serve) -> None:
     each = serve()
-    good = list(array_frames(5, weights(1.0)))
+    good = list(array_frames(5, weights(1.0), 5))
     with socket.create_connection(each.listener.getsockname()) as trainer:
         facts = {"token": TOKEN, "role": "weights", "session": "x"}
         send(trainer, Frame(kind=Kind.JOIN, facts=facts))
@@ -344,26 +439,35 @@ def test_a_version_that_is_not_whole_is_not_taken(serve: Serve) -> None:
         assert receive(trainer).kind is Kind.READY
 
 
-def test_an_engine_behind_a_socket_draws_what_it_draws_by_shards(
-    model: Decoder, sampler: LLMSampler, remote: Callable[..., RemoteSampler]
-) -> None:
-    settings, seeds = SampleSettings(n=3, max_tokens=6), list(range(50, 57))
-    prompts = [[3 + n, 7, 9][: 1 + n % 3] for n in range(7)]
-    arrays = {
-        path: np.array(leaf.get_value())
-        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
-    changed = {path: array * np.float32(1.25) for path, array in arrays.items()}
+@pytest.fixture
+def far(model: Decoder, sampler: LLMSampler) -> Iterator[RemoteSampler]:
+    """The engine of these tests behind a socket, with weights of its own as version 4."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = SamplerServer(listener, TOKEN)
     thread = threading.Thread(target=server.run, args=(sampler,), daemon=True)
     thread.start()
-    far = RemoteSampler([f"127.0.0.1:{listener.getsockname()[1]}"], TOKEN, shards=3)
-    far.update(changed, 4)
-    found = bits(far.sample(prompts, settings, seeds))
-    far.close()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    made = RemoteSampler([address], TOKEN, shards=3, max_model_len=192)
+    made.update(
+        {
+            path: np.array(leaf.get_value()) * np.float32(1.25)
+            for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        },
+        4,
+    )
+    yield made
+    made.close()
     server.close()
     thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_an_engine_behind_a_socket_draws_what_it_draws_by_shards(
+    model: Decoder, sampler: LLMSampler, far: RemoteSampler
+) -> None:
+    settings, seeds = SampleSettings(n=3, max_tokens=6), list(range(50, 57))
+    prompts = [[3 + n, 7, 9][: 1 + n % 3] for n in range(7)]
+    found = bits(far.sample(prompts, settings, seeds))
     state = nnx.state(model, nnx.Param)
     sampler.update(jax.tree.map(lambda x: x * np.float32(1.25), state), 4)
     expected = []
@@ -371,3 +475,66 @@ def test_an_engine_behind_a_socket_draws_what_it_draws_by_shards(
         sampler.reset_prefix_cache()
         expected += sampler.sample(prompts[part], settings, seeds[part])
     assert found == bits(expected)
+
+
+class Dawdler:
+    """Answers after a while that differs from run to run, and asks for more where it was told."""
+
+    tools = ()
+
+    def reset(self, record: Mapping[str, object], seed: int) -> list[Message]:
+        self.random, self.turns, self.most = random.Random(), 0, 1 + seed % 4
+        return [{"role": "user", "content": f"guess {record['number']}"}]
+
+    def step(self, message: Message) -> Turn:
+        time.sleep(self.random.random() / 50)
+        self.turns += 1
+        if self.turns == self.most:
+            return Turn(done=True, rewards={"length": float(len(message["content"]))})
+        return Turn(messages=[{"role": "user", "content": "higher" * self.turns}])
+
+
+def talk(drawer: PartSampler, tokenizer: Tokenizer) -> list[Trajectory]:
+    """Eight conversations in three parts."""
+    seeds = [10**12 + n for n in range(8)]
+    return run_in_parts(
+        drawer,
+        TextFraming(Codec(tokenizer)),
+        [Dawdler() for _ in seeds],
+        [{"number": n} for n in seeds],
+        SampleSettings(max_tokens=9, stop_token_ids=tuple(range(20, 90))),
+        seeds,
+        Limits(max_turns=3, max_tokens=60),
+        parts=split_shards(8, 3),
+    )
+
+
+def test_conversations_behind_a_socket_have_the_bits_of_one_process(
+    model: Decoder, sampler: LLMSampler, tokenizer: Tokenizer, far: RemoteSampler
+) -> None:
+    drawn = [talk(far.at(4), tokenizer), talk(far, tokenizer)]
+    state = nnx.state(model, nnx.Param)
+    sampler.update(jax.tree.map(lambda x: x * np.float32(1.25), state), 4)
+    drawn.append(talk(sampler, tokenizer))
+    expected = bits([[each.completion for each in drawn[0]]])
+    assert {each.turns for each in drawn[0]} == {1, 2, 3}
+    assert {each.completion.finish_reason for each in drawn[0]} >= {"done", "turns"}
+    for other in drawn[1:]:
+        assert bits([[each.completion for each in other]]) == expected
+        assert [each.rewards for each in other] == [each.rewards for each in drawn[0]]
+
+
+def test_a_part_that_fails_ends_the_others(tokenizer: Tokenizer, far: RemoteSampler) -> None:
+    asked = []
+
+    class Refuses:
+        shards, max_model_len = 3, 192
+
+        def sample_part(self, prompts: object, settings: object, seeds: Sequence[int]) -> object:
+            asked.append(seeds)
+            raise EngineError("no more")
+
+    with pytest.raises(EngineError, match=r"no more|another part"):
+        talk(Refuses(), tokenizer)  # pyrefly: ignore[bad-argument-type]
+    assert 1 <= len(asked) <= 3
+    assert len(talk(far, tokenizer)) == 8
