@@ -21,11 +21,30 @@ pytestmark = pytest.mark.slow
 STEPS = 8
 EXACT = ("step", "loss", "grad_norm", "reward", "entropy", "mismatch_kl", "staleness")
 
+GAME = """
+import random, time
+
+class Game:
+    tools = ()
+
+    def reset(self, record, seed):
+        return [{"role": "user", "content": record["prompt"]}]
+
+    def step(self, message):
+        from fornax.tune.rollout import Turn
+        time.sleep(random.random() / 20)
+        told = [{"role": "user", "content": "no"}]
+        return Turn(messages=told, rewards={"length": len(message["content"]) % 5})
+"""
+"""Answers sooner or later; only the limits end it."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, prompts and a reward."""
-    return save_grpo(tmp_path_factory.mktemp("grpo"))
+    """A model, prompts, a reward and an environment."""
+    made = save_grpo(tmp_path_factory.mktemp("grpo"))
+    (made / "game.py").write_text(GAME)
+    return made
 
 
 def words(folder: Path, out: Path, method: str = "grpo", steps: int = STEPS) -> list[str]:
@@ -136,8 +155,8 @@ def ahead(folder: Path, out: Path, method: str) -> list[str]:
     given = [*words(folder, out, method, 5), "--importance.cap", "2"]
     given += ["--asynchronous.max-staleness", "2"]
     if method == "grpo":
-        given += ["--conversation.environment", "fornax.tune.rollout:GuessNumber"]
-        given += ["--conversation.max-turns", "3"]
+        given += ["--conversation.environment", f"{folder / 'game.py'}:Game"]
+        given += ["--conversation.max-turns", "3", "--rollout.stop", "e", "a", "t"]
     return given
 
 

@@ -11,6 +11,7 @@ and passes memory on. It writes to that again once told that nothing older than 
 
 import contextlib
 import hmac
+import mmap
 import queue
 import secrets
 import socket
@@ -244,6 +245,7 @@ class SamplerServer:
 
     def _read_weights(self, connection: "_Connection") -> None:
         coming: dict[tuple[str | int, ...], np.ndarray] = {}
+        mapped: dict[int, mmap.mmap] = {}
         while True:
             frame = receive(connection.socket, memory=self._memory)
             if frame.kind is Kind.ARRAY:
@@ -251,7 +253,7 @@ class SamplerServer:
                 coming[path] = array
                 continue
             if frame.kind is Kind.MAPPED:
-                coming = frame_mapped(frame, connection.descriptor())
+                coming = frame_mapped(frame, connection.descriptor(), mapped)
             else:
                 _check_whole(coming, frame)
             facts = self._take(connection, frame.round, coming, int(frame.facts["keep"]))

@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,9 @@ HostWeights = Mapping[tuple[str | int, ...], np.ndarray]
 """Path to array of all parameters of a version."""
 
 _ALIGNMENT = 64
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
+_THREADS = 4
+_MOST_MAPPED = 8
 _SHARED = sys.platform == "linux"
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
@@ -38,9 +41,7 @@ class Segment:
     descriptor: int | None
     """Of the memory, for other processes; None where the system has none to pass on."""
     layout: Sequence[Mapping[str, Any]] = ()
-    """Path, dtype, shape and offset of each array."""
-    checksum: int = 0
-    """CRC-32 of all bytes."""
+    """Path, dtype, shape, offset and CRC-32 of each array."""
     users: int = 0
     """Who reads it; nobody may write while there are any."""
     lost: bool = False
@@ -49,19 +50,18 @@ class Segment:
     def write(self, weights: HostWeights, layout: Sequence[Mapping[str, Any]]) -> None:
         """Copy the arrays, and sum them while the cache has them."""
         whole = np.frombuffer(self.memory, np.uint8)
-        end, found = 0, 0
-        for facts, array in zip(layout, weights.values(), strict=True):
-            start = facts["offset"]
-            whole[end:start] = 0
-            found = crc32(whole[end:start], found)
-            end = start + array.nbytes
+
+        def copy(facts: Mapping[str, Any], array: np.ndarray) -> Mapping[str, Any]:
             source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            for at in range(0, array.nbytes, _CHUNK):
-                part = whole[start + at : min(start + at + _CHUNK, end)]
-                np.copyto(part, source[at : at + _CHUNK])
+            target, found = whole[facts["offset"] :][: len(source)], 0
+            for start in range(0, len(source), _CHUNK):
+                part = target[start : start + _CHUNK]
+                np.copyto(part, source[start : start + _CHUNK])
                 found = crc32(part, found)
-        whole[end:] = 0
-        self.layout, self.checksum = layout, crc32(whole[end:], found)
+            return {**facts, "crc32": found}
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            self.layout = list(pool.map(copy, layout, weights.values()))
 
     def arrays(self) -> HostWeights:
         """What was written, without a copy."""
@@ -128,9 +128,18 @@ def _new(size: int) -> Segment:
 
 
 def map_segment(
-    descriptor: int, size: int, layout: Sequence[Mapping[str, Any]], checksum: int
+    descriptor: int,
+    size: int,
+    layout: Sequence[Mapping[str, Any]],
+    known: dict[int, mmap.mmap],
 ) -> dict[tuple[str | int, ...], np.ndarray]:
     """The arrays of another process's segment, to be read only; takes the descriptor.
+
+    Args:
+      descriptor: of the memory.
+      size: of it, in bytes.
+      layout: see `Segment`.
+      known: memory that was mapped before, by inode; what is mapped now is added.
 
     Raises:
       EngineError: for memory of another size, or that can become smaller, and for bytes with
@@ -139,17 +148,25 @@ def map_segment(
     try:
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise EngineError("weights came in memory that is not sealed")
-        if os.fstat(descriptor).st_size != size:
+        facts = os.fstat(descriptor)
+        if facts.st_size != size:
             raise EngineError(f"weights came in memory of other than {size} bytes")
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        memory = mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ)
+        if (memory := known.pop(facts.st_ino, None)) is None:
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ)
     except OSError as error:
         raise EngineError(f"memory with weights cannot be mapped: {error}") from error
     finally:
         os.close(descriptor)
-    if crc32(memory) != checksum:
+    known[facts.st_ino] = memory
+    while len(known) > _MOST_MAPPED:
+        del known[next(iter(known))]
+    found = _arrays(memory, layout)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sums = list(pool.map(lambda array: crc32(array.reshape(-1).view(np.uint8)), found.values()))
+    if sums != [each["crc32"] for each in layout]:
         raise EngineError("weights in shared memory have a wrong checksum")
-    return _arrays(memory, layout)
+    return found
 
 
 def _arrays(

@@ -10,6 +10,7 @@ were; within one the descriptor of memory that has them all, with MAPPED. Nothin
 """
 
 import dataclasses
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,20 +152,16 @@ def mapped_frame(version: int, segment: Segment, keep: int) -> Frame:
     facts = {
         "layout": list(segment.layout),
         "bytes": len(segment.memory),
-        "checksum": segment.checksum,
         "keep": keep,
     }
     return Frame(kind=Kind.MAPPED, round=version, facts=facts)
 
 
-def frame_mapped(frame: Frame, descriptor: int) -> dict[tuple[str | int, ...], np.ndarray]:
-    """The arrays of a MAPPED frame; takes the descriptor.
-
-    Raises:
-      EngineError: see `map_segment`.
-    """
-    facts = frame.facts
-    return map_segment(descriptor, facts["bytes"], facts["layout"], facts["checksum"])
+def frame_mapped(
+    frame: Frame, descriptor: int, known: dict[int, mmap.mmap]
+) -> dict[tuple[str | int, ...], np.ndarray]:
+    """The arrays of a MAPPED frame; see `map_segment`."""
+    return map_segment(descriptor, frame.facts["bytes"], frame.facts["layout"], known)
 
 
 def frame_weight(frame: Frame) -> tuple[tuple[str | int, ...], np.ndarray]:
