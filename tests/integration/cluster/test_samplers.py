@@ -69,13 +69,13 @@ def begin(
     command = command or words(folder, out)
     given = ["launch", *hosts, "--", *command] if hosts else command
     variables = {**environment, "JAX_PLATFORMS": "cpu", "FORNAX_TEST_RUN": str(out)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *given],
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with out.with_suffix(".output").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *given],
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     return Launched(process, out)
 
 
