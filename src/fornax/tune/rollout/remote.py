@@ -446,7 +446,7 @@ class _Link:
             if segment is None:  # dropped meanwhile
                 return
             segment.users += 1
-            near = where.family != socket.AF_INET
+            near = where.family == getattr(socket, "AF_UNIX", None)
             if near:
                 self._lent[version] = segment
         try:

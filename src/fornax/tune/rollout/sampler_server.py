@@ -282,7 +282,7 @@ class _Connection:
 
     def __init__(self, found: socket.socket) -> None:
         self.socket = found
-        if found.family == socket.AF_INET:
+        if found.family in (socket.AF_INET, socket.AF_INET6):
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.session = ""
         self.gone = self.interrupted = False
