@@ -21,38 +21,19 @@ pytestmark = pytest.mark.slow
 STEPS = 8
 EXACT = ("step", "loss", "grad_norm", "reward", "entropy", "mismatch_kl", "staleness")
 
-GAME = """
-import random, time
-
-class Game:
-    tools = ()
-
-    def reset(self, record, seed):
-        return [{"role": "user", "content": record["prompt"]}]
-
-    def step(self, message):
-        from fornax.tune.rollout import Turn
-        time.sleep(random.random() / 20)
-        told = [{"role": "user", "content": "no"}]
-        return Turn(messages=told, rewards={"length": len(message["content"]) % 5})
-"""
-"""Answers sooner or later; only the limits end it."""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, prompts, a reward and an environment."""
-    made = save_grpo(tmp_path_factory.mktemp("grpo"))
-    (made / "game.py").write_text(GAME)
-    return made
+    """A model, prompts and a reward."""
+    return save_grpo(tmp_path_factory.mktemp("grpo"))
 
 
-def words(folder: Path, out: Path, method: str = "grpo", steps: int = STEPS) -> list[str]:
+def words(folder: Path, out: Path) -> list[str]:
     """The command of one process. With its learning rate what two hosts add up in another order
     changes no token."""
-    given = ["tune", method, "--model", str(folder / "model"), "--out", str(out)]
+    given = ["tune", "grpo", "--model", str(folder / "model"), "--out", str(out)]
     given += ["--data", str(folder / "prompts.jsonl"), "--reward-workers", "1"]
-    given += ["--reward", f"{folder / 'my_rewards.py'}:score", "--steps", str(steps)]
+    given += ["--reward", f"{folder / 'my_rewards.py'}:score", "--steps", str(STEPS)]
     given += ["--batch-size", "16", "--group-size", "4", "--rollout.max-tokens", "60"]
     given += ["--rollout.shards", "4", "--max-length", "96", "--optim.learning-rate", "1e-6"]
     return [*given, "--lora", "null", "--log.no-tensorboard", "--no-doctor", "--progress", "lines"]
@@ -148,46 +129,6 @@ def wait_for_sampler(run: Launched, number: int, version: int) -> None:
             return
         assert run.process.poll() is None, run.output()
         assert time.monotonic() < deadline, run.events()
-
-
-def ahead(folder: Path, out: Path, method: str) -> list[str]:
-    """Two rounds ahead; GRPO in conversations."""
-    given = [*words(folder, out, method, 5), "--importance.cap", "2"]
-    given += ["--asynchronous.max-staleness", "2"]
-    if method == "grpo":
-        given += ["--conversation.environment", f"{folder / 'game.py'}:Game"]
-        given += ["--conversation.max-turns", "3", "--rollout.stop", "e", "a", "t"]
-    return given
-
-
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-def test_rounds_ahead_have_the_bits_of_one_sampler_however_many_draw(
-    environment: dict[str, str], folder: Path, tmp_path: Path, method: str
-) -> None:
-    alone = begin(
-        environment,
-        folder,
-        tmp_path / "alone",
-        ["--hosts", "1", "--samplers", "1", "--no-spares"],
-        ahead(folder, tmp_path / "alone", method),
-    )
-    assert (ended := alone.finish())[0] == 0, ended[1]
-    run = begin(
-        environment,
-        folder,
-        tmp_path / "run",
-        ["--hosts", "1", "--samplers", "2", "--no-spares"],
-        ahead(folder, tmp_path / "run", method),
-    )
-    wait_for_sampler(run, 1, 0)
-    drill_beside(run.run_dir, "kill", "sampler", 1)
-    assert (ended := run.finish())[0] == 0, ended[1]
-    assert exact(run.run_dir) == exact(alone.run_dir)
-    assert samples(run.run_dir) == samples(alone.run_dir)
-    stale = [record["staleness"] for record in read_json_lines(run.run_dir / "metrics.jsonl")]
-    assert stale == [0, 1, 2, 2, 2]
-    turns = {line["finish_reason"] for line in samples(run.run_dir)}
-    assert ("turns" in turns) == (method == "grpo")
 
 
 def test_students_of_two_hosts_and_samplers_learn_what_one_process_does(

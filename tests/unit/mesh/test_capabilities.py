@@ -69,4 +69,6 @@ def test_work_of_one_process_is_refused_by_name_and_listed() -> None:
     for work, allowed in processes_table():
         assert f"| {work} | {allowed} |" in config_page()
     assert dict(processes_table())["KTO"] == "any number"
-    assert dict(processes_table())["On-policy distillation"].startswith("one: start one process")
+    assert dict(processes_table())["On-policy distillation"] == "any number"
+    alone = dict(processes_table())["On-policy distillation without samplers"]
+    assert alone.startswith("one: start one process")
