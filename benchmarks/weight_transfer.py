@@ -165,10 +165,10 @@ def by_loopback(arrays: Sequence[np.ndarray]) -> Round:
     there = [np.zeros_like(array) for array in arrays]
 
     def run(number: int, held: object = listener) -> float:
-        sending = threading.Thread(target=lambda: [source.sendall(array) for array in arrays])
+        sending = threading.Thread(target=lambda: [source.sendall(array.data) for array in arrays])
         sending.start()
         for place in there:
-            view, have = memoryview(place).cast("B"), 0
+            view, have = place.view(np.uint8).data, 0
             while have < len(view):
                 have += target.recv_into(view[have:])
         sending.join()
