@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 RESULTS = Path(__file__).parent / "results"
+GUIDES = Path(__file__).parents[1] / "docs" / "guides"
 
 
 @dataclass(frozen=True)
@@ -250,3 +251,13 @@ def write_results(name: str, text: str, *, device: str = "cpu") -> Path:
     path = RESULTS / f"{date}-{device}-{name}.md"
     path.write_text(text.rstrip() + "\n")
     return path
+
+
+def write_guide(name: str, mark: str, text: str) -> None:
+    """Put `text` into a guide, in place of what is between `<!-- mark -->` and `<!-- /mark -->`."""
+    path = GUIDES / name
+    before, begin, rest = path.read_text().partition(f"<!-- {mark} -->")
+    _, end, after = rest.partition(f"<!-- /{mark} -->")
+    if not begin or not end:
+        raise FailedError(f"{path} has no {mark} to write")
+    path.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")

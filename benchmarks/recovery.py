@@ -7,7 +7,7 @@ processor time of a step with the record, agent, snapshots and replicas, beside 
 without. `tiers`: bytes/s of the agent's memory, a peer's, disk and mirror, each beside its limit in
 the same round:
 
-    python benchmarks/recovery.py [--parts faults overhead tiers] [--drills "kill 1" "lock held"]
+    python benchmarks/recovery.py [--parts faults overhead tiers] [--drills "kill 1"] [--guide]
 
 Ray Train has no part in it: measured once by hand it took 16 s for a kill and 23 s for SIGSTOP.
 """
@@ -34,7 +34,7 @@ import numpy as np
 import yaml
 
 import _drills
-from _harness import machine, table, versions, write_results
+from _harness import machine, table, versions, write_guide, write_results
 from fornax.checkpoint import CheckpointConfig, Checkpointer
 from fornax.checkpoint.mirror import Mirror
 from fornax.cluster import Job, Limits, launch
@@ -347,6 +347,7 @@ def main() -> None:
     names = [row.name for row in (*_drills.ROWS, _drills.FULL)]
     parser.add_argument("--drills", nargs="+", choices=names, default=())
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--guide", action="store_true", help="write the guide's drills too")
     parser.add_argument("--parts", nargs="+", choices=[*HEADERS], default=[*HEADERS])
     given = parser.parse_args()
     for part in given.parts:
@@ -379,6 +380,8 @@ def main() -> None:
         )
         print(text)
         write_results("recovery" if part == "faults" else f"recovery-{part}", text)
+        if given.guide and part == "faults":
+            write_guide("recovery.md", "drills", table(HEADERS[part], rows))
 
 
 if __name__ == "__main__":

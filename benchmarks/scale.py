@@ -6,16 +6,17 @@ never, as often as switches fail, or ten times as often. Both are simulations wi
 say the same on every machine. `fan-in`: real agents on this machine; see fan_in.py.
 `docs/guides/scale.md` has these tables:
 
-    python benchmarks/scale.py [--parts goodput slices fan-in] [--seeds 32]
+    python benchmarks/scale.py [--parts goodput slices fan-in] [--seeds 32] [--guide]
 """
 
 import argparse
 import os
+import textwrap
 import time
 from pathlib import Path
 
 import fan_in
-from _harness import machine, table, versions, write_results
+from _harness import machine, table, versions, write_guide, write_results
 from fornax.cli.commands.plan_goodput import Arguments, run_spec
 from fornax.plan.format import format_seconds
 from fornax.plan.goodput import GoodputPlan, plan_goodput
@@ -41,6 +42,7 @@ CPU_ONLY = (
     "The bandwidths in the simulator's defaults; its other defaults are published or assumed.",
 )
 """What no accelerator and no second machine has run."""
+ONLY = [textwrap.fill(f"- {each}", 120, subsequent_indent="  ") for each in CPU_ONLY]
 
 
 def plan(hosts: int, seeds: int, **changes: str) -> GoodputPlan:
@@ -137,20 +139,22 @@ def main() -> None:
     parts = ("goodput", "slices", "fan-in")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--seeds", type=int, default=32)
+    parser.add_argument("--guide", action="store_true", help="write the guide's tables too")
     parser.add_argument("--seconds", type=float, default=15.0)
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     began = time.monotonic()
-    found = []
+    found: dict[str, str] = {}
     if "goodput" in given.parts:
-        found.append(goodput(given.seeds, "Bandwidths as measured on a CPU", MEASURED))
-        found.append(goodput(given.seeds, "Bandwidths of accelerators' hosts", ACCELERATORS))
+        measured = goodput(given.seeds, "Bandwidths as measured on a CPU", MEASURED)
+        assumed = goodput(given.seeds, "Bandwidths of accelerators' hosts", ACCELERATORS)
+        found["goodput"] = f"{measured}\n{assumed}"
     if "slices" in given.parts:
-        found.append(slices(given.seeds))
+        found["slices"] = slices(given.seeds)
     if "fan-in" in given.parts:
-        found.append(controllers(given.seconds))
+        found["fan-in"] = controllers(given.seconds)
     text = "\n".join(
         [
             "# Past one machine",
@@ -158,15 +162,19 @@ def main() -> None:
             f"{machine()}; {versions('jax')}; load {os.getloadavg()[0]:.1f}. Goodput is simulated: "
             f"{given.seeds} runs of {DAYS} days, {time.monotonic() - began:.0f} s in all.",
             "",
-            *found,
+            *found.values(),
             "## Only ever run on CPU",
             "",
-            *(f"- {each}" for each in CPU_ONLY),
+            *ONLY,
             "",
         ]
     )
     print(text)
     write_results("scale", text)
+    if given.guide:
+        for mark, each in found.items():
+            write_guide("scale.md", mark, each.replace("## ", "### "))
+        write_guide("scale.md", "cpu", "\n".join(ONLY))
 
 
 if __name__ == "__main__":

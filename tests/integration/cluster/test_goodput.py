@@ -66,7 +66,7 @@ def test_every_second_of_a_launch_has_one_cause(launch: Any, capsys: pytest.Capt
     assert ranks == ["rank-1.goodput.jsonl"]
 
 
-KILLS = 8
+KILLS = 5
 DOWN = ("detection", "recovery", "waiting", "initialise", "restore", "compile")
 
 
@@ -83,7 +83,7 @@ def test_a_launch_with_random_kills_comes_to_what_is_simulated(launch: Any):
         began = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e][-1]
         for rank in range(2):
             run.wait_for_step(rank, began + 10)
-        time.sleep(rng.uniform(5, 50))
+        time.sleep(rng.uniform(5, 40))
         if number < KILLS:
             drill(run.run_dir, "kill", rng.randrange(2))
     run.process.send_signal(signal.SIGINT)
