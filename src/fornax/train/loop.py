@@ -62,6 +62,8 @@ class Loop:
         self.step = self.start.step
         self.batches = self.start.batches
         self.signal: int | None = None
+        self.kept = False
+        """Whether the last step is kept in memory only, and another group goes on from there."""
         self.evaluation: dict[str, float] | None = None
         self._evaluations: dict[int, dict[str, float]] = {}
         self._pending: deque[tuple[int, int, Any, dict[str, float]]] = deque()
@@ -83,7 +85,8 @@ class Loop:
             except LossSpikeError as found:
                 self._go_back(found.spike)
         self._stop_profile()
-        if reason == "signal" and self._keeps_only():
+        self.kept = reason == "signal" and self._keeps_only()
+        if self.kept:
             return reason
         try:
             self._save()

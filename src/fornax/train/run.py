@@ -179,7 +179,8 @@ def train(
         ledger.close(loop.step)
         if reason == "data":
             shown.log(f"the data ended after step {loop.step} of {config.steps}")
-    if first and read_metrics(directory.metrics):  # none where it was stopped at once
+    # None where it was stopped at once; and not while another group waits to go on.
+    if first and not loop.kept and read_metrics(directory.metrics):
         report.write(directory.path)
     return TrainResult(
         run_dir=directory.path,
