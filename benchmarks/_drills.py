@@ -188,9 +188,11 @@ def faults(*inject: Callable[[Drilled], object]) -> Callable[[Drilled], Times]:
             return next((e for e in run.events()[before:] if e.get("state") == "teardown"), None)
 
         first = run.until(torn)
+        verdicts = (e for e in run.events()[before:] if e.get("state") in ("suspect", "teardown"))
+        named = next(verdicts)  # the stacks of one that hangs are asked for after it
         group = run.wait_for_steps(1, after=first["epoch"], since=before)
         return Times(
-            named=first["time"] - at,
+            named=named["time"] - at,
             stepped=time.time() - at,
             again=max(0, first["entered"] + 1 - group["step"]),
             said=f"the last fault after {last:.1f} s" if len(inject) > 1 else "",
