@@ -190,7 +190,8 @@ def faults(*inject: Callable[[Drilled], object]) -> Callable[[Drilled], Times]:
         first = run.until(torn)
         verdicts = (e for e in run.events()[before:] if e.get("state") in ("suspect", "teardown"))
         named = next(verdicts)  # the stacks of one that hangs are asked for after it
-        group = run.wait_for_steps(1, after=first["epoch"], since=before)
+        drills = [e["epoch"] for e in run.events()[before:] if "drill" in e]
+        group = run.wait_for_steps(1, after=max([first["epoch"], *drills]), since=before)
         return Times(
             named=named["time"] - at,
             stepped=time.time() - at,
