@@ -126,7 +126,7 @@ def cost(model: Path, args: argparse.Namespace) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|"
     with launched(model, 1, pages=600) as (url, run_dir):
         status = read_serving_status(run_dir)
-        direct = f"http://127.0.0.1:{status.replicas[0].port}"
+        direct = f"http://{status.replicas[0].address}"
         for name, fields in LOADS.items():
             turns: dict[str, list[Turn]] = {"direct": [], "router": []}
             for number in range(args.rounds + 1):

@@ -1,5 +1,6 @@
 """`fornax launch --replicas`: `fornax serve` or `fornax host` as replicas behind a router."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from fornax.cli.registry import extra
 from fornax.config import ConfigError, load
 
 if TYPE_CHECKING:
+    from fornax.cluster.ray_engine import RayEngine
     from fornax.cluster.routing import Service
 
 __all__ = ["REPLICATED", "run_replicas"]
@@ -26,6 +28,7 @@ def run_replicas(
     run_dir: Path | None,
     routing: Sequence[str],
     stall_limit: float | None,
+    ray: "Callable[[int], RayEngine] | None" = None,
 ) -> int:
     """Serve until a signal; the exit code is that of the command.
 
@@ -34,6 +37,7 @@ def run_replicas(
       hosts: processes of a replica.
       run_dir: where events and logs go; None: runs/COMMAND-PORT.
       routing: `KEY=VALUE` of `RoutingConfig`.
+      ray: opens the Ray cluster that finds room for them; None: processes of this machine.
 
     Raises:
       ConfigError: for a command that has no replicas, or words that it does not take.
@@ -57,9 +61,18 @@ def run_replicas(
     if found is None:
         return 0
     name, service = found
-    return launch_replicas(
-        service, run_dir or Path("runs") / name, replicas=replicas, hosts=hosts, config=config
-    )
+    with contextlib.ExitStack() as stack:
+        engine = None
+        if ray is not None:
+            engine = stack.enter_context(contextlib.closing(ray(replicas * hosts)))
+        return launch_replicas(
+            service,
+            run_dir or Path("runs") / name,
+            replicas=replicas,
+            hosts=hosts,
+            config=config,
+            engine=engine,
+        )
 
 
 _Found = tuple[str, "Callable[[Path], Service]"] | None

@@ -10,25 +10,7 @@ from fornax.cli.failures import report
 from fornax.config import ConfigError, worker_record
 from fornax.tune.methods import METHODS
 
-__all__ = ["SAMPLED", "check_sampled", "serve"]
-
-SAMPLED = ("grpo", "ppo", "distill")
-"""Methods of `fornax tune` that draw completions by samplers of their own."""
-
-
-def check_sampled(words: Sequence[str]) -> None:
-    """Refuse samplers for a command that draws nothing by them.
-
-    Raises:
-      ConfigError: naming what has samplers.
-    """
-    if len(words) < 2 or words[0] != "tune" or words[1] not in SAMPLED:
-        raise ConfigError(
-            f"{' '.join(words[:2]) or 'no command'} has no use for --samplers, which draw "
-            "completions for reinforcement learning and on-policy distillation; they are for tune "
-            "grpo, tune ppo and tune distill: fornax launch --hosts 2 --samplers 2 -- tune grpo "
-            "--model DIR --data p.jsonl --reward r.py:score"
-        )
+__all__ = ["serve"]
 
 
 def serve(words: Sequence[str], listener: int, token: str) -> int:
@@ -47,6 +29,7 @@ def serve(words: Sequence[str], listener: int, token: str) -> int:
 
 
 def _serve(words: Sequence[str], listener: int, token: str) -> None:
+    from fornax.cluster.launch import check_sampled
     from fornax.mesh import ProcessConfig, initialize
     from fornax.tune.policy import fit_to_model, read_origin
     from fornax.tune.rl.components import shard_sampler

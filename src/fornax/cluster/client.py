@@ -1,4 +1,4 @@
-"""`Cluster`: launch, follow and resize runs from Python, and run functions on their hosts."""
+"""`Cluster`: train, tune, serve and resize from Python, and run functions on the hosts."""
 
 import contextlib
 import threading
@@ -6,15 +6,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fornax.cluster.controller import Controller, Job
+from fornax.cluster.controller import Job
 from fornax.cluster.files import ClusterFiles
-from fornax.cluster.launch import EngineName, open_engine
+from fornax.cluster.launch import EngineName, check_sampled, open_engine, opened_run
 from fornax.cluster.local import Engine
 from fornax.cluster.status import Status, read_status
-from fornax.config.errors import ClusterError
+from fornax.config.errors import ClusterError, ConfigError
 from fornax.config.jsonl import read_json_lines
+
+if TYPE_CHECKING:
+    from fornax.cluster.routing import RoutingConfig, Server, Service
+    from fornax.llm.server import ServeConfig
+    from fornax.serving.config import HostConfig
 
 __all__ = ["Cluster", "Run"]
 
@@ -22,10 +27,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _POLL_SECONDS = 0.05
+_SAMPLER = "fornax.cli.sampler:serve"
 
 
 class Cluster:
-    """Hosts to train on and to call functions on: processes of this machine, or Ray's nodes.
+    """Hosts to train, tune and serve on and to call functions on: processes here, or Ray's nodes.
 
         with Cluster(hosts=4) as cluster:
             run = cluster.train("run.yaml", run_dir="runs/four")
@@ -65,8 +71,9 @@ class Cluster:
             raise ClusterError(f"a cluster of {hosts} hosts has none to run on; use 1 or more")
         self.hosts = hosts
         self._spares = spares
+        self._name: EngineName = engine
         self._engine = open_engine(engine, hosts, address, private_network=private_network)
-        self._runs: list[Run] = []
+        self._started: list[Run | Server] = []
 
     def train(
         self,
@@ -87,10 +94,140 @@ class Cluster:
           ClusterError: when another launch uses it.
         """
         folder = Path(run_dir or Path("runs") / Path(config).stem).expanduser()
-        words = ("train", "--config", str(config), "--run-dir", str(folder), *flags)
-        run = Run(self._engine, Job(hosts=self.hosts, words=words), folder, spares=self._spares)
-        self._runs.append(run)
+        return self._run(
+            ("train", "--config", str(config), "--run-dir", str(folder), *flags), folder
+        )
+
+    def tune(
+        self,
+        method: str,
+        config: str | Path | None = None,
+        *,
+        run_dir: str | Path | None = None,
+        samplers: int = 0,
+        flags: Sequence[str] = (),
+    ) -> "Run":
+        """Begin `fornax tune METHOD` on all hosts, or go on with a run that was stopped.
+
+        Args:
+          method: such as `sft`, `dpo` or `grpo`.
+          config: YAML file; None: `flags` say all.
+          run_dir: where everything is written; None: `runs/` and the method.
+          samplers: processes of this machine that draw completions, for grpo, ppo and distill; 0: the
+            first host draws them.
+          flags: further words of the command: `["--model", "DIR", "--data", "p.jsonl"]`.
+
+        Raises:
+          ConfigError: for a method that is not there or has no samplers, samplers with the engine
+            `ray`, or when the directory cannot be written.
+          ClusterError: when another launch uses it.
+        """
+        from fornax.tune.methods import METHODS
+
+        if method not in METHODS:
+            raise ConfigError(
+                f"method={method!r} is none of {', '.join(METHODS)}; give one of them"
+            )
+        folder = Path(run_dir or Path("runs") / method).expanduser()
+        given = () if config is None else ("--config", str(config))
+        words = ("tune", method, *given, "--out", str(folder), *flags)
+        if samplers < 0:
+            raise ConfigError(f"samplers={samplers} is negative; 0 is the least")
+        if samplers:
+            check_sampled(words, self._name)
+        return self._run(words, folder, samplers=samplers)
+
+    def _run(self, words: tuple[str, ...], folder: Path, *, samplers: int = 0) -> "Run":
+        job = Job(hosts=self.hosts, words=words)
+        run = Run(self._engine, job, folder, spares=self._spares, samplers=samplers)
+        self._started.append(run)
         return run
+
+    def serve(
+        self,
+        model: str | Path,
+        config: "ServeConfig | None" = None,
+        *,
+        replicas: int = 2,
+        hosts: int = 1,
+        run_dir: str | Path | None = None,
+        routing: "RoutingConfig | None" = None,
+    ) -> "Server":
+        """Serve a language model by replicas behind one address, as `fornax launch` does.
+
+        Args:
+          model: Hugging Face directory, name on the Hub, or run directory.
+          config: options of `fornax serve`; None: its defaults, on a port that the system chooses.
+          replicas: how many.
+          hosts: processes of a replica, over whose devices its engine is divided.
+          run_dir: where events and logs go; None: `runs/` and `serve-` and the name of the model.
+          routing: how requests and replicas are treated.
+
+        Raises:
+          ConfigError: for an address or directory that is not to be had.
+          ClusterError: for too few accelerators, or a directory in use.
+        """
+        from fornax.cluster.routing import serve_service
+        from fornax.llm.server import ServeConfig
+
+        given = ServeConfig(port=0) if config is None else config
+        folder = Path(run_dir or Path("runs") / f"serve-{Path(model).name}").expanduser()
+        return self._server(
+            lambda inner: serve_service(str(model), given, inner),
+            folder,
+            replicas=replicas,
+            hosts=hosts,
+            routing=routing,
+        )
+
+    def host(
+        self,
+        config: "HostConfig",
+        *,
+        replicas: int = 2,
+        run_dir: str | Path | None = None,
+        routing: "RoutingConfig | None" = None,
+    ) -> "Server":
+        """Serve a folder of models by replicas behind one address, over HTTP and gRPC.
+
+        Args:
+          config: options of `fornax host`, its repository among them.
+          replicas: how many.
+          run_dir: where events and logs go; None: `runs/host`.
+          routing: how requests and replicas are treated.
+
+        Raises:
+          ConfigError, ClusterError: see `serve`.
+        """
+        from fornax.cluster.routing import host_service
+
+        folder = Path(run_dir or Path("runs") / "host").expanduser()
+        return self._server(
+            lambda inner: host_service(config, inner),
+            folder,
+            replicas=replicas,
+            hosts=1,
+            routing=routing,
+        )
+
+    def _server(
+        self,
+        service: "Callable[[Path], Service]",
+        folder: Path,
+        *,
+        replicas: int,
+        hosts: int,
+        routing: "RoutingConfig | None",
+    ) -> "Server":
+        from fornax.cluster.ray_engine import RayEngine
+        from fornax.cluster.routing import Server
+
+        engine = self._engine if isinstance(self._engine, RayEngine) else None
+        server = Server(
+            service, folder, replicas=replicas, hosts=hosts, config=routing, engine=engine
+        )
+        self._started.append(server)
+        return server
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Call a function with each item, one item a host at a time, beside the hosts' devices.
@@ -110,11 +247,11 @@ class Cluster:
         return self._engine.map(function, items)
 
     def close(self) -> None:
-        """Save and stop the runs that are not done, and end all processes."""
+        """Save and stop the runs that are not done, stop the servers, and end all processes."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._engine.close)
-            for run in self._runs:
-                stack.callback(run.stop)
+            for each in self._started:
+                stack.callback(each.stop)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -131,14 +268,25 @@ class Cluster:
 class Run:
     """A launched run; its controller works in a thread of this process."""
 
-    def __init__(self, engine: Engine, job: Job, run_dir: Path, *, spares: bool) -> None:
-        """Begin; see `Cluster.train`."""
+    def __init__(
+        self, engine: Engine, job: Job, run_dir: Path, *, spares: bool, samplers: int = 0
+    ) -> None:
+        """Begin; see `Cluster.train` and `Cluster.tune`."""
         self.run_dir = run_dir
         files = ClusterFiles(run_dir)
         with contextlib.ExitStack() as stack:
             stack.enter_context(files.held())
-            launcher = engine.launcher(files, spare=spares)
-            self._controller = Controller(job, files, launcher, announce=lambda line: None)
+            self._controller = stack.enter_context(
+                opened_run(
+                    job,
+                    files,
+                    engine,
+                    spare=spares,
+                    announce=lambda line: None,
+                    samplers=samplers,
+                    sampler_program=_SAMPLER,
+                )
+            )
             self._since = len(self.metrics())
             self._code: int | None = None
             self._error: Exception | None = None

@@ -1,9 +1,10 @@
 """`launch`: a command as many ranks, in one run directory, to its end."""
 
 import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fornax.cluster.beside import DATA_WORKER, SAMPLER, Beside
 from fornax.cluster.controller import Controller, Job
@@ -12,7 +13,21 @@ from fornax.cluster.local import Engine, LocalEngine
 from fornax.cluster.terminal import Bar, Terminal
 from fornax.config.errors import ConfigError
 
-__all__ = ["EngineName", "launch", "open_engine"]
+if TYPE_CHECKING:
+    from fornax.cluster.ray_engine import RayEngine
+
+__all__ = [
+    "SAMPLED",
+    "EngineName",
+    "check_sampled",
+    "launch",
+    "open_engine",
+    "open_ray",
+    "opened_run",
+]
+
+SAMPLED = ("grpo", "ppo", "distill")
+"""Methods of `fornax tune` that draw completions by samplers of their own."""
 
 
 EngineName = Literal["local", "ray"]
@@ -40,17 +55,22 @@ def open_engine(
         an accelerator that processes of this machine would share.
     """
     if name == "ray":
-        from fornax.cluster.ray_engine import RayEngine
-
-        if private_network and address is None:
-            raise ConfigError("a Ray that is started here has one machine; name one by --address")
-        return RayEngine(hosts, address, private_network=private_network)
+        return open_ray(hosts, address, private_network=private_network)
     if address is not None or private_network:
         raise ConfigError(
             "an address, and what network it is on, is of a Ray cluster; add --engine ray, or "
             "leave --address and --private-network out"
         )
     return LocalEngine(hosts)
+
+
+def open_ray(hosts: int, address: str | None, *, private_network: bool) -> "RayEngine":
+    """The engine `ray`; see `open_engine`."""
+    from fornax.cluster.ray_engine import RayEngine
+
+    if private_network and address is None:
+        raise ConfigError("a Ray that is started here has one machine; name one by --address")
+    return RayEngine(hosts, address, private_network=private_network)
 
 
 def launch(
@@ -95,6 +115,43 @@ def launch(
     with files.held(), contextlib.ExitStack() as stack:
         terminal = Terminal(files, bar)
         stack.callback(terminal.close)
+        controller = stack.enter_context(
+            opened_run(
+                job,
+                files,
+                engine,
+                spare=spare,
+                announce=terminal.announce,
+                tick=terminal.tick,
+                samplers=samplers,
+                sampler_program=sampler_program,
+                data_workers=data_workers,
+            )
+        )
+        return controller.run()
+
+
+@contextlib.contextmanager
+def opened_run(
+    job: Job,
+    files: ClusterFiles,
+    engine: Engine,
+    *,
+    spare: bool,
+    announce: Callable[[str], None],
+    tick: Callable[[int], None] = lambda step: None,
+    samplers: int = 0,
+    sampler_program: str = "",
+    data_workers: int = 0,
+) -> Iterator[Controller]:
+    """The controller of a run, and the processes beside its hosts while it is there; see `launch`.
+
+    Args:
+      files: of the run, which the caller holds.
+      announce: shows a line an event.
+      tick: called many times a second with the newest step that all ranks have entered.
+    """
+    with contextlib.ExitStack() as stack:
         launcher = engine.launcher(files, spare=spare)
         program = {"program": sampler_program, "words": list(job.words)}
         beside: list[Beside] = []
@@ -104,7 +161,7 @@ def launch(
                 role=role,
                 count=count,
                 order=order,
-                announce=terminal.announce,
+                announce=announce,
                 stall=job.limits.stall,
             )
             stack.callback(each.close)
@@ -112,10 +169,29 @@ def launch(
             if count:
                 job = replace(job, environment={**job.environment, **each.environment})
 
-        def tick(step: int) -> None:
-            terminal.tick(step)
+        def ticked(step: int) -> None:
+            tick(step)
             for each in beside:
                 each.check()
 
-        controller = Controller(job, files, launcher, announce=terminal.announce, tick=tick)
-        return controller.run()
+        yield Controller(job, files, launcher, announce=announce, tick=ticked)
+
+
+def check_sampled(words: Sequence[str], engine: EngineName = "local") -> None:
+    """Refuse samplers for a command that draws nothing by them, or that runs elsewhere.
+
+    Raises:
+      ConfigError: naming what has samplers.
+    """
+    if len(words) < 2 or words[0] != "tune" or words[1] not in SAMPLED:
+        raise ConfigError(
+            f"{' '.join(words[:2]) or 'no command'} has no use for --samplers, which draw "
+            "completions for reinforcement learning and on-policy distillation; they are for tune "
+            "grpo, tune ppo and tune distill: fornax launch --hosts 2 --samplers 2 -- tune grpo "
+            "--model DIR --data p.jsonl --reward r.py:score"
+        )
+    if engine != "local":
+        raise ConfigError(
+            "--samplers are processes of this machine, and --engine ray places hosts elsewhere; "
+            "leave one of them out"
+        )

@@ -7,11 +7,9 @@ the environment of its processes only.
 """
 
 import contextlib
-import functools
 import itertools
 import os
 import pickle
-import secrets
 import signal
 import socket
 import subprocess
@@ -21,7 +19,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,23 +26,31 @@ from typing import Any, TypeVar
 from fornax.cluster.calls import attempt, pack, unwrap
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import require_cpu
+from fornax.cluster.ray_nodes import (
+    HOST,
+    Node,
+    address_for,
+    end_actor,
+    host_nodes,
+    import_ray,
+    on,
+    own_address,
+)
 from fornax.config import environment
-from fornax.config.errors import ClusterError, ConfigError
+from fornax.config.errors import ClusterError
 from fornax.config.worker_process import WorkerProcess
 
-__all__ = ["RayAgent", "RayEngine", "RayLauncher", "address_for"]
+__all__ = ["RayAgent", "RayEngine", "RayLauncher"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_HOST = "fornax_host"
 _MOST_HOSTS = 1000  # that this machine plays, where Ray is started for them
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 10.0
 _LONG_POLL_SECONDS = 1.0
 _SHUNNED_SECONDS = 20.0
 _STORE_BYTES = 80 * 2**20
-_ACCELERATORS = ("TPU", "GPU")
 _MARK = "FORNAX_RAY_FOLDER"
 
 # Waits until its parent closes the pipe or is no more, then ends what Ray leaves behind.
@@ -87,11 +92,11 @@ class RayEngine:
           ClusterError: when there is no such cluster, or it has nodes on other machines, where
             the network is not said to be private.
         """
-        self._private_network = private_network
+        self.private_network = private_network
         self._reaper: subprocess.Popen[bytes] | None = None
         self._callers: dict[tuple[str, int], Any] = {}
-        self._ray = _import_ray(own=address is None)
-        if self._ray.is_initialized():
+        self.ray: Any = import_ray(own=address is None)
+        if self.ray.is_initialized():
             raise ClusterError(
                 "this process is connected to a Ray cluster already; call ray.shutdown() before"
             )
@@ -103,12 +108,12 @@ class RayEngine:
 
     def launcher(self, files: ClusterFiles, *, spare: bool) -> "RayLauncher":
         """Places the agents of a run."""
-        return RayLauncher(self._ray, files, spare=spare, private_network=self._private_network)
+        return RayLauncher(self.ray, files, spare=spare, private_network=self.private_network)
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """See `Calls`; function, items and results travel by cloudpickle, within Ray."""
         messages = [pack(function, item) for item in items]
-        slots = ((node.id, slot) for node in host_nodes(self._ray) for slot in range(node.slots))
+        slots = ((node.id, slot) for node in host_nodes(self.ray) for slot in range(node.slots))
         hosts = [*itertools.islice(slots, self._callers_most)]
         for host in self._callers.keys() - set(hosts):
             del self._callers[host]
@@ -116,13 +121,27 @@ class RayEngine:
             return self._share(hosts, messages)
         except BaseException:  # some are amid items of this call
             for actor in self._callers.values():
-                self._ray.kill(actor, no_restart=True)
+                self.ray.kill(actor, no_restart=True)
             self._callers.clear()
             raise
 
+    def share(self, accelerators: int) -> dict[str, float]:
+        """The resources that a process of a server takes of a node: accelerators, else a CPU.
+
+        Args:
+          accelerators: how many GPUs; 0: one. Of TPUs a process takes all of its node's.
+        """
+        if self._reaper is not None:
+            return {HOST: 1}
+        node = next(iter(host_nodes(self.ray)), None)
+        found = {} if node is None else node.accelerators
+        if "TPU" in found:
+            return {"TPU": found["TPU"]}
+        return {"GPU": accelerators or 1} if "GPU" in found else {"CPU": 1}
+
     def close(self) -> None:
         """Disconnect; a Ray that was started here ends, and its files are removed."""
-        self._ray.shutdown()
+        self.ray.shutdown()
         if self._reaper is not None:
             assert self._reaper.stdin is not None
             self._reaper.stdin.close()
@@ -138,10 +157,10 @@ class RayEngine:
         )
         try:
             with environment.marked(_MARK, folder):
-                self._ray.init(
+                self.ray.init(
                     address="local",
                     num_cpus=max(2, environment.usable_cores()),
-                    resources={_HOST: _MOST_HOSTS},
+                    resources={HOST: _MOST_HOSTS},
                     include_dashboard=False,
                     log_to_driver=False,
                     configure_logging=False,
@@ -158,7 +177,7 @@ class RayEngine:
             if address != "auto":  # where nobody listens Ray would try for minutes
                 host, _, port = address.removeprefix("ray://").rpartition(":")
                 socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
-            self._ray.init(address=address, log_to_driver=False, configure_logging=False)
+            self.ray.init(address=address, log_to_driver=False, configure_logging=False)
         except Exception as error:
             text = " ".join(str(error).split())
             raise ClusterError(
@@ -168,7 +187,7 @@ class RayEngine:
 
     def _caller(self, host: tuple[str, int]) -> Any:
         if host not in self._callers:
-            actor = self._ray.remote(_Caller).options(num_cpus=0, scheduling_strategy=_on(host[0]))
+            actor = self.ray.remote(_Caller).options(num_cpus=0, scheduling_strategy=on(host[0]))
             self._callers[host] = actor.remote(sys.path)
         return self._callers[host]
 
@@ -182,81 +201,16 @@ class RayEngine:
                 number, message = waiting.popleft()
                 host = idle.popleft()
                 busy[self._caller(host).call.remote(message)] = (host, number)
-            done, _ = self._ray.wait(list(busy), num_returns=1)
+            done, _ = self.ray.wait(list(busy), num_returns=1)
             host, number = busy.pop(done[0])
             try:
-                address, answer = self._ray.get(done[0])
-            except self._ray.exceptions.RayError as error:
+                address, answer = self.ray.get(done[0])
+            except self.ray.exceptions.RayError as error:
                 text = str(error).strip().splitlines()[0]
                 raise ClusterError(f"a host ended while it ran item {number}: {text}") from error
             results[number] = unwrap(answer, f"host {address}, item {number}")
             idle.append(host)
         return [results[number] for number in range(len(messages))]
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node of a Ray cluster that can be hosts."""
-
-    id: str
-    address: str
-    slots: int
-    """How many hosts it is: one, but more where this machine plays several."""
-    accelerators: dict[str, float]
-    """All it has, which its agent takes: Ray hides from an actor what that does not ask for."""
-
-
-def host_nodes(ray: Any) -> list[Node]:
-    """The living nodes that train, in the order of ranks: slice and worker of TPUs, address.
-
-    Nodes with accelerators where there are any, else those with CPUs to give (not a head that only
-    coordinates).
-    """
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    for wanted in (_HOST, *_ACCELERATORS, "CPU"):
-        if found := [node for node in alive if node["Resources"].get(wanted, 0) >= 1]:
-            break
-    else:
-        found = []
-
-    def order(node: dict[str, Any]) -> tuple[object, ...]:
-        labels = node.get("Labels") or {}
-        worker = int(labels.get("ray.io/tpu-worker-id", 0))
-        slice_name = labels.get("ray.io/tpu-slice-name", "")
-        return (slice_name, worker, node["NodeManagerAddress"], node["NodeID"])
-
-    return [
-        Node(
-            id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            slots=int(node["Resources"].get(_HOST, 1)),
-            accelerators={
-                name: node["Resources"][name] for name in _ACCELERATORS if name in node["Resources"]
-            },
-        )
-        for node in sorted(found, key=order)
-    ]
-
-
-def address_for(addresses: Iterable[str], own: str, *, private_network: bool) -> str:
-    """Where nodes of these addresses reach this machine, whose address is `own`.
-
-    Between machines jax's traffic, its coordination service and Gloo, has neither token nor
-    encryption; on one it stays on loopback.
-
-    Raises:
-      ClusterError: for an address that is not this machine's, where the network is not private.
-    """
-    others = sorted({each for each in addresses if each != own and not each.startswith("127.")})
-    if not others:
-        return "127.0.0.1"
-    if not private_network:
-        raise ClusterError(
-            f"the Ray cluster has nodes on other machines ({', '.join(others[:3])}), and between "
-            "machines jax's traffic has neither token nor encryption; where nobody else reaches "
-            "that network, say so with --private-network, else use Ray on one machine"
-        )
-    return own
 
 
 class RayLauncher:
@@ -288,7 +242,7 @@ class RayLauncher:
     def address(self) -> str:
         """See `Launcher`."""
         nodes = [node.address for node in host_nodes(self._ray)]
-        return address_for(nodes, _own_address(), private_network=self._private_network)
+        return address_for(nodes, own_address(), private_network=self._private_network)
 
     def capacity(self) -> int:
         """How many hosts there are now."""
@@ -343,7 +297,7 @@ class RayLauncher:
             num_gpus=node.accelerators.get("GPU", 0),
             resources={k: v for k, v in node.accelerators.items() if k != "GPU"},
             max_restarts=0,
-            scheduling_strategy=_on(node.id),
+            scheduling_strategy=on(node.id),
         ).remote(os.getcwd(), setup)
 
 
@@ -356,7 +310,7 @@ class RayAgent:
         self.alive = True
         self._ray = ray
         self._actor = actor
-        self._pid, self._is_here = pid, node.address == _own_address()
+        self._pid, self._address = pid, node.address
         self.connection, self._ours = Pipe()
         threading.Thread(target=self._follow, name="ray agent", daemon=True).start()
 
@@ -371,18 +325,9 @@ class RayAgent:
         return self.connection.recv()
 
     def kill(self) -> int:
-        """End actor, agent and workers.
-
-        `ray.kill` asks an actor; one that is stopped (SIGSTOP) does not hear it, so that the kernel
-        of its machine ends it.
-        """
+        """End actor, agent and workers."""
         self.alive = False
-        self._ray.kill(self._actor, no_restart=True)
-        if self._is_here:
-            end_process(self._pid)
-        else:
-            task = self._ray.remote(end_process)
-            task.options(num_cpus=0, scheduling_strategy=_on(self.node)).remote(self._pid)
+        end_actor(self._ray, self._actor, self._pid, self.node, self._address)
         return -signal.SIGKILL
 
     def _follow(self) -> None:
@@ -393,12 +338,6 @@ class RayAgent:
                     self._ours.send(message)
         self.alive = False
         self._ours.close()
-
-
-def end_process(pid: int) -> None:
-    """End a process of this machine, if it is there."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 class _Host:
@@ -440,33 +379,4 @@ class _Caller:
         sys.path.extend(each for each in path if each not in sys.path)
 
     def call(self, message: bytes) -> tuple[str, tuple[bool, Any]]:
-        return _own_address(), pickle.loads(attempt(message))
-
-
-def _import_ray(*, own: bool) -> Any:
-    environment.prepare_ray(_token() if own else None)
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; the engine ray needs pip install 'fornax-ai[cluster]'"
-        ) from error
-    return ray
-
-
-@functools.cache
-def _token() -> str:
-    """One a process: Ray reads it once."""
-    return secrets.token_hex(32)
-
-
-def _own_address() -> str:
-    import ray
-
-    return ray.util.get_node_ip_address()
-
-
-def _on(node: str) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        return own_address(), pickle.loads(attempt(message))

@@ -235,6 +235,16 @@ def of_computation() -> dict[str, str]:
     }
 
 
+def of_server() -> dict[str, str]:
+    """As `of_computation`, with what a server takes from here: tokens, where models come from."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "FORNAX_HOST_TOKEN" or name.startswith("HF_")
+    }
+    return {**of_computation(), **own}
+
+
 @contextlib.contextmanager
 def marked(name: str, value: str) -> Iterator[None]:
     """Have the processes that are started meanwhile, and theirs, carry a variable."""

@@ -122,7 +122,7 @@ def test_what_cannot_be_launched_or_drilled_is_refused(tmp_path: Path):
         (["launch", "resize", str(tmp_path)], "say how many hosts are to train"),
         (["launch", "--private-network", "--", "train", "--run-dir", "r"], "add --engine ray"),
         (
-            ["launch", "--replicas", "2", "--engine", "ray", "--", "serve", "D"],
+            ["launch", "--replicas", "2", "--engine", "ray", "--slow", "evict", "--", "serve", "D"],
             "are for training commands",
         ),
         (["launch", "drill", str(tmp_path)], "write one of --kill RANK"),

@@ -15,10 +15,11 @@ import pytest
 import yaml
 from tests.integration.cluster.conftest import CHANGES
 from tests.integration.cluster.test_client import PROGRAM, TOLERANCE, position, run_python
+from tests.integration.cluster.test_client_serving import SERVED, small_model
 from tests.integration.train.conftest import COMMAND
 
 from fornax.cluster import drill
-from fornax.cluster.ray_engine import address_for
+from fornax.cluster.ray_nodes import address_for
 from fornax.config import ClusterError
 from fornax.config.jsonl import read_json_lines
 
@@ -119,7 +120,7 @@ nodes.wait_for_nodes()
 
 engine = RayEngine(1, nodes.address)
 print("map", sorted(set(engine.map(lambda n: n + 1, range(4)))))
-launcher = RayLauncher(engine._ray, files, spare=False, imports=("ranks",))
+launcher = RayLauncher(engine.ray, files, spare=False, imports=("ranks",))
 job = Job(
     hosts=3, least=2, program="ranks:main", words=(str(folder), "2000"), limits=Limits(stall=20)
 )
@@ -238,3 +239,70 @@ def test_eight_three_five_and_four_hosts_train_as_one_process(
 def resize(run_dir: Path, hosts: int) -> int:
     words = ["launch", "resize", str(run_dir), "--hosts", str(hosts)]
     return subprocess.run([sys.executable, "-m", "fornax", *words], timeout=600).returncode
+
+
+@pytest.mark.exhaustive
+def test_a_server_on_ray_restarts_in_turn_replaces_what_dies_and_leaves_nothing(
+    environment: dict[str, str], tmp_path: Path, places: dict[str, str]
+):
+    run_dir = tmp_path / "served"
+    env = {**environment, **places, "JAX_PLATFORMS": "cpu", "FORNAX_TEST_RUN": str(run_dir)}
+    said = run_python(SERVED, [str(small_model(tmp_path)), str(run_dir), "ray"], env)
+    assert "answers True 1 []" in said
+    assert "code 0" in said
+    events = read_json_lines(run_dir / "events.jsonl")
+    assert [each["kind"] for each in events if "kind" in each] == ["killed"]
+
+
+NODES = """
+import sys
+from ray.cluster_utils import Cluster as Nodes
+
+import httpx
+
+from fornax.cluster import Cluster
+from fornax.llm.server import ServeConfig
+
+nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+second = [nodes.add_node(num_cpus=1) for _ in range(2)][1]
+nodes.wait_for_nodes()
+config = ServeConfig(
+    port=0, max_model_len=64, max_num_seqs=2, block_size=4, max_num_batched_tokens=16,
+    step_sizes="coarse", served_model_name=("m",), disable_access_log=True,
+)
+try:
+    with Cluster(engine="ray", address=nodes.address) as cluster:
+        server = cluster.serve(sys.argv[1], config, replicas=2, run_dir=sys.argv[2])
+        server.wait_ready(seconds=400)
+        print("starts", [each.starts for each in server.status().replicas], flush=True)
+        nodes.remove_node(second, allow_graceful=False)
+        body = {"model": "m", "prompt": "the cat and the dog", "max_tokens": 4}
+        url = server.address + "/v1/completions"
+        print("asked", {httpx.post(url, json=body, timeout=300).status_code for _ in range(8)})
+        nodes.add_node(num_cpus=1)
+        while sorted(each.starts for each in server.status().replicas) != [1, 2]:
+            pass
+        server.wait_ready(seconds=400)
+    print("code", server.wait())
+finally:
+    nodes.shutdown()
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_replica_whose_node_dies_is_replaced_on_another(tmp_path: Path):
+    """Each node has room for one replica: the new one waits for a node that comes later."""
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "5e" * 32,
+        "HOME": str(tmp_path),
+    }
+    run_dir = tmp_path / "served"
+    said = run_python(NODES, [str(small_model(tmp_path)), str(run_dir)], env)
+    assert "starts [1, 1]" in said
+    assert "asked {200}" in said
+    assert "code 0" in said
+    kinds = [e["kind"] for e in read_json_lines(run_dir / "events.jsonl") if "kind" in e]
+    assert kinds == ["lost"]

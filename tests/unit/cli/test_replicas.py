@@ -13,6 +13,7 @@ REFUSED = [
     (["--replicas", "2", "--hosts", "2..3", "--", "serve", "DIR"], "a replica has one size"),
     (["--hosts", "2", "--", "host", "."], "a replica of host is one process"),
     (["--replicas", "2", "--no-spares", "--", "serve", "DIR"], "are for training commands"),
+    (["--replicas", "2", "--address", "auto", "--", "serve", "DIR"], "add --engine ray"),
     (["--run-dir", "r", "--", "train", "--run-dir", "r"], "are for --replicas"),
     (["--", "serve", "DIR"], "serve is launched with --replicas, --hosts or both"),
     (["--replicas", "2", "--routing", "round-robin", "--", "serve", "DIR"], "is not KEY=VALUE"),

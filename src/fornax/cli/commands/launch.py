@@ -4,14 +4,17 @@ import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
 from fornax.cli.arguments import NO_DEFAULT
 from fornax.config import ConfigError
+
+if TYPE_CHECKING:
+    from fornax.cluster.ray_engine import RayEngine
 
 _LAUNCHED = ("train", "tune")
 _PROGRAM = "fornax.cli.main:main"
@@ -38,7 +41,7 @@ class Arguments:
     hosts: Annotated[str | None, arg(metavar="N|N..M", help_behavior_hint="(default: 2)")] = None
     """Hosts of a run or slice (3..8: those that are there), or processes of a replica of serve."""
     engine: Literal["local", "ray"] = "local"
-    """Hosts are processes of this machine, or what Ray places and watches."""
+    """Hosts and replicas are processes of this machine, or what Ray places."""
     address: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None
     """auto, HOST:PORT or ray://HOST:PORT of Ray (default: one is started, and ends with this)."""
     private_network: Annotated[bool, NO_DEFAULT] = False
@@ -155,17 +158,19 @@ def _replicas(arguments: Arguments, words: Sequence[str]) -> int:
     from fornax.cli.replicas import run_replicas
 
     of_training = (
-        *(arguments.slices, arguments.mtbf, arguments.address, arguments.slow),
-        arguments.samplers,
-        arguments.no_spares or arguments.private_network or None,
-        None if arguments.engine == "local" else arguments.engine,
+        *(arguments.slices, arguments.mtbf, arguments.slow, arguments.samplers),
+        arguments.no_spares or None,
         arguments.data_workers,
     )
     if any(given is not None for given in of_training):
         raise ConfigError(
-            "--slices, --samplers, --data-workers, --mtbf, --slow, --no-spares, --engine, "
-            "--address and --private-network are for training commands; leave them out for serve "
-            "and host"
+            "--slices, --samplers, --data-workers, --mtbf, --slow and --no-spares are "
+            "for training commands; leave them out for serve and host"
+        )
+    if arguments.engine == "local" and (arguments.address or arguments.private_network):
+        raise ConfigError(
+            "--address and --private-network are of a Ray cluster; add --engine ray, or leave them "
+            "out"
         )
     if arguments.replicas is None and arguments.hosts is None:
         raise ConfigError(
@@ -184,6 +189,16 @@ def _replicas(arguments: Arguments, words: Sequence[str]) -> int:
         run_dir=arguments.run_dir,
         routing=arguments.routing,
         stall_limit=arguments.stall_limit,
+        ray=_ray(arguments) if arguments.engine == "ray" else None,
+    )
+
+
+def _ray(arguments: Arguments) -> "Callable[[int], RayEngine]":
+    """Connects to Ray, or starts it for so many processes."""
+    from fornax.cluster.launch import open_ray
+
+    return lambda processes: open_ray(
+        processes, arguments.address, private_network=arguments.private_network
     )
 
 
@@ -205,16 +220,11 @@ def _slices(count: int, arguments: Arguments, words: Sequence[str]) -> int:
 
 
 def _check_samplers(count: int, arguments: Arguments, words: Sequence[str]) -> None:
-    from fornax.cli.sampler import check_sampled
+    from fornax.cluster.launch import check_sampled
 
     if count < 1:
         raise ConfigError(f"--samplers {count} must be 1 or more")
-    check_sampled(words)
-    if arguments.engine != "local":
-        raise ConfigError(
-            "--samplers are processes of this machine, and --engine ray places hosts elsewhere; "
-            "leave one of them out"
-        )
+    check_sampled(words, arguments.engine)
 
 
 def _flags(arguments: Arguments) -> list[str]:

@@ -1,5 +1,6 @@
 """One server, many replicas: a router before them, and what keeps them alive."""
 
+from fornax.cluster.routing.background import Server
 from fornax.cluster.routing.pool import Policy, RoutingConfig
 from fornax.cluster.routing.run import launch_replicas
 from fornax.cluster.routing.service import Service, host_service, serve_service
@@ -13,6 +14,7 @@ from fornax.cluster.routing.status import (
 __all__ = [
     "Policy",
     "RoutingConfig",
+    "Server",
     "Service",
     "ServingStatus",
     "drill_replica",

@@ -1,6 +1,7 @@
-"""A replica: one process or several, which run a command of Fornax's that serves on 127.0.0.1.
+"""A replica: one process or several, which run a command of Fornax's that serves.
 
-`Handle` is all that a supervisor knows of one, whoever starts it.
+`Handle` is all that a supervisor knows of one, `Placer` of whoever starts it: `LocalReplicas` here,
+and Ray (`ray_replicas.py`).
 """
 
 import contextlib
@@ -21,12 +22,72 @@ from fornax.cluster.files import ClusterFiles
 from fornax.cluster.process_state import is_stopped
 from fornax.config import environment
 from fornax.config.errors import ClusterError
-from fornax.config.worker_process import WorkerProcess, last_line, receive
+from fornax.config.worker_process import WorkerProcess, ending, last_line, receive
 
-__all__ = ["Handle", "LocalReplicas", "ReplicaProcess", "Start", "device_variables", "run"]
+__all__ = [
+    "Ended",
+    "Handle",
+    "LocalReplicas",
+    "Placer",
+    "ProcessGroup",
+    "Program",
+    "ReplicaProcess",
+    "device_variables",
+    "free_ports",
+    "group_variables",
+    "run",
+]
 
 _STACK_SECONDS = 0.5
 _LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int | None
+    """Its exit code, minus the number of the signal that ended it; None: nobody knows."""
+    how: str
+    """In words: `was ended by SIGKILL`."""
+
+    @classmethod
+    def of(cls, code: int) -> "Ended":
+        """From an exit code."""
+        return cls(code, f"{'was ended by' if code < 0 else 'ended with'} {ending(code)}")
+
+
+class Process(Protocol):
+    """A process of a replica, wherever it runs."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    def ended(self) -> Ended | None:
+        """How it ended; None while it runs."""
+        ...
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask it to finish its requests and end."""
+        ...
+
+    def kill(self) -> None:
+        """End it and what it began."""
+        ...
+
+    def last_line(self) -> str:
+        """The last line that it printed."""
+        ...
+
+    def stacks(self) -> str:
+        """Where its main thread is, innermost call first; empty when it cannot say."""
+        ...
 
 
 class Handle(Protocol):
@@ -47,9 +108,8 @@ class Handle(Protocol):
         """The numbers of its processes; the first one serves."""
         ...
 
-    def poll(self) -> int | None:
-        """The exit code of the first of its processes that ended, minus the number of the signal
-        that ended it; None while all run."""
+    def ended(self) -> Ended | None:
+        """How the first of its processes that ended did; None while all run."""
         ...
 
     def is_stopped(self) -> bool:
@@ -73,51 +133,99 @@ class Handle(Protocol):
         ...
 
 
-Start = Callable[[int], Handle]
-"""Starts the replica of a number."""
+class Placer(Protocol):
+    """Starts the replicas of a router, now and again."""
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        ...
+
+    @property
+    def hosts(self) -> int:
+        """Processes of each."""
+        ...
+
+    def start(self, number: int) -> Handle:
+        """Start a replica; it may take a while.
+
+        Raises:
+          ClusterError: when there is no place for it.
+        """
+        ...
+
+    def give_up(self) -> None:
+        """Have starts that still wait for a place fail; there are no more."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What the processes of replicas run."""
+
+    entry: str
+    """`package.module:NAME`, called with a replica's words; it returns an exit code."""
+    words: Callable[[str, int, int], Sequence[str]]
+    """A replica's words, of the address that it listens on and its ports for HTTP and gRPC."""
+    files: ClusterFiles
+
+
+def group_variables(hosts: int, rank: int, coordinator: str) -> dict[str, str]:
+    """What a process of a replica needs to find the others; nothing where it is the only one."""
+    if hosts == 1:
+        return {}
+    return {
+        "FORNAX_COORDINATOR": coordinator,
+        "FORNAX_NUM_PROCESSES": str(hosts),
+        "FORNAX_PROCESS_ID": str(rank),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalReplicas:
-    """Starts replicas as processes of this machine."""
+    """Starts replicas as processes of this machine; see `Placer`."""
 
-    program: str
-    """`package.module:NAME`, called with a replica's words; it returns an exit code."""
-    words: Callable[[int, int], Sequence[str]]
-    """A replica's words, of its ports for HTTP and gRPC."""
-    files: ClusterFiles
+    program: Program
     variables: Sequence[Sequence[Mapping[str, str | None]]]
     """Changes to the environment: of each replica, of each of its processes."""
 
+    @property
+    def count(self) -> int:
+        """See `Placer`."""
+        return len(self.variables)
+
+    @property
+    def hosts(self) -> int:
+        """See `Placer`."""
+        return len(self.variables[0])
+
     def start(self, number: int) -> Handle:
-        """Start a replica."""
-        http, grpc, coordinator = free_ports(3)
-        variables = self.variables[number]
-        group: dict[str, str | None] = {}
-        if len(variables) > 1:
-            group = {
-                "FORNAX_COORDINATOR": f"{_LOCAL}:{coordinator}",
-                "FORNAX_NUM_PROCESSES": str(len(variables)),
-            }
+        """See `Placer`."""
+        http, grpc, coordinator = free_ports(_LOCAL, 3)
+        program, files = self.program, self.program.files
         processes = [
             ReplicaProcess(
-                self.program,
-                self.words(http, grpc),
-                log=self.files.replica_log(number, rank),
-                stacks=self.files.replica_stacks(number, rank),
-                variables={**each, **group, **({"FORNAX_PROCESS_ID": str(rank)} if group else {})},
+                program.entry,
+                program.words(_LOCAL, http, grpc),
+                log=files.replica_log(number, rank),
+                stacks=files.replica_stacks(number, rank),
+                variables={**each, **group_variables(self.hosts, rank, f"{_LOCAL}:{coordinator}")},
             )
-            for rank, each in enumerate(variables)
+            for rank, each in enumerate(self.variables[number])
         ]
-        return LocalReplica(f"http://{_LOCAL}:{http}", f"{_LOCAL}:{grpc}", processes)
+        return ProcessGroup(_LOCAL, http, grpc, processes)
+
+    def give_up(self) -> None:
+        """See `Placer`: here nothing waits."""
 
 
-class LocalReplica:
+class ProcessGroup:
     """The processes of one replica; see `Handle`."""
 
-    def __init__(self, url: str, grpc: str, processes: Sequence["ReplicaProcess"]):
-        self.url = url
-        self.grpc = grpc
+    def __init__(self, host: str, http: int, grpc: int, processes: Sequence[Process]):
+        """The first process listens on these ports of `host`."""
+        self.url = f"http://{host}:{http}"
+        self.grpc = f"{host}:{grpc}"
         self._processes = processes
 
     @property
@@ -125,14 +233,14 @@ class LocalReplica:
         """See `Handle`."""
         return [each.pid for each in self._processes]
 
-    def poll(self) -> int | None:
+    def ended(self) -> Ended | None:
         """See `Handle`."""
-        codes = (each.poll() for each in self._processes)
-        return next((code for code in codes if code is not None), None)
+        found = (each.ended() for each in self._processes)
+        return next((each for each in found if each is not None), None)
 
     def is_stopped(self) -> bool:
         """See `Handle`."""
-        return any(is_stopped(each.pid) for each in self._processes)
+        return any(each.is_stopped() for each in self._processes)
 
     def terminate(self) -> None:
         """See `Handle`."""
@@ -145,7 +253,7 @@ class LocalReplica:
 
     def last_line(self) -> str:
         """See `Handle`."""
-        ended = [each for each in self._processes if each.poll() is not None]
+        ended = [each for each in self._processes if each.ended() is not None]
         return (ended or self._processes)[0].last_line()
 
     def stacks(self) -> str:
@@ -154,7 +262,7 @@ class LocalReplica:
 
 
 class ReplicaProcess:
-    """A process of a replica."""
+    """A process of a replica, on this machine; see `Process`."""
 
     def __init__(
         self,
@@ -186,26 +294,31 @@ class ReplicaProcess:
         """Its number."""
         return self._process.pid
 
-    def poll(self) -> int | None:
-        """Its exit code, minus the signal's number where one ended it; None while it runs."""
-        return self._process.poll()
+    def ended(self) -> Ended | None:
+        """See `Process`."""
+        code = self._process.poll()
+        return None if code is None else Ended.of(code)
+
+    def is_stopped(self) -> bool:
+        """See `Process`."""
+        return is_stopped(self.pid)
 
     def terminate(self) -> None:
-        """Ask it to finish its requests and end."""
-        if self.poll() is None:
+        """See `Process`."""
+        if self._process.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and what it began."""
+        """See `Process`."""
         self._process.kill()
 
     def last_line(self) -> str:
-        """The last line that it printed."""
+        """See `Process`."""
         with self._log.open("rb") as file:
             return last_line(file)[:500]
 
     def stacks(self) -> str:
-        """Where its main thread is, innermost call first; empty when it cannot say."""
+        """See `Process`."""
         if not self._stacks.exists():  # it has no handler yet: the signal would end it
             return ""
         os.kill(self.pid, signal.SIGUSR1)
@@ -224,15 +337,15 @@ def run(parent: Connection) -> None:
         sys.exit(getattr(importlib.import_module(module), name)(job["words"]))
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now.
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports of an address of this machine that nobody listens on now.
 
     Where another process takes one first, the replica ends and is started on others.
     """
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
-            probe.bind((_LOCAL, 0))
+            probe.bind((host, 0))
         return [probe.getsockname()[1] for probe in probes]
 
 

@@ -8,24 +8,27 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
 
 from fornax.cluster.files import ClusterFiles
+from fornax.cluster.ray_engine import RayEngine
 from fornax.cluster.routing.changes import Changes
 from fornax.cluster.routing.grpc_proxy import GrpcProxy
 from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import ReplicaPool, RoutingConfig
 from fornax.cluster.routing.proxy import Proxy, client_session
-from fornax.cluster.routing.replica import LocalReplicas, device_variables
+from fornax.cluster.routing.ray_replicas import RayReplicas
+from fornax.cluster.routing.replica import LocalReplicas, Placer, Program, device_variables
 from fornax.cluster.routing.service import Service
 from fornax.cluster.routing.supervisor import Events, Supervisor
 from fornax.config.errors import ConfigError
 from fornax.config.http_server import HttpServer, raise_file_limit, shown_address
 from fornax.config.jsonl import JsonLines, read_json_lines
 
-__all__ = ["ROLLING_RESTART", "launch_replicas"]
+__all__ = ["ROLLING_RESTART", "Router", "launch_replicas", "opened_router"]
 
 ROLLING_RESTART = signal.SIGUSR1
 """The signal that asks a router for a rolling restart."""
@@ -40,10 +43,11 @@ def launch_replicas(
     replicas: int,
     hosts: int = 1,
     config: RoutingConfig | None = None,
+    engine: RayEngine | None = None,
     program: str = _COMMAND,
     announce: Callable[[str], None] | None = None,
 ) -> int:
-    """Serve by `replicas` processes of this machine behind one address, until a signal.
+    """Serve by `replicas` processes behind one address, until a signal.
 
     The first SIGINT, SIGTERM or SIGHUP lets requests finish, a second one does not; SIGUSR1 starts
     a rolling restart. A replica that ends, stops or hangs is replaced. Nothing that was started is
@@ -55,6 +59,8 @@ def launch_replicas(
       replicas: how many.
       hosts: processes of a replica, over whose devices its engine is divided.
       config: how requests and replicas are treated.
+      engine: the Ray cluster that finds room for the replicas; None: they are processes of this
+        machine.
       program: `package.module:NAME`, called with a replica's words in its process.
       announce: shows a line an event; None: standard error.
 
@@ -67,6 +73,38 @@ def launch_replicas(
         use.
       ConfigError: for an address that is not to be had, or a directory that cannot be written.
     """
+    with opened_router(
+        service,
+        run_dir,
+        replicas=replicas,
+        hosts=hosts,
+        config=config,
+        engine=engine,
+        program=program,
+        announce=announce or _say,
+    ) as router:
+        router.service.configure_logging()
+        return uvloop.run(_until_signal(router))
+
+
+@contextlib.contextmanager
+def opened_router(
+    service: Callable[[Path], Service],
+    run_dir: str | Path,
+    *,
+    replicas: int,
+    hosts: int,
+    config: RoutingConfig | None,
+    engine: RayEngine | None,
+    announce: Callable[[str], None],
+    program: str = _COMMAND,
+    in_process: bool = False,
+) -> Iterator["Router"]:
+    """A router, and its run directory while it is there; see `launch_replicas`.
+
+    Args:
+      in_process: whether it takes no signals.
+    """
     for name, number in (("replicas", replicas), ("hosts", hosts)):
         if number < 1:
             raise ConfigError(f"{name}={number} is below 1; give at least 1")
@@ -74,74 +112,87 @@ def launch_replicas(
     with files.held(), contextlib.ExitStack() as stack:
         made = service(files.directory.absolute())
         stack.callback(_tidy, files, replicas, hosts)
-        made.configure_logging()
         raise_file_limit()
         if hosts > 1 and not made.divides:
             raise ConfigError(
                 f"a replica of {made.name} is one process; leave out --hosts {hosts}, or serve a "
                 "language model with fornax launch --hosts 2 -- serve DIR --tensor-parallel-size 2"
             )
-        local = LocalReplicas(
-            program=program,
-            words=made.words,
-            files=files,
-            variables=device_variables(replicas, made.devices, hosts),
-        )
+        runs = Program(entry=program, words=made.words, files=files)
+        placer: Placer
+        if engine is None:
+            shares = device_variables(replicas, made.devices, hosts)
+            placer = LocalReplicas(program=runs, variables=shares)
+        else:
+            placer = RayReplicas(
+                engine=engine, program=runs, count=replicas, hosts=hosts, devices=made.devices
+            )
         epoch = 1 + max((event["epoch"] for event in read_json_lines(files.events)), default=0)
         lines = JsonLines(files.events)
         stack.callback(lines.close)
-        events = Events(lines, epoch, announce or _say)
-        return uvloop.run(_route(made, local, files, config or RoutingConfig(), events))
-
-
-async def _route(
-    service: Service,
-    local: LocalReplicas,
-    files: ClusterFiles,
-    config: RoutingConfig,
-    events: Events,
-) -> int:
-    pool = ReplicaPool(config, partial=service.partial)
-    metrics = RouterMetrics(pool)
-    count = len(local.variables)
-    stop, at_once = asyncio.Event(), asyncio.Event()
-    async with contextlib.AsyncExitStack() as stack:
-        session = await stack.enter_async_context(client_session())
-        changes = Changes(pool)
-        fronts: list[HttpServer | GrpcProxy] = [
-            service.server(Proxy(service, pool, session, changes, metrics))
-        ]
-        if service.grpc is not None:
-            fronts.append(GrpcProxy(service.grpc, pool, changes, metrics))
-        supervisor = Supervisor(
-            local.start,
-            count,
-            service,
-            files,
-            pool,
-            session,
-            admit=changes.admit,
-            events=events,
-            metrics=metrics,
+        yield Router(
+            service=made,
+            placer=placer,
+            files=files,
+            config=config or RoutingConfig(),
+            events=Events(lines, epoch, announce),
+            in_process=in_process,
         )
-        where = [await _listening(front, service, stack) for front in fronts]
-        stack.callback(supervisor.kill)
-        events.write(
-            "forming",
-            f"fornax {service.name} listens on {' and '.join(where)}, before {count} replicas",
-            pid=os.getpid(),
-            url=where[0],
-            **({"grpc": where[1]} if where[1:] else {}),
-            replicas=count,
-        )
-        keeping = asyncio.create_task(supervisor.run())
-        stopping = asyncio.create_task(stop.wait())
-        rolling: set[asyncio.Task[None]] = set()
 
-        def roll() -> None:
-            rolling.add(asyncio.create_task(supervisor.rolling_restart()))
 
-        with _signals(lambda: (at_once if stop.is_set() else stop).set(), roll):
+@dataclass(kw_only=True)
+class Router:
+    """What stands before the replicas of one launch, from start to end."""
+
+    service: Service
+    placer: Placer
+    files: ClusterFiles
+    config: RoutingConfig
+    events: Events
+    in_process: bool
+    """Whether the process is a program's own, which takes no signals for it."""
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _at_once: asyncio.Event = field(default_factory=asyncio.Event)
+    _supervisor: Supervisor | None = None
+    _rolling: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def stop(self) -> None:
+        """Let requests finish and end; asked again, end at once. In the event loop's thread."""
+        (self._at_once if self._stop.is_set() else self._stop).set()
+
+    def roll(self) -> None:
+        """Restart one replica after another. In the event loop's thread."""
+        if self._supervisor is not None:
+            self._rolling.add(asyncio.create_task(self._supervisor.rolling_restart()))
+
+    async def run(self) -> int:
+        """Serve until `stop`; the exit code, see `launch_replicas`."""
+        service, events = self.service, self.events
+        pool = ReplicaPool(self.config, partial=service.partial)
+        metrics = RouterMetrics(pool)
+        async with contextlib.AsyncExitStack() as stack:
+            session = await stack.enter_async_context(client_session())
+            changes = Changes(pool)
+            fronts: list[HttpServer | GrpcProxy] = [
+                service.server(Proxy(service, pool, session, changes, metrics))
+            ]
+            if service.grpc is not None:
+                fronts.append(GrpcProxy(service.grpc, pool, changes, metrics))
+            supervisor = self._supervisor = Supervisor(
+                self.placer,
+                service,
+                self.files,
+                pool,
+                session,
+                admit=changes.admit,
+                events=events,
+                metrics=metrics,
+            )
+            where = [await _listening(front, service, stack) for front in fronts]
+            stack.callback(supervisor.kill)
+            self._tell_begin(where)
+            keeping = asyncio.create_task(supervisor.run())
+            stopping = asyncio.create_task(self._stop.wait())
             await asyncio.wait([keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
             if keeping.done():
                 stopping.cancel()
@@ -149,14 +200,32 @@ async def _route(
                 return keeping.result()
             running = sum(each.running for each in pool.replicas.values())
             events.write("teardown", f"stopping: {running} requests may finish")
-            code = await _drained([each.stop(service.drain_seconds) for each in fronts], at_once)
-            for task in (keeping, *rolling):
+            drains = [each.stop(service.drain_seconds) for each in fronts]
+            code = await _drained(drains, self._at_once)
+            for task in (keeping, *self._rolling):
                 task.cancel()
-            await asyncio.wait([keeping, *rolling])
+            await asyncio.wait([keeping, *self._rolling])
             if code == 0:
                 await supervisor.stop()
-        events.write("ended", f"exit code {code}", code=code)
-        return code
+            events.write("ended", f"exit code {code}", code=code)
+            return code
+
+    def _tell_begin(self, where: Sequence[str]) -> None:
+        name, count = self.service.name, self.placer.count
+        self.events.write(
+            "forming",
+            f"fornax {name} listens on {' and '.join(where)}, before {count} replicas",
+            pid=os.getpid(),
+            url=where[0],
+            **({"grpc": where[1]} if where[1:] else {}),
+            **({"in_process": True} if self.in_process else {}),
+            replicas=count,
+        )
+
+
+async def _until_signal(router: Router) -> int:
+    with _signals(router.stop, router.roll):
+        return await router.run()
 
 
 async def _listening(

@@ -1,7 +1,8 @@
 """What differs between the replicas of `fornax serve` and those of `fornax host`.
 
 The front of a router is the one of the server behind it: the same address, TLS, tokens, limits of
-bodies and connections, and form of errors. Its replicas listen on 127.0.0.1, without TLS.
+bodies and connections, and form of errors. Its replicas listen on loopback, or on an address of a
+private network, without TLS.
 """
 
 import dataclasses
@@ -53,8 +54,9 @@ class Service:
 
     name: str
     """The command."""
-    words: Callable[[int, int], Sequence[str]]
-    """The words of a replica's command, of the ports that it listens on, for HTTP and gRPC."""
+    words: Callable[[str, int, int], Sequence[str]]
+    """The words of a replica's command, of the address that it listens on and its ports for HTTP
+    and gRPC."""
     server: Callable[[ASGIApp], HttpServer]
     """The server of the app that routes."""
     scheme: str
@@ -91,7 +93,6 @@ def serve_service(model: str, config: ServeConfig, folder: Path) -> Service:
     server = config.server()
     inner = dataclasses.replace(
         config,
-        host=_LOCAL,
         uds=None,
         ssl_keyfile=None,
         ssl_certfile=None,
@@ -103,9 +104,13 @@ def serve_service(model: str, config: ServeConfig, folder: Path) -> Service:
         gated = RequestMiddleware(app, server, lambda context: None)
         return HttpServer(uvicorn_config(gated, server), lambda: bind(server))
 
+    def words(host: str, port: int, _: int) -> list[str]:
+        place = ["--host", host, "--port", str(port)]
+        return ["serve", model, "--config", str(file), *place]
+
     return Service(
         name="serve",
-        words=lambda port, _: ["serve", model, "--config", str(file), "--port", str(port)],
+        words=words,
         server=http,
         scheme="unix" if server.uds else "https" if server.ssl_certfile else "http",
         live=frozenset({"/health", "/ping"}),
@@ -159,10 +164,12 @@ def host_service(config: HostConfig, folder: Path) -> Service:
     auth, admin, limits = config.auth(), config.admin_auth(), config.limits()
     gate, grpc_address = Gate(auth, admin), config.grpc_address()
 
-    def words(http: int, grpc: int) -> list[str]:
-        grpc_place = "none" if grpc_address is None else f"{_LOCAL}:{grpc}"
-        places = ["--http", f"{_LOCAL}:{http}", "--grpc", grpc_place]
-        return ["host", "--config", str(file), *places]
+    def words(host: str, http: int, grpc: int) -> list[str]:
+        grpc_place = "none" if grpc_address is None else f"{host}:{grpc}"
+        found = ["host", "--config", str(file), "--http", f"{host}:{http}", "--grpc", grpc_place]
+        if host != _LOCAL:  # on a private network, behind a router that asks for the tokens
+            found += ["--shared-memory", "off", "--allow-anonymous"]
+        return found
 
     return Service(
         name="host",

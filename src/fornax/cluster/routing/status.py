@@ -29,7 +29,8 @@ class ReplicaStatus:
     replica: int
     pid: int
     phase: str
-    port: int
+    address: str
+    """`HOST:PORT`."""
     since: float
     """Wall time of its latest event, seconds since 1970."""
     starts: int
@@ -47,6 +48,8 @@ class ServingStatus:
     """Where it speaks gRPC, `grpc://HOST:PORT`; None: nowhere."""
     pid: int
     """Its process."""
+    in_process: bool
+    """Whether that is a Python program which holds a `Cluster`."""
     alive: bool
     state: str
     why: str
@@ -58,10 +61,13 @@ class ServingStatus:
         where = self.url if self.grpc is None else f"{self.url} and {self.grpc}"
         yield f"{self.run_dir}: {where} (process {self.pid}), {state}: {self.why}"
         if self.alive:
-            yield "replica     pid   port  phase         since  starts"
+            yield "replica     pid  address               phase         since  starts"
         for r in self.replicas if self.alive else ():
             since = time.time() - r.since
-            yield f"{r.replica:7}  {r.pid:6}  {r.port:5}  {r.phase:<9} {since:7.0f} s  {r.starts:6}"
+            yield (
+                f"{r.replica:7}  {r.pid:6}  {r.address:<20}  {r.phase:<9} {since:7.0f} s  "
+                f"{r.starts:6}"
+            )
 
 
 def read_serving_status(run_dir: str | Path) -> ServingStatus:
@@ -82,9 +88,9 @@ def read_serving_status(run_dir: str | Path) -> ServingStatus:
             replica=number,
             pid=event["pid"],
             phase=event["phase"],
-            port=event["port"] if "port" in event or before is None else before.port,
+            address=event["address"] if "address" in event or not before else before.address,
             since=event["time"],
-            starts=(before.starts if before else 0) + ("port" in event),
+            starts=(before.starts if before else 0) + ("address" in event),
         )
     latest = [event for event in events if "state" in event][-1]
     return ServingStatus(
@@ -92,6 +98,7 @@ def read_serving_status(run_dir: str | Path) -> ServingStatus:
         url=first["url"],
         grpc=first.get("grpc"),
         pid=first["pid"],
+        in_process=first.get("in_process", False),
         alive=latest["state"] != "ended" and files.is_held(),
         state=latest["state"],
         why=latest["why"],
@@ -109,7 +116,12 @@ def drill_replica(run_dir: str | Path, fault: Fault, number: int) -> int:
       ClusterError: when there is no such replica now.
     """
     status = read_serving_status(run_dir)
-    there = {each.replica: each.pid for each in status.replicas if _child(each.pid, status.pid)}
+    files = ClusterFiles(status.run_dir)
+    there = {
+        each.replica: each.pid
+        for each in status.replicas
+        if _prints_into(each.pid, files.replica_log(each.replica))
+    }
     if number not in there:
         names = ", ".join(map(str, there)) or "none"
         raise ClusterError(
@@ -117,7 +129,6 @@ def drill_replica(run_dir: str | Path, fault: Fault, number: int) -> int:
             f"{names}. fornax launch status {status.run_dir} shows them"
         )
     epoch = read_events(run_dir)[-1]["epoch"]
-    files = ClusterFiles(status.run_dir)
     note(files, {"epoch": epoch, "drill": fault, "replica": number})
     os.kill(there[number], SIGNALS[fault])
     return there[number]
@@ -133,6 +144,11 @@ def request_rolling_restart(run_dir: str | Path) -> int:
       ClusterError: when no router runs there.
     """
     status = read_serving_status(run_dir)
+    if status.alive and status.in_process:
+        raise ClusterError(
+            f"{status.run_dir} is served by Cluster.serve in process {status.pid}, which takes no "
+            "signal for it; call rolling_restart() there"
+        )
     if not status.alive:
         raise ClusterError(
             f"{status.run_dir} has no running router; start one with fornax launch --replicas N -- "
@@ -149,10 +165,9 @@ def _latest_launch(run_dir: str | Path) -> list[dict[str, Any]]:
     return [event for event in events if event["epoch"] == epoch]
 
 
-def _child(pid: int, parent: int) -> bool:
-    """Whether a process runs and is the other's child, and so no stranger of its number."""
+def _prints_into(pid: int, log: Path) -> bool:
+    """Whether a process runs here and prints into a log, and so is no stranger of its number."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+        return Path(f"/proc/{pid}/fd/1").samefile(log)
+    except OSError:  # it is no more, or only its parent does not know it yet
         return False
-    return fields[0] != "Z" and int(fields[1]) == parent

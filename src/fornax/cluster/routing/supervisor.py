@@ -15,11 +15,10 @@ import aiohttp
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool
-from fornax.cluster.routing.replica import Handle, Start
+from fornax.cluster.routing.replica import Ended, Handle, Placer
 from fornax.cluster.routing.service import Service
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import JsonLines
-from fornax.config.worker_process import ending
 
 __all__ = ["Events", "Supervisor"]
 
@@ -32,7 +31,7 @@ _FRUITLESS_STARTS = 3
 _USER_ERROR = 2
 
 State = Literal["forming", "running", "suspect", "teardown", "ended"]
-Kind = Literal["killed", "failed", "stopped", "frozen", "slow", "restart"]
+Kind = Literal["killed", "failed", "lost", "stopped", "frozen", "slow", "unplaced", "restart"]
 
 
 class Events:
@@ -78,8 +77,7 @@ class Supervisor:
 
     def __init__(
         self,
-        start: Start,
-        count: int,
+        placer: Placer,
         service: Service,
         files: ClusterFiles,
         pool: ReplicaPool,
@@ -89,9 +87,8 @@ class Supervisor:
         events: Events,
         metrics: RouterMetrics,
     ):
-        """`start` starts `count` replicas, now and again; `admit` lets one that answers for the
-        first time take requests."""
-        self._start = start
+        """`admit` lets a replica that answers for the first time take requests."""
+        self._placer = placer
         self._service = service
         self._files = files
         self._pool = pool
@@ -100,7 +97,7 @@ class Supervisor:
         self._admit = admit
         self._events = events
         self._metrics = metrics
-        self._slots = [_Slot(number) for number in range(count)]
+        self._slots = [_Slot(number) for number in range(placer.count)]
         self._served = False
         self._rolling = False
 
@@ -136,7 +133,7 @@ class Supervisor:
     async def rolling_restart(self) -> None:
         """Restart one replica after another, each when all others are ready."""
         if self._rolling:
-            self._write("a rolling restart is under way; this one is left out")
+            self._write("a rolling restart is under way; this one is left out", rolling="stopped")
             return
         self._rolling = True
         try:
@@ -152,6 +149,8 @@ class Supervisor:
                     slot.restart.set()
                     if not await self._started(slot):
                         return
+                    if slot.replica is None:
+                        break
                 if slot.replica is None or slot.replica.phase == "ended":
                     why = f"the new replica {slot.number} did not start; the others go on as before"
                     self._write(f"rolling restart stopped: {why}", rolling="stopped")
@@ -204,10 +203,17 @@ class Supervisor:
     async def _life(self, slot: _Slot) -> _End:
         """One process, from its start to its end."""
         slot.restart.clear()
-        process = slot.process = self._start(slot.number)
+        try:
+            process = slot.process = await self._placed(slot.number)
+        except ClusterError as error:
+            slot.process = slot.replica = None
+            slot.started.set()
+            self._write(f"replica {slot.number} has no place: {error}", replica=slot.number)
+            return _End("unplaced", f"has no place: {error}")
         replica = slot.replica = Replica(number=slot.number, url=process.url, grpc=process.grpc)
         self._pool.add(replica)
-        self._tell(slot, "starts", port=int(process.url.rpartition(":")[2]), pids=process.pids)
+        address = process.url.removeprefix("http://")
+        self._tell(slot, "starts", address=address, pids=process.pids)
         try:
             end = await self._watch(slot, process, replica)
         finally:
@@ -218,6 +224,17 @@ class Supervisor:
         process.kill()
         return end
 
+    async def _placed(self, number: int) -> Handle:
+        """Start a replica beside the event loop; when this is cancelled, none is left."""
+        starting = asyncio.create_task(asyncio.to_thread(self._placer.start, number))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._placer.give_up()
+            with contextlib.suppress(ClusterError):
+                (await starting).kill()
+            raise
+
     async def _watch(self, slot: _Slot, process: Handle, replica: Replica) -> _End:
         """Until it ends, is at fault, or is to be restarted; then it no longer takes requests."""
         began = heard = time.monotonic()
@@ -227,10 +244,8 @@ class Supervisor:
                 await asyncio.wait_for(slot.restart.wait(), _PROBE_SECONDS)
             if slot.restart.is_set():
                 return await self._retire(slot, replica)
-            if (code := process.poll()) is not None:
-                kind: Kind = "killed" if code < 0 else "failed"
-                verb = "was ended by" if code < 0 else "ended with"
-                return _End(kind, f"{verb} {ending(code)}", code)
+            if (ended := process.ended()) is not None:
+                return _End(_kind(ended), ended.how, ended.code)
             now = time.monotonic()
             stopped_since = (stopped_since or now) if process.is_stopped() else None
             if stopped_since is not None and now - stopped_since >= _STOPPED_SECONDS:
@@ -294,7 +309,7 @@ class Supervisor:
             return
         process.terminate()
         until = time.monotonic() + self._service.drain_seconds + _KILL_SECONDS
-        while process.poll() is None and time.monotonic() < until:
+        while process.ended() is None and time.monotonic() < until:
             await asyncio.sleep(0.02)
         process.kill()
 
@@ -314,6 +329,12 @@ class Supervisor:
     def _write(self, why: str, state: State | None = None, **facts: object) -> None:
         now: State = "running" if self._pool.ready() else "forming"
         self._events.write(state or now, why, **facts)
+
+
+def _kind(ended: Ended) -> Kind:
+    if ended.code is None:
+        return "lost"
+    return "killed" if ended.code < 0 else "failed"
 
 
 class _NoneStartsError(Exception):

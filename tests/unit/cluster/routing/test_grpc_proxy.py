@@ -236,7 +236,7 @@ def test_a_stream_moves_to_another_replica_between_requests(router: Routed):
             assert answer.id == str(number)
             np.testing.assert_array_equal(outputs_of(answer)["x"], X["x"])
         assert router.asked() == [2, 2]
-        assert not any(each.running for each in router.pool.replicas.values())
+        wait(lambda: not any(each.running for each in router.pool.replicas.values()))
         break_off(router.upstreams[0])  # it owes nothing, and nobody notices
         for number in range(4):
             stream.send("echo", str(number))

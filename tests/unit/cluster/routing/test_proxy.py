@@ -451,14 +451,18 @@ class TestHost:
         pair = {"tls_cert": tmp_path / "tokens", "tls_key": tmp_path / "tokens"}
         config = dataclasses.replace(config, http=http, **pair)
         service = host_service(config, tmp_path)
-        words = service.words(1234, 1235)
+        words = service.words("127.0.0.1", 1234, 1235)
         assert words[-4:] == ["--http", "127.0.0.1:1234", "--grpc", "127.0.0.1:1235"]
+        words = service.words("10.0.0.5", 1234, 1235)  # a node of Ray's, on a private network
+        assert words[words.index("--http") + 1] == "10.0.0.5:1234"
+        assert words[-3:] == ["--shared-memory", "off", "--allow-anonymous"]
         inner = load(HostConfig, file=tmp_path / "replica.yaml")
         assert (inner.tls(), inner.shared_memory) == (None, memory)
         assert inner.auth() == config.auth()
         assert (service.grpc.tls, service.grpc.auth) == (config.tls(), config.auth())
         config = dataclasses.replace(config, grpc="none")
-        assert host_service(config, tmp_path).words(1234, 1235)[-2:] == ["--grpc", "none"]
+        words = host_service(config, tmp_path).words("127.0.0.1", 1234, 1235)
+        assert words[-2:] == ["--grpc", "none"]
 
     def test_an_open_address_without_a_token_is_refused_as_host_refuses_it(self, tmp_path):
         with pytest.raises(ConfigError, match="can be reached from other machines"):
