@@ -92,8 +92,9 @@ def address_for(addresses: Iterable[str], own: str, *, private_network: bool) ->
     if not private_network:
         raise ClusterError(
             f"the Ray cluster has nodes on other machines ({', '.join(others[:3])}), and between "
-            "machines jax's traffic has neither token nor encryption; where nobody else reaches "
-            "that network, say so with --private-network, else use Ray on one machine"
+            "machines neither jax's traffic nor the requests to replicas are encrypted; where "
+            "nobody else reaches that network, say so with --private-network, else use Ray on one "
+            "machine"
         )
     return own
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fornax.cluster.ray_engine import RayEngine
@@ -19,18 +18,10 @@ from fornax.cluster.ray_nodes import (
     end_actor,
     host_nodes,
     own_address,
-    own_node,
     room,
 )
-from fornax.cluster.routing.replica import (
-    Ended,
-    Handle,
-    ProcessGroup,
-    Program,
-    ReplicaProcess,
-    free_ports,
-    group_variables,
-)
+from fornax.cluster.replica_process import Ended, Place, ReplicaHost
+from fornax.cluster.routing.replica import Handle, ProcessGroup, Program, group_variables
 from fornax.config import environment
 from fornax.config.errors import ClusterError
 
@@ -40,7 +31,6 @@ _LOCAL = "127.0.0.1"
 _PLACED_SECONDS = 120.0
 _ASK_SECONDS = 60.0
 _STACK_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
 _REPORT_SECONDS = 1.0
 
 
@@ -60,11 +50,19 @@ class RayReplicas:
     """Accelerators of a replica; 0: one a process."""
     closing: threading.Event = field(default_factory=threading.Event)
 
+    def check_network(self) -> None:
+        """Refuse nodes on other machines, unless their network is private.
+
+        Raises:
+          ClusterError: see `address_for`.
+        """
+        addresses = [node.address for node in host_nodes(self.engine.ray)]
+        address_for(addresses, own_address(), private_network=self.engine.private_network)
+
     def start(self, number: int) -> Handle:
         """See `Placer`."""
         ray = self.engine.ray
-        addresses = [node.address for node in host_nodes(ray)]
-        address_for(addresses, own_address(), private_network=self.engine.private_network)
+        self.check_network()
         share = self.engine.share(self.devices // self.hosts)
         with contextlib.ExitStack() as undo:
             actors, release = self._actors(share)
@@ -90,7 +88,7 @@ class RayReplicas:
         """An actor a process; what takes their room back."""
         ray, given = self.engine.ray, (os.getcwd(), environment.of_server())
         others = {name: amount for name, amount in share.items() if name not in ("CPU", "GPU")}
-        kind = ray.remote(concurrency_groups={"watch": 1})(_ReplicaHost).options(
+        kind = ray.remote(concurrency_groups={"watch": 1})(ReplicaHost).options(
             num_cpus=share.get("CPU", 0),
             num_gpus=share.get("GPU", 0),
             resources=others,
@@ -106,7 +104,7 @@ class RayReplicas:
             group
         )
 
-    def _placed(self, replies: list[Any], share: Mapping[str, float]) -> list["_Place"]:
+    def _placed(self, replies: list[Any], share: Mapping[str, float]) -> list["Place"]:
         """Where the actors are, once all have a place."""
         ray, until = self.engine.ray, time.monotonic() + _PLACED_SECONDS
         waiting = replies
@@ -115,7 +113,7 @@ class RayReplicas:
         try:
             if not waiting:
                 return ray.get(replies)
-            why = f"Ray has no room for it in {_PLACED_SECONDS:g} s"
+            why = f"Ray started no process for it in {_PLACED_SECONDS:g} s"
         except ray.exceptions.RayError as error:
             why = f"Ray started no actor for it: {_first_line(error)}"
         free = ray.available_resources()
@@ -127,7 +125,7 @@ class RayReplicas:
         )
 
     def _begun(
-        self, number: int, processes: list["_RayProcess"], places: list["_Place"]
+        self, number: int, processes: list["_RayProcess"], places: list["Place"]
     ) -> ProcessGroup:
         here = own_address()
         hosts = [_LOCAL if place.address == here else place.address for place in places]
@@ -146,19 +144,10 @@ class RayReplicas:
         return ProcessGroup(hosts[0], http, grpc, processes)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where an actor is."""
-
-    pid: int
-    node: str
-    address: str
-
-
 class _RayProcess:
     """A replica's process behind an actor; see `Process`."""
 
-    def __init__(self, ray: Any, actor: Any, place: _Place, release: Callable[[], None]) -> None:
+    def __init__(self, ray: Any, actor: Any, place: Place, release: Callable[[], None]) -> None:
         """Nothing is started yet; `release` takes the room of all the replica's actors back."""
         self.pid = 0
         self._ray, self._actor, self._place, self._release = ray, actor, place, release
@@ -217,58 +206,6 @@ class _RayProcess:
                 self._ended = None if code is None else Ended.of(code)
         except Exception as error:  # whatever Ray raises: the actor is no more
             self._ended = Ended(None, f"is lost with its host: {_first_line(error)}")
-
-
-class _ReplicaHost:
-    """The actor of a process."""
-
-    def __init__(self, folder: str, variables: dict[str, str]) -> None:
-        if Path(folder).is_dir():  # relative paths mean what they do where the command was given
-            os.chdir(folder)
-        self._variables = variables
-        self._process: ReplicaProcess | None = None
-        self._told: tuple[bool, int | None, str] = (False, None, "")
-
-    def place(self) -> _Place:
-        return _Place(os.getpid(), own_node(), own_address())
-
-    def ports(self, host: str, count: int) -> list[int]:
-        return free_ports(host, count)
-
-    def begin(
-        self, entry: str, words: list[str], *, log: str, stacks: str, variables: dict[str, str]
-    ) -> int:
-        Path(log).parent.mkdir(parents=True, exist_ok=True)
-        self._process = ReplicaProcess(
-            entry,
-            words,
-            log=Path(log),
-            stacks=Path(stacks),
-            variables={**self._variables, **variables},
-        )
-        return self._process.pid
-
-    def terminate(self) -> None:
-        assert self._process is not None
-        self._process.terminate()
-
-    def stacks(self) -> str:
-        return "" if self._process is None else self._process.stacks()
-
-    def watch(self) -> tuple[bool, int | None, str]:
-        """Whether it is stopped, its exit code, its last line; once that changes, or a second."""
-        until = time.monotonic() + _REPORT_SECONDS
-        while (found := self._look()) == self._told and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
-        self._told = found
-        return found
-
-    def _look(self) -> tuple[bool, int | None, str]:
-        assert self._process is not None
-        ended = self._process.ended()
-        if ended is None:
-            return self._process.is_stopped(), None, ""
-        return False, ended.code, self._process.last_line()
 
 
 def _first_line(error: Exception) -> str:

@@ -4,57 +4,28 @@
 and Ray (`ray_replicas.py`).
 """
 
-import contextlib
-import faulthandler
-import importlib
-import os
-import signal
-import socket
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
 from fornax.cluster.files import ClusterFiles
-from fornax.cluster.process_state import is_stopped
+from fornax.cluster.replica_process import Ended, ReplicaProcess, free_ports
 from fornax.config import environment
 from fornax.config.errors import ClusterError
-from fornax.config.worker_process import WorkerProcess, ending, last_line, receive
 
 __all__ = [
-    "Ended",
     "Handle",
     "LocalReplicas",
     "Placer",
     "ProcessGroup",
     "Program",
-    "ReplicaProcess",
     "device_variables",
-    "free_ports",
     "group_variables",
-    "run",
 ]
 
 _STACK_SECONDS = 0.5
 _LOCAL = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a process ended."""
-
-    code: int | None
-    """Its exit code, minus the number of the signal that ended it; None: nobody knows."""
-    how: str
-    """In words: `was ended by SIGKILL`."""
-
-    @classmethod
-    def of(cls, code: int) -> "Ended":
-        """From an exit code."""
-        return cls(code, f"{'was ended by' if code < 0 else 'ended with'} {ending(code)}")
 
 
 class Process(Protocol):
@@ -259,94 +230,6 @@ class ProcessGroup:
     def stacks(self) -> str:
         """See `Handle`."""
         return self._processes[0].stacks()
-
-
-class ReplicaProcess:
-    """A process of a replica, on this machine; see `Process`."""
-
-    def __init__(
-        self,
-        program: str,
-        words: Sequence[str],
-        *,
-        log: Path,
-        stacks: Path,
-        variables: Mapping[str, str | None],
-    ):
-        """Start it.
-
-        Args:
-          program: `package.module:NAME`, called with `words` there; it returns an exit code.
-          log: file to which what it prints is appended.
-          stacks: where it writes its stacks when it is asked.
-          variables: changes to the environment.
-        """
-        self._log, self._stacks = log, stacks
-        stacks.unlink(missing_ok=True)
-        with log.open("ab") as file:
-            self._process = WorkerProcess(
-                "fornax.cluster.routing.replica:run", log=file, environment=variables
-            )
-        self._process.send({"program": program, "words": list(words), "stacks": str(stacks)})
-
-    @property
-    def pid(self) -> int:
-        """Its number."""
-        return self._process.pid
-
-    def ended(self) -> Ended | None:
-        """See `Process`."""
-        code = self._process.poll()
-        return None if code is None else Ended.of(code)
-
-    def is_stopped(self) -> bool:
-        """See `Process`."""
-        return is_stopped(self.pid)
-
-    def terminate(self) -> None:
-        """See `Process`."""
-        if self._process.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        """See `Process`."""
-        self._process.kill()
-
-    def last_line(self) -> str:
-        """See `Process`."""
-        with self._log.open("rb") as file:
-            return last_line(file)[:500]
-
-    def stacks(self) -> str:
-        """See `Process`."""
-        if not self._stacks.exists():  # it has no handler yet: the signal would end it
-            return ""
-        os.kill(self.pid, signal.SIGUSR1)
-        time.sleep(_STACK_SECONDS)
-        text = self._stacks.read_text(encoding="utf-8", errors="replace")
-        calls = text.rpartition("(most recent call first):")[2].strip().splitlines()
-        return " < ".join(line.strip() for line in calls[:3])
-
-
-def run(parent: Connection) -> None:
-    """The replica's process: SIGUSR1 writes the stacks of all threads to the file named."""
-    job = receive(parent)
-    with Path(job["stacks"]).open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        module, _, name = job["program"].partition(":")
-        sys.exit(getattr(importlib.import_module(module), name)(job["words"]))
-
-
-def free_ports(host: str, count: int) -> list[int]:
-    """Ports of an address of this machine that nobody listens on now.
-
-    Where another process takes one first, the replica ends and is started on others.
-    """
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def device_variables(replicas: int, each: int, hosts: int = 1) -> list[list[dict[str, str | None]]]:

@@ -127,6 +127,7 @@ def opened_router(
             placer = RayReplicas(
                 engine=engine, program=runs, count=replicas, hosts=hosts, devices=made.devices
             )
+            placer.check_network()
         epoch = 1 + max((event["epoch"] for event in read_json_lines(files.events)), default=0)
         lines = JsonLines(files.events)
         stack.callback(lines.close)

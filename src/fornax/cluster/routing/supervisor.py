@@ -13,9 +13,10 @@ from typing import Literal
 import aiohttp
 
 from fornax.cluster.files import ClusterFiles
+from fornax.cluster.replica_process import Ended
 from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool
-from fornax.cluster.routing.replica import Ended, Handle, Placer
+from fornax.cluster.routing.replica import Handle, Placer
 from fornax.cluster.routing.service import Service
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import JsonLines
