@@ -12,10 +12,10 @@ from fornax.models import save_pretrained
 
 __all__ = ["SERVED", "small_model"]
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.fault]
 
 SERVED = """
-import json, sys, threading
+import json, sys, threading, time
 from pathlib import Path
 
 import httpx
@@ -58,7 +58,7 @@ with Cluster(engine=engine) as cluster:
             print("refused:", error)
         killed = drill_replica(run_dir, "kill", 1)
         while killed in {each.pid for each in server.status().replicas}:
-            pass
+            time.sleep(0.1)
         server.wait_ready(seconds=400)
     finally:
         stop.set()
@@ -115,7 +115,6 @@ with Cluster(hosts=1, spares=False) as cluster:
 """
 
 
-@pytest.mark.exhaustive
 def test_a_cluster_tunes_with_samplers_as_without(environment: dict[str, str], tmp_path: Path):
     env = {**environment, "JAX_PLATFORMS": "cpu"}
     folder = save_grpo(tmp_path)

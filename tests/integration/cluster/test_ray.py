@@ -255,7 +255,7 @@ def test_a_server_on_ray_restarts_in_turn_replaces_what_dies_and_leaves_nothing(
 
 
 NODES = """
-import sys
+import sys, time
 from ray.cluster_utils import Cluster as Nodes
 
 import httpx
@@ -281,7 +281,7 @@ try:
         print("asked", {httpx.post(url, json=body, timeout=300).status_code for _ in range(8)})
         nodes.add_node(num_cpus=1)
         while sorted(each.starts for each in server.status().replicas) != [1, 2]:
-            pass
+            time.sleep(0.1)
         server.wait_ready(seconds=400)
     print("code", server.wait())
 finally:
