@@ -113,8 +113,8 @@ class Cluster:
           method: such as `sft`, `dpo` or `grpo`.
           config: YAML file; None: `flags` say all.
           run_dir: where everything is written; None: `runs/` and the method.
-          samplers: processes of this machine that draw completions, for grpo, ppo and distill; 0: the
-            first host draws them.
+          samplers: processes of this machine that draw completions, for grpo, ppo and distill; 0:
+            the first host draws them.
           flags: further words of the command: `["--model", "DIR", "--data", "p.jsonl"]`.
 
         Raises:
