@@ -28,6 +28,10 @@ _CLASSES: dict[str, Any] = {
     "olmo2": hf.Olmo2Config,
     "phi3": hf.Phi3Config,
     "smollm3": hf.SmolLM3Config,
+    "mixtral": hf.MixtralConfig,
+    "qwen2_moe": hf.Qwen2MoeConfig,
+    "qwen3_moe": hf.Qwen3MoeConfig,
+    "olmoe": hf.OlmoeConfig,
 }
 
 
@@ -51,6 +55,9 @@ _GEMMA3 = {
     "sliding_window": 5,
     "num_hidden_layers": 8,
 }
+
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_QWEN2_MOE = {**_EXPERTS, "shared_expert_intermediate_size": 40}
 
 # name: (family, keys of the config, the sequence length to compare at)
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -208,6 +215,55 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         "smollm3",
         _rope("yarn", factor=2.0, original_max_position_embeddings=32),
         40,
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 8}, 24),
+    "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 6}, 24),
+    "mixtral-one-expert": (
+        "mixtral",
+        {"num_local_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        24,
+    ),
+    "mixtral-all-experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 4}, 24),
+    "qwen2-moe": ("qwen2_moe", _QWEN2_MOE, 24),
+    "qwen2-moe-dense-layers": (
+        "qwen2_moe",
+        {
+            **_QWEN2_MOE,
+            "num_hidden_layers": 7,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 4,
+        },
+        24,
+    ),
+    "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True, "head_dim": 16}, 24),
+    "qwen3-moe-options": (
+        "qwen3_moe",
+        {
+            **_EXPERTS,
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_only_layers": [0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+        24,
+    ),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}, 24),
+    "olmoe-options": (
+        "olmoe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "clip_qkv": 0.5,
+            "attention_bias": True,
+        },
+        24,
     ),
 }
 

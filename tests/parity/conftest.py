@@ -22,16 +22,22 @@ HfModel = Any
 def make_oracle(config: transformers.PreTrainedConfig) -> HfModel:
     """A float32 model with weights large enough that logits are of order one."""
     torch.manual_seed(1)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *_trained_buffers(model)]:
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 scale = 1.0 if "embed" in name else parameter.shape[-1] ** -0.5
                 parameter.copy_(scale * torch.randn_like(parameter))
     return model.eval()
+
+
+def _trained_buffers(model: HfModel) -> list[tuple[str, torch.Tensor]]:
+    """Buffers that checkpoints hold: a router's bias for the choice of experts starts at zero."""
+    stored = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
 
 
 def oracle_logits(model: HfModel, tokens: np.ndarray, **inputs: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fornax import kernels
-from fornax.models.layers import Projection
+from fornax.models.projection import Projection
 
 __all__ = ["KernelLayout", "Kind", "kind_of"]
 

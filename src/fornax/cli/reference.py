@@ -19,6 +19,7 @@ from fornax.config import Field, describe
 from fornax.config.environment import documented
 from fornax.config.schema import field_docs
 from fornax.mesh import USES, axes_table, processes_table
+from fornax.models import MODEL_USES, models_table
 
 if TYPE_CHECKING:
     from fornax.llm.server.protocol import Body
@@ -73,6 +74,7 @@ def config_page() -> str:
     said = "In how many processes each kind of run works; any number need not divide anything."
     parts += ["## Processes", "", said, ""]
     parts += [*_table(("Run", "Processes"), processes_table()), ""]
+    parts += [*_table(("Model", *MODEL_USES), models_table()), ""]
     return "\n".join(parts)
 
 

@@ -105,6 +105,15 @@ def account_of(
     )
 
 
+def _mlp_width(model: DecoderConfig) -> int:
+    """Numbers a token inside the widest MLP, or inside all of its experts together."""
+    experts = model.experts
+    if experts is None:
+        return model.intermediate_size
+    routed = experts.experts_per_token * (experts.intermediate_size + model.hidden_size)
+    return max(model.intermediate_size, routed + (experts.shared_intermediate_size or 0))
+
+
 def guessed_temporaries(weights: Weights, sizes: Sizes) -> int:
     """Bytes of one device that the largest program needs, where it was not compiled.
 
@@ -113,6 +122,6 @@ def guessed_temporaries(weights: Weights, sizes: Sizes) -> int:
     model, where = weights.config, weights.placement
     parts = 1 if where.mesh is None else where.mesh.size
     heads = (2 * model.num_heads + 2 * model.kv_heads) * model.head_width // parts
-    row = 4 * model.hidden_size + 3 * model.intermediate_size // parts + heads
+    row = 4 * model.hidden_size + 3 * _mlp_width(model) // parts + heads
     step = sizes.steps[-1] * row * where.compute_dtype.itemsize
     return max(step, _LIVE_LOGITS * 4 * sizes.samples[-1] * model.vocab_size)

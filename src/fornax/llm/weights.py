@@ -22,11 +22,12 @@ from fornax.models import (
     Decoder,
     DecoderConfig,
     abstract_decoder,
+    check_model,
     config_from_hf,
     load_pretrained,
     read_config,
 )
-from fornax.models.layers import Projection
+from fornax.models.projection import Projection
 
 __all__ = ["Placement", "Weights", "describe_weights", "load_weights", "local_bytes"]
 
@@ -168,6 +169,8 @@ def _place(
         raise EngineError(
             f"quantization={config.quantization} runs on CPU only; leave it out on {platform}"
         )
+    if config.quantization is not None:
+        check_model(model, "serve in int8")
     if config.quantization is not None and target.elsewhere:
         raise EngineError(
             f"quantization={config.quantization} runs on JAX's first device; give no other devices"
@@ -190,7 +193,12 @@ def _place(
 
 def _rules(model: DecoderConfig, size: int) -> Rules:
     """Rules for dividing over `size` devices: what may not divide is kept whole on each."""
-    for name, count in (("heads", model.num_heads), ("mlp width", model.intermediate_size)):
+    widths = [("heads", model.num_heads)]
+    if "mlp" in model.mlps:
+        widths.append(("mlp width", model.intermediate_size))
+    if model.experts is not None:
+        widths.append(("width of an expert", model.experts.intermediate_size))
+    for name, count in widths:
         if count % size:
             raise ConfigError(
                 f"tensor_parallel_size={size} does not divide the model's {name}, {count}; use a "
@@ -231,10 +239,10 @@ def _lay_out(
             value = _find(given, path)
             if place is None and len(value.devices()) > 1:  # a trainer's, over its mesh
                 value = jax.device_put(value, jax.local_devices()[0])
-            if packed and path[-1] == "kernel":
+            if packed and _packs(model, path):
                 value = _pack(model, path, value, where)
             else:
-                value = jnp.asarray(value, dtype)
+                value = jnp.asarray(value, variable.get_value().dtype)
                 value = value if place is None else jax.device_put(value, place)
         placed.append((path, variable.replace(value)))
     return Weights(config, dtype, where, graphdef, nnx.from_flat_state(placed))
@@ -244,7 +252,7 @@ def _describe(
     model: Decoder, path: ParamPath, shape: Any, where: Placement, place: Sharding | None
 ) -> Any:
     """What `_lay_out` makes of an array of this shape and dtype."""
-    if where.precision is not None and path[-1] == "kernel":
+    if where.precision is not None and _packs(model, path):
         shape = jax.eval_shape(lambda value: _pack(model, path, value, where), shape)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shape)
 
@@ -268,6 +276,13 @@ def _find(given: ParamsByPath, path: ParamPath) -> jax.Array:
     if path not in given and path[0] == "lm_head":  # packed apart from the table it equals
         return given["embed", "embedding"].T
     return given[path]
+
+
+def _packs(model: Decoder, path: ParamPath) -> bool:
+    """Whether it is the kernel of a projection; a router's stays as it is, in full precision."""
+    owner = functools.reduce(getattr, map(str, path[:-1]), model)
+    is_kernel = isinstance(owner, Projection) and path[-1] == "kernel"
+    return is_kernel and "router" not in owner.kernel.get_metadata()["axes"]
 
 
 def _pack(

@@ -47,6 +47,7 @@ DEFAULT_RULES: Rules = {
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "expert": (),
+    "router": (),
     "layers": (),
     "norm": (),
 }

@@ -1,18 +1,12 @@
 """The model zoo: one decoder whose config says what it is, and Hugging Face weights in and out."""
 
 from fornax.models.cache import Cache, init_cache
-from fornax.models.config import (
-    DecoderConfig,
-    DynamicNTKScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    RopeConfig,
-    YarnScaling,
-)
+from fornax.models.capabilities import MODEL_USES, check_model, models_table
+from fornax.models.config import DecoderConfig
 from fornax.models.cost import flops_per_token, num_parameters
 from fornax.models.create import abstract_decoder, create_decoder
 from fornax.models.decoder import Decoder
+from fornax.models.experts_config import ExpertsConfig
 from fornax.models.families import config_from_hf, config_to_hf
 from fornax.models.generation import Sampling, generate, stream
 from fornax.models.load import StoredModel, load_pretrained, open_pretrained, read_config
@@ -27,10 +21,20 @@ from fornax.models.paged_cache import (
     page_bytes,
 )
 from fornax.models.remat import REMAT_NAMES, REMAT_POLICIES, Remat, RematPolicy
+from fornax.models.rope_config import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
+from fornax.models.routing import Routing, router_losses
 from fornax.models.save import save_pretrained
-from fornax.models.scan import stack_layers
+from fornax.models.stack import stack_layers
 
 __all__ = [
+    "MODEL_USES",
     "REMAT_NAMES",
     "REMAT_POLICIES",
     "Cache",
@@ -38,6 +42,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DynamicNTKScaling",
+    "ExpertsConfig",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
@@ -46,12 +51,14 @@ __all__ = [
     "Remat",
     "RematPolicy",
     "RopeConfig",
+    "Routing",
     "Sampling",
     "StoredModel",
     "TokenLogprobs",
     "YarnScaling",
     "abstract_decoder",
     "cache_windows",
+    "check_model",
     "config_from_hf",
     "config_to_hf",
     "create_decoder",
@@ -62,10 +69,12 @@ __all__ = [
     "init_pages",
     "load_pretrained",
     "logits_logprobs",
+    "models_table",
     "num_parameters",
     "open_pretrained",
     "page_bytes",
     "read_config",
+    "router_losses",
     "save_pretrained",
     "stack_layers",
     "stream",

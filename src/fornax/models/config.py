@@ -5,141 +5,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fornax.config.errors import ConfigError
+from fornax.models.experts_config import ExpertsConfig
+from fornax.models.rope_config import DynamicNTKScaling, LongRopeScaling, RopeConfig
 
-__all__ = [
-    "DecoderConfig",
-    "DynamicNTKScaling",
-    "LayerKind",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongRopeScaling",
-    "RopeConfig",
-    "RopeScaling",
-    "YarnScaling",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearScaling:
-    """Position interpolation (Chen et al. 2023): every frequency divided by a factor."""
-
-    type: Literal["linear"] = "linear"
-    factor: float
-    """How many times longer the context becomes."""
-
-    def __post_init__(self) -> None:
-        _positive("factor", self.factor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DynamicNTKScaling:
-    """NTK-aware scaling of the base, growing with the longest position of the batch.
-
-    Up to `max_position_embeddings` it changes nothing.
-    """
-
-    type: Literal["dynamic"] = "dynamic"
-    factor: float
-    """How fast the base grows beyond `max_position_embeddings`."""
-
-    def __post_init__(self) -> None:
-        _positive("factor", self.factor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023): high frequencies kept, low ones divided, a ramp between."""
-
-    type: Literal["yarn"] = "yarn"
-    factor: float
-    """How many times longer the context becomes."""
-    original_max_position_embeddings: int
-    """Context length before the extension."""
-    beta_fast: float = 32.0
-    """Rotations over the original context above which a frequency is kept."""
-    beta_slow: float = 1.0
-    """Rotations over the original context below which a frequency is divided by `factor`."""
-    attention_factor: float | None = None
-    """Factor on cosines and sines; None computes it from `factor` and the two scales below."""
-    mscale: float | None = None
-    """Numerator scale of the attention factor; used only when `mscale_all_dim` is set too."""
-    mscale_all_dim: float | None = None
-    """Denominator scale of the attention factor; used only when `mscale` is set too."""
-    truncate: bool = True
-    """Whether the ends of the ramp are rounded to whole dimensions."""
-
-    def __post_init__(self) -> None:
-        _positive("factor", self.factor)
-        _positive("original_max_position_embeddings", self.original_max_position_embeddings)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024): a divisor for each frequency, others beyond the old length."""
-
-    type: Literal["longrope"] = "longrope"
-    short_factor: tuple[float, ...]
-    """Divisor of each frequency while the batch stays within the original length."""
-    long_factor: tuple[float, ...]
-    """Divisor of each frequency when the batch's longest position goes beyond it."""
-    original_max_position_embeddings: int
-    """Context length before the extension."""
-    factor: float | None = None
-    """Extension behind the attention factor; None takes max / original position embeddings."""
-    attention_factor: float | None = None
-    """Factor on cosines and sines; None is sqrt(1 + ln(factor) / ln(original length))."""
-
-    def __post_init__(self) -> None:
-        _positive("original_max_position_embeddings", self.original_max_position_embeddings)
-        if len(self.short_factor) != len(self.long_factor):
-            raise ConfigError(
-                f"short_factor has {len(self.short_factor)} values and long_factor "
-                f"{len(self.long_factor)}; both need one value per rotated frequency"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling: low frequencies divided, high ones kept, a smooth step between."""
-
-    type: Literal["llama3"] = "llama3"
-    factor: float
-    """Divisor of the low frequencies."""
-    low_freq_factor: float
-    """Wavelengths above original length / this are divided."""
-    high_freq_factor: float
-    """Wavelengths below original length / this are kept."""
-    original_max_position_embeddings: int
-    """Context length before the extension."""
-
-    def __post_init__(self) -> None:
-        _positive("factor", self.factor)
-        _positive("original_max_position_embeddings", self.original_max_position_embeddings)
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ConfigError(
-                f"high_freq_factor={self.high_freq_factor} must be above "
-                f"low_freq_factor={self.low_freq_factor}"
-            )
-
-
-RopeScaling = LinearScaling | DynamicNTKScaling | YarnScaling | LongRopeScaling | Llama3Scaling
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embeddings (Su et al. 2021)."""
-
-    theta: float = 10_000.0
-    """Base of the wavelengths."""
-    fraction: float = 1.0
-    """Share of each head's width that is rotated; the rest passes unrotated."""
-    scaling: RopeScaling | None = None
-    """How the frequencies are changed for longer contexts; None leaves them."""
-
-    def __post_init__(self) -> None:
-        _positive("theta", self.theta)
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction={self.fraction} must be above 0 and at most 1")
+__all__ = ["DecoderConfig", "LayerKind"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +19,19 @@ class LayerKind:
     """Keys visible to a query, itself included; None for all before it."""
     rope: Literal["global", "local", "none"]
     """Which rotary embedding the layer's queries and keys get."""
+    mlp: Literal["mlp", "experts"] = "mlp"
+    """The layer's second branch: one MLP, or a mixture of experts."""
+    placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Where its norms stand."""
+
+    def parts(self) -> tuple[str, ...]:
+        """What the layer consists of: its attributes of `DecoderLayer`, in order."""
+        before = self.placement in ("pre", "sandwich")
+        after = self.placement in ("post", "sandwich")
+        found: list[str] = []
+        for branch, norm in (("attention", "attention"), (self.mlp, "mlp")):
+            found += [f"{norm}_norm"] * before + [branch] + [f"post_{norm}_norm"] * after
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +65,11 @@ class DecoderConfig:
     """Keys visible in a sliding-window layer, the query's own included."""
     attention_pattern: tuple[Literal["full", "sliding"], ...] = ("full",)
     """Kind of each layer's attention, repeated over the layers."""
+    experts: ExpertsConfig | None = None
+    """The mixture of experts that takes the MLP's place; None for none."""
+    mlp_pattern: tuple[Literal["mlp", "experts"], ...] | None = None
+    """Whether each layer has the MLP or the experts, repeated over the layers; None gives all
+    layers the experts where there are any."""
 
     qkv_bias: bool = False
     """Whether query, key and value projections have a bias."""
@@ -192,6 +79,8 @@ class DecoderConfig:
     """Whether the MLP's projections have a bias."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys: over each head, or over all heads' width together."""
+    qkv_clip: float | None = None
+    """Queries, keys and values are cut to within -c and c, before rotation; None leaves them."""
     query_pre_attn_scalar: float | None = None
     """Scores are multiplied by this to the power -1/2; None takes the head width."""
     attention_logit_softcap: float | None = None
@@ -284,6 +173,14 @@ class DecoderConfig:
             )
         if self.local_rope is not None and "sliding" not in self.attention_pattern:
             raise ConfigError("local_rope is used by no layer: attention_pattern has no 'sliding'")
+        if not self.mlps:
+            raise ConfigError("mlp_pattern needs at least one value, or None")
+        used = {self.mlps[index % len(self.mlps)] for index in range(self.num_layers)}
+        if ("experts" in used) != (self.experts is not None):
+            raise ConfigError(
+                f"mlp_pattern={self.mlp_pattern!r} and experts={self.experts!r} do not go "
+                "together: layers with experts need `experts`, and `experts` a layer that has them"
+            )
 
     def _check_tokens(self) -> None:
         for name, ids in (
@@ -301,6 +198,13 @@ class DecoderConfig:
     def kv_heads(self) -> int:
         """Number of key/value heads, resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def mlps(self) -> tuple[Literal["mlp", "experts"], ...]:
+        """`mlp_pattern`, resolved."""
+        if self.mlp_pattern is not None:
+            return self.mlp_pattern
+        return ("mlp",) if self.experts is None else ("experts",)
 
     @property
     def head_width(self) -> int:
@@ -326,9 +230,22 @@ class DecoderConfig:
         sliding = self.attention_pattern[index % len(self.attention_pattern)] == "sliding"
         rotates = self.rope_pattern[index % len(self.rope_pattern)]
         where = "local" if sliding and self.local_rope is not None else "global"
+        mlps = self.mlps
         return LayerKind(
-            window=self.sliding_window if sliding else None, rope=where if rotates else "none"
+            window=self.sliding_window if sliding else None,
+            rope=where if rotates else "none",
+            mlp=mlps[index % len(mlps)],
+            placement=self.norm_placement,
         )
+
+    def part_layers(self) -> dict[str, tuple[int, ...]]:
+        """The layers that have each part (`LayerKind.parts`): a part's parameters are stacked over
+        these."""
+        found: dict[str, list[int]] = {}
+        for index, kind in enumerate(self.layer_kinds()):
+            for part in kind.parts():
+                found.setdefault(part, []).append(index)
+        return {part: tuple(layers) for part, layers in found.items()}
 
 
 _SIZES = (
@@ -341,6 +258,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
     "sliding_window",
+    "qkv_clip",
     "query_pre_attn_scalar",
     "attention_logit_softcap",
     "final_logit_softcap",

@@ -1,33 +1,59 @@
 """Closed forms of what a decoder costs: parameters and floating-point operations."""
 
-from fornax.models.config import DecoderConfig
+from fornax.models.config import DecoderConfig, LayerKind
 
 __all__ = ["flops_per_token", "num_parameters"]
 
 
-def num_parameters(config: DecoderConfig) -> int:
-    """How many numbers the model holds; a tied embedding counts once."""
+def num_parameters(config: DecoderConfig, *, active: bool = False) -> int:
+    """How many numbers the model holds; a tied embedding counts once.
+
+    Args:
+      config: the model.
+      active: count only what one token runs through: of the experts, those chosen for it.
+    """
     D, V = config.hidden_size, config.vocab_size
     tables = V * D if config.tie_embeddings else 2 * V * D
-    return tables + D + config.num_layers * (_layer_products(config) + _layer_vectors(config))
+    layers = sum(
+        _attention_products(config)
+        + _mlp_products(config, kind, active=active)
+        + _layer_vectors(config, kind, active=active)
+        for kind in config.layer_kinds()
+    )
+    return tables + D + layers
 
 
-def _layer_products(config: DecoderConfig) -> int:
-    """Weights of one layer that take part in matrix products."""
-    D, H = config.hidden_size, config.head_width
-    attention = D * H * (2 * config.num_heads + 2 * config.kv_heads)
-    return attention + 3 * D * config.intermediate_size
+def _attention_products(config: DecoderConfig) -> int:
+    """Weights of a layer's attention that take part in matrix products."""
+    return config.hidden_size * config.head_width * (2 * config.num_heads + 2 * config.kv_heads)
 
 
-def _layer_vectors(config: DecoderConfig) -> int:
+def _mlp_products(config: DecoderConfig, kind: LayerKind, *, active: bool) -> int:
+    """Those of its MLP, or of its router and experts."""
+    D, experts = config.hidden_size, config.experts
+    if kind.mlp == "mlp" or experts is None:
+        return 3 * D * config.intermediate_size
+    shared = 3 * D * (experts.shared_intermediate_size or 0) + D * experts.shared_gate
+    count = experts.experts_per_token if active else experts.num_experts
+    return 3 * D * experts.intermediate_size * count + D * experts.num_experts + shared
+
+
+def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> int:
     """Norm weights and biases of one layer."""
-    D, F, H = config.hidden_size, config.intermediate_size, config.head_width
+    D, H, experts = config.hidden_size, config.head_width, config.experts
     N, K = config.num_heads, config.kv_heads
     count = D * (4 if config.norm_placement == "sandwich" else 2)
     count += {"none": 0, "head": 2 * H, "full": (N + K) * H}[config.qk_norm]
     count += (N + 2 * K) * H if config.qkv_bias else 0
     count += D if config.attention_output_bias else 0
-    return count + (2 * F + D if config.mlp_bias else 0)
+    if kind.mlp == "mlp" or experts is None:
+        return count + (2 * config.intermediate_size + D if config.mlp_bias else 0)
+    count += experts.num_experts * (experts.router_bias + experts.selection_bias)
+    width, number = experts.intermediate_size, experts.num_experts
+    number = experts.experts_per_token if active else number
+    count += number * (2 * width + D) if experts.bias else 0
+    shared = experts.shared_intermediate_size
+    return count + (2 * shared + D if config.mlp_bias and shared else 0)
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = True) -> int:
@@ -37,15 +63,17 @@ def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = Tru
     against, times three for forward and backward (Chowdhery et al. 2022, PaLM, appendix B, whose
     6N + 12LHQT this is). As there, the causal mask is not discounted; a sliding window is.
     Recomputation (remat) does not count. Embedding look-ups are no products; the output
-    projection is one, tied or not.
+    projection is one, tied or not. Of experts those count that a token runs through.
 
     Args:
       config: the model.
       seq_len: T, tokens in a sequence.
       training: forward and backward; False for forward alone.
     """
-    products = config.num_layers * _layer_products(config)
+    kinds = config.layer_kinds()
+    products = sum(_mlp_products(config, kind, active=True) for kind in kinds)
+    products += config.num_layers * _attention_products(config)
     products += config.vocab_size * config.hidden_size
-    keys = sum(min(seq_len, kind.window or seq_len) for kind in config.layer_kinds())
+    keys = sum(min(seq_len, kind.window or seq_len) for kind in kinds)
     forward = 2 * products + 4 * config.num_heads * config.head_width * keys
     return 3 * forward if training else forward

@@ -17,11 +17,15 @@ from fornax.mesh import constrain
 from fornax.models.attend import KeyValueCache
 from fornax.models.cache import Cache
 from fornax.models.config import DecoderConfig
-from fornax.models.layers import AttentionContext, DecoderLayer, Embed, Projection, RMSNorm
+from fornax.models.context import LayerContext
+from fornax.models.norm import RMSNorm
 from fornax.models.paged_cache import PagedCache
+from fornax.models.projection import Embed, Projection
 from fornax.models.remat import Remat
 from fornax.models.rope import rotations
-from fornax.models.scan import run_layers, run_layers_cached, stack_layers
+from fornax.models.routing import Routing
+from fornax.models.scan import run_layers, run_layers_cached
+from fornax.models.stack import stack_decoder_layers
 
 __all__ = ["Decoder", "document_positions"]
 
@@ -33,7 +37,8 @@ class Decoder(nnx.Module):
 
     Attributes:
       embed: token embeddings.
-      layers: all layers as one module; every parameter has a leading "layers" axis.
+      layers: all layers as one module; each part's parameters have a leading "layers" axis over
+        the layers that have it.
       final_norm: the norm before the output projection.
       lm_head: the output projection, or None when it is the embedding table.
     """
@@ -59,11 +64,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.embed = Embed(config, rngs=rngs, **make)
-        self.layers = stack_layers(
-            lambda layer_rngs: DecoderLayer(config, rngs=layer_rngs, **make),
-            config.num_layers,
-            rngs,
-        )
+        self.layers = stack_decoder_layers(config, rngs=rngs, **make)
         self.final_norm = RMSNorm((config.hidden_size,), config, dtype=dtype)
         self.lm_head = None if config.tie_embeddings else _lm_head(config, rngs=rngs, **make)
 
@@ -107,6 +108,33 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """The final norm's output x [B, T, D], for a loss that makes logits piece by piece.
 
+        Args are those of `hidden_and_routing`.
+        """
+        return self.hidden_and_routing(
+            tokens_BT,
+            positions_BT,
+            segment_ids_BT,
+            consecutive=consecutive,
+            remat=remat,
+            unroll=unroll,
+            implementation=implementation,
+            disturb=disturb,
+        )[0]
+
+    def hidden_and_routing(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        *,
+        consecutive: bool | None = None,
+        remat: str | Remat = "none",
+        unroll: int | bool = 1,
+        implementation: str | None = None,
+        disturb: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> tuple[jax.Array, Routing | None]:
+        """The final norm's output x [B, T, D], and what the routers of its experts did.
+
         Args:
           tokens_BT: int32 token ids.
           positions_BT: see `__call__`.
@@ -123,7 +151,7 @@ class Decoder(nnx.Module):
             consecutive = positions_BT is None
         if positions_BT is None:
             positions_BT = document_positions(tokens_BT.shape, segment_ids_BT)
-        context = AttentionContext(
+        context = LayerContext(
             positions_BT=positions_BT,
             segment_ids_BT=segment_ids_BT,
             rotations=dict(rotations(self.config, positions_BT)),
@@ -134,10 +162,10 @@ class Decoder(nnx.Module):
         if disturb is not None:
             x_BTD = disturb(x_BTD)
         x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
-        x_BTD = run_layers(
+        x_BTD, routing = run_layers(
             self.layers, self.config.layer_kinds(), x_BTD, context, remat=remat, unroll=unroll
         )
-        return self.final_norm(x_BTD)
+        return self.final_norm(x_BTD), routing
 
     def prefill(
         self, tokens_BT: jax.Array, segment_ids_BT: jax.Array, cache: Cache
@@ -221,7 +249,7 @@ class Decoder(nnx.Module):
         segment_ids_BT: jax.Array | None,
         longest: int | None = None,
     ) -> tuple[jax.Array, CacheT]:
-        context = AttentionContext(
+        context = LayerContext(
             positions_BT=positions_BT,
             segment_ids_BT=segment_ids_BT,
             rotations=dict(rotations(self.config, positions_BT, longest)),

@@ -19,8 +19,9 @@ from flax import nnx
 
 from fornax.config.errors import ConfigError
 from fornax.models.cache import Cache, init_cache
-from fornax.models.config import DecoderConfig, LongRopeScaling
+from fornax.models.config import DecoderConfig
 from fornax.models.decoder import Decoder
+from fornax.models.rope_config import LongRopeScaling
 
 __all__ = ["Sampling", "generate", "stream"]
 

@@ -5,8 +5,9 @@ everything else is flattened. A layer's tensors lie behind one another in our st
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from fornax.config.errors import ConfigError
+from fornax.models.decoder import Decoder
 
 __all__ = ["Block", "Slot", "TensorLayout", "flat_variables", "plan_layout"]
 
@@ -25,10 +27,13 @@ class Slot:
     path: str
     """Its path in the model, such as layers/attention/q/kernel."""
     layer: int | None
+    """Its index in the stack; None for what is not stacked."""
     shape: tuple[int, ...]
-    """Shape without the layers axis."""
+    """Shape without the axes of layers and experts."""
     num_inputs: int
     """Leading axes of a kernel that are summed over; 0 for what is no kernel."""
+    expert: int | None = None
+    """Which expert's it is, where each has a tensor of its own."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -73,7 +78,7 @@ class TensorLayout:
     blocks: tuple[Block, ...]
 
 
-def plan_layout(model: nnx.Module, names: Mapping[str, str]) -> list[TensorLayout]:
+def plan_layout(model: Decoder, names: Mapping[str, str]) -> list[TensorLayout]:
     """Every stored tensor of a model, in the order of its layers.
 
     Args:
@@ -92,16 +97,26 @@ def plan_layout(model: nnx.Module, names: Mapping[str, str]) -> list[TensorLayou
             f"{', '.join(unnamed)} has no name in the Hugging Face family; only the family's own "
             "modules can be saved as one"
         )
+    numbers = model.config.part_layers()
     for path in (path for path in names if path in variables):
-        variable = variables[path]
-        stacked = variable.get_metadata()["axes"][:1] == ("layers",)
-        shape = variable.shape[1:] if stacked else variable.shape
-        num_inputs = _num_inputs(model, path)
-        for layer in range(variable.shape[0]) if stacked else (None,):
-            key = (-1 if layer is None else layer, names[path].format(layer=layer))
-            slots.setdefault(key, []).append(Slot(path, layer, shape, num_inputs))
+        for slot in _slots(model, path, variables[path], "{expert}" in names[path]):
+            layer = -1 if slot.layer is None else numbers[path.split("/")[1]][slot.layer]
+            name = names[path].format(layer=layer, expert=slot.expert)
+            slots.setdefault((layer, name), []).append(slot)
     in_order = sorted(slots.items(), key=lambda item: item[0][0])
     return [_fuse(name, parts) for (_, name), parts in in_order]
+
+
+def _slots(model: nnx.Module, path: str, variable: Any, by_expert: bool) -> Iterator[Slot]:
+    """The parts of a parameter that are tensors of their own, or blocks of one."""
+    axes, shape = variable.get_metadata()["axes"], variable.shape
+    stacked = axes[:1] == ("layers",)
+    layers = range(shape[0]) if stacked else (None,)
+    shape, axes = shape[stacked:], axes[stacked:]
+    experts = range(shape[0]) if by_expert else (None,)
+    shape = shape[by_expert:]
+    for layer, expert in itertools.product(layers, experts):
+        yield Slot(path, layer, shape, _num_inputs(model, path), expert)
 
 
 def flat_variables(model: nnx.Module) -> dict[str, Any]:

@@ -102,11 +102,15 @@ def open_pretrained(
     _check(stored, layout, folder)
     if mesh is not None:
         tree_shardings(nnx.state(model), mesh, rules)  # whether all of it divides
-    blocks: dict[str, list[tuple[StoredTensor, Block]]] = {}
+    blocks: dict[str, dict[int | None, list[_Source]]] = {}
     for tensor in layout:
         for block in tensor.blocks:
-            blocks.setdefault(block.slot.path, []).append((stored[tensor.name], block))
+            layers = blocks.setdefault(block.slot.path, {})
+            layers.setdefault(block.slot.layer, []).append((stored[tensor.name], block))
     return StoredModel(model=model, dtype=dtype, mesh=mesh, rules=rules, blocks=blocks)
+
+
+_Source = tuple[StoredTensor, Block]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +123,9 @@ class StoredModel:
     """Of parameters."""
     mesh: Mesh | None
     rules: Rules
-    blocks: Mapping[str, list[tuple[StoredTensor, Block]]]
-    """By path of a parameter: where its values are, its layers in order."""
+    blocks: Mapping[str, Mapping[int | None, list[_Source]]]
+    """By path of a parameter and index in its stack (None where it has none): where its values
+    are, those of experts in order."""
 
     def fill(self) -> None:
         """Read the parameters that are still abstract into the model."""
@@ -151,18 +156,17 @@ class StoredModel:
     def _read(
         self, path: str, function: Callable[[jax.Array], tuple[jax.Array, ...]], place: object
     ) -> tuple[jax.Array, ...]:
-        blocks, axes = self.blocks[path], self._axes(path)
-        if blocks[0][1].slot.layer is None:
-            stored, block = blocks[0]
-            return function(_put(stored.view(), block, self._place(axes), self.dtype))
+        layers, axes = self.blocks[path], self._axes(path)
+        if None in layers:
+            return function(_put(layers[None], self._place(axes), self.dtype))
         stacks: list[jax.Array] = []
-        for stored, block in blocks:
-            part = _put(stored.view(), block, self._place(axes[1:]), self.dtype)
+        for layer, sources in layers.items():
+            part = _put(sources, self._place(axes[1:]), self.dtype)
             made = function(part)
-            stacks = stacks or [_zeros(len(blocks), x, place or _stacked(x)) for x in made]
+            stacks = stacks or [_zeros(len(layers), x, place or _stacked(x)) for x in made]
             for number, x in enumerate(made):
                 write = _write_layer(stacks[number].sharding)
-                stacks[number] = write(stacks[number], x, block.slot.layer)
+                stacks[number] = write(stacks[number], x, layer)
             for x in (part, *made):
                 x.delete()
         return tuple(stacks)
@@ -249,15 +253,25 @@ def _check(stored: Mapping[str, StoredTensor], layout: list[TensorLayout], folde
         )
 
 
-def _put(view: np.ndarray, block: Block, place: Any, dtype: np.dtype) -> jax.Array:
+def _put(sources: list[_Source], place: Any, dtype: np.dtype) -> jax.Array:
     """One parameter, or one layer of it, on its devices: each part cut and converted once."""
-    rows = view[block.start : block.stop]
-    ours = block.slot.from_stored(rows)
+    parts = [
+        block.slot.from_stored(stored.view()[block.start : block.stop]) for stored, block in sources
+    ]
+    if sources[0][1].slot.expert is None:
+        (ours,) = parts
+        shape = ours.shape
 
-    def cut(index: tuple[slice, ...] | None) -> np.ndarray:
-        return np.array(ours[index if index is not None else ...], dtype, order="C")
+        def cut(index: tuple[slice, ...] | None) -> np.ndarray:
+            return np.array(ours[index if index is not None else ...], dtype, order="C")
+    else:
+        shape = (len(parts), *parts[0].shape)
 
-    return jax.make_array_from_callback(ours.shape, place, cut).block_until_ready()
+        def cut(index: tuple[slice, ...] | None) -> np.ndarray:
+            experts, *rest = index if index is not None else (slice(None), ...)
+            return np.stack([part[tuple(rest)].astype(dtype) for part in parts[experts]])
+
+    return jax.make_array_from_callback(shape, place, cut).block_until_ready()
 
 
 def _stacked(layer: jax.Array) -> Any:

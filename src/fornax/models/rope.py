@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fornax.models.config import (
-    DecoderConfig,
+from fornax.models.config import DecoderConfig
+from fornax.models.rope_config import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,

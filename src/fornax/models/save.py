@@ -166,7 +166,7 @@ def _shards(
 def _stored(tensor: TensorLayout, values: dict[str, jax.Array]) -> np.ndarray:
     parts = []
     for block in tensor.blocks:
-        value, layer = values[block.slot.path], block.slot.layer
-        host = np.asarray(value if layer is None else value[layer])
-        parts.append(block.slot.to_stored(host))
+        slot = block.slot
+        index = tuple(number for number in (slot.layer, slot.expert) if number is not None)
+        parts.append(slot.to_stored(np.asarray(values[slot.path][index])))
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

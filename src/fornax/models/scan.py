@@ -1,13 +1,11 @@
-"""Stacking layers along a leading axis and running the stack with as few compiled bodies as the
-pattern of layer kinds allows.
+"""Running a stack of layers with as few compiled bodies as the pattern of layer kinds allows.
 
-Parameters live in one stack with a leading "layers" axis. A scan's body holds one period of the
-pattern, so each layer in it knows its window and rotary embedding at compile time, which kernels
-need. A pattern that does not repeat evenly becomes several scans over parts of the stack.
+Each part of a layer lies in one stack over the layers that have it. A scan's body holds one period
+of the pattern, so each layer in it knows its window and rotary embedding at compile time, which
+kernels need. A pattern that does not repeat evenly becomes several scans over parts of the stacks.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,45 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fornax.config.errors import ConfigError
 from fornax.models.attend import KeyValueCache, LayerCache, Place
 from fornax.models.config import LayerKind
-from fornax.models.layers import AttentionContext
+from fornax.models.context import LayerContext
+from fornax.models.layers import DecoderLayer
 from fornax.models.remat import Remat, keep_uncut, rematerialise
+from fornax.models.routing import Routing
 
-__all__ = [
-    "Segment",
-    "plan_segments",
-    "run_layers",
-    "run_layers_cached",
-    "stack_layers",
-]
-
-
-def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`count` modules of one kind as one module whose parameters have a leading "layers" axis.
-
-    Args:
-      make: builds one module from its own source of randomness; every variable that it makes must
-        carry `axes`.
-      count: how many.
-      rngs: split into one source for each.
-    """
-    keys = jax.random.split(rngs.params(), count)
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
-
-    def name_axis(variable: nnx.Variable) -> nnx.Variable:
-        axes = variable.get_metadata().get("axes")
-        if axes is None:
-            raise ConfigError(
-                "a stacked layer has a variable without logical axes; make it with "
-                'nnx.Param(value, axes=("embed", "mlp"))'
-            )
-        return variable.replace(axes=("layers", *axes))
-
-    stacked = jax.tree.map(name_axis, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return nnx.merge(graphdef, stacked)
+__all__ = ["Segment", "plan_segments", "run_layers", "run_layers_cached"]
 
 
 @dataclass(frozen=True)
@@ -96,69 +63,133 @@ def _period(kinds: tuple[LayerKind, ...]) -> int:
     return len(kinds)
 
 
+Stacks = dict[str, Any]
+"""By part of a layer: its structure, or its arrays with a leading axis over the layers that have
+it."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The layers of a segment that have a part, in the part's stack."""
+
+    start: int
+    period: int
+    """How many of a period's layers have it."""
+    stop: int
+
+    def of(self, index: int, segment: Segment, part: str) -> int:
+        """Which of the period's is that of the period's `index`-th layer."""
+        return sum(part in kind.parts() for kind in segment.kinds[:index])
+
+
+def _stretches(kinds: tuple[LayerKind, ...], segment: Segment) -> dict[str, _Stretch]:
+    """Where the parts of a segment's layers lie."""
+    found = {}
+    for part in dict.fromkeys(part for kind in segment.kinds for part in kind.parts()):
+        start = sum(part in kind.parts() for kind in kinds[: segment.start])
+        period = sum(part in kind.parts() for kind in segment.kinds)
+        found[part] = _Stretch(start, period, start + period * segment.repeats)
+    return found
+
+
 def run_layers(
-    layers: nnx.Module,
+    layers: DecoderLayer,
     kinds: tuple[LayerKind, ...],
     x_BTD: jax.Array,
-    context: AttentionContext,
+    context: LayerContext,
     *,
     remat: str | Remat = "none",
     unroll: int | bool = 1,
-) -> jax.Array:
+) -> tuple[jax.Array, Routing | None]:
     """Run a stack of layers without a cache.
 
     Args:
-      layers: the stacked module.
+      layers: the stacked parts.
       kinds: each layer's kind.
       x_BTD: the residual stream.
       context: what the layers share.
       remat: what the backward pass computes again of each layer.
       unroll: periods that one step of the scan runs; True runs all without a loop.
 
+    Returns:
+      The residual stream, and what the routers did, with a leading axis over the layers that have
+      one; None where none has.
+
     Raises:
       ConfigError: for an unknown remat policy.
     """
-    graphdef, stack = nnx.split(layers)
+    split = {part: nnx.split(module) for part, module in layers.parts().items()}
+    graphdefs = {part: graphdef for part, (graphdef, _) in split.items()}
+    routings: list[Routing] = []
 
-    def body(segment: Segment, x_BTD: jax.Array, period: object) -> tuple[jax.Array, None]:
+    def body(
+        segment: Segment, x_BTD: jax.Array, period: Stacks
+    ) -> tuple[jax.Array, list[Routing | None]]:
         # A scan of one step is no loop once compiled.
         lone = segment.repeats == 1 or unroll is True
+        stretches, found = _stretches(kinds, segment), []
         for index, kind in enumerate(segment.kinds):
             # What the loop hands over as it is stays where it is; what is cut from it would be
             # saved for the backward pass, a second copy of the stack.
-            alone = len(segment.kinds) == 1
-            layer = functools.partial(_run_layer, graphdef, kind, context, None if alone else index)
-            layer = layer if alone else keep_uncut(layer)
-            x_BTD = rematerialise(layer, remat, prevent_cse=lone)(period, x_BTD)
-        return x_BTD, None
+            cuts = {
+                part: None
+                if stretches[part].period == 1
+                else stretches[part].of(index, segment, part)
+                for part in kind.parts()
+            }
+            layer = functools.partial(_run_layer, graphdefs, kind, context, cuts)
+            layer = layer if set(cuts.values()) == {None} else keep_uncut(layer)
+            own = {part: period[part] for part in kind.parts()}
+            x_BTD, routing = rematerialise(layer, remat, prevent_cse=lone)(own, x_BTD)
+            found.append(routing)
+        return x_BTD, found
 
     for segment in plan_segments(kinds):
-        period = len(segment.kinds)
-        shape = (segment.repeats, period) if period > 1 else (segment.repeats,)
-        part = jax.tree.map(functools.partial(_part, segment=segment, shape=shape), stack)
-        x_BTD, _ = jax.lax.scan(functools.partial(body, segment), x_BTD, part, unroll=unroll)
-    return x_BTD
+        own = {
+            part: jax.tree.map(
+                functools.partial(_part, stretch=stretch, repeats=segment.repeats), split[part][1]
+            )
+            for part, stretch in _stretches(kinds, segment).items()
+        }
+        x_BTD, found = jax.lax.scan(functools.partial(body, segment), x_BTD, own, unroll=unroll)
+        of_period = [routing for routing in found if routing is not None]
+        if of_period:
+            routings.append(jax.tree.map(_in_order, *of_period))
+    if not routings:
+        return x_BTD, None
+    return x_BTD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+
+
+def _in_order(*layers: jax.Array) -> jax.Array:
+    """Values [repeats, ...] of each layer of a period, as one axis over all layers."""
+    return jnp.stack(layers, axis=1).reshape(-1, *layers[0].shape[1:])
 
 
 def _run_layer(
-    graphdef: Any,
+    graphdefs: Stacks,
     kind: LayerKind,
-    context: AttentionContext,
-    index: int | None,
-    period: Any,
+    context: LayerContext,
+    cuts: dict[str, int | None],
+    period: Stacks,
     x_BTD: jax.Array,
-) -> jax.Array:
-    """Run the `index`-th layer of a period, or the only one of it when `index` is None.
+) -> tuple[jax.Array, Routing | None]:
+    """Run one layer of a period, whose part is the cut-th of those of the period, or the only one.
 
     It picks its own parameters: picked outside, they would be saved, a second copy of the stack.
     """
-    one = period if index is None else jax.tree.map(lambda leaf: leaf[index], period)
-    return nnx.merge(graphdef, one)(x_BTD, kind, context)[0]
+    parts = {}
+    for part, cut in cuts.items():
+        state = period[part]
+        one = state if cut is None else jax.tree.map(lambda leaf, cut=cut: leaf[cut], state)
+        parts[part] = nnx.merge(graphdefs[part], one)
+    x_BTD, _, routing = DecoderLayer(parts)(x_BTD, kind, context)
+    return x_BTD, routing
 
 
-def _part(leaf: jax.Array, segment: Segment, shape: tuple[int, ...]) -> jax.Array:
-    if segment.stop - segment.start != leaf.shape[0]:
-        leaf = leaf[segment.start : segment.stop]
+def _part(leaf: jax.Array, stretch: _Stretch, repeats: int) -> jax.Array:
+    if stretch.stop - stretch.start != leaf.shape[0]:
+        leaf = leaf[stretch.start : stretch.stop]
+    shape = (repeats, stretch.period) if stretch.period > 1 else (repeats,)
     return leaf.reshape(shape + leaf.shape[1:])
 
 
@@ -166,28 +197,33 @@ CacheT = TypeVar("CacheT", bound=KeyValueCache)
 
 
 def run_layers_cached(
-    layers: nnx.Module,
+    layers: DecoderLayer,
     kinds: tuple[LayerKind, ...],
     x_BTD: jax.Array,
-    context: AttentionContext,
+    context: LayerContext,
     cache: CacheT,
 ) -> tuple[jax.Array, CacheT]:
     """Run a stack of layers that read and write a cache.
 
     The stack is indexed and the cache carried, so that neither is copied: for inference only.
     """
-    graphdef, stack = nnx.split(layers)
+    split = {part: nnx.split(module) for part, module in layers.parts().items()}
 
     def body(segment: Segment, carry: Any, repeat: jax.Array) -> tuple[Any, None]:
         x_BTD, cache = carry
+        stretches = _stretches(kinds, segment)
         for index, kind in enumerate(segment.kinds):
-            place = _place(segment, kinds, index, repeat)
-            one = jax.tree.map(
-                functools.partial(_pick, layer=place.layer), stack, is_leaf=_is_weight
-            )
-            view = LayerCache(cache, place)
-            x_BTD, view = nnx.merge(graphdef, one)(x_BTD, kind, context, view)
-            cache = view.cache
+            parts = {}
+            for part in kind.parts():
+                stretch = stretches[part]
+                at = stretch.start + repeat * stretch.period + stretch.of(index, segment, part)
+                graphdef, stack = split[part]
+                one = jax.tree.map(functools.partial(_pick, at=at), stack, is_leaf=_is_weight)
+                parts[part] = nnx.merge(graphdef, one)
+            view = LayerCache(cache, _place(segment, kinds, index, repeat))
+            x_BTD, after, _ = DecoderLayer(parts)(x_BTD, kind, context, view)
+            assert after is not None
+            cache = after.cache
         return (x_BTD, cache), None
 
     carry = (x_BTD, cache)
@@ -213,7 +249,7 @@ def _is_weight(leaf: object) -> bool:
     return hasattr(leaf, "linear") and not isinstance(leaf, nnx.Variable)
 
 
-def _pick(leaf: Any, layer: jax.Array) -> Any:
+def _pick(leaf: Any, at: jax.Array) -> Any:
     if _is_weight(leaf):
-        return leaf.at(layer)
-    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+        return leaf.at(at)
+    return jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False)

@@ -9,7 +9,7 @@ from flax import nnx
 from fornax.config import ConfigError
 from fornax.config.text import write_flow
 from fornax.mesh import MeshConfig, fit_mesh
-from fornax.models import abstract_decoder, flops_per_token, num_parameters
+from fornax.models import abstract_decoder, check_model, flops_per_token, num_parameters
 from fornax.plan.advice import advise
 from fornax.plan.closed_form import kernel_choices
 from fornax.plan.cost.estimate import estimate
@@ -75,6 +75,7 @@ def _fitted(config: TrainConfig, topology: Topology) -> TrainConfig:
     """The config with the mesh that the trainer would make of it."""
     if config.model is None:
         return config
+    check_model(config.model, "plan")
     shapes = nnx.state(abstract_decoder(config.model))
     mesh = fit_mesh(config.mesh, shapes, topology.num_devices)
     return dataclasses.replace(config, mesh=mesh)

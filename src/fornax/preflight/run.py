@@ -17,6 +17,7 @@ from fornax import config as config_room
 from fornax.config import ConfigError, FornaxError, dump_yaml, environment, from_mapping, from_yaml
 from fornax.config.worker_process import WorkerProcess, ending, receive, send
 from fornax.mesh import initialize
+from fornax.models import check_model
 from fornax.preflight.checkpoint import checkpoint
 from fornax.preflight.data import data
 from fornax.preflight.harness import Case, Harness, run_case
@@ -130,6 +131,8 @@ def check(
             "process of its own, or set XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
     began = time.monotonic()
+    if config.model is not None:
+        check_model(config.model, "preflight")
     shrunk = shrink(config, depth="quick" if quick else "whole")
     cases = _cases(Harness(shrunk), config, quick=quick)
     cases = [case for case in cases if not only or case.group in only]

@@ -20,7 +20,7 @@ from fornax.config.errors import ConfigError
 from fornax.data import Prefetch, PythonSource
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
 from fornax.models import DecoderConfig
-from fornax.models.config import LongRopeScaling, RopeConfig
+from fornax.models.rope_config import LongRopeScaling, RopeConfig
 from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer, Shampoo
 from fornax.train import EvalConfig, TrainConfig
 

@@ -18,7 +18,7 @@ from fornax import export
 from fornax.config.errors import ConfigError
 from fornax.kernels.registry import target_platform
 from fornax.models import Decoder, DecoderConfig
-from fornax.models.config import DynamicNTKScaling, LongRopeScaling
+from fornax.models.rope_config import DynamicNTKScaling, LongRopeScaling
 from fornax.train.weights import load_decoder
 
 if TYPE_CHECKING:

@@ -81,6 +81,10 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
         held = replace(parts, model=parts.model.holding(frozen or {}))
         with use_mesh(parts.mesh, parts.rules):
             loss, other, grads = sum_gradients(held, state.params, state.other, batch, key)
+            if parts.task.settle is not None:
+                model = held.model.merge(state.params, other, key)
+                parts.task.settle(model, loss)
+                other = held.model.other_of(model)
         scale = jnp.where(loss.weight > 0, 1 / jnp.where(loss.weight > 0, loss.weight, 1), 0)
         mean = loss.total * scale
         norm = optax.tree.norm(_means(grads, scale))

@@ -46,6 +46,8 @@ class Loss:
     """Further means to report."""
     maxima: dict[str, jax.Array] = field(default_factory=dict)
     """Further numbers to report (float32), of which the largest over all micro-batches counts."""
+    counts: dict[str, jax.Array] = field(default_factory=dict)
+    """float32 arrays that are added up over all micro-batches, for `Task.settle`."""
 
 
 class Batches(Protocol):
@@ -111,6 +113,9 @@ class Task(Generic[ModelT]):
     batch or a micro-batch of it."""
     batches: Callable[[str, Hosts], Batches]
     """(split, hosts) to a stream; splits are `train` and `eval`."""
+    settle: Callable[[ModelT, Loss], None] | None = None
+    """(model, loss of the whole batch), called once a step, traced: it may change the model's
+    arrays that are no `nnx.Param` by what the batch did. A step that is skipped changes none."""
     evaluate: Callable[[ModelT, Batch], Loss] | None = None
     """(model, batch) to sums that add up over the evaluation; None: `loss` without randomness."""
     summarise: Callable[[dict[str, float]], dict[str, float]] = dict

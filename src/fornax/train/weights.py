@@ -191,8 +191,8 @@ def load_run(
     where = None
     if mesh is not None:
         where = nnx.to_pure_dict(tree_shardings(parts.params, mesh, rules))
-    params, at = _restore(checkpointer, record, parts, where, step)
-    model = parts.merge(params, {}, jax.random.key(0))
+    params, other, at = _restore(checkpointer, record, parts, where, step)
+    model = parts.merge(params, other, jax.random.key(0))
     if record.lora is not None and merge:
         model = adapters.merged(model)
     return Loaded(model=model, config=record, step=at)
@@ -204,14 +204,16 @@ def _restore(
     parts: ModelParts,
     where: object,
     step: int | None,
-) -> tuple[Any, int]:
-    """The trained arrays of a checkpoint, and its step.
+) -> tuple[Any, Any, int]:
+    """The trained arrays of a checkpoint, the model's other arrays, and its step.
 
     Whatever else it has, such as a head that gives values, is left there.
     """
     wanted: dict[str, Any] = {"params": jax.tree.map(_shape, nnx.to_pure_dict(parts.params))}
     if where is not None:
         wanted["params"] = jax.tree.map(_with_sharding, wanted["params"], where)
+    if others := jax.tree.map(_shape, nnx.to_pure_dict(parts.other)):
+        wanted["other"] = others
     chain = None
     if record.optim.ema is not None or record.optim.lookahead is not None:
         chain = optim.build(record.optim, total_steps=record.steps, params=parts.params)
@@ -223,7 +225,7 @@ def _restore(
     found = restored.state["params"]
     if chain is not None:
         found = chain.eval_params(found, restored.state["optimizer"])
-    return found, restored.step
+    return found, restored.state.get("other", {}), restored.step
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from tests.quick import pytest_runtest_setup, pytest_runtest_teardown
 
-from fornax.models import Decoder, DecoderConfig, RopeConfig, create_decoder
+from fornax.models import Decoder, DecoderConfig, ExpertsConfig, RopeConfig, create_decoder
 
 __all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
 
@@ -56,6 +56,44 @@ CONFIGS = {
         sliding_window=4,
         attention_pattern=("sliding", "full"),
         local_rope=RopeConfig(theta=100.0),
+    ),
+    # a dense layer between layers of experts: groups, a bias for the choice, an expert for all
+    "experts": DecoderConfig(
+        **_SIZES,
+        num_layers=4,
+        num_kv_heads=2,
+        qkv_clip=1.5,
+        mlp_bias=True,
+        mlp_pattern=("experts", "experts", "mlp", "experts"),
+        experts=ExpertsConfig(
+            num_experts=8,
+            experts_per_token=3,
+            intermediate_size=8,
+            score="sigmoid",
+            normalize_eps=1e-20,
+            scale=1.7,
+            selection_bias=True,
+            num_groups=4,
+            groups_per_token=2,
+            group_score="top2",
+            shared_intermediate_size=16,
+            shared_gate=True,
+        ),
+    ),
+    # experts in every layer: biases, the clipped activation, weighted inputs
+    "clipped": DecoderConfig(
+        **_SIZES,
+        num_layers=2,
+        num_kv_heads=4,
+        experts=ExpertsConfig(
+            num_experts=4,
+            experts_per_token=2,
+            intermediate_size=24,
+            router_bias=True,
+            bias=True,
+            clip=0.5,
+            weigh="input",
+        ),
     ),
 }
 

@@ -13,8 +13,8 @@ from fornax.models import (
     RopeConfig,
     YarnScaling,
 )
-from fornax.models.config import RopeScaling
 from fornax.models.rope import apply_rope, attention_factor, inverse_frequencies
+from fornax.models.rope_config import RopeScaling
 
 WIDTH, LIMIT = 16, 64
 

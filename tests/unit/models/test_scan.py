@@ -14,7 +14,7 @@ from tests.unit.models.conftest import CONFIGS, tokens_of
 from fornax.config.errors import ConfigError
 from fornax.models import create_decoder, stack_layers
 from fornax.models.config import LayerKind
-from fornax.models.layers import AttentionContext
+from fornax.models.context import LayerContext
 from fornax.models.rope import rotations
 from fornax.models.scan import plan_segments, run_layers
 
@@ -78,15 +78,15 @@ def test_uneven_patterns_equal_a_loop_over_the_layers() -> None:
     model = create_decoder(config)
     tokens = jnp.asarray(tokens_of(1, 9))
     positions = jnp.arange(9)[None]
-    context = AttentionContext(positions, None, dict(rotations(config, positions)))
+    context = LayerContext(positions, None, dict(rotations(config, positions)))
     graphdef, stack = nnx.split(model.layers)
 
     @jax.jit
     def both(stack: nnx.State, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scanned = run_layers(nnx.merge(graphdef, stack), config.layer_kinds(), x_BTD, context)
+        scanned, _ = run_layers(nnx.merge(graphdef, stack), config.layer_kinds(), x_BTD, context)
         for index, kind in enumerate(config.layer_kinds()):
             layer = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=index: leaf[i], stack))
-            x_BTD, _ = layer(x_BTD, kind, context)
+            x_BTD, _, _ = layer(x_BTD, kind, context)
         return scanned, x_BTD
 
     scanned, looped = both(stack, model.embed(tokens))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fornax.models import DecoderConfig
-from fornax.models.config import LongRopeScaling
+from fornax.models.rope_config import LongRopeScaling
 from fornax.optim import Adafactor
 from fornax.preflight.shrink import DEVICES, shrink
 

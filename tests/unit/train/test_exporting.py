@@ -11,7 +11,7 @@ from fornax.config.errors import ConfigError
 from fornax.export.modules import take_apart
 from fornax.kernels.registry import target_platform
 from fornax.models import Decoder, DecoderConfig, abstract_decoder
-from fornax.models.config import DynamicNTKScaling, RopeConfig
+from fornax.models.rope_config import DynamicNTKScaling, RopeConfig
 from fornax.train import export_model, model_functions
 
 TINY = DecoderConfig(

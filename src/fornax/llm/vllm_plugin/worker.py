@@ -31,7 +31,14 @@ from fornax.llm.scheduler_output import SchedulerOutput
 from fornax.llm.vllm_plugin.batch import Batch, Request
 from fornax.llm.vllm_plugin.options import engine_config
 from fornax.llm.weights import load_weights
-from fornax.models import DecoderConfig, cache_windows, page_bytes
+from fornax.models import (
+    DecoderConfig,
+    cache_windows,
+    check_model,
+    config_from_hf,
+    page_bytes,
+    read_config,
+)
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest  # pyrefly: ignore[missing-import]
@@ -63,6 +70,7 @@ class FornaxWorker(WorkerBase):
         folder = Path(self.model_config.model)
         if load_dummy_weights or not folder.is_dir():
             raise EngineError(f"{folder} is no folder; give the model's, weights included")
+        check_model(config_from_hf(read_config(folder)), "vLLM plugin")
         self._weights = load_weights(folder, self._config)
         model = _unwindowed(self._weights.config)
         self._limits = fit_limits(self._config, self._weights, attached_devices(), cached=model)

@@ -88,6 +88,10 @@ def _resolved(config: DecoderConfig) -> DecoderConfig:
     layers = config.num_layers
     attention = [config.attention_pattern[i % len(config.attention_pattern)] for i in range(layers)]
     rotates = [config.rope_pattern[i % len(config.rope_pattern)] for i in range(layers)]
+    mlps = [kind.mlp for kind in config.layer_kinds()]
+    experts = config.experts
+    if experts is not None:  # what only training reads
+        experts = replace(experts, balance_loss=0.0, router_z_loss=0.0, bias_update_rate=0.0)
     scalar = config.query_pre_attn_scalar
     return replace(
         config,
@@ -97,6 +101,9 @@ def _resolved(config: DecoderConfig) -> DecoderConfig:
         local_rope=config.local_rope or (config.rope if "sliding" in attention else None),
         attention_pattern=tuple(attention),
         rope_pattern=tuple(rotates),
+        mlp_pattern=tuple(mlps),
+        experts=experts,
+        intermediate_size=config.intermediate_size if "mlp" in mlps else 1,
         scale_residual_init=True,
         family=None,
     )

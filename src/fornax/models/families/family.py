@@ -7,7 +7,7 @@ from typing import Any
 from fornax.models.config import DecoderConfig
 from fornax.models.families.reader import ConfigReader
 
-__all__ = ["BASE_NAMES", "PRE_NORM_NAMES", "Family"]
+__all__ = ["BASE_NAMES", "PRE_NORM_NAMES", "Family", "expert_names"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Family:
     write: Callable[[DecoderConfig], dict[str, Any]]
     """The keys of config.json; the caller checks that reading them back loses nothing."""
     names: Mapping[str, str]
-    """Our parameter path to the tensor's name, `{layer}` standing for the layer's number. Several
-    paths with one name are that tensor's row blocks, in this order."""
+    """Our parameter path to the tensor's name, `{layer}` standing for the layer's number and
+    `{expert}` for the expert's. Several paths with one name are that tensor's row blocks, in this
+    order."""
 
 
 BASE_NAMES = {
@@ -52,3 +53,23 @@ PRE_NORM_NAMES = {
     "layers/attention_norm/scale": "model.layers.{layer}.input_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
 }
+
+
+def expert_names(block: str, *, gate: str, up: str, down: str) -> dict[str, str]:
+    """Names of a router and its experts, and of the expert that all tokens run through.
+
+    Args:
+      block: what the family calls the part of a layer that holds them.
+      gate: what it calls an expert's projections.
+      up: see `gate`.
+      down: see `gate`.
+    """
+    start = f"model.layers.{{layer}}.{block}"
+    names = {
+        "layers/experts/router/kernel": f"{start}.gate.weight",
+        "layers/experts/shared_gate/kernel": f"{start}.shared_expert_gate.weight",
+    }
+    for ours, theirs in (("gate", gate), ("up", up), ("down", down)):
+        names[f"layers/experts/{ours}/kernel"] = f"{start}.experts.{{expert}}.{theirs}.weight"
+        names[f"layers/experts/shared/{ours}/kernel"] = f"{start}.shared_expert.{theirs}.weight"
+    return names

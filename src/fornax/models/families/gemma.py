@@ -3,7 +3,7 @@
 from typing import Any
 
 from fornax.config.errors import ConfigError
-from fornax.models.config import DecoderConfig, RopeConfig
+from fornax.models.config import DecoderConfig
 from fornax.models.families.common import (
     layer_types,
     read_common,
@@ -13,6 +13,7 @@ from fornax.models.families.common import (
 from fornax.models.families.family import BASE_NAMES, Family
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.rope_keys import read_rope, read_rope_mapping, write_rope
+from fornax.models.rope_config import RopeConfig
 
 __all__ = ["GEMMA2", "GEMMA3"]
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from fornax.models.config import DecoderConfig, LongRopeScaling
+from fornax.models.config import DecoderConfig
 from fornax.models.families.common import read_common, write_common
 from fornax.models.families.family import BASE_NAMES, PRE_NORM_NAMES, Family
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.rope_keys import read_rope, write_rope
+from fornax.models.rope_config import LongRopeScaling
 
 __all__ = ["PHI3"]
 

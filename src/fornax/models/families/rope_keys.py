@@ -4,7 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from fornax.config.errors import ConfigError
-from fornax.models.config import (
+from fornax.models.families.reader import ConfigReader
+from fornax.models.rope_config import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
@@ -13,7 +14,6 @@ from fornax.models.config import (
     RopeScaling,
     YarnScaling,
 )
-from fornax.models.families.reader import ConfigReader
 
 __all__ = ["read_rope", "read_rope_mapping", "write_rope"]
 

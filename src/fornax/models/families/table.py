@@ -5,6 +5,7 @@ from fornax.models.families.family import Family
 from fornax.models.families.gemma import GEMMA2, GEMMA3
 from fornax.models.families.llama import LLAMA
 from fornax.models.families.mistral import MISTRAL
+from fornax.models.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from fornax.models.families.olmo import OLMO2
 from fornax.models.families.phi import PHI3
 from fornax.models.families.qwen import QWEN2, QWEN3
@@ -23,6 +24,10 @@ FAMILIES: tuple[Family, ...] = (
     SMOLLM3,
     GEMMA2,
     GEMMA3,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    OLMOE,
 )
 
 

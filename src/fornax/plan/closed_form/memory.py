@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from fornax.models.layers import ACTIVATIONS
+from fornax.models.mlp import ACTIVATIONS
 from fornax.plan.closed_form.attention import attention_work
 from fornax.plan.closed_form.shards import LocalStep, windows
 from fornax.plan.closed_form.state import StateArray

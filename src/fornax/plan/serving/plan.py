@@ -9,6 +9,7 @@ from pathlib import Path
 from fornax.config.errors import ConfigError, EngineError
 from fornax.hlo import Calibration, ProgramFacts, analyse, calibration_of, parse
 from fornax.llm.config import EngineConfig
+from fornax.models import check_model
 from fornax.plan.compile import MissingCompilerError, OutOfMemoryError, compile_programs
 from fornax.plan.serving.advice import advise, too_large
 from fornax.plan.serving.engine import (
@@ -67,6 +68,7 @@ def plan_serve(
     """
     config = config or ServingConfig()
     served = read_model(Path(model), config.dtype)
+    check_model(served.config, "plan")
     if isinstance(config, ServingConfig):
         config = choose_tensor_parallel(served, config.engine, topology)
     engine = _engine(served, config, topology)

@@ -20,6 +20,7 @@ from fornax.mesh import Rules
 from fornax.mesh.hosts import most
 from fornax.models import Decoder, DecoderConfig, Remat, flops_per_token
 from fornax.train.config import TrainConfig
+from fornax.train.routing import settle_routing, with_routing
 from fornax.train.task import Batch, Batches, Hosts, Loss, Task
 from fornax.train.weights import load_decoder
 
@@ -81,8 +82,9 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
     return Task(
         build=build,
         loss=loss,
-        evaluate=lambda decoder, batch: next_token_loss(decoder, batch),
+        evaluate=lambda decoder, batch: next_token_loss(decoder, batch, balance=False),
         batches=batches,
+        settle=None if model.experts is None else settle_routing,
         left_out=tuple((r.start, r.stop) for r in config.data.skip_steps),
         summarise=lambda means: _summarise(means, per_byte),
         pretrained=None if config.init_from is None else pretrained,
@@ -148,6 +150,7 @@ def next_token_loss(
     remat: str | Remat = "none",
     z_loss: float = 0.0,
     disturb: Callable[[jax.Array], jax.Array] | None = None,
+    balance: bool = True,
 ) -> Loss:
     """Weighted cross entropy of the next token, in nats; logits [B, T, V] never exist whole.
 
@@ -158,11 +161,13 @@ def next_token_loss(
       remat: what the backward pass computes again.
       z_loss: weight of the squared log-normaliser, part of `total` and of the metric `z_loss`.
       disturb: applied to the embeddings [B, T, D].
+      balance: whether the losses of a mixture's routers are part of `total`.
 
     Returns:
-      Sums over tokens; the metrics `cross_entropy` and `accuracy`, and `z_loss` when it counts.
+      Sums over tokens; the metrics `cross_entropy` and `accuracy`, and `z_loss` when it counts; of
+      a model with experts also those of `with_routing`.
     """
-    x_BTD = decoder.hidden(
+    x_BTD, routing = decoder.hidden_and_routing(
         batch["tokens"],
         batch["positions"],
         batch["segment_ids"],
@@ -183,4 +188,5 @@ def next_token_loss(
     if z_loss:
         metrics["z_loss"] = (sums.z_loss_sum, weight)
         metrics["cross_entropy"] = (jax.lax.stop_gradient(sums.loss_sum) - sums.z_loss_sum, weight)
-    return Loss(total=sums.loss_sum, weight=weight, metrics=metrics)
+    loss = Loss(total=sums.loss_sum, weight=weight, metrics=metrics)
+    return loss if routing is None else with_routing(loss, decoder, routing, balance=balance)

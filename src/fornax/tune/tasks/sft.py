@@ -55,7 +55,7 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
     return Task(
         build=trained.build,
         loss=loss,
-        evaluate=lambda decoder, batch: next_token_loss(decoder, batch),
+        evaluate=lambda decoder, batch: next_token_loss(decoder, batch, balance=False),
         batches=stream,
         summarise=_summarise,
         pretrained=trained.pretrained,

@@ -1,0 +1,101 @@
+"""Grouped-query attention.
+
+Legend: B batch, T query tokens, S key/cache tokens, D model width, N query heads, K key/value
+heads, H head width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from fornax import kernels
+from fornax.mesh import constrain
+from fornax.models.attend import AttendOptions, LayerCache
+from fornax.models.config import DecoderConfig, LayerKind
+from fornax.models.context import LayerContext
+from fornax.models.norm import RMSNorm
+from fornax.models.projection import Projection, project, residual_std
+from fornax.models.rope import apply_rope
+
+__all__ = ["Attention"]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with the options of `DecoderConfig`."""
+
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, compute_dtype: DTypeLike
+    ):
+        """Make the projections and the norms of queries and keys."""
+        N, K, H = config.num_heads, config.kv_heads, config.head_width
+        make = functools.partial(Projection, rngs=rngs, dtype=dtype, compute_dtype=compute_dtype)
+        embed = {"embed": config.hidden_size}
+        into = functools.partial(make, embed, bias=config.qkv_bias, std=config.initializer_range)
+        self.q = into({"heads": N, "head_dim": H})
+        self.k = into({"kv_heads": K, "head_dim": H})
+        self.v = into({"kv_heads": K, "head_dim": H})
+        self.o = make(
+            {"heads": N, "head_dim": H},
+            embed,
+            bias=config.attention_output_bias,
+            std=residual_std(config),
+        )
+        self.q_norm = _qk_norm(config, N, dtype)
+        self.k_norm = _qk_norm(config, K, dtype)
+        self.clip = config.qkv_clip
+        self.scale = config.attention_scale
+        self.softcap = config.attention_logit_softcap
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        kind: LayerKind,
+        context: LayerContext,
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attend; returns y [B, T, D] and the cache layer with this pass's keys and values."""
+        q_BTNH, k_BTKH, v_BTKH = project(x_BTD, self.q, self.k, self.v)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        if self.clip is not None:
+            q_BTNH, k_BTKH, v_BTKH = (
+                jnp.clip(x, -self.clip, self.clip) for x in (q_BTNH, k_BTKH, v_BTKH)
+            )
+        if kind.rope != "none":
+            rotation = context.rotations[kind.rope]
+            q_BTNH, k_BTKH = apply_rope(q_BTNH, rotation), apply_rope(k_BTKH, rotation)
+        q_BTNH = constrain(q_BTNH, ("batch", "length", "activation_heads", None))
+        if cache is not None:
+            options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
+            o_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, options)
+            return self.o(o_BTNH), cache
+        q_BTNH = checkpoint_name(q_BTNH, "query")
+        k_BTKH = checkpoint_name(k_BTKH, "key")
+        v_BTKH = checkpoint_name(v_BTKH, "value")
+        o_BTNH = kernels.attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            scale=self.scale,
+            causal=True,
+            positions_q_BT=context.positions_BT,
+            positions_k_BS=context.positions_BT,
+            consecutive=context.consecutive,
+            segment_ids_q_BT=context.segment_ids_BT,
+            segment_ids_k_BS=context.segment_ids_BT,
+            window=kind.window,
+            softcap=self.softcap,
+            implementation=context.implementation,
+        )
+        return checkpoint_name(self.o(o_BTNH), "attention_out"), None
+
+
+def _qk_norm(config: DecoderConfig, heads: int, dtype: DTypeLike) -> RMSNorm | None:
+    if config.qk_norm == "none":
+        return None
+    over = (config.head_width,) if config.qk_norm == "head" else (heads, config.head_width)
+    return RMSNorm(over, config, dtype=dtype)

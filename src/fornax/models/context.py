@@ -1,0 +1,25 @@
+"""What all layers of one forward pass share."""
+
+from dataclasses import dataclass
+
+import jax
+
+from fornax.models.rope import Rotation
+
+__all__ = ["LayerContext"]
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of one forward pass share."""
+
+    positions_BT: jax.Array
+    """int32 position of each query within its document."""
+    segment_ids_BT: jax.Array | None
+    """int32 document of each query, 0 for padding; None when all is one document."""
+    rotations: dict[str, Rotation]
+    """Cosines and sines by `LayerKind.rope`."""
+    consecutive: bool = False
+    """Whether positions count up by one with the index inside each document."""
+    implementation: str | None = None
+    """Attention implementation to force; None lets `kernels.attention` choose."""

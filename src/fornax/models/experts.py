@@ -1,0 +1,146 @@
+"""A mixture of experts in the MLP's place.
+
+Legend: B batch, T tokens, D model width, F width of an expert, E experts, k experts a token,
+M = B T, A = M k assignments of a token to an expert.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from fornax.models.config import DecoderConfig
+from fornax.models.context import LayerContext
+from fornax.models.dispatch import ExpertArrays, run_experts
+from fornax.models.mlp import ACTIVATIONS, MLP
+from fornax.models.projection import Projection, draw, residual_std
+from fornax.models.routing import Choice, Routing, choose, count_routing
+
+__all__ = ["ExpertProjection", "Experts", "SelectionBias"]
+
+
+class SelectionBias(nnx.Variable):
+    """A router's bias for the choice of experts: moved by the load, not by a gradient."""
+
+
+class ExpertProjection(nnx.Module):
+    """One linear map for each expert.
+
+    Attributes:
+      kernel: [E, inputs, outputs].
+      bias: [E, outputs], or None.
+    """
+
+    num_inputs = 1
+
+    def __init__(
+        self,
+        num_experts: int,
+        inputs: tuple[str, int],
+        outputs: tuple[str, int],
+        *,
+        bias: bool,
+        std: float,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
+    ):
+        """Make the parameters; `inputs` and `outputs` are a logical axis and its size."""
+        shape = (num_experts, inputs[1], outputs[1])
+        drawn = draw(rngs.params(), (math.prod(shape[:2]), shape[2]), dtype, std)
+        self.kernel = nnx.Param(drawn.reshape(shape), axes=("expert", inputs[0], outputs[0]))
+        zeros = jnp.zeros((num_experts, outputs[1]), dtype)
+        self.bias = nnx.Param(zeros, axes=("expert", outputs[0])) if bias else None
+
+
+class Experts(nnx.Module):
+    """y = sum over a token's experts of weight * expert(x), and of what all tokens run through."""
+
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, compute_dtype: DTypeLike
+    ):
+        """Make the router and the experts.
+
+        Raises:
+          ValueError: when the config has no experts.
+        """
+        experts = config.experts
+        if experts is None:
+            raise ValueError("the config has no experts")
+        D, E, F = config.hidden_size, experts.num_experts, experts.intermediate_size
+        self.config = experts
+        self.compute_dtype = compute_dtype
+        self.activation = config.activation
+        self.router = Projection(
+            {"embed": D},
+            {"router": E},
+            bias=experts.router_bias,
+            std=config.initializer_range,
+            rngs=rngs,
+            dtype=dtype,
+            compute_dtype=jnp.float32,
+        )
+        zeros = jnp.zeros((E,), jnp.float32)
+        biased = experts.selection_bias
+        self.selection_bias = SelectionBias(zeros, axes=("router",)) if biased else None
+        into = functools.partial(ExpertProjection, E, bias=experts.bias, rngs=rngs, dtype=dtype)
+        self.gate = into(("embed", D), ("mlp", F), std=config.initializer_range)
+        self.up = into(("embed", D), ("mlp", F), std=config.initializer_range)
+        self.down = into(("mlp", F), ("embed", D), std=residual_std(config))
+        make = {"rngs": rngs, "dtype": dtype, "compute_dtype": compute_dtype}
+        width = experts.shared_intermediate_size
+        self.shared = None if width is None else MLP(config, width=width, **make)
+        gate = functools.partial(Projection, {"embed": D}, {"router": 1}, bias=False, **make)
+        self.shared_gate = gate(std=config.initializer_range) if experts.shared_gate else None
+
+    def __call__(self, x_BTD: jax.Array, context: LayerContext) -> tuple[jax.Array, Routing]:
+        """Apply -> y [B, T, D], and what the router did."""
+        x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        segments_BT = context.segment_ids_BT
+        is_token_M = jnp.ones(len(x_MD), bool) if segments_BT is None else segments_BT.ravel() != 0
+        choice, routing = self.route(x_MD, is_token_M)
+        chosen_Mk = jnp.where(is_token_M[:, None], choice.experts_Mk, self.config.num_experts)
+        shape = (*x_BTD.shape[:2], self.config.experts_per_token)
+        y_BTD = run_experts(
+            x_BTD.astype(self.compute_dtype),
+            choice.weights_Mk.reshape(shape),
+            chosen_Mk.reshape(shape),
+            self._arrays(),
+            self.activate,
+            weigh_input=self.config.weigh == "input",
+        )
+        y_BTD = checkpoint_name(y_BTD, "mlp_down")
+        if self.shared is not None:
+            shared_BTD = self.shared(x_BTD)
+            if self.shared_gate is not None:
+                shared_BTD = shared_BTD * jax.nn.sigmoid(self.shared_gate(x_BTD))
+            y_BTD = y_BTD + shared_BTD
+        return y_BTD, routing
+
+    def route(self, x_MD: jax.Array, is_token_M: jax.Array) -> tuple[Choice, Routing]:
+        """Choose the experts of tokens x [M, D]; `is_token_M` is False for padding."""
+        logits_ME = self.router(x_MD)
+        bias_E = None if self.selection_bias is None else self.selection_bias[...]
+        choice = choose(logits_ME, self.config, bias_E)
+        return choice, count_routing(logits_ME, choice, is_token_M)
+
+    def _arrays(self) -> ExpertArrays:
+        """The experts' parameters in the compute dtype."""
+
+        found = {}
+        for name, part in (("gate", self.gate), ("up", self.up), ("down", self.down)):
+            found[name] = part.kernel[...].astype(self.compute_dtype)
+            if part.bias is not None:
+                found[f"{name}_bias"] = part.bias[...].astype(self.compute_dtype)
+        return found
+
+    def activate(self, gate_AF: jax.Array, up_AF: jax.Array) -> jax.Array:
+        """What an expert's last projection is applied to."""
+        c = self.config.clip
+        if c is None:
+            return ACTIVATIONS[self.activation](gate_AF) * up_AF
+        gate_AF, up_AF = jnp.minimum(gate_AF, c), jnp.clip(up_AF, -c, c)
+        return (up_AF + 1) * gate_AF * jax.nn.sigmoid(1.702 * gate_AF)

@@ -1,0 +1,89 @@
+"""A mixture of experts as a config: its router's rule and its experts' sizes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fornax.config.errors import ConfigError
+
+__all__ = ["ExpertsConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in an MLP's place (Shazeer et al. 2017, section 2).
+
+    The router scores all experts for a token in float32, the best `experts_per_token` run, and the
+    sum of their outputs, each times its weight, is the result.
+    """
+
+    num_experts: int
+    """Number of experts that are routed to."""
+    experts_per_token: int
+    """How many of them each token runs through."""
+    intermediate_size: int
+    """Width inside each expert."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits: over all experts, or of each by itself."""
+    normalize: bool = True
+    """Whether a token's weights are its chosen scores divided by their sum."""
+    normalize_eps: float = 0.0
+    """Added to that sum."""
+    scale: float = 1.0
+    """Factor on the weights."""
+    weigh: Literal["output", "input"] = "output"
+    """What a weight multiplies: the expert's output, or its input."""
+    router_bias: bool = False
+    """Whether the router's logits have a bias."""
+    selection_bias: bool = False
+    """Whether a bias is added to the scores where experts are chosen, and only there (Wang et al.
+    2024, auxiliary-loss-free load balancing). It has no gradient."""
+    num_groups: int = 1
+    """Groups of experts, of which `groups_per_token` are open to a token (DeepSeek-V2, 2.2.2)."""
+    groups_per_token: int = 1
+    """How many groups a token may choose from."""
+    group_score: Literal["max", "top2"] = "max"
+    """A group's score: its best expert's, or the sum of its two best."""
+
+    bias: bool = False
+    """Whether the experts' projections have biases."""
+    clip: float | None = None
+    """c of the clipped activation (up + 1) gate sigmoid(1.702 gate), with gate at most c and up
+    within -c and c (gpt-oss); None for the model's own activation."""
+    shared_intermediate_size: int | None = None
+    """Width of an MLP beside the experts that every token runs through; None for none."""
+    shared_gate: bool = False
+    """Whether its output is multiplied by the sigmoid of a projection of the token."""
+
+    balance_loss: float = 0.0
+    """Weight of the load-balancing loss (Fedus et al. 2021, equations 4 to 6)."""
+    router_z_loss: float = 0.0
+    """Weight of the mean squared log-sum-exp of the router's logits (Zoph et al. 2022, eq. 5)."""
+    bias_update_rate: float = 0.001
+    """How far a step moves `selection_bias` towards experts below the mean load."""
+
+    def __post_init__(self) -> None:
+        """Check sizes and combinations."""
+        sizes = ("num_experts", "experts_per_token", "intermediate_size", "num_groups")
+        for name in (*sizes, "groups_per_token", "clip", "shared_intermediate_size"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"experts.{name}={value} must be above 0")
+        if self.num_experts % self.num_groups or self.groups_per_token > self.num_groups:
+            raise ConfigError(
+                f"experts.num_groups={self.num_groups} must divide num_experts={self.num_experts}, "
+                f"and groups_per_token={self.groups_per_token} be at most num_groups"
+            )
+        open_experts = self.num_experts // self.num_groups * self.groups_per_token
+        if self.experts_per_token > open_experts:
+            raise ConfigError(
+                f"experts.experts_per_token={self.experts_per_token} is more than the "
+                f"{open_experts} experts that a token can choose from"
+            )
+        if self.group_score == "top2" and self.num_experts // self.num_groups < 2:
+            raise ConfigError("experts.group_score='top2' needs two experts in each group")
+        if self.shared_gate and self.shared_intermediate_size is None:
+            raise ConfigError("experts.shared_gate needs shared_intermediate_size")
+        for name in ("normalize_eps", "balance_loss", "router_z_loss", "bias_update_rate"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"experts.{name}={getattr(self, name)} must be at least 0")

@@ -1,0 +1,205 @@
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE."""
+
+from typing import Any
+
+from fornax.config.errors import ConfigError
+from fornax.models.config import DecoderConfig
+from fornax.models.experts_config import ExpertsConfig
+from fornax.models.families.common import (
+    layer_types,
+    read_common,
+    read_layer_types,
+    shortest_pattern,
+    write_common,
+)
+from fornax.models.families.family import BASE_NAMES, PRE_NORM_NAMES, Family, expert_names
+from fornax.models.families.reader import ConfigReader
+from fornax.models.families.rope_keys import read_rope, write_rope
+
+__all__ = ["MIXTRAL", "OLMOE", "QWEN2_MOE", "QWEN3_MOE"]
+
+
+def _read_experts(reader: ConfigReader, count: str, **more: Any) -> ExpertsConfig:
+    """The keys of routers that all of these families have."""
+    reader.expect("router_jitter_noise", 0, 0.0)
+    reader.take("output_router_logits", False)  # whether the balance loss is part of the output
+    other = "num_local_experts" if count == "num_experts" else "num_experts"
+    return ExpertsConfig(
+        num_experts=reader.take(other if other in reader and count not in reader else count),
+        experts_per_token=reader.take("num_experts_per_tok"),
+        balance_loss=reader.take("router_aux_loss_coef", 0.001),
+        **more,
+    )
+
+
+def _write_experts(config: DecoderConfig, count: str) -> dict[str, Any]:
+    experts = _experts(config)
+    return {
+        count: experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "router_aux_loss_coef": experts.balance_loss,
+    }
+
+
+def _experts(config: DecoderConfig) -> ExpertsConfig:
+    if config.experts is None:
+        raise ConfigError("experts=None")
+    return config.experts
+
+
+def _read_mixtral(reader: ConfigReader) -> DecoderConfig:
+    fields = read_common(reader, tied=False, eps=1e-5)
+    window = reader.take("sliding_window", None)
+    width = fields["intermediate_size"]
+    return DecoderConfig(
+        **fields,
+        rope=read_rope(reader, fields["max_position_embeddings"], theta=1_000_000.0),
+        sliding_window=window,
+        attention_pattern=("full",) if window is None else ("sliding",),
+        experts=_read_experts(reader, "num_local_experts", intermediate_size=width),
+    )
+
+
+def _write_mixtral(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        **write_common(config),
+        **write_rope(config.rope),
+        **_write_experts(config, "num_local_experts"),
+        "intermediate_size": _experts(config).intermediate_size,
+        "sliding_window": config.sliding_window,
+    }
+
+
+def _read_olmoe(reader: ConfigReader) -> DecoderConfig:
+    fields = read_common(reader, tied=False, eps=1e-5)
+    bias = reader.take("attention_bias", False)
+    width = fields["intermediate_size"]
+    return DecoderConfig(
+        **fields,
+        rope=read_rope(reader, fields["max_position_embeddings"]),
+        qkv_bias=bias,
+        attention_output_bias=bias,
+        qk_norm="full",
+        qkv_clip=reader.take("clip_qkv", None),
+        experts=_read_experts(
+            reader,
+            "num_experts",
+            intermediate_size=width,
+            normalize=reader.take("norm_topk_prob", False),
+        ),
+    )
+
+
+def _write_olmoe(config: DecoderConfig) -> dict[str, Any]:
+    experts = _experts(config)
+    return {
+        **write_common(config),
+        **write_rope(config.rope),
+        **_write_experts(config, "num_experts"),
+        "intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize,
+        "attention_bias": config.qkv_bias,
+        "clip_qkv": config.qkv_clip,
+    }
+
+
+def _read_qwen(reader: ConfigReader, **shared: Any) -> tuple[dict[str, Any], ExpertsConfig]:
+    """The keys that Qwen2-MoE and Qwen3-MoE share; `shared` is of the shared expert."""
+    fields = read_common(reader, tied=False)
+    fields["rope"] = read_rope(reader, fields["max_position_embeddings"])
+    layers = fields["num_layers"]
+    step = reader.take("decoder_sparse_step", 1)
+    dense = set(reader.take("mlp_only_layers", None) or ())
+    pattern = [
+        "mlp" if index in dense or (index + 1) % step else "experts" for index in range(layers)
+    ]
+    fields["mlp_pattern"] = shortest_pattern(pattern)
+    experts = _read_experts(
+        reader,
+        "num_experts",
+        intermediate_size=reader.take("moe_intermediate_size"),
+        normalize=reader.take("norm_topk_prob", False),
+        **shared,
+    )
+    return fields, experts
+
+
+def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
+    kinds = config.layer_kinds()
+    return {
+        **write_common(config),
+        **write_rope(config.rope),
+        **_write_experts(config, "num_experts"),
+        "moe_intermediate_size": _experts(config).intermediate_size,
+        "norm_topk_prob": _experts(config).normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [index for index, kind in enumerate(kinds) if kind.mlp == "mlp"],
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+    }
+
+
+def _read_qwen2_moe(reader: ConfigReader) -> DecoderConfig:
+    width = reader.take("shared_expert_intermediate_size")
+    fields, experts = _read_qwen(reader, shared_intermediate_size=width, shared_gate=True)
+    slides = reader.take("use_sliding_window", False)
+    window = reader.take("sliding_window", 4_096)
+    first = reader.take("max_window_layers", 28)
+    default = [
+        "sliding_attention" if slides and window and not index < first else "full_attention"
+        for index in range(fields["num_layers"])
+    ]
+    kinds = read_layer_types(reader, fields["num_layers"], window if slides else None, default)
+    bias = reader.take("qkv_bias", True)
+    return DecoderConfig(**fields, **kinds, qkv_bias=bias, experts=experts)
+
+
+def _write_qwen2_moe(config: DecoderConfig) -> dict[str, Any]:
+    types = layer_types(config)
+    slides = config.sliding_window is not None
+    return {
+        **_write_qwen(config),
+        "shared_expert_intermediate_size": _experts(config).shared_intermediate_size,
+        "qkv_bias": config.qkv_bias,
+        "max_window_layers": types.index("sliding_attention") if slides else config.num_layers,
+        "layer_types": types,
+    }
+
+
+def _read_qwen3_moe(reader: ConfigReader) -> DecoderConfig:
+    fields, experts = _read_qwen(reader)
+    bias = reader.take("attention_bias", False)
+    slides = reader.take("use_sliding_window", False)
+    window = reader.take("sliding_window", 4_096)
+    reader.take("max_window_layers", None)  # no layer goes by it
+    window = window if slides else None
+    return DecoderConfig(
+        **fields,
+        qk_norm="head",
+        qkv_bias=bias,
+        attention_output_bias=bias,
+        sliding_window=window,
+        attention_pattern=("full",) if window is None else ("sliding",),
+        experts=experts,
+    )
+
+
+def _write_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
+    return {**_write_qwen(config), "attention_bias": config.qkv_bias}
+
+
+_MIXTRAL_NAMES = {
+    **BASE_NAMES,
+    **PRE_NORM_NAMES,
+    **expert_names("block_sparse_moe", gate="w1", up="w3", down="w2"),
+}
+_NAMES = {
+    **BASE_NAMES,
+    **PRE_NORM_NAMES,
+    **expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+}
+
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL_NAMES)
+OLMOE = Family("olmoe", "OlmoeForCausalLM", _read_olmoe, _write_olmoe, _NAMES)
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _write_qwen2_moe, _NAMES)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, _NAMES)

@@ -1,0 +1,61 @@
+"""The gated MLP.
+
+Legend: B batch, T tokens, D model width, F hidden width.
+"""
+
+import functools
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from fornax.mesh import constrain
+from fornax.models.config import DecoderConfig
+from fornax.models.projection import Projection, project, residual_std
+
+__all__ = ["ACTIVATIONS", "MLP"]
+
+
+class MLP(nnx.Module):
+    """The gated MLP: down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        width: int | None = None,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+    ):
+        """Make the three projections; `width` is F, None for the model's own."""
+        width = config.intermediate_size if width is None else width
+        make = functools.partial(
+            Projection,
+            bias=config.mlp_bias,
+            rngs=rngs,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+        )
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": width}
+        self.gate = make(embed, mlp, std=config.initializer_range)
+        self.up = make(embed, mlp, std=config.initializer_range)
+        self.down = make(mlp, embed, std=residual_std(config))
+        self.activation = config.activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Apply -> y [B, T, D]."""
+        gate_BTF, up_BTF = project(x_BTD, self.gate, self.up)
+        gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
+        up_BTF = checkpoint_name(up_BTF, "mlp_up")
+        h_BTF = ACTIVATIONS[self.activation](gate_BTF) * up_BTF
+        y_BTD = self.down(constrain(h_BTF, ("batch", "length", "activation_mlp")))
+        return checkpoint_name(y_BTD, "mlp_down")
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+"""The activation of an MLP's gate, by its name in `DecoderConfig`."""

@@ -1,0 +1,33 @@
+"""Root-mean-square normalisation."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from fornax import kernels
+from fornax.models.config import DecoderConfig
+
+__all__ = ["RMSNorm"]
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale, in float32 (Zhang and Sennrich 2019).
+
+    Attributes:
+      scale: the weight, of the normalised axes' shape.
+    """
+
+    def __init__(self, shape: tuple[int, ...], config: DecoderConfig, *, dtype: DTypeLike):
+        """Make the scale: ones, or zeros where the norm multiplies by (1 + scale)."""
+        initial = jnp.zeros if config.norm_unit_offset else jnp.ones
+        self.eps = config.norm_eps
+        self.unit_offset = config.norm_unit_offset
+        self.scale = nnx.Param(initial(shape, dtype), axes=("norm",) * len(shape))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last axes of `x`; the result has the dtype of `x`."""
+        scale = self.scale[...].astype(jnp.float32)
+        if self.unit_offset:
+            scale = scale + 1.0
+        return kernels.rms_norm(x, scale, eps=self.eps)

@@ -1,0 +1,67 @@
+"""What training a mixture of experts adds to a loss, and to a step's metrics.
+
+Legend: L layers with experts, E experts.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from fornax.models import Decoder, Routing, router_losses
+from fornax.models.routing import balanced_bias
+from fornax.train.task import Loss
+
+__all__ = ["settle_routing", "with_routing"]
+
+_ASSIGNED = "assigned"
+
+
+def with_routing(loss: Loss, decoder: Decoder, routing: Routing, *, balance: bool = True) -> Loss:
+    """The loss with its routers' losses, as the config weighs them, and what they did.
+
+    Over several micro-batches each has the balance loss of its own tokens.
+
+    Args:
+      loss: of a batch.
+      decoder: the model.
+      routing: from `Decoder.hidden_and_routing`.
+      balance: whether the losses are part of `total`, or metrics only.
+
+    Returns:
+      The loss with the metrics `balance_loss` and `router_z_loss` (both unweighted),
+      `router_entropy` in nats, and of the tokens that an expert was chosen for over the mean of its
+      layer, the largest and the smallest over layers and experts: `expert_load_max` and
+      `expert_load_min`.
+    """
+    experts = decoder.config.experts
+    if experts is None:
+        raise ValueError("a model without experts has no routing")
+    found = router_losses(routing)
+    extra = experts.balance_loss * found["balance"] + experts.router_z_loss * found["router_z"]
+    mean_L1 = jnp.mean(routing.assigned_E, axis=-1, keepdims=True)
+    load_LE = jax.lax.stop_gradient(routing.assigned_E / jnp.maximum(mean_L1, 1))
+    weight = loss.weight
+    metrics = {
+        "balance_loss": (jax.lax.stop_gradient(found["balance"]) * weight, weight),
+        "router_z_loss": (jax.lax.stop_gradient(found["router_z"]) * weight, weight),
+        "router_entropy": (jnp.sum(routing.entropy), jnp.sum(routing.tokens)),
+        "expert_load_min": (jnp.min(load_LE) * weight, weight),
+    }
+    return replace(
+        loss,
+        total=loss.total + extra * weight if balance else loss.total,
+        metrics={**loss.metrics, **metrics},
+        maxima={**loss.maxima, "expert_load_max": jnp.max(load_LE)},
+        counts={**loss.counts, _ASSIGNED: jax.lax.stop_gradient(routing.assigned_E)},
+    )
+
+
+def settle_routing(decoder: Decoder, loss: Loss) -> None:
+    """After a step, move the biases for the choice of experts towards an even load."""
+    experts, config = decoder.layers.experts, decoder.config.experts
+    if config is None or experts.selection_bias is None:
+        return
+    bias = experts.selection_bias
+    moved = balanced_bias(bias.get_value(), loss.counts[_ASSIGNED], config.bias_update_rate)
+    bias.set_value(moved)

@@ -1,0 +1,195 @@
+"""Routers and experts against plain NumPy in float64, and at the edges of routing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fornax.config.errors import ConfigError
+from fornax.models import DecoderConfig, ExpertsConfig, router_losses
+from fornax.models.context import LayerContext
+from fornax.models.experts import Experts
+from fornax.models.routing import balanced_bias, choose, count_routing
+
+D, E, F = 8, 6, 5
+
+
+def _config(**changes: object) -> DecoderConfig:
+    experts = {"num_experts": E, "experts_per_token": 2, "intermediate_size": F, **changes}
+    return DecoderConfig(
+        hidden_size=D,
+        num_heads=2,
+        num_layers=1,
+        initializer_range=0.5,
+        experts=ExpertsConfig(**experts),
+    )
+
+
+def _reference_choice(
+    logits_ME: np.ndarray, config: ExpertsConfig, bias_E: np.ndarray
+) -> tuple[list[list[int]], list[list[float]]]:
+    """One token, one group, one expert at a time."""
+    chosen, weights = [], []
+    for logits_E in logits_ME:
+        if config.score == "softmax":
+            scores_E = np.exp(logits_E - logits_E.max())
+            scores_E /= scores_E.sum()
+        else:
+            scores_E = 1 / (1 + np.exp(-logits_E))
+        ranked_E = scores_E + bias_E
+        size = config.num_experts // config.num_groups
+        groups = [list(range(g * size, (g + 1) * size)) for g in range(config.num_groups)]
+        best = 1 if config.group_score == "max" else 2
+        value = [sum(sorted((ranked_E[e] for e in group), reverse=True)[:best]) for group in groups]
+        order = sorted(range(config.num_groups), key=lambda g: -value[g])
+        candidates = [e for g in order[: config.groups_per_token] for e in groups[g]]
+        picked = sorted(candidates, key=lambda e: -ranked_E[e])[: config.experts_per_token]
+        total = sum(scores_E[e] for e in picked) + config.normalize_eps
+        divisor = total if config.normalize else 1.0
+        chosen.append(picked)
+        weights.append([scores_E[e] / divisor * config.scale for e in picked])
+    return chosen, weights
+
+
+def _reference_output(
+    module: Experts, x_MD: np.ndarray, chosen: list[list[int]], weights: list[list[float]]
+) -> np.ndarray:
+    """The sum over each token's experts, in float64."""
+
+    def of(part: nnx.Module) -> tuple[np.ndarray, np.ndarray]:
+        kernel = np.asarray(part.kernel[...], np.float64)
+        bias = np.zeros(kernel.shape[::2]) if part.bias is None else np.asarray(part.bias[...])
+        return kernel, bias
+
+    (gate, gate_b), (up, up_b), (down, down_b) = of(module.gate), of(module.up), of(module.down)
+    y_MD = np.zeros_like(x_MD)
+    for m, (experts, factors) in enumerate(zip(chosen, weights, strict=True)):
+        for e, w in zip(experts, factors, strict=True):
+            x_D = x_MD[m] * (w if module.config.weigh == "input" else 1)
+            g, u = x_D @ gate[e] + gate_b[e], x_D @ up[e] + up_b[e]
+            if module.config.clip is None:
+                h = g / (1 + np.exp(-g)) * u
+            else:
+                g, u = (
+                    np.minimum(g, module.config.clip),
+                    np.clip(u, -module.config.clip, module.config.clip),
+                )
+                h = (u + 1) * g / (1 + np.exp(-1.702 * g))
+            y_MD[m] += (h @ down[e] + down_b[e]) * (1 if module.config.weigh == "input" else w)
+    return y_MD
+
+
+RULES = {
+    "softmax": {},
+    "not normalised": {"normalize": False, "scale": 2.5},
+    "sigmoid": {"score": "sigmoid", "selection_bias": True, "normalize_eps": 1e-20},
+    "best of a group": {"num_groups": 3, "groups_per_token": 1},
+    "two best of a group": {
+        "score": "sigmoid",
+        "selection_bias": True,
+        "num_groups": 2,
+        "group_score": "top2",
+    },
+    "one expert": {"num_experts": 1, "experts_per_token": 1},
+    "all experts": {"experts_per_token": E},
+    "biases": {"router_bias": True, "bias": True},
+    "clipped": {"bias": True, "clip": 0.4},
+    "weighted inputs": {"weigh": "input", "score": "sigmoid", "normalize": False},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_experts_are_the_sum_that_the_rule_says(rule: str) -> None:
+    config = _config(**RULES[rule])
+    assert config.experts is not None
+    module = Experts(config, rngs=nnx.Rngs(0), dtype=jnp.float32, compute_dtype=jnp.float32)
+    rng = np.random.default_rng(1)
+    for part in (module.gate, module.up, module.down, module.router):
+        if part.bias is not None:
+            part.bias[...] = rng.normal(size=part.bias.shape).astype(np.float32)
+    count = config.experts.num_experts
+    bias_E = np.zeros(count)
+    if module.selection_bias is not None:
+        bias_E = rng.normal(size=count)
+        module.selection_bias[...] = bias_E.astype(np.float32)
+    x_MD = rng.normal(size=(7, D))
+    logits_ME = x_MD @ np.asarray(module.router.kernel[...], np.float64)
+    if module.router.bias is not None:
+        logits_ME = logits_ME + np.asarray(module.router.bias[...])
+    chosen, weights = _reference_choice(logits_ME, config.experts, bias_E)
+    context = LayerContext(jnp.zeros((1, 7), jnp.int32), None, {})
+    y_BTD, routing = jax.jit(lambda x: module(x, context))(jnp.asarray(x_MD[None], jnp.float32))
+    want = _reference_output(module, x_MD, chosen, weights)
+    np.testing.assert_allclose(y_BTD[0], want, rtol=2e-5, atol=2e-5)
+    counts = np.bincount(np.ravel(chosen), minlength=count)
+    np.testing.assert_array_equal(routing.assigned_E, counts)
+    assert routing.tokens == 7
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**31), st.sampled_from(["none", "one", "all"]))
+def test_gradients_are_finite_wherever_the_tokens_go(seed: int, where: str) -> None:
+    """No expert, one expert, or all of them run for the tokens; those without get exact zeros."""
+    k = E if where == "all" else 1
+    config = _config(experts_per_token=k, router_bias=True)
+    module = Experts(config, rngs=nnx.Rngs(0), dtype=jnp.float32, compute_dtype=jnp.float32)
+    if where == "one":
+        module.router.bias[...] = jnp.zeros(E).at[2].set(100.0)
+    ids = jnp.zeros((1, 5), jnp.int32) if where == "none" else None
+    graphdef, params = nnx.split(module)
+    x_BTD = jax.random.normal(jax.random.key(seed), (1, 5, D))
+
+    def loss(params: nnx.State, x_BTD: jax.Array) -> jax.Array:
+        context = LayerContext(jnp.zeros((1, 5), jnp.int32), ids, {})
+        y_BTD, routing = nnx.merge(graphdef, params)(x_BTD, context)
+        stacked = jax.tree.map(lambda leaf: leaf[None], routing)
+        return jnp.sum(jnp.square(y_BTD)) + sum(router_losses(stacked).values())
+
+    grads = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params, x_BTD))
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(grads))
+    used = np.any(np.asarray(grads["down"]["kernel"]) != 0, axis=(1, 2))
+    assert used.tolist() == [where == "all" or (where == "one" and e == 2) for e in range(E)]
+
+
+def test_the_balance_loss_is_least_where_all_experts_are_used_alike() -> None:
+    even = jnp.asarray(np.tile(np.eye(E), (4, 1)) * 5.0, jnp.float32)
+    config = ExpertsConfig(num_experts=E, experts_per_token=1, intermediate_size=F)
+
+    def balance(logits_ME: jax.Array) -> float:
+        counted = count_routing(
+            logits_ME, choose(logits_ME, config), jnp.ones(len(logits_ME), bool)
+        )
+        return float(router_losses(jax.tree.map(lambda leaf: leaf[None], counted))["balance"])
+
+    assert balance(even) == pytest.approx(1.0)
+    assert balance(even.at[:, 0].add(9.0)) > 3.0
+
+
+def test_the_selection_bias_moves_towards_experts_below_the_mean() -> None:
+    moved = balanced_bias(jnp.zeros((1, 4)), jnp.asarray([[4.0, 0.0, 2.0, 2.0]]), 0.1)
+    np.testing.assert_allclose(moved, [[-0.1, 0.1, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_per_token": 7}, "more than the 6 experts"),
+        ({"num_groups": 4}, "must divide num_experts=6"),
+        (
+            {"num_groups": 6, "experts_per_token": 1, "group_score": "top2"},
+            "two experts in each group",
+        ),
+        ({"shared_gate": True}, "needs shared_intermediate_size"),
+        ({"clip": 0.0}, "must be above 0"),
+    ],
+)
+def test_what_no_router_can_do_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _config(**changes)
+    with pytest.raises(ConfigError, match="do not go together"):
+        dataclasses.replace(_config(), mlp_pattern=("mlp",))
