@@ -81,9 +81,3 @@ __all__ = [
     "rms_norm",
     "target_platform",
 ]
-
-
-def grouped_matmul(x_MK, w_EKN, group_sizes_E):
-    import jax
-
-    return jax.lax.ragged_dot(x_MK, w_EKN, group_sizes_E)
