@@ -275,6 +275,7 @@ GENERATION_CASES = (
     "gemma3",
     "phi4-mini",
     "smollm3",
+    "qwen3-moe-options",
 )
 """One case for each way of attending."""
 

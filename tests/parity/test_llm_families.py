@@ -33,6 +33,8 @@ SERVED = (
     "olmo2",
     "phi4-mini",
     "smollm3-window",
+    "qwen2-moe-dense-layers",
+    "olmoe-options",
 )
 """Of each family the case that asks most of a paged cache."""
 
