@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -21,12 +20,13 @@ from fornax.config.errors import EngineError
 from fornax.llm.build import Parts
 from fornax.llm.config import EngineConfig
 from fornax.llm.engine import Failure, Output
-from fornax.llm.group import Leader, follow, join_group
+from fornax.llm.group import follow, join_engine
 from fornax.llm.outputs import EmbeddingOutput, RequestOutput
 from fornax.llm.request import PoolingOptions, RequestOptions
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Readiness
 from fornax.llm.structured import SECONDS, Grammar, too_slow
+from fornax.mesh.group import Leader, Member
 
 __all__ = ["AsyncEngine", "EngineDead", "EngineFault"]
 
@@ -73,7 +73,7 @@ class AsyncEngine:
         self._stop_at: float | None = None
         self._ready = threading.Event()
         self._leader: Leader | None = None
-        self._process_0: socket.socket | None = None
+        self._process_0: Member | None = None
 
     def join(self, config: EngineConfig) -> None:
         """Become the engine of one of several processes, which all call this.
@@ -82,7 +82,7 @@ class AsyncEngine:
           ClusterError: they differ, or one did not come.
         """
         runner = self._engine.runner
-        joined = join_group(runner.limits, config, runner.weights.config)
+        joined = join_engine(runner.limits, config, runner.weights.config)
         if isinstance(joined, Leader):
             self._leader = joined
             runner.executor.tell = joined.tell
@@ -99,8 +99,7 @@ class AsyncEngine:
         try:
             self._programs.compile_all()
             self._programs.wait()
-            with self._process_0:
-                follow(self._engine.runner.executor, self._process_0)
+            follow(self._engine.runner.executor, self._process_0)
         finally:
             self._programs.close()
             self._input_processor.close()
@@ -120,7 +119,7 @@ class AsyncEngine:
         found = self._programs.readiness()
         if self._leader is None:
             return found
-        done = found.done + self._leader.ready
+        done = found.done + self._leader.done()
         return dataclasses.replace(found, done=done, total=found.total + 1)
 
     def error(self) -> BaseException | None:
@@ -325,7 +324,7 @@ class AsyncEngine:
         try:
             self._programs.wait()
             if self._leader is not None:
-                self._leader.wait_ready()
+                self._leader.wait()
             self._ready.set()
             while self._take_calls():
                 if self._engine.has_work:
