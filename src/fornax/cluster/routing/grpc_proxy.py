@@ -4,7 +4,6 @@ A call whose replica dies is made anew at another one. Streams are in `grpc_stre
 readiness, health of the whole server and reflection are the router's own.
 """
 
-import asyncio
 import contextlib
 import functools
 import time
@@ -12,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 
 from fornax.cluster.routing.changes import Changes
 from fornax.cluster.routing.grpc_health import RoutedHealth
@@ -29,15 +27,13 @@ from fornax.cluster.routing.upstreams import (
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.config import Address
 from fornax.serving.grpc import inference_pb2 as pb
-from fornax.serving.grpc.front import Front, add_reflection
-from fornax.serving.grpc.methods import ADMIN, METHODS, SERVICE, Context, abort
+from fornax.serving.grpc.front import Front, Listening
+from fornax.serving.grpc.methods import ADMIN, METHODS, Context, abort
 from fornax.serving.grpc.send_timeout import SendTimeout
 
 __all__ = ["GrpcProxy"]
 
 _CHANGES = ADMIN - {"SystemSharedMemoryStatus"}
-_LINGER_SECONDS = 0.2
-"""Seconds for which a stopping router still answers UNAVAILABLE itself."""
 
 _Answer = Callable[[bytes, Context], Awaitable[bytes]]
 
@@ -54,7 +50,7 @@ class GrpcProxy:
         self._streams = StreamProxy(self._upstreams, front.limits.send_timeout)
         self._send_timeout = SendTimeout(front.limits.send_timeout)
         self._health = RoutedHealth(pool, self.ask)
-        self._server: grpc.aio.Server | None = None
+        self._listening: Listening | None = None
         self._stopping = False
 
     @property
@@ -69,27 +65,19 @@ class GrpcProxy:
           OSError: the address cannot be bound.
           ConfigError: the certificate or its key cannot be read.
         """
-        server = self._front.server(lambda error: None)
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, self._handlers()),)
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        add_reflection(server)
-        address = await self._front.listen(server)
-        self._server = server
-        return address
+        handlers = self._handlers()
+        self._listening = await self._front.listen(handlers, self._health, lambda error: None)
+        return self._listening.address
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Take no new calls, answer those that run for at most `drain_seconds`, close."""
-        if self._server is None:
+        if self._listening is None:
             return
         self._stopping = True
         self._streams.close()
         self._health.close()
-        linger = min(drain_seconds, _LINGER_SECONDS)
-        await asyncio.sleep(linger)
-        await self._server.stop(drain_seconds - linger)
-        self._server = None
+        await self._listening.stop(drain_seconds)
+        self._listening = None
         self._send_timeout.close()
         await self._upstreams.close()
 

@@ -25,12 +25,11 @@ from fornax.cluster.routing.upstreams import (
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.grpc import inference_pb2 as pb
 from fornax.serving.grpc.methods import METHODS, Context
+from fornax.serving.grpc.open_stream import IN_FLIGHT, OpenStream, OpenStreams
 from fornax.serving.grpc.stream import FINAL
 
 __all__ = ["StreamProxy"]
 
-_IN_FLIGHT = 256
-"""Requests of one stream that are read and not answered, at most."""
 _HELD_BYTES = 64 * 2**20
 """Bytes of such requests; while there are more, none is read."""
 _PATH = METHODS["ModelStreamInfer"].path
@@ -41,9 +40,7 @@ class StreamProxy:
 
     def __init__(self, upstreams: Upstreams, send_timeout: float):
         self._upstreams = upstreams
-        self._send_timeout = send_timeout
-        self._open: set[_Stream] = set()
-        self._closing = False
+        self._open = OpenStreams(send_timeout)
 
     async def serve(self, context: Context) -> None:
         """Serve a client's stream to its end.
@@ -52,18 +49,12 @@ class StreamProxy:
           ServingError: it ends early: a replica died amid an answer, or the router stops.
           AioRpcError: it ends as a replica said.
         """
-        stream = _Stream(self._upstreams, context, self._send_timeout)
-        self._open.add(stream)
-        try:
-            await stream.run(closed=self._closing)
-        finally:
-            self._open.discard(stream)
+        with self._open.opened(context) as client:
+            await _Stream(self._upstreams, client).run()
 
     def close(self) -> None:
         """Read no more requests; what was read is answered, then each stream ends."""
-        self._closing = True
-        for stream in self._open:
-            stream.close()
+        self._open.close()
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,11 +69,11 @@ class _Request:
 
 
 class _Stream:
-    def __init__(self, upstreams: Upstreams, context: Context, send_timeout: float):
+    def __init__(self, upstreams: Upstreams, client: OpenStream):
         self._upstreams = upstreams
-        self._context = context
-        self._metadata = sent_metadata(context)
-        self._send_timeout = send_timeout
+        self._client = client
+        self._context = client.context
+        self._metadata = sent_metadata(client.context)
         self._requests: list[_Request] = []
         """Those not answered, in order."""
         self._sent = 0
@@ -92,38 +83,16 @@ class _Stream:
         """Replicas that died since the last whole answer."""
         self._changed = asyncio.Event()
         """Set when a request came or was answered, or the client's last one has come."""
-        self._reader: asyncio.Task[None] | None = None
-        self._closed = False
 
-    def close(self) -> None:
-        """Read no more."""
-        self._closed = True
-        if self._reader is not None:
-            self._reader.cancel()
-
-    async def run(self, *, closed: bool) -> None:
+    async def run(self) -> None:
         """Until the client has sent its last request and got its last answer."""
-        reader = self._reader = asyncio.create_task(self._read())
-        reader.add_done_callback(lambda _: self._changed.set())
-        if closed:
-            self.close()
-        try:
+        async with self._client.reading(self._read(), self._changed.set):
             while True:
-                while not self._requests and not reader.done():
+                while not self._requests and self._client.is_read:
                     await self._change()
                 if not self._requests:
                     break
                 await self._by_one()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
-        finally:
-            reader.cancel()
-        if self._closed:
-            raise ServingError(
-                ServingCode.UNAVAILABLE,
-                "the server is stopping; what was sent on this stream is answered, send the rest "
-                "to another server",
-            )
 
     async def _change(self) -> None:
         self._changed.clear()
@@ -135,7 +104,7 @@ class _Stream:
             self._requests.append(_parsed(data))
             self._held += len(data)
             self._changed.set()
-            while len(self._requests) >= _IN_FLIGHT or self._held > _HELD_BYTES:
+            while len(self._requests) >= IN_FLIGHT or self._held > _HELD_BYTES:
                 await self._change()
 
     async def _by_one(self) -> None:
@@ -183,14 +152,7 @@ class _Stream:
             self._sent -= 1
             self._breaks = 0
             self._changed.set()
-        try:
-            async with asyncio.timeout(self._send_timeout):
-                await self._context.write(data)
-        except TimeoutError:
-            raise ServingError(
-                ServingCode.DEADLINE_EXCEEDED,
-                f"an answer waited {self._send_timeout:g} s to be read; read answers as they come",
-            ) from None
+        await self._client.write(data)
 
     def _answered(self, model: str, name: str) -> _Request:
         """Whose answer it is: requests that look the same are answered in order."""

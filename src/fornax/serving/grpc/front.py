@@ -1,5 +1,6 @@
 """The listening side of gRPC: address, TLS, tokens, bounds of connections, reflection."""
 
+import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -7,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import grpc
 import grpc.aio
 from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from fornax.config.errors import ConfigError, ServingCode, ServingError
@@ -16,7 +17,7 @@ from fornax.serving.config import Address
 from fornax.serving.grpc import inference_pb2
 from fornax.serving.grpc.methods import ADMIN, METHODS, OPEN, SERVICE, Context, abort
 
-__all__ = ["Compression", "Front", "add_reflection"]
+__all__ = ["Compression", "Front", "Listening"]
 
 Compression = Literal["none", "deflate", "gzip"]
 _COMPRESSION = {
@@ -26,6 +27,8 @@ _COMPRESSION = {
 }
 _PING_ALLOWED = 10_000
 """Milliseconds between a client's own pings, at least."""
+_LINGER_SECONDS = 0.2
+"""Seconds for which a stopping server still answers UNAVAILABLE itself."""
 _SPARE_CALLS = 1024
 """Calls at once beside inferences: health, metadata, streams."""
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -50,26 +53,36 @@ class Front:
     compression: Compression = "none"
     """Of answers; requests come as their client likes."""
 
-    def server(self, refused: Refused) -> grpc.aio.Server:
-        """A server in the running event loop, without handlers; `listen` gives it the address."""
-        return grpc.aio.server(
-            interceptors=self._interceptors(refused),
-            options=_options(self.limits),
-            maximum_concurrent_rpcs=self.limits.max_concurrent_requests + _SPARE_CALLS,
-            compression=_COMPRESSION[self.compression],
-        )
+    async def listen(
+        self,
+        handlers: dict[str, _Handler],
+        health: health_pb2_grpc.HealthServicer,
+        refused: Refused,
+    ) -> "Listening":
+        """Serve the V2 service, health and reflection in the running event loop.
 
-    async def listen(self, server: grpc.aio.Server) -> Address:
-        """Start a server; where it listens.
+        Args:
+          handlers: of the service's methods by name.
+          health: answers health calls.
+          refused: told of calls that are refused before their handler.
 
         Raises:
           OSError: the address cannot be bound.
           ConfigError: the certificate or its key cannot be read.
         """
+        server = grpc.aio.server(
+            interceptors=self._interceptors(refused),
+            options=_options(self.limits),
+            maximum_concurrent_rpcs=self.limits.max_concurrent_requests + _SPARE_CALLS,
+            compression=_COMPRESSION[self.compression],
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        _add_reflection(server)
         credentials = None if self.tls is None else _credentials(self.tls)
         port = _bind(server, self.address, credentials)
         await server.start()
-        return Address(self.address.host, port)
+        return Listening(server, Address(self.address.host, port))
 
     def _interceptors(self, refused: Refused) -> list[grpc.aio.ServerInterceptor]:
         """The token check, where there are tokens. Health.List needs one: it names the models."""
@@ -83,6 +96,21 @@ class Front:
             "/grpc.health.v1.Health/Watch": None,
         }
         return [_Tokens(auths, self.auth, refused)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Listening:
+    """A server that listens."""
+
+    server: grpc.aio.Server
+    address: Address
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Take no new calls, let those that run go on for at most `drain_seconds`, close."""
+        # What is on its way is told to go elsewhere; the transport would only say CANCELLED.
+        linger = min(drain_seconds, _LINGER_SECONDS)
+        await asyncio.sleep(linger)
+        await self.server.stop(drain_seconds - linger)
 
 
 class _Tokens(grpc.aio.ServerInterceptor):
@@ -122,7 +150,7 @@ class _Tokens(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(refuse_call)
 
 
-def add_reflection(server: grpc.aio.Server) -> None:
+def _add_reflection(server: grpc.aio.Server) -> None:
     """Serve reflection of the V2 service, v1alpha and v1, for clients such as grpcurl."""
     pool = DescriptorPool()
     for file in (inference_pb2, health_pb2, reflection_pb2):

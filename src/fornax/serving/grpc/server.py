@@ -1,19 +1,14 @@
 """The gRPC server: the V2 inference service, health and reflection, on the running event loop."""
 
-import asyncio
 from typing import TYPE_CHECKING
-
-import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 
 from fornax.serving.access import Auth, Limits, Tls
 from fornax.serving.config import Address
-from fornax.serving.grpc.front import Compression, Front, add_reflection
+from fornax.serving.grpc.front import Compression, Front, Listening
 from fornax.serving.grpc.health import Health
 from fornax.serving.grpc.inference import Inference
 from fornax.serving.grpc.management import Management
-from fornax.serving.grpc.methods import METHODS, SERVICE, unary
+from fornax.serving.grpc.methods import METHODS, unary
 from fornax.serving.grpc.stream import Streams
 from fornax.serving.v2.shared_memory import SharedMemory
 
@@ -21,9 +16,6 @@ if TYPE_CHECKING:
     from fornax.serving.host import Host
 
 __all__ = ["GrpcServer"]
-
-_LINGER_SECONDS = 0.2
-"""Seconds for which a stopping server still answers UNAVAILABLE itself."""
 
 
 class GrpcServer:
@@ -68,7 +60,7 @@ class GrpcServer:
         self._streams = Streams(self._inference, limits)
         self._management = Management(host, memory, trace_sample_rate)
         self._health: Health | None = None
-        self._server: grpc.aio.Server | None = None
+        self._listening: Listening | None = None
 
     @property
     def running(self) -> int:
@@ -83,7 +75,6 @@ class GrpcServer:
           ConfigError: the certificate or its key cannot be read.
         """
         events = self._host.events
-        server = self._front.server(lambda e: events.tell_refused("grpc", e.code, str(e)))
         self._health = Health(self._host)
         handlers = {
             "ModelInfer": self._inference.handler(),
@@ -91,29 +82,24 @@ class GrpcServer:
         }
         for name in METHODS.keys() - handlers.keys():
             handlers[name] = unary(METHODS[name], getattr(self._management, name))
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        add_reflection(server)
-        address = await self._front.listen(server)
-        self._server = server
-        return address
+        self._listening = await self._front.listen(
+            handlers, self._health, lambda e: events.tell_refused("grpc", e.code, str(e))
+        )
+        return self._listening.address
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Take no new calls, answer those that run for at most `drain_seconds`, close.
 
         May be called again when it was cancelled.
         """
-        if self._server is None:
+        if self._listening is None:
             return
         self._inference.stopping = True
         self._streams.close()
         if self._health is not None:
             self._health.close()
-        # What is on its way is told to go elsewhere; the transport would only say CANCELLED.
-        linger = min(drain_seconds, _LINGER_SECONDS)
-        await asyncio.sleep(linger)
-        await self._server.stop(drain_seconds - linger)
-        self._server = None
+        await self._listening.stop(drain_seconds)
+        self._listening = None
         self._inference.close()
         if self._health is not None:
             self._health.detach()
