@@ -2,6 +2,7 @@
 
 Cost: one replica of a small model is asked directly and through its router, in turns, by the same
 load generator on the same processors: requests/s, latency, processor time of the router a request.
+So is `fornax host` with a small bundle, over HTTP and over gRPC, beside a server without a router.
 
 Choice: prompts of a few long documents, each asked about several times in random order, go to three
 replicas whose caches hold a part of the documents each. The share of prompt tokens that the engines
@@ -15,22 +16,32 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.request import Request, urlopen
+
+import jax.numpy as jnp
+import numpy as np
 
 import _harness
 import _random_llama
+from fornax import export
 from fornax.bench.connection import Pool, request_bytes
+from fornax.bench.v2.config import HostBenchConfig
+from fornax.bench.v2.grpc_target import GrpcTarget
+from fornax.bench.v2.target import HttpTarget, Target
 from fornax.cluster.routing import read_serving_status
 from fornax.config.jsonl import read_json_lines
+from fornax.export import Spec
 
 POLICIES = ("prefix-aware", "least-requests", "round-robin")
 LOADS: dict[str, dict[str, object]] = {
@@ -61,7 +72,7 @@ class Turn:
 def main() -> None:
     args = arguments()
     model = _random_llama.make("tiny", args.folder)
-    lines = [*cost(model, args), "", *choice(model, args)]
+    lines = [*cost(model, args), *cost_of_host(args), "", *choice(model, args)]
     busy = f"Load average of the machine's {os.cpu_count()} processors: {os.getloadavg()[1]:.1f}."
     text = "\n".join([*lines, "", busy])
     _harness.write_results("router", text)
@@ -80,32 +91,44 @@ def arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def launched(model: Path, replicas: int, *routing: str, pages: int) -> Iterator[tuple[str, Path]]:
+def launched(
+    words: Sequence[str], replicas: int, routing: Sequence[str] = ()
+) -> Iterator[tuple[str, Path]]:
     """A router before replicas that are ready: its address and its run directory."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        words = ["launch", "--replicas", str(replicas), "--run-dir", str(run_dir)]
-        words += ["--routing", *routing] if routing else []
-        words += ["--", "serve", str(model), "--port", "0", "--disable-access-log"]
-        words += ["--max-model-len", "1024", "--max-num-seqs", "8", "--step-sizes", "coarse"]
-        words += ["--num-gpu-blocks-override", str(pages)]
-        with (Path(folder) / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fornax", *words],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            )
+        given = ["launch", "--replicas", str(replicas), "--run-dir", str(run_dir)]
+        given += ["--routing", *routing] if routing else []
+        with started([*given, "--", *words], lambda: all_ready(run_dir, replicas)):
+            yield read_serving_status(run_dir).url, run_dir
+
+
+@contextmanager
+def started(words: Sequence[str], ready: Callable[[], bool]) -> Iterator[None]:
+    """A command of `fornax` that runs and is ready."""
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fornax", *words],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
         try:
             until = time.monotonic() + _START_SECONDS
-            while not all_ready(run_dir, replicas):
+            while not ready():
                 if process.poll() is not None or time.monotonic() > until:
-                    raise SystemExit((Path(folder) / "log").read_text())
+                    raise SystemExit(Path(log.name).read_text())
                 time.sleep(0.2)
-            yield read_serving_status(run_dir).url, run_dir
+            yield
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
+
+
+def serve_words(model: Path, pages: int) -> list[str]:
+    words = ["serve", str(model), "--port", "0", "--disable-access-log"]
+    words += ["--max-model-len", "1024", "--max-num-seqs", "8", "--step-sizes", "coarse"]
+    return [*words, "--num-gpu-blocks-override", str(pages)]
 
 
 def all_ready(run_dir: Path, replicas: int) -> bool:
@@ -124,43 +147,141 @@ def cost(model: Path, args: argparse.Namespace) -> Iterator[str]:
         "| p50 ratio | p99 ratio | router CPU ms a request |"
     )
     yield "|---|---|---|---|---|---|---|---|---|"
-    with launched(model, 1, pages=600) as (url, run_dir):
+    with launched(serve_words(model, 600), 1) as (url, run_dir):
         status = read_serving_status(run_dir)
         direct = f"http://{status.replicas[0].address}"
         for name, fields in LOADS.items():
-            turns: dict[str, list[Turn]] = {"direct": [], "router": []}
-            for number in range(args.rounds + 1):
-                for way in sorted(turns, reverse=bool(number % 2)):
-                    address = direct if way == "direct" else url
-                    turns[way].append(asyncio.run(turn(address, fields, args, status.pid)))
-            for each in turns.values():
-                del each[0]
-            yield row(name, turns)
+            ways = {
+                way: Completions(at, fields) for way, at in (("direct", direct), ("router", url))
+            }
+            yield compared(f"serve: {name}", ways, args, status.pid)
 
 
-async def turn(url: str, fields: dict[str, object], args: argparse.Namespace, pid: int) -> Turn:
+def cost_of_host(args: argparse.Namespace) -> Iterator[str]:
+    """The rows of the model server."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        export.save(
+            Path(folder) / "models" / "small" / "1",
+            {"score": lambda params, x: {"y": jnp.tanh(x @ params["up"]) @ params["down"]}},
+            {"up": rng.standard_normal((64, 64), "f"), "down": rng.standard_normal((64, 1), "f")},
+            inputs={"score": {"x": Spec(("b", 64), "float32")}},
+            buckets={"b": [1, 8]},
+            platforms=("cpu",),
+        )
+        words = ["host", str(Path(folder) / "models"), "--access-log", "none"]
+        http, grpc = free_ports(2)
+        bare = [*words, "--http", str(http), "--grpc", str(grpc)]
+        with (
+            started(bare, lambda: answers(f"http://127.0.0.1:{http}/v2/health/ready")),
+            launched([*words, "--http", "0", "--grpc", "0"], 1) as (_, run_dir),
+        ):
+            status = read_serving_status(run_dir)
+            routed = {"http": status.url, "grpc": str(status.grpc).removeprefix("grpc://")}
+            direct = {"http": f"127.0.0.1:{http}", "grpc": f"127.0.0.1:{grpc}"}
+            for protocol, kind in (("http", HttpTarget), ("grpc", GrpcTarget)):
+                ways = {}
+                for way, at in (("direct", direct), ("router", routed)):
+                    config = HostBenchConfig(model="small", protocol=protocol, url=at[protocol])
+                    ways[way] = Inferences(lambda kind=kind, config=config: kind(config))
+                name = {"http": "HTTP", "grpc": "gRPC"}[protocol]
+                yield compared(f"host: 64 numbers, {name}", ways, args, status.pid)
+
+
+class Asking(Protocol):
+    """Clients of one server."""
+
+    async def connect(self, clients: int) -> None: ...
+
+    async def ask(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Completions:
+    """Asks for one completion again and again."""
+
+    def __init__(self, url: str, fields: dict[str, object]):
+        body = json.dumps({"prompt": "the quick brown fox jumps over", **fields}).encode()
+        headers = {"content-type": "application/json"}
+        self._request = request_bytes("POST", f"{url}/v1/completions", headers=headers, body=body)
+        host, _, port = url.partition("://")[2].partition(":")
+        self._address = host, int(port)
+
+    async def connect(self, clients: int) -> None:
+        self._pool = Pool(*self._address, timeout=600.0)
+        await self._pool.connect(clients)
+
+    async def ask(self) -> None:
+        answer = await self._pool.exchange(self._request)
+        assert answer.status == 200, answer.body
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+class Inferences:
+    """Asks a model server for one inference again and again."""
+
+    def __init__(self, make: Callable[[], Target]):
+        self._make = make
+        self._request = make().encode({"x": np.ones((1, 64), np.float32)})
+
+    async def connect(self, clients: int) -> None:
+        self._target = self._make()
+        await self._target.connect(clients)
+
+    async def ask(self) -> None:
+        failure = await self._target.send(self._request)
+        assert failure is None, failure
+
+    async def close(self) -> None:
+        await self._target.close()
+
+
+def compared(name: str, ways: Mapping[str, Asking], args: argparse.Namespace, pid: int) -> str:
+    """A row: both ways in turns; the first turn of each is for warming up."""
+    turns: dict[str, list[Turn]] = {way: [] for way in ways}
+    for number in range(args.rounds + 1):
+        for way in sorted(turns, reverse=bool(number % 2)):
+            turns[way].append(asyncio.run(turn(ways[way], args, pid)))
+    for each in turns.values():
+        del each[0]
+    return row(name, turns)
+
+
+async def turn(asking: Asking, args: argparse.Namespace, pid: int) -> Turn:
     """Ask as often as a turn has requests, so many at once."""
-    body = json.dumps({"prompt": "the quick brown fox jumps over", **fields}).encode()
-    headers = {"content-type": "application/json"}
-    request = request_bytes("POST", f"{url}/v1/completions", headers=headers, body=body)
-    host, _, port = url.partition("://")[2].partition(":")
-    pool, left, latencies = Pool(host, int(port), timeout=600.0), args.requests, []
+    left, latencies = args.requests, []
 
     async def client() -> None:
         nonlocal left
         while left > 0:
             left -= 1
             began = time.perf_counter()
-            answer = await pool.exchange(request)
+            await asking.ask()
             latencies.append(time.perf_counter() - began)
-            assert answer.status == 200, answer.body
 
-    await pool.connect(args.concurrency)
+    await asking.connect(args.concurrency)
     cpu, began = cpu_seconds(pid), time.perf_counter()
     await asyncio.gather(*(client() for _ in range(args.concurrency)))
     taken = time.perf_counter() - began
-    await pool.close()
+    await asking.close()
     return Turn(taken, latencies, cpu_seconds(pid) - cpu)
+
+
+def answers(url: str) -> bool:
+    try:
+        get(url)
+    except OSError:
+        return False
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -210,7 +331,8 @@ def choice(model: Path, args: argparse.Namespace) -> Iterator[str]:
     yield "| policy | prompt tokens found in prefix caches | requests of the replicas |"
     yield "|---|---|---|"
     for policy in POLICIES:
-        with launched(model, 3, f"policy={policy}", pages=args.documents * 12) as (url, _):
+        words = serve_words(model, args.documents * 12)
+        with launched(words, 3, [f"policy={policy}"]) as (url, _):
             asyncio.run(ask_all(url, asked, args.concurrency))
             metrics = get(f"{url}/metrics")
         hits, queries = (
