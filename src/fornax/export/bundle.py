@@ -3,6 +3,7 @@
 Nothing here needs the code that made the bundle; nothing of a bundle runs as Python.
 """
 
+import hashlib
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,6 +55,7 @@ def open_bundle(
     return Bundle(
         root,
         found,
+        digest=hashlib.sha256(data).hexdigest(),
         hashes=mode != "none",
         weights_checked=mode != "as-read",
         trust_executables=trust_executables,
@@ -68,12 +70,15 @@ class Bundle:
         path: Path,
         found: Manifest,
         *,
+        digest: str = "",
         hashes: bool,
         weights_checked: bool,
         trust_executables: bool = False,
     ):
         self.path = path
         self.manifest = found
+        self.digest = digest
+        """SHA-256 of the manifest, which has those of all other files: it names the bundle."""
         self._hashes = hashes
         self._weights_checked = weights_checked
         self._hashing: Future[None] | None = None

@@ -1,10 +1,12 @@
 """A bundle's StableHLO to programs: rebuilt as jax's Exported, compiled for one bucket."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 
 from fornax.config.errors import BundleError
@@ -97,7 +99,12 @@ def compile_program(
                 in_shardings=tuple(shardings),
                 compiler_options=dict(options) if options else None,
             )
-            compiled = jitted.lower(*arguments).compile()
+            lowered = jitted.lower(*arguments)
+            compiled = lowered.compile()
+            everywhere = placement.sharding("", (), None)
+            whole = None
+            if not everywhere.is_fully_addressable:
+                whole = _whole(lowered, compiled, everywhere)
         except Exception as error:
             raise BundleError(
                 f"{signature.name!r} cannot be compiled for {dict(dims)} on "
@@ -107,17 +114,39 @@ def compile_program(
     # which checks it, does not accept; `jitted` finds the same program and does not check.
     packed = any(jnp.iinfo(a.dtype).bits < 8 for a in held if jnp.issubdtype(a.dtype, jnp.integer))
     call = jitted if packed else compiled
+    memory = memory_of(compiled.memory_analysis())
+    if whole is not None:
+        more = memory_of(whole.memory_analysis()).outputs
+        memory = dataclasses.replace(memory, outputs=memory.outputs + more)
+
+    def run(arrays: list[jax.Array | np.ndarray]) -> list[jax.Array]:
+        outputs = call(*arrays)
+        return list(outputs if whole is None else whole(*outputs))
+
     return Program(
         executable=compiled.runtime_executable(),
-        call=lambda arrays: list(call(*arrays)),
+        call=run,
         signature=signature,
         dims=dims,
         weights=held,
         placement=placement,
-        memory=memory_of(compiled.memory_analysis()),
+        memory=memory,
         x64=f.x64,
         ahead=False,
     )
+
+
+def _whole(lowered: Any, compiled: Any, everywhere: jax.sharding.Sharding) -> Any:
+    """The program that gives each process all of the outputs, of which it has a part.
+
+    A program of its own: asked for whole outputs, the compiler might divide the work otherwise, and
+    several processes would not give the bits of one.
+    """
+    parts = [
+        jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)
+        for out, sharding in zip(lowered.out_info, compiled.output_shardings, strict=True)
+    ]
+    return jax.jit(lambda *arrays: arrays, out_shardings=everywhere).lower(*parts).compile()
 
 
 def loaded_program(

@@ -12,7 +12,10 @@ from fornax.export.dtypes import is_wide, numpy_dtype
 from fornax.export.placement import Placement
 from fornax.export.spec import Signature
 
-__all__ = ["Memory", "Program"]
+__all__ = ["Memory", "Program", "Together"]
+
+Together = Callable[[Sequence[np.ndarray], Callable[[], list[jax.Array]]], list[jax.Array]]
+"""(host arrays, run): has the other processes run the program on these arrays too, and runs it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class Program:
         self.dtypes = {s.name: numpy_dtype(s.dtype) for s in signature.arguments}
         self._weights = list(weights)
         self.executable = executable
+        self.together: Together | None = None
+        """In the process that decides, of those over whose devices the program is divided."""
         self._call = call
         self._x64 = x64 and any(is_wide(s.dtype) for s in signature.arguments)
         self._shardings = [
@@ -91,11 +96,23 @@ class Program:
                     f"this program takes {dtypes[name]}{shapes[name]}"
                 )
             arrays.append(array)
-        if self._as_they_are:
-            return arrays
+        return arrays if self._as_they_are or self.together is not None else self._moved(arrays)
+
+    def _moved(self, arrays: Sequence[np.ndarray]) -> list[jax.Array]:
         with jax.enable_x64(self._x64):
-            return [jax.device_put(*pair) for pair in zip(arrays, self._shardings, strict=True)]
+            return [_put(*pair) for pair in zip(arrays, self._shardings, strict=True)]
 
     def run(self, buffers: Sequence[jax.Array | np.ndarray]) -> list[jax.Array]:
         """Start the computation on arrays from `put`; outputs in the signature's order."""
-        return self._call([*self._weights, *buffers])
+        if self.together is None:
+            return self._call([*self._weights, *buffers])
+        arrays = [np.asarray(each) for each in buffers]
+        moved = self._moved(arrays)  # before the others begin, lest they wait for what fails here
+        return self.together(arrays, lambda: self._call([*self._weights, *moved]))
+
+
+def _put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """On the devices, or the part of this process on its own."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -103,6 +103,11 @@ _PROCESSES: Mapping[str, str] = {
     "serving a language model": "",
     "serving adapters": "start one process on a host, or merge the adapter into the model",
     "speculation with a draft model": "take `ngram`, or start one process on a host",
+    "serving bundles": "",
+    "serving bundles on chosen devices": "leave --devices out: a mesh takes the devices of all "
+    "processes, and a replica one of process 0",
+    "serving a language model beside bundles": "serve it by `fornax launch --hosts 2 -- serve DIR "
+    "--tensor-parallel-size 2`, or start one process on a host",
     "the doctor": "run `fornax tune doctor` with the same flags on one host",
 }
 """What runs in any number of processes (an empty text), or in one, and what to do there."""

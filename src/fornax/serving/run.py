@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 
@@ -11,12 +13,15 @@ import uvloop
 from starlette.types import ASGIApp
 
 from fornax import __version__
-from fornax.config import ConfigError
-from fornax.config.environment import limit_cpu_threads
+from fornax.config import ConfigError, environment
+from fornax.config.frames import LinkError
 from fornax.config.http_server import HttpServer, raise_file_limit
+from fornax.mesh.group import Leader, Member
 from fornax.serving.backend import BackendFactory
 from fornax.serving.config import Address, HostConfig
 from fornax.serving.events import Events, Outcome
+from fornax.serving.execution.group import follow, join_host, refuse_backend
+from fornax.serving.execution.loading import load_part
 from fornax.serving.execution.servable import DevicePool
 from fornax.serving.grpc.server import GrpcServer
 from fornax.serving.host import Host
@@ -33,6 +38,8 @@ from fornax.serving.v2.shared_memory import SharedMemory
 __all__ = ["HostServer", "run_host"]
 
 _log = logging.getLogger("fornax.serving")
+_GRACE = 1.0
+"""Seconds in which requests are answered that they must be sent again, once a process ended."""
 Listener = Callable[[InferRequest, Outcome], None]
 
 
@@ -46,17 +53,34 @@ def run_host(config: HostConfig, backends: Mapping[str, BackendFactory] | None =
       The exit code: 0 after a stop that was asked for, 1 after a second signal, or when a model
       failed at the start and `exit_on_error` is set.
 
+    Where FORNAX_ variables say that it is one of several processes, all of them call this with the
+    same config: process 0 serves, the others have their parts of models on meshes.
+
     Raises:
       ConfigError: a repository, address, certificate or file of tokens that is not to be had.
+      ClusterError: the processes do not all join, differ, or are told what they cannot do.
     """
     configure_logging(config.log_format, config.log_level)
     raise_file_limit()
-    return uvloop.run(_serve(config, backends or {}))
+    backends = backends or {}
+    if not environment.coordinator():
+        return uvloop.run(_serve(config, backends, None))
+    joined = join_host(config)
+    if isinstance(joined, Member):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # process 0 decides
+            signal.signal(number, signal.SIG_IGN)
+        _log.info("has parts of the models of process 0")
+        follow(joined, load_part)
+        return 0
+    with contextlib.closing(joined):
+        return uvloop.run(_serve(config, dict.fromkeys(backends, refuse_backend), joined))
 
 
-async def _serve(config: HostConfig, backends: Mapping[str, BackendFactory]) -> int:
+async def _serve(
+    config: HostConfig, backends: Mapping[str, BackendFactory], leader: Leader | None
+) -> int:
     async with contextlib.AsyncExitStack() as stack:
-        server = HostServer(config, backends)
+        server = HostServer(config, backends, leader)
         stack.push_async_callback(server.close)
         stack.enter_context(signals(server.stop, server.reread))
         await server.listen()
@@ -66,18 +90,30 @@ async def _serve(config: HostConfig, backends: Mapping[str, BackendFactory]) -> 
 class HostServer:
     """The host, what listens for it, and what watches it. `listen`, then `run`, then `close`."""
 
-    def __init__(self, config: HostConfig, backends: Mapping[str, BackendFactory]):
-        """Read everything that may be wrong; take no address and load nothing yet."""
+    def __init__(
+        self,
+        config: HostConfig,
+        backends: Mapping[str, BackendFactory],
+        leader: Leader | None = None,
+    ):
+        """Read everything that may be wrong; take no address and load nothing yet.
+
+        Args:
+          backends: factories of models that are no bundles.
+          leader: tells the other processes of this server, if there are any.
+        """
         config.folder()
         config.check_access()
         self.config = config
         self.events = Events()
         if config.cpu_threads is not None:
-            limit_cpu_threads(config.cpu_threads)
+            environment.limit_cpu_threads(config.cpu_threads)
         self._devices = DevicePool(
             numbers=config.devices,
             memory_limit=config.model_memory_bytes(),
+            leader=leader,
         )
+        self._leader = leader
         self.host = Host(config, devices=self._devices, events=self.events, backends=backends)
         self._profiler = Profiler(config.profile_dir, config.profile_max_seconds)
         self._metrics = Metrics(self.host, self._devices.memory)
@@ -188,7 +224,19 @@ class HostServer:
             self.events.finished.append(_of_clients(self._tracer.finished))
 
     async def run(self) -> int:
-        """Load the models and serve until a signal; the exit code."""
+        """Load the models and serve until a signal; the exit code.
+
+        When another process of the server ends, this one does, since what they compute together may
+        never return.
+        """
+        if self._leader is not None:
+            loop = asyncio.get_running_loop()
+
+            def lost(error: LinkError) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed: it ends anyway
+                    loop.call_soon_threadsafe(self._lose, error)
+
+            self._leader.watch(lost)
         loading = asyncio.create_task(self._load())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -210,6 +258,12 @@ class HostServer:
         quitting.cancel()
         draining.result()
         return 0
+
+    def _lose(self, error: LinkError) -> None:
+        """Answer what waits, unready, and end."""
+        _log.critical("stopping: %s", error)
+        self.host.stopping = True
+        asyncio.get_running_loop().call_later(_GRACE, os._exit, 1)
 
     async def _load(self) -> int:
         """Load what should be served; how many versions failed."""

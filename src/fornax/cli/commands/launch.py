@@ -39,7 +39,7 @@ class Arguments:
     """
 
     hosts: Annotated[str | None, arg(metavar="N|N..M", help_behavior_hint="(default: 2)")] = None
-    """Hosts of a run or slice (3..8: those that are there), or processes of a replica of serve."""
+    """Hosts of a run or slice (3..8: those that are there), or processes of a replica."""
     engine: Literal["local", "ray"] = "local"
     """Hosts and replicas are processes of this machine, or what Ray places."""
     address: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None

@@ -263,8 +263,8 @@ def device_variables(replicas: int, each: int, hosts: int = 1) -> list[list[dict
         )
     if each % hosts:
         raise ClusterError(
-            f"{each} GPUs of a replica cannot be divided over {hosts} processes; give a "
-            "--tensor-parallel-size that --hosts divides"
+            f"{each} GPUs of a replica cannot be divided over {hosts} processes; give it a number "
+            "of GPUs that --hosts divides: of serve, --tensor-parallel-size"
         )
     part = each // hosts
     shares = [gpus[first * part : (first + 1) * part] for first in range(replicas * hosts)]

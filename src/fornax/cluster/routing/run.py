@@ -57,7 +57,7 @@ def launch_replicas(
       service: makes what is served, given a folder for the config of its replicas.
       run_dir: where events and logs go.
       replicas: how many.
-      hosts: processes of a replica, over whose devices its engine is divided.
+      hosts: processes of a replica, over whose devices its engine or bundles are divided.
       config: how requests and replicas are treated.
       engine: the Ray cluster that finds room for the replicas; None: they are processes of this
         machine.
@@ -113,11 +113,6 @@ def opened_router(
         made = service(files.directory.absolute())
         stack.callback(_tidy, files, replicas, hosts)
         raise_file_limit()
-        if hosts > 1 and not made.divides:
-            raise ConfigError(
-                f"a replica of {made.name} is one process; leave out --hosts {hosts}, or serve a "
-                "language model with fornax launch --hosts 2 -- serve DIR --tensor-parallel-size 2"
-            )
         runs = Program(entry=program, words=made.words, files=files)
         placer: Placer
         if engine is None:

@@ -75,8 +75,6 @@ class Service:
     """Whether a call, by path and method, changes a replica, and so must reach all."""
     devices: int
     """Accelerators that a replica takes; 0: an equal share."""
-    divides: bool
-    """Whether several processes can be one replica."""
     drain_seconds: float
     """Seconds that requests get to finish when the router stops."""
     grpc: Front | None = None
@@ -120,7 +118,6 @@ def serve_service(model: str, config: ServeConfig, folder: Path) -> Service:
         stream_end=b"data: [DONE]\n\n",
         changes=lambda path, method: method == "POST" and path in _ENGINE_CALLS,
         devices=config.tensor_parallel_size,
-        divides=True,
         drain_seconds=server.shutdown_timeout,
         configure_logging=configure_logging,
     )
@@ -185,7 +182,6 @@ def host_service(config: HostConfig, folder: Path) -> Service:
             method == "POST" and changes_server(path, method) and not path.startswith("/v2/profile")
         ),
         devices=len(config.devices),
-        divides=False,
         drain_seconds=config.drain_seconds,
         grpc=None
         if grpc_address is None

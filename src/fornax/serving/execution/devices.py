@@ -2,21 +2,26 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from fornax.config.errors import ConfigError, ServingCode, ServingError
+from fornax.export.bundle import Bundle
 from fornax.export.placement import OneDevice, Placement
 from fornax.export.undivided import undivided_device
 from fornax.mesh import make_mesh
+from fornax.mesh.group import Leader
+from fornax.serving.execution.group import OtherParts
 from fornax.serving.execution.scheduler import DeviceScheduler
 from fornax.serving.settings import OnMesh, Replicas
 
-__all__ = ["DevicePool", "Memory", "Place", "Reservation", "limit_of"]
+__all__ = ["DevicePool", "Memory", "Place", "Reservation", "limit_of", "on_mesh"]
 
 _HOST_SHARE = 0.8
 _CGROUPS = (
@@ -157,15 +162,22 @@ class Place:
     placement: Placement
     scheduler: DeviceScheduler
     devices: tuple[jax.Device, ...]
+    others: Callable[[Bundle, Mapping[str, Any]], OtherParts] | None = None
+    """Of a mesh over several processes: has the others load a bundle, with compiler options."""
+
+    @property
+    def own(self) -> list[jax.Device]:
+        """The devices of this process."""
+        return [each for each in self.devices if each.process_index == jax.process_index()]
 
     def spread(self, total: int) -> dict[str, int]:
-        """Bytes by account, for `total` bytes laid evenly over the devices."""
+        """Bytes by account of this process, for `total` bytes laid evenly over the devices."""
         return self.on_each(-(-total // len(self.devices)))
 
     def on_each(self, count: int) -> dict[str, int]:
-        """Bytes by account, for `count` bytes on each device."""
+        """Bytes by account of this process, for `count` bytes on each device."""
         found: dict[str, int] = {}
-        for device in self.devices:
+        for device in self.own:
             account = account_of(device)
             found[account] = found.get(account, 0) + count
         return found
@@ -179,6 +191,7 @@ class DevicePool:
         *,
         numbers: Sequence[int] = (),
         memory_limit: int | None = None,
+        leader: Leader | None = None,
     ):
         """The devices `numbers` of this process (none: all).
 
@@ -186,6 +199,8 @@ class DevicePool:
           numbers: positions in `jax.local_devices()`.
           memory_limit: bytes that models may take of each device (CPU: of the host, by all CPU
             devices together); None: most of what it has.
+          leader: tells other processes, over whose devices meshes go too. Then devices have their
+            positions in `jax.devices()`, of which the first are those of this process.
 
         Raises:
           ConfigError: for a number that no device has.
@@ -193,7 +208,7 @@ class DevicePool:
         # Where jax has not begun yet: CPU programs run in the thread that calls them. The hop to
         # a thread of XLA's and back cost 30 us of the 45 that a small program took.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        every = jax.local_devices()
+        every = jax.local_devices() if leader is None else jax.devices()
         if any(device.platform == "cpu" for device in every):
             undivided_device()  # now, before threads load models
         for number in numbers:
@@ -201,14 +216,22 @@ class DevicePool:
                 raise ConfigError(
                     f"devices has {number}; this process has {len(every)} devices, numbered from 0"
                 )
+        self._leader = leader
         self._devices = {number: every[number] for number in numbers or range(len(every))}
+        here = jax.process_index()
+        self._own = {n: each for n, each in self._devices.items() if each.process_index == here}
         self.memory = Memory(
             {
                 account_of(device): limit_of(device) if memory_limit is None else memory_limit
-                for device in self._devices.values()
+                for device in self._own.values()
             }
         )
         self._schedulers: dict[tuple[int, ...], DeviceScheduler] = {}
+
+    @property
+    def several(self) -> bool:
+        """Whether there are devices of other processes."""
+        return len(self._own) < len(self._devices)
 
     def places(self, wanted: Replicas | OnMesh, total: int) -> list[Place]:
         """Where a model whose weights take `total` bytes goes.
@@ -219,7 +242,12 @@ class DevicePool:
         if isinstance(wanted, OnMesh):
             numbers = wanted.devices or tuple(self._devices)
             devices = [self._device(number) for number in numbers]
-            return [Place(_on_mesh(wanted, devices), self._scheduler(numbers), tuple(devices))]
+            others = None
+            if self._leader is not None and not set(numbers) <= self._own.keys():
+                self._check_all(numbers)
+                others = functools.partial(OtherParts, self._leader, wanted)
+            placement = on_mesh(wanted, devices)
+            return [Place(placement, self._scheduler(numbers), tuple(devices), others)]
         return [
             Place(
                 OneDevice(self._device(number)), self._scheduler((number,)), (self._device(number),)
@@ -228,17 +256,34 @@ class DevicePool:
         ]
 
     def _replicas(self, wanted: Replicas) -> Sequence[int]:
+        for number in wanted.devices:
+            if self._device(number) not in self._own.values():
+                raise ServingError(
+                    ServingCode.INVALID_ARGUMENT,
+                    f"devices has {number}, a device of another process; a replica is on one of "
+                    f"process 0's, {', '.join(map(str, self._own))}",
+                )
         if wanted.devices:
             return wanted.devices
-        if wanted.count > len(self._devices):
+        if wanted.count > len(self._own):
             raise ServingError(
                 ServingCode.INVALID_ARGUMENT,
-                f"devices.count={wanted.count} and the server has {len(self._devices)} devices; "
+                f"devices.count={wanted.count} and the server has {len(self._own)} devices; "
                 "ask for no more, or 0 for all",
             )
-        free = {number: self._free(device) for number, device in self._devices.items()}
-        ranked = sorted(self._devices, key=lambda number: (-free[number], self._claims(number)))
+        free = {number: self._free(device) for number, device in self._own.items()}
+        ranked = sorted(self._own, key=lambda number: (-free[number], self._claims(number)))
         return ranked[: wanted.count or len(ranked)]
+
+    def _check_all(self, numbers: Sequence[int]) -> None:
+        """Refuse a mesh in which a process would have no part."""
+        if tuple(numbers) != tuple(self._devices):
+            raise ServingError(
+                ServingCode.INVALID_ARGUMENT,
+                f"devices={list(numbers)} of a mesh are neither all {len(self._devices)} of the "
+                f"server's processes, in order, nor process 0's, "
+                f"{', '.join(map(str, self._own))}; leave devices out for all",
+            )
 
     def _free(self, device: jax.Device) -> int:
         return self.memory.free(account_of(device))
@@ -272,7 +317,8 @@ class DevicePool:
         return self._schedulers[key]
 
 
-def _on_mesh(wanted: OnMesh, devices: Sequence[jax.Device]) -> Placement:
+def on_mesh(wanted: OnMesh, devices: Sequence[jax.Device]) -> Placement:
+    """The placement on a mesh of these devices."""
     from fornax.export import OnMesh as MeshPlacement
 
     return MeshPlacement(make_mesh(wanted.mesh, devices), wanted.mesh.resolved_rules())

@@ -22,16 +22,19 @@ from fornax.export.buckets import assemble
 from fornax.export.bundle import Bundle
 from fornax.export.dtypes import numpy_dtype
 from fornax.export.golden import examples
+from fornax.export.placement import Placement
 from fornax.export.program import Program
 from fornax.export.spec import Signature
 from fornax.export.undivided import Undivided, share_undivided
 from fornax.export.weights import Weights
 from fornax.serving.batching import Key, Waiting
 from fornax.serving.execution.admission import Shapes
-from fornax.serving.execution.devices import Place, Reservation, account_of
+from fornax.serving.execution.devices import Place, Reservation, account_of, on_mesh
+from fornax.serving.execution.group import OtherParts
 from fornax.serving.execution.runner import Prepared, Runner, sample
+from fornax.serving.settings import OnMesh
 
-__all__ = ["Copy", "choose_threads", "load", "weight_bytes"]
+__all__ = ["Copy", "choose_threads", "load", "load_part", "weight_bytes"]
 
 _log = logging.getLogger("fornax.serving")
 
@@ -59,9 +62,13 @@ class Copy:
     runners: Mapping[str, Runner]
     undivided: Undivided | None = None
     """What shares its weights with programs that are not divided over threads."""
+    others: OtherParts | None = None
+    """What other processes have of it."""
 
     def delete(self) -> None:
         """Give the weights' memory back; no program runs any more."""
+        if self.others is not None:
+            self.others.delete()
         if self.undivided is not None:
             self.undivided.delete()
         for array in self.weights.params.values():
@@ -90,30 +97,54 @@ def load(
       ServingError: RESOURCE_EXHAUSTED when it does not fit, with figures.
     """
     copies: list[Copy] = []
+    others: list[OtherParts | None] = []
     with ThreadPoolExecutor(_threads(), thread_name_prefix="fornax-load") as pool:
         try:
+            for place in places:
+                others.append(None if place.others is None else place.others(bundle, options))
             weights = list(pool.map(lambda place: bundle.load_weights(place.placement), places))
             chosen = dict(options) or None
-            programs = _compile_all(bundle, places, weights, pool, chosen)
+            placements = [place.placement for place in places]
+            programs = _compile_all(bundle, placements, weights, pool, chosen)
             use, by_account = _memory(places, weights, programs, concurrency)
             reservation.change(
                 by_account,
                 f"weights {use.weights:,} B, programs {use.programs:,} B, batches under way "
                 f"{use.working:,} B",
             )
-            for place, held, mine in zip(places, weights, programs, strict=True):
+            for place, held, mine, rest in zip(places, weights, programs, others, strict=True):
+                if rest is not None:
+                    rest.bind(_listed(mine))
                 runners = {
                     name: _runner(bundle.signature(name), place, found)
                     for name, found in mine.items()
                 }
                 one = place.scheduler.on_host and len(place.devices) == 1
                 undivided = share_undivided(held) if one else None
-                copies.append(Copy(place, held, runners, undivided))
+                copies.append(Copy(place, held, runners, undivided, rest))
                 _prove(bundle, copies[-1], chosen)
         except BaseException:
             pool.shutdown(cancel_futures=True)
+            for each in others:
+                if each is not None:
+                    each.delete()
             raise
     return copies
+
+
+def load_part(
+    bundle: Bundle, mesh: OnMesh, options: CompilerOptions
+) -> tuple[Weights, list[Program]]:
+    """What another process than process 0 has of a bundle: see `group.Lay`.
+
+    Raises:
+      BundleError: for a bundle that is damaged or cannot run here.
+    """
+    placement = on_mesh(mesh, jax.devices())
+    with ThreadPoolExecutor(_threads(), thread_name_prefix="fornax-load") as pool:
+        weights = bundle.load_weights(placement)
+        [found] = _compile_all(bundle, [placement], [weights], pool, dict(options) or None)
+    return weights, _listed(found)
 
 
 def _threads() -> int:
@@ -125,23 +156,23 @@ Programs = dict[str, dict[tuple[int, Key], Program]]
 
 def _compile_all(
     bundle: Bundle,
-    places: Sequence[Place],
+    placements: Sequence[Placement],
     weights: Sequence[Weights],
     pool: ThreadPoolExecutor,
     options: CompilerOptions | None,
 ) -> list[Programs]:
-    """For each place, by function and bucket."""
+    """For each placement, by function and bucket."""
     pending = [
         {
             name: {
                 Shapes(bundle.signature(name)).bucket(dims): pool.submit(
-                    bundle.compile, name, dims, held, place.placement, options=options
+                    bundle.compile, name, dims, held, placement, options=options
                 )
                 for dims in bundle.signature(name).shapes
             }
             for name in bundle.manifest.functions
         }
-        for place, held in zip(places, weights, strict=True)
+        for placement, held in zip(placements, weights, strict=True)
     ]
     return [
         {
@@ -150,6 +181,11 @@ def _compile_all(
         }
         for each in pending
     ]
+
+
+def _listed(programs: Programs) -> list[Program]:
+    """All programs, in an order that the bundle sets."""
+    return [program for found in programs.values() for program in found.values()]
 
 
 def _memory(
@@ -172,13 +208,13 @@ def _memory(
             ),
             default=0,
         )
-        devices = len(place.devices)
+        devices = len(place.own)
         total = _MemoryUse(
             weights=total.weights + sum(resident.values()),
             programs=total.programs + code * devices,
             working=total.working + working * devices,
         )
-        for device in place.devices:
+        for device in place.own:
             account = account_of(device)
             mine = resident.get(device, 0) + code + working
             by_account[account] = by_account.get(account, 0) + mine

@@ -13,10 +13,12 @@ import numpy as np
 
 from fornax.config import environment
 from fornax.config.errors import ServingCode, ServingError
+from fornax.config.frames import LinkError
 from fornax.export.buckets import assemble, take
 from fornax.export.dtypes import BYTES, numpy_dtype
 from fornax.export.program import Program
 from fornax.export.spec import Signature
+from fornax.mesh.hosts import is_lost
 from fornax.serving.batching import Batch, Key, Waiting
 
 __all__ = ["Compilations", "Computed", "Prepared", "Runner", "compilations", "keep_compiled"]
@@ -213,6 +215,11 @@ def compute_error(error: Exception) -> ServingError:
     """The error that a client sees for what computing raised."""
     if isinstance(error, ServingError):
         return error
+    if isinstance(error, LinkError) or is_lost(error):
+        return ServingError(
+            ServingCode.UNAVAILABLE,
+            "a process of this server ended while the request was computed; send it again",
+        )
     text = f"{type(error).__name__}: {error}".split("\n")[0]
     full = "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError)
     code = ServingCode.RESOURCE_EXHAUSTED if full else ServingCode.INTERNAL

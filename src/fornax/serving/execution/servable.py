@@ -1,6 +1,7 @@
 """One loaded version of a model: on its devices, ready, and answering requests."""
 
 import asyncio
+import logging
 import time
 
 from fornax.config.errors import ServingCode, ServingError
@@ -19,6 +20,8 @@ from fornax.serving.statistics import ModelStatistics
 from fornax.serving.types import InferRequest, InferResult
 
 __all__ = ["BundleLoader", "Servable"]
+
+_log = logging.getLogger("fornax.serving")
 
 
 class Servable:
@@ -78,11 +81,13 @@ class Servable:
         keep_compiled()
         total = loading.weight_bytes(bundle)
         places = devices.places(settings.devices, total)
+        label = f"{name} version {version}" if version else name or str(bundle.path)
+        if devices.several and all(place.others is None for place in places):
+            _log.info("%s is on devices of process 0 alone; a mesh is over all", label)
         wanted: dict[str, int] = {}
         for place in places:
             for account, count in place.spread(total).items():
                 wanted[account] = wanted.get(account, 0) + count
-        label = f"{name} version {version}" if version else name or str(bundle.path)
         reservation = devices.memory.reserve(label, wanted, f"weights {total:,} B")
         try:
             copies = await asyncio.to_thread(
