@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from fornax.models import Decoder
+from fornax.models import Decoder, Routing
 from fornax.optim.tree import flatten, nest, rebuild
 from fornax.preflight.shrink import float32
 from fornax.train import Ledger, Loss, Task, TrainConfig, pretrain_task
@@ -176,7 +176,11 @@ class _Forced:
         self._decoder, self._implementation = decoder, implementation
 
     def hidden(self, *args: Any, **kwargs: Any) -> jax.Array:
-        return self._decoder.hidden(*args, **kwargs, implementation=self._implementation)
+        return self.hidden_and_routing(*args, **kwargs)[0]
+
+    def hidden_and_routing(self, *args: Any, **kwargs: Any) -> tuple[jax.Array, Routing | None]:
+        kwargs |= {"implementation": self._implementation}
+        return self._decoder.hidden_and_routing(*args, **kwargs)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._decoder, name)

@@ -111,6 +111,7 @@ with Cluster(hosts=1) as cluster:
 """
 
 
+@pytest.mark.exhaustive
 def test_leaving_the_block_saves_and_stops(
     environment: dict[str, str], settings: dict[str, Any], tmp_path: Path
 ):

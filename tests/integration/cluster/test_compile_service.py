@@ -94,6 +94,7 @@ with Cluster(hosts=3) as cluster:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_group_with_a_host_less_loads_what_was_made_ahead(
     environment: dict[str, str], settings: dict[str, Any], tmp_path: Path
 ):

@@ -32,7 +32,7 @@ def fill(filler: Path, leave: int) -> None:
             file.write(bytes(min(free - leave, 1 << 20)))
 
 
-@pytest.mark.parametrize("freed", [True, False])
+@pytest.mark.parametrize("freed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_full_disk_costs_checkpoints_and_nothing_else(launch: Any, run_dir: Path, freed: bool):
     run = launch(save_every=20, steps=100_000)
     run.wait_for_step(1, 45)

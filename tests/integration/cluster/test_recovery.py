@@ -51,6 +51,7 @@ def test_the_survivor_stays_in_its_process_and_no_number_changes(
     assert not list((run.run_dir / "cluster").glob("*.record"))
 
 
+@pytest.mark.exhaustive
 def test_memory_is_enough_for_a_second_death_while_the_group_forms(
     launch: Any, undisturbed: list[tuple]
 ):

@@ -131,6 +131,7 @@ def wait_for_sampler(run: Launched, number: int, version: int) -> None:
         assert time.monotonic() < deadline, run.events()
 
 
+@pytest.mark.exhaustive
 def test_students_of_two_hosts_and_samplers_learn_what_one_process_does(
     environment: dict[str, str], folder: Path, tmp_path: Path
 ) -> None:

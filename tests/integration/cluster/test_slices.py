@@ -97,7 +97,11 @@ def simulated(settings: dict[str, Any], **changes: Any) -> list[dict[int, float]
     return found
 
 
-@pytest.mark.parametrize("diloco", [{"sync_every": 4}, STREAMING], ids=["diloco", "streaming"])
+@pytest.mark.parametrize(
+    "diloco",
+    [pytest.param({"sync_every": 4}, marks=pytest.mark.exhaustive), STREAMING],
+    ids=["diloco", "streaming"],
+)
 def test_two_slices_are_a_simulation_of_them(
     launch: Any, settings: dict[str, Any], quick_compiles: None, diloco: dict[str, Any]
 ):

@@ -85,6 +85,7 @@ def series(run_dir: Path, name: str) -> dict[int, Any]:
     return {r["step"]: r.get(name) for r in map(json.loads, lines)}
 
 
+@pytest.mark.exhaustive
 def test_any_number_of_hosts_goes_on_where_others_stopped(
     start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
 ):

@@ -42,7 +42,7 @@ def test_three_processes_store_and_learn_what_one_does(
     assert series(three, "loss") == pytest.approx(series(one, "loss"), rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_processes_prefer_what_one_does(
     start: Start, finish: Callable[..., str], tiny: Path, tmp_path: Path
 ) -> None:
