@@ -183,13 +183,13 @@ def test_a_remat_that_recomputes_something_else(
         if remat == "none" or getattr(remat, "policy", None) == "none":
             return layer
 
-        def again(period: Any, x: jax.Array) -> jax.Array:
+        def again(period: Any, x: jax.Array) -> Any:
             kept = jax.random.bernoulli(jax.random.key(1), 0.99, x.shape)
             return layer(period, jnp.where(kept, x, 0))
 
-        def run(period: Any, x: jax.Array) -> jax.Array:
-            right, wrong = layer(period, x), again(period, x)
-            return wrong + jax.lax.stop_gradient(right - wrong)
+        def run(period: Any, x: jax.Array) -> Any:
+            (right, routing), (wrong, _) = layer(period, x), again(period, x)
+            return wrong + jax.lax.stop_gradient(right - wrong), routing
 
         return run
 
