@@ -129,7 +129,6 @@ class Experts(nnx.Module):
 
     def _arrays(self) -> ExpertArrays:
         """The experts' parameters in the compute dtype."""
-
         found = {}
         for name, part in (("gate", self.gate), ("up", self.up), ("down", self.down)):
             found[name] = part.kernel[...].astype(self.compute_dtype)

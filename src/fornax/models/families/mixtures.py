@@ -6,13 +6,12 @@ from fornax.config.errors import ConfigError
 from fornax.models.config import DecoderConfig
 from fornax.models.experts_config import ExpertsConfig
 from fornax.models.families.common import (
-    layer_types,
     read_common,
-    read_layer_types,
     shortest_pattern,
     write_common,
 )
 from fornax.models.families.family import BASE_NAMES, PRE_NORM_NAMES, Family, expert_names
+from fornax.models.families.qwen import read_windows, write_windows
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.rope_keys import read_rope, write_rope
 
@@ -142,27 +141,17 @@ def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
 def _read_qwen2_moe(reader: ConfigReader) -> DecoderConfig:
     width = reader.take("shared_expert_intermediate_size")
     fields, experts = _read_qwen(reader, shared_intermediate_size=width, shared_gate=True)
-    slides = reader.take("use_sliding_window", False)
-    window = reader.take("sliding_window", 4_096)
-    first = reader.take("max_window_layers", 28)
-    default = [
-        "sliding_attention" if slides and window and not index < first else "full_attention"
-        for index in range(fields["num_layers"])
-    ]
-    kinds = read_layer_types(reader, fields["num_layers"], window if slides else None, default)
+    kinds = read_windows(reader, fields["num_layers"])
     bias = reader.take("qkv_bias", True)
     return DecoderConfig(**fields, **kinds, qkv_bias=bias, experts=experts)
 
 
 def _write_qwen2_moe(config: DecoderConfig) -> dict[str, Any]:
-    types = layer_types(config)
-    slides = config.sliding_window is not None
     return {
         **_write_qwen(config),
+        **write_windows(config),
         "shared_expert_intermediate_size": _experts(config).shared_intermediate_size,
         "qkv_bias": config.qkv_bias,
-        "max_window_layers": types.index("sliding_attention") if slides else config.num_layers,
-        "layer_types": types,
     }
 
 

@@ -14,12 +14,28 @@ from fornax.models.families.family import BASE_NAMES, PRE_NORM_NAMES, Family
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.rope_keys import read_rope, write_rope
 
-__all__ = ["QWEN2", "QWEN3"]
+__all__ = ["QWEN2", "QWEN3", "read_windows", "write_windows"]
 
 
 def _read_shared(reader: ConfigReader) -> dict[str, Any]:
     fields = read_common(reader, tied=False)
-    layers = fields["num_layers"]
+    return {
+        **fields,
+        "rope": read_rope(reader, fields["max_position_embeddings"]),
+        **read_windows(reader, fields["num_layers"]),
+    }
+
+
+def _write_shared(config: DecoderConfig) -> dict[str, object]:
+    return {**write_common(config), **write_rope(config.rope), **write_windows(config)}
+
+
+def read_windows(reader: ConfigReader, layers: int) -> dict[str, Any]:
+    """`sliding_window` and `attention_pattern`: windows from some layer on, if any.
+
+    Raises:
+      ConfigError: for a type of layer that is not supported, or a missing window.
+    """
     slides = reader.take("use_sliding_window", False)
     window = reader.take("sliding_window", 4_096)
     first = reader.take("max_window_layers", 28)
@@ -29,19 +45,14 @@ def _read_shared(reader: ConfigReader) -> dict[str, Any]:
         else "full_attention"
         for index in range(layers)
     ]
-    return {
-        **fields,
-        "rope": read_rope(reader, fields["max_position_embeddings"]),
-        **read_layer_types(reader, layers, window if slides else None, default),
-    }
+    return read_layer_types(reader, layers, window if slides else None, default)
 
 
-def _write_shared(config: DecoderConfig) -> dict[str, object]:
+def write_windows(config: DecoderConfig) -> dict[str, object]:
+    """The inverse of `read_windows`."""
     types = layer_types(config)
     first = types.index("sliding_attention") if config.sliding_window else config.num_layers
     return {
-        **write_common(config),
-        **write_rope(config.rope),
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
         "max_window_layers": first,
