@@ -33,13 +33,15 @@ SERVED = (
     "olmo2",
     "phi4-mini",
     "smollm3-window",
+    "mixtral-window",
     "qwen2-moe-dense-layers",
+    "qwen3-moe-options",
     "olmoe-options",
 )
 """Of each family the case that asks most of a paged cache."""
 
-_PAGES = {"mistral-window": 9}
-"""Pages of a model whose every layer is windowed; all others get one full sequence's 16."""
+_PAGES = {"mistral-window": 9, "mixtral-window": 9, "qwen3-moe-options": 9}
+"""Pages of models whose every layer is windowed; all others get one full sequence's 16."""
 
 
 class Figures:

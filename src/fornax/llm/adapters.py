@@ -80,6 +80,11 @@ def read_adapter(
                 f"{max_rank}, raise it"
             )
         for block in known[module].blocks:
+            if block.slot.expert is not None:
+                raise EngineError(
+                    f"{stored.folder}: {module} is one expert's, and slots hold adapters of what "
+                    "all tokens pass only; merge it into the model and serve that"
+                )
             rows = found.up_NR[block.start : block.stop]
             key = (block.slot.path, block.slot.layer or 0)
             pairs[key] = Pair(found.down_RK.T, found.scale * rows.T)
@@ -222,7 +227,7 @@ def _empty(weights: Weights, slots: int, rank: int) -> dict[str, LoRAStack]:
     places = [block.slot for tensor in layout for block in tensor.blocks]
     found = {}
     for slot in places:
-        if slot.num_inputs and slot.layer == 0:
+        if slot.num_inputs and slot.layer == 0 and slot.expert is None:
             layers = sum(other.path == slot.path for other in places)
             width = math.prod(slot.shape[: slot.num_inputs])
             outputs = math.prod(slot.shape[slot.num_inputs :])
