@@ -249,7 +249,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
             "attention_bias": True,
             "mlp_only_layers": [0],
             "use_sliding_window": True,
-            "sliding_window": 5,
+            "sliding_window": 6,
         },
         24,
     ),
