@@ -141,7 +141,7 @@ class DecoderConfig:
                 self._check_rope(name, rope)
 
     def _check_rope(self, name: str, rope: RopeConfig) -> None:
-        width = int(self.head_width * rope.fraction)
+        width = self.rotated_width(rope)
         if width % 2 or width == 0:
             raise ConfigError(
                 f"{name}.fraction={rope.fraction} of head_dim={self.head_width} rotates {width} "
@@ -210,6 +210,10 @@ class DecoderConfig:
     def head_width(self) -> int:
         """Width of a head, resolved."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    def rotated_width(self, rope: RopeConfig) -> int:
+        """How many dimensions of a head a rotary embedding rotates."""
+        return int(self.head_width * rope.fraction)
 
     @property
     def attention_scale(self) -> float:
