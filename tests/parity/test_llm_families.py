@@ -31,7 +31,6 @@ SERVED = (
     "gemma2",
     "gemma3",
     "olmo2",
-    "olmo3",
     "phi4-mini",
     "smollm3-window",
     "mixtral-window",

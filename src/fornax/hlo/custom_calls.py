@@ -17,6 +17,8 @@ from fornax.hlo.module import Instruction
 from fornax.hlo.shapes import HBM, Shape, leaves
 from fornax.hlo.work import Work
 
+_GROUPED_NAME = re.compile(r"\bt?gmm\b")
+"""JAX's megablox kernels, which say their cost."""
 _ATTENTION_NAME = re.compile(r"splash|flash|attention", re.IGNORECASE)
 _SPLASH_COSTS = re.compile(r"splash:((?:\w+=\d+,?)+)")
 _SPLASH_PHASE = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
@@ -68,6 +70,8 @@ def custom_call_cost(instruction: Instruction) -> CallCost:
 def _pallas(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     name = f"{instruction.op_name} {instruction.name}"
     category: Category = "attention" if _ATTENTION_NAME.search(name) else "kernel"
+    if _GROUPED_NAME.search(name):
+        category = "matmul"
     named, phase = _SPLASH_COSTS.findall(name), _SPLASH_PHASE.search(name)
     if named and phase:
         costs = dict(pair.split("=") for pair in named[-1].strip(",").split(","))
@@ -183,6 +187,13 @@ def _linear(instruction: Instruction, shapes: list[Shape], _: int) -> CallCost:
     return CallCost("matmul", Work(flops=flops), moved)
 
 
+def _grouped(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of multiplying each row with one matrix, or of the sums of outer products."""
+    rows, other = shapes[0], shapes[1]
+    columns = math.prod(other.dims[-2:]) // rows.dims[1] if len(other.dims) == 3 else other.dims[1]
+    return CallCost("matmul", Work(flops=2.0 * rows.size * columns), traffic)
+
+
 def _rms_norm(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     elements, rows = shapes[0].size, shapes[0].dims[0]
     work = Work(vector_flops=4.0 * elements, transcendentals=float(rows))
@@ -202,6 +213,8 @@ _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_attention_backward": _attention(5),
     "fornax_paged_attention": _paged_attention,
     "fornax_paged_write": _paged_write,
+    "fornax_grouped_matmul": _grouped,
+    "fornax_grouped_outer": _grouped,
     "fornax_linear": _linear,
     "fornax_rms_norm": _rms_norm,
     "fornax_orthogonalize": _orthogonalize,

@@ -8,7 +8,15 @@ from fornax.models.config import DecoderConfig
 
 __all__ = ["MODEL_USES", "check_model", "models_table"]
 
-MODEL_USES = ("train", "tune", "serve", "serve in int8", "vLLM plugin", "plan", "preflight")
+MODEL_USES = (
+    "train",
+    "tune",
+    "serve",
+    "serve in int8",
+    "vLLM plugin",
+    "plan",
+    "preflight",
+)
 """What is done with a model."""
 
 
@@ -33,11 +41,10 @@ _PARTS = (
     _Part(
         "mixtures of experts",
         lambda config: config.experts is not None,
-        ("train", "tune", "serve"),
+        ("train", "tune", "serve", "plan"),
         {
             "serve in int8": "serve it in bfloat16",
             "vLLM plugin": "serve it with `fornax serve`",
-            "plan": "compile and time a few steps of it with `fornax train --steps 3`",
             "preflight": "compare a few steps on the mesh with those of one device",
         },
     ),

@@ -141,7 +141,7 @@ class DecoderConfig:
                 self._check_rope(name, rope)
 
     def _check_rope(self, name: str, rope: RopeConfig) -> None:
-        width = self.rotated_width(rope)
+        width = int(self.head_width * rope.fraction)
         if width % 2 or width == 0:
             raise ConfigError(
                 f"{name}.fraction={rope.fraction} of head_dim={self.head_width} rotates {width} "
@@ -207,13 +207,19 @@ class DecoderConfig:
         return ("mlp",) if self.experts is None else ("experts",)
 
     @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Widths inside the MLPs that layers have: dense, of an expert, of what is shared."""
+        kinds = {self.mlps[index % len(self.mlps)] for index in range(self.num_layers)}
+        widths = [self.intermediate_size] if "mlp" in kinds else []
+        if self.experts is not None:
+            shared = self.experts.shared_intermediate_size
+            widths += [self.experts.intermediate_size] + ([shared] if shared else [])
+        return tuple(widths)
+
+    @property
     def head_width(self) -> int:
         """Width of a head, resolved."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
-
-    def rotated_width(self, rope: RopeConfig) -> int:
-        """How many dimensions of a head a rotary embedding rotates."""
-        return int(self.head_width * rope.fraction)
 
     @property
     def attention_scale(self) -> float:

@@ -5,7 +5,6 @@ Legend: B batch, T tokens, N heads, H head width, R rotated width (R <= H).
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +22,8 @@ from fornax.models.rope_config import (
 
 __all__ = ["Rotation", "apply_rope", "attention_factor", "inverse_frequencies", "rotations"]
 
-
-class Rotation(NamedTuple):
-    """By which angles tokens rotate."""
-
-    cos_BTr: jax.Array
-    """float32 [B, T, R / 2]."""
-    sin_BTr: jax.Array
-    interleaved: bool = False
-    """See `RopeConfig`."""
+Rotation = tuple[jax.Array, jax.Array]
+"""Cosines and sines, float32 [B, T, R / 2] each."""
 
 
 def rotations(
@@ -59,13 +51,13 @@ def rotations(
 def _rotation(
     rope: RopeConfig, config: DecoderConfig, positions_BT: jax.Array, longest: int | None
 ) -> Rotation:
-    width = config.rotated_width(rope)
+    width = int(config.head_width * rope.fraction)
     limit = config.max_position_embeddings
     longest_seen = jnp.max(positions_BT) + 1 if longest is None else jnp.int32(longest)
     inverse = inverse_frequencies(rope, width, limit, longest_seen)
     angles = positions_BT[..., None].astype(jnp.float32) * inverse
     factor = attention_factor(rope, limit)
-    return Rotation(jnp.cos(angles) * factor, jnp.sin(angles) * factor, rope.interleaved)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def inverse_frequencies(
@@ -166,16 +158,11 @@ def _mscale(factor: float, scale: float) -> float:
 def apply_rope(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate the first R dimensions of each head, halves paired as in GPT-NeoX and Llama.
 
-    Interleaved pairs come out as halves: queries and keys alike, so their products are the same.
     Computed in float32; returned in the dtype of `x_BTNH`.
     """
-    cos, sin = (part[:, :, None, :] for part in (rotation.cos_BTr, rotation.sin_BTr))
+    cos, sin = (part[:, :, None, :] for part in rotation)
     half = cos.shape[-1]
     x = x_BTNH.astype(jnp.float32)
-    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
-    if rotation.interleaved:
-        first, second = turning[..., ::2], turning[..., 1::2]
-    else:
-        first, second = turning[..., :half], turning[..., half:]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     rotated = (first * cos - second * sin, second * cos + first * sin, rest)
     return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)

@@ -130,8 +130,6 @@ class RopeConfig:
     """Base of the wavelengths."""
     fraction: float = 1.0
     """Share of each head's width that is rotated; the rest passes unrotated."""
-    interleaved: bool = False
-    """Whether a pair that rotates lies side by side in a head, not half the rotated width apart."""
     scaling: RopeScaling | None = None
     """How the frequencies are changed for longer contexts; None leaves them."""
 

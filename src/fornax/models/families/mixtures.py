@@ -112,7 +112,7 @@ def _read_qwen(reader: ConfigReader, **shared: Any) -> tuple[dict[str, Any], Exp
     pattern = [
         "mlp" if index in dense or (index + 1) % step else "experts" for index in range(layers)
     ]
-    fields["mlp_pattern"] = shortest_pattern(pattern)
+    fields["mlp_pattern"] = shortest_pattern(pattern) if "mlp" in pattern else None
     experts = _read_experts(
         reader,
         "num_experts",

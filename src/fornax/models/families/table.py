@@ -6,7 +6,7 @@ from fornax.models.families.gemma import GEMMA2, GEMMA3
 from fornax.models.families.llama import LLAMA
 from fornax.models.families.mistral import MISTRAL
 from fornax.models.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
-from fornax.models.families.olmo import OLMO2, OLMO3
+from fornax.models.families.olmo import OLMO2
 from fornax.models.families.phi import PHI3
 from fornax.models.families.qwen import QWEN2, QWEN3
 from fornax.models.families.smollm import SMOLLM3
@@ -20,7 +20,6 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN3,
     OLMO2,
-    OLMO3,
     PHI3,
     SMOLLM3,
     GEMMA2,

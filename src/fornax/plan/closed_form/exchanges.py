@@ -9,9 +9,9 @@ it, forward and backward. Where `context` divides the length, keys and values ar
 import math
 from collections.abc import Iterable
 
-from fornax.plan.closed_form.shards import LocalStep
+from fornax.plan.closed_form.shards import LocalStep, mlps
 from fornax.plan.closed_form.state import StateArray
-from fornax.plan.closed_form.work import CHUNK, layer_replay
+from fornax.plan.closed_form.work import CHUNK, layer_replays
 from fornax.plan.facts import Exchange
 
 
@@ -35,22 +35,24 @@ def _group(local: LocalStep, axes: tuple[str, ...]) -> int:
 def _weights(local: LocalStep, params: list[StateArray]) -> Iterable[Exchange]:
     """Gathers of divided weights, reductions of all gradients; layers' arrays taken together."""
     data = (*local.axes("batch"), *local.axes("length"))
-    sums: dict[tuple[str, tuple[str, ...], tuple[str, ...]], int] = {}
+    sums: dict[tuple[str, int, tuple[str, ...], tuple[str, ...]], int] = {}
     for array in params:
         dividing = tuple(axis for dim in array.axes for axis in dim)
         gathered = tuple(axis for axis in dividing if axis in data)
         reduced = tuple(axis for axis in data if axis not in dividing)
         place = _place(array.name, local.model.tie_embeddings)
-        key = (place, gathered, reduced)
+        layers = array.shape[0] if array.name.startswith("layers/") else 1
+        key = (place, layers, gathered, reduced)
         sums[key] = sums.get(key, 0) + math.prod(array.shape)
-    for (place, gathered, reduced), count in sums.items():
-        layers = local.model.num_layers if place == "layer" else 1
+    for (place, layers, gathered, reduced), count in sums.items():
         whole = count // layers * _group(local, gathered)
         runs = layers * local.config.accumulate
         yield from _of_weight(local, place, whole, count // layers, gathered, reduced, runs)
 
 
 def _place(name: str, tied: bool) -> str:
+    if name.startswith("layers/experts/"):
+        return "expert"
     if name.startswith("layers/"):
         return "layer"
     if name.startswith("embed/"):
@@ -118,7 +120,7 @@ def _of_weight(
 ) -> Iterable[Exchange]:
     item = local.compute_bytes
     if gathered and place != "embedding":
-        for when in ("forward", "backward") if place == "layer" else ("forward",):
+        for when in ("forward", "backward") if place in ("layer", "expert") else ("forward",):
             yield Exchange(
                 name=f"gather {place} weights ({when})",
                 kind="all-gather",
@@ -154,29 +156,41 @@ def _branches(local: LocalStep) -> Iterable[Exchange]:
     axes = local.axes("activation_mlp")
     if not axes:
         return
-    again = {node.name for node in layer_replay(local).again}
-    runs = local.model.num_layers * local.config.accumulate
     common = {
         "axes": axes,
         "bytes": local.tokens * local.model.hidden_size * local.compute_bytes,
         "blocking": True,
     }
-    sums = sum(name in again for name in ("o_product", "down"))
+    steps = local.config.accumulate
+    branches = 2 * local.model.num_layers
+    if local.shares.shared_mlp:
+        branches += mlps(local.model)["experts"]
+    sums = 0
+    for layers, found in layer_replays(local):
+        sums += layers * sum(node.name in _SUMS for node in found.again)
     if not local.axes("activation_embed"):
-        for when, count in (("forward", 2), ("backward", 2), ("computed again", sums)):
+        for when, count in (
+            ("forward", branches),
+            ("backward", branches),
+            ("computed again", sums),
+        ):
             name = f"add up branches over tensor shards ({when})"
-            yield Exchange(name=name, kind="all-reduce", count=count * runs, **common)
+            yield Exchange(name=name, kind="all-reduce", count=count * steps, **common)
         return
-    inputs = 0 if local.config.remat == "none" else 2
+    inputs = 0 if local.config.remat == "none" else branches
     for when, gathers, reductions in (
-        ("forward", 2, 2),
-        ("backward", 2, 2),
+        ("forward", branches, branches),
+        ("backward", branches, branches),
         ("computed again", inputs, sums),
     ):
         name = f"gather branches' inputs ({when})"
-        yield Exchange(name=name, kind="all-gather", count=gathers * runs, **common)
+        yield Exchange(name=name, kind="all-gather", count=gathers * steps, **common)
         name = f"reduce branches to their parts ({when})"
-        yield Exchange(name=name, kind="reduce-scatter", count=reductions * runs, **common)
+        yield Exchange(name=name, kind="reduce-scatter", count=reductions * steps, **common)
+
+
+_SUMS = ("o_product", "down", "shared_down")
+"""Values of a layer that are summed over the devices that divide heads and widths."""
 
 
 def _context(local: LocalStep) -> Iterable[Exchange]:
@@ -200,15 +214,13 @@ def _context(local: LocalStep) -> Iterable[Exchange]:
 
 def _offload(local: LocalStep) -> Iterable[Exchange]:
     """Activations to the host's memory and back."""
-    width = sum(
-        node.width * local.compute_bytes + 4 * node.wide for node in layer_replay(local).offloaded
-    )
-    runs = local.model.num_layers * local.config.accumulate
-    for name in ("to the host", "back from the host"):
-        yield Exchange(
-            name=f"move activations {name}",
-            kind="host-transfer",
-            axes=(),
-            bytes=int(width * local.tokens),
-            count=runs,
-        )
+    for layers, found in layer_replays(local):
+        width = sum(node.width * local.compute_bytes + 4 * node.wide for node in found.offloaded)
+        for name in ("to the host", "back from the host"):
+            yield Exchange(
+                name=f"move activations {name}",
+                kind="host-transfer",
+                axes=(),
+                bytes=int(width * local.tokens),
+                count=layers * local.config.accumulate,
+            )

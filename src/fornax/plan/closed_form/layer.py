@@ -5,6 +5,7 @@ computed again from the nearest kept ones, and what lies on the way is work done
 from the graph, for any set of kept names.
 
 Sizes are of one device: N heads, K key/value heads and F hidden width are the device's shares.
+Tokens are taken to choose each expert equally often.
 """
 
 import functools
@@ -17,6 +18,8 @@ from fornax.models.remat import Remat
 from fornax.plan.closed_form.shards import Shares
 
 Kind = Literal["input", "product", "attention", "cheap"]
+Mlp = Literal["mlp", "experts"]
+"""`LayerKind.mlp`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,48 +38,49 @@ class Node:
     """Length of the sum of a product."""
     columns: int = 0
     """Columns of a product before sums over devices are divided: `width`, or more."""
+    rows: int = 1
+    """Rows of a product for each token: the experts that it chooses."""
 
+    experts: int = 0
+    """Matrices of a grouped product, whose rows are divided among them; 0: one for all rows."""
     heads: bool = False
     """Whether its last dimension is a head's width, which a TPU pads to whole lanes."""
 
     @property
     def flops(self) -> float:
         """FLOPs a token of a product; attention is counted elsewhere."""
-        return 2.0 * self.contract * self.columns if self.kind == "product" else 0.0
+        count = 2.0 * self.rows * self.contract * self.columns
+        return count if self.kind == "product" else 0.0
 
 
 Graph = Mapping[str, Node]
 
 
-@functools.cache
-def layer_graph(model: DecoderConfig, shares: Shares) -> tuple[Graph, frozenset[str]]:
-    """The layer's values, and which of them the backward pass uses.
+class _Graph:
+    """A layer's values as they are added."""
 
-    Every product uses its input (for the gradient of its weights), every norm its input, attention
-    its inputs and outputs, the gate its two factors. Rotation and sums use nothing.
-    """
-    D, H, S = model.hidden_size, model.head_width, shares.stream
-    N, K, F = shares.heads, shares.kv_heads, shares.mlp
-    nodes: list[Node] = [Node(name="x", kind="input", width=S)]
-    used: set[str] = set()
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.used: set[str] = set()
+        """What the backward pass takes."""
 
-    def add(node: Node) -> str:
-        nodes.append(node)
+    def add(self, node: Node) -> str:
+        self.nodes[node.name] = node
         return node.name
 
-    def cheap(name: str, *needs: str, width: float) -> str:
+    def cheap(self, name: str, *needs: str, width: float) -> str:
         heads = name in ("q", "k", "v", "q_norm", "k_norm")
-        return add(Node(name=name, kind="cheap", needs=needs, width=width, heads=heads))
+        return self.add(Node(name=name, kind="cheap", needs=needs, width=width, heads=heads))
 
-    def norm(name: str, of: str, wanted: bool, width: float) -> str:
+    def norm(self, name: str, of: str, wanted: bool, width: float) -> str:
         if not wanted:
             return of
-        used.add(of)
-        return cheap(name, of, width=width)
+        self.used.add(of)
+        return self.cheap(name, of, width=width)
 
-    def product(name: str, of: str, contract: int, columns: int, width: int) -> str:
-        used.add(of)
-        return add(
+    def product(self, name: str, of: str, contract: int, columns: int, width: int) -> str:
+        self.used.add(of)
+        return self.add(
             Node(
                 name=name,
                 kind="product",
@@ -88,28 +92,90 @@ def layer_graph(model: DecoderConfig, shares: Shares) -> tuple[Graph, frozenset[
             )
         )
 
+    def grouped(self, name: str, of: str, contract: int, columns: int, shares: Shares) -> str:
+        """A product of each token with the matrices of the experts that it chose."""
+        self.used.add(of)
+        return self.add(
+            Node(
+                name=name,
+                kind="product",
+                needs=(of,),
+                width=shares.chosen * columns,
+                contract=contract,
+                columns=columns,
+                rows=shares.chosen,
+                experts=shares.experts,
+            )
+        )
+
+
+@functools.cache
+def layer_graph(model: DecoderConfig, shares: Shares, mlp: Mlp) -> tuple[Graph, frozenset[str]]:
+    """The layer's values, and which of them the backward pass uses.
+
+    Every product uses its input (for the gradient of its weights), every norm its input, attention
+    its inputs and outputs, the gate its two factors, the sum of experts its terms (for the
+    gradient of their weights). Rotation and sums use nothing.
+    """
+    D, H, S = model.hidden_size, model.head_width, shares.stream
+    N, K = shares.heads, shares.kv_heads
+    graph = _Graph()
+    graph.add(Node(name="x", kind="input", width=S))
     before = model.norm_placement in ("pre", "sandwich")
     after = model.norm_placement in ("post", "sandwich")
     normed = model.qk_norm != "none"
-    into = norm("attention_norm", "x", before, D)
-    q = norm("q_norm", product("q_product", into, D, N * H, N * H), normed, N * H)
-    k = norm("k_norm", product("k_product", into, D, K * H, K * H), normed, K * H)
-    v = product("v_product", into, D, K * H, K * H)
-    q = cheap("q", q, width=N * H)
-    k = cheap("k", k, width=K * H)
-    v = cheap("v", v, width=K * H)
-    o = add(Node(name="o", kind="attention", needs=(q, k, v), width=N * H, wide=N, heads=True))
-    used.update((q, k, v, o))
-    out = norm("post_attention_norm", product("o_product", o, N * H, D, S), after, S)
-    middle = cheap("middle", "x", out, width=S)
-    into = norm("mlp_norm", middle, before, D)
-    gate = product("gate", into, D, F, F)
-    up = product("up", into, D, F, F)
-    used.update((gate, up))
-    h = cheap("h", gate, up, width=F)
-    down = norm("post_mlp_norm", product("down", h, F, D, S), after, S)
-    cheap("y", middle, down, width=S)
-    return {node.name: node for node in nodes}, frozenset(used)
+    into = graph.norm("attention_norm", "x", before, D)
+    q = graph.norm("q_norm", graph.product("q_product", into, D, N * H, N * H), normed, N * H)
+    k = graph.norm("k_norm", graph.product("k_product", into, D, K * H, K * H), normed, K * H)
+    v = graph.product("v_product", into, D, K * H, K * H)
+    q = graph.cheap("q", q, width=N * H)
+    k = graph.cheap("k", k, width=K * H)
+    v = graph.cheap("v", v, width=K * H)
+    o = Node(name="o", kind="attention", needs=(q, k, v), width=N * H, wide=N, heads=True)
+    graph.used.update((q, k, v, graph.add(o)))
+    out = graph.product("o_product", "o", N * H, D, S)
+    out = graph.norm("post_attention_norm", out, after, S)
+    middle = graph.cheap("middle", "x", out, width=S)
+    into = graph.norm("mlp_norm", middle, before, D)
+    add = _add_experts if mlp == "experts" else _add_mlp
+    down = graph.norm("post_mlp_norm", add(graph, into, model, shares), after, S)
+    graph.cheap("y", middle, down, width=S)
+    return graph.nodes, frozenset(graph.used)
+
+
+def _add_mlp(graph: _Graph, into: str, model: DecoderConfig, shares: Shares) -> str:
+    D, F = model.hidden_size, shares.mlp
+    gate = graph.product("gate", into, D, F, F)
+    up = graph.product("up", into, D, F, F)
+    graph.used.update((gate, up))
+    return graph.product("down", graph.cheap("h", gate, up, width=F), F, D, shares.stream)
+
+
+def _add_experts(graph: _Graph, into: str, model: DecoderConfig, shares: Shares) -> str:
+    D, F, S = model.hidden_size, shares.expert_mlp, shares.stream
+    experts = model.experts
+    assert experts is not None
+    graph.used.add(into)
+    E = experts.num_experts
+    router = Node(name="router", kind="product", needs=(into,), wide=E, contract=D, columns=E)
+    graph.used.add(graph.add(router))
+    rows = graph.cheap("rows", into, width=shares.chosen * D)
+    gate = graph.grouped("gate", rows, D, F, shares)
+    up = graph.grouped("up", rows, D, F, shares)
+    graph.used.update((gate, up))
+    inner = graph.cheap("h", gate, up, width=shares.chosen * F)
+    terms = graph.grouped("terms", inner, F, D, shares)
+    graph.used.add(terms)
+    down = graph.cheap("down", terms, "router", width=S)
+    if experts.shared_intermediate_size is None:
+        return down
+    F = shares.shared_mlp
+    gate = graph.product("shared_gate", into, D, F, F)
+    up = graph.product("shared_up", into, D, F, F)
+    graph.used.update((gate, up))
+    inner = graph.cheap("shared_h", gate, up, width=F)
+    shared = graph.product("shared_down", inner, F, D, S)
+    return graph.cheap("both", down, shared, width=S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,15 +198,15 @@ class Policy:
 
 _ATTENTION = frozenset(("q", "k", "v", "o"))
 _NAMES = {
-    "layer_input": "x",
-    "query": "q",
-    "key": "k",
-    "value": "v",
-    "attention": "o",
-    "attention_out": "o_product",
-    "mlp_gate": "gate",
-    "mlp_up": "up",
-    "mlp_down": "down",
+    "layer_input": ("x",),
+    "query": ("q",),
+    "key": ("k",),
+    "value": ("v",),
+    "attention": ("o",),
+    "attention_out": ("o_product",),
+    "mlp_gate": ("gate", "shared_gate"),
+    "mlp_up": ("up", "shared_up"),
+    "mlp_down": ("down", "shared_down"),
 }
 """`fornax.models.REMAT_NAMES` to the values they name."""
 
@@ -161,8 +227,8 @@ def policy_of(remat: Remat) -> Policy:
             return Policy(names=_ATTENTION)
         case "names":
             return Policy(
-                names=frozenset(_NAMES[name] for name in remat.save),
-                host=frozenset(_NAMES[name] for name in remat.offload),
+                names=frozenset(node for name in remat.save for node in _NAMES[name]),
+                host=frozenset(node for name in remat.offload for node in _NAMES[name]),
             )
 
 
@@ -189,15 +255,15 @@ class Replay:
 
 
 @functools.cache
-def replay(model: DecoderConfig, shares: Shares, policy: Policy) -> Replay:
+def replay(model: DecoderConfig, shares: Shares, policy: Policy, mlp: Mlp) -> Replay:
     """Walk from what the backward pass uses to the nearest kept values.
 
     Without a policy norms and activations keep values of their own, which are none of the graph's:
     `memory.py` adds them.
     """
-    graph, used = layer_graph(model, shares)
+    graph, used = layer_graph(model, shares, mlp)
     if policy.keeps_all:
-        names = {"q", "k", "v", "o", "gate", "up"}
+        names = {"q", "k", "v", "o", "gate", "up", "shared_gate", "shared_up", "router", "terms"}
         for node in graph.values():
             names.update(node.needs if node.kind == "product" else ())
         kept = [node for node in graph.values() if node.name in names]

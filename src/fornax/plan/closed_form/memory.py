@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from fornax.models.mlp import ACTIVATIONS
 from fornax.plan.closed_form.attention import attention_work
-from fornax.plan.closed_form.shards import LocalStep, windows
+from fornax.plan.closed_form.layer import Mlp
+from fornax.plan.closed_form.shards import LocalStep, Shares, mlps, windows
 from fornax.plan.closed_form.state import StateArray
 from fornax.plan.closed_form.work import CHUNK, layer_replay
 from fornax.plan.facts import Buffer, Memory, MemoryPart
@@ -89,16 +90,18 @@ def _code(local: LocalStep) -> int:
 
 def kept_bytes(local: LocalStep, *, offloaded: bool = False) -> float:
     """Bytes of what all layers keep for the backward pass."""
-    found = layer_replay(local)
-    nodes = found.offloaded if offloaded else found.kept
     lanes = _lanes(local)
-    size = 0.0
-    for node in nodes:
-        width = node.width * (lanes if node.heads and not offloaded else 1.0)
-        size += local.tokens * (width * local.compute_bytes + 4 * node.wide)
-    if local.config.remat == "none" and not offloaded:
-        size += _intermediates(local)
-    return local.model.num_layers * size
+    total = 0.0
+    for mlp, layers in mlps(local.model).items():
+        found = layer_replay(local, mlp)
+        size = 0.0
+        for node in found.offloaded if offloaded else found.kept:
+            width = node.width * (lanes if node.heads and not offloaded else 1.0)
+            size += width * local.compute_bytes + 4 * node.wide
+        if local.config.remat == "none" and not offloaded:
+            size += _intermediates(local, mlp)
+        total += layers * local.tokens * size
+    return total
 
 
 def _lanes(local: LocalStep) -> float:
@@ -109,15 +112,26 @@ def _lanes(local: LocalStep) -> float:
     return -(-H // _LANES) * _LANES / H
 
 
-def _intermediates(local: LocalStep) -> float:
-    """What a layer keeps besides where no policy says what to keep: of each norm three float32
-    arrays of its width, and what differentiating the activation keeps of the MLP's."""
+def _intermediates(local: LocalStep, mlp: Mlp) -> float:
+    """Bytes a token that a layer keeps besides where no policy says what to keep: of each norm
+    three float32 arrays of its width, and what differentiating the activation keeps of the MLP's.
+    """
     model, shares = local.model, local.shares
     norms = (4 if model.norm_placement == "sandwich" else 2) * model.hidden_size
     if model.qk_norm != "none":
         norms += (shares.heads + shares.kv_heads) * model.head_width
-    inner = _activation_residuals(model.activation) * shares.mlp
-    return local.tokens * (3.0 * 4 * norms + inner * local.compute_bytes)
+    inner = _activation_residuals(model.activation) * _inner_width(shares, mlp)
+    sums = 0
+    if mlp == "experts":  # the router's input and the terms of the sum in float32, and their mask
+        sums = model.hidden_size * (4 + shares.chosen * (4 - local.compute_bytes + 1))
+    return 3.0 * 4 * norms + inner * local.compute_bytes + sums
+
+
+def _inner_width(shares: Shares, mlp: Mlp) -> int:
+    """Elements a token between the projections of an MLP, or of all its experts."""
+    if mlp == "mlp":
+        return shares.mlp
+    return shares.chosen * shares.expert_mlp + shares.shared_mlp
 
 
 @functools.cache
@@ -216,12 +230,26 @@ def _whole_weights(local: LocalStep, layers: list[StateArray]) -> float:
     weight and its gradient are whole at most (seen with 8); over many it gathers all of a layer
     ahead, and two gradients wait for their reduction (seen with 256).
     """
-    counts = sorted(_gathered(local, array) // local.model.num_layers for array in layers)
     data = {*local.axes("batch"), *local.axes("length")}
     axes = {axis for array in layers for dim in array.axes for axis in dim if axis in data}
-    if math.prod(local.mesh[axis] for axis in axes) <= _PASSED_ROUND:
-        return 2.0 * local.compute_bytes * counts[-1]
-    return local.compute_bytes * (float(sum(counts)) + 2.0 * counts[-1])
+    few = math.prod(local.mesh[axis] for axis in axes) <= _PASSED_ROUND
+    return max(_whole_weights_of(local, layers, mlp, few) for mlp in mlps(local.model))
+
+
+def _whole_weights_of(local: LocalStep, layers: list[StateArray], mlp: Mlp, few: bool) -> float:
+    """The same for a layer with such an MLP. Experts' weights are gathered together."""
+    other = "layers/mlp/" if mlp == "experts" else "layers/experts/"
+    mine = [array for array in layers if not array.name.startswith(other)]
+    experts = [_layer_of(local, a) for a in mine if a.name.startswith("layers/experts/")]
+    counts = [_layer_of(local, a) for a in mine]
+    if few:
+        return 2.0 * local.compute_bytes * max(max(counts), sum(experts))
+    return local.compute_bytes * (float(sum(counts)) + 2.0 * max(max(counts), sum(experts)))
+
+
+def _layer_of(local: LocalStep, array: StateArray) -> int:
+    """Elements of one layer of a stack, put together."""
+    return _gathered(local, array) // array.shape[0]
 
 
 def _working_set(local: LocalStep) -> float:
@@ -231,18 +259,24 @@ def _working_set(local: LocalStep) -> float:
     what was computed again for attention's turn; attention's kernel, with what it takes, gives and
     scratches; the rotations' in float32, where half a head's width is padded to whole lanes.
     """
+    return max(_working_set_of(local, mlp) for mlp in mlps(local.model))
+
+
+def _working_set_of(local: LocalStep, mlp: Mlp) -> float:
+    """The same of a layer with such an MLP; experts' rows are the tokens', once for each choice."""
     model, shares, item = local.model, local.shares, local.compute_bytes
-    D, F, H = model.hidden_size, shares.mlp, model.head_width
+    D, F, H = model.hidden_size, _inner_width(shares, mlp), model.head_width
+    chosen = shares.chosen if mlp == "experts" else 0
     lanes = _lanes(local)
     N, K = shares.heads * lanes, shares.kv_heads * lanes
     half = 2 * max(_LANES, H // 2) if local.topology.chip.platform == "tpu" else H
     scratch = max(attention_work(local, window).scratch_bytes for window in windows(model))
-    found = layer_replay(local)
+    found = layer_replay(local, mlp)
     ahead = [node for node in (*found.again, *found.offloaded) if node.name in ("q", "k", "v", "o")]
-    mlp = item * (4 * D + 3 * F + lanes * sum(node.width for node in ahead))
+    inner = item * ((4 + 2 * chosen) * D + 3 * F + lanes * sum(node.width for node in ahead))
     attention = item * (3 * D + 3 * N * H + 2 * K * H) + scratch / local.tokens
     rotations = 4 * N * (half + H) + item * (3 * D + 3 * N * H + F)
-    return float(max(mlp, attention, rotations))
+    return float(max(inner, attention, rotations))
 
 
 def _update(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
+from typing import Literal, cast
 
 import jax
 import numpy as np
@@ -31,6 +31,14 @@ class Shares:
     kv_heads: int
     mlp: int
     vocab: int
+    experts: int
+    """Experts of a layer; 0 without."""
+    chosen: int
+    """Experts of a token."""
+    expert_mlp: int
+    """Of an expert's width."""
+    shared_mlp: int
+    """Of the width of what all tokens run through beside their experts."""
     attention_heads: int
     """Query heads whose attention a device computes: all of them where heads do not divide."""
     attention_kv_heads: int
@@ -102,7 +110,8 @@ def local_step(config: TrainConfig, topology: Topology) -> LocalStep:
     def share(total: int, logical: str) -> int:
         return max(1, total // math.prod(sizes[axis] for axis in rules[logical]))
 
-    N, K = model.num_heads, model.kv_heads
+    N, K, experts = model.num_heads, model.kv_heads, model.experts
+    shared = experts.shared_intermediate_size if experts else None
     heads = math.prod(sizes[axis] for axis in rules["activation_heads"])
     divides = N % heads == 0 and K % heads == 0
     return LocalStep(
@@ -117,6 +126,10 @@ def local_step(config: TrainConfig, topology: Topology) -> LocalStep:
             kv_heads=share(K, "kv_heads"),
             mlp=share(model.intermediate_size, "mlp"),
             vocab=share(model.vocab_size, "vocab"),
+            experts=share(experts.num_experts, "expert") if experts else 0,
+            chosen=experts.experts_per_token if experts else 0,
+            expert_mlp=share(experts.intermediate_size, "mlp") if experts else 0,
+            shared_mlp=share(shared, "mlp") if shared else 0,
             attention_heads=N // heads if divides else N,
             attention_kv_heads=K // heads if divides else K,
         ),
@@ -131,3 +144,9 @@ def local_step(config: TrainConfig, topology: Topology) -> LocalStep:
 def windows(model: DecoderConfig) -> Mapping[int | None, int]:
     """How many layers see how many keys (None: all before them)."""
     return Counter(kind.window for kind in model.layer_kinds())
+
+
+@functools.cache
+def mlps(model: DecoderConfig) -> Mapping[Literal["mlp", "experts"], int]:
+    """How many layers have an MLP, how many experts."""
+    return Counter(kind.mlp for kind in model.layer_kinds())

@@ -49,6 +49,12 @@ def _notes(local: LocalStep) -> Iterator[str]:
             "attention runs as plain XLA operations here, which computes masked blocks too and "
             "passes its scores through memory"
         )
+    if local.shares.experts:
+        yield (
+            "tokens are taken to choose each expert equally often; an expert that more of them "
+            "choose makes no device slower, because each device has a part of all experts; their "
+            "grouped products are taken at the rate of dense ones"
+        )
     heads = local.size("activation_heads")
     if local.shares.attention_heads == local.model.num_heads and heads > 1:
         yield (
@@ -65,7 +71,23 @@ def kernel_choices(config: TrainConfig, topology: Topology) -> tuple[kernels.Cho
     """
     local = local_step(config, topology)
     found = [attention_choice(local, window) for window in windows(local.model)]
+    if local.shares.experts:
+        found.append(experts_choice(local))
     return tuple(dict.fromkeys(found))
+
+
+def experts_choice(local: LocalStep) -> kernels.Choice:
+    """Which implementation multiplies the rows of experts, and why no faster one."""
+    call = kernels.GroupedCall(
+        platform=local.topology.chip.platform,
+        rows=local.tokens * local.shares.chosen,
+        groups=local.shares.experts,
+        inputs=local.model.hidden_size,
+        outputs=local.shares.expert_mlp,
+        dtype=local.config.dtypes.compute_dtype.name,
+        devices=1,
+    )
+    return kernels.grouped_matmul_operation.choice(call)
 
 
 def check_slices(config: TrainConfig, topology: Topology) -> None:

@@ -10,8 +10,16 @@ from collections.abc import Iterable
 
 from fornax.optim import SOAP, Muon, Shampoo
 from fornax.plan.closed_form.attention import attention_work
-from fornax.plan.closed_form.layer import Node, Replay, layer_graph, policy_of, replay
-from fornax.plan.closed_form.shards import LocalStep, windows
+from fornax.plan.closed_form.layer import (
+    Graph,
+    Mlp,
+    Node,
+    Replay,
+    layer_graph,
+    policy_of,
+    replay,
+)
+from fornax.plan.closed_form.shards import LocalStep, mlps, windows
 from fornax.plan.closed_form.state import StateArray
 from fornax.plan.facts import Work
 
@@ -19,47 +27,61 @@ CHUNK = 1024
 """Tokens of a device whose logits exist at once, `linear_cross_entropy`'s default."""
 
 
-def layer_replay(local: LocalStep) -> Replay:
-    """What the remat policy makes of a layer on this device."""
-    return replay(local.model, local.shares, policy_of(local.config.resolved_remat()))
+def layer_replay(local: LocalStep, mlp: Mlp) -> Replay:
+    """What the remat policy makes of a layer with such an MLP on this device."""
+    return replay(local.model, local.shares, policy_of(local.config.resolved_remat()), mlp)
+
+
+def layer_replays(local: LocalStep) -> Iterable[tuple[int, Replay]]:
+    """Number of layers, and what the remat policy makes of them."""
+    return ((count, layer_replay(local, mlp)) for mlp, count in mlps(local.model).items())
 
 
 def repeated_flops(local: LocalStep) -> float:
     """FLOPs of a device's step that are the remat policy's: done a second time."""
-    again = layer_replay(local)
-    once = local.model.num_layers * local.tokens * again.product_flops
-    if again.attention_again:
+    once = 0.0
+    for count, again in layer_replays(local):
+        once += count * local.tokens * again.product_flops
+    if _attends_again(local):
         for window, layers in windows(local.model).items():
             once += layers * attention_work(local, window).forward_flops
     return once * local.config.accumulate
 
 
+def _attends_again(local: LocalStep) -> bool:
+    """Whether attention's forward pass runs twice; what follows it does not matter."""
+    return any(again.attention_again for _, again in layer_replays(local))
+
+
 def step_work(local: LocalStep) -> tuple[Work, ...]:
     """Everything a device computes in one step but the optimizer's update."""
-    runs = local.model.num_layers * local.config.accumulate
-    again = layer_replay(local)
-    graph, _ = layer_graph(local.model, local.shares)
-    repeated = {node.name for node in again.again}
-    work = [
-        one
-        for node in graph.values()
-        if node.kind == "product"
-        for one in _product(local, node, node.name in repeated, runs)
-    ]
-    work += _attention(local, again)
-    work += _sweeps(local, [node for node in graph.values() if node.kind == "cheap"], again, runs)
+    work: list[Work] = []
+    for mlp, layers in mlps(local.model).items():
+        runs = layers * local.config.accumulate
+        graph, _ = layer_graph(local.model, local.shares, mlp)
+        repeated = {node.name for node in layer_replay(local, mlp).again}
+        for node in graph.values():
+            if node.kind == "product":
+                work += _product(local, node, node.name in repeated, runs)
+        work += _sweeps(local, graph, repeated, runs)
+    work += _attention(local)
     work += _ends(local)
     return tuple(work)
 
 
-_CLASS = {"gate": "mlp", "up": "mlp", "down": "mlp"}
+_CLASS = {
+    **dict.fromkeys(("gate", "up", "down", "shared_gate", "shared_up", "shared_down"), "mlp"),
+    **dict.fromkeys(("router", "terms"), "experts"),
+}
 
 
 def _product(local: LocalStep, node: Node, repeated: bool, runs: int) -> Iterable[Work]:
     """Forward, the two products backward, and once more where the policy says so."""
-    kind = _CLASS.get(node.name, "attention_projections")
-    M, K, N = local.tokens, node.contract, node.columns
+    kind = "experts" if node.experts else _CLASS.get(node.name, "attention_projections")
+    groups = max(1, node.experts)
+    M, K, N = -(-local.tokens * node.rows // groups), node.contract, node.columns
     item = local.compute_bytes
+    runs *= groups
     forward = 2 if repeated else 1
     yield _matmul(kind, (M, K, N), item, item, runs * forward)
     yield _matmul(kind, (M, N, K), item, item, runs)  # the input's gradient
@@ -77,26 +99,28 @@ def _matmul(kind: str, sides: tuple[int, int, int], item: int, out_item: int, co
     )
 
 
-def _attention(local: LocalStep, again: Replay) -> Iterable[Work]:
+def _attention(local: LocalStep) -> Iterable[Work]:
+    times = 2 if _attends_again(local) else 1
     for window, layers in windows(local.model).items():
         work = attention_work(local, window)
         runs = layers * local.config.accumulate
-        forward = runs * (2 if again.attention_again else 1)
         yield Work(
-            kind="attention", flops=work.forward_flops, bytes=work.forward_bytes, count=forward
+            kind="attention",
+            flops=work.forward_flops,
+            bytes=work.forward_bytes,
+            count=runs * times,
         )
         yield Work(
             kind="attention", flops=work.backward_flops, bytes=work.backward_bytes, count=runs
         )
 
 
-def _sweeps(local: LocalStep, nodes: list[Node], again: Replay, runs: int) -> Iterable[Work]:
-    """Norms, rotations, residual sums and activations: as much memory as they read and write."""
-    graph, _ = layer_graph(local.model, local.shares)
-    repeated = {node.name for node in again.again}
-    for node in nodes:
-        if node.needs == (node.name,) or node.name == "v":
-            continue  # only a name for another value
+def _sweeps(local: LocalStep, graph: Graph, repeated: set[str], runs: int) -> Iterable[Work]:
+    """Norms, rotations, residual sums and activations, tokens' ways to their experts and back:
+    as much memory as they read and write."""
+    for node in graph.values():
+        if node.kind != "cheap" or node.needs == (node.name,) or node.name == "v":
+            continue  # no pass of its own, or only a name for another value
         read = sum(graph[name].width for name in node.needs)
         moved = local.tokens * local.compute_bytes * (read + node.width)
         times = 1 + 2 + (node.name in repeated)  # backward reads the gradient and the values
@@ -161,11 +185,19 @@ def _matrices(local: LocalStep, params: list[StateArray]) -> Iterable[Work]:
     for array in params:
         if not array.name.startswith("layers/") or len(array.shape) < 3:
             continue
-        layers = array.shape[0]
         shards = math.prod(local.mesh[axis] for dim in array.axes for axis in dim)
-        rows, columns = _sides(array.name, [n * _over(local, d) for n, d in _dims(array)][1:])
+        whole = [n * _over(local, axes) for n, axes in _dims(array)]
+        stacked = 2 if _is_stack_of_experts(array) else 1
+        layers = math.prod(whole[:stacked])
+        rows, columns = _sides(array.name, whole[stacked:])
         flops = layers * _flops(optimizer, rows, columns) / shards
         yield Work(kind="optimizer", flops=flops, bytes=float(2 * layers * rows * columns / shards))
+
+
+def _is_stack_of_experts(array: StateArray) -> bool:
+    """Whether it has a matrix for each expert of each layer."""
+    *_, owner, projection, _ = array.name.split("/")
+    return owner == "experts" and projection in ("gate", "up", "down")
 
 
 def _dims(array: StateArray) -> Iterable[tuple[int, tuple[str, ...]]]:

@@ -121,7 +121,7 @@ def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Ite
 
 def _splits(model: DecoderConfig, tensor: int) -> bool:
     """Whether heads (of keys too), widths and vocabulary divide over tensor shards."""
-    sizes = (model.num_heads, model.kv_heads, model.intermediate_size, model.vocab_size)
+    sizes = (model.num_heads, model.kv_heads, *model.mlp_widths, model.vocab_size)
     return all(size % tensor == 0 for size in sizes)
 
 

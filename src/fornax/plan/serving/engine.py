@@ -152,7 +152,7 @@ def choose_tensor_parallel(
 def divides(model: DecoderConfig, size: int) -> bool:
     """Whether the engine can divide the model's layers over `size` devices."""
     heads, kv = model.num_heads, model.kv_heads
-    whole = heads % size == 0 and model.intermediate_size % size == 0
+    whole = all(number % size == 0 for number in (heads, *model.mlp_widths))
     return whole and (kv % size == 0 or size % kv == 0)
 
 
@@ -206,9 +206,10 @@ def check_devices(model: ServedModel, config: EngineConfig, topology: Topology) 
         )
     if not divides(model.config, size):
         m = model.config
+        widths = " and ".join(map(str, m.mlp_widths))
         raise ConfigError(
             f"tensor_parallel_size={size} does not fit the model's {m.num_heads} heads, "
-            f"{m.kv_heads} key/value heads and MLP width {m.intermediate_size}: it must divide "
+            f"{m.kv_heads} key/value heads and MLP width {widths}: it must divide "
             f"heads and width, and divide the key/value heads or be a multiple of them; on "
             f"{topology.name} use one of {choices}"
         )

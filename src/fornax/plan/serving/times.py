@@ -108,8 +108,8 @@ class StepTimes:
         written = tokens * sizes.layers * self.attention(tokens).key_bytes
         products = Work(
             kind="products",
-            flops=2 * tokens * sizes.body_products,
-            bytes=sizes.body_bytes + tokens * sizes.table_row_bytes + written,
+            flops=2 * tokens * sizes.token_products,
+            bytes=sizes.weight_bytes(tokens) + tokens * sizes.table_row_bytes + written,
         )
         time = time_work(products, self.rates)
         exchange = 0.0

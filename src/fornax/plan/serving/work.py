@@ -28,9 +28,15 @@ class StepSizes:
     """Sizes that every step has, on one device."""
 
     body_bytes: int
-    """Weights that every step reads: all but the embedding table and the output projection."""
+    """Weights that every step reads: all but embedding table, output projection and experts."""
     body_products: int
     """Multiplications with them that a token takes."""
+    expert_bytes: int
+    """Of all experts of all layers."""
+    expert_products: int
+    """Multiplications with one token of each expert."""
+    chosen_share: float
+    """Of a layer's experts, what one token chooses."""
     head_bytes: int
     """Of the output projection, tied or not."""
     head_products: int
@@ -44,24 +50,37 @@ class StepSizes:
     """Of one sample."""
     layers: int
 
+    def weight_bytes(self, tokens: int) -> float:
+        """Weights that the layers of a step read, when each token's experts are drawn evenly."""
+        touched = 1 - (1 - self.chosen_share) ** tokens
+        return self.body_bytes + touched * self.expert_bytes
+
+    @property
+    def token_products(self) -> float:
+        """Multiplications of a token with the layers' weights."""
+        return self.body_products + self.chosen_share * self.expert_products
+
 
 def step_sizes(engine: Engine) -> StepSizes:
     """Read them off the weights."""
-    found = {"embed": [0, 0], "lm_head": [0, 0], "layers": [0, 0]}
+    found = {part: [0, 0] for part in ("embed", "lm_head", "layers", "experts")}
     for path, variable in nnx.to_flat_state(engine.weights.state):
         value = variable.get_value()
-        part = found[path[0] if path[0] in ("embed", "lm_head") else "layers"]
+        part = found[_part(path)]
         part[0] += _local_bytes(value)
         if path[-1] in ("kernel", "embedding"):
             part[1] += _local_size(value)
     model, size = engine.model.config, engine.devices
-    tied = found["lm_head"][0] == 0
+    tied, experts = found["lm_head"][0] == 0, model.experts
     head = found["embed"] if tied else found["lm_head"]
     width = engine.weights.placement.compute_dtype.itemsize
     vocab = model.vocab_size // size if model.vocab_size % size == 0 else model.vocab_size
     return StepSizes(
         body_bytes=found["layers"][0],
         body_products=found["layers"][1],
+        expert_bytes=found["experts"][0],
+        expert_products=found["experts"][1],
+        chosen_share=experts.experts_per_token / experts.num_experts if experts else 0.0,
         head_bytes=head[0],
         head_products=head[1],
         table_row_bytes=found["embed"][0] / vocab,
@@ -70,6 +89,15 @@ def step_sizes(engine: Engine) -> StepSizes:
         logits=vocab,
         layers=model.num_layers,
     )
+
+
+def _part(path: tuple[object, ...]) -> str:
+    """Where a weight of the model counts."""
+    names = tuple(map(str, path))
+    if names[0] in ("embed", "lm_head"):
+        return names[0]
+    routed = names[1:2] == ("experts",) and names[2] in ("gate", "up", "down")
+    return "experts" if routed else "layers"
 
 
 def _leaves(value: Weight) -> list[jax.ShapeDtypeStruct]:

@@ -19,13 +19,21 @@ from fornax.plan.closed_form.work import step_work
 from fornax.plan.topology import parse_topology
 from fornax.train import TrainConfig
 
-ROWS, LENGTH, LAYERS = 3, 640, 2
+ROWS, LENGTH, LAYERS, CHOSEN = 3, 640, 2, 3
 
 MODELS = {
     "llama": {},
     "qwen": {"qk_norm": "head"},
     "olmo": {"qk_norm": "full", "norm_placement": "post"},
     "gemma": {"qk_norm": "head", "norm_placement": "sandwich", "activation": "gelu_tanh"},
+    "experts": {
+        "experts": {
+            "num_experts": 8,
+            "experts_per_token": CHOSEN,
+            "intermediate_size": 56,
+            "shared_intermediate_size": 72,
+        }
+    },
 }
 REMATS = {
     "full": Remat(policy="full"),
@@ -82,7 +90,13 @@ def _traced(model: DecoderConfig, remat: Remat, *, gradient: bool) -> Any:
 def _kept_bytes(model: DecoderConfig, remat: Remat) -> int:
     """Bytes a layer that differentiation keeps: stacked arrays that have rows and tokens."""
     leaves = jax.tree.leaves(_traced(model, remat, gradient=False))
-    stacked = [x for x in leaves if x.shape[:2] == (LAYERS, ROWS) and LENGTH in x.shape]
+    tokens = ((LAYERS, ROWS * LENGTH), (LAYERS, ROWS * LENGTH * CHOSEN))
+    stacked = [
+        x
+        for x in leaves
+        if (x.shape[:2] == (LAYERS, ROWS) and LENGTH in x.shape)
+        or (x.shape[:2] in tokens and x.dtype != jnp.int32)
+    ]
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in stacked) // LAYERS
 
 
@@ -92,7 +106,7 @@ def test_kept_values_are_those_that_differentiation_keeps(model: str, remat: str
     """Bytes a token kept by each policy, against the residuals of the real decoder."""
     config, policy = _model(**MODELS[model]), REMATS[remat]
     local = local_step(_config(config, policy), parse_topology("v5e:1x1"))
-    found = replay(config, local.shares, policy_of(policy))
+    found = replay(config, local.shares, policy_of(policy), config.mlps[0])
     predicted = ROWS * LENGTH * sum(2 * node.width + 4 * node.wide for node in found.kept)
     traced = _kept_bytes(config, policy)
     assert predicted == traced
@@ -119,6 +133,8 @@ def _dot_flops(jaxpr: Any, times: float = 1.0) -> float:
             total += times * 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
         if eqn.primitive.name == "bfloat16_matmul":  # [M, K] or [K, M] to [M, N]
             total += times * 2 * eqn.invars[0].aval.size * eqn.outvars[0].aval.shape[1]
+        if "fornax_grouped" in eqn.params.get("target_name", ""):  # each row with one matrix
+            total += times * 2 * eqn.invars[0].aval.size * eqn.outvars[0].aval.shape[-1]
         length = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
         for inner in jax.tree.leaves(
             list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
@@ -145,4 +161,4 @@ def test_flops_are_those_of_the_traced_gradient(model: str, remat: str) -> None:
     assert predicted == pytest.approx(_dot_flops(jaxpr), rel=1e-3)
 
 
-_LAYER_KINDS = ("attention", "attention_projections", "mlp")
+_LAYER_KINDS = ("attention", "attention_projections", "mlp", "experts")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fornax.models import DecoderConfig, config_to_hf
+from fornax.models import DecoderConfig, ExpertsConfig, config_to_hf
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 384,
@@ -24,6 +24,16 @@ MODELS = {
     "tied": DecoderConfig(**{**_SIZES, "num_kv_heads": 2}, tie_embeddings=True),
     "windowed": DecoderConfig(
         **_SIZES, sliding_window=24, attention_pattern=("sliding", "sliding", "full", "sliding")
+    ),
+    "experts": DecoderConfig(
+        **_SIZES,
+        experts=ExpertsConfig(
+            num_experts=8,
+            experts_per_token=2,
+            intermediate_size=48,
+            shared_intermediate_size=96,
+        ),
+        mlp_pattern=("mlp", "experts"),
     ),
 }
 

@@ -57,6 +57,7 @@ def on_one_device(tree: Any) -> int:
         ("tied", "bfloat16", {}),
         ("windowed", "float32", {"tensor_parallel_size": 4}),
         ("tied", "float32", {"tensor_parallel_size": 4}),  # a cache that is whole on each device
+        ("experts", "float32", {"tensor_parallel_size": 4}),
         ("windowed", "float32", {"quantization": "int8", "kv_cache_memory_bytes": 1 << 20}),
     ],
 )

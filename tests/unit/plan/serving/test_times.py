@@ -67,6 +67,25 @@ def test_arithmetic_counts_the_bucket() -> None:
     assert times.decode(3, 8).compute == 2 * 4 * 4 * layer  # a bucket of four
 
 
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    """Two of eight each: one token reads a quarter of them, two 1 - (3/4)^2 where they differ."""
+    engine = planned("experts", "float32", 1)
+    times, model = times_of(engine), MODELS["experts"]
+    experts = 2 * 8 * 3 * model.hidden_size * 48 * 4  # of two layers
+    rest = step_sizes(engine).body_bytes
+    assert rest + experts == engine.weights.nbytes - 2 * model.vocab_size * model.hidden_size * 4
+    one, two, many = (times.sizes.weight_bytes(tokens) for tokens in (1, 2, 1000))
+    assert (one, two) == (rest + experts / 4, rest + experts * (1 - 0.75**2))
+    assert many == rest + experts
+    assert step_sizes(planned("experts", "float32", 4)).expert_bytes * 4 == experts
+    arithmetic = times_of(engine, memory=1e30, matmul=1.0, attention=1e30)
+    width = model.hidden_size * 16
+    attention = width * (2 * 8 + 2 * 4)
+    routed = 2 * 3 * model.hidden_size * 48 + 3 * model.hidden_size * 96 + model.hidden_size * 8
+    dense = 3 * model.hidden_size * model.intermediate_size
+    assert arithmetic.layers(5).compute == 2 * 5 * (4 * attention + 2 * routed + 2 * dense)
+
+
 def test_parallelism_divides_the_work_and_exchanges_activations() -> None:
     one, four = planned("llama", "float32", 1), planned("llama", "float32", 4)
     whole, part = step_sizes(one), step_sizes(four)
