@@ -127,6 +127,7 @@ def _of_weight(
                 axes=gathered,
                 bytes=whole * item,
                 count=runs,
+                blocking=place == "expert",  # compilers start it where the products need it
             )
         # The loss adds its gradient up in float32 before it is reduced.
         wide = place in ("tied embedding", "output projection")
