@@ -39,19 +39,27 @@ def _names() -> list[str]:
     return [i.name for i in kernels.grouped_matmul_operation.implementations]
 
 
-PLATFORMS = {"ragged_dot": "gpu"}
-"""Where an implementation is chosen, if not on CPU; what it compiles to runs here all the same."""
+PLATFORMS = {"megablox": "tpu", "ragged_dot": "gpu"}
+"""Where an implementation is chosen, if not on CPU; here its kernels are interpreted there."""
+INTERPRETED = ("some without rows, and padding", "none at all", "few rows", "all rows in one")
 
 
 @pytest.fixture(params=_names())
-def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each implementation, if it runs here."""
+def implementation(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Each implementation, if it runs here, with tiles so small that the cases fill several."""
+    monkeypatch.setattr("fornax.kernels._grouped.tpu._MOST_ROWS", 128)
+    monkeypatch.setattr("fornax.kernels._grouped.tpu._MOST_BYTES", 1024)
     platform = PLATFORMS.get(request.param, "cpu")
+    case = request.node.callspec.params.get("case")
+    if platform == "tpu" and case not in (None, *INTERPRETED):
+        pytest.skip("interpreted kernels take seconds: a few cases have all that tiles can meet")
     call = kernels.GroupedCall(platform, 8, 2, 8, 8, "float32", devices=1)
     reason = kernels.grouped_matmul_operation.explain(call)[request.param]
     if reason != "can run it":
         pytest.skip(reason)
-    with kernels.target_platform(platform):
+    with kernels.target_platform(platform, interpret=True):
         yield request.param
 
 

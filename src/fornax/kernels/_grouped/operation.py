@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from fornax.kernels._grouped import native, ragged
+from fornax.kernels._grouped import native, ragged, tpu
 from fornax.kernels._grouped.blockwise import blockwise
 from fornax.kernels._grouped.call import GroupedCall, GroupedInputs, GroupedProducts, describe
 from fornax.kernels._grouped.reference import reference
@@ -107,6 +107,7 @@ grouped_matmul_operation: Operation[GroupedCall] = Operation(
     "grouped_matmul",
     (
         Implementation("native", _run(native.native), native.declines, platform="cpu"),
+        Implementation("megablox", _run(tpu.megablox), tpu.declines, platform="tpu"),
         Implementation("ragged_dot", _run(ragged.ragged_dot), ragged.declines),
         Implementation("blockwise", _run(blockwise), lambda call: None),
         Implementation("reference", reference, lambda call: None),
