@@ -32,6 +32,9 @@ _CLASSES: dict[str, Any] = {
     "qwen2_moe": hf.Qwen2MoeConfig,
     "qwen3_moe": hf.Qwen3MoeConfig,
     "olmoe": hf.OlmoeConfig,
+    "deepseek_v2": hf.DeepseekV2Config,
+    "deepseek_v3": hf.DeepseekV3Config,
+    "glm4_moe": hf.Glm4MoeConfig,
 }
 
 
@@ -58,6 +61,30 @@ _GEMMA3 = {
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _QWEN2_MOE = {**_EXPERTS, "shared_expert_intermediate_size": 40}
+
+_ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_LATENT = {
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+}
+_DEEPSEEK_YARN = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "mscale": 1.0,
+}
 
 # name: (family, keys of the config, the sequence length to compare at)
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -265,6 +292,68 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         24,
     ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        _LATENT
+        | _rope("yarn", **_DEEPSEEK_YARN, mscale_all_dim=0.7)
+        | {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
+        40,
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {**_LATENT, "q_lora_rank": None, "n_shared_experts": 1, "tie_word_embeddings": True},
+        24,
+    ),
+    "deepseek-v2-biases": (
+        "deepseek_v2",
+        {**_LATENT, "attention_bias": True, "mlp_bias": True, "first_k_dense_replace": 1},
+        24,
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        _LATENT
+        | _rope("yarn", **_DEEPSEEK_YARN, mscale_all_dim=1.0)
+        | {"first_k_dense_replace": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-2},
+        40,
+    ),
+    "deepseek-v3-options": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        24,
+    ),
+    "kimi-k2": (
+        "deepseek_v3",
+        _LATENT
+        | _rope("yarn", **_DEEPSEEK_YARN, mscale_all_dim=1.0)
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
+        40,
+    ),
+    "glm4-moe": (
+        "glm4_moe",
+        {**_ROUTED, "head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+        24,
+    ),
+    "glm4-moe-options": (
+        "glm4_moe",
+        {
+            **_ROUTED,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "partial_rotary_factor": 0.25,
+            "n_shared_experts": 3,
+        },
+        24,
+    ),
 }
 
 GENERATION_CASES = (
@@ -276,6 +365,7 @@ GENERATION_CASES = (
     "phi4-mini",
     "smollm3",
     "qwen3-moe-options",
+    "deepseek-v3",
 )
 """One case for each way of attending."""
 

@@ -163,6 +163,7 @@ def _place(
     dtype: jnp.dtype,
     target: DeviceSpec | None = None,
 ) -> Placement:
+    check_model(model, "serve")
     target = target or attached_devices()
     size, platform = config.tensor_parallel_size, target.platform
     if config.quantization is not None and platform != "cpu":

@@ -44,6 +44,7 @@ DEFAULT_RULES: Rules = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "latent": ("fsdp",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "expert": (),

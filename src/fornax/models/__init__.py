@@ -9,6 +9,7 @@ from fornax.models.decoder import Decoder
 from fornax.models.experts_config import ExpertsConfig
 from fornax.models.families import config_from_hf, config_to_hf
 from fornax.models.generation import Sampling, generate, stream
+from fornax.models.latent_config import LatentConfig
 from fornax.models.load import StoredModel, load_pretrained, open_pretrained, read_config
 from fornax.models.logprobs import TokenLogprobs, logits_logprobs, token_logprobs
 from fornax.models.paged_cache import (
@@ -43,6 +44,7 @@ __all__ = [
     "DecoderConfig",
     "DynamicNTKScaling",
     "ExpertsConfig",
+    "LatentConfig",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",

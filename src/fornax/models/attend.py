@@ -36,11 +36,14 @@ class KeyValueCache(Protocol):
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
         place: Place,
         options: AttendOptions,
     ) -> tuple[jax.Array, Any]:
-        """Add this pass's keys and values of a layer; return o [B, T, N, H] and the new cache."""
+        """Add this pass's keys and values of a layer; return o [B, T, N, H] and the new cache.
+
+        Without values the keys are values too, in a cache of a model with latent attention.
+        """
         ...
 
 
@@ -55,7 +58,7 @@ class LayerCache:
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
         options: AttendOptions,
     ) -> tuple[jax.Array, "LayerCache"]:
         """Attend in this layer; see `KeyValueCache.attend`."""

@@ -22,7 +22,8 @@ class Cache:
     """Keys and values of the tokens seen so far, with their positions and documents."""
 
     k_LBSKH: jax.Array
-    v_LBSKH: jax.Array
+    v_LBSKH: jax.Array | None
+    """None where the keys are values too."""
     positions_BS: jax.Array
     """int32 position of each slot's token."""
     segment_ids_BS: jax.Array
@@ -52,18 +53,20 @@ class Cache:
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
         place: Place,
         options: AttendOptions,
     ) -> tuple[jax.Array, "Cache"]:
         """Write the last T slots of one layer and attend to all that are written."""
         k_LBSKH = self._put(self.k_LBSKH, k_BTKH, place)
-        v_LBSKH = self._put(self.v_LBSKH, v_BTKH, place)
+        v_LBSKH = self.v_LBSKH
+        if v_LBSKH is not None and v_BTKH is not None:
+            v_LBSKH = self._put(v_LBSKH, v_BTKH, place)
         length = q_BTNH.shape[1]
         o_BTNH = kernels.attention(
             q_BTNH,
             _layer(k_LBSKH, place).astype(q_BTNH.dtype),
-            _layer(v_LBSKH, place).astype(q_BTNH.dtype),
+            _layer(k_LBSKH if v_LBSKH is None else v_LBSKH, place).astype(q_BTNH.dtype),
             scale=options.scale,
             causal=True,
             positions_q_BT=self._last(self.positions_BS, length),
@@ -98,10 +101,12 @@ def init_cache(
       length: S, how many tokens a row can hold, padding included.
       dtype: of keys and values.
     """
-    shape = (config.num_layers, batch, length, config.kv_heads, config.head_width)
+    latent = config.latent
+    heads = (config.kv_heads, config.head_width) if latent is None else (1, latent.cached_dim)
+    shape = (config.num_layers, batch, length, *heads)
     return Cache(
         k_LBSKH=jnp.zeros(shape, dtype),
-        v_LBSKH=jnp.zeros(shape, dtype),
+        v_LBSKH=jnp.zeros(shape, dtype) if latent is None else None,
         positions_BS=jnp.zeros((batch, length), jnp.int32),
         segment_ids_BS=jnp.zeros((batch, length), jnp.int32),
         used=jnp.zeros((), jnp.int32),

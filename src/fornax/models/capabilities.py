@@ -48,6 +48,18 @@ _PARTS = (
             "preflight": "compare a few steps on the mesh with those of one device",
         },
     ),
+    _Part(
+        "latent attention",
+        lambda config: config.latent is not None,
+        ("train", "tune"),
+        {
+            "serve": "complete prompts with `fornax generate`",
+            "serve in int8": "complete prompts with `fornax generate`",
+            "vLLM plugin": "complete prompts with `fornax generate`",
+            "plan": "compile and time a few steps of it with `fornax train --steps 3`",
+            "preflight": "compare a few steps on the mesh with those of one device",
+        },
+    ),
 )
 
 

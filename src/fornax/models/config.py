@@ -6,7 +6,8 @@ from typing import Literal
 
 from fornax.config.errors import ConfigError
 from fornax.models.experts_config import ExpertsConfig
-from fornax.models.rope_config import DynamicNTKScaling, LongRopeScaling, RopeConfig
+from fornax.models.latent_config import LatentConfig
+from fornax.models.rope_config import DynamicNTKScaling, LongRopeScaling, RopeConfig, YarnScaling
 
 __all__ = ["DecoderConfig", "LayerKind"]
 
@@ -19,6 +20,8 @@ class LayerKind:
     """Keys visible to a query, itself included; None for all before it."""
     rope: Literal["global", "local", "none"]
     """Which rotary embedding the layer's queries and keys get."""
+    attention: Literal["attention", "latent"] = "attention"
+    """The layer's first branch: grouped-query or latent attention."""
     mlp: Literal["mlp", "experts"] = "mlp"
     """The layer's second branch: one MLP, or a mixture of experts."""
     placement: Literal["pre", "post", "sandwich"] = "pre"
@@ -29,7 +32,7 @@ class LayerKind:
         before = self.placement in ("pre", "sandwich")
         after = self.placement in ("post", "sandwich")
         found: list[str] = []
-        for branch, norm in (("attention", "attention"), (self.mlp, "mlp")):
+        for branch, norm in ((self.attention, "attention"), (self.mlp, "mlp")):
             found += [f"{norm}_norm"] * before + [branch] + [f"post_{norm}_norm"] * after
         return tuple(found)
 
@@ -51,7 +54,9 @@ class DecoderConfig:
     num_kv_heads: int | None = None
     """Number of key/value heads, a divisor of `num_heads`; None means as many as query heads."""
     head_dim: int | None = None
-    """Width of a head; None means `hidden_size // num_heads`."""
+    """Width of a head; None means `hidden_size // num_heads`, or what `latent` says."""
+    latent: LatentConfig | None = None
+    """Latent attention in all layers; None for grouped-query attention."""
     max_position_embeddings: int = 2_048
     """Longest sequence the model is made for; some rope scalings refer to it."""
 
@@ -126,7 +131,9 @@ class DecoderConfig:
         self._check_tokens()
 
     def _check_heads(self) -> None:
-        if self.head_dim is None and self.hidden_size % self.num_heads:
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        elif self.head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"hidden_size={self.hidden_size} does not divide into num_heads={self.num_heads}; "
                 "use a multiple, or set head_dim"
@@ -140,8 +147,28 @@ class DecoderConfig:
             if rope is not None:
                 self._check_rope(name, rope)
 
+    def _check_latent(self, latent: LatentConfig) -> None:
+        width = latent.unrotated_dim + latent.rotated_dim
+        if self.head_dim not in (None, width):
+            raise ConfigError(
+                f"head_dim={self.head_dim} is not the {width} that latent.unrotated_dim and "
+                "latent.rotated_dim make together; leave head_dim out"
+            )
+        fixed = {
+            "num_kv_heads": self.kv_heads == self.num_heads,
+            "qkv_bias": not self.qkv_bias,
+            "qk_norm": self.qk_norm == "none",
+            "qkv_clip": self.qkv_clip is None,
+        }
+        wrong = [f"{name}={getattr(self, name)!r}" for name, right in fixed.items() if not right]
+        if wrong:
+            raise ConfigError(
+                f"{', '.join(wrong)} is of grouped-query attention, which a model with `latent` "
+                "does not have; leave it out"
+            )
+
     def _check_rope(self, name: str, rope: RopeConfig) -> None:
-        width = int(self.head_width * rope.fraction)
+        width = self.rotated_width(rope)
         if width % 2 or width == 0:
             raise ConfigError(
                 f"{name}.fraction={rope.fraction} of head_dim={self.head_width} rotates {width} "
@@ -218,14 +245,25 @@ class DecoderConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of a head, resolved."""
+        """Width of a head's query, resolved."""
+        if self.latent is not None:
+            return self.latent.unrotated_dim + self.latent.rotated_dim
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    def rotated_width(self, rope: RopeConfig) -> int:
+        """How many dimensions of a head a rotary embedding rotates."""
+        whole = self.head_width if self.latent is None else self.latent.rotated_dim
+        return int(whole * rope.fraction)
 
     @property
     def attention_scale(self) -> float:
-        """Factor on the attention scores."""
+        """Factor on the attention scores; YaRN's second scale counts in latent attention."""
         scalar = self.query_pre_attn_scalar
-        return (self.head_width if scalar is None else scalar) ** -0.5
+        scale = (self.head_width if scalar is None else scalar) ** -0.5
+        yarn = self.rope.scaling
+        if self.latent is None or not isinstance(yarn, YarnScaling) or not yarn.mscale_all_dim:
+            return scale
+        return scale * yarn.temperature(yarn.mscale_all_dim) ** 2
 
     @property
     def embedding_scale(self) -> float:
@@ -244,6 +282,7 @@ class DecoderConfig:
         return LayerKind(
             window=self.sliding_window if sliding else None,
             rope=where if rotates else "none",
+            attention="attention" if self.latent is None else "latent",
             mlp=mlps[index % len(mlps)],
             placement=self.norm_placement,
         )

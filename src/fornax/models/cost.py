@@ -25,6 +25,13 @@ def num_parameters(config: DecoderConfig, *, active: bool = False) -> int:
 
 def _attention_products(config: DecoderConfig) -> int:
     """Weights of a layer's attention that take part in matrix products."""
+    latent = config.latent
+    if latent is not None:
+        D, N, H, R = config.hidden_size, config.num_heads, config.head_width, latent.key_value_rank
+        Q = latent.query_rank
+        queries = D * N * H if Q is None else Q * (D + N * H)
+        up = R * N * (latent.unrotated_dim + latent.value_dim)
+        return queries + D * latent.cached_dim + up + N * latent.value_dim * D
     return config.hidden_size * config.head_width * (2 * config.num_heads + 2 * config.kv_heads)
 
 
@@ -46,6 +53,9 @@ def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> i
     count += {"none": 0, "head": 2 * H, "full": (N + K) * H}[config.qk_norm]
     count += (N + 2 * K) * H if config.qkv_bias else 0
     count += D if config.attention_output_bias else 0
+    if config.latent is not None:
+        Q, latent = config.latent.query_rank or 0, config.latent
+        count += Q + latent.key_value_rank + (Q + latent.cached_dim) * latent.bias
     if kind.mlp == "mlp" or experts is None:
         return count + (2 * config.intermediate_size + D if config.mlp_bias else 0)
     count += experts.num_experts * (experts.router_bias + experts.selection_bias)
@@ -59,9 +69,9 @@ def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> i
 def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = True) -> int:
     """Model FLOPs per token: the numerator of model FLOPs utilisation.
 
-    2 for each weight in a matrix product and 4 x heads x head width for each key a query is scored
-    against, times three for forward and backward (Chowdhery et al. 2022, PaLM, appendix B, whose
-    6N + 12LHQT this is). As there, the causal mask is not discounted; a sliding window is.
+    2 for each weight in a matrix product and 2 x heads x (head + value width) for each key a query
+    is scored against, times three for forward and backward (Chowdhery et al. 2022, PaLM, appendix
+    B, whose 6N + 12LHQT this is). As there, the causal mask is not discounted; a window is.
     Recomputation (remat) does not count. Embedding look-ups are no products; the output
     projection is one, tied or not. Of experts those count that a token runs through.
 
@@ -75,5 +85,6 @@ def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = Tru
     products += config.num_layers * _attention_products(config)
     products += config.vocab_size * config.hidden_size
     keys = sum(min(seq_len, kind.window or seq_len) for kind in kinds)
-    forward = 2 * products + 4 * config.num_heads * config.head_width * keys
+    value = config.head_width if config.latent is None else config.latent.value_dim
+    forward = 2 * products + 2 * config.num_heads * (config.head_width + value) * keys
     return 3 * forward if training else forward

@@ -18,6 +18,7 @@ from fornax.models.attention import Attention
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.experts import Experts
+from fornax.models.latent import LatentAttention
 from fornax.models.mlp import MLP
 from fornax.models.norm import RMSNorm
 from fornax.models.routing import Routing
@@ -35,6 +36,7 @@ class DecoderLayer(nnx.Module):
         """Put a layer together of the parts that its kind has; the others are None."""
         self.attention_norm: Any = parts.get("attention_norm")
         self.attention: Any = parts.get("attention")
+        self.latent: Any = parts.get("latent")
         self.post_attention_norm: Any = parts.get("post_attention_norm")
         self.mlp_norm: Any = parts.get("mlp_norm")
         self.mlp: Any = parts.get("mlp")
@@ -54,7 +56,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None, Routing | None]:
         """Run the layer; returns x [B, T, D], the updated cache layer, and what its router did."""
         x_BTD = checkpoint_name(x_BTD, "layer_input")
-        branch, cache = self.attention(_maybe(self.attention_norm, x_BTD), kind, context, cache)
+        attention = self.attention if kind.attention == "attention" else self.latent
+        branch, cache = attention(_maybe(self.attention_norm, x_BTD), kind, context, cache)
         x_BTD = x_BTD + _maybe(self.post_attention_norm, branch)
         normed, routing = _maybe(self.mlp_norm, x_BTD), None
         if kind.mlp == "experts":
@@ -78,6 +81,7 @@ def make_layer(
     norm = functools.partial(RMSNorm, (config.hidden_size,), config, dtype=dtype)
     makers: dict[str, Callable[[], nnx.Module]] = {
         "attention": functools.partial(Attention, config, **make),
+        "latent": functools.partial(LatentAttention, config, **make),
         "mlp": functools.partial(MLP, config, **make),
         "experts": functools.partial(Experts, config, **make),
     }

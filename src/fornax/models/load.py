@@ -94,10 +94,12 @@ def open_pretrained(
     values = read_config(folder)
     config = config_from_hf(values)
     stored = unwrap_tensors(values, find_tensors(folder))
-    dtype = _choose_dtype(dtype, stored)
+    names = family_by_name(str(config.family)).names
+    stored = _without_further_heads(stored, values)
+    dtype = _choose_dtype(dtype, stored, names.get(_BIAS))
     compute = None if compute_dtype is None else _as_dtype(compute_dtype)
     model = abstract_decoder(config, dtype=dtype, compute_dtype=compute)
-    layout = plan_layout(model, family_by_name(str(config.family)).names)
+    layout = plan_layout(model, names)
     stored = _without_known_extras(stored, layout, config.tie_embeddings, folder)
     _check(stored, layout, folder)
     if mesh is not None:
@@ -111,6 +113,8 @@ def open_pretrained(
 
 
 _Source = tuple[StoredTensor, Block]
+_BIAS = "layers/experts/selection_bias"
+"""What is float32 whatever the dtype of parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +161,12 @@ class StoredModel:
         self, path: str, function: Callable[[jax.Array], tuple[jax.Array, ...]], place: object
     ) -> tuple[jax.Array, ...]:
         layers, axes = self.blocks[path], self._axes(path)
+        dtype = np.dtype(np.float32) if path == _BIAS else self.dtype
         if None in layers:
-            return function(_put(layers[None], self._place(axes), self.dtype))
+            return function(_put(layers[None], self._place(axes), dtype))
         stacks: list[jax.Array] = []
         for layer, sources in layers.items():
-            part = _put(sources, self._place(axes[1:]), self.dtype)
+            part = _put(sources, self._place(axes[1:]), dtype)
             made = function(part)
             stacks = stacks or [_zeros(len(layers), x, place or _stacked(x)) for x in made]
             for number, x in enumerate(made):
@@ -184,17 +189,22 @@ def _as_dtype(dtype: str | np.dtype) -> np.dtype:
     return parse_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
 
 
-def _choose_dtype(asked: str | np.dtype | None, stored: Mapping[str, StoredTensor]) -> np.dtype:
+def _choose_dtype(
+    asked: str | np.dtype | None, stored: Mapping[str, StoredTensor], bias: str | None
+) -> np.dtype:
+    """The dtype of parameters; `bias` is the name of a tensor that is none."""
     allowed = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
     if asked is not None:
         dtype = _as_dtype(asked)
         if dtype not in allowed:
             raise ConfigError(f"dtype={dtype.name} is not supported; use float32 or bfloat16")
         return dtype
-    found = {tensor.dtype for tensor in stored.values()}
+    suffix = bias.split("{layer}")[-1] if bias else "\0"
+    weights = [tensor for name, tensor in stored.items() if not name.endswith(suffix)]
+    found = {tensor.dtype for tensor in weights}
     if len(found) == 1 and (only := found.pop()) in allowed:
         return only
-    names = ", ".join(sorted(dtype.name for dtype in {t.dtype for t in stored.values()}))
+    names = ", ".join(sorted(dtype.name for dtype in {t.dtype for t in weights}))
     raise ConfigError(
         f"the weights are stored as {names or 'nothing'}; say which dtype to hold them in: "
         "dtype='float32' or dtype='bfloat16'"
@@ -219,6 +229,18 @@ def _without_known_extras(
             )
         del kept[head]
     return kept
+
+
+def _without_further_heads(
+    stored: Mapping[str, StoredTensor], values: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """Leave out the layers after the last, which predict tokens beyond the next."""
+    first = values.get("num_hidden_layers")
+    heads = values.get("num_nextn_predict_layers") or 0
+    if not isinstance(first, int) or not isinstance(heads, int):
+        return dict(stored)
+    extra = tuple(f"model.layers.{layer}." for layer in range(first, first + heads))
+    return {name: tensor for name, tensor in stored.items() if not name.startswith(extra)}
 
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:

@@ -18,10 +18,24 @@ class RMSNorm(nnx.Module):
       scale: the weight, of the normalised axes' shape.
     """
 
-    def __init__(self, shape: tuple[int, ...], config: DecoderConfig, *, dtype: DTypeLike):
-        """Make the scale: ones, or zeros where the norm multiplies by (1 + scale)."""
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        config: DecoderConfig,
+        *,
+        dtype: DTypeLike,
+        eps: float | None = None,
+    ):
+        """Make the scale: ones, or zeros where the norm multiplies by (1 + scale).
+
+        Args:
+          shape: of the normalised axes.
+          config: the model's.
+          dtype: of the scale.
+          eps: None for the model's `norm_eps`.
+        """
         initial = jnp.zeros if config.norm_unit_offset else jnp.ones
-        self.eps = config.norm_eps
+        self.eps = config.norm_eps if eps is None else eps
         self.unit_offset = config.norm_unit_offset
         self.scale = nnx.Param(initial(shape, dtype), axes=("norm",) * len(shape))
 

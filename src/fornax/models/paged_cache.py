@@ -101,7 +101,7 @@ class PagedCache:
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
         place: Place,
         options: AttendOptions,
     ) -> tuple[jax.Array, "PagedCache"]:
@@ -110,6 +110,7 @@ class PagedCache:
         The batch axis has size 1: the step's sequences stand one after the other on T. Heads are
         repeated and filled up with zeros to what the pages hold.
         """
+        assert v_BTKH is not None, "pages hold keys and values"
         group = self.windows.index(options.window)
         tables, kv = self.tables[group], self.kv[group]
         width, repeats = kv.shape[4], kv.shape[3] // (2 * k_BTKH.shape[2])

@@ -5,6 +5,7 @@ Legend: B batch, T tokens, N heads, H head width, R rotated width (R <= H).
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,15 @@ from fornax.models.rope_config import (
 
 __all__ = ["Rotation", "apply_rope", "attention_factor", "inverse_frequencies", "rotations"]
 
-Rotation = tuple[jax.Array, jax.Array]
-"""Cosines and sines, float32 [B, T, R / 2] each."""
+
+class Rotation(NamedTuple):
+    """By which angles tokens rotate."""
+
+    cos_BTr: jax.Array
+    """float32 [B, T, R / 2]."""
+    sin_BTr: jax.Array
+    interleaved: bool = False
+    """See `RopeConfig`."""
 
 
 def rotations(
@@ -51,13 +59,13 @@ def rotations(
 def _rotation(
     rope: RopeConfig, config: DecoderConfig, positions_BT: jax.Array, longest: int | None
 ) -> Rotation:
-    width = int(config.head_width * rope.fraction)
+    width = config.rotated_width(rope)
     limit = config.max_position_embeddings
     longest_seen = jnp.max(positions_BT) + 1 if longest is None else jnp.int32(longest)
     inverse = inverse_frequencies(rope, width, limit, longest_seen)
     angles = positions_BT[..., None].astype(jnp.float32) * inverse
     factor = attention_factor(rope, limit)
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    return Rotation(jnp.cos(angles) * factor, jnp.sin(angles) * factor, rope.interleaved)
 
 
 def inverse_frequencies(
@@ -139,8 +147,8 @@ def attention_factor(rope: RopeConfig, max_positions: int) -> float:
             if yarn.attention_factor is not None:
                 return yarn.attention_factor
             if yarn.mscale and yarn.mscale_all_dim:
-                return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
-            return _mscale(yarn.factor, 1.0)
+                return yarn.temperature(yarn.mscale) / yarn.temperature(yarn.mscale_all_dim)
+            return yarn.temperature(1.0)
         case LongRopeScaling() as scaling:
             if scaling.attention_factor is not None:
                 return scaling.attention_factor
@@ -151,18 +159,19 @@ def attention_factor(rope: RopeConfig, max_positions: int) -> float:
             return 1.0
 
 
-def _mscale(factor: float, scale: float) -> float:
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def apply_rope(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate the first R dimensions of each head, halves paired as in GPT-NeoX and Llama.
 
+    Interleaved pairs come out as halves: queries and keys alike, so their products are the same.
     Computed in float32; returned in the dtype of `x_BTNH`.
     """
-    cos, sin = (part[:, :, None, :] for part in rotation)
+    cos, sin = (part[:, :, None, :] for part in (rotation.cos_BTr, rotation.sin_BTr))
     half = cos.shape[-1]
     x = x_BTNH.astype(jnp.float32)
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if rotation.interleaved:
+        first, second = turning[..., ::2], turning[..., 1::2]
+    else:
+        first, second = turning[..., :half], turning[..., half:]
     rotated = (first * cos - second * sin, second * cos + first * sin, rest)
     return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)

@@ -1,5 +1,6 @@
 """Rotary embeddings and the scalings of their frequencies, as configs."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,13 +62,18 @@ class YarnScaling:
     mscale: float | None = None
     """Numerator scale of the attention factor; used only when `mscale_all_dim` is set too."""
     mscale_all_dim: float | None = None
-    """Denominator scale of the attention factor; used only when `mscale` is set too."""
+    """Denominator scale of the attention factor; used there only when `mscale` is set too. In
+    latent attention the square of its temperature multiplies the scores."""
     truncate: bool = True
     """Whether the ends of the ramp are rounded to whole dimensions."""
 
     def __post_init__(self) -> None:
         _positive("factor", self.factor)
         _positive("original_max_position_embeddings", self.original_max_position_embeddings)
+
+    def temperature(self, scale: float) -> float:
+        """YaRN's equation 22 with its logarithm times `scale`: 1 where nothing is extended."""
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +136,8 @@ class RopeConfig:
     """Base of the wavelengths."""
     fraction: float = 1.0
     """Share of each head's width that is rotated; the rest passes unrotated."""
+    interleaved: bool = False
+    """Whether a pair that rotates lies side by side in a head, not half the rotated width apart."""
     scaling: RopeScaling | None = None
     """How the frequencies are changed for longer contexts; None leaves them."""
 

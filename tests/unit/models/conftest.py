@@ -11,7 +11,15 @@ import pytest
 from flax import nnx
 from tests.quick import pytest_runtest_setup, pytest_runtest_teardown
 
-from fornax.models import Decoder, DecoderConfig, ExpertsConfig, RopeConfig, create_decoder
+from fornax.models import (
+    Decoder,
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    RopeConfig,
+    YarnScaling,
+    create_decoder,
+)
 
 __all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
 
@@ -78,6 +86,26 @@ CONFIGS = {
             group_score="top2",
             shared_intermediate_size=16,
             shared_gate=True,
+        ),
+    ),
+    # latent attention: latents of queries, keys and values, biases, YaRN on the scores
+    "latent": DecoderConfig(
+        **{**_SIZES, "head_dim": None},
+        num_layers=2,
+        attention_output_bias=True,
+        rope=RopeConfig(
+            interleaved=True,
+            scaling=YarnScaling(
+                factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7
+            ),
+        ),
+        latent=LatentConfig(
+            key_value_rank=12,
+            query_rank=8,
+            unrotated_dim=6,
+            rotated_dim=4,
+            value_dim=8,
+            bias=True,
         ),
     ),
     # experts in every layer: biases, the clipped activation, weighted inputs

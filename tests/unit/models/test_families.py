@@ -1,6 +1,7 @@
 """config.json of released models: read as published, written back without loss, refused by name."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fornax.models import (
     YarnScaling,
     config_from_hf,
     config_to_hf,
+    num_parameters,
 )
 
 # The keys as the models' repositories have them; long lists are made here.
@@ -159,6 +161,58 @@ RELEASED: dict[str, dict[str, Any]] = {
         "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0",
         "use_cache": True, "use_sliding_window": False, "vocab_size": 128256,
     },
+    "Moonlight-16B-A3B": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "auto_map": {"AutoConfig": "x.DeepseekV3Config"},
+        "aux_loss_alpha": 0.001, "bos_token_id": 163584, "eos_token_id": 163585,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 11264, "kv_lora_rank": 512,
+        "max_position_embeddings": 8192, "model_type": "deepseek_v3",
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True,
+        "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+        "num_key_value_heads": 16, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 163840,
+    },
+    "DeepSeek-V2-Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "bos_token_id": 100000,
+        "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+        "num_key_value_heads": 16, "pretraining_tp": 1, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+            "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+        "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1,
+        "topk_method": "greedy", "torch_dtype": "bfloat16", "use_cache": True,
+        "v_head_dim": 128, "vocab_size": 102400,
+    },
+    "GLM-4.5-Air": {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True,
+        "attention_dropout": 0.0, "eos_token_id": [151329, 151336, 151338],
+        "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 10944,
+        "max_position_embeddings": 131072, "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+        "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+        "torch_dtype": "bfloat16", "use_cache": True, "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
 }  # fmt: skip
 
 LLAMA = RELEASED["Llama-2-7b"]
@@ -169,7 +223,9 @@ def test_released_configs_survive_a_round_trip(name: str) -> None:
     config = config_from_hf(RELEASED[name])
     written = config_to_hf(config)
     assert config_from_hf(written) == dataclasses.replace(
-        config, num_kv_heads=config.kv_heads, head_dim=config.head_width
+        config,
+        num_kv_heads=config.kv_heads,
+        head_dim=None if config.latent else config.head_width,
     )
     for key in ("architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
         assert written[key] == RELEASED[name][key]
@@ -242,6 +298,31 @@ def test_smollm3_leaves_every_fourth_layer_unrotated() -> None:
     assert config.rope_pattern == (True, True, True, False)
     del (values := dict(RELEASED["SmolLM3-3B"]))["no_rope_layers"]
     assert config_from_hf(values) == config
+
+
+def test_deepseek_reads_as_its_papers_say() -> None:
+    lite = config_from_hf(RELEASED["DeepSeek-V2-Lite"])
+    temperature = 0.1 * 0.707 * math.log(40) + 1
+    assert lite.attention_scale == pytest.approx(192**-0.5 * temperature**2)
+    assert lite.rotated_width(lite.rope) == 64
+    assert num_parameters(lite) == 15_706_484_224
+    moonlight = config_from_hf(RELEASED["Moonlight-16B-A3B"])
+    assert moonlight.attention_scale == 192**-0.5
+    assert [kind.mlp for kind in moonlight.layer_kinds()][:2] == ["mlp", "experts"]
+    assert moonlight.experts is not None
+    assert moonlight.experts.selection_bias
+    assert moonlight.experts.shared_intermediate_size == 2816
+    air = config_from_hf(RELEASED["GLM-4.5-Air"])
+    assert (air.rope.fraction, air.rope.interleaved, air.latent) == (0.5, False, None)
+    half = dict(RELEASED["GLM-4.5-Air"])
+    del half["partial_rotary_factor"]
+    assert config_from_hf(half) == air
+    with pytest.raises(ConfigError, match="head_dim is not qk_rope_head_dim=64"):
+        config_from_hf({**RELEASED["Moonlight-16B-A3B"], "head_dim": 128})
+    with pytest.raises(ConfigError, match=r"num_kv_heads=4 is of grouped-query attention"):
+        config_from_hf({**RELEASED["Moonlight-16B-A3B"], "num_key_value_heads": 4})
+    with pytest.raises(ConfigError, match="norm_topk_prob=True is not supported"):
+        config_from_hf({**RELEASED["DeepSeek-V2-Lite"], "norm_topk_prob": True})
 
 
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-0.6B", "Phi-4-mini"])

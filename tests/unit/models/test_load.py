@@ -16,7 +16,15 @@ from safetensors.numpy import load_file, save_file
 
 from fornax.config.errors import CheckpointError, ConfigError, ShardingError
 from fornax.mesh import DEFAULT_RULES, MeshConfig, make_mesh, tree_shardings
-from fornax.models import DecoderConfig, create_decoder, load_pretrained, save_pretrained
+from fornax.models import (
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    RopeConfig,
+    create_decoder,
+    load_pretrained,
+    save_pretrained,
+)
 
 CONFIG = DecoderConfig(
     vocab_size=24,
@@ -302,3 +310,44 @@ def test_a_config_of_another_model_names_the_tensors(folder: Path) -> None:
     configure(folder, num_hidden_layers=3)
     with pytest.raises(CheckpointError, match=r"missing model\.layers\.2\."):
         load_pretrained(folder)
+
+
+def test_a_selection_bias_stays_float32_and_further_heads_are_left_out(tmp_path: Path) -> None:
+    """Beside bfloat16 weights; layers that predict tokens beyond the next are none of ours."""
+    config = DecoderConfig(
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=2,
+        rope=RopeConfig(interleaved=True),
+        latent=LatentConfig(key_value_rank=8, unrotated_dim=4, rotated_dim=4, value_dim=6),
+        mlp_pattern=("mlp", "experts"),
+        experts=ExpertsConfig(
+            num_experts=4,
+            experts_per_token=2,
+            intermediate_size=8,
+            score="sigmoid",
+            normalize_eps=1e-20,
+            selection_bias=True,
+            shared_intermediate_size=8,
+        ),
+    )
+    made = create_decoder(config, seed=2, dtype=jnp.bfloat16)
+    bias = jnp.array([[0.1, 0.2, 0.3, 1e-5]], jnp.float32)
+    made.layers.experts.selection_bias.set_value(bias)
+    save_pretrained(made, tmp_path / "m")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert load_file(tmp_path / "m" / "model.safetensors")[name].dtype == np.float32
+
+    def add_head(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.2.eh_proj.weight"] = np.zeros((4, 4), np.float32)
+
+    rewrite(tmp_path / "m", add_head)
+    with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.2\.eh_proj\.weight"):
+        load_pretrained(tmp_path / "m", dtype="bfloat16")
+    configure(tmp_path / "m", num_nextn_predict_layers=1)
+    again = load_pretrained(tmp_path / "m")
+    assert_same(again, made)
+    assert again.embed.embedding.dtype == jnp.bfloat16
+    assert again.layers.experts.selection_bias.dtype == jnp.float32

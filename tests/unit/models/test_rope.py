@@ -13,7 +13,7 @@ from fornax.models import (
     RopeConfig,
     YarnScaling,
 )
-from fornax.models.rope import apply_rope, attention_factor, inverse_frequencies
+from fornax.models.rope import Rotation, apply_rope, attention_factor, inverse_frequencies
 from fornax.models.rope_config import RopeScaling
 
 WIDTH, LIMIT = 16, 64
@@ -27,9 +27,9 @@ def _frequencies(scaling: RopeScaling | None, longest: int = 1) -> np.ndarray:
 BASE = 10_000.0 ** (-np.arange(0, WIDTH, 2) / WIDTH)
 
 
-def _rotation(positions: list[int]) -> tuple[jax.Array, jax.Array]:
+def _rotation(positions: list[int], *, interleaved: bool = False) -> Rotation:
     angles = jnp.array([positions], jnp.float32)[..., None] * BASE
-    return jnp.cos(angles), jnp.sin(angles)
+    return Rotation(jnp.cos(angles), jnp.sin(angles), interleaved)
 
 
 def test_scores_depend_on_distance_only() -> None:
@@ -48,6 +48,13 @@ def test_rotation_keeps_lengths_and_what_it_does_not_rotate() -> None:
     np.testing.assert_array_equal(y[..., WIDTH:], x[..., WIDTH:])
     np.testing.assert_allclose(y[:, 0], x[:, 0], atol=1e-6)
     np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+def test_interleaved_pairs_are_halves_in_another_order() -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 2, 3, WIDTH + 4))
+    halves = jnp.concatenate([x[..., :WIDTH:2], x[..., 1:WIDTH:2], x[..., WIDTH:]], axis=-1)
+    y = apply_rope(x, _rotation([3, 8], interleaved=True))
+    np.testing.assert_array_equal(y, apply_rope(halves, _rotation([3, 8])))
 
 
 def test_half_precision_is_rotated_in_float32() -> None:

@@ -92,6 +92,10 @@ def _resolved(config: DecoderConfig) -> DecoderConfig:
     experts = config.experts
     if experts is not None:  # what only training reads
         experts = replace(experts, balance_loss=0.0, router_z_loss=0.0, bias_update_rate=0.0)
+        if experts.groups_per_token == experts.num_groups:  # all are open
+            experts = replace(experts, num_groups=1, groups_per_token=1, group_score="max")
+        if not experts.normalize:
+            experts = replace(experts, normalize_eps=0.0)
     scalar = config.query_pre_attn_scalar
     return replace(
         config,

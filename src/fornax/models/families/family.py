@@ -55,7 +55,9 @@ PRE_NORM_NAMES = {
 }
 
 
-def expert_names(block: str, *, gate: str, up: str, down: str) -> dict[str, str]:
+def expert_names(
+    block: str, *, gate: str, up: str, down: str, shared: str = "shared_expert"
+) -> dict[str, str]:
     """Names of a router and its experts, and of the expert that all tokens run through.
 
     Args:
@@ -63,6 +65,7 @@ def expert_names(block: str, *, gate: str, up: str, down: str) -> dict[str, str]
       gate: what it calls an expert's projections.
       up: see `gate`.
       down: see `gate`.
+      shared: what it calls the expert that all tokens run through.
     """
     start = f"model.layers.{{layer}}.{block}"
     names = {
@@ -71,5 +74,6 @@ def expert_names(block: str, *, gate: str, up: str, down: str) -> dict[str, str]
     }
     for ours, theirs in (("gate", gate), ("up", up), ("down", down)):
         names[f"layers/experts/{ours}/kernel"] = f"{start}.experts.{{expert}}.{theirs}.weight"
-        names[f"layers/experts/shared/{ours}/kernel"] = f"{start}.shared_expert.{theirs}.weight"
+        for kind, suffix in (("kernel", "weight"), ("bias", "bias")):
+            names[f"layers/experts/shared/{ours}/{kind}"] = f"{start}.{shared}.{theirs}.{suffix}"
     return names

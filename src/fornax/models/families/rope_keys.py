@@ -1,6 +1,6 @@
 """Rotary embeddings in config.json: `rope_theta` with `rope_scaling`, or `rope_parameters`."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fornax.config.errors import ConfigError
@@ -26,6 +26,8 @@ def read_rope(
     *,
     theta: float = 10_000.0,
     partial: bool = False,
+    fraction: float = 1.0,
+    interleaved: bool = False,
     aliases: dict[str, str] | None = None,
     original: int | None = None,
 ) -> RopeConfig:
@@ -36,6 +38,8 @@ def read_rope(
       max_positions: its `max_position_embeddings`.
       theta: the family's default base.
       partial: whether the family can rotate a part of each head.
+      fraction: the family's default for that part.
+      interleaved: see `RopeConfig`.
       aliases: other names of scaling types in this family.
       original: the original context length where the family keeps it beside `rope_scaling`.
 
@@ -48,9 +52,8 @@ def read_rope(
     if scaling is not None:
         found = {**found, **reader.nested("rope_scaling", scaling)._values}
     found.setdefault("rope_theta", reader.take("rope_theta", theta))
-    fraction = reader.take("partial_rotary_factor", None)
-    if fraction is not None:
-        found.setdefault("partial_rotary_factor", fraction)
+    given = reader.take("partial_rotary_factor", None)
+    found.setdefault("partial_rotary_factor", fraction if given is None else given)
     kind = found.get("rope_type", found.get("type"))
     if aliases and kind in aliases:
         found["rope_type"] = aliases[kind]
@@ -62,7 +65,7 @@ def read_rope(
             f"{reader.source}: partial_rotary_factor={rope.fraction} is not supported for this "
             "architecture, which rotates whole heads"
         )
-    return rope
+    return replace(rope, interleaved=interleaved)
 
 
 def read_rope_mapping(reader: ConfigReader, max_positions: int) -> RopeConfig:

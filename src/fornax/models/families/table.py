@@ -1,8 +1,10 @@
 """The families Fornax knows, in the order in which saving tries them."""
 
 from fornax.config.errors import ConfigError
+from fornax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from fornax.models.families.family import Family
 from fornax.models.families.gemma import GEMMA2, GEMMA3
+from fornax.models.families.glm_moe import GLM4_MOE
 from fornax.models.families.llama import LLAMA
 from fornax.models.families.mistral import MISTRAL
 from fornax.models.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
@@ -28,6 +30,9 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE,
 )
 
 
