@@ -26,6 +26,7 @@ _CLASSES: dict[str, Any] = {
     "gemma2": hf.Gemma2Config,
     "gemma3": hf.Gemma3TextConfig,
     "olmo2": hf.Olmo2Config,
+    "olmo3": hf.Olmo3Config,
     "phi3": hf.Phi3Config,
     "smollm3": hf.SmolLM3Config,
     "mixtral": hf.MixtralConfig,
@@ -40,6 +41,18 @@ _CLASSES: dict[str, Any] = {
 
 def _rope(kind: str, **keys: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **keys}}
+
+
+def _rope_by_kind() -> dict[str, Any]:
+    """YaRN on the full layers alone."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    base = {"rope_theta": 500.0}
+    return {
+        "rope_parameters": {
+            "full_attention": {**base, **yarn, "attention_factor": 1.2},
+            "sliding_attention": {**base, "rope_type": "default"},
+        }
+    }
 
 
 _LLAMA3 = {
@@ -197,6 +210,18 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "gemma3-untied": ("gemma3", {**_GEMMA3, "tie_word_embeddings": False}, 24),
     "olmo2": ("olmo2", {}, 24),
     "olmo2-mha-bias": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}, 24),
+    "olmo3": ("olmo3", {"num_hidden_layers": 6, "sliding_window": 6, **_rope_by_kind()}, 40),
+    "olmo3-options": (
+        "olmo3",
+        {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 90.0}},
+        },
+        24,
+    ),
     "phi3": ("phi3", {}, 24),
     "phi3-window": ("phi3", {"sliding_window": 6}, 24),
     "phi3-partial": ("phi3", _rope("default", partial_rotary_factor=0.75) | {"head_dim": 16}, 24),

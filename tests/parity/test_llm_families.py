@@ -31,6 +31,7 @@ SERVED = (
     "gemma2",
     "gemma3",
     "olmo2",
+    "olmo3",
     "phi4-mini",
     "smollm3-window",
     "mixtral-window",

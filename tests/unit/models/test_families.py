@@ -114,6 +114,22 @@ RELEASED: dict[str, dict[str, Any]] = {
         "torch_dtype": "float32", "transformers_version": "4.47.0.dev0", "use_cache": True,
         "vocab_size": 100352,
     },
+    "Olmo-3-7B": {
+        "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 11008,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+            "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+        "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False,
+        "torch_dtype": "float32", "transformers_version": "4.57.0.dev0", "use_cache": True,
+        "vocab_size": 100278,
+    },
     "Phi-3-mini-128k": {
         "_name_or_path": "Phi-3-mini-128k-instruct", "architectures": ["Phi3ForCausalLM"],
         "attention_bias": False, "attention_dropout": 0.0,
@@ -282,6 +298,16 @@ def test_gemma3_rotates_differently_where_it_slides() -> None:
     assert scaled.local_rope == RopeConfig(theta=10_000)
 
 
+def test_olmo3_scales_the_rope_of_full_layers_alone() -> None:
+    config = config_from_hf(RELEASED["Olmo-3-7B"])
+    kinds = config.layer_kinds()
+    assert [(kind.window, kind.rope) for kind in kinds[2:4]] == [(4096, "local"), (None, "global")]
+    assert isinstance(config.rope.scaling, YarnScaling)
+    assert config.local_rope == RopeConfig(theta=500_000)
+    del (values := dict(RELEASED["Olmo-3-7B"]))["layer_types"]
+    assert config_from_hf(values) == config
+
+
 def test_phi_reads_its_own_original_length() -> None:
     config = config_from_hf(RELEASED["Phi-4-mini"])
     assert config.rope.fraction == 0.75
@@ -397,6 +423,15 @@ _SMALL = DecoderConfig(
         ({"qkv_bias": True}, "qwen2"),
         ({"qk_norm": "head"}, "qwen3"),
         ({"qk_norm": "full", "norm_placement": "post"}, "olmo2"),
+        (
+            {
+                "qk_norm": "full",
+                "norm_placement": "post",
+                "sliding_window": 8,
+                "attention_pattern": ("sliding", "full"),
+            },
+            "olmo3",
+        ),
         ({"rope": RopeConfig(fraction=0.5)}, "phi3"),
         ({"rope_pattern": (True, False)}, "smollm3"),
         ({"sliding_window": 8, "attention_pattern": ("sliding",)}, "mistral"),

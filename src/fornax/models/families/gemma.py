@@ -12,8 +12,7 @@ from fornax.models.families.common import (
 )
 from fornax.models.families.family import BASE_NAMES, Family
 from fornax.models.families.reader import ConfigReader
-from fornax.models.families.rope_keys import read_rope, read_rope_mapping, write_rope
-from fornax.models.rope_config import RopeConfig
+from fornax.models.families.rope_keys import read_rope, read_two_ropes, write_rope
 
 __all__ = ["GEMMA2", "GEMMA3"]
 
@@ -78,7 +77,8 @@ def _read_gemma3(reader: ConfigReader) -> DecoderConfig:
     fields = _read_shared(reader, period, reader.take("sliding_window", 4_096))
     reader.expect("attn_logit_softcapping", None)
     limit = fields["max_position_embeddings"]
-    rope, local = _read_two_ropes(reader, limit)
+    local_theta = reader.take("rope_local_base_freq", 10_000.0)
+    rope, local = read_two_ropes(reader, limit, theta=1_000_000.0, local_theta=local_theta)
     return DecoderConfig(
         **fields,
         rope=rope,
@@ -86,22 +86,6 @@ def _read_gemma3(reader: ConfigReader) -> DecoderConfig:
         qk_norm="head",
         final_logit_softcap=reader.take("final_logit_softcapping", None),
     )
-
-
-def _read_two_ropes(reader: ConfigReader, limit: int) -> tuple[RopeConfig, RopeConfig]:
-    """The rope of full layers and that of sliding ones, from either style of keys."""
-    local_theta = reader.take("rope_local_base_freq", 10_000.0)
-    if "rope_parameters" not in reader:
-        return read_rope(reader, limit, theta=1_000_000.0), RopeConfig(theta=local_theta)
-    found = reader.nested("rope_parameters", reader.take("rope_parameters"))
-    reader.expect("rope_scaling", None)
-    reader.take("rope_theta", None)
-    ropes = []
-    for key, theta in (("full_attention", 1_000_000.0), ("sliding_attention", local_theta)):
-        mapping = found.nested(key, {"rope_theta": theta, **found.take(key, {})})
-        ropes.append(read_rope_mapping(mapping, limit))
-    found.finish()
-    return ropes[0], ropes[1]
 
 
 def _write_gemma3(config: DecoderConfig) -> dict[str, object]:

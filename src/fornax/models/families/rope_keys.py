@@ -15,7 +15,7 @@ from fornax.models.rope_config import (
     YarnScaling,
 )
 
-__all__ = ["read_rope", "read_rope_mapping", "write_rope"]
+__all__ = ["read_rope", "read_two_ropes", "write_rope", "write_two_ropes"]
 
 _TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -59,23 +59,49 @@ def read_rope(
         found["rope_type"] = aliases[kind]
     if original is not None and found.get("rope_type", found.get("type", "default")) != "default":
         found["original_max_position_embeddings"] = original
-    rope = read_rope_mapping(reader.nested("rope_scaling", found), max_positions)
-    if rope.fraction != 1.0 and not partial:
-        raise ConfigError(
-            f"{reader.source}: partial_rotary_factor={rope.fraction} is not supported for this "
-            "architecture, which rotates whole heads"
-        )
+    rope = _read_mapping(reader.nested("rope_scaling", found), max_positions, partial=partial)
     return replace(rope, interleaved=interleaved)
 
 
-def read_rope_mapping(reader: ConfigReader, max_positions: int) -> RopeConfig:
-    """A rotary embedding from one flat mapping (the newer `rope_parameters`).
+def read_two_ropes(
+    reader: ConfigReader, max_positions: int, *, theta: float, local_theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rope of full layers and that of sliding ones.
+
+    The newer `rope_parameters` has a mapping for each; in older files `rope_theta` and
+    `rope_scaling` are those of the full layers.
+
+    Args:
+      reader: the file.
+      max_positions: its `max_position_embeddings`.
+      theta: the base of full layers where the file has none.
+      local_theta: that of sliding layers.
 
     Raises:
       ConfigError: for a scaling, or a key of one, that is not supported.
     """
+    if "rope_parameters" not in reader:
+        return read_rope(reader, max_positions, theta=theta), RopeConfig(theta=local_theta)
+    found = reader.nested("rope_parameters", reader.take("rope_parameters"))
+    reader.expect("rope_scaling", None)
+    reader.take("rope_theta", None)
+    ropes = []
+    for key, base in (("full_attention", theta), ("sliding_attention", local_theta)):
+        mapping = found.nested(key, {"rope_theta": base, **(found.take(key, None) or {})})
+        ropes.append(_read_mapping(mapping, max_positions, partial=False))
+    found.finish()
+    return ropes[0], ropes[1]
+
+
+def _read_mapping(reader: ConfigReader, max_positions: int, *, partial: bool) -> RopeConfig:
+    """A rotary embedding from one flat mapping (the newer `rope_parameters`)."""
     theta = reader.take("rope_theta")
     fraction = reader.take("partial_rotary_factor", 1.0)
+    if fraction != 1.0 and not partial:
+        raise ConfigError(
+            f"{reader.source}: partial_rotary_factor={fraction} is not supported for this "
+            "architecture, which rotates whole heads"
+        )
     old_name = reader.take("type", "default")
     kind = reader.take("rope_type", old_name)
     if kind not in _TYPES:
@@ -130,6 +156,17 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
     if rope.fraction != 1.0:
         keys["partial_rotary_factor"] = rope.fraction
     return keys
+
+
+def write_two_ropes(rope: RopeConfig, local: RopeConfig) -> dict[str, Any]:
+    """The inverse of `read_two_ropes`, in the newer style."""
+
+    def flat(rope: RopeConfig) -> dict[str, Any]:
+        scaling = _write_scaling(rope.scaling) or {"rope_type": "default"}
+        partial = {"partial_rotary_factor": rope.fraction} if rope.fraction != 1.0 else {}
+        return {"rope_theta": rope.theta, **scaling, **partial}
+
+    return {"rope_parameters": {"full_attention": flat(rope), "sliding_attention": flat(local)}}
 
 
 def _write_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:

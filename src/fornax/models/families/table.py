@@ -8,7 +8,7 @@ from fornax.models.families.glm_moe import GLM4_MOE
 from fornax.models.families.llama import LLAMA
 from fornax.models.families.mistral import MISTRAL
 from fornax.models.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
-from fornax.models.families.olmo import OLMO2
+from fornax.models.families.olmo import OLMO2, OLMO3
 from fornax.models.families.phi import PHI3
 from fornax.models.families.qwen import QWEN2, QWEN3
 from fornax.models.families.smollm import SMOLLM3
@@ -22,6 +22,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN3,
     OLMO2,
+    OLMO3,
     PHI3,
     SMOLLM3,
     GEMMA2,
