@@ -14,6 +14,7 @@ import torch
 from tests.parity.cases import CASES, build
 from tests.parity.conftest import HfModel, make_oracle, oracle_logits
 
+from fornax.config.errors import ConfigError
 from fornax.llm import LLM, RequestOutput, SamplingParams
 from fornax.llm.stats import RequestStats, StepStats
 
@@ -38,8 +39,12 @@ SERVED = (
     "qwen2-moe-dense-layers",
     "qwen3-moe-options",
     "olmoe-options",
+    "glm4-moe",
 )
 """Of each family the case that asks most of a paged cache."""
+
+REFUSED = ("deepseek-v2", "deepseek-v3")
+"""Of each family that the engine does not take."""
 
 _PAGES = {"mistral-window": 9, "mixtral-window": 9, "qwen3-moe-options": 9}
 """Pages of models whose every layer is windowed; all others get one full sequence's 16."""
@@ -113,8 +118,16 @@ def untied_oracle(name: str) -> HfModel:
     return make_oracle(config)
 
 
-def test_every_family_is_served() -> None:
-    assert {CASES[name][0] for name in SERVED} == {family for family, _, _ in CASES.values()}
+def test_every_family_is_served_or_refused() -> None:
+    named = {CASES[name][0] for name in (*SERVED, *REFUSED)}
+    assert named == {family for family, _, _ in CASES.values()}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused(name: str, tmp_path: Path) -> None:
+    make_oracle(build(name)[0]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"latent attention, which is not supported yet \(serve"):
+        LLM(tmp_path, **SIZES)
 
 
 @pytest.fixture(scope="module", autouse=True)
