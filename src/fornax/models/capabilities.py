@@ -41,11 +41,10 @@ _PARTS = (
     _Part(
         "mixtures of experts",
         lambda config: config.experts is not None,
-        ("train", "tune", "serve", "plan"),
+        ("train", "tune", "serve", "plan", "preflight"),
         {
             "serve in int8": "serve it in bfloat16",
             "vLLM plugin": "serve it with `fornax serve`",
-            "preflight": "compare a few steps on the mesh with those of one device",
         },
     ),
     _Part(

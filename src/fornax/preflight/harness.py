@@ -145,7 +145,7 @@ class Harness:
 
     @functools.cached_property
     def _reference(self) -> Reference:
-        return make_reference(self.single)
+        return make_reference(self.single, self.state.other)
 
     @property
     def terms(self) -> int:
@@ -155,7 +155,7 @@ class Harness:
         return max(
             self.rows["tokens"].size,
             model.hidden_size,
-            model.intermediate_size,
+            *model.mlp_widths,
             model.vocab_size,
             model.num_heads * model.head_width,
         )
@@ -300,6 +300,8 @@ def start_state(config: TrainConfig, dtype: jax.typing.DTypeLike) -> TrainState:
 
     params = {p: settle(x) for p, x in flatten(state.params).items()}
     tree = rebuild(state.params, params)
+    other = {p: settle(x) for p, x in flatten(state.other).items()}
     optimizer = jax.jit(programs.parts.optim.init)(jax.tree.map(jnp.asarray, tree))
-    state = dataclasses.replace(state, params=tree, optimizer=optimizer)
+    other = rebuild(state.other, other)
+    state = dataclasses.replace(state, params=tree, other=other, optimizer=optimizer)
     return jax.tree.map(np.asarray, state)

@@ -21,6 +21,7 @@ from fornax.preflight.harness import (
     without_remat,
 )
 from fornax.preflight.programs import Program
+from fornax.preflight.report import Group
 from fornax.preflight.shrink import describe_mesh, float32, shrink, with_mesh
 from fornax.preflight.tolerance import Comparison, allowance, compare_number
 from fornax.train import TrainConfig
@@ -45,6 +46,7 @@ def numerics(harness: Harness, config: TrainConfig, *, quick: bool) -> Iterator[
     yield from _attention(config)
     yield from _one_device(harness)
     yield from _meshes(harness)
+    yield from _routers(harness, config)
     if not quick:
         yield from _attention_together(harness, config)
     yield from _precision(harness)
@@ -140,6 +142,27 @@ def _meshes(harness: Harness) -> Iterator[Case]:
             name=f"documents in a row, on {name}",
             run=lambda config=config: _documents(harness, harness.program(config)),
         )
+
+
+def _routers(harness: Harness, config: TrainConfig) -> Iterator[Case]:
+    """The losses of routers, of the whole batch at once on the whole mesh."""
+    group: Group = "experts"
+    model, wanted = harness.config.model, config.model.experts if config.model else None
+    if model is None or model.experts is None or wanted is None:
+        yield Case(group=group, name="losses of routers", run=_off("the model has no experts"))
+        return
+    weights = {"balance_loss": wanted.balance_loss, "router_z_loss": wanted.router_z_loss}
+    name = " and ".join(f"{key} {value:g}" for key, value in weights.items() if value)
+    if not name:
+        yield Case(group=group, name="losses of routers", run=_off("none has a weight"))
+        return
+    experts = dataclasses.replace(model.experts, **weights)
+    small = float32(dataclasses.replace(harness.config, accumulate=1))
+    small = dataclasses.replace(small, model=dataclasses.replace(model, experts=experts))
+    own = Harness(dataclasses.replace(harness.shrunk, config=small))
+    for mesh in harness.shrunk.meshes:
+        one = dataclasses.replace(small, mesh=mesh)
+        yield Case(group=group, name=f"{name} on {describe_mesh(mesh)}", run=_verify(own, one))
 
 
 def _attention_together(harness: Harness, config: TrainConfig) -> Iterator[Case]:

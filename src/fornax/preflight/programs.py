@@ -6,7 +6,8 @@ gradients it was given, and an attention implementation can be named.
 
 The reference is the loss written down plainly, in float32, on one device, the whole batch at once.
 It shares the modules of the model with the trainer and nothing else: attention is the formula's,
-logits exist whole, nothing is recomputed, accumulated or sharded, and the gradient is `jax.grad`'s.
+every expert sees every token, logits exist whole, nothing is recomputed, accumulated or sharded,
+and the gradient is `jax.grad`'s.
 
 Legend: B rows, T tokens of a row, D model width, V vocabulary.
 """
@@ -22,8 +23,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from fornax.models import Decoder, Routing
+from fornax.models import Decoder, Routing, router_losses
 from fornax.optim.tree import flatten, nest, rebuild
+from fornax.preflight.experts import make_plain
 from fornax.preflight.shrink import float32
 from fornax.train import Ledger, Loss, Task, TrainConfig, pretrain_task
 from fornax.train.session import Programs, prepare
@@ -235,14 +237,20 @@ Reference = Callable[
 z-loss, a part of the loss."""
 
 
-def make_reference(config: TrainConfig) -> Reference:
-    """The reference of one config; compiled once for each shape of batch."""
+def make_reference(config: TrainConfig, other: Any) -> Reference:
+    """The reference of one config; compiled once for each shape of batch.
+
+    Args:
+      config: of one device.
+      other: `TrainState.other`, what is not trained.
+    """
     config = float32(config)
     task = pretrain_task(config)
     parts = split_model(nnx.eval_shape(lambda: task.build(nnx.Rngs(config.seed))))
 
     def loss(params: optax.Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        decoder = parts.merge(params, nnx.to_pure_dict(parts.other), jax.random.key(0))
+        decoder = parts.merge(params, other, jax.random.key(0))
+        make_plain(decoder)
         return plain_loss(decoder, batch, config.z_loss)
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -262,9 +270,9 @@ def make_reference(config: TrainConfig) -> Reference:
 def plain_loss(
     decoder: Decoder, batch: Mapping[str, jax.Array], z_loss: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean cross entropy of the next token with its z-loss (Chowdhery et al. 2022, section 5), and
-    the z-loss alone."""
-    x_BTD = decoder.hidden(
+    """Mean cross entropy of the next token with its z-loss (Chowdhery et al. 2022, section 5) and
+    the losses of routers, and the z-loss alone."""
+    x_BTD, routing = decoder.hidden_and_routing(
         batch["tokens"],
         batch["positions"],
         batch["segment_ids"],
@@ -277,4 +285,9 @@ def plain_loss(
     weights_BT = batch["loss_weights"]
     count = jnp.sum(weights_BT)
     extra = z_loss * jnp.sum(weights_BT * lse_BT**2) / count
-    return jnp.sum(weights_BT * (lse_BT - target_BT)) / count + extra, extra
+    loss = jnp.sum(weights_BT * (lse_BT - target_BT)) / count + extra
+    experts = decoder.config.experts
+    if experts is not None and routing is not None:
+        found = router_losses(routing)
+        loss += experts.balance_loss * found["balance"] + experts.router_z_loss * found["router_z"]
+    return loss, extra

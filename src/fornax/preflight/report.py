@@ -27,6 +27,7 @@ Group = Literal[
     "remat",
     "mesh",
     "z_loss",
+    "experts",
     "precision",
     "checkpoint",
 ]
@@ -48,6 +49,8 @@ GROUPS: dict[Group, str] = {
     "psum over each axis that the sum is divided over",
     "z_loss": "look at the loss: the z-loss is weight * log(sum(exp(logits)))^2, a token of weight "
     "0 excepted",
+    "experts": "look at the losses of routers: shares and means are of all tokens of the batch, "
+    "wherever they are",
     "precision": "look at what leaves float32: norms, softmax, the loss and sums over tokens must "
     "stay in it",
     "checkpoint": "look at the shardings that arrays are restored with: the mesh of now, not that "

@@ -19,7 +19,7 @@ import numpy as np
 from fornax.config.errors import ConfigError
 from fornax.data import Prefetch, PythonSource
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
-from fornax.models import DecoderConfig
+from fornax.models import DecoderConfig, ExpertsConfig
 from fornax.models.rope_config import LongRopeScaling, RopeConfig
 from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer, Shampoo
 from fornax.train import EvalConfig, TrainConfig
@@ -208,12 +208,13 @@ def shrink_model(
 ) -> DecoderConfig:
     """Shrink a decoder.
 
-    Kept: the ratio of query heads to key/value heads, that of the MLP to the model's width, tied
-    embeddings, norms, caps, biases, the kind of every rope. Windows still cut documents, where
-    they cut rows of the original length. Weights start larger, so that activations have the size
-    that they have at the full width. Patterns of layers keep their kinds and order: of equal
-    layers in a row two stay (one, unless `whole`), and the pattern repeats twice, with what is
-    left over at its end; `kinds` has it once, without the rest.
+    Kept: the rule of a router, with eight experts at most; the ratio of query heads to key/value
+    heads, that of the MLP to the model's width, tied embeddings, norms, caps, biases, the kind of
+    every rope. Windows still cut documents, where they cut rows of the original length. Weights
+    start larger, so that activations have the size that they have at the full width. Patterns of
+    layers keep their kinds and order: of equal layers in a row two stay (one, unless `whole`), and
+    the pattern repeats twice, with what is left over at its end; `kinds` has it once, without the
+    rest.
 
     Args:
       model: the user's.
@@ -229,7 +230,11 @@ def shrink_model(
         D = N * H
         while D % pieces("embed", "activation_embed"):
             D, H = D + 8 * N, H + 8
-    F = round(D * min(model.intermediate_size / model.hidden_size, 4))
+
+    def width(whole: int) -> int:
+        share = min(whole / model.hidden_size, 4)
+        return smallest_multiple(max(1, round(D * share)), pieces("mlp", "activation_mlp"))
+
     kinds = _pattern(model)
     kept = _compressed(kinds, 2 if depth == "whole" else 1)
     share = seq_len / original_seq_len
@@ -237,7 +242,9 @@ def shrink_model(
         model,
         vocab_size=smallest_multiple(_VOCABULARY, pieces("vocab", "activation_vocab")),
         hidden_size=D,
-        intermediate_size=smallest_multiple(F, pieces("mlp", "activation_mlp")),
+        intermediate_size=width(model.intermediate_size),
+        experts=model.experts and _experts(model.experts, width, pieces),
+        mlp_pattern=tuple(kinds[i][2] for i in kept) if model.experts else None,
         num_layers=len(kept) if depth == "kinds" else _depth(model, len(kinds), kept),
         attention_pattern=tuple(kinds[i][0] for i in kept),
         rope_pattern=tuple(kinds[i][1] for i in kept),
@@ -254,6 +261,30 @@ def shrink_model(
         bos_token_id=None,
         eos_token_ids=(),
         pad_token_id=None,
+    )
+
+
+def _experts(experts: ExpertsConfig, width: Callable[[int], int], pieces: Pieces) -> ExpertsConfig:
+    """A few experts with the same rule; the losses of routers have a check of their own, because
+    they are of all tokens at once, whatever micro-batch or document these belong to."""
+    groups = min(experts.num_groups, 2)
+    E = smallest_multiple(min(experts.num_experts, 8), math.lcm(2 * groups, pieces("expert")))
+    opened = experts.groups_per_token == experts.num_groups
+    groups_per_token = groups if opened else 1
+    most = E // groups * groups_per_token
+    share = round(experts.experts_per_token * E / experts.num_experts)
+    every = experts.experts_per_token == experts.num_experts
+    shared = experts.shared_intermediate_size
+    return dataclasses.replace(
+        experts,
+        num_experts=E,
+        experts_per_token=E if every else min(max(share, min(experts.experts_per_token, 2)), most),
+        num_groups=groups,
+        groups_per_token=groups_per_token,
+        intermediate_size=width(experts.intermediate_size),
+        shared_intermediate_size=None if shared is None else width(shared),
+        balance_loss=0.0,
+        router_z_loss=0.0,
     )
 
 
@@ -283,9 +314,11 @@ def _head_width(model: DecoderConfig) -> int:
 
 
 def _pattern(model: DecoderConfig) -> list[tuple]:
-    """One period of (kind of attention, whether it rotates), without repetition."""
-    attention, rope = model.attention_pattern, model.rope_pattern
-    kinds = [(attention[i % len(attention)], rope[i % len(rope)]) for i in range(model.num_layers)]
+    """One period of (kind of attention, whether it rotates, kind of MLP), without repetition."""
+    patterns = (model.attention_pattern, model.rope_pattern, model.mlps)
+    kinds = [
+        tuple(pattern[i % len(pattern)] for pattern in patterns) for i in range(model.num_layers)
+    ]
     for period in range(1, len(kinds)):
         if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
             return kinds[:period]

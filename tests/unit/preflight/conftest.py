@@ -63,7 +63,27 @@ GEMMA3 = {
     "activation": "gelu_tanh",
     "query_pre_attn_scalar": 256.0,
 }
-FAMILIES = {"llama": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA3}
+EXPERTS = {
+    **QWEN3,
+    "num_layers": 12,
+    "mlp_pattern": ["mlp"] + 11 * ["experts"],
+    "experts": {
+        "num_experts": 64,
+        "experts_per_token": 6,
+        "intermediate_size": 512,
+        "score": "sigmoid",
+        "normalize_eps": 1e-20,
+        "scale": 2.5,
+        "selection_bias": True,
+        "num_groups": 8,
+        "groups_per_token": 4,
+        "group_score": "top2",
+        "shared_intermediate_size": 512,
+        "balance_loss": 0.01,
+        "router_z_loss": 0.001,
+    },
+}
+FAMILIES = {"llama": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA3, "experts": EXPERTS}
 
 
 def configure(model: dict[str, Any], **changes: Any) -> TrainConfig:
@@ -90,8 +110,8 @@ RunChecks = Callable[..., Report]
 def run_checks() -> RunChecks:
     """Run groups of checks of a shallow Qwen3, with keys changed."""
 
-    def run(*groups: str, **changes: Any) -> Report:
-        model = {**QWEN3, "num_layers": 2}
+    def run(*groups: str, model: dict[str, Any] | None = None, **changes: Any) -> Report:
+        model = {**QWEN3, "num_layers": 2} if model is None else model
         return check(configure(model, **changes), quick=True, only=groups)  # pyrefly: ignore
 
     return run

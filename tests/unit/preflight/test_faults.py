@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,11 +17,12 @@ from fornax.checkpoint import Checkpointer
 from fornax.kernels import linear_cross_entropy
 from fornax.kernels._attention import native
 from fornax.mesh import current_mesh
+from fornax.models import dispatch, experts, routing
 from fornax.train import step as train_step
 from fornax.train.step import sum_gradients
 from fornax.train.tasks import pretrain
 
-from .conftest import RunChecks
+from .conftest import EXPERTS, RunChecks
 
 TENSOR = {"mesh": {"fsdp": 1, "tensor": 2}}
 DATA = {"mesh": {"fsdp": 1, "data": 2}}
@@ -125,6 +128,80 @@ def test_accumulation_by_means(run_checks: RunChecks, monkeypatch: pytest.Monkey
     assert "data=2" not in failed(report)
     assert report.first_failure is not None
     assert report.first_failure.group == "accumulation"
+
+
+def half_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router's logits rounded to bfloat16."""
+    choose = routing.choose
+
+    def rounded(logits_ME: jax.Array, *rest: Any) -> Any:
+        return choose(logits_ME.astype(jnp.bfloat16).astype(jnp.float32), *rest)
+
+    monkeypatch.setattr(experts, "choose", rounded)
+
+
+def leaking_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias for the choice of experts in their weights too."""
+    choose = routing.choose
+
+    def leaking(logits_ME: jax.Array, config: Any, bias_E: jax.Array) -> Any:
+        choice = choose(logits_ME, config, bias_E)
+        weights_Mk = jnp.take_along_axis(choice.scores_ME + bias_E, choice.experts_Mk, axis=-1)
+        weights_Mk = config.scale * weights_Mk / jnp.sum(weights_Mk, axis=-1, keepdims=True)
+        return dataclasses.replace(choice, weights_Mk=weights_Mk)
+
+    monkeypatch.setattr(experts, "choose", leaking)
+
+
+def other_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of an expert multiplied by the next one's matrices."""
+
+    def rolled_experts(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return kernels.grouped_matmul(x, jnp.roll(w, 1, axis=0), sizes)
+
+    monkeypatch.setattr(dispatch, "kernels", SimpleNamespace(grouped_matmul=rolled_experts))
+
+
+def lost_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row of the last expert is not computed."""
+
+    def cut(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return kernels.grouped_matmul(x, w, sizes.at[-1].set(jnp.maximum(sizes[-1] - 1, 0)))
+
+    monkeypatch.setattr(dispatch, "kernels", SimpleNamespace(grouped_matmul=cut))
+
+
+def doubled_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row of those sorted by expert takes the second one's place too."""
+    permute = dispatch._permute
+
+    def doubled(x_AD: jax.Array, order_A: jax.Array, inverse_A: jax.Array) -> jax.Array:
+        return permute(x_AD.at[1].set(x_AD[0]), order_A, inverse_A)
+
+    monkeypatch.setattr(dispatch, "_permute", doubled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [
+        half_router,
+        pytest.param(leaking_bias, marks=pytest.mark.exhaustive),
+        pytest.param(other_order, marks=pytest.mark.exhaustive),
+        lost_row,
+        pytest.param(doubled_row, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_fault_in_experts(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    run_checks: RunChecks,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plant(monkeypatch)
+    model = {**EXPERTS, "num_layers": 1, "mlp_pattern": ["experts"]}
+    changes = {**DATA, **FLOAT32, "accumulate": 1, "remat": "none"}
+    assert failed(run_checks("mesh", model=model, **changes))
 
 
 def rolled(x: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from fornax.models.rope_config import LongRopeScaling
 from fornax.optim import Adafactor
 from fornax.preflight.shrink import DEVICES, shrink
 
-from .conftest import GEMMA3, LLAMA, QWEN3, configure
+from .conftest import EXPERTS, GEMMA3, LLAMA, QWEN3, configure
 
 
 def small(model: dict[str, Any], depth: Any = "whole", **changes: Any) -> DecoderConfig:
@@ -107,3 +107,21 @@ def test_the_data_of_the_run_is_not_read():
     shrunk = shrink(configure(LLAMA, data={"source": source, "virtual_shards": 64}))
     assert shrunk.config.data.source.type == "python"
     assert shrunk.config.data.virtual_shards == 8
+
+
+def test_experts_keep_their_rule():
+    """A dense layer, then experts: the rule of the router stays, with fewer of them."""
+    new = small(EXPERTS)
+    assert [kind.mlp for kind in new.layer_kinds()] == ["mlp", "experts", "experts"]
+    old = EXPERTS["experts"]
+    assert new.experts is not None
+    for name in ("score", "normalize_eps", "scale", "selection_bias", "group_score"):
+        assert getattr(new.experts, name) == old[name]
+    sizes = (new.experts.num_experts, new.experts.experts_per_token)
+    assert sizes == (8, 2)
+    assert (new.experts.num_groups, new.experts.groups_per_token) == (2, 1)
+    assert new.experts.intermediate_size == new.experts.shared_intermediate_size < 64
+    every = {**old, "experts_per_token": 64, "groups_per_token": 8}
+    whole = small({**EXPERTS, "experts": every}).experts
+    assert whole is not None
+    assert (whole.experts_per_token, whole.groups_per_token) == (whole.num_experts, 2)
