@@ -2,6 +2,7 @@
 
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import AttentionCall, attention, attention_operation
+from fornax.kernels._exchange import exchange_rows
 from fornax.kernels._grouped import GroupedCall, grouped_matmul, grouped_matmul_operation
 from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
 from fornax.kernels._matmul import orthogonalize
@@ -60,6 +61,7 @@ __all__ = [
     "build_native",
     "copy_pages",
     "cross_entropy_operation",
+    "exchange_rows",
     "grouped_matmul",
     "grouped_matmul_operation",
     "linear",

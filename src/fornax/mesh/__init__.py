@@ -5,6 +5,7 @@ from fornax.mesh.capabilities import (
     USES,
     axes_table,
     check_processes,
+    check_use,
     processes_table,
 )
 from fornax.mesh.dtypes import DtypePolicy, parse_dtype
@@ -45,6 +46,7 @@ __all__ = [
     "axes_in_use",
     "axes_table",
     "check_processes",
+    "check_use",
     "clear_caches",
     "constrain",
     "current_mesh",

@@ -15,6 +15,7 @@ __all__ = [
     "axes_table",
     "check_axes",
     "check_processes",
+    "check_use",
     "processes_table",
     "supported_axes",
 ]
@@ -33,7 +34,7 @@ class AxisSupport(NamedTuple):
     uses: tuple[str, ...]
     """Which of `USES` can give it a size above 1."""
     instead: str = ""
-    """What to do where nothing can."""
+    """What to do where one cannot."""
 
 
 _AXES: Mapping[str, AxisSupport] = {
@@ -41,7 +42,11 @@ _AXES: Mapping[str, AxisSupport] = {
     "data": AxisSupport("the batch; parameters are on every device", _TRAINER),
     "stage": AxisSupport("layers, into pipeline stages", (), "give its devices to mesh.fsdp"),
     "fsdp": AxisSupport("the batch, parameters and optimizer state", _TRAINER),
-    "expert": AxisSupport("experts of a mixture", (), "give its devices to mesh.fsdp"),
+    "expert": AxisSupport(
+        "experts; the batch, and all else as `fsdp` does",
+        ("train", "tune"),
+        "give its devices to mesh.fsdp",
+    ),
     "context": AxisSupport("the length of rows", _TRAINER),
     "tensor": AxisSupport("heads, widths and vocabulary", USES),
 }
@@ -77,6 +82,24 @@ def check_axes(sizes: Mapping[str, int], rules: Mapping[str, Iterable[str]]) -> 
             f"{given}: the axis {axis!r} ({support.divides}) is not implemented, and its devices "
             f"would repeat each other's work; {support.instead}, or use one of: {usable}"
         )
+
+
+def check_use(sizes: Mapping[str, int], use: str) -> None:
+    """Refuse an axis larger than 1 that a command cannot have.
+
+    Args:
+      sizes: mesh axis to its size; -1 for what is left.
+      use: one of `USES`.
+
+    Raises:
+      ConfigError: naming the axis, and what to do instead.
+    """
+    for axis, support in _AXES.items():
+        if sizes[axis] != 1 and use not in support.uses:
+            raise ConfigError(
+                f"mesh.{axis}={sizes[axis]}: the axis {axis!r} ({support.divides}) is not "
+                f"supported yet ({use}); {support.instead}"
+            )
 
 
 def axes_table() -> list[tuple[str, ...]]:

@@ -32,7 +32,7 @@ class MeshConfig:
     fsdp: int = -1
     """Fully sharded data parallelism: parameters, optimizer state and batch divided."""
     expert: int = 1
-    """Expert parallelism: not implemented, always 1."""
+    """Expert parallelism: experts and the batch divided, other parameters as by `fsdp`."""
     context: int = 1
     """Sequence parallelism: the length of a batch divided."""
     tensor: int = 1

@@ -101,8 +101,10 @@ def fit_mesh(config: MeshConfig, state: Any, num_devices: int) -> MeshConfig:
     sizes = set()
     for variable in jax.tree.leaves(state, is_leaf=_is_variable):
         axes = (_axes_of(variable) if _is_variable(variable) else None) or ()
-        named = [n for n, axis in enumerate(axes) if axis and "fsdp" in rules.get(axis, ())]
-        sizes |= {variable.get_value().shape[dim] for dim in named[:1]}
+        over = {n: rules[axis] for n, axis in enumerate(axes) if axis and axis in rules}
+        for dim in [n for n in over if "fsdp" in over[n]][:1]:
+            others = math.prod(getattr(config, axis) for axis in over[dim] if axis != "fsdp")
+            sizes.add(variable.get_value().shape[dim] // others)
     most = math.gcd(left, *sizes)
     if most == left:
         return config

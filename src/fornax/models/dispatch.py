@@ -1,14 +1,20 @@
 """Running each token through its experts: sorted by expert, multiplied in groups, put back.
 
 No token is dropped. On a mesh each device sorts the tokens that it holds; experts' widths are
-divided over the axes of `mlp`, and what is divided over those of `embed` is gathered first.
+divided over the axes of `mlp`, and what is divided over those of `embed` is gathered first. Experts
+are divided over the axes of `expert`: a device sends each token to those that have its experts, or
+all gather the tokens of all, run their own experts, and reduce and scatter the outputs. Buffers
+have room for the worst case, min(P, E / k) times what an even load fills.
 
 Legend: B batch, T tokens, D model width, F width of an expert, E experts, k experts a token,
-M tokens of a device, A = M k assignments of a token to an expert.
+P devices that experts are divided over, M tokens of a device, A = M k assignments of a token to an
+expert, R rows that a device's experts run.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from fornax import kernels
-from fornax.mesh import dividing, mesh_in_use
+from fornax.mesh import axes_in_use, dividing, mesh_in_use, shards
 
 __all__ = ["ExpertArrays", "run_experts"]
 
@@ -36,6 +42,21 @@ _AXES: dict[str, tuple[str, ...]] = {
 """Their logical axes, that of experts aside."""
 
 Activate = Callable[[jax.Array, jax.Array], jax.Array]
+"""(gate [R, F], up [R, F]) to [R, F]."""
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+"""(rows [R, D], their experts [R] in ascending order) to [R, D]."""
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Division:
+    """The axes of the mesh that arrays are divided over; none without a mesh."""
+
+    experts: Axes = ()
+    tokens: Axes = ()
+    """Those of `experts` that tokens are divided over too."""
+    embed: Axes = ()
+    width: Axes = ()
 
 
 def run_experts(
@@ -46,45 +67,39 @@ def run_experts(
     activate: Activate,
     *,
     weigh_input: bool = False,
+    exchange: Literal["auto", "all_to_all", "all_gather"] = "auto",
 ) -> jax.Array:
     """Sum each token's experts, weighted -> y [B, T, D] in the dtype of x.
 
     Args:
       x_BTD: tokens, in the dtype of `arrays`.
       weights_BTk: float32 weights of each token's experts.
-      experts_BTk: int32 experts; E for none, as padding has.
+      experts_BTk: int32 experts, all different; E for none, as padding has.
       arrays: the experts.
-      activate: (gate [A, F], up [A, F]) to [A, F].
+      activate: (gate [R, F], up [R, F]) to [R, F].
       weigh_input: whether the weights multiply the experts' inputs, not their outputs.
+      exchange: `ExpertsConfig.exchange`. Tokens that every device has are not sent.
     """
     run = functools.partial(_run_local, activate=activate, weigh_input=weigh_input)
     mesh = mesh_in_use()
     if mesh is None:
-        return run(x_BTD, weights_BTk, experts_BTk, arrays, width_axes=None)
+        return run(x_BTD, weights_BTk, experts_BTk, arrays, division=_Division(), sends=False)
     rows, length = dividing("batch", x_BTD.shape[0]), dividing("length", x_BTD.shape[1])
-    width = dividing("activation_mlp", arrays["gate"].shape[2])
-    embed = dividing("embed", x_BTD.shape[2])
-    if embed is not None and set(embed) & set(width or ()):
-        embed = None
-    axes = {"embed": embed, "mlp": width}
-
-    def gathered(
-        x_BTD: jax.Array, weights_BTk: jax.Array, experts_BTk: jax.Array, parts: ExpertArrays
-    ) -> jax.Array:
-        if embed is not None:  # gradients are summed over its devices, and scattered back
-            for name in parts:
-                if "embed" in _AXES[name]:
-                    dim = 1 + _AXES[name].index("embed")
-                    whole = jax.lax.all_gather(parts[name], embed, axis=dim, tiled=True)
-                    parts = {**parts, name: whole}
-        return run(x_BTD, weights_BTk, experts_BTk, parts, width_axes=width)
-
+    division = _divide(arrays["gate"].shape, (*(rows or ()), *(length or ())))
+    sends = exchange == "all_to_all" or (
+        exchange == "auto" and experts_BTk.shape[-1] < shards(division.experts)
+    )
+    run = functools.partial(
+        run, division=division, sends=sends and division.tokens == division.experts != ()
+    )
     token = PartitionSpec(rows, length, None)
+    axes = {"embed": division.embed or None, "mlp": division.width or None}
     of_arrays = {
-        name: PartitionSpec(None, *(axes[axis] for axis in _AXES[name])) for name in arrays
+        name: PartitionSpec(division.experts or None, *(axes[axis] for axis in _AXES[name]))
+        for name in arrays
     }
     return jax.shard_map(
-        gathered,
+        run,
         mesh=mesh,
         in_specs=(token, token, token, of_arrays),
         out_specs=token,
@@ -92,7 +107,17 @@ def run_experts(
     )(x_BTD, weights_BTk, experts_BTk, arrays)
 
 
-Axes = tuple[str, ...] | None
+def _divide(gate_shape: tuple[int, ...], token_axes: Axes) -> _Division:
+    """How gates [E, D, F] lie on the mesh, as the rules say and sizes allow."""
+    E, D, F = gate_shape
+    experts, width = dividing("expert", E) or (), dividing("activation_mlp", F) or ()
+    embed = tuple(axis for axis in axes_in_use("embed") if axis not in {*experts, *width})
+    return _Division(
+        experts=experts,
+        tokens=tuple(axis for axis in experts if axis in token_axes),
+        embed=embed if D % shards(embed) == 0 else (),
+        width=width,
+    )
 
 
 def _run_local(
@@ -103,82 +128,201 @@ def _run_local(
     *,
     activate: Activate,
     weigh_input: bool,
-    width_axes: Axes,
+    division: _Division,
+    sends: bool,
 ) -> jax.Array:
-    """`run_experts` on one device, for the tokens and the part of the width that it holds."""
-    num_experts, k = len(arrays["gate"]), experts_BTk.shape[-1]
-    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    experts_A = experts_BTk.reshape(-1)
-    weights_A = weights_BTk.reshape(-1, 1)
-    order_A = jnp.argsort(experts_A, stable=True)
-    sorted_A = experts_A[order_A]
-    starts = jnp.searchsorted(sorted_A, jnp.arange(num_experts + 1), method="scan_unrolled")
-    sizes_E = jnp.diff(starts).astype(jnp.int32)
-    inverse_A = jnp.argsort(order_A)
-    rows_AD = _spread(x_MD, order_A, inverse_A, k)
-    if weigh_input:
-        rows_AD = rows_AD * _permute(weights_A, order_A, inverse_A).astype(rows_AD.dtype)
-    index_A = jnp.minimum(sorted_A, num_experts - 1)
+    """`run_experts` on one device, for the tokens and the parts of the experts that it holds."""
+    arrays = _whole_rows(arrays, division.embed)
+    x_MD, weights_Mk, experts_Mk = (
+        array.reshape(-1, array.shape[-1]) for array in (x_BTD, weights_BTk, experts_BTk)
+    )
+    own = len(arrays["gate"])  # experts of this device
 
-    def product(rows: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = kernels.grouped_matmul(rows, w, sizes_E)
-        return y if bias is None else y + bias[index_A]
+    def multiply(rows_RD: jax.Array, experts_R: jax.Array) -> jax.Array:
+        return _multiply(rows_RD, experts_R, arrays, activate, division.width)
 
-    gate_AF = checkpoint_name(product(rows_AD, arrays["gate"], arrays.get("gate_bias")), "mlp_gate")
-    up_AF = checkpoint_name(product(rows_AD, arrays["up"], arrays.get("up_bias")), "mlp_up")
-    bias = arrays.get("down_bias")
-    if bias is not None and width_axes:
-        bias = bias * (jax.lax.axis_index(width_axes) == 0)
-    y_AD = product(activate(gate_AF, up_AF), arrays["down"], bias)
-    y_AD = _permute(y_AD, inverse_A, order_A).astype(jnp.float32)
-    if not weigh_input:
-        y_AD = y_AD * weights_A
-    is_chosen_A1 = experts_A[:, None] < num_experts
-    y_MD = jnp.sum(jnp.where(is_chosen_A1, y_AD, 0).reshape(len(x_MD), k, -1), axis=1)
-    y_MD = y_MD.astype(x_BTD.dtype)
-    y_MD = jax.lax.psum(y_MD, width_axes) if width_axes else y_MD
+    if sends:
+        num_experts = own * shards(division.experts)
+        most = len(x_MD) * min(experts_Mk.shape[-1], own)
+        there = functools.partial(_multiply_elsewhere, multiply, division.experts, own, most)
+        y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, there, num_experts, weigh_input)
+    elif division.experts:
+        y_MD = _run_gathered(x_MD, weights_Mk, experts_Mk, multiply, own, weigh_input, division)
+    else:
+        y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, multiply, own, weigh_input)
+    y_MD = jax.lax.psum(y_MD, division.width) if division.width else y_MD
     return y_MD.reshape(x_BTD.shape)
 
 
+def _whole_rows(arrays: ExpertArrays, axes: Axes) -> ExpertArrays:
+    """The arrays with D gathered; gradients are summed over its devices, and scattered back."""
+    if not axes:
+        return arrays
+    return {
+        name: jax.lax.all_gather(array, axes, axis=1 + _AXES[name].index("embed"), tiled=True)
+        if "embed" in _AXES[name]
+        else array
+        for name, array in arrays.items()
+    }
+
+
+def _run_gathered(
+    x_MD: jax.Array,
+    weights_Mk: jax.Array,
+    experts_Mk: jax.Array,
+    multiply: Multiply,
+    own: int,
+    weigh_input: bool,
+    division: _Division,
+) -> jax.Array:
+    """Run this device's experts for the tokens of all; add up what they all have for its own."""
+    tokens = division.tokens
+    same = tuple(axis for axis in division.experts if axis not in tokens)
+    if tokens:
+        x_MD, weights_Mk, experts_Mk = (
+            jax.lax.all_gather(array, tokens, axis=0, tiled=True)
+            for array in (x_MD, weights_Mk, experts_Mk)
+        )
+    experts_Mk = experts_Mk - jax.lax.axis_index(division.experts) * own
+    experts_Mk = jnp.where((experts_Mk >= 0) & (experts_Mk < own), experts_Mk, own)
+    y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, multiply, own, weigh_input)
+    if tokens:
+        y_MD = jax.lax.psum_scatter(y_MD, tokens, scatter_dimension=0, tiled=True)
+    return jax.lax.psum(y_MD, same) if same else y_MD
+
+
+def _run_sorted(
+    x_MD: jax.Array,
+    weights_Mk: jax.Array,
+    experts_Mk: jax.Array,
+    multiply: Multiply,
+    num_experts: int,
+    weigh_input: bool,
+) -> jax.Array:
+    """Sum each token's experts, weighted; those of `num_experts` and above count for nothing."""
+    M, k = experts_Mk.shape
+    experts_A, weights_A = experts_Mk.reshape(-1), weights_Mk.reshape(-1, 1)
+    order_A = jnp.argsort(experts_A, stable=True)
+    inverse_A = jnp.argsort(order_A)
+    order_R = order_A[: M * min(k, num_experts)]  # the others are for no expert
+    rows_RD = _spread(x_MD, order_R, inverse_A, k)
+    if weigh_input:
+        rows_RD = rows_RD * _permute(weights_A, order_R, inverse_A).astype(rows_RD.dtype)
+    y_RD = multiply(rows_RD, experts_A[order_R])
+    y_AD = _permute(y_RD, inverse_A, order_R).astype(jnp.float32)
+    if not weigh_input:
+        y_AD = y_AD * weights_A
+    is_chosen_A1 = experts_A[:, None] < num_experts
+    y_MD = jnp.sum(jnp.where(is_chosen_A1, y_AD, 0).reshape(M, k, -1), axis=1)
+    return y_MD.astype(x_MD.dtype)
+
+
+def _multiply(
+    rows_RD: jax.Array,
+    experts_R: jax.Array,
+    arrays: ExpertArrays,
+    activate: Activate,
+    width_axes: Axes,
+) -> jax.Array:
+    """Each row through its expert; rows for no expert come last, and their results mean nothing."""
+    num_experts = len(arrays["gate"])
+    starts = jnp.searchsorted(experts_R, jnp.arange(num_experts + 1), method="scan_unrolled")
+    sizes_E = jnp.diff(starts).astype(jnp.int32)
+    index_R = jnp.minimum(experts_R, num_experts - 1)
+
+    def product(rows: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = kernels.grouped_matmul(rows, w, sizes_E)
+        return y if bias is None else y + bias[index_R]
+
+    gate_RF = checkpoint_name(product(rows_RD, arrays["gate"], arrays.get("gate_bias")), "mlp_gate")
+    up_RF = checkpoint_name(product(rows_RD, arrays["up"], arrays.get("up_bias")), "mlp_up")
+    bias = arrays.get("down_bias")
+    if bias is not None and width_axes:
+        bias = bias * (jax.lax.axis_index(width_axes) == 0)
+    return product(activate(gate_RF, up_RF), arrays["down"], bias)
+
+
+def _multiply_elsewhere(
+    multiply: Multiply,
+    axes: Axes,
+    own: int,
+    most: int,
+    rows_AD: jax.Array,
+    experts_A: jax.Array,
+) -> jax.Array:
+    """`multiply` on the devices that have the experts.
+
+    Args:
+      multiply: of this device's experts, numbered from 0.
+      axes: over which experts are divided.
+      own: experts of each device.
+      most: rows that one device can have for another.
+      rows_AD: sorted by expert.
+      experts_A: in ascending order; one beyond the last for none.
+    """
+    devices = shards(axes)
+    starts = jnp.searchsorted(experts_A, jnp.arange(own * devices + 1), method="scan_unrolled")
+    sizes_1E = jnp.diff(starts)[None].astype(jnp.int32)
+    sizes_PE = jax.lax.all_gather(sizes_1E, axes, axis=0, tiled=True)
+    sizes_PPe = sizes_PE.reshape(devices, devices, own)
+    counts_PP = jnp.sum(sizes_PPe, axis=-1)
+    rows_RD = kernels.exchange_rows(rows_AD, counts_PP, devices * most, most, axes)
+    received_X = sizes_PPe[:, jax.lax.axis_index(axes)].reshape(-1)
+    part_R = jnp.searchsorted(jnp.cumsum(received_X), jnp.arange(len(rows_RD)), side="right")
+    experts_R = jnp.where(part_R < len(received_X), part_R % own, own)
+    order_R = jnp.argsort(experts_R, stable=True)
+    inverse_R = jnp.argsort(order_R)
+    y_RD = multiply(_permute(rows_RD, order_R, inverse_R), experts_R[order_R])
+    y_RD = _permute(y_RD, inverse_R, order_R)
+    return kernels.exchange_rows(y_RD, counts_PP.T, len(rows_AD), most, axes)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _spread(x_MD: jax.Array, order_A: jax.Array, inverse_A: jax.Array, k: int) -> jax.Array:
-    """Rows [A, D]: each token k times, in the order of its assignments.
+def _spread(x_MD: jax.Array, order_R: jax.Array, inverse_A: jax.Array, k: int) -> jax.Array:
+    """Rows [R, D]: each token as often as it is in `order_R`, assignments in the wanted order.
 
     The gradient gathers, where that of indexing would add up element by element.
     """
-    return x_MD[order_A // k]
+    return x_MD[order_R // k]
 
 
 def _spread_forward(
-    x_MD: jax.Array, order_A: jax.Array, inverse_A: jax.Array, k: int
+    x_MD: jax.Array, order_R: jax.Array, inverse_A: jax.Array, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    return _spread(x_MD, order_A, inverse_A, k), inverse_A
+    return _spread(x_MD, order_R, inverse_A, k), inverse_A
 
 
 def _spread_backward(
-    k: int, inverse_A: jax.Array, dy_AD: jax.Array
+    k: int, inverse_A: jax.Array, dy_RD: jax.Array
 ) -> tuple[jax.Array, None, None]:
-    dy_MkD = dy_AD[inverse_A].reshape(-1, k, dy_AD.shape[-1])
-    return jnp.sum(dy_MkD.astype(jnp.float32), axis=1).astype(dy_AD.dtype), None, None
+    dy_MkD = _rows_or_zeros(dy_RD, inverse_A).reshape(-1, k, dy_RD.shape[-1])
+    return jnp.sum(dy_MkD.astype(jnp.float32), axis=1).astype(dy_RD.dtype), None, None
 
 
 _spread.defvjp(_spread_forward, _spread_backward)
 
 
 @jax.custom_vjp
-def _permute(x_AD: jax.Array, order_A: jax.Array, inverse_A: jax.Array) -> jax.Array:
-    """Rows of x in another order; the gradient puts them back."""
-    return x_AD[order_A]
+def _permute(x_AD: jax.Array, order_R: jax.Array, inverse_A: jax.Array) -> jax.Array:
+    """Rows of x in another order, zeros where x ends before; the gradient puts them back."""
+    return _rows_or_zeros(x_AD, order_R)
 
 
 def _permute_forward(
-    x_AD: jax.Array, order_A: jax.Array, inverse_A: jax.Array
+    x_AD: jax.Array, order_R: jax.Array, inverse_A: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return x_AD[order_A], inverse_A
+    return _permute(x_AD, order_R, inverse_A), inverse_A
 
 
-def _permute_backward(inverse_A: jax.Array, dy_AD: jax.Array) -> tuple[jax.Array, None, None]:
-    return dy_AD[inverse_A], None, None
+def _permute_backward(inverse_A: jax.Array, dy_RD: jax.Array) -> tuple[jax.Array, None, None]:
+    return _rows_or_zeros(dy_RD, inverse_A), None, None
 
 
 _permute.defvjp(_permute_forward, _permute_backward)
+
+
+def _rows_or_zeros(x_RD: jax.Array, index_A: jax.Array) -> jax.Array:
+    """Rows of x; zeros for those beyond its end, of which only a longer index has some."""
+    if len(x_RD) >= len(index_A):
+        return x_RD[index_A]
+    return x_RD.at[index_A].get(mode="fill", fill_value=0)

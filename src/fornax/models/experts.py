@@ -111,6 +111,7 @@ class Experts(nnx.Module):
             self._arrays(),
             self.activate,
             weigh_input=self.config.weigh == "input",
+            exchange=self.config.exchange,
         )
         y_BTD = checkpoint_name(y_BTD, "mlp_down")
         if self.shared is not None:

@@ -62,6 +62,12 @@ class ExpertsConfig:
     bias_update_rate: float = 0.001
     """How far a step moves `selection_bias` towards experts below the mean load."""
 
+    exchange: Literal["auto", "all_to_all", "all_gather"] = "auto"
+    """How tokens reach experts of other devices (mesh axis `expert`): each token is sent to those
+    that have its experts, or all are gathered, and the experts' outputs reduced and scattered. It
+    changes no result. auto takes what sends fewer bytes: all_to_all where `experts_per_token` is
+    below the number of devices that the experts are divided over."""
+
     def __post_init__(self) -> None:
         """Check sizes and combinations."""
         sizes = ("num_experts", "experts_per_token", "intermediate_size", "num_groups")

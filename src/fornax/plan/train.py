@@ -8,7 +8,7 @@ from flax import nnx
 
 from fornax.config import ConfigError
 from fornax.config.text import write_flow
-from fornax.mesh import MeshConfig, fit_mesh
+from fornax.mesh import MeshConfig, check_use, fit_mesh
 from fornax.models import abstract_decoder, check_model, flops_per_token, num_parameters
 from fornax.plan.advice import advise
 from fornax.plan.closed_form import kernel_choices
@@ -73,6 +73,7 @@ def plan_train(
 
 def _fitted(config: TrainConfig, topology: Topology) -> TrainConfig:
     """The config with the mesh that the trainer would make of it."""
+    check_use(config.mesh.axis_sizes(), "plan")
     if config.model is None:
         return config
     check_model(config.model, "plan")

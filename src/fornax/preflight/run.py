@@ -16,7 +16,7 @@ import jax
 from fornax import config as config_room
 from fornax.config import ConfigError, FornaxError, dump_yaml, environment, from_mapping, from_yaml
 from fornax.config.worker_process import WorkerProcess, ending, receive, send
-from fornax.mesh import initialize
+from fornax.mesh import check_use, initialize
 from fornax.models import check_model
 from fornax.preflight.checkpoint import checkpoint
 from fornax.preflight.data import data
@@ -131,6 +131,7 @@ def check(
             "process of its own, or set XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
     began = time.monotonic()
+    check_use(config.mesh.axis_sizes(), "preflight")
     if config.model is not None:
         check_model(config.model, "preflight")
     shrunk = shrink(config, depth="quick" if quick else "whole")

@@ -31,6 +31,7 @@ HARMLESS: dict[str, str] = {
     "spikes": "what a rewind leaves out is recorded, and stays out whatever the limits become",
     "processes.*": "the same global batches reach any number of processes",
     "mesh.*": "the same numbers up to rounding on any devices",
+    "model.experts.exchange": "the same numbers up to rounding, whichever way tokens travel",
     "remat": "the same numbers up to rounding, computed again instead of kept",
     "init_from": "a run that goes on has its own weights",
     "data.prefetch.*": "batches made ahead are the same batches",

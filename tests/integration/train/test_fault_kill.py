@@ -71,3 +71,38 @@ def test_every_record_is_read_once_an_epoch_over_a_kill(
     assert code == 0, output
     assert "the data ended" in output
     assert exact(records(run_dir)) == exact(whole)
+
+
+def test_a_kill_on_divided_experts_changes_no_number(
+    start: Any, finish: Any, tmp_path: Path, settings: dict[str, Any]
+):
+    """Parameters, the optimizer's state and the biases for the choice come back to the bit."""
+    experts = {
+        "num_experts": 4,
+        "experts_per_token": 1,
+        "intermediate_size": 32,
+        "score": "sigmoid",
+        "selection_bias": True,
+    }
+    changes = {
+        "steps": 8,
+        "save_every": 2,
+        "eval": {},
+        "model": {**settings["model"], "experts": experts},
+        "optim": {"optimizer": {"type": "muon"}},
+        "mesh": {"expert": 2, "fsdp": 2},
+        "env": {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NPROC": "16"},
+    }
+    code, output = finish(tmp_path / "whole", **changes)
+    assert code == 0, output
+    run_dir = tmp_path / "killed"
+    assert kill_after(start(run_dir, **changes), run_dir, 4, 0.0)
+    code, output = finish(run_dir, **changes)
+    assert code == 0, output
+    names = (*EXACT, "expert_load_max", "expert_load_min", "router_entropy")
+    whole, killed = records(tmp_path / "whole"), records(run_dir)
+    assert [[one.get(n) for n in names] for one in killed] == [
+        [one.get(n) for n in names] for one in whole
+    ]
+    assert len(whole) == 8
+    assert all(one["expert_load_max"] >= 1 for one in whole)

@@ -61,6 +61,29 @@ def test_the_reference_says_so(axis: str) -> None:
     assert row.endswith("| no | no | no | no | no |")
 
 
+@pytest.mark.parametrize(
+    ("command", "use"),
+    [
+        (("plan", "--topology", "v5e:2x4"), "plan"),
+        (("plan", "--topology", "v5e:2x4", "--search"), "plan"),
+        (("preflight",), "preflight"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_refuses_an_axis_that_only_others_have(
+    command: tuple[str, ...],
+    use: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--mesh.expert", "2"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "mesh.expert=2: the axis 'expert' (" in said
+    assert f"is not supported yet ({use}); give its devices to mesh.fsdp" in said
+
+
 def test_work_of_one_process_is_refused_by_name_and_listed() -> None:
     check_processes("pretraining", 5)
     check_processes("reinforcement learning without samplers", 1)

@@ -65,7 +65,9 @@ def test_a_rule_that_could_never_apply_is_refused(rules, message):
 
 def test_a_mesh_axis_divides_an_array_once():
     spec = partition_spec(("heads", "mlp", None, "embed"), DEFAULT_RULES)
-    assert spec == P(("tensor",), None, None, ("fsdp",))
+    assert spec == P(("tensor",), None, None, ("fsdp", "expert"))
+    spec = partition_spec(("expert", "embed", "mlp"), DEFAULT_RULES)
+    assert spec == P(("expert",), ("fsdp",), ("tensor",))
 
 
 def test_unknown_logical_axis_is_an_error_with_the_nearest():
@@ -93,7 +95,7 @@ def test_a_model_is_laid_out_by_its_metadata():
     _, state = nnx.split(_Layer())
     placed = jax.device_put(state, tree_shardings(state, mesh, DEFAULT_RULES))
     kernel = placed["kernel"].get_value()
-    assert kernel.sharding.spec == P(("fsdp",), ("tensor",))
+    assert kernel.sharding.spec == P(("fsdp", "expert"), ("tensor",))
     assert {s.data.shape for s in kernel.addressable_shards} == {(2, 2)}
     np.testing.assert_array_equal(kernel, np.arange(32.0).reshape(8, 4))
 
@@ -133,6 +135,7 @@ def test_no_matter_how_an_axis_is_overridden_it_stays_numerically_the_same():
         ({}, 48, 24, 2),
         ({"tensor": 2}, 18, 3, 3),
         ({"data": 2}, 10, 1, 10),
+        ({"expert": 2}, 48, 12, 2),
         ({"fsdp": 5}, 5, 5, 1),
         ({"fsdp": 1, "data": -1}, 5, 1, -1),
         ({"rules": {"embed": ()}}, 5, 5, 1),

@@ -140,7 +140,12 @@ def test_the_losses_of_routers_are_part_of_what_is_trained():
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}],
+    [
+        {"fsdp": 8},
+        {"fsdp": 2, "context": 2, "tensor": 2},
+        {"expert": 4, "fsdp": 2},
+        {"expert": 2, "tensor": 2, "data": 2},
+    ],
     ids=str,
 )
 def test_a_step_is_that_of_one_device(sizes: dict[str, int]):

@@ -91,7 +91,9 @@ def _resolved(config: DecoderConfig) -> DecoderConfig:
     mlps = [kind.mlp for kind in config.layer_kinds()]
     experts = config.experts
     if experts is not None:  # what only training reads
-        experts = replace(experts, balance_loss=0.0, router_z_loss=0.0, bias_update_rate=0.0)
+        experts = replace(
+            experts, balance_loss=0.0, router_z_loss=0.0, bias_update_rate=0.0, exchange="auto"
+        )
         if experts.groups_per_token == experts.num_groups:  # all are open
             experts = replace(experts, num_groups=1, groups_per_token=1, group_score="max")
         if not experts.normalize:
