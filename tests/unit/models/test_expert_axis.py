@@ -157,6 +157,7 @@ def test_experts_that_do_not_divide_are_refused_with_the_fix() -> None:
         create_decoder(config, mesh=mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_device_has_its_share_of_the_work(form: str) -> None:
     """FLOPs of the compiled gradients, where each token has all experts: rows fill the buffers."""

@@ -143,8 +143,8 @@ def test_the_losses_of_routers_are_part_of_what_is_trained():
     [
         {"fsdp": 8},
         {"fsdp": 2, "context": 2, "tensor": 2},
-        {"expert": 4, "fsdp": 2},
-        {"expert": 2, "tensor": 2, "data": 2},
+        pytest.param({"expert": 4, "fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param({"expert": 2, "tensor": 2, "data": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
