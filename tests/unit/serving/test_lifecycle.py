@@ -45,6 +45,26 @@ async def test_the_newest_version_answers_and_the_older_leaves(tmp_path):
 
 
 @in_loop
+async def test_until_a_version_is_loaded_it_is_unavailable_and_not_unknown(tmp_path):
+    deploy(tmp_path, "m", 1)
+    r = running(tmp_path)
+    start = asyncio.ensure_future(r.host.start())
+    said = []
+    while not start.done():
+        await asyncio.sleep(0)
+        try:
+            assert await r.version(version="1") == "1"
+        except ServingError as error:
+            said.append(error)
+    early = [error for error in said if "no model 'm'" not in str(error)]
+    assert early
+    assert {error.code for error in early} == {ServingCode.UNAVAILABLE}
+    with pytest.raises(ServingError, match="has no version '2' served; it has 1") as raised:
+        await r.version(version="2")
+    assert raised.value.code is ServingCode.NOT_FOUND
+
+
+@in_loop
 async def test_polling_finds_a_new_model_and_a_new_version(tmp_path):
     r = await started(tmp_path, control="poll")
     deploy(tmp_path, "m", 1)

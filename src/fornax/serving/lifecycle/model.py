@@ -205,6 +205,8 @@ class Model:
             return self._unavailable(what, self.reason(number))
         number = version_number(version)
         reason = "" if number is None else self.reason(number)
+        if number is not None and not reason and self._may_come(number):
+            reason = "it is not loaded yet"
         if reason:
             return self._unavailable(f"version {version} of {self.name} is not ready", reason)
         served = sorted(key for key in self.routes if key)
@@ -215,6 +217,11 @@ class Model:
             f"{self.name} has no version {version!r} served{hint or '; '}"
             f"{'' if hint else 'it has ' + (', '.join(served) or 'none')}",
         )
+
+    def _may_come(self, version: int) -> bool:
+        """Whether a version that is not served is wanted, or it is not known yet what is."""
+        undecided = self.deciding and not self.plan.wanted and not self.serving
+        return undecided or version in self.plan.wanted
 
     @staticmethod
     def _unavailable(what: str, reason: str) -> ServingError:
