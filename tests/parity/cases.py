@@ -4,7 +4,7 @@ from typing import Any
 
 import transformers as hf
 
-__all__ = ["CASES", "GENERATION_CASES", "build"]
+__all__ = ["CASES", "GENERATION_CASES", "UNPACKED", "build"]
 
 _BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -27,12 +27,15 @@ _CLASSES: dict[str, Any] = {
     "gemma3": hf.Gemma3TextConfig,
     "olmo2": hf.Olmo2Config,
     "olmo3": hf.Olmo3Config,
+    "glm4": hf.Glm4Config,
+    "ministral3": hf.Ministral3Config,
     "phi3": hf.Phi3Config,
     "smollm3": hf.SmolLM3Config,
     "mixtral": hf.MixtralConfig,
     "qwen2_moe": hf.Qwen2MoeConfig,
     "qwen3_moe": hf.Qwen3MoeConfig,
     "olmoe": hf.OlmoeConfig,
+    "gpt_oss": hf.GptOssConfig,
     "deepseek_v2": hf.DeepseekV2Config,
     "deepseek_v3": hf.DeepseekV3Config,
     "glm4_moe": hf.Glm4MoeConfig,
@@ -75,6 +78,15 @@ _GEMMA3 = {
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _QWEN2_MOE = {**_EXPERTS, "shared_expert_intermediate_size": 40}
 
+_MINISTRAL3 = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 9,
+    "max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+_GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 6}
 _ROUTED = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -268,6 +280,29 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         _rope("yarn", factor=2.0, original_max_position_embeddings=32),
         40,
     ),
+    "glm4": ("glm4", {"head_dim": 16}, 24),
+    "glm4-options": (
+        "glm4",
+        {
+            **_rope(
+                "yarn", factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.75
+            ),
+            "head_dim": 16,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+        40,
+    ),
+    "ministral3": ("ministral3", {**_rope("yarn", **_MINISTRAL3), "head_dim": 16}, 40),
+    "ministral3-window": (
+        "ministral3",
+        {
+            **_rope("default", llama_4_scaling_beta=0.5, original_max_position_embeddings=8),
+            "sliding_window": 6,
+            "tie_word_embeddings": True,
+        },
+        40,
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 8}, 24),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 6}, 24),
     "mixtral-one-expert": (
@@ -315,6 +350,33 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
             "clip_qkv": 0.5,
             "attention_bias": True,
         },
+        24,
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **_GPT_OSS,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
+            "num_hidden_layers": 4,
+            "swiglu_limit": 0.9,
+            "swiglu_alpha": 1.3,
+        },
+        40,
+    ),
+    "gpt-oss-options": (
+        "gpt_oss",
+        {
+            **_GPT_OSS,
+            **_rope("default"),
+            "attention_bias": False,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        },
+        24,
+    ),
+    "gpt-oss-default-rope": (
+        "gpt_oss",
+        {**_GPT_OSS, "num_hidden_layers": 2, "max_position_embeddings": 131_072},
         24,
     ),
     "deepseek-v2": (
@@ -390,9 +452,14 @@ GENERATION_CASES = (
     "phi4-mini",
     "smollm3",
     "qwen3-moe-options",
+    "gpt-oss",
     "deepseek-v3",
 )
 """One case for each way of attending."""
+
+UNPACKED = ("gpt_oss",)
+"""Families whose oracle makes its masks without positions: it takes packed documents for one, so
+each is given to it by itself."""
 
 
 def build(name: str) -> tuple[Any, int]:

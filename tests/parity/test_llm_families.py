@@ -35,18 +35,23 @@ SERVED = (
     "olmo3",
     "phi4-mini",
     "smollm3-window",
+    "glm4-options",
+    "ministral3-window",
     "mixtral-window",
     "qwen2-moe-dense-layers",
     "qwen3-moe-options",
     "olmoe-options",
     "glm4-moe",
+    "gpt-oss",
 )
 """Of each family the case that asks most of a paged cache."""
 
 REFUSED = ("deepseek-v2", "deepseek-v3")
 """Of each family that the engine does not take."""
 
-_PAGES = {"mistral-window": 9, "mixtral-window": 9, "qwen3-moe-options": 9}
+_PAGES = dict.fromkeys(
+    ("mistral-window", "ministral3-window", "mixtral-window", "qwen3-moe-options"), 9
+)
 """Pages of models whose every layer is windowed; all others get one full sequence's 16."""
 
 

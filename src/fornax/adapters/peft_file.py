@@ -152,7 +152,8 @@ def _module(
     known: Mapping[str, TensorLayout],
 ) -> PeftModule:
     layout = known.get(name)
-    if layout is None or layout.blocks[0].slot.layer is None:
+    slot = None if layout is None else layout.blocks[0].slot
+    if layout is None or slot is None or slot.layer is None or not slot.num_inputs:
         raise ConfigError(
             f"{folder}: {name} is no projection of this model's layers; only those are adapted"
         )

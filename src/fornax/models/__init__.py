@@ -2,7 +2,7 @@
 
 from fornax.models.cache import Cache, init_cache
 from fornax.models.capabilities import MODEL_USES, check_model, models_table
-from fornax.models.config import DecoderConfig
+from fornax.models.config import DecoderConfig, QueryScaling
 from fornax.models.cost import flops_per_token, num_parameters
 from fornax.models.create import abstract_decoder, create_decoder
 from fornax.models.decoder import Decoder
@@ -50,6 +50,7 @@ __all__ = [
     "LongRopeScaling",
     "PageTables",
     "PagedCache",
+    "QueryScaling",
     "Remat",
     "RematPolicy",
     "RopeConfig",

@@ -39,10 +39,12 @@ class KeyValueCache(Protocol):
         v_BTKH: jax.Array | None,
         place: Place,
         options: AttendOptions,
+        sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Add this pass's keys and values of a layer; return o [B, T, N, H] and the new cache.
 
         Without values the keys are values too, in a cache of a model with latent attention.
+        Sinks are a logit a query head, in the softmax without a value.
         """
         ...
 
@@ -60,7 +62,8 @@ class LayerCache:
         k_BTKH: jax.Array,
         v_BTKH: jax.Array | None,
         options: AttendOptions,
+        sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, "LayerCache"]:
         """Attend in this layer; see `KeyValueCache.attend`."""
-        o_BTNH, cache = self.cache.attend(q_BTNH, k_BTKH, v_BTKH, self.place, options)
+        o_BTNH, cache = self.cache.attend(q_BTNH, k_BTKH, v_BTKH, self.place, options, sinks_N)
         return o_BTNH, LayerCache(cache, self.place)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from fornax import kernels
 from fornax.mesh import constrain
 from fornax.models.attend import AttendOptions, LayerCache
-from fornax.models.config import DecoderConfig, LayerKind
+from fornax.models.config import DecoderConfig, LayerKind, QueryScaling
 from fornax.models.context import LayerContext
 from fornax.models.norm import RMSNorm
 from fornax.models.projection import Projection, project, residual_std
@@ -30,7 +30,7 @@ class Attention(nnx.Module):
     def __init__(
         self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, compute_dtype: DTypeLike
     ):
-        """Make the projections and the norms of queries and keys."""
+        """Make the projections, the norms of queries and keys, and the sinks."""
         N, K, H = config.num_heads, config.kv_heads, config.head_width
         make = functools.partial(Projection, rngs=rngs, dtype=dtype, compute_dtype=compute_dtype)
         embed = {"embed": config.hidden_size}
@@ -46,7 +46,10 @@ class Attention(nnx.Module):
         )
         self.q_norm = _qk_norm(config, N, dtype)
         self.k_norm = _qk_norm(config, K, dtype)
+        sinks = jnp.zeros((N,), dtype)
+        self.sinks = nnx.Param(sinks, axes=("heads",)) if config.attention_sinks else None
         self.clip = config.qkv_clip
+        self.query_scaling = config.query_scaling
         self.scale = config.attention_scale
         self.softcap = config.attention_logit_softcap
 
@@ -68,10 +71,13 @@ class Attention(nnx.Module):
         if kind.rope != "none":
             rotation = context.rotations[kind.rope]
             q_BTNH, k_BTKH = apply_rope(q_BTNH, rotation), apply_rope(k_BTKH, rotation)
+        if self.query_scaling is not None:
+            q_BTNH = _grow(q_BTNH, context.positions_BT, self.query_scaling)
         q_BTNH = constrain(q_BTNH, ("batch", "length", "activation_heads", None))
+        sinks_N = None if self.sinks is None else self.sinks[...]
         if cache is not None:
             options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
-            o_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, options)
+            o_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, options, sinks_N)
             return self.o(o_BTNH), cache
         q_BTNH = checkpoint_name(q_BTNH, "query")
         k_BTKH = checkpoint_name(k_BTKH, "key")
@@ -89,9 +95,16 @@ class Attention(nnx.Module):
             segment_ids_k_BS=context.segment_ids_BT,
             window=kind.window,
             softcap=self.softcap,
+            sinks_N=sinks_N,
             implementation=context.implementation,
         )
         return checkpoint_name(self.o(o_BTNH), "attention_out"), None
+
+
+def _grow(q_BTNH: jax.Array, positions_BT: jax.Array, scaling: QueryScaling) -> jax.Array:
+    lengths_BT = (positions_BT // scaling.length).astype(jnp.float32)
+    factor_BT = 1 + scaling.beta * jnp.log1p(lengths_BT)
+    return q_BTNH * factor_BT[:, :, None, None].astype(q_BTNH.dtype)
 
 
 def _qk_norm(config: DecoderConfig, heads: int, dtype: DTypeLike) -> RMSNorm | None:

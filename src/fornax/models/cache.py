@@ -56,6 +56,7 @@ class Cache:
         v_BTKH: jax.Array | None,
         place: Place,
         options: AttendOptions,
+        sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, "Cache"]:
         """Write the last T slots of one layer and attend to all that are written."""
         k_LBSKH = self._put(self.k_LBSKH, k_BTKH, place)
@@ -75,6 +76,7 @@ class Cache:
             segment_ids_k_BS=self.segment_ids_BS,
             window=options.window,
             softcap=options.softcap,
+            sinks_N=sinks_N,
         )
         return o_BTNH, replace(self, k_LBSKH=k_LBSKH, v_LBSKH=v_LBSKH)
 

@@ -9,7 +9,21 @@ from fornax.models.experts_config import ExpertsConfig
 from fornax.models.latent_config import LatentConfig
 from fornax.models.rope_config import DynamicNTKScaling, LongRopeScaling, RopeConfig, YarnScaling
 
-__all__ = ["DecoderConfig", "LayerKind"]
+__all__ = ["DecoderConfig", "LayerKind", "QueryScaling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """Queries times 1 + beta log(1 + floor(position / length)), after rotation (Llama 4)."""
+
+    beta: float
+    """How fast queries grow."""
+    length: int
+    """Positions up to which they do not."""
+
+    def __post_init__(self) -> None:
+        """Check the length."""
+        _positive("query_scaling.length", self.length)
 
 
 @dataclass(frozen=True)
@@ -88,8 +102,13 @@ class DecoderConfig:
     """Queries, keys and values are cut to within -c and c, before rotation; None leaves them."""
     query_pre_attn_scalar: float | None = None
     """Scores are multiplied by this to the power -1/2; None takes the head width."""
+    query_scaling: QueryScaling | None = None
+    """How queries grow with their position; None for not at all."""
     attention_logit_softcap: float | None = None
     """c in c tanh(score / c); None for no cap."""
+    attention_sinks: bool = False
+    """Whether each query head has a learned logit that takes part in the softmax without a value
+    (gpt-oss; Xiao et al. 2023, section 3.3)."""
     final_logit_softcap: float | None = None
     """c in c tanh(logit / c) for the output logits; None for no cap."""
 
@@ -159,6 +178,8 @@ class DecoderConfig:
             "qkv_bias": not self.qkv_bias,
             "qk_norm": self.qk_norm == "none",
             "qkv_clip": self.qkv_clip is None,
+            "query_scaling": self.query_scaling is None,
+            "attention_sinks": not self.attention_sinks,
         }
         wrong = [f"{name}={getattr(self, name)!r}" for name, right in fixed.items() if not right]
         if wrong:

@@ -56,6 +56,7 @@ def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> i
     if config.latent is not None:
         Q, latent = config.latent.query_rank or 0, config.latent
         count += Q + latent.key_value_rank + (Q + latent.cached_dim) * latent.bias
+    count += N if config.attention_sinks else 0
     if kind.mlp == "mlp" or experts is None:
         return count + (2 * config.intermediate_size + D if config.mlp_bias else 0)
     count += experts.num_experts * (experts.router_bias + experts.selection_bias)

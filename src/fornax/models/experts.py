@@ -143,4 +143,4 @@ class Experts(nnx.Module):
         if c is None:
             return ACTIVATIONS[self.activation](gate_AF) * up_AF
         gate_AF, up_AF = jnp.minimum(gate_AF, c), jnp.clip(up_AF, -c, c)
-        return (up_AF + 1) * gate_AF * jax.nn.sigmoid(1.702 * gate_AF)
+        return (up_AF + 1) * gate_AF * jax.nn.sigmoid(self.config.clip_gain * gate_AF)

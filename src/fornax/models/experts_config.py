@@ -48,8 +48,10 @@ class ExpertsConfig:
     bias: bool = False
     """Whether the experts' projections have biases."""
     clip: float | None = None
-    """c of the clipped activation (up + 1) gate sigmoid(1.702 gate), with gate at most c and up
-    within -c and c (gpt-oss); None for the model's own activation."""
+    """c of the clipped activation (up + 1) gate sigmoid(a gate), with gate at most c and up within
+    -c and c (gpt-oss); None for the model's own activation."""
+    clip_gain: float = 1.702
+    """a of the clipped activation."""
     shared_intermediate_size: int | None = None
     """Width of an MLP beside the experts that every token runs through; None for none."""
     shared_gate: bool = False

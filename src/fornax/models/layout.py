@@ -1,7 +1,8 @@
 """How our parameters are laid out as Hugging Face tensors: names, row blocks, transposes.
 
-A projection's kernel [*inputs, *outputs] is their matrix [outputs, inputs]; a table is as it is;
-everything else is flattened. A layer's tensors lie behind one another in our stack.
+A projection's kernel [*inputs, *outputs] is their matrix [outputs, inputs]; a table, and a tensor
+of all experts, is as it is; everything else is flattened. A layer's tensors lie behind one another
+in our stack.
 """
 
 import functools
@@ -16,6 +17,7 @@ from flax import nnx
 
 from fornax.config.errors import ConfigError
 from fornax.models.decoder import Decoder
+from fornax.models.families.family import ExpertsTensor
 
 __all__ = ["Block", "Slot", "TensorLayout", "flat_variables", "plan_layout"]
 
@@ -34,6 +36,8 @@ class Slot:
     """Leading axes of a kernel that are summed over; 0 for what is no kernel."""
     expert: int | None = None
     """Which expert's it is, where each has a tensor of its own."""
+    as_is: bool = False
+    """Whether the file has it in our order of axes."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -41,7 +45,7 @@ class Slot:
         if self.num_inputs:
             split = self.num_inputs
             return (math.prod(self.shape[split:]), math.prod(self.shape[:split]))
-        return self.shape if self.path.endswith("/embedding") else (math.prod(self.shape),)
+        return self.shape if self.as_is else (math.prod(self.shape),)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
         """Our layout of a stored tensor, as a view."""
@@ -62,11 +66,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class Block:
-    """The rows of a stored tensor that one of our parameters takes."""
+    """Which of a stored tensor's rows, or places on another axis, one of our parameters takes."""
 
     start: int
     stop: int
     slot: Slot
+    axis: int = 0
+    step: int = 1
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What it takes of the stored tensor."""
+        return (*[slice(None)] * self.axis, slice(self.start, self.stop, self.step))
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class TensorLayout:
     blocks: tuple[Block, ...]
 
 
-def plan_layout(model: Decoder, names: Mapping[str, str]) -> list[TensorLayout]:
+def plan_layout(model: Decoder, names: Mapping[str, str | ExpertsTensor]) -> list[TensorLayout]:
     """Every stored tensor of a model, in the order of its layers.
 
     Args:
@@ -90,6 +101,7 @@ def plan_layout(model: Decoder, names: Mapping[str, str]) -> list[TensorLayout]:
         submodule was swapped.
     """
     slots: dict[tuple[int, str], list[Slot]] = {}
+    turns: set[str] = set()
     variables = flat_variables(model)
     unnamed = [path for path in variables if path not in names]
     if unnamed:
@@ -99,24 +111,32 @@ def plan_layout(model: Decoder, names: Mapping[str, str]) -> list[TensorLayout]:
         )
     numbers = model.config.part_layers()
     for path in (path for path in names if path in variables):
-        for slot in _slots(model, path, variables[path], "{expert}" in names[path]):
+        given = names[path]
+        whole = isinstance(given, ExpertsTensor)
+        pattern = given.name if isinstance(given, ExpertsTensor) else given
+        for slot in _slots(model, path, variables[path], "{expert}" in pattern, whole):
             layer = -1 if slot.layer is None else numbers[path.split("/")[1]][slot.layer]
-            name = names[path].format(layer=layer, expert=slot.expert)
+            name = pattern.format(layer=layer, expert=slot.expert)
             slots.setdefault((layer, name), []).append(slot)
+            if isinstance(given, ExpertsTensor) and given.interleaved:
+                turns.add(name)
     in_order = sorted(slots.items(), key=lambda item: item[0][0])
-    return [_fuse(name, parts) for (_, name), parts in in_order]
+    return [_fuse(name, parts, take_turns=name in turns) for (_, name), parts in in_order]
 
 
-def _slots(model: nnx.Module, path: str, variable: Any, by_expert: bool) -> Iterator[Slot]:
+def _slots(
+    model: nnx.Module, path: str, variable: Any, by_expert: bool, whole: bool
+) -> Iterator[Slot]:
     """The parts of a parameter that are tensors of their own, or blocks of one."""
     axes, shape = variable.get_metadata()["axes"], variable.shape
     stacked = axes[:1] == ("layers",)
     layers = range(shape[0]) if stacked else (None,)
-    shape, axes = shape[stacked:], axes[stacked:]
-    experts = range(shape[0]) if by_expert else (None,)
-    shape = shape[by_expert:]
+    experts = range(shape[stacked]) if by_expert else (None,)
+    shape = shape[stacked + by_expert :]
+    as_is = whole or path.endswith("/embedding")
+    num_inputs = 0 if as_is else _num_inputs(model, path)
     for layer, expert in itertools.product(layers, experts):
-        yield Slot(path, layer, shape, _num_inputs(model, path), expert)
+        yield Slot(path, layer, shape, num_inputs, expert, as_is)
 
 
 def flat_variables(model: nnx.Module) -> dict[str, Any]:
@@ -131,10 +151,14 @@ def _num_inputs(model: nnx.Module, path: str) -> int:
     return getattr(owner, "num_inputs", 0) if leaf == "kernel" else 0
 
 
-def _fuse(name: str, slots: list[Slot]) -> TensorLayout:
-    blocks, row = [], 0
-    for slot in slots:
-        stop = row + slot.stored_shape[0]
-        blocks.append(Block(row, stop, slot))
-        row = stop
-    return TensorLayout(name, (row, *slots[0].stored_shape[1:]), tuple(blocks))
+def _fuse(name: str, slots: list[Slot], *, take_turns: bool) -> TensorLayout:
+    """The tensor of several slots: by rows, or by the last axis of all experts'."""
+    shape = slots[0].stored_shape
+    axis = len(shape) - 1 if slots[0].as_is else 0
+    ends = list(itertools.accumulate(slot.stored_shape[axis] for slot in slots))
+    if take_turns:
+        blocks = [Block(n, ends[-1], slot, axis, len(slots)) for n, slot in enumerate(slots)]
+    else:
+        starts = [0, *ends]
+        blocks = [Block(starts[n], ends[n], slot, axis) for n, slot in enumerate(slots)]
+    return TensorLayout(name, (*shape[:axis], ends[-1], *shape[axis + 1 :]), tuple(blocks))

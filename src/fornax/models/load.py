@@ -96,7 +96,8 @@ def open_pretrained(
     stored = unwrap_tensors(values, find_tensors(folder))
     names = family_by_name(str(config.family)).names
     stored = _without_further_heads(stored, values)
-    dtype = _choose_dtype(dtype, stored, names.get(_BIAS))
+    bias = names.get(_BIAS)
+    dtype = _choose_dtype(dtype, stored, bias if isinstance(bias, str) else None)
     compute = None if compute_dtype is None else _as_dtype(compute_dtype)
     model = abstract_decoder(config, dtype=dtype, compute_dtype=compute)
     layout = plan_layout(model, names)
@@ -277,9 +278,7 @@ def _check(stored: Mapping[str, StoredTensor], layout: list[TensorLayout], folde
 
 def _put(sources: list[_Source], place: Any, dtype: np.dtype) -> jax.Array:
     """One parameter, or one layer of it, on its devices: each part cut and converted once."""
-    parts = [
-        block.slot.from_stored(stored.view()[block.start : block.stop]) for stored, block in sources
-    ]
+    parts = [block.slot.from_stored(stored.view()[block.index]) for stored, block in sources]
     if sources[0][1].slot.expert is None:
         (ours,) = parts
         shape = ours.shape

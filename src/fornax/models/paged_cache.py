@@ -89,6 +89,7 @@ class PagedCache:
                 context_lens_R=self.context_lens_R,
                 window=window,
                 softcap=config.attention_logit_softcap,
+                sinks=config.attention_sinks,
             )
             for kv, tables, window in zip(self.kv, self.tables, self.windows, strict=True)
         ]
@@ -104,6 +105,7 @@ class PagedCache:
         v_BTKH: jax.Array | None,
         place: Place,
         options: AttendOptions,
+        sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, "PagedCache"]:
         """Write one layer's keys and values to their slots and attend through the page tables.
 
@@ -126,6 +128,7 @@ class PagedCache:
             scale=options.scale,
             window=options.window,
             softcap=options.softcap,
+            sinks_N=sinks_N,
             prepared=tables.prepared,
         )
         everything = (*self.kv[:group], kv, *self.kv[group + 1 :])

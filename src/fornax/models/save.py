@@ -164,9 +164,12 @@ def _shards(
 
 
 def _stored(tensor: TensorLayout, values: dict[str, jax.Array]) -> np.ndarray:
-    parts = []
+    whole = np.empty(tensor.shape, values[tensor.blocks[0].slot.path].dtype)
     for block in tensor.blocks:
         slot = block.slot
         index = tuple(number for number in (slot.layer, slot.expert) if number is not None)
-        parts.append(slot.to_stored(np.asarray(values[slot.path][index])))
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        part = slot.to_stored(np.asarray(values[slot.path][index]))
+        if len(tensor.blocks) == 1:
+            return part
+        whole[block.index] = part
+    return whole

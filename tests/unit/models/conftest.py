@@ -16,6 +16,7 @@ from fornax.models import (
     DecoderConfig,
     ExpertsConfig,
     LatentConfig,
+    QueryScaling,
     RopeConfig,
     YarnScaling,
     create_decoder,
@@ -108,11 +109,15 @@ CONFIGS = {
             bias=True,
         ),
     ),
-    # experts in every layer: biases, the clipped activation, weighted inputs
+    # experts in every layer: biases, the clipped activation, weighted inputs; sinks, queries that
+    # grow with their position, interleaved pairs
     "clipped": DecoderConfig(
         **_SIZES,
         num_layers=2,
         num_kv_heads=4,
+        attention_sinks=True,
+        query_scaling=QueryScaling(beta=0.4, length=3),
+        rope=RopeConfig(interleaved=True),
         experts=ExpertsConfig(
             num_experts=4,
             experts_per_token=2,
@@ -120,6 +125,7 @@ CONFIGS = {
             router_bias=True,
             bias=True,
             clip=0.5,
+            clip_gain=1.4,
             weigh="input",
         ),
     ),

@@ -14,6 +14,7 @@ from fornax.models import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    QueryScaling,
     RopeConfig,
     YarnScaling,
     config_from_hf,
@@ -164,6 +165,48 @@ RELEASED: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": True,
         "vocab_size": 200064,
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
+        "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+        "swiglu_limit": 7.0, "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0",
+        "use_cache": True, "vocab_size": 201088,
+    },
+    "GLM-4-9B-0414": {
+        "architectures": ["Glm4ForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 13696,
+        "max_position_embeddings": 32768, "model_type": "glm4", "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.52.0",
+        "use_cache": True, "vocab_size": 151552,
+    },
+    "Ministral-3-text": {
+        "architectures": ["Ministral3ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+        "initializer_range": 0.02, "intermediate_size": 9216, "max_position_embeddings": 262144,
+        "model_type": "ministral3", "num_attention_heads": 32, "num_hidden_layers": 26,
+        "num_key_value_heads": 8, "pad_token_id": 11, "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
+            "max_position_embeddings": 262144, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+            "rope_type": "yarn", "type": "yarn",
+        },
+        "sliding_window": None, "tie_word_embeddings": True, "use_cache": True,
+        "vocab_size": 131072,
+    },
     "SmolLM3-3B": {
         "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False,
         "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": 128012,
@@ -308,6 +351,22 @@ def test_olmo3_scales_the_rope_of_full_layers_alone() -> None:
     assert config_from_hf(values) == config
 
 
+def test_gpt_oss_is_what_its_config_says() -> None:
+    values = RELEASED["gpt-oss-20b"]
+    config = config_from_hf(values)
+    assert [kind.window for kind in config.layer_kinds()] == [128, None] * 12
+    assert config.attention_sinks
+    assert config.experts is not None
+    assert (config.experts.clip, config.experts.num_experts) == (7.0, 32)
+    bare = {key: value for key, value in values.items() if not key.startswith("rope")}
+    assert config_from_hf(bare) == config  # its YaRN is the architecture's default
+    packed = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    with pytest.raises(ConfigError, match=r"'mxfp4'.*checkpoint that was dequantized to bfloat16"):
+        config_from_hf({**values, "quantization_config": packed})
+    with pytest.raises(ConfigError, match="experts_per_token=8"):
+        config_from_hf({**values, "experts_per_token": 8})
+
+
 def test_phi_reads_its_own_original_length() -> None:
     config = config_from_hf(RELEASED["Phi-4-mini"])
     assert config.rope.fraction == 0.75
@@ -435,6 +494,8 @@ _SMALL = DecoderConfig(
         ({"rope": RopeConfig(fraction=0.5)}, "phi3"),
         ({"rope_pattern": (True, False)}, "smollm3"),
         ({"sliding_window": 8, "attention_pattern": ("sliding",)}, "mistral"),
+        ({"query_scaling": QueryScaling(beta=0.1, length=16)}, "ministral3"),
+        ({"norm_placement": "sandwich", "rope": RopeConfig(interleaved=True)}, "glm4"),
         ({"sliding_window": 8, "attention_pattern": ("sliding",), "family": "phi3"}, "phi3"),
     ],
     ids=str,
@@ -470,8 +531,10 @@ def test_a_family_that_cannot_express_the_model_names_the_fields() -> None:
             "attention_logit_softcap": st.sampled_from([None, 5.0]),
             "query_pre_attn_scalar": st.sampled_from([None, 4.0, 9.0]),
             "rope_pattern": st.sampled_from([(True,), (True, False), (False,)]),
+            "query_scaling": st.sampled_from([None, QueryScaling(beta=0.1, length=16)]),
             "rope": st.sampled_from(
                 [
+                    RopeConfig(interleaved=True, fraction=0.5),
                     RopeConfig(),
                     RopeConfig(fraction=0.5),
                     RopeConfig(theta=1e6, scaling=LinearScaling(factor=2.0)),

@@ -155,6 +155,7 @@ def prepare_paged_attention(
     context_lens_R: jax.Array,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> PreparedAttention:
     """Derive once a step what calls of `paged_attention` would each derive from the rows.
 
@@ -169,6 +170,7 @@ def prepare_paged_attention(
         context_lens_R: int32.
         window: of the calls.
         softcap: of the calls.
+        sinks: whether the calls have sinks.
 
     Raises:
         KernelError: arguments that do not fit together.
@@ -180,7 +182,7 @@ def prepare_paged_attention(
         page_table_RW=page_table_RW,
         query_start_R1=query_start_R1,
         context_lens_R=context_lens_R,
-        sinks_N=None,
+        sinks_N=jnp.zeros(q_TNH.shape[1]) if sinks else None,
         scale=1.0,
         window=window,
         softcap=softcap,

@@ -31,6 +31,12 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
 
 
 def _read(family: Family, values: Mapping[str, object]) -> DecoderConfig:
+    if values.get("quantization_config") is not None:
+        raise ConfigError(
+            f"config.json: quantization_config={values['quantization_config']!r} says that the "
+            "weights are quantized, and Fornax reads float32, bfloat16 and float16; give a "
+            "checkpoint that was dequantized to bfloat16"
+        )
     reader = ConfigReader(values)
     config = family.read(reader)
     reader.finish()

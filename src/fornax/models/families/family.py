@@ -7,7 +7,18 @@ from typing import Any
 from fornax.models.config import DecoderConfig
 from fornax.models.families.reader import ConfigReader
 
-__all__ = ["BASE_NAMES", "PRE_NORM_NAMES", "Family", "expert_names"]
+__all__ = ["BASE_NAMES", "PRE_NORM_NAMES", "ExpertsTensor", "Family", "expert_names"]
+
+
+@dataclass(frozen=True)
+class ExpertsTensor:
+    """A stored tensor that holds all experts of a layer as we do: [E, inputs, outputs], or a
+    bias [E, outputs]. Several paths with one name share its last axis, in this order."""
+
+    name: str
+    """`{layer}` stands for the layer's number."""
+    interleaved: bool = False
+    """Whether they take turns in that axis, instead of lying one behind the other."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,7 @@ class Family:
     """Builds the config, taking every key it understands from the reader."""
     write: Callable[[DecoderConfig], dict[str, Any]]
     """The keys of config.json; the caller checks that reading them back loses nothing."""
-    names: Mapping[str, str]
+    names: Mapping[str, str | ExpertsTensor]
     """Our parameter path to the tensor's name, `{layer}` standing for the layer's number and
     `{expert}` for the expert's. Several paths with one name are that tensor's row blocks, in this
     order."""

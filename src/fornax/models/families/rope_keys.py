@@ -15,7 +15,14 @@ from fornax.models.rope_config import (
     YarnScaling,
 )
 
-__all__ = ["read_rope", "read_two_ropes", "write_rope", "write_two_ropes"]
+__all__ = [
+    "read_rope",
+    "read_rope_mapping",
+    "read_two_ropes",
+    "write_rope",
+    "write_rope_mapping",
+    "write_two_ropes",
+]
 
 _TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -59,7 +66,7 @@ def read_rope(
         found["rope_type"] = aliases[kind]
     if original is not None and found.get("rope_type", found.get("type", "default")) != "default":
         found["original_max_position_embeddings"] = original
-    rope = _read_mapping(reader.nested("rope_scaling", found), max_positions, partial=partial)
+    rope = read_rope_mapping(reader.nested("rope_scaling", found), max_positions, partial=partial)
     return replace(rope, interleaved=interleaved)
 
 
@@ -88,13 +95,19 @@ def read_two_ropes(
     ropes = []
     for key, base in (("full_attention", theta), ("sliding_attention", local_theta)):
         mapping = found.nested(key, {"rope_theta": base, **(found.take(key, None) or {})})
-        ropes.append(_read_mapping(mapping, max_positions, partial=False))
+        ropes.append(read_rope_mapping(mapping, max_positions))
     found.finish()
     return ropes[0], ropes[1]
 
 
-def _read_mapping(reader: ConfigReader, max_positions: int, *, partial: bool) -> RopeConfig:
-    """A rotary embedding from one flat mapping (the newer `rope_parameters`)."""
+def read_rope_mapping(
+    reader: ConfigReader, max_positions: int, *, partial: bool = False
+) -> RopeConfig:
+    """A rotary embedding from one flat mapping (the newer `rope_parameters`).
+
+    Raises:
+      ConfigError: for a scaling, or a key of one, that is not supported.
+    """
     theta = reader.take("rope_theta")
     fraction = reader.take("partial_rotary_factor", 1.0)
     if fraction != 1.0 and not partial:
@@ -161,12 +174,15 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
 def write_two_ropes(rope: RopeConfig, local: RopeConfig) -> dict[str, Any]:
     """The inverse of `read_two_ropes`, in the newer style."""
 
-    def flat(rope: RopeConfig) -> dict[str, Any]:
-        scaling = _write_scaling(rope.scaling) or {"rope_type": "default"}
-        partial = {"partial_rotary_factor": rope.fraction} if rope.fraction != 1.0 else {}
-        return {"rope_theta": rope.theta, **scaling, **partial}
+    ropes = {"full_attention": rope, "sliding_attention": local}
+    return {"rope_parameters": {kind: write_rope_mapping(own) for kind, own in ropes.items()}}
 
-    return {"rope_parameters": {"full_attention": flat(rope), "sliding_attention": flat(local)}}
+
+def write_rope_mapping(rope: RopeConfig) -> dict[str, Any]:
+    """The inverse of `read_rope_mapping`."""
+    scaling = _write_scaling(rope.scaling) or {"rope_type": "default"}
+    partial = {"partial_rotary_factor": rope.fraction} if rope.fraction != 1.0 else {}
+    return {"rope_theta": rope.theta, **scaling, **partial}
 
 
 def _write_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:

@@ -4,9 +4,11 @@ from fornax.config.errors import ConfigError
 from fornax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from fornax.models.families.family import Family
 from fornax.models.families.gemma import GEMMA2, GEMMA3
+from fornax.models.families.glm import GLM4
 from fornax.models.families.glm_moe import GLM4_MOE
+from fornax.models.families.gpt_oss import GPT_OSS
 from fornax.models.families.llama import LLAMA
-from fornax.models.families.mistral import MISTRAL
+from fornax.models.families.mistral import MINISTRAL3, MISTRAL
 from fornax.models.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from fornax.models.families.olmo import OLMO2, OLMO3
 from fornax.models.families.phi import PHI3
@@ -19,12 +21,14 @@ __all__ = ["FAMILIES", "family_by_architecture", "family_by_name"]
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
     MISTRAL,
+    MINISTRAL3,
     QWEN2,
     QWEN3,
     OLMO2,
     OLMO3,
     PHI3,
     SMOLLM3,
+    GLM4,
     GEMMA2,
     GEMMA3,
     MIXTRAL,
@@ -34,6 +38,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE,
+    GPT_OSS,
 )
 
 

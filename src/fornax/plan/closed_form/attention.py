@@ -63,7 +63,7 @@ def attention_choice(local: LocalStep, window: int | None) -> kernels.Choice:
         causal=True,
         window=window,
         softcap=model.attention_logit_softcap,
-        sinks=False,
+        sinks=model.attention_sinks,
         positions=True,
         consecutive=True,
         segments=True,

@@ -190,7 +190,7 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
         cache_dtype=str(limits.cache_dtype),
         window=None,
         softcap=model.attention_logit_softcap,
-        sinks=False,
+        sinks=model.attention_sinks,
     )
     choice = paged_attention_operation.choice(call)
     kinds = model.layer_kinds()
