@@ -21,7 +21,6 @@ __all__ = ["FAMILIES", "family_by_architecture", "family_by_name"]
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
     MISTRAL,
-    MINISTRAL3,
     QWEN2,
     QWEN3,
     OLMO2,
@@ -31,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4,
     GEMMA2,
     GEMMA3,
+    MINISTRAL3,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
