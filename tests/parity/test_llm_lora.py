@@ -1,7 +1,7 @@
 """Adapters of every family, several in a batch, against transformers with merged weights.
 
 The adapters have PEFT's files and names: each linear layer but the output, which is what PEFT
-calls all-linear.
+calls all-linear, and each expert's projections, which transformers holds in one tensor.
 """
 
 import copy
@@ -64,18 +64,35 @@ class Served:
         ]
 
 
+@torch.no_grad()
+def linear_weights(model: HfModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights [outputs, inputs] by the name of their layer in the family's files, as views."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            yield name, module.weight
+        if isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
+            leaves = ("gate_proj", "up_proj", "down_proj")
+            if model.config.model_type == "mixtral":
+                name, leaves = name.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")
+            for expert, fused in enumerate(module.gate_up_proj):
+                weights = (*fused.chunk(2), module.down_proj[expert])
+                for leaf, weight in zip(leaves, weights, strict=True):
+                    yield f"{name}.{expert}.{leaf}", weight
+
+
 def write_adapter(folder: Path, oracle: HfModel, kind: Kind, seed: int) -> HfModel:
     """Save an adapter as PEFT does; returns the oracle with it merged."""
     torch.manual_seed(seed)
     merged = copy.deepcopy(oracle)
     tensors, targets = {}, set()
-    for name, module in merged.named_modules():
-        if not isinstance(module, torch.nn.Linear) or name == "lm_head" or not kind.wanted(name):
+    for name, weight in linear_weights(merged):
+        if not kind.wanted(name):
             continue
-        down = torch.randn(kind.rank, module.in_features) * module.in_features**-0.5
-        up = 0.4 * torch.randn(module.out_features, kind.rank)
+        outputs, inputs = weight.shape
+        down = torch.randn(kind.rank, inputs) * inputs**-0.5
+        up = 0.4 * torch.randn(outputs, kind.rank)
         with torch.no_grad():
-            module.weight += kind.scale * up @ down
+            weight += kind.scale * up @ down
         tensors[f"base_model.model.{name}.lora_A.weight"] = down
         tensors[f"base_model.model.{name}.lora_B.weight"] = up
         targets.add(name.rsplit(".", 1)[-1])

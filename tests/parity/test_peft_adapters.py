@@ -124,3 +124,78 @@ def test_we_load_what_peft_saves(base: Any, kind: str, tmp_path: Path) -> None:
     assert np.abs(expected - oracle_logits(oracle, TOKENS_BT)).max() > 0.05, "it changes nothing"
     np.testing.assert_allclose(logits(model), expected, atol=2e-4, rtol=1e-4)
     _compare_weights(merged(model), theirs, tmp_path)
+
+
+EXPERTS = ("experts/gate", "experts/up", "experts/down")
+
+of_parameters = pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
+)
+"""PEFT looks for a pattern's keys among modules alone, though it heeds those of parameters."""
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    oracle = untied_oracle(request.param)
+    folder: Path = tmp_path_factory.mktemp(request.param) / "base"
+    oracle.save_pretrained(folder)
+    return oracle, folder
+
+
+@of_parameters
+@pytest.mark.parametrize(
+    "config",
+    [LoRA(rank=4, alpha=6), LoRA(rank=3, alpha=4, targets=EXPERTS)],
+    ids=["default", "experts"],
+)
+def test_peft_loads_what_we_save_of_experts(mixture: Any, config: LoRA, tmp_path: Path) -> None:
+    """Ours are of single experts; PEFT makes them into those of all experts' tensors.
+
+    It doubles rank and alpha where it joins gate and up, which is wrong for rsLoRA.
+    """
+    oracle, folder = mixture
+    model = load_pretrained(folder)
+    attach(model, config, rngs=nnx.Rngs(1))
+    stir(model)
+    save_peft(model, tmp_path / "adapter", base=folder)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(oracle), tmp_path / "adapter").eval()
+    expected = oracle_logits(theirs, TOKENS_BT)
+    assert np.abs(expected - oracle_logits(oracle, TOKENS_BT)).max() > 0.05, "it changes nothing"
+    np.testing.assert_allclose(logits(model), expected, atol=2e-4, rtol=1e-4)
+    again = load_pretrained(folder)
+    load_peft(tmp_path / "adapter", again)
+    np.testing.assert_allclose(logits(again), expected, atol=2e-4, rtol=1e-4)
+
+
+OF_TENSORS: dict[str, dict[str, Any]] = {
+    "both": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "rank_pattern": {"experts.down_proj": 2},
+        "alpha_pattern": {"experts.gate_up_proj": 3},
+    },
+    "one, rslora": {
+        "target_modules": [],
+        "target_parameters": ["mlp.experts.down_proj"],
+        "use_rslora": True,
+    },
+}
+
+
+@of_parameters
+@pytest.mark.parametrize("kind", OF_TENSORS)
+def test_we_load_what_peft_saves_of_experts(mixture: Any, kind: str, tmp_path: Path) -> None:
+    oracle, folder = mixture
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **OF_TENSORS[kind])
+    theirs = peft.get_peft_model(copy.deepcopy(oracle), config).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.1).add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "adapter")
+    model = load_pretrained(folder)
+    load_peft(tmp_path / "adapter", model)
+    expected = oracle_logits(theirs, TOKENS_BT)
+    assert np.abs(expected - oracle_logits(oracle, TOKENS_BT)).max() > 0.05, "it changes nothing"
+    np.testing.assert_allclose(logits(model), expected, atol=2e-4, rtol=1e-4)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fornax.adapters.config import LoRA
-from fornax.adapters.kinds import KernelLayout, kind_of
+from fornax.adapters.kinds import KernelLayout, layout_of
 from fornax.adapters.module import (
     LoRAParam,
     QuantizedParam,
@@ -25,9 +25,10 @@ from fornax.adapters.module import (
     is_adapted_module,
 )
 from fornax.adapters.quantize import Blocks, block_size, quantize, quantize_array
-from fornax.adapters.rules import first_match, select
+from fornax.adapters.rules import first_match, matches, select
 from fornax.config.errors import ConfigError
 from fornax.models import Decoder
+from fornax.models.experts import ExpertProjection
 
 __all__ = [
     "ReadQuantized",
@@ -42,6 +43,15 @@ __all__ = [
 _OF_ADAPTER = ("lora", "lora_a", "lora_b", "lora_magnitude", "lora_dropout")
 _READ_DIRECTLY = ("lm_head",)
 """Modules of a Decoder whose kernel is read, not called: an adapter there would do nothing."""
+_DEFAULT_TARGETS = (
+    "attention/*",
+    "mlp/*",
+    "experts/gate",
+    "experts/up",
+    "experts/down",
+    "experts/shared/*",
+)
+"""The projections of a decoder's layers, as far as it has them."""
 
 
 ReadQuantized = Callable[[str, Blocks], tuple[jax.Array, ...]]
@@ -59,7 +69,7 @@ def attach(
 
     Args:
         model: any NNX model with `models.Projection`, `nnx.Linear`, `nnx.LinearGeneral` or
-            `nnx.Einsum` modules; may be abstract.
+            `nnx.Einsum` modules, or a mixture's experts; may be abstract.
         config: what is adapted, and how.
         rngs: draws A; seeds dropout.
         read: gives the quantized kernels of an abstract model, whose adapters are then arrays;
@@ -69,13 +79,16 @@ def attach(
         Paths of the adapted modules, such as layers/attention/q.
 
     Raises:
-        ConfigError: a pattern that finds no module that can be adapted, naming near ones, or a
-            model with adapters already.
+        ConfigError: a pattern that finds no module that can be adapted, naming near ones, a model
+            with adapters already, or dropout for experts.
     """
     adaptable, others = _adaptable(model)
     if is_adapted(model):
         raise ConfigError("the model has adapters already; merge them, or detach them first")
-    paths = select(config.targets, list(adaptable), others, where="lora.targets")
+    targets = config.targets
+    if targets is None:
+        targets = [one for one in _DEFAULT_TARGETS if any(matches(one, path) for path in adaptable)]
+    paths = select(targets or _DEFAULT_TARGETS, list(adaptable), others, where="lora.targets")
     for name in ("rank_pattern", "alpha_pattern"):
         select(getattr(config, name), paths, {**others}, where=f"lora.{name}")
     modules = dict(_modules(model))
@@ -149,12 +162,11 @@ def _adaptable(model: nnx.Module) -> tuple[dict[str, KernelLayout], dict[str, st
     adaptable: dict[str, KernelLayout] = {}
     others: dict[str, str] = {}
     for path, module in modules.items():
-        kind = kind_of(module)
         above, _, name = path.rpartition("/")
         if isinstance(modules.get(above), Decoder) and name in _READ_DIRECTLY:
             others[path] = "its kernel is read by the loss, not called"
             continue
-        layout = None if kind is None else kind.layout(module)
+        layout = layout_of(module)
         if layout is None:
             if path:
                 others[path] = type(module).__name__
@@ -182,6 +194,11 @@ def _adapt(
         dora=config.dora,
         dropout=config.dropout > 0,
     )
+    if config.dropout and isinstance(module, ExpertProjection):
+        raise ConfigError(
+            f"lora.dropout={config.dropout} has no place in {path}: experts' rows are sorted on "
+            "each device; set lora.dropout=0, or leave experts out of lora.targets"
+        )
     kernel = module.kernel
     shape, axes = kernel.get_value().shape, kernel.get_metadata().get("axes")
     abstract = isinstance(kernel.get_value(), jax.ShapeDtypeStruct) and read is None

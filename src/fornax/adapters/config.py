@@ -23,9 +23,10 @@ class LoRA:
     """Rows of A and columns of B."""
     alpha: float | None = None
     """The adapter's product is multiplied by alpha / rank; null: twice the rank."""
-    targets: tuple[str, ...] = ("attention/*", "mlp/*")
+    targets: tuple[str, ...] | None = None
     """Patterns of the modules to adapt: `attention/q` is every path that ends so, `*` is one part
-    of a path, and a module that holds others stands for those in it."""
+    of a path, and a module that holds others stands for those in it. Null: the projections of
+    attention, of MLPs and of experts, each its own; not a router."""
     dropout: float = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     dora: bool = False
@@ -54,7 +55,7 @@ class LoRA:
                 raise ConfigError(f"lora alpha {name}={alpha} must be a number above 0")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout={self.dropout} must be at least 0 and below 1")
-        if not self.targets:
+        if self.targets is not None and not self.targets:
             raise ConfigError('lora.targets is empty; name modules, such as ["attention/*"]')
         if self.quantize_block < 2:
             raise ConfigError(f"lora.quantize_block={self.quantize_block} must be 2 or more")

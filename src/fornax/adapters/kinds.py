@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fornax import kernels
+from fornax.models.experts import ExpertProjection
 from fornax.models.projection import Projection
 
-__all__ = ["KernelLayout", "Kind", "kind_of"]
+__all__ = ["KernelLayout", "Kind", "kind_of", "layout_of"]
 
 _RANK, _RANK_2 = "z", "y"
 
@@ -109,6 +110,14 @@ class Kind:
 def kind_of(module: nnx.Module) -> Kind | None:
     """The kind of a module, if it is a linear one; subclasses are of their base's kind."""
     return next((_KINDS[base] for base in type(module).__mro__ if base in _KINDS), None)
+
+
+def layout_of(module: nnx.Module) -> KernelLayout | None:
+    """The axes of a module's kernel; None where the module cannot be adapted."""
+    if isinstance(module, ExpertProjection):  # read by the experts, not called
+        return KernelLayout(module.kernel.get_value().ndim - 3, (1,), (2,), batch=(0,))
+    kind = kind_of(module)
+    return None if kind is None else kind.layout(module)
 
 
 def _trailing(stacked: int, inputs: int, axes: int) -> KernelLayout:

@@ -13,9 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
+from fornax.adapters.experts import LoRAExperts, remaking
 from fornax.adapters.kinds import KernelLayout, Kind, kind_of
 from fornax.adapters.quantize import Blocks, dequantize
+from fornax.mesh import mesh_in_use
+from fornax.models.experts import ExpertProjection
 
 __all__ = [
     "LoRAParam",
@@ -117,10 +121,7 @@ def _base_output(module: Any, x: jax.Array, *arguments: Any, **named: Any) -> ja
 def _product_of_codes(
     module: Any, blocks: Blocks, x: jax.Array, *arguments: Any, **named: Any
 ) -> jax.Array:
-    """The base's product, without its bias; both passes make the weights anew, neither keeps them.
-
-    A rule of its own, because `jax.checkpoint` would leave them to the policy of one around it.
-    """
+    """The base's product, without its bias."""
     base = type(module).adapted_from
 
     def apply(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
@@ -129,17 +130,33 @@ def _product_of_codes(
         vars(plain).update({**vars(module), "kernel": kernel, "bias": None, "use_bias": False})
         return base.__call__(plain, x, *arguments, **named)
 
-    def forward(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, object]:
-        return apply(x, *weights), weights
+    return remaking(apply, x, module.kernel.get_value(), module.kernel_scale.get_value())
 
-    def backward(weights: Any, dy: jax.Array) -> tuple[jax.Array, None, None]:
-        _, of_x = jax.vjp(lambda x: apply(x, *weights), jnp.zeros(like.shape, like.dtype))
-        return of_x(dy)[0], None, None
 
-    like = jax.typeof(x)
-    product = jax.custom_vjp(apply)
-    product.defvjp(forward, backward)
-    return product(x, module.kernel.get_value(), module.kernel_scale.get_value())
+def _weight(self: Any, dtype: DTypeLike) -> Any:
+    """What computes the products of an `ExpertProjection` with adapters."""
+    spec: Spec = self.lora
+    if spec.merged:
+        return type(self).adapted_from.weight(self, dtype)
+    # Codes are divided over a mesh in other places than what they stand for.
+    in_codes = spec.blocks is not None and mesh_in_use() is None
+    if in_codes:
+        base = (self.kernel.get_value(), self.kernel_scale.get_value())
+    else:
+        base = base_kernel(self).astype(dtype)
+    a = b = change = None
+    if spec.active:
+        a, b = self.lora_a.get_value(), spec.scale * self.lora_b.get_value()
+        a, b = a.astype(dtype), b.astype(dtype)
+    if spec.active and spec.dora:
+        change = (self.lora_magnitude.get_value() / dora_norm(self) - 1).astype(dtype)
+    return LoRAExperts(
+        base=base,
+        a_EKR=a,
+        b_ERN=b,
+        change_EN=change,
+        blocks=spec.blocks if in_codes else None,
+    )
 
 
 @functools.cache
@@ -153,7 +170,8 @@ def adapted_class(base: type) -> type:
         lora_magnitude: float32 [*stack, *batch, *outputs], with DoRA.
         lora_dropout: an `nnx.Dropout`, where there is some.
     """
-    return type(f"Adapted{base.__name__}", (base,), {"__call__": _call, "adapted_from": base})
+    computes = {"weight": _weight} if issubclass(base, ExpertProjection) else {"__call__": _call}
+    return type(f"Adapted{base.__name__}", (base,), {**computes, "adapted_from": base})
 
 
 def is_adapted_module(module: nnx.Module) -> bool:

@@ -2,6 +2,8 @@
 
 PEFT adapts a stored tensor; where it holds several of our projections one behind the other (Phi's
 qkv_proj), their adapters become one of the sum of their ranks, and one of PEFT's is shared by them.
+Each expert's adapter is written under the name of its own tensor; PEFT's of a tensor of all experts
+(`target_parameters`) are read.
 
 Legend: L layers, R rank, K inputs (flattened), N outputs (flattened).
 """
@@ -9,7 +11,7 @@ Legend: L layers, R rank, K inputs (flattened), N outputs (flattened).
 import collections
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +43,20 @@ __all__ = ["load_peft", "save_peft"]
 
 @dataclass(frozen=True)
 class _Layer:
-    """Where a stored tensor's rows belong: a projection of one layer."""
+    """Where a stored tensor's rows belong: a projection of one layer, or of one of its experts."""
 
     start: int
     stop: int
     path: str
     """Of the module, such as layers/attention/q."""
-    layer: int
     slot: Slot
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Its place in the stack of kernels: the layer, and the expert where it is one's."""
+        assert self.slot.layer is not None
+        expert = () if self.slot.expert is None else (self.slot.expert,)
+        return (self.slot.layer, *expert)
 
 
 def load_peft(path: str | Path, model: Decoder) -> LoRA:
@@ -56,7 +64,7 @@ def load_peft(path: str | Path, model: Decoder) -> LoRA:
 
     Stacked layers share a rank and a scale: smaller ranks are filled up with zeros, and what a
     layer's scale differs is multiplied into its B. Layers that the adapter leaves out get an
-    adapter that does nothing.
+    adapter that does nothing; so do experts. Dropout is left out where experts have adapters.
 
     Args:
         path: the folder that PEFT saved.
@@ -72,10 +80,10 @@ def load_peft(path: str | Path, model: Decoder) -> LoRA:
     layout = _layout(model)
     stored = read_peft(path, layout)
     known = {tensor.name.removesuffix(".weight"): tensor for tensor in layout}
-    found: dict[str, dict[int, PeftModule]] = {}
+    found: dict[str, dict[tuple[int, ...], PeftModule]] = {}
     for name, module in stored.modules.items():
         for part in _layers(known[name]):
-            found.setdefault(part.path, {})[part.layer] = _rows(module, part)
+            found.setdefault(part.path, {})[part.index] = _rows(module, part)
     config = _config_of(stored, found)
     attach(model, config, rngs=nnx.Rngs(0))
     for at, module in adapted_modules(model):
@@ -114,8 +122,9 @@ def save_peft(
             + ("" if overwrite else ", or overwrite")
         )
     layout, written = _layout(model), {}
+    arrays = {path: _host_arrays(module) for path, module in modules.items()}
     for tensor in layout:
-        module = _written(model, modules, tensor)
+        module = _written(model, modules, arrays, tensor)
         if module is not None:
             written[tensor.name.removesuffix(".weight")] = module
     rslora = any(module.lora.rslora for module in modules.values())
@@ -142,7 +151,7 @@ def _layers(tensor: TensorLayout) -> Iterable[_Layer]:
     for block in tensor.blocks:
         if block.slot.layer is not None and block.slot.num_inputs:
             path = block.slot.path.removesuffix("/kernel")
-            yield _Layer(block.start, block.stop, path, block.slot.layer, block.slot)
+            yield _Layer(block.start, block.stop, path, block.slot)
 
 
 def _rows(module: PeftModule, part: _Layer) -> PeftModule:
@@ -156,8 +165,13 @@ def _rows(module: PeftModule, part: _Layer) -> PeftModule:
     )
 
 
-def _config_of(stored: PeftAdapter, found: Mapping[str, Mapping[int, PeftModule]]) -> LoRA:
+_Found = Mapping[str, Mapping[tuple[int, ...], PeftModule]]
+"""Adapters by path and place in the stack of kernels."""
+
+
+def _config_of(stored: PeftAdapter, found: _Found) -> LoRA:
     rslora = bool(stored.config.get("use_rslora"))
+    of_experts = any(len(index) > 1 for layers in found.values() for index in layers)
     ranks, alphas = {}, {}
     for path, layers in found.items():
         ranks[path] = max(len(module.down_RK) for module in layers.values())
@@ -168,7 +182,7 @@ def _config_of(stored: PeftAdapter, found: Mapping[str, Mapping[int, PeftModule]
         rank=rank,
         alpha=alpha,
         targets=tuple(found),
-        dropout=float(stored.config.get("lora_dropout") or 0.0),
+        dropout=0.0 if of_experts else float(stored.config.get("lora_dropout") or 0.0),
         dora=stored.dora,
         rslora=rslora,
         rank_pattern={path: r for path, r in ranks.items() if r != rank},
@@ -180,20 +194,20 @@ def _commonest(values: Iterable[object]) -> Any:
     return collections.Counter(values).most_common(1)[0][0]
 
 
-def _fill(module: Any, layers: Mapping[int, PeftModule]) -> None:
+def _fill(module: Any, layers: Mapping[tuple[int, ...], PeftModule]) -> None:
     spec: Spec = module.lora
     a, b = (np.array(v.get_value()) for v in (module.lora_a, module.lora_b))
     magnitude = np.array(module.lora_magnitude.get_value()) if spec.dora else None
-    for layer, found in layers.items():
+    for index, found in layers.items():
         rank = len(found.down_RK)
-        whole = np.zeros((math.prod(a.shape[1:-1]), spec.rank), np.float32)
+        whole = np.zeros((found.down_RK.shape[1], spec.rank), np.float32)
         whole[:, :rank] = found.down_RK.T
-        a[layer] = whole.reshape(a.shape[1:])
-        whole = np.zeros((spec.rank, math.prod(b.shape[2:])), np.float32)
+        a[index] = whole.reshape(a[index].shape)
+        whole = np.zeros((spec.rank, len(found.up_NR)), np.float32)
         whole[:rank] = found.up_NR.T * np.float32(found.scale / spec.scale)
-        b[layer] = whole.reshape(b.shape[1:])
+        b[index] = whole.reshape(b[index].shape)
         if magnitude is not None and found.magnitude_N is not None:
-            magnitude[layer] = found.magnitude_N.reshape(magnitude.shape[1:])
+            magnitude[index] = found.magnitude_N.reshape(magnitude[index].shape)
     _set(module.lora_a, a)
     _set(module.lora_b, b)
     if magnitude is not None:
@@ -204,7 +218,25 @@ def _set(variable: Any, value: np.ndarray) -> None:
     variable.set_value(jax.device_put(value, variable.get_value().sharding))
 
 
-def _written(model: Decoder, modules: Mapping[str, Any], tensor: TensorLayout) -> PeftModule | None:
+_HostArrays = Mapping[str, np.ndarray]
+"""An adapter's arrays by name, float32: copied once, for a model has thousands of experts."""
+
+
+def _host_arrays(module: Any) -> _HostArrays:
+    found = {name: getattr(module, name, None) for name in ("lora_a", "lora_b", "lora_magnitude")}
+    return {
+        name: np.asarray(variable.get_value(), np.float32)
+        for name, variable in found.items()
+        if variable is not None
+    }
+
+
+def _written(
+    model: Decoder,
+    modules: Mapping[str, Any],
+    arrays: Mapping[str, _HostArrays],
+    tensor: TensorLayout,
+) -> PeftModule | None:
     """The adapter of a stored tensor; None where none of its projections has one."""
     parts = list(_layers(tensor))
     own = [modules[part.path] for part in parts if part.path in modules]
@@ -221,19 +253,18 @@ def _written(model: Decoder, modules: Mapping[str, Any], tensor: TensorLayout) -
         module = modules.get(part.path)
         if module is None:
             if magnitude_N is not None:  # its own norm, so that nothing is turned there
-                kernel = np.asarray(_module_at(model, part.path).kernel.get_value()[part.layer])
+                kernel = np.asarray(_module_at(model, part.path).kernel.get_value()[part.index])
                 stored = part.slot.to_stored(kernel.astype(np.float32))
                 magnitude_N[rows] = np.linalg.norm(stored, axis=1)
             continue
         spec: Spec = module.lora
         columns = slice(at, at := at + spec.rank)
-        a = np.asarray(module.lora_a.get_value()[part.layer], np.float32)
-        b = np.asarray(module.lora_b.get_value()[part.layer], np.float32)
+        a, b = (arrays[part.path][name][part.index] for name in ("lora_a", "lora_b"))
         down_RK[columns] = a.reshape(inputs, spec.rank).T
         ratio = np.float32(spec.scale / scale)
         up_NR[rows, columns] = b.reshape(spec.rank, -1).T * ratio
         if magnitude_N is not None:
-            magnitude_N[rows] = np.asarray(module.lora_magnitude.get_value()[part.layer]).ravel()
+            magnitude_N[rows] = arrays[part.path]["lora_magnitude"][part.index].ravel()
     return PeftModule(down_RK=down_RK, up_NR=up_NR, magnitude_N=magnitude_N, scale=scale)
 
 
@@ -247,12 +278,18 @@ def _peft_config(
     written: Mapping[str, PeftModule], names: list[str], *, rslora: bool
 ) -> dict[str, Any]:
     """What adapter_config.json says of ranks and scales."""
-    ends = {name: _end(name, written, names) for name in written}
-    ranks = {ends[name]: len(module.down_RK) for name, module in written.items()}
-    alphas = {
-        ends[name]: _plain(module.scale * _divisor(len(module.down_RK), rslora=rslora))
-        for name, module in written.items()
-    }
+    stored = {name.removesuffix(".weight") for name in names}
+    sizes: dict[str, tuple[int, float]] = {}
+    for name, module in written.items():
+        rank = len(module.down_RK)
+        sizes[name] = (rank, _plain(module.scale * _divisor(rank, rslora=rslora)))
+    ends: dict[str, str] = {}
+    for size in set(sizes.values()):
+        own = {name for name, other in sizes.items() if other == size}
+        taken = {name[at:] for name in stored - own for at in _starts(name)}
+        ends |= {name: _end(name, taken) for name in own}
+    ranks = {ends[name]: rank for name, (rank, _) in sizes.items()}
+    alphas = {ends[name]: alpha for name, (_, alpha) in sizes.items()}
     rank, alpha = _commonest(ranks.values()), _commonest(alphas.values())
     return {
         "peft_type": "LORA",
@@ -286,15 +323,15 @@ def _plain(number: float) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-def _end(name: str, written: Mapping[str, object], names: list[str]) -> str:
-    """The shortest end of a layer's name that no layer without an adapter shares."""
-    parts = name.split(".")
-    others = [n for n in (x.removesuffix(".weight") for x in names) if n not in written]
-    for count in range(1, len(parts)):
-        end = ".".join(parts[-count:])
-        if not any(other == end or other.endswith(f".{end}") for other in others):
-            return end
-    return name
+def _end(name: str, taken: Collection[str]) -> str:
+    """The shortest end of a layer's name that no layer of another size, or without one, has."""
+    ends = (name[at:] for at in reversed(_starts(name)))
+    return next((end for end in ends if end not in taken), name)
+
+
+def _starts(name: str) -> list[int]:
+    """Where the parts of a name begin."""
+    return [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]
 
 
 def _tensors(written: Mapping[str, PeftModule]) -> dict[str, np.ndarray]:

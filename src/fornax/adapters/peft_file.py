@@ -30,7 +30,6 @@ _REFUSED = {
     "fan_in_fan_out": "no supported model stores its weights transposed",
     "layer_replication": "merge the adapter into a model of its own",
     "trainable_token_indices": "embeddings cannot be adapted",
-    "target_parameters": "name modules in target_modules",
     "use_qalora": _ANY,
     "alora_invocation_tokens": _ANY,
     "arrow_config": _ANY,
@@ -42,6 +41,10 @@ _REFUSED = {
 
 _OWN_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that leave a base model other than the published one."""
+
+_FUSED = re.compile(r"(?P<layer>(.+\.)?layers\.\d+)\.(.+\.)?experts(\.base_layer)?")
+"""Modules that hold all experts' weights in two tensors, which PEFT adapts by `target_parameters`;
+of two adapters on one module the inner one has `base_layer` in its name."""
 
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB]\.weight|magnitude_vector(\.weight)?)")
 
@@ -93,10 +96,14 @@ def read_peft(
     folder = Path(path)
     config = _read_config(folder, {**_REFUSED, **(refused or {})})
     known = {tensor.name.removesuffix(".weight"): tensor for tensor in layout}
-    modules = {
-        name: _module(folder, config, name, parts, known)
-        for name, parts in sorted(_parts(folder).items())
-    }
+    modules: dict[str, PeftModule] = {}
+    for name, parts in sorted(_parts(folder).items()):
+        fused = _FUSED.fullmatch(name)
+        experts = {} if fused is None else _experts(layout, fused["layer"])
+        if experts:
+            modules |= _of_experts(folder, config, name, parts, experts)
+        else:
+            modules[name] = _module(folder, config, name, parts, known)
     if not modules:
         raise CheckpointError(f"{folder / PEFT_WEIGHTS} holds no adapter; save it anew")
     return PeftAdapter(folder=folder, config=config, modules=modules)
@@ -181,6 +188,56 @@ def _module(
         up_NR=np.asarray(up.view(), np.float32),
         magnitude_N=None if magnitude is None else np.asarray(magnitude.view(), np.float32).ravel(),
         scale=_scale(config, name, rank),
+    )
+
+
+def _experts(layout: list[TensorLayout], layer: str) -> dict[str, dict[int, TensorLayout]]:
+    """A layer's tensors of single experts, by projection: gate, up and down."""
+    found: dict[str, dict[int, TensorLayout]] = {}
+    for tensor in layout:
+        slot = tensor.blocks[0].slot
+        if slot.expert is not None and slot.num_inputs and tensor.name.startswith(f"{layer}."):
+            found.setdefault(slot.path.split("/")[-2], {})[slot.expert] = tensor
+    return found
+
+
+def _of_experts(
+    folder: Path,
+    config: Mapping[str, object],
+    name: str,
+    parts: Mapping[str, StoredTensor],
+    experts: Mapping[str, Mapping[int, TensorLayout]],
+) -> dict[str, PeftModule]:
+    """The adapters of single experts in one of all of them: A [E R, K], B [N, R E].
+
+    It adapts gate and up, whose outputs lie one behind the other, or down; the shapes say which.
+    """
+    if set(parts) != {"A", "B"}:
+        raise ConfigError(f"{folder}: {name} has lora_{''.join(sorted(parts))}; A and B are needed")
+    down, up = parts["A"], parts["B"]
+    for leaf, projections in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        tensors = [experts[projection] for projection in projections]
+        count = len(tensors[0])
+        outputs, inputs = (len(tensors) * tensors[0][0].shape[0], tensors[0][0].shape[1])
+        rank = down.shape[0] // count
+        if down.shape != (count * rank, inputs) or up.shape != (outputs, rank * count):
+            continue
+        down_ERK = np.asarray(down.view(), np.float32).reshape(count, rank, inputs)
+        up_NRE = np.asarray(up.view(), np.float32).reshape(outputs, rank, count)
+        scale = _scale(config, f"{name.removesuffix('.base_layer')}.{leaf}", rank)
+        return {
+            tensor.name.removesuffix(".weight"): PeftModule(
+                down_RK=down_ERK[expert],
+                up_NR=np.split(up_NRE[..., expert], len(tensors))[number],
+                magnitude_N=None,
+                scale=scale,
+            )
+            for number, of in enumerate(tensors)
+            for expert, tensor in of.items()
+        }
+    raise ConfigError(
+        f"{folder}: {name} has lora_A {down.shape} and lora_B {up.shape}, which fit neither "
+        "gate_up_proj nor down_proj of this model's experts"
     )
 
 

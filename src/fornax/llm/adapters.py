@@ -8,30 +8,35 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fornax.adapters.peft_file import read_peft
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.lora import LoRAStack, attach, write_slot
 from fornax.llm.weights import Weights
-from fornax.models import abstract_decoder
+from fornax.mesh import named_sharding
+from fornax.models import Decoder, abstract_decoder
 from fornax.models.families.convert import family_for
-from fornax.models.layout import TensorLayout, plan_layout
+from fornax.models.layout import Slot, TensorLayout, flat_variables, plan_layout
 
-__all__ = ["Adapter", "Adapters", "Pair", "describe_adapters", "read_adapter"]
+__all__ = ["Adapter", "Adapters", "Pair", "Place", "describe_adapters", "read_adapter"]
 
 _REFUSED = {"use_dora": "merge it into the model and serve that, or train plain LoRA"}
 """What slots cannot hold: a DoRA's magnitudes belong to the base's weights."""
 
 
+Place = tuple[int, ...]
+"""Where a projection lies in a stack of them: its layer, and its expert where it is one's."""
+
+
 @dataclass(frozen=True)
 class Pair:
-    """An adapter's matrices of one projection in one layer, in our layout."""
+    """An adapter's matrices of one projection in one layer, or of one expert's, in our layout."""
 
     down_KR: np.ndarray
     up_RN: np.ndarray
@@ -46,8 +51,8 @@ class Adapter:
     path: str
     rank: int
     """The largest of its matrices."""
-    pairs: Mapping[tuple[str, int], Pair]
-    """By parameter, such as layers/attention/q/kernel, and layer."""
+    pairs: Mapping[tuple[str, Place], Pair]
+    """By parameter, such as layers/attention/q/kernel, and place in its stack."""
 
 
 def read_adapter(
@@ -70,7 +75,7 @@ def read_adapter(
     except ConfigError as error:
         raise EngineError(str(error)) from error
     known = {tensor.name.removesuffix(".weight"): tensor for tensor in layout}
-    pairs: dict[tuple[str, int], Pair] = {}
+    pairs: dict[tuple[str, Place], Pair] = {}
     largest = 0
     for module, found in stored.modules.items():
         largest = max(largest, rank := len(found.down_RK))
@@ -80,13 +85,9 @@ def read_adapter(
                 f"{max_rank}, raise it"
             )
         for block in known[module].blocks:
-            if block.slot.expert is not None:
-                raise EngineError(
-                    f"{stored.folder}: {module} is one expert's, and slots hold adapters of what "
-                    "all tokens pass only; merge it into the model and serve that"
-                )
             rows = found.up_NR[block.start : block.stop]
-            key = (block.slot.path, block.slot.layer or 0)
+            expert = () if block.slot.expert is None else (block.slot.expert,)
+            key = (block.slot.path, (block.slot.layer or 0, *expert))
             pairs[key] = Pair(found.down_RK.T, found.scale * rows.T)
     return Adapter(name, str(path), largest, pairs)
 
@@ -109,10 +110,10 @@ class Adapters:
         # Least recently used first.
         self._slots: dict[str, int] = {}
         self._free = list(range(slots))
-        self._everywhere = None
-        if weights.placement.mesh is not None:
-            self._everywhere = NamedSharding(weights.placement.mesh, PartitionSpec())
-        self._stacks = jax.device_put(_empty(weights, slots, rank), self._everywhere)
+        self._stacks = jax.tree.map(
+            lambda shape: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding),
+            describe_adapters(weights, slots, rank),
+        )
         for path in self._stacks:  # compiles the write of each shape before it is needed
             self._write(path, {}, 0)
 
@@ -204,45 +205,65 @@ class Adapters:
             )
         return self._slots.pop(oldest)
 
-    def _write(self, path: str, pairs: Mapping[int, Pair], slot: int) -> None:
+    def _write(self, path: str, pairs: Mapping[Place, Pair], slot: int) -> None:
         stack = self._stacks[path]
-        layers, width, _ = stack.down_LKP.shape
-        down_LKR = np.zeros((layers, width, self._rank), np.float32)
-        up_LRN = np.zeros((layers, self._rank, stack.up_LPN.shape[-1]), np.float32)
-        for layer, pair in pairs.items():
+        *stacked, width, _ = stack.down_LKP.shape
+        down_LKR = np.zeros((*stacked, width, self._rank), np.float32)
+        up_LRN = np.zeros((*stacked, self._rank, stack.up_LPN.shape[-1]), np.float32)
+        for place, pair in pairs.items():
             rank = pair.down_KR.shape[1]
-            down_LKR[layer, :, :rank] = pair.down_KR
-            up_LRN[layer, :rank] = pair.up_RN
-        self._stacks[path] = write_slot(stack, np.int32(slot), down_LKR, up_LRN)
+            down_LKR[place][:, :rank] = pair.down_KR
+            up_LRN[place][:rank] = pair.up_RN
+        written = write_slot(stack, np.int32(slot), down_LKR, up_LRN)
+        self._stacks[path] = jax.tree.map(
+            lambda new, old: jax.device_put(new, old.sharding), written, stack
+        )
 
 
 def describe_adapters(weights: Weights, slots: int, rank: int) -> dict[str, LoRAStack]:
-    """The shapes of what `Adapters` keeps on every device."""
-    return jax.eval_shape(lambda: _empty(weights, slots, rank))
+    """The shapes of what `Adapters` keeps, by path of the kernel.
 
-
-def _empty(weights: Weights, slots: int, rank: int) -> dict[str, LoRAStack]:
-    """Room for `slots` adapters, by path of the kernel."""
-    layout = _layout(weights)
-    places = [block.slot for tensor in layout for block in tensor.blocks]
+    On a mesh those of experts are divided as the experts are; all others lie on every device.
+    """
+    model = _abstract(weights)
+    parts: dict[str, list[Slot]] = {}
+    for tensor in _layout(weights):
+        for block in tensor.blocks:
+            if block.slot.num_inputs and block.slot.layer is not None:
+                parts.setdefault(block.slot.path, []).append(block.slot)
     found = {}
-    for slot in places:
-        if slot.num_inputs and slot.layer == 0 and slot.expert is None:
-            layers = sum(other.path == slot.path for other in places)
-            width = math.prod(slot.shape[: slot.num_inputs])
-            outputs = math.prod(slot.shape[slot.num_inputs :])
-            dtype = weights.placement.compute_dtype
-            found[slot.path] = LoRAStack(
-                down_LKP=jnp.zeros((layers, width, slots * rank), dtype),
-                up_LPN=jnp.zeros((layers, slots * rank, outputs), dtype),
-            )
+    for path, variable in flat_variables(model).items():
+        if path not in parts:
+            continue
+        one, layers = parts[path][0], variable.shape[0]
+        width = math.prod(one.shape[: one.num_inputs])
+        outputs = math.prod(one.shape[one.num_inputs :])
+        stacked, axes_down, axes_up = (layers,), (), ()
+        if one.expert is not None:
+            stacked = variable.shape[:2]
+            *above, inputs, last = variable.get_metadata()["axes"]
+            axes_down, axes_up = (*above, inputs, None), (*above, None, last)
+        found[path] = LoRAStack(
+            down_LKP=_described(weights, (*stacked, width, slots * rank), axes_down),
+            up_LPN=_described(weights, (*stacked, slots * rank, outputs), axes_up),
+        )
     return found
 
 
+def _described(weights: Weights, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
+    where, place = weights.placement, None
+    if where.mesh is not None:
+        place = named_sharding(where.mesh, axes, where.rules)
+    return jax.ShapeDtypeStruct(shape, where.compute_dtype, sharding=place)
+
+
+def _abstract(weights: Weights) -> Decoder:
+    return abstract_decoder(weights.config, dtype=weights.dtype)
+
+
 def _layout(weights: Weights) -> list[TensorLayout]:
-    model = abstract_decoder(weights.config, dtype=weights.dtype)
-    return plan_layout(model, family_for(weights.config).names)
+    return plan_layout(_abstract(weights), family_for(weights.config).names)
 
 
-def _layers(adapter: Adapter, path: str) -> dict[int, Pair]:
-    return {layer: pair for (at, layer), pair in adapter.pairs.items() if at == path}
+def _layers(adapter: Adapter, path: str) -> dict[Place, Pair]:
+    return {place: pair for (at, place), pair in adapter.pairs.items() if at == path}

@@ -4,10 +4,14 @@ y = base(x) + B_s A_s x alpha / rank for the adapter s of each token (Hu et al. 
 matrices lie side by side: one product with all of them, what is not a token's own struck out, and
 one product back. Loading an adapter writes into its slot and changes no shape.
 
-Legend: L layers, K inputs (flattened), N outputs (flattened), P slots times rank, T tokens.
+Experts' stacks have an axis of experts E after that of layers: each has its own matrices.
+
+Legend: L layers, K inputs (flattened), N outputs (flattened), P slots times rank, T tokens, R rows
+sorted by expert.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ from flax import nnx
 from jax import lax
 
 from fornax import kernels
+from fornax.models.dispatch import SortedRows
 
 __all__ = ["LoRAStack", "LoRAWeight", "attach", "bind", "write_slot"]
 
@@ -33,7 +38,7 @@ class LoRAStack:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LoRAWeight:
-    """A weight for `kernels.linear` with adapters; `bind` tells it each token's."""
+    """A weight for `kernels.linear` with adapters, or an expert's; `bind` tells it each token's."""
 
     base: jax.Array | kernels.PackedWeight
     """The stack of layers, or one layer of it: an array, or a weight that knows its product."""
@@ -77,17 +82,52 @@ class LoRAWeight:
             jnp.any(adapters_T >= 0), lambda: y + self._delta(x, y.shape, adapters_T), lambda: y
         )
 
-    def _delta(self, x: jax.Array, shape: tuple[int, ...], adapters_T: jax.Array) -> jax.Array:
-        down_KP = lax.dynamic_index_in_dim(self.stack.down_LKP, self._layer(), keepdims=False)
-        up_PN = lax.dynamic_index_in_dim(self.stack.up_LPN, self._layer(), keepdims=False)
-        x_TK = x.reshape(len(adapters_T), down_KP.shape[0])
-        slot_P = jnp.arange(down_KP.shape[1], dtype=jnp.int32) // self.rank
-        own_TP = adapters_T[:, None] == slot_P
-        hidden_TP = jnp.where(own_TP, x_TK @ down_KP.astype(x.dtype), 0)
-        return (hidden_TP @ up_PN.astype(x.dtype)).reshape(shape)
+    def grouped(self, x_RK: jax.Array, rows: SortedRows) -> jax.Array:
+        """The product of rows sorted by expert, as `models.dispatch.ExpertWeight` says."""
+        sizes_E, adapters_T = rows.sizes_E, self.adapters_T
+        assert isinstance(self.base, jax.Array), "experts are not packed"
+        y_RN = kernels.grouped_matmul(x_RK, self.base.astype(x_RK.dtype), sizes_E)
+        if adapters_T is None:
+            return y_RN
 
-    def _layer(self) -> jax.Array:
-        return jnp.int32(0) if self.layer is None else self.layer
+        tokens_R = rows.tokens_R
+        assert tokens_R is not None, "the engine divides no experts over devices"
+
+        def delta() -> jax.Array:
+            down_EKP, up_EPN = self._matrices(x_RK.dtype)
+            hidden_RP = kernels.grouped_matmul(x_RK, down_EKP, sizes_E)
+            hidden_RP = self._own(hidden_RP, adapters_T[tokens_R])
+            return y_RN + kernels.grouped_matmul(hidden_RP, up_EPN, sizes_E)
+
+        return lax.cond(jnp.any(adapters_T >= 0), delta, lambda: y_RN)
+
+    def axes(self, inputs: str, outputs: str) -> "LoRAWeight":
+        """The same with the logical axes of each of an expert's arrays in its place."""
+        down, up = (None, "expert", inputs, None), (None, "expert", None, outputs)
+        places: dict[str, Any] = {
+            "base": ("expert", inputs, outputs),
+            "stack": LoRAStack(down, up),  # pyrefly: ignore[bad-argument-type]
+            "adapters_T": None if self.adapters_T is None else (None,),
+            "layer": None if self.layer is None else (),
+        }
+        return replace(self, **places)
+
+    def _delta(self, x: jax.Array, shape: tuple[int, ...], adapters_T: jax.Array) -> jax.Array:
+        down_KP, up_PN = self._matrices(x.dtype)
+        x_TK = x.reshape(len(adapters_T), down_KP.shape[0])
+        return (self._own(x_TK @ down_KP, adapters_T) @ up_PN).reshape(shape)
+
+    def _matrices(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """The layer's."""
+        layer = jnp.int32(0) if self.layer is None else self.layer
+        stacks = (self.stack.down_LKP, self.stack.up_LPN)
+        down, up = (lax.dynamic_index_in_dim(stack, layer, keepdims=False) for stack in stacks)
+        return down.astype(dtype), up.astype(dtype)
+
+    def _own(self, hidden: jax.Array, adapters: jax.Array) -> jax.Array:
+        """Hidden rows [., P] with zeros where they are not of the row's adapter."""
+        slot_P = jnp.arange(hidden.shape[1], dtype=jnp.int32) // self.rank
+        return jnp.where(adapters[:, None] == slot_P, hidden, 0)
 
 
 @jax.jit
@@ -95,15 +135,10 @@ def write_slot(
     stack: LoRAStack, slot: jax.Array, down_LKR: jax.Array, up_LRN: jax.Array
 ) -> LoRAStack:
     """The stack with one slot replaced; matrices of a smaller rank are filled up with zeros."""
-    start = slot * down_LKR.shape[-1]
-    zero = jnp.zeros((), start.dtype)
-    down = lax.dynamic_update_slice(
-        stack.down_LKP, down_LKR.astype(stack.down_LKP.dtype), (zero, zero, start)
-    )
-    up = lax.dynamic_update_slice(
-        stack.up_LPN, up_LRN.astype(stack.up_LPN.dtype), (zero, start, zero)
-    )
-    return LoRAStack(down, up)
+    start, dtype = slot * down_LKR.shape[-1], stack.down_LKP.dtype
+    put = lax.dynamic_update_slice_in_dim
+    down = put(stack.down_LKP, down_LKR.astype(dtype), start, axis=-1)
+    return LoRAStack(down, put(stack.up_LPN, up_LRN.astype(dtype), start, axis=-2))
 
 
 def attach(state: nnx.State, stacks: dict[str, LoRAStack], rank: int) -> nnx.State:

@@ -14,7 +14,7 @@ expert, R rows that a device's experts run.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,42 @@ from jax.sharding import PartitionSpec
 from fornax import kernels
 from fornax.mesh import axes_in_use, dividing, mesh_in_use, shards
 
-__all__ = ["ExpertArrays", "run_experts"]
+__all__ = ["ExpertArrays", "ExpertWeight", "SortedRows", "run_experts"]
 
 
-ExpertArrays = dict[str, jax.Array]
+@dataclass(frozen=True)
+class SortedRows:
+    """Whose the rows of a product are."""
+
+    sizes_E: jax.Array
+    """int32: rows of each of the device's experts, which are consecutive."""
+    experts_R: jax.Array
+    """int32: each row's expert; the last one for rows that no expert has."""
+    tokens_R: jax.Array | None
+    """int32: each row's token, of those that the device holds [M]; None: of other devices."""
+
+
+class ExpertWeight(Protocol):
+    """A weight [E, K, N] that knows its own product, as with adapters: a registered pytree."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that it stands for."""
+        ...
+
+    def grouped(self, x_RK: jax.Array, rows: SortedRows) -> jax.Array:
+        """Return what `kernels.grouped_matmul(x, array, rows.sizes_E)` would."""
+        ...
+
+    def axes(self, inputs: str, outputs: str) -> Any:
+        """The same structure with the logical axes of each of its arrays, as a tuple."""
+        ...
+
+
+ExpertArrays = dict[str, Any]
 """Parameters of all experts, in the dtype of their products: `gate`, `up` [E, D, F], `down`
-[E, F, D], and where they have biases `gate_bias`, `up_bias` [E, F], `down_bias` [E, D]."""
+[E, F, D], each an array or an `ExpertWeight`, and where they have biases `gate_bias`, `up_bias`
+[E, F], `down_bias` [E, D]."""
 
 _AXES: dict[str, tuple[str, ...]] = {
     "gate": ("embed", "mlp"),
@@ -43,8 +73,8 @@ _AXES: dict[str, tuple[str, ...]] = {
 
 Activate = Callable[[jax.Array, jax.Array], jax.Array]
 """(gate [R, F], up [R, F]) to [R, F]."""
-Multiply = Callable[[jax.Array, jax.Array], jax.Array]
-"""(rows [R, D], their experts [R] in ascending order) to [R, D]."""
+Multiply = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""(rows [R, D], their experts [R] in ascending order, `SortedRows.tokens_R`) to [R, D]."""
 Axes = tuple[str, ...]
 
 
@@ -93,11 +123,12 @@ def run_experts(
         run, division=division, sends=sends and division.tokens == division.experts != ()
     )
     token = PartitionSpec(rows, length, None)
-    axes = {"embed": division.embed or None, "mlp": division.width or None}
-    of_arrays = {
-        name: PartitionSpec(division.experts or None, *(axes[axis] for axis in _AXES[name]))
-        for name in arrays
-    }
+    axes = {"expert": division.experts, "embed": division.embed, "mlp": division.width}
+
+    def spec(_: jax.Array, logical: tuple[str | None, ...]) -> PartitionSpec:
+        return PartitionSpec(*(axes.get(axis or "") or None for axis in logical))
+
+    of_arrays = jax.tree.map(spec, arrays, _axes_of(arrays))
     return jax.shard_map(
         run,
         mesh=mesh,
@@ -105,6 +136,16 @@ def run_experts(
         out_specs=token,
         check_vma=False,
     )(x_BTD, weights_BTk, experts_BTk, arrays)
+
+
+def _axes_of(arrays: ExpertArrays) -> dict[str, Any]:
+    """The logical axes of each parameter, or of each array of one."""
+    return {
+        name: ("expert", *_AXES[name])
+        if isinstance(weight, jax.Array)
+        else weight.axes(*_AXES[name])
+        for name, weight in arrays.items()
+    }
 
 
 def _divide(gate_shape: tuple[int, ...], token_axes: Axes) -> _Division:
@@ -136,10 +177,10 @@ def _run_local(
     x_MD, weights_Mk, experts_Mk = (
         array.reshape(-1, array.shape[-1]) for array in (x_BTD, weights_BTk, experts_BTk)
     )
-    own = len(arrays["gate"])  # experts of this device
+    own = arrays["gate"].shape[0]  # experts of this device
 
-    def multiply(rows_RD: jax.Array, experts_R: jax.Array) -> jax.Array:
-        return _multiply(rows_RD, experts_R, arrays, activate, division.width)
+    def multiply(rows_RD: jax.Array, experts_R: jax.Array, tokens_R: jax.Array | None) -> jax.Array:
+        return _multiply(rows_RD, experts_R, tokens_R, arrays, activate, division.width)
 
     if sends:
         num_experts = own * shards(division.experts)
@@ -158,12 +199,13 @@ def _whole_rows(arrays: ExpertArrays, axes: Axes) -> ExpertArrays:
     """The arrays with D gathered; gradients are summed over its devices, and scattered back."""
     if not axes:
         return arrays
-    return {
-        name: jax.lax.all_gather(array, axes, axis=1 + _AXES[name].index("embed"), tiled=True)
-        if "embed" in _AXES[name]
-        else array
-        for name, array in arrays.items()
-    }
+
+    def gather(array: jax.Array, logical: tuple[str | None, ...]) -> jax.Array:
+        if "embed" not in logical:
+            return array
+        return jax.lax.all_gather(array, axes, axis=logical.index("embed"), tiled=True)
+
+    return jax.tree.map(gather, arrays, _axes_of(arrays))
 
 
 def _run_gathered(
@@ -208,7 +250,7 @@ def _run_sorted(
     rows_RD = _spread(x_MD, order_R, inverse_A, k)
     if weigh_input:
         rows_RD = rows_RD * _permute(weights_A, order_R, inverse_A).astype(rows_RD.dtype)
-    y_RD = multiply(rows_RD, experts_A[order_R])
+    y_RD = multiply(rows_RD, experts_A[order_R], order_R // k)
     y_AD = _permute(y_RD, inverse_A, order_R).astype(jnp.float32)
     if not weigh_input:
         y_AD = y_AD * weights_A
@@ -220,19 +262,23 @@ def _run_sorted(
 def _multiply(
     rows_RD: jax.Array,
     experts_R: jax.Array,
+    tokens_R: jax.Array | None,
     arrays: ExpertArrays,
     activate: Activate,
     width_axes: Axes,
 ) -> jax.Array:
     """Each row through its expert; rows for no expert come last, and their results mean nothing."""
-    num_experts = len(arrays["gate"])
+    num_experts = arrays["gate"].shape[0]
     starts = jnp.searchsorted(experts_R, jnp.arange(num_experts + 1), method="scan_unrolled")
     sizes_E = jnp.diff(starts).astype(jnp.int32)
-    index_R = jnp.minimum(experts_R, num_experts - 1)
+    rows = SortedRows(sizes_E, jnp.minimum(experts_R, num_experts - 1), tokens_R)
 
-    def product(rows: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = kernels.grouped_matmul(rows, w, sizes_E)
-        return y if bias is None else y + bias[index_R]
+    def product(x: jax.Array, w: jax.Array | ExpertWeight, bias: jax.Array | None) -> jax.Array:
+        if isinstance(w, jax.Array):
+            y = kernels.grouped_matmul(x, w, sizes_E)
+        else:
+            y = w.grouped(x, rows)
+        return y if bias is None else y + bias[rows.experts_R]
 
     gate_RF = checkpoint_name(product(rows_RD, arrays["gate"], arrays.get("gate_bias")), "mlp_gate")
     up_RF = checkpoint_name(product(rows_RD, arrays["up"], arrays.get("up_bias")), "mlp_up")
@@ -249,6 +295,7 @@ def _multiply_elsewhere(
     most: int,
     rows_AD: jax.Array,
     experts_A: jax.Array,
+    _: jax.Array | None,
 ) -> jax.Array:
     """`multiply` on the devices that have the experts.
 
@@ -272,7 +319,7 @@ def _multiply_elsewhere(
     experts_R = jnp.where(part_R < len(received_X), part_R % own, own)
     order_R = jnp.argsort(experts_R, stable=True)
     inverse_R = jnp.argsort(order_R)
-    y_RD = multiply(_permute(rows_RD, order_R, inverse_R), experts_R[order_R])
+    y_RD = multiply(_permute(rows_RD, order_R, inverse_R), experts_R[order_R], None)
     y_RD = _permute(y_RD, inverse_R, order_R)
     return kernels.exchange_rows(y_RD, counts_PP.T, len(rows_AD), most, axes)
 

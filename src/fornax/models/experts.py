@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from fornax.models.config import DecoderConfig
 from fornax.models.context import LayerContext
-from fornax.models.dispatch import ExpertArrays, run_experts
+from fornax.models.dispatch import ExpertArrays, ExpertWeight, run_experts
 from fornax.models.mlp import ACTIVATIONS, MLP
 from fornax.models.projection import Projection, draw, residual_std
 from fornax.models.routing import Choice, Routing, choose, count_routing
@@ -54,6 +54,11 @@ class ExpertProjection(nnx.Module):
         self.kernel = nnx.Param(drawn.reshape(shape), axes=("expert", inputs[0], outputs[0]))
         zeros = jnp.zeros((num_experts, outputs[1]), dtype)
         self.bias = nnx.Param(zeros, axes=("expert", outputs[0])) if bias else None
+
+    def weight(self, dtype: DTypeLike) -> jax.Array | ExpertWeight:
+        """What computes its products in a dtype: the kernel, or a weight that knows them itself."""
+        kernel = self.kernel.get_value()
+        return kernel.astype(dtype) if isinstance(kernel, jax.Array) else kernel
 
 
 class Experts(nnx.Module):
@@ -130,9 +135,9 @@ class Experts(nnx.Module):
 
     def _arrays(self) -> ExpertArrays:
         """The experts' parameters in the compute dtype."""
-        found = {}
+        found: ExpertArrays = {}
         for name, part in (("gate", self.gate), ("up", self.up), ("down", self.down)):
-            found[name] = part.kernel[...].astype(self.compute_dtype)
+            found[name] = part.weight(self.compute_dtype)
             if part.bias is not None:
                 found[f"{name}_bias"] = part.bias[...].astype(self.compute_dtype)
         return found

@@ -19,8 +19,8 @@ from fornax.llm.devices import DeviceSpec
 from fornax.llm.limits import limits_without_cache, resolve_limits
 from fornax.llm.memory import account_of
 from fornax.llm.speculation import DraftProposer
-from fornax.llm.weights import describe_weights
-from fornax.models import DecoderConfig, create_decoder, save_pretrained
+from fornax.llm.weights import describe_weights, local_bytes
+from fornax.models import DecoderConfig, ExpertsConfig, create_decoder, save_pretrained
 
 CONFIG = dataclasses.replace(CONFIGS["windowed"], attention_logit_softcap=None)
 
@@ -33,8 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def live_bytes() -> int:
+    """Bytes on one device."""
     gc.collect()
-    return sum(array.nbytes for array in jax.live_arrays())
+    return local_bytes(jax.live_arrays())
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,32 @@ def test_the_account_is_what_an_engine_holds(
     assert live_bytes() - before == account.held - caches
     engine.wake()
     assert live_bytes() - before == account.held
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_are_counted(tmp_path: Path) -> None:
+    """Each expert's own, divided over devices as the experts' widths are."""
+    experts = ExpertsConfig(num_experts=8, experts_per_token=2, intermediate_size=16)
+    model = DecoderConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_position_embeddings=64,
+        family="qwen3_moe",
+        qk_norm="head",
+        experts=experts,
+    )
+    save_pretrained(create_decoder(model, seed=3), tmp_path / "model")
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+    config = EngineConfig(**SIZES, **lora, tensor_parallel_size=2)
+    before = live_bytes()
+    parts = build_engine(tmp_path / "model", config)
+    account = account_of(config, parts.engine.runner.weights, parts.limits)
+    assert live_bytes() - before == account.held
+    layers, width = model.num_layers, model.hidden_size
+    assert account.adapters > 4 * layers * 8 * 3 * 8 * (width + 16 // 2) > 0
 
 
 def test_a_draft_model_with_few_pages_proposes_the_same(folder: Path) -> None:

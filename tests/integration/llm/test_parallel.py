@@ -1,8 +1,11 @@
 """Tensor parallel over virtual devices gives the tokens of one device."""
 
+from pathlib import Path
+
 import jax
 import pytest
 from tests.integration.llm.helpers import Figures, completions, prompts_of
+from tests.unit.llm.test_lora import RANK, merged, model_of, write_adapter
 
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm import LLM, SamplingParams
@@ -36,6 +39,24 @@ def test_tokens_are_those_of_one_device(devices: int) -> None:
     together = completions(llm.generate(prompts, seeded))
     assert completions(llm.generate(prompts[1:2], seeded))[0] == together[1]
     assert not figures.compiled
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_experts_are_divided_as_the_experts_are(tmp_path: Path) -> None:
+    """Each device holds a part of an expert's width, and that part of the adapters around it."""
+    tensors = write_adapter(tmp_path / "a", "qwen3_moe", seed=1, alpha=24)
+    base = model_of("qwen3_moe")
+    adapters = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    llm = LLM(base, **SIZES, **adapters, max_model_len=64, tensor_parallel_size=2)
+    llm.load_lora("a", tmp_path / "a")
+    prompts, names = prompts_of(3, 21, 14), [None, "a", "a"]
+    plain, adapted = (
+        generate(model, prompts, max_tokens=10, stop_tokens=())
+        for model in (base, merged("qwen3_moe", tensors, 24 / RANK))
+    )
+    assert adapted[1:] != plain[1:], "the adapter changes nothing"
+    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    assert completions(llm.generate(prompts, greedy, lora=names)) == [plain[0], *adapted[1:]]
 
 
 def test_weights_whose_sharding_agrees_are_not_copied() -> None:

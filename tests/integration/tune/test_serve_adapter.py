@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from tests.unit.tune.tiny import save_chats, save_model
 
 from fornax.adapters import LoRA, LoRAParam, attach, is_adapted
 from fornax.checkpoint import Checkpointer
@@ -15,6 +16,7 @@ from fornax.cli.main import main
 from fornax.config import dump_yaml
 from fornax.config.errors import ConfigError
 from fornax.llm import LLM, SamplingParams
+from fornax.models import ExpertsConfig
 from fornax.train import (
     RunDirectory,
     convert,
@@ -95,20 +97,45 @@ def test_an_adapter_apart_from_a_base_in_few_bits_says_how_far_it_is(
     assert convert(run, tmp_path / "adapter").max_abs_difference > 1e-2
 
 
-@pytest.mark.slow
-def test_the_adapter_serves_beside_its_base(run: Path, tiny: Path, tmp_path: Path) -> None:
-    convert(run, tmp_path / "hf", merge_lora=True)
-    convert(run, tmp_path / "adapter")
+def served(base: Path, run: Path, folder: Path) -> tuple[list[int], list[int], list[int]]:
+    """Greedy tokens of the base, of the run's adapter beside it, and of the two merged."""
+    convert(run, folder / "hf", merge_lora=True)
+    convert(run, folder / "adapter")
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 8}
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    adapted = LLM(tiny / "model", enable_lora=True, max_lora_rank=4, max_loras=1, **options)
-    adapted.load_lora("sft", tmp_path / "adapter")
+    adapted = LLM(base, enable_lora=True, max_lora_rank=4, max_loras=1, **options)
+    adapted.load_lora("sft", folder / "adapter")
     names = [None, "sft"]
     both = adapted.generate([PROMPT] * 2, greedy, lora=names)
     plain, tuned = (output.outputs[0].token_ids for output in both)
+    merged = LLM(folder / "hf", **options).generate([PROMPT], greedy)
+    return plain, tuned, merged[0].outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_the_adapter_serves_beside_its_base(run: Path, tiny: Path, tmp_path: Path) -> None:
+    plain, tuned, merged = served(tiny / "model", run, tmp_path)
     assert plain != tuned, "the adapter changes nothing"
-    merged = LLM(tmp_path / "hf", **options).generate([PROMPT], greedy)
-    assert merged[0].outputs[0].token_ids == tuned
+    assert merged == tuned
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_experts_are_trained_by_the_command_and_served(tmp_path: Path) -> None:
+    experts = ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_size=24)
+    base = save_model(tmp_path, family="qwen3_moe", qk_norm="head", experts=experts)
+    save_chats(tmp_path / "chats.jsonl")
+    words = [
+        "tune", "sft", "--model", base, "--data", tmp_path / "chats.jsonl", "--lora.rank", "4",
+        "--max-length", "64", "--batch-size", "4", "--steps", "25", "--optim.learning-rate", "0.02",
+        "--log.tensorboard=false", "--no-doctor", "--out", tmp_path / "run",
+    ]  # fmt: skip
+    assert main([str(word) for word in words]) == 0
+    trained = nnx.state(load_run(tmp_path / "run", merge=False).model, LoRAParam)
+    moved = nnx.to_pure_dict(trained)["layers"]["experts"]["down"]["lora_b"]
+    assert np.all(np.any(np.asarray(moved) != 0, axis=(2, 3))), "an expert was not trained"
+    plain, tuned, merged = served(base, tmp_path / "run", tmp_path)
+    assert plain != tuned, "the adapter changes nothing"
+    assert merged == tuned
 
 
 def test_what_cannot_be_converted_is_said(run: Path, tiny: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fornax.llm.adapters import Adapters
 from fornax.llm.config import EngineConfig
 from fornax.llm.lora import LoRAStack, LoRAWeight, bind
 from fornax.llm.weights import load_weights
-from fornax.models import DecoderConfig, create_decoder, init_cache
+from fornax.models import DecoderConfig, ExpertsConfig, create_decoder, init_cache
 from fornax.models.families import family_by_name
 from fornax.models.layout import plan_layout
 
@@ -30,7 +30,9 @@ RANK = 4
 
 
 def config_of(family):
+    experts = ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_size=24)
     return DecoderConfig(
+        experts=experts if family.endswith("moe") else None,
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -38,6 +40,7 @@ def config_of(family):
         num_heads=4,
         num_kv_heads=2,
         family=family,
+        qk_norm="head" if family == "qwen3_moe" else "none",
         tie_embeddings=False,
     )
 
@@ -85,7 +88,8 @@ def merged(family, tensors, scale):
             kernel = functools.reduce(getattr, owners, model).kernel
             change = block.slot.from_stored(delta[block.start : block.stop])
             value = np.array(kernel.get_value())
-            value[block.slot.layer] += change
+            expert = () if block.slot.expert is None else (block.slot.expert,)
+            value[(block.slot.layer, *expert)] += change
             kernel.set_value(jnp.asarray(value))
     return model
 
@@ -101,7 +105,9 @@ def _logits(graphdef, state, tokens_BT):
     return model(tokens_BT, cache=cache)[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "phi3", pytest.param("qwen3_moe", marks=pytest.mark.slow)]
+)
 def test_each_sequence_of_a_batch_has_its_own_adapter(family, tmp_path):
     first = write_adapter(tmp_path / "a", family, seed=1, alpha=8)
     second = write_adapter(tmp_path / "b", family, seed=2, rank=2, alpha=3, use_rslora=True)
@@ -296,4 +302,4 @@ def test_alpha_may_differ_between_modules(tmp_path):
         ("layers/mlp/down/kernel", "mlp.down_proj", 8),
     ]:
         up = tensors[f"{start}.{name}.lora_B.weight"]
-        np.testing.assert_allclose(pairs[path, 1].up_RN, up.T * alpha / RANK, rtol=1e-6)
+        np.testing.assert_allclose(pairs[path, (1,)].up_RN, up.T * alpha / RANK, rtol=1e-6)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from fornax.data import Tokenizer, train_bpe
 from fornax.models import DecoderConfig, create_decoder, save_pretrained
@@ -19,26 +20,32 @@ def small_tokenizer() -> Tokenizer:
     return train_bpe(texts, vocab_size=280)
 
 
-def save_model(folder: Path, *, seed: int = 0, template: str | None = TEMPLATE) -> Path:
-    """A llama with fresh weights, its tokenizer and chat template; returns its directory."""
+def save_model(
+    folder: Path, *, seed: int = 0, template: str | None = TEMPLATE, **changes: Any
+) -> Path:
+    """A model with fresh weights, its tokenizer and chat template; returns its directory.
+
+    It is a llama, unless its config changes that.
+    """
     tokenizer = small_tokenizer()
     tokenizer.save(folder / "tokenizer")
     if template is not None:
         (folder / "tokenizer" / "chat_template.jinja").write_text(template)
     assert tokenizer.eos_id is not None
-    config = DecoderConfig(
-        vocab_size=280,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.2,  # logits wide enough for adapters to choose between
-        eos_token_ids=(tokenizer.eos_id,),
-        family="llama",
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": 280,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,  # logits wide enough for adapters to choose between
+        "eos_token_ids": (tokenizer.eos_id,),
+        "family": "llama",
+    }
+    config = DecoderConfig(**{**fields, **changes})
     save_pretrained(create_decoder(config, seed=seed), folder / "model", folder / "tokenizer")
     return folder / "model"
 
