@@ -1,7 +1,8 @@
 """Adapters of every family, several in a batch, against transformers with merged weights.
 
 The adapters have PEFT's files and names: each linear layer but the output, which is what PEFT
-calls all-linear, and each expert's projections, which transformers holds in one tensor.
+calls all-linear, and each expert's projections, which transformers holds in one tensor
+(gpt-oss's files do too: no adapter has a name there).
 """
 
 import copy
@@ -70,12 +71,13 @@ def linear_weights(model: HfModel) -> Iterator[tuple[str, torch.Tensor]]:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             yield name, module.weight
-        if isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
+        fused = isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter)
+        if fused and model.config.model_type != "gpt_oss":  # whose files hold them so too
             leaves = ("gate_proj", "up_proj", "down_proj")
             if model.config.model_type == "mixtral":
                 name, leaves = name.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")
-            for expert, fused in enumerate(module.gate_up_proj):
-                weights = (*fused.chunk(2), module.down_proj[expert])
+            for expert, both in enumerate(module.gate_up_proj):
+                weights = (*both.chunk(2), module.down_proj[expert])
                 for leaf, weight in zip(leaves, weights, strict=True):
                     yield f"{name}.{expert}.{leaf}", weight
 

@@ -122,6 +122,12 @@ def save_peft(
             + ("" if overwrite else ", or overwrite")
         )
     layout, written = _layout(model), {}
+    named = {part.path for tensor in layout for part in _layers(tensor)}
+    if missing := sorted(set(modules) - named):
+        raise ConfigError(
+            f"the family's files hold {', '.join(missing)} in tensors that PEFT's files cannot "
+            "adapt; adapt other modules (lora.targets), or merge the adapters and save the model"
+        )
     arrays = {path: _host_arrays(module) for path, module in modules.items()}
     for tensor in layout:
         module = _written(model, modules, arrays, tensor)
