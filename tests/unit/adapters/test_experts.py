@@ -31,7 +31,14 @@ from fornax.adapters import (
 from fornax.adapters.attach import adapted_modules
 from fornax.config.errors import ConfigError
 from fornax.mesh import DEFAULT_RULES, MeshConfig, make_mesh, tree_shardings, use_mesh
-from fornax.models import Decoder, DecoderConfig, ExpertsConfig, abstract_decoder, create_decoder
+from fornax.models import (
+    Decoder,
+    DecoderConfig,
+    ExpertsConfig,
+    abstract_decoder,
+    config_from_hf,
+    create_decoder,
+)
 
 CONFIG = DecoderConfig(
     vocab_size=64,
@@ -222,3 +229,29 @@ def test_eight_devices_give_the_gradients_of_one() -> None:
         found = jax.jit(grad)(*spread)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_without_a_name_in_the_familys_files_are_not_saved(tmp_path: Path) -> None:
+    """gpt-oss stores all experts of a projection in one tensor."""
+    config = config_from_hf(
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
+    )
+    model = create_decoder(config)
+    attach(model, LoRA(rank=2, targets=("experts/down",)), rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match=r"layers/experts/down in tensors that PEFT's files"):
+        save_peft(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
