@@ -11,7 +11,6 @@ REFUSED = [
     (["--replicas", "2", "--", "serve"], "no model is named"),
     (["--replicas", "2", "--", "serve", "DIR", "--prot", "1"], "did you mean"),
     (["--replicas", "2", "--hosts", "2..3", "--", "serve", "DIR"], "a replica has one size"),
-    (["--hosts", "2", "--", "host", "."], "a replica of host is one process"),
     (["--replicas", "2", "--no-spares", "--", "serve", "DIR"], "are for training commands"),
     (["--replicas", "2", "--address", "auto", "--", "serve", "DIR"], "add --engine ray"),
     (["--run-dir", "r", "--", "train", "--run-dir", "r"], "are for --replicas"),

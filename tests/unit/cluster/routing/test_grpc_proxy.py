@@ -76,7 +76,9 @@ def router() -> Iterator[Routed]:
 
 def break_off(upstream: Served) -> None:
     """End a server's connections without a word of its own."""
-    upstream.run(upstream.server._server.stop(0))
+    listening = upstream.server._listening
+    assert listening is not None
+    upstream.run(listening.stop(0))
 
 
 class Stream:
