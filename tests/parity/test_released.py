@@ -1,5 +1,7 @@
 """The config.json of released models, at full size: tensors, windows and frequencies agree."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,8 +32,25 @@ def test_tensors_have_the_same_names_and_shapes(name: str) -> None:
     assert type(oracle).__name__ in RELEASED[name]["architectures"]
     config = config_from_hf(RELEASED[name])
     layout = plan_layout(abstract_decoder(config), family_by_name(str(config.family)).names)
+    found = {tensor.name: tensor.shape for tensor in layout}
     expected = {key: tuple(value.shape) for key, value in oracle.named_parameters()}
-    assert {tensor.name: tensor.shape for tensor in layout} == expected
+    if any(".experts.0." in key for key in found):
+        expected = dict(_each_expert(expected))
+    biases = {key: value for key, value in oracle.named_buffers() if "correction_bias" in key}
+    assert found == expected | {key: tuple(value.shape) for key, value in biases.items()}
+
+
+def _each_expert(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Shapes as the files have them, where transformers holds all experts in one parameter."""
+    for key, shape in shapes.items():
+        stem, _, leaf = key.rpartition(".")
+        if not stem.endswith(".experts"):
+            yield key, shape
+            continue
+        count, rows, columns = shape
+        parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+        for expert, part in itertools.product(range(count), parts):
+            yield f"{stem}.{expert}.{part}.weight", (rows // len(parts), columns)
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -66,7 +85,8 @@ def test_frequencies_agree(name: str) -> None:
 
 
 def _frequencies(config: DecoderConfig, rope: RopeConfig, length: int) -> np.ndarray:
-    width = int(config.head_width * rope.fraction)
+    rotated = config.head_width if config.latent is None else config.latent.rotated_dim
+    width = int(rotated * rope.fraction)
     limit = config.max_position_embeddings
     return np.asarray(inverse_frequencies(rope, width, limit, jnp.int32(length)))
 
