@@ -51,13 +51,6 @@ class _Layer:
     """Of the module, such as layers/attention/q."""
     slot: Slot
 
-    @property
-    def index(self) -> tuple[int, ...]:
-        """Its place in the stack of kernels: the layer, and the expert where it is one's."""
-        assert self.slot.layer is not None
-        expert = () if self.slot.expert is None else (self.slot.expert,)
-        return (self.slot.layer, *expert)
-
 
 def load_peft(path: str | Path, model: Decoder) -> LoRA:
     """Put an adapter that PEFT saved on a decoder, in place.
@@ -83,7 +76,7 @@ def load_peft(path: str | Path, model: Decoder) -> LoRA:
     found: dict[str, dict[tuple[int, ...], PeftModule]] = {}
     for name, module in stored.modules.items():
         for part in _layers(known[name]):
-            found.setdefault(part.path, {})[part.index] = _rows(module, part)
+            found.setdefault(part.path, {})[part.slot.index] = _rows(module, part)
     config = _config_of(stored, found)
     attach(model, config, rngs=nnx.Rngs(0))
     for at, module in adapted_modules(model):
@@ -259,18 +252,20 @@ def _written(
         module = modules.get(part.path)
         if module is None:
             if magnitude_N is not None:  # its own norm, so that nothing is turned there
-                kernel = np.asarray(_module_at(model, part.path).kernel.get_value()[part.index])
+                kernel = np.asarray(
+                    _module_at(model, part.path).kernel.get_value()[part.slot.index]
+                )
                 stored = part.slot.to_stored(kernel.astype(np.float32))
                 magnitude_N[rows] = np.linalg.norm(stored, axis=1)
             continue
         spec: Spec = module.lora
         columns = slice(at, at := at + spec.rank)
-        a, b = (arrays[part.path][name][part.index] for name in ("lora_a", "lora_b"))
+        a, b = (arrays[part.path][name][part.slot.index] for name in ("lora_a", "lora_b"))
         down_RK[columns] = a.reshape(inputs, spec.rank).T
         ratio = np.float32(spec.scale / scale)
         up_NR[rows, columns] = b.reshape(spec.rank, -1).T * ratio
         if magnitude_N is not None:
-            magnitude_N[rows] = arrays[part.path]["lora_magnitude"][part.index].ravel()
+            magnitude_N[rows] = arrays[part.path]["lora_magnitude"][part.slot.index].ravel()
     return PeftModule(down_RK=down_RK, up_NR=up_NR, magnitude_N=magnitude_N, scale=scale)
 
 

@@ -86,9 +86,7 @@ def read_adapter(
             )
         for block in known[module].blocks:
             rows = found.up_NR[block.start : block.stop]
-            expert = () if block.slot.expert is None else (block.slot.expert,)
-            key = (block.slot.path, (block.slot.layer or 0, *expert))
-            pairs[key] = Pair(found.down_RK.T, found.scale * rows.T)
+            pairs[block.slot.path, block.slot.index] = Pair(found.down_RK.T, found.scale * rows.T)
     return Adapter(name, str(path), largest, pairs)
 
 

@@ -1,14 +1,19 @@
 """How a layer attends through a cache: the small contract between layers and kinds of caches.
 
-Legend: B batch, T query tokens, N query heads, K key/value heads, H head width.
+Legend: B batch, T query tokens, N query heads, K key/value heads, H head width,
+V value width.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-__all__ = ["AttendOptions", "KeyValueCache", "LayerCache", "Place"]
+from fornax import kernels
+from fornax.models.context import LayerContext
+
+__all__ = ["AttendOptions", "KeyValueCache", "LayerCache", "Place", "attend_uncached"]
 
 
 class Place(NamedTuple):
@@ -27,6 +32,33 @@ class AttendOptions:
     scale: float
     window: int | None
     softcap: float | None
+
+
+def attend_uncached(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKV: jax.Array,
+    context: LayerContext,
+    options: AttendOptions,
+    sinks_N: jax.Array | None = None,
+) -> jax.Array:
+    """Attend among this pass's own tokens -> o [B, T, N, V]; remat may keep what it takes."""
+    return kernels.attention(
+        checkpoint_name(q_BTNH, "query"),
+        checkpoint_name(k_BTKH, "key"),
+        checkpoint_name(v_BTKV, "value"),
+        scale=options.scale,
+        causal=True,
+        positions_q_BT=context.positions_BT,
+        positions_k_BS=context.positions_BT,
+        consecutive=context.consecutive,
+        segment_ids_q_BT=context.segment_ids_BT,
+        segment_ids_k_BS=context.segment_ids_BT,
+        window=options.window,
+        softcap=options.softcap,
+        sinks_N=sinks_N,
+        implementation=context.implementation,
+    )
 
 
 class KeyValueCache(Protocol):

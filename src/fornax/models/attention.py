@@ -12,9 +12,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from fornax import kernels
 from fornax.mesh import constrain
-from fornax.models.attend import AttendOptions, LayerCache
+from fornax.models.attend import AttendOptions, LayerCache, attend_uncached
 from fornax.models.config import DecoderConfig, LayerKind, QueryScaling
 from fornax.models.context import LayerContext
 from fornax.models.norm import RMSNorm
@@ -75,29 +74,11 @@ class Attention(nnx.Module):
             q_BTNH = _grow(q_BTNH, context.positions_BT, self.query_scaling)
         q_BTNH = constrain(q_BTNH, ("batch", "length", "activation_heads", None))
         sinks_N = None if self.sinks is None else self.sinks[...]
+        options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
         if cache is not None:
-            options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
             o_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, options, sinks_N)
             return self.o(o_BTNH), cache
-        q_BTNH = checkpoint_name(q_BTNH, "query")
-        k_BTKH = checkpoint_name(k_BTKH, "key")
-        v_BTKH = checkpoint_name(v_BTKH, "value")
-        o_BTNH = kernels.attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            scale=self.scale,
-            causal=True,
-            positions_q_BT=context.positions_BT,
-            positions_k_BS=context.positions_BT,
-            consecutive=context.consecutive,
-            segment_ids_q_BT=context.segment_ids_BT,
-            segment_ids_k_BS=context.segment_ids_BT,
-            window=kind.window,
-            softcap=self.softcap,
-            sinks_N=sinks_N,
-            implementation=context.implementation,
-        )
+        o_BTNH = attend_uncached(q_BTNH, k_BTKH, v_BTKH, context, options, sinks_N)
         return checkpoint_name(self.o(o_BTNH), "attention_out"), None
 
 

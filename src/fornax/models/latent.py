@@ -17,9 +17,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from fornax import kernels
 from fornax.mesh import constrain
-from fornax.models.attend import AttendOptions, LayerCache
+from fornax.models.attend import AttendOptions, LayerCache, attend_uncached
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.norm import RMSNorm
@@ -97,21 +96,7 @@ class LatentAttention(nnx.Module):
         shared_BTNP = jnp.broadcast_to(shared_BT1P, (*k_BTNU.shape[:3], shared_BT1P.shape[3]))
         k_BTNH = jnp.concatenate([k_BTNU, shared_BTNP], axis=-1)
         k_BTNH = constrain(k_BTNH, ("batch", "length", "activation_heads", None))
-        o_BTNV = kernels.attention(
-            checkpoint_name(q_BTNH, "query"),
-            checkpoint_name(k_BTNH, "key"),
-            checkpoint_name(v_BTNV, "value"),
-            scale=self.scale,
-            causal=True,
-            positions_q_BT=context.positions_BT,
-            positions_k_BS=context.positions_BT,
-            consecutive=context.consecutive,
-            segment_ids_q_BT=context.segment_ids_BT,
-            segment_ids_k_BS=context.segment_ids_BT,
-            window=kind.window,
-            softcap=self.softcap,
-            implementation=context.implementation,
-        )
+        o_BTNV = attend_uncached(q_BTNH, k_BTNH, v_BTNV, context, self._options(kind))
         return checkpoint_name(self.o(o_BTNV), "attention_out"), None
 
     def _project(
@@ -146,14 +131,16 @@ class LatentAttention(nnx.Module):
         up_RNU, up_RNV = jnp.split(up_RNX, [self.config.unrotated_dim], axis=-1)
         q_BTNU, q_BTNP = jnp.split(q_BTNH, [self.config.unrotated_dim], axis=-1)
         q_BTNR = jnp.einsum("BTNU,RNU->BTNR", q_BTNU, up_RNU)
-        options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
         o_BTNR, cache = cache.attend(
             jnp.concatenate([q_BTNR, q_BTNP], axis=-1),
             jnp.concatenate([latent_BTR[:, :, None], shared_BT1P], axis=-1),
             None,
-            options,
+            self._options(kind),
         )
         return jnp.einsum("BTNR,RNV->BTNV", o_BTNR[..., : latent_BTR.shape[2]], up_RNV), cache
+
+    def _options(self, kind: LayerKind) -> AttendOptions:
+        return AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
 
     def _up(self) -> jax.Array:
         """The up-projection w [R, N, U + V] in the compute dtype."""

@@ -40,6 +40,11 @@ class Slot:
     """Whether the file has it in our order of axes."""
 
     @property
+    def index(self) -> tuple[int, ...]:
+        """Where it lies in the parameter: layer and expert, as far as it is one's."""
+        return tuple(number for number in (self.layer, self.expert) if number is not None)
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape in the file."""
         if self.num_inputs:

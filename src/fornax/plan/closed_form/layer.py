@@ -78,7 +78,9 @@ class _Graph:
         self.used.add(of)
         return self.cheap(name, of, width=width)
 
-    def product(self, name: str, of: str, contract: int, columns: int, width: int) -> str:
+    def product(
+        self, name: str, of: str, contract: int, columns: int, width: int, **grouped: int
+    ) -> str:
         self.used.add(of)
         return self.add(
             Node(
@@ -89,23 +91,15 @@ class _Graph:
                 contract=contract,
                 columns=columns,
                 heads=name in ("q_product", "k_product", "v_product"),
+                **grouped,
             )
         )
 
     def grouped(self, name: str, of: str, contract: int, columns: int, shares: Shares) -> str:
         """A product of each token with the matrices of the experts that it chose."""
-        self.used.add(of)
-        return self.add(
-            Node(
-                name=name,
-                kind="product",
-                needs=(of,),
-                width=shares.chosen * columns,
-                contract=contract,
-                columns=columns,
-                rows=shares.chosen,
-                experts=shares.experts,
-            )
+        rows = shares.chosen
+        return self.product(
+            name, of, contract, columns, rows * columns, rows=rows, experts=shares.experts
         )
 
 
