@@ -56,10 +56,13 @@ def train(words: Sequence[str]) -> int:
 def hang(number: int, frame: object) -> None:
     """Hang as a file beside the record says, once the rank is where it can."""
     record = Path(os.environ["FORNAX_WORKER_RECORD"])
+    began = record.with_suffix(".hung")
     if record.with_suffix(".hang").read_text() == "lock":
+        began.touch()
         ctypes.PyDLL(None).sleep(SECONDS)  # keeps the interpreter's lock
     state = worker_record.read(record)
     if state is not None and state.phase == "wait_for_data":
+        began.touch()
         time.sleep(SECONDS)
     signal.setitimer(signal.ITIMER_REAL, 0.0005)
 
@@ -120,13 +123,17 @@ class Drilled:
                 return group
             time.sleep(0.005)
 
-    def tell(self, rank: int, what: str) -> None:
-        """Have a rank hang."""
+    def hang(self, rank: int, what: str) -> float:
+        """Have a rank hang; returns when it began to, seconds since 1970."""
         record = self.files.record(rank)
         state = worker_record.read(record)
         assert state is not None
+        began = record.with_suffix(".hung")
+        began.unlink(missing_ok=True)
         record.with_suffix(".hang").write_text(what)
         os.kill(state.pid, signal.SIGUSR2)
+        self.until(began.exists)
+        return began.stat().st_mtime
 
     def processes(self) -> list[int]:
         """Of the launch: its own, and those that it started, directly or not."""
@@ -183,27 +190,42 @@ def faults(*inject: Callable[[Drilled], object]) -> Callable[[Drilled], Times]:
         for each in inject:
             each(run)
         last = time.time() - at
-
-        def torn() -> dict[str, Any] | None:
-            return next((e for e in run.events()[before:] if e.get("state") == "teardown"), None)
-
-        first = run.until(torn)
-        verdicts = (e for e in run.events()[before:] if e.get("state") in ("suspect", "teardown"))
-        named = next(verdicts)  # the stacks of one that hangs are asked for after it
-        drills = [e["epoch"] for e in run.events()[before:] if "drill" in e]
-        group = run.wait_for_steps(1, after=max([first["epoch"], *drills]), since=before)
-        return Times(
-            named=named["time"] - at,
-            stepped=time.time() - at,
-            again=max(0, first["entered"] + 1 - group["step"]),
-            said=f"the last fault after {last:.1f} s" if len(inject) > 1 else "",
-        )
+        said = f"the last fault after {last:.1f} s" if len(inject) > 1 else ""
+        return recovered(run, before, at, said)
 
     return do
 
 
 def hanging(rank: int, what: str) -> Callable[[Drilled], Times]:
-    return faults(lambda run: run.tell(rank, what))
+    """A rank that hangs, from when it does."""
+
+    def do(run: Drilled) -> Times:
+        before = len(run.events())
+        return recovered(run, before, run.hang(rank, what))
+
+    return do
+
+
+def recovered(run: Drilled, before: int, at: float, said: str = "") -> Times:
+    """Wait for the steps after faults.
+
+    Args:
+      run: what they were done to.
+      before: how many events there were before them.
+      at: when the first happened, seconds since 1970.
+      said: of them, in words.
+    """
+
+    def torn() -> dict[str, Any] | None:
+        return next((e for e in run.events()[before:] if e.get("state") == "teardown"), None)
+
+    first = run.until(torn)
+    verdicts = (e for e in run.events()[before:] if e.get("state") in ("suspect", "teardown"))
+    named = next(verdicts)  # the stacks of one that hangs are asked for after it
+    drills = [e["epoch"] for e in run.events()[before:] if "drill" in e]
+    group = run.wait_for_steps(1, after=max([first["epoch"], *drills]), since=before)
+    again = max(0, first["entered"] + 1 - group["step"])
+    return Times(named=named["time"] - at, stepped=time.time() - at, again=again, said=said)
 
 
 def drilled(fault: Fault, rank: int) -> Callable[[Drilled], object]:
@@ -274,14 +296,15 @@ def resized(run: Drilled) -> Times:
         run.wait_for_steps(1, after=before)
         seconds.append(time.time() - at)
         run.wait_for_steps(STEPS, after=before)
-        pauses.append(max(gaps(run)))
+        pauses.append(max(gaps(run, since=at)))
     said = "pauses " + ", ".join(f"{pause:.1f} s" for pause in pauses)
     return Times(stepped=max(seconds), again=0, said=said)
 
 
-def gaps(run: Drilled) -> list[float]:
-    """Seconds between the newest steps, as they were recorded."""
-    times = [r["time"] for r in read_json_lines(run.run_dir / "metrics.jsonl")[-STEPS - 20 :]]
+def gaps(run: Drilled, since: float = 0.0) -> list[float]:
+    """Seconds between recorded steps after a time."""
+    records = read_json_lines(run.run_dir / "metrics.jsonl")
+    times = [each["time"] for each in records if each["time"] > since]
     return [b - a for a, b in itertools.pairwise(times)]
 
 

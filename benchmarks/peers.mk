@@ -7,7 +7,7 @@ PEER_MODEL := safetensors==0.8.*
 PEER_TORCH := torch==2.13.0
 LLAMACPP_CMAKE := -DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF
 
-.PHONY: bench-peers bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino bench-peers-tunix bench-peers-hosts bench-llm bench-tune bench-host clean-peers
+.PHONY: bench-peers bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino bench-peers-tunix bench-peers-hosts bench-peers-recovery bench-llm bench-tune bench-host bench-recovery clean-peers
 
 bench-peers: bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino ## Install what bench-llm compares with
 
@@ -38,6 +38,11 @@ bench-peers-hosts: $(HOSTS:%=$(PEERS)/%/.ready) # Model servers; 3.5 GB.
 bench-host: $(VENV)/.dev bench-peers-hosts ## The model server beside its peers; results in benchmarks/results
 	$(BIN)/python benchmarks/model_server.py --peers $(PEERS)
 	$(BIN)/python benchmarks/bundle_loading.py
+
+bench-peers-recovery: $(PEERS)/raytrain/.ready
+
+bench-recovery: $(VENV)/.dev bench-peers-recovery ## Recovery beside Ray Train's; results in benchmarks/results
+	$(BIN)/python benchmarks/recovery.py --parts peers --peers $(PEERS)
 
 clean-peers:
 	rm -rf $(PEERS)
@@ -88,4 +93,9 @@ $(PEERS)/bentoml/.ready: benchmarks/peers.mk
 $(PEERS)/onnxruntime/.ready: benchmarks/peers.mk
 	$(PYTHON) -m venv $(PEERS)/onnxruntime
 	$(PEERS)/onnxruntime/bin/python $(PEER_PIP) onnxruntime==1.31.1 onnx==1.23.2 orjson==3.* $(PEER_HTTP)
+	@touch $@
+
+$(PEERS)/raytrain/.ready: benchmarks/peers.mk
+	$(PYTHON) -m venv $(PEERS)/raytrain
+	$(PEERS)/raytrain/bin/python $(PEER_PIP) "ray[train]==2.60.0" $(PEER_JAX) optax==0.2.8
 	@touch $@

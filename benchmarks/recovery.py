@@ -5,11 +5,11 @@ machine, a small decoder (`_drills.py`). Times are wall time from the fault to t
 the first step that all ranks made after it: what else runs on the machine is in them. `overhead`:
 processor time of a step with the record, agent, snapshots and replicas, beside the same step
 without. `tiers`: bytes/s of the agent's memory, a peer's, disk and mirror, each beside its limit in
-the same round:
+the same round. `peers`: some of the faults on two processes, beside Ray Train's JaxTrainer with a
+careful loop (`_recovery_peers.py`, `make bench-recovery`):
 
     python benchmarks/recovery.py [--parts faults overhead tiers] [--drills "kill 1"] [--guide]
-
-Ray Train has no part in it: measured once by hand it took 16 s for a kill and 23 s for SIGSTOP.
+    python benchmarks/recovery.py --parts peers --peers .venv-peers [--rounds 1]
 """
 
 import argparse
@@ -32,8 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
+from scipy.stats.mstats import trimmed_mean, trimmed_mean_ci
 
 import _drills
+import _recovery_peers
 from _harness import machine, table, versions, write_guide, write_results
 from fornax.checkpoint import CheckpointConfig, Checkpointer
 from fornax.checkpoint.mirror import Mirror
@@ -48,7 +50,9 @@ from fornax.train.state import TrainState, as_tree
 
 SECONDS = 900
 SAVE_EVERY = 200
-PAIRS = 200
+TURNS = 200
+STEPS = 16
+"""A turn, half of them with the record: single steps differ by a tenth on a shared machine."""
 SNAPSHOTS = 30
 MEGABYTES = 240
 RATE_ROUNDS = 5
@@ -83,7 +87,7 @@ def settings(data: Path, width: int, save_every: int | None = None) -> dict[str,
             "num_kv_heads": 2,
         },
         "data": {"source": {"type": "dataset", "path": str(data)}},
-        "log": {"tensorboard": False, "every": 10},
+        "log": {"tensorboard": False, "every": 1},
     }
 
 
@@ -159,9 +163,10 @@ def _ran(task: Path) -> float:
 
 
 def bounded(values: list[float]) -> tuple[float, float]:
-    """The mean, and the upper end of its 95 % interval (normal)."""
-    middle = statistics.mean(values)
-    return middle, middle + 1.96 * statistics.stdev(values) / len(values) ** 0.5
+    """The mean without the outer fifths, and the upper end of its 95 % interval (Tukey and
+    McLaughlin 1963): a processor whose rate changes within a turn is an outlier."""
+    inner = (0.2, 0.2)
+    return float(trimmed_mean(values, inner)), float(trimmed_mean_ci(values, inner)[1])
 
 
 def overhead(folder: Path, width: int) -> list[list[object]]:
@@ -180,28 +185,31 @@ def overhead(folder: Path, width: int) -> list[list[object]]:
     batches.close()
     state, memory = first_state(config, programs), memory_tier()
     state, _ = jax.block_until_ready(programs.step(state, rows))
-    memory.begin(10 * PAIRS)
+    memory.begin(10 * TURNS)
     ledgers = {True: Ledger(record=worker_record.current()), False: plain}
     spent: dict[bool, list[float]] = {True: [], False: []}
     agents = [_parent(os.getpid())]
     wall, before, beats = time.monotonic(), processor_seconds(agents), heartbeat_seconds()
-    for pair in range(PAIRS):
-        for kept in (True, False) if pair % 2 else (False, True):
+    for turn in range(TURNS):
+        taken = {True: 0.0, False: 0.0}
+        for kept in (True, False, False, True) * (STEPS // 4):
             programs.ledger = ledger = ledgers[kept]
             began = time.process_time()
-            ledger.begin(pair)
+            ledger.begin(turn)
             ledger.enter("step")
             with ledger.phase("wait_for_data"):
                 pass
             state, _ = jax.block_until_ready(programs.step(state, rows))
             if kept:
-                memory.is_due(pair)
-            spent[kept].append(time.process_time() - began)
+                memory.is_due(turn)
+            taken[kept] += time.process_time() - began
+        for kept, seconds in taken.items():
+            spent[kept].append(seconds / (STEPS // 2))
     wall = time.monotonic() - wall
     agent = (processor_seconds(agents) - before) / wall
     beat = (heartbeat_seconds() - beats) / wall
     step = statistics.mean(spent[False])
-    rate = sum(map(sum, spent.values())) / wall
+    rate = sum(map(sum, spent.values())) * STEPS / 2 / wall
     differences = [a - b for a, b in zip(spent[True], spent[False], strict=True)]
     mean, upper = bounded(differences)
     rows_of = [("record, beside the same step", 100 * mean / step, 100 * upper / step)]
@@ -336,8 +344,9 @@ def _written(path: Path, source: np.ndarray) -> None:
 
 HEADERS = {
     "faults": _drills.HEAD,
-    "overhead": ("of a step's processor time", "mean", "95 % interval, upper end"),
+    "overhead": ("of a step's processor time", "trimmed mean", "95 % interval, upper end"),
     "tiers": ("tier", "rate", "limit", "its rate", "ratio"),
+    "peers": _recovery_peers.HEADER,
 }
 
 
@@ -348,10 +357,15 @@ def main() -> None:
     parser.add_argument("--drills", nargs="+", choices=names, default=())
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--guide", action="store_true", help="write the guide's drills too")
-    parser.add_argument("--parts", nargs="+", choices=[*HEADERS], default=[*HEADERS])
+    parser.add_argument("--parts", nargs="+", choices=[*HEADERS], default=[*HEADERS][:3])
+    parser.add_argument("--peers", type=Path, help="where make bench-peers-recovery installs them")
+    parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()
+    if "peers" in given.parts and given.peers is None:
+        parser.error("the part peers needs --peers, where make bench-peers-recovery installs them")
     for part in given.parts:
-        with tempfile.TemporaryDirectory() as name:
+        said: list[str] = []
+        with tempfile.TemporaryDirectory(prefix="recovery-") as name:
             folder = Path(name)
             if part != "tiers":
                 dataset(folder)
@@ -360,21 +374,28 @@ def main() -> None:
                 saved = settings(folder / "data" / "built", given.width, SAVE_EVERY)
                 file.write_text(yaml.safe_dump(saved))
                 rows = _drills.table_of_faults(folder, file, given.drills)
+            elif part == "peers":
+                python = (given.peers / "raytrain" / "bin" / "python").absolute()
+                model = settings(folder / "data" / "built", given.width, _recovery_peers.SAVE_EVERY)
+                found = _recovery_peers.measure(folder, model, given.rounds, python)
+                rows, said = _recovery_peers.rows(*found), ["", _recovery_peers.steps(*found)]
             else:
                 rows = in_a_launch(part, folder, given.width)
         title = {
             "faults": f"Recovery of {_drills.HOSTS} processes",
-            "overhead": f"What recovery costs a step, {PAIRS} pairs of steps in turn",
+            "overhead": f"What recovery costs a step, {TURNS} turns of {STEPS} steps",
             "tiers": f"Tiers of checkpoints, a state of {MEGABYTES} MB, medians of {RATE_ROUNDS}",
+            "peers": f"Recovery of {_recovery_peers.HOSTS} processes beside Ray Train's",
         }[part]
         text = "\n".join(
             [
                 f"# {title}",
                 "",
-                f"{machine()}; {versions('jax', 'orbax-checkpoint')}; "
+                f"{machine()}; {versions('jax', 'orbax-checkpoint', 'ray')}; "
                 f"load {os.getloadavg()[0]:.1f}",
                 "",
                 table(HEADERS[part], rows),
+                *said,
                 "",
             ]
         )

@@ -23,12 +23,11 @@ from fornax.checkpoint.arrays import (
     save_arrays,
     table,
 )
+from fornax.checkpoint.failures import first_line, has_no_room, reason
 from fornax.checkpoint.files import (
     checksums,
     claim,
-    complete_steps,
     delete_step,
-    find_damage,
     read_epoch,
     remove_leftovers,
     step_path,
@@ -40,14 +39,13 @@ from fornax.checkpoint.records import (
     is_complete,
     json_copy,
     read_record,
-    read_records,
     record_path,
     write_record,
 )
 from fornax.checkpoint.retention import CheckpointConfig, Kept, expired
+from fornax.checkpoint.stored import StoredSteps
 from fornax.checkpoint.together import SavingTogether, ended, meet, raise_anywhere
 from fornax.config.errors import CheckpointError, DiskFullError, GroupLostError
-from fornax.config.files import is_full
 from fornax.mesh import hosts
 
 __all__ = ["Checkpointer", "Restored"]
@@ -98,6 +96,7 @@ class Checkpointer:
             self._mirror = Mirror(self._config.mirror, self.directory)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._stored = StoredSteps(self.directory, contents=self._config.verify == "checksum")
         self._together = SavingTogether(self.directory)
         self._claimed = False
         self._epoch: int | None = None
@@ -271,7 +270,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """Complete steps on disk, ascending."""
-        return complete_steps(self.directory)
+        return self._stored.steps()
 
     def latest_step(self) -> int | None:
         """Newest complete step on disk, or None."""
@@ -328,7 +327,7 @@ class Checkpointer:
         Raises:
           CheckpointError: when there is no such step, or its record is damaged.
         """
-        return self._first_record(step).config_yaml
+        return self._stored.first_record(step).config_yaml
 
     def read_metadata(self, step: int) -> dict[str, Any]:
         """The `metadata` that a step was saved with.
@@ -336,14 +335,7 @@ class Checkpointer:
         Raises:
           CheckpointError: when there is no such step, or its record is damaged.
         """
-        return dict(self._first_record(step).metadata)
-
-    def _first_record(self, step: int | None) -> Record:
-        path = self._existing(step)
-        try:
-            return read_record(path, 0)
-        except CheckpointError as error:
-            raise self._damaged(path, str(error)) from error
+        return dict(self._stored.first_record(step).metadata)
 
     def discard(self, after: int) -> None:
         """Delete the steps after `after`, the mirror's too: the run goes another way from there.
@@ -381,8 +373,8 @@ class Checkpointer:
           CheckpointError: when there is no such step, a file is damaged, or the arrays saved are
             not those asked for. The message names the step, the file and what to do.
         """
-        path = self._existing(self.resume_step() if step is None else step)
-        records = self._verified(path)
+        path = self._stored.existing(self.resume_step() if step is None else step)
+        records = self._stored.verified(path)
         check_fits(abstract_state, records[0].arrays, partial=partial, where=str(path))
         return Restored(
             step=int(path.name),
@@ -400,8 +392,8 @@ class Checkpointer:
             raise
         except Exception as error:
             failure = (
-                f"step {path.name} in {self.directory} cannot be loaded: {_first_line(error)}. "
-                f"{self._advice(int(path.name))}"
+                f"step {path.name} in {self.directory} cannot be loaded: {first_line(error)}. "
+                f"{self._stored.advice(int(path.name))}"
             )
         raise_anywhere(failure)
         return state
@@ -494,100 +486,13 @@ class Checkpointer:
                     f"keeps, cannot be deleted ({error.strerror}); delete it"
                 ) from error
 
-    def _existing(self, step: int | None) -> Path:
-        steps = self.all_steps()
-        if not steps:
-            what = "has no complete checkpoint" if self.directory.is_dir() else "does not exist"
-            raise CheckpointError(f"{self.directory} {what}; check the path, or start the run anew")
-        if step is None:
-            return step_path(self.directory, steps[-1])
-        if step not in steps:
-            raise CheckpointError(
-                f"step {step} is not complete in {self.directory}; complete are "
-                f"{', '.join(map(str, steps))}"
-            )
-        return step_path(self.directory, step)
-
-    def _verified(self, path: Path) -> list[Record]:
-        """The records of a step, after all processes found their share of its files intact."""
-        try:
-            damage = None
-            records = read_records(path)
-        except CheckpointError as error:
-            damage, records = str(error), []
-        damage = damage or self._damage(path, records)
-        raise_anywhere(None if damage is None else str(self._damaged(path, damage)))
-        return records
-
-    def _damage(self, path: Path, records: list[Record]) -> str | None:
-        """What is wrong with this process's share of a step's files."""
-        files = dict(pair for record in records for pair in record.files.items())
-        share = sorted(files)[jax.process_index() :: jax.process_count()]
-        return find_damage(
-            path,
-            {name: files[name] for name in share},
-            contents=self._config.verify == "checksum",
-        )
-
-    def _damaged(self, path: Path, what: str) -> CheckpointError:
-        return CheckpointError(f"step {path.name}: {what}. {self._advice(int(path.name))}")
-
-    def _advice(self, bad: int) -> str:
-        """What to do about a bad step: the newest older one that is whole."""
-        for step in reversed([step for step in self.all_steps() if step < bad]):
-            path = step_path(self.directory, step)
-            try:
-                records = read_records(path)
-            except CheckpointError:
-                continue
-            files = dict(pair for record in records for pair in record.files.items())
-            if find_damage(path, files, contents=self._config.verify == "checksum") is None:
-                return (
-                    f"Step {step} is intact: restore it by number, or delete "
-                    f"{step_path(self.directory, bad)} and resume"
-                )
-        return "No older step is intact: start the run anew"
-
     def _save_error(self, step: int, error: Exception) -> CheckpointError:
         latest = self.latest_step()
-        return (DiskFullError if _is_full(error) else CheckpointError)(
-            f"saving step {step} to {self.directory} failed: {_reason(error, self.directory)}. "
+        return (DiskFullError if has_no_room(error) else CheckpointError)(
+            f"saving step {step} to {self.directory} failed: {reason(error, self.directory)}. "
             + (f"Step {latest} is intact" if latest is not None else "No step is complete yet")
         )
 
 
 def _listed(steps: list[int]) -> str:
     return f"steps {', '.join(map(str, steps))}" if steps else "none"
-
-
-def _is_full(error: BaseException) -> bool:
-    """Whether there was no room; TensorStore says so in words alone."""
-    causes = _causes(error)
-    return any(is_full(cause) or "No space left" in str(cause) for cause in causes)
-
-
-def _reason(error: BaseException, directory: Path) -> str:
-    """The cause in words, and the fix where there is one."""
-    text = " ".join(str(cause) for cause in _causes(error))
-    codes = {cause.errno for cause in _causes(error) if isinstance(cause, OSError)}
-    if _is_full(error):
-        free = shutil.disk_usage(directory).free / 1e6
-        return f"no space left on the disk ({free:.0f} MB free); free some, or keep fewer steps"
-    if errno.EFBIG in codes or "File too large" in text:
-        return "a file grew over the limit of this system; raise the file-size limit"
-    if codes & {errno.EROFS, errno.EACCES, errno.EPERM} or "Read-only file system" in text:
-        return "the directory cannot be written; choose another or change its permissions"
-    return _first_line(error)
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    causes: list[BaseException] = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
-    return causes
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

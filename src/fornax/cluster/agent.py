@@ -280,6 +280,10 @@ class Agent:
                     "FORNAX_SNAPSHOT_MEMORY": ":".join(
                         self._path(number) for number in self._memory
                     ),
+                    "FORNAX_SNAPSHOT_REPLICAS": ":".join(
+                        self._path(number)
+                        for number in (self._peers.replicas() if self._peers is not None else ())
+                    ),
                     "FORNAX_SNAPSHOT_MTBF": str(job.mtbf),
                     "FORNAX_PROGRAM_MEMORY": self._path(self._programs),
                     **job.environment,

@@ -21,7 +21,13 @@ class Attempts:
         self._since = time.monotonic()
 
     def begin(self, step: int) -> None:
-        """A group has entered its first step."""
+        """A group has entered its first step.
+
+        One that begins earlier than the group before lost what that had; its progress counts from
+        there.
+        """
+        if step < self._began:
+            self.best = self._best_at_fault = self._began_at_fault = step
         self._began = step
         self.reach(step)
 

@@ -10,26 +10,25 @@ leave. Each change is a line of events.jsonl.
 """
 
 import contextlib
-import re
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, get_args
 
+from fornax.cluster.agents import AgentLostError, Agents
 from fornax.cluster.attempts import Attempts
 from fornax.cluster.coordination import CoordinationService
-from fornax.cluster.departure import Departures
+from fornax.cluster.departure import Arrivals, Departures
 from fornax.cluster.files import ClusterFiles, Request
-from fornax.cluster.local import AgentProcess, Launcher
+from fornax.cluster.local import Launcher
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
 from fornax.cluster.relay import Relayed
 from fornax.cluster.signals import signals_to
 from fornax.cluster.slow import Paces
 from fornax.cluster.snapshot_places import SnapshotPlaces
-from fornax.cluster.verdict import Limits, Verdict, judge
+from fornax.cluster.verdict import Limits, Verdict, judge, lost_agent, lost_service
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import JsonLines, read_json_lines
 from fornax.config.worker_process import WorkerProcess
@@ -41,12 +40,9 @@ SlowPolicy = Literal["report", "evict"]
 
 _TICK_SECONDS = 0.05
 _EVIDENCE_SECONDS = 0.3
-_AGENT_START_SECONDS = 45.0
-_KILL_SECONDS = 15.0
 _COUNT_SECONDS = 1.0
 _SILENT_SECONDS = 3.0
 _USER_ERROR = 2
-_NOISE = re.compile(r"^\[Gloo\] |^[IWE]\d{4} [\d:.]+ ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +69,6 @@ class Job:
 
 class _Resized:
     """All workers have saved the same step and ended, to go on in another number."""
-
-
-class _AgentLostError(Exception):
-    """The agent of a rank is no more, or says nothing."""
-
-    def __init__(self, rank: int, what: str, *, cut: bool = False) -> None:
-        super().__init__(what)
-        self.rank, self.what = rank, what
-        self.cut = cut
-        """Whether it may run, out of reach."""
 
 
 class Controller:
@@ -115,17 +101,16 @@ class Controller:
         self._announce = announce
         self._tick = tick
         self._events = JsonLines(files.events)
-        self._agents: dict[int, AgentProcess] = {}
+        self._agents = Agents(self._take)
         self._service: CoordinationService | None = None
         self._standby: CoordinationService | None = None
         self._epoch = max((e["epoch"] for e in read_json_lines(files.events)), default=0)
         self._state: State | None = None
         self._seen: dict[int, Observation] = {}
-        self._heard: dict[int, float] = {}
         self._ended: list[int] = []
-        self._answers: dict[int, Mapping[str, Any]] = {}
         self._places = SnapshotPlaces()
         self._departures = Departures(launcher, self._places)
+        self._arrivals = Arrivals(launcher, self._places)
         self._signals: list[int] = []
         self._step = -1
         self._stepped_at = 0.0
@@ -155,7 +140,7 @@ class Controller:
                 found = self._watch()
                 if isinstance(found, _Resized):
                     self._end_service()
-                    self._free = 0
+                    self._free = sum(each.left for each in self._seen.values())
                     continue
                 if isinstance(found, int):
                     self._enter("ended", f"exit code {found}", code=found)
@@ -252,15 +237,16 @@ class Controller:
             if there >= self._least:
                 self._dismiss([rank for rank in self._agents if rank >= there])
                 self._hosts = there
+                for rank, (agent, address) in self._arrivals.take(range(there)).items():
+                    self._places.add(rank, address)
+                    self._agents.put(rank, agent)
                 missing = [rank for rank in range(there) if rank not in self._agents]
                 try:
                     started = self._launcher.start(missing)
-                    for agent in started.values():
+                    self._agents.renew()
+                    for rank, agent in started.items():
                         self._places.let_listen(agent, self._launcher.address)
-                    self._agents.update(started)
-                    for rank in range(there):
-                        late = _AGENT_START_SECONDS if rank in missing else 0.0
-                        self._heard[rank] = time.monotonic() + late
+                        self._agents.put(rank, agent)
                     return
                 except ClusterError as error:
                     why = f": {error}"
@@ -294,8 +280,8 @@ class Controller:
         while True:
             try:
                 self._pump(_TICK_SECONDS)
-            except _AgentLostError as lost:
-                return self._agent_lost(lost)
+            except AgentLostError as lost:
+                return self._lost(lost)
             self._relay()
             forming = self._state == "forming"
             if len(self._signals) > 1 or (
@@ -309,10 +295,7 @@ class Controller:
                 self._ask_to_save()
             settled = not (self._resizes or self._signals or self._departures.ranks)
             if settled and (hosts := self._next_hosts()):
-                self._resizes = True
-                why = f"{hosts} hosts are next: all finish this step and save"
-                self._enter("running", why, hosts=hosts)
-                self._ask_to_save()
+                self._resize(hosts)
             if self._state == "running" and not self._resizes and not self._signals:
                 self._depart()
             if stopping_since and time.monotonic() - stopping_since > self._job.limits.slow:
@@ -320,9 +303,9 @@ class Controller:
             codes = [each.code for each in self._seen.values()]
             if len(codes) == self._hosts and all(code in CLEAN for code in codes):
                 worst = max(code for code in codes if code is not None)
+                self._departures.in_memory = any(each.kept >= 0 for each in self._seen.values())
                 if self._resizes and worst and not self._signals:
                     return _Resized()
-                self._departures.in_memory = any(each.kept >= 0 for each in self._seen.values())
                 if (
                     worst
                     and self._departures.leave_by
@@ -331,13 +314,30 @@ class Controller:
                     return self._departures.verdict(self._seen, "all left at one step")
                 return 128 + self._signals[0] if self._signals and worst else worst
             if self._service is not None and not self._service.alive():  # all workers abort of it
-                return self._of_launcher("jax's coordination service ended")
+                return lost_service("jax's coordination service ended")
             if verdict := self._judge():
                 return self._convict(verdict)
             if self._departures.leave_by and time.monotonic() > self._departures.leave_by:
                 return self._departures.verdict(self._seen, "not all left in time")
             if self._state == "running" and not self._departures.leave_by and self._paces.judge():
                 self._tell_slow(evict=settled)
+
+    def _resize(self, hosts: int) -> None:
+        """Have all leave at one step, once those that come are ready.
+
+        A group that grows has the step in memory. Of one that shrinks some agents end, so it saves.
+        """
+        grows = hosts > self._hosts
+        if grows and not self._arrivals.are_ready(range(self._hosts, hosts)):
+            self._counted_at = 0.0  # look again at once
+            return
+        self._resizes = True
+        how = "keep it in memory" if grows else "save"
+        self._enter(
+            "running", f"{hosts} hosts are next: all finish this step and {how}", hosts=hosts
+        )
+        for agent in self._agents.values():
+            agent.send({"kind": "depart" if grows else "signal", "number": signal.SIGTERM})
 
     def _tell_slow(self, *, evict: bool) -> None:
         """Say who holds the others up, or that nobody does now; by policy replace it."""
@@ -359,7 +359,7 @@ class Controller:
         agent = None if rank is None else self._agents.get(rank)
         if rank is not None and self._state is not None and isinstance(agent, WorkerProcess):
             with self._files.services.open("ab") as log:
-                self._agents[rank] = relayed = Relayed(agent, log)
+                self._agents.put(rank, relayed := Relayed(agent, log), starts=False)
             why = f"rank {rank} is reached through a relay, process {relayed.pid}"
             self._enter(self._state, why, relay=rank, pid=relayed.pid)
 
@@ -391,8 +391,7 @@ class Controller:
             else:
                 self._forget(rank)
             self._places.add(rank, departure.address)
-            self._agents[rank] = departure.agent
-            self._heard[rank] = time.monotonic() + _AGENT_START_SECONDS
+            self._agents.put(rank, departure.agent)
 
     def _ask_to_save(self) -> None:
         for agent in self._agents.values():
@@ -418,19 +417,17 @@ class Controller:
             if not verdict.hangs:
                 return self._judge() or verdict
             self._stacks(verdict)
-        except _AgentLostError as lost:
-            return self._agent_lost(lost)
+        except AgentLostError as lost:
+            return self._lost(lost)
         return verdict
 
     def _waits_for_one(self, verdict: Verdict) -> bool:
         """Whether ranks lost another and one is not heard of: it is that one if it stays so."""
-        heard = min(self._heard[rank] for rank in self._agents)
-        return verdict.kind == "group" and time.monotonic() - heard > _SILENT_SECONDS
+        return verdict.kind == "group" and self._agents.silent > _SILENT_SECONDS
 
     def _stacks(self, verdict: Verdict) -> None:
         """Have the hanging worker write its stacks, and tell them."""
-        self._ask(verdict.rank, {"kind": "stacks"}, "stacks", _KILL_SECONDS)
-        text = self._answers.pop(verdict.rank)["text"]
+        text = self._agents.ask(verdict.rank, {"kind": "stacks"}, "stacks")["text"]
         if text:
             main = text.rpartition("(most recent call first):")[2].strip().splitlines()
             top = " < ".join(line.strip() for line in main[:3])
@@ -441,7 +438,7 @@ class Controller:
 
         The service comes last: it takes whoever is still connected with it.
         """
-        last = _last_line(self._files, verdict.rank)
+        last = self._files.last_line(verdict.rank)
         said = f'; its last line: "{last}"' if last and verdict.kind == "failed" else ""
         self._enter(
             "teardown",
@@ -455,7 +452,7 @@ class Controller:
             since=round(verdict.since, 3),
             last_line=last,
         )
-        before = self._agents.copy()
+        before = dict(self._agents)
         self._take_over(verdict)
         for rank, agent in list(self._agents.items()):
             guilty = (
@@ -471,9 +468,8 @@ class Controller:
         self._free = 0
         for rank in list(self._agents):
             try:
-                self._ask(rank, None, "left", self._job.limits.leave + _KILL_SECONDS)
-                self._free += self._answers.pop(rank)["free"]
-            except _AgentLostError:
+                self._free += self._agents.ask(rank, None, "left", self._job.limits.leave)["free"]
+            except AgentLostError:
                 self._forget(rank)
         self._end_service()
 
@@ -491,37 +487,22 @@ class Controller:
         """Take what the agents say within `seconds`.
 
         Raises:
-          _AgentLostError: for an agent that ended, or was silent for long.
+          AgentLostError: for an agent that ended, or was silent for long.
         """
-        ranks = {agent.connection: rank for rank, agent in self._agents.items()}
-        for connection in wait(list(ranks), seconds):
-            assert isinstance(connection, Connection)
-            self._hear(ranks[connection])
+        self._agents.hear(seconds)
         self._follow()
         self._places.tell(self._agents, self._hosts, running=self._state == "running")
-        silence, now = self._job.limits.silence, time.monotonic()
-        for rank in self._agents:
-            if now - self._heard[rank] > silence:
-                raise _AgentLostError(rank, f"nothing was heard of it for {silence:g} s", cut=True)
+        self._agents.check(self._job.limits.silence)
         self._tick(self._step)
 
-    def _hear(self, rank: int) -> None:
-        try:
-            message = self._agents[rank].receive(0)
-        except (EOFError, TimeoutError) as error:
-            raise _AgentLostError(rank, "it ended") from error
-        assert isinstance(message, dict)
-        self._heard[rank] = time.monotonic()
-        if message["kind"] == "alive":
-            self._agents[rank].send({"kind": "lease", "at": message["at"]})
-            return
+    def _take(self, rank: int, message: Mapping[str, Any]) -> None:
+        """What an agent says of its host's memory and of its worker."""
         if message["kind"] in ("listening", "holds", "fetched"):
             said = self._places.hear(rank, message)
             if said is not None and self._state is not None:
                 self._enter(self._state, said, fetched=message["steps"], rank=rank)
             return
         if message["kind"] != "observation":
-            self._answers[rank] = message
             return
         seen = decode(Observation, message)
         if seen.epoch != self._epoch:
@@ -556,71 +537,19 @@ class Controller:
         self._step, self._stepped_at = step, now
         self._attempts.reach(step)
 
-    def _ask(self, rank: int, message: object, kind: str, seconds: float) -> None:
-        """Wait for an agent's answer of a kind; the others are heard meanwhile.
-
-        Raises:
-          _AgentLostError: for this agent; another that is lost is noticed later.
-        """
-        if message is not None:
-            self._agents[rank].send(message)
-        until = time.monotonic() + seconds
-        ranks = {agent.connection: other for other, agent in self._agents.items()}
-        while self._answers.get(rank, {}).get("kind") != kind:
-            if time.monotonic() > until:
-                raise _AgentLostError(rank, f"it does not answer within {seconds:g} s", cut=True)
-            for connection in wait(list(ranks), _TICK_SECONDS):
-                assert isinstance(connection, Connection)
-                try:
-                    self._hear(ranks[connection])
-                except _AgentLostError as lost:
-                    if lost.rank == rank:
-                        raise
-                    del ranks[connection]
-
-    def _agent_lost(self, lost: _AgentLostError) -> Verdict:
-        seen = self._seen.get(lost.rank)
-        return Verdict(
-            kind="partition" if lost.cut else "agent",
-            rank=lost.rank,
-            host=seen.host if seen else "this host",
-            pid=seen.agent_pid if seen else 0,
-            phase="",
-            step=-1,
-            since=seen.changed_at if seen else time.time(),
-            code=None,
-            what=f"lost its agent: {lost.what}",
-        )
-
-    def _of_launcher(self, what: str) -> Verdict:
-        return Verdict(
-            kind="service",
-            rank=0,
-            host="this host",
-            pid=0,
-            phase="",
-            step=-1,
-            since=time.time(),
-            code=None,
-            what=f"and all others lost their group: {what}",
-        )
+    def _lost(self, lost: AgentLostError) -> Verdict:
+        return lost_agent(lost.rank, self._seen.get(lost.rank), lost.what, cut=lost.cut)
 
     def _forget(self, rank: int) -> None:
-        agent = self._agents.pop(rank)
         self._places.forget(rank)
-        agent.kill()
+        self._agents.forget(rank)
 
     def _dismiss(self, ranks: Sequence[int]) -> None:
         """End agents with their workers, and wait until they have ended."""
         for rank in ranks:
-            self._agents[rank].send(encode("end"))
             self._departures.drop(rank)
-        until = time.monotonic() + _KILL_SECONDS
-        for rank in ranks:
-            with contextlib.suppress(EOFError, TimeoutError):
-                while True:
-                    self._agents[rank].receive(max(0.0, until - time.monotonic()))
-            self._forget(rank)
+            self._places.forget(rank)
+        self._agents.dismiss(ranks)
 
     def _enter(self, state: State, why: str, **facts: object) -> None:
         """Change state: a line of events, a line on the terminal."""
@@ -640,19 +569,9 @@ class Controller:
         """End agents, workers and service, and wait until they have ended."""
         self._dismiss(list(self._agents))
         self._departures.close()
+        self._arrivals.close()
         for service in (self._service, self._standby):
             if service is not None:
                 service.close()
         for record in self._files.records().values():
             record.unlink(missing_ok=True)
-
-
-def _last_line(files: ClusterFiles, rank: int) -> str:
-    """The last line of a rank's log that says something."""
-    try:
-        with files.log(rank).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 8192))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((x.strip()[:500] for x in reversed(lines) if x.strip() and not _NOISE.match(x)), "")

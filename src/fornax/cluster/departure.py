@@ -7,7 +7,7 @@ needs, so that the steps stop only while all leave one group and form the next.
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from fornax.cluster.local import AgentProcess, Launcher
 from fornax.cluster.messages import Observation
@@ -15,7 +15,7 @@ from fornax.cluster.snapshot_places import SnapshotPlaces
 from fornax.cluster.verdict import Verdict, departed
 from fornax.config.errors import ClusterError
 
-__all__ = ["Departure", "Departures"]
+__all__ = ["Arrivals", "Departure", "Departures"]
 
 _READY_SECONDS = 10.0
 """How long the others go on for the new host: of the half minute that schedulers give by custom."""
@@ -88,6 +88,46 @@ class Departure:
         for agent in self._started.values():
             agent.kill()
         self.agent, self._closed = None, True
+
+
+class Arrivals:
+    """The hosts by which a run is to grow: made ready while the others train on."""
+
+    def __init__(self, launcher: Launcher, places: SnapshotPlaces) -> None:
+        """None is."""
+        self._launcher, self._places = launcher, places
+        self._each: dict[int, Departure] = {}
+
+    def are_ready(self, ranks: Iterable[int]) -> bool:
+        """Begin with those that have not begun; whether all are ready, or will not be in time."""
+        towards = self._launcher.address
+        for rank in ranks:
+            if rank not in self._each:
+                self._each[rank] = Departure(
+                    rank,
+                    self._launcher,
+                    lambda agent: self._places.let_listen(agent, towards),
+                    slow=False,
+                )
+            self._each[rank].advance()
+        return all(self._each[rank].is_due() for rank in ranks)
+
+    def take(self, ranks: Iterable[int]) -> dict[int, tuple[AgentProcess, str | None]]:
+        """The agents of some ranks, with where they listen; the others end."""
+        found = {}
+        for rank in ranks:
+            if rank in self._each:
+                each = self._each.pop(rank)
+                each.wait()
+                if each.agent is not None:
+                    found[rank] = (each.agent, each.address)
+        self.close()
+        return found
+
+    def close(self) -> None:
+        """End all that were started."""
+        while self._each:
+            self._each.popitem()[1].close()
 
 
 class Departures:

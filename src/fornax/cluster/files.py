@@ -7,6 +7,7 @@ runs/<name>/events.jsonl            one line a change of state, by the controlle
             cluster/rank-R.stacks   the stacks of a rank that hung
             cluster/hosts           how many hosts were asked for since, until the run looks
             cluster/relay           the rank that a drill asked a relay for, until the run looks
+            cluster/snapshots/      what hosts give each other of a group of another size
             cluster/agents.log      what agents and coordination service printed
             cluster/replica-N.log   what each replica of a server printed
             cluster/sampler-N.log   what each sampler of reinforcement learning printed
@@ -18,6 +19,7 @@ runs/<name>/events.jsonl            one line a change of state, by the controlle
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,9 @@ __all__ = ["ClusterFiles", "Request", "RoleName"]
 
 RoleName = Literal["sampler", "data"]
 """Processes beside the hosts: samplers of reinforcement learning, data workers."""
+
+_NOISE = re.compile(r"^\[Gloo\] |^[IWE]\d{4} [\d:.]+ ")
+_TAIL_BYTES = 8192
 
 Request = Literal["hosts", "relay"]
 """What another process asks a controller for."""
@@ -75,6 +80,17 @@ class ClusterFiles:
     def log(self, rank: int) -> Path:
         """What a rank printed, in all epochs."""
         return self.directory / f"rank-{rank}.log"
+
+    def last_line(self, rank: int) -> str:
+        """The last line of a rank's log that says something; empty without one."""
+        try:
+            with self.log(rank).open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        said = (line.strip()[:500] for line in reversed(lines) if not _NOISE.match(line))
+        return next(filter(None, said), "")
 
     def record(self, rank: int) -> Path:
         """What a rank is doing."""

@@ -60,6 +60,9 @@ class PeerMemory:
         self._rank, self._credentials, self._report = rank, credentials, report
         self._own = [SnapshotFile(each) for each in memory]
         self._replicas: dict[int, list[SnapshotFile]] = {}
+        # Ranks of a group of another size, until the next has snapshots of its own.
+        self._former: set[int] = set()
+        self._newest_then: Snapshot | None = None
         self._lock = threading.Lock()
         self._peers: dict[int, str] = {}
         self._hosts = 0
@@ -75,10 +78,12 @@ class PeerMemory:
 
     def connect(self, peers: Mapping[int, str], hosts: int) -> None:
         """Know the addresses of the agents, by rank; with another number of hosts, what was held
-        for them is of no use."""
+        for them is of use only until the group has snapshots of its own."""
+        newest = self._newest()
         with self._lock:
             if hosts != self._hosts:
-                self._forget()
+                self._former |= set(self._replicas)
+                self._newest_then = None if newest is None else newest[1]
                 self._report({"kind": "holds", "ranks": []})
             self._peers, self._hosts = dict(peers), hosts
         self._stirred.set()
@@ -89,6 +94,15 @@ class PeerMemory:
         if heads != self._heads:
             self._heads = heads
             self._stirred.set()
+            newest = self._newest()
+            if self._former and newest is not None and newest[1] != self._newest_then:
+                with self._lock:
+                    self._forget(self._former)
+
+    def replicas(self) -> list[int]:
+        """Descriptors of what is held for others."""
+        with self._lock:
+            return [file.descriptor for pair in self._replicas.values() for file in pair]
 
     def fetch(self, holders: Sequence[str]) -> None:
         """Begin to fetch this rank's snapshots from the first of `holders` that has any."""
@@ -108,13 +122,13 @@ class PeerMemory:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
-            self._forget()
+            self._forget(set(self._replicas))
 
-    def _forget(self) -> None:
-        for pair in self._replicas.values():
-            for each in pair:
+    def _forget(self, ranks: set[int]) -> None:
+        for rank in ranks & set(self._replicas):
+            for each in self._replicas.pop(rank):
                 os.close(each.descriptor)
-        self._replicas = {}
+        self._former -= ranks
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -144,6 +158,8 @@ class PeerMemory:
                     with self._held_for(frame.rank) as pair:
                         new = _take(connection, pair, frame)
                     if new:
+                        with self._lock:
+                            self._former.discard(frame.rank)
                         self._report({"kind": "holds", "ranks": self._holds()})
 
     @contextlib.contextmanager
@@ -162,7 +178,8 @@ class PeerMemory:
 
     def _holds(self) -> list[int]:
         with self._lock:
-            return sorted(r for r, pair in self._replicas.items() if any(x.found() for x in pair))
+            held = {r: pair for r, pair in self._replicas.items() if r not in self._former}
+            return sorted(r for r, pair in held.items() if any(x.found() for x in pair))
 
     def _give(self, connection: socket.socket, rank: int) -> None:
         """Send what is held of a rank, this agent's own too."""

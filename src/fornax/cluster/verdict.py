@@ -1,6 +1,7 @@
 """Which worker is at fault, judged from outside: the process that exits is often innocent."""
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from fornax.cluster.messages import CLEAN, Observation
 from fornax.config.errors import GroupLostError
 from fornax.config.worker_process import ending
 
-__all__ = ["Limits", "Verdict", "departed", "judge"]
+__all__ = ["Limits", "Verdict", "departed", "judge", "lost_agent", "lost_service"]
 
 _USUALLY_QUICK = ("step", "wait_for_data")
 _STOPPED_SECONDS = 1.0
@@ -93,6 +94,43 @@ def departed(each: Observation, what: str, *, slow: bool) -> Verdict:
     if slow:
         return _verdict("slow", each, f"is slow; {what}")
     return _verdict("preempted", each, f"is on a host that is to go (SIGTERM); {what}")
+
+
+def lost_agent(rank: int, seen: Observation | None, what: str, *, cut: bool) -> Verdict:
+    """Of a worker whose agent is no more, or is out of reach.
+
+    Args:
+      rank: of both.
+      seen: the last that was heard of the worker.
+      what: how it was noticed.
+      cut: whether the agent may run, out of reach.
+    """
+    return Verdict(
+        kind="partition" if cut else "agent",
+        rank=rank,
+        host=seen.host if seen else "this host",
+        pid=seen.agent_pid if seen else 0,
+        phase="",
+        step=-1,
+        since=seen.changed_at if seen else time.time(),
+        code=None,
+        what=f"lost its agent: {what}",
+    )
+
+
+def lost_service(what: str) -> Verdict:
+    """Of all workers, whose group ended with the coordination service."""
+    return Verdict(
+        kind="service",
+        rank=0,
+        host="this host",
+        pid=0,
+        phase="",
+        step=-1,
+        since=time.time(),
+        code=None,
+        what=f"and all others lost their group: {what}",
+    )
 
 
 def _fenced(seen: Sequence[Observation]) -> Verdict | None:

@@ -9,6 +9,7 @@ when a host is lost with its memory.
 The interval between snapshots follows from what one costs and how often the run fails.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -18,7 +19,7 @@ import socket
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from jax.sharding import Mesh
 from fornax.checkpoint.arrays import table
 from fornax.config.snapshot_file import FIRST, SnapshotFile
 from fornax.mesh import hosts
+from fornax.train.regroup import Held, complete_steps, gathered
 from fornax.train.snapshot import Snapshot, free_bytes, local_bytes
 from fornax.train.state import TrainState, as_tree
 
@@ -74,6 +76,8 @@ class Remembered:
     """A snapshot of this process's parts, as it lies in memory."""
 
     step: int
+    process: int
+    """Whose it is, in its group."""
     processes: int
     config: str
     """Digest of the run's config."""
@@ -91,7 +95,14 @@ class MemoryTier:
     """The snapshots of this process, and when the next is due."""
 
     def __init__(
-        self, paths: Sequence[Path], mtbf: float, config_yaml: str, peer: int | None = None
+        self,
+        paths: Sequence[Path],
+        mtbf: float,
+        config_yaml: str,
+        peer: int | None = None,
+        *,
+        replicas: Sequence[Path] = (),
+        shared: Path | None = None,
     ) -> None:
         """Open the memory.
 
@@ -100,6 +111,9 @@ class MemoryTier:
           mtbf: mean seconds between failures of the whole run.
           config_yaml: the run's config; snapshots of another are not looked at.
           peer: the rank whose host is to hold a replica.
+          replicas: files of other ranks' snapshots that this host holds, which are read only.
+          shared: a directory of all hosts, to exchange snapshots of a group of another size; None:
+            those are not looked at.
         """
         self._slots = [_Slot(path) for path in paths]
         self._mtbf = mtbf
@@ -107,7 +121,9 @@ class MemoryTier:
         self._every = 1
         self._put_off = 0
         self._config = hashlib.blake2b(config_yaml.encode(), digest_size=16).hexdigest()
+        self._replicas, self._shared = replicas, shared
         self._found: dict[int, tuple[_Slot, Remembered]] = {}
+        self._regrouped: dict[int, list[Held]] = {}
         self._next = 0
         self._timed: tuple[float, int] | None = None  # the end of a snapshot, and its step
         self._step_seconds: deque[float] = deque(maxlen=_RECENT)
@@ -129,24 +145,62 @@ class MemoryTier:
         return own, both
 
     def newest(self, abstract: TrainState) -> Mapping[int, Remembered]:
-        """The snapshots that every process has whole, of a state like `abstract`, by step."""
+        """The snapshots that every process has whole, of a state like `abstract`, by step; where
+        there are none, those of which all parts are held by some process."""
         wanted = _json(table(as_tree(abstract)))
-        self._found = {}
-        for slot in self._slots:
-            held = slot.read()
-            if (
-                held is not None
-                and held.config == self._config
-                and held.processes == jax.process_count()
-                and held.arrays == wanted
-            ):
-                self._found[held.step] = (slot, held)
+        same = [
+            (slot, held)
+            for slot in self._slots
+            if (held := slot.read()) is not None
+            and held.config == self._config
+            and held.arrays == wanted
+        ]
+        own = (jax.process_index(), jax.process_count())
+        self._found = {
+            held.step: (slot, held) for slot, held in same if (held.process, held.processes) == own
+        }
         everywhere = [set(steps) for steps in hosts.gather(sorted(self._found))]
         common = set.intersection(*everywhere)
-        return {step: self._found[step][1] for step in sorted(common)}
+        if common or self._shared is None:
+            return {step: self._found[step][1] for step in sorted(common)}
+        for slot in _opened(self._replicas):
+            held = slot.read()
+            if held is not None and held.config == self._config and held.arrays == wanted:
+                same.append((slot, held))
+        return self._of_another_group(same)
+
+    def _of_another_group(
+        self, held: Sequence[tuple["_Slot", Remembered]]
+    ) -> Mapping[int, Remembered]:
+        """The steps of which this host and the others hold all parts, each with what it gives."""
+        by_name = {(each.step, each.processes, each.process): (slot, each) for slot, each in held}
+        self._regrouped = complete_steps([slot.held(each) for slot, each in by_name.values()])
+        found: dict[int, Remembered] = {}
+        for step, given in self._regrouped.items():
+            mine = [by_name[each.step, each.processes, each.process][1] for each in given]
+            said = hosts.gather([each.metadata for each in mine])
+            found[step] = Remembered(
+                step=step,
+                process=jax.process_index(),
+                processes=jax.process_count(),
+                config=self._config,
+                arrays={},
+                parts=[],
+                data=[position for each in mine for position in each.data],
+                metadata=next(metadata for each in said for metadata in each),
+            )
+        return found
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
-        """The state of one of the `newest`, in arrays of its own."""
+        """The state of one of the `newest`, in arrays of its own.
+
+        Raises:
+          CheckpointError: when hosts cannot exchange what they hold of it.
+        """
+        if step in self._regrouped:
+            assert self._shared is not None
+            given = self._regrouped[step]
+            return TrainState(**gathered(given, as_tree(abstract), self._shared))
         slot, held = self._found[step]
         parts = [{name: slot.part(*at[:3]) for name, at in each.items()} for each in held.parts]
         return TrainState(**Snapshot.of_parts(as_tree(abstract), parts).arrays())
@@ -197,6 +251,7 @@ class MemoryTier:
         ]
         header = {
             "step": step,
+            "process": jax.process_index(),
             "processes": jax.process_count(),
             "config": self._config,
             "arrays": table(tree),
@@ -272,10 +327,28 @@ class _Slot:
         whole = all(crc32(_bytes(self.part(*part[:3]))) == part[3] for part in parts)
         return held if whole else None
 
+    def held(self, found: Remembered) -> Held:
+        """What `read` found, for other processes."""
+        assert self._map is not None
+        return Held(
+            step=found.step,
+            process=found.process,
+            processes=found.processes,
+            memory=self._map,
+            parts=found.parts,
+        )
+
     def part(self, offset: int, shape: Sequence[int], dtype: str) -> np.ndarray:
         """A part of an array where it lies."""
         assert self._map is not None
         return np.ndarray(tuple(shape), np.dtype(dtype), self._map, offset)
+
+
+def _opened(paths: Sequence[Path]) -> Iterator[_Slot]:
+    """Those that are still there."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            yield _Slot(path)
 
 
 class _Memory:

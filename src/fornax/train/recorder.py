@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from fornax.config.errors import FornaxError
 from fornax.train.goodput import Ledger
 from fornax.train.metrics import Sink
@@ -13,6 +15,8 @@ __all__ = ["Recorder"]
 
 _FLUSH_SECONDS = 1.0
 """At most so much time of a process that is killed is not in its record."""
+_ARRAYS_EVERY = 10
+"""Of so many records one has the arrays, which may be long; each with an evaluation has them."""
 
 
 @dataclass(kw_only=True)
@@ -46,8 +50,16 @@ class Recorder:
         metrics: Mapping[str, float],
         time: float,
         evaluation: Mapping[str, float] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Take one finished step.
+
+        Args:
+          step: which.
+          metrics: its numbers.
+          time: when it was finished, seconds since 1970.
+          evaluation: what an evaluation after it found.
+          arrays: what it counted; recorded as nested lists, now and then.
 
         Raises:
           FornaxError: when too many steps in a row were skipped, or a sink cannot write.
@@ -62,6 +74,9 @@ class Recorder:
         if logged:
             record |= self._throughput()
         record |= {f"eval/{name}": value for name, value in (evaluation or {}).items()}
+        now = step % (_ARRAYS_EVERY * self.every) == 0 or step == self.steps
+        if now or evaluation is not None:
+            record |= {name: array.tolist() for name, array in (arrays or {}).items()}
         if logged:
             self.last = record
             for sink in self.sinks:

@@ -124,7 +124,7 @@ def train(
             kept.keep_plan({"config": dump_yaml(config)})
         if config.eval.every is not None:
             task.batches("eval", programs.hosts).close()  # a missing split is an error now
-        memory = _memory(config, programs, shown) if slice_ is None else None
+        memory = _memory(config, programs, directory, shown) if slice_ is None else None
         begin = partial(
             *(start, config, programs, checkpointer, skip),
             memory=memory,
@@ -276,7 +276,9 @@ def _guard(
     )
 
 
-def _memory(config: TrainerConfig, programs: Programs, shown: Progression) -> MemoryTier | None:
+def _memory(
+    config: TrainerConfig, programs: Programs, directory: RunDirectory, shown: Progression
+) -> MemoryTier | None:
     """Where snapshots go that outlive this process, if a launcher gave a place."""
     found = environment.snapshot_memory()
     if found is None:
@@ -293,7 +295,14 @@ def _memory(config: TrainerConfig, programs: Programs, shown: Progression) -> Me
         )
         peer = None
     paths, mtbf = found
-    return MemoryTier(paths, mtbf, dump_yaml(config), peer)
+    return MemoryTier(
+        paths,
+        mtbf,
+        dump_yaml(config),
+        peer,
+        replicas=environment.snapshot_replicas(),
+        shared=directory.snapshots,
+    )
 
 
 def _program_memory(

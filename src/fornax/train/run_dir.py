@@ -62,6 +62,11 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def snapshots(self) -> Path:
+        """Where processes of a launched run exchange snapshots while a group forms."""
+        return self.path / "cluster" / "snapshots"
+
+    @property
     def goodput(self) -> Path:
         """The goodput ledger."""
         return self.path / "goodput.jsonl"

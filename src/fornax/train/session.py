@@ -12,8 +12,9 @@ from fornax import kernels, optim
 from fornax.checkpoint import Checkpointer
 from fornax.config.errors import ConfigError, ShardingError
 from fornax.mesh import MeshConfig, fit_mesh, hosts, make_mesh, use_mesh
+from fornax.models import DecoderConfig, PipelineConfig, layers_outside
 from fornax.train.compile_service import CompileService
-from fornax.train.config import TrainerConfig
+from fornax.train.config import TrainConfig, TrainerConfig
 from fornax.train.diloco import OuterState
 from fornax.train.goodput import Ledger
 from fornax.train.hosts import abstract_batch, data_shards, find_hosts, padding_text, to_global
@@ -229,12 +230,14 @@ def prepare(
         abstract_frozen=abstract_frozen(model, mesh, rules),
         hosts=find_hosts(mesh, rules, config.accumulate),
         ledger=ledger,
-        notes=_notes(config, fitted, task, data_shards(mesh.shape, rules), slices),
+        notes=_notes(
+            config, fitted, task, data_shards(mesh.shape, rules), slices, mesh.shape["stage"]
+        ),
     )
 
 
 def _notes(
-    config: TrainerConfig, fitted: MeshConfig, task: Task, shards: int, slices: int
+    config: TrainerConfig, fitted: MeshConfig, task: Task, shards: int, slices: int, stages: int
 ) -> tuple[str, ...]:
     """What the layout costs, a line each."""
     found = []
@@ -243,11 +246,26 @@ def _notes(
             f"the parameters do not divide over all devices that are left: mesh.fsdp is "
             f"{fitted.fsdp} and mesh.data {fitted.data}, each with a whole copy of them"
         )
+    if stages > 1 and isinstance(config, TrainConfig) and config.model is not None:
+        found.append(_pipeline_text(config.pipeline, config.model, stages))
     # A stream of samples packs rows of its own.
     padding = padding_text(config.batch_size // slices, shards, config.accumulate)
     if padding and task.post.follow is None:
         found.append(padding)
     return tuple(found)
+
+
+def _pipeline_text(pipeline: PipelineConfig, model: DecoderConfig, stages: int) -> str:
+    count = pipeline.count(stages)
+    outside = layers_outside(model.layer_kinds(), stages, pipeline)
+    idle = (stages - 1) / (pipeline.repeats * count + stages - 1)
+    first = f"; {outside} of {model.num_layers} layers run before it, on all devices" * (
+        outside > 0
+    )
+    return (
+        f"a pipeline of {stages} stages for {count} microbatches, of whose time {idle:.0%} is the "
+        f"bubble{first}"
+    )
 
 
 def _require_trained(params: nnx.State, trained: object) -> None:

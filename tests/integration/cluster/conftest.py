@@ -118,7 +118,8 @@ Launch = Callable[..., Launched]
 def launch(
     environment: dict[str, str], settings: dict[str, Any], tmp_path: Path
 ) -> Iterator[Launch]:
-    """Start `fornax launch`; keyword arguments change the run's settings."""
+    """Start `fornax launch`, or a script with the hosts, the run directory and the config as its
+    arguments; other keyword arguments change the run's settings."""
     started: list[Launched] = []
 
     def begin(
@@ -126,16 +127,19 @@ def launch(
         hosts: int = 2,
         flags: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        script: str = "",
         **changes: Any,
     ) -> Launched:
         file, run_dir = tmp_path / f"{name}.yaml", tmp_path / name
         file.write_text(yaml.safe_dump({**settings, **CHANGES, **changes}))
         words = ["launch", "--hosts", str(hosts), *flags, "--", "train"]
         words += ["--config", str(file), "--run-dir", str(run_dir)]
+        if script:
+            words = [str(hosts), str(run_dir), str(file)]
         variables = {**environment, "JAX_PLATFORMS": "cpu", "FORNAX_TEST_RUN": str(run_dir)}
         with run_dir.with_suffix(".output").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, *words],
+                [sys.executable, "-c", script or COMMAND, *words],
                 env={**variables, **(env or {})},
                 stdout=output,
                 stderr=output,

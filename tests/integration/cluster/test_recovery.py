@@ -51,6 +51,58 @@ def test_the_survivor_stays_in_its_process_and_no_number_changes(
     assert not list((run.run_dir / "cluster").glob("*.record"))
 
 
+SHRINKS = """
+import sys
+from pathlib import Path
+from fornax.cluster import Job, launch
+from fornax.cluster.local import LocalEngine, LocalLauncher
+
+hosts, run_dir = int(sys.argv[1]), Path(sys.argv[2])
+
+class Launcher(LocalLauncher):
+    def capacity(self):
+        return hosts - (run_dir / "lost").exists()
+
+class Engine(LocalEngine):
+    def launcher(self, files, *, spare):
+        return Launcher(files=files, spare=spare)
+
+words = ("train", "--config", sys.argv[3], "--run-dir", str(run_dir))
+job = Job(hosts=hosts, least=hosts - 1, words=words, mtbf=0.01)
+sys.exit(launch(job, run_dir, engine=Engine(hosts)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "mesh"),
+    [
+        (2, {"data": 1, "fsdp": -1}),
+        pytest.param(4, {"data": -1, "fsdp": 1}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_smaller_group_goes_on_from_memory(
+    hosts: int, mesh: dict[str, int], launch: Any, undisturbed: list[tuple]
+):
+    """Nothing is on disk, and no host comes for the one that is lost."""
+    run = launch(hosts=hosts, script=SHRINKS, save_every=None, mesh=mesh)
+    run.wait_for_step(1, 12)
+    (run.run_dir / "lost").touch()
+    drill(run.run_dir, "lose", 1)
+    code, output = run.finish()
+    assert code == 0, output
+    started = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e]
+    formed = [e["hosts"] for e in run.events() if e.get("state") == "forming" and "hosts" in e]
+    assert formed == [hosts, hosts - 1], output
+    assert started[1] >= 7, output  # four steps at most wait for the replica of one before
+    assert "of 24, in memory" in output
+    for found, wanted in zip(run.exact(), undisturbed, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4)
+    assert [x[4] for x in run.exact()] == [x[4] for x in undisturbed]  # tokens
+    assert not (run.run_dir / "cluster" / "snapshots").exists()
+    assert not run.descendants()
+
+
 @pytest.mark.exhaustive
 def test_memory_is_enough_for_a_second_death_while_the_group_forms(
     launch: Any, undisturbed: list[tuple]

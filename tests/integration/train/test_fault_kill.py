@@ -99,10 +99,51 @@ def test_a_kill_on_divided_experts_changes_no_number(
     assert kill_after(start(run_dir, **changes), run_dir, 4, 0.0)
     code, output = finish(run_dir, **changes)
     assert code == 0, output
-    names = (*EXACT, "expert_load_max", "expert_load_min", "router_entropy")
+    names = (*EXACT, "expert_load_max", "expert_load_min", "expert_tokens", "router_entropy")
     whole, killed = records(tmp_path / "whole"), records(run_dir)
     assert [[one.get(n) for n in names] for one in killed] == [
         [one.get(n) for n in names] for one in whole
     ]
     assert len(whole) == 8
     assert all(one["expert_load_max"] >= 1 for one in whole)
+    loads = [max(tokens_E) * 4 / sum(tokens_E) for tokens_E in whole[-1]["expert_tokens"]]
+    assert max(loads) == pytest.approx(whole[-1]["expert_load_max"])
+
+
+def test_a_kill_in_a_pipeline_changes_no_number_and_one_device_goes_on(
+    start: Any, finish: Any, tmp_path: Path, settings: dict[str, Any]
+):
+    """Two stages, each with two parts of the layers; then the same run without any."""
+    changes = {
+        "steps": 8,
+        "save_every": 2,
+        "optim": {"schedule": {"type": "constant"}},
+        "batch_size": 16,
+        "accumulate": 2,
+        "eval": {"every": 4, "batches": 1},
+        "model": {**settings["model"], "num_layers": 4, "tie_embeddings": True},
+    }
+    staged = {
+        **changes,
+        "mesh": {"stage": 2, "fsdp": 2},
+        "pipeline": {"repeats": 2},
+        "env": {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NPROC": "16"},
+    }
+    code, output = finish(tmp_path / "whole", **staged)
+    assert code == 0, output
+    said = "a pipeline of 2 stages for 4 microbatches, of whose time 11% is the bubble"
+    assert said in " ".join(output.split())
+    run_dir = tmp_path / "killed"
+    assert kill_after(start(run_dir, **staged), run_dir, 4, 0.0)
+    code, output = finish(run_dir, **staged)
+    assert code == 0, output
+    assert exact(records(run_dir)) == exact(records(tmp_path / "whole"))
+    for folder, flags in ((run_dir, ["--accept-changes", "steps"]), (tmp_path / "single", [])):
+        code, output = finish(folder, flags, **{**changes, "steps": 10})
+        assert code == 0, output
+    found, expected = records(run_dir), records(tmp_path / "single")
+    assert [one["step"] for one in found] == list(range(1, 11))
+    for name in ("loss", "grad_norm", "accuracy"):
+        assert [one[name] for one in found] == pytest.approx(
+            [one[name] for one in expected], rel=1e-3
+        )

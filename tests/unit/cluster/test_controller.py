@@ -318,12 +318,16 @@ def test_a_signal_stops_all_ranks_at_one_step(folder: Path, number: int, code: i
     assert read_status(run.files.run_dir).state == "ended"
 
 
+STEPS = 300
+
+
 def test_another_number_of_hosts_goes_on_from_the_step_that_all_saved(folder: Path):
-    run = Run(folder, steps=90, spare=True)
+    """Enough steps for the hosts that come to be made ready."""
+    run = Run(folder, steps=STEPS, spare=True)
     code = run.code(
         (10, lambda: run.controller.resize(2)),
         (25, lambda: run.wait_for("forming", 2) or run.controller.resize(4)),
-        (45, lambda: run.wait_for("forming", 3) or drill(run.files.run_dir, "kill", 3)),
+        (45, lambda: run.wait_for("running", 3) or drill(run.files.run_dir, "kill", 3)),
     )
     assert code == 0, run.said
     assert run.faults() == [("killed", 3)]
@@ -331,13 +335,13 @@ def test_another_number_of_hosts_goes_on_from_the_step_that_all_saved(folder: Pa
         [int(step) for step in (folder / f"{rank}.steps").read_text().split()] for rank in range(4)
     )
     for done in (first, second):
-        assert set(done) == set(range(1, 91))
-        assert len(done) <= 90 + 2  # the killed step again
+        assert set(done) == set(range(1, STEPS + 1))
+        assert len(done) <= STEPS + 2  # the killed step again
     saved = fourth[0] - 1
     shrunk = third.index(fourth[0])
     assert third[:shrunk] == list(range(1, shrunk + 1))
     assert shrunk < saved
-    later = set(range(saved + 1, 91))
+    later = set(range(saved + 1, STEPS + 1))
     assert set(third[shrunk:]) == later
     assert set(fourth) <= later
     assert len(later - set(fourth)) <= 1  # killed in a step that the others had done

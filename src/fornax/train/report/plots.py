@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-__all__ = ["bars", "figure", "lines", "series", "svg", "thin"]
+__all__ = ["bars", "figure", "grid", "lines", "series", "svg", "thin"]
 
 INK, SOFT = "#1c2330", "#5b6678"
 """Of titles and lines; of axes and legends."""
@@ -136,6 +136,38 @@ def bars(
     axes.grid(axis="x", color=_GRID, linewidth=0.8)
     axes.margins(x=0.12)
     axes.set_xlabel(unit, fontsize=9, color=SOFT)
+    return svg(made, title)
+
+
+def grid(
+    title: str, values: Sequence[Sequence[float]], *, rows: str, columns: str, unit: str
+) -> Markup:
+    """Ratios as colours: 1 is white, a quarter blue, four red.
+
+    Args:
+      title: what is drawn; also the picture's accessible name.
+      values: each above or equal to 0, all rows of one length.
+      rows: what the rows are, written on the y axis.
+      columns: what the columns are, written on the x axis.
+      unit: written beside the scale.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FixedLocator, NullFormatter
+
+    made, axes = figure(7.2, min(6.0, 1.4 + 0.22 * len(values)))
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.grid(visible=False)
+    scale = LogNorm(0.25, 4.0)
+    shown = [[min(4.0, max(0.25, value)) for value in row] for row in values]
+    image = axes.imshow(shown, norm=scale, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+    axes.set_ylabel(rows, fontsize=9, color=SOFT)
+    axes.set_xlabel(columns, fontsize=9, color=SOFT)
+    bar = made.colorbar(image, ax=axes, ticks=FixedLocator([0.25, 0.5, 1, 2, 4]))
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    bar.ax.set_yticklabels(["1/4 or less", "1/2", "1", "2", "4 or more"])
+    bar.ax.tick_params(colors=SOFT, labelsize=9, length=0, which="both")
+    bar.set_label(unit, fontsize=9, color=SOFT)
+    bar.outline.set_visible(False)
     return svg(made, title)
 
 

@@ -9,6 +9,7 @@ from markupsafe import Markup, escape
 from fornax.config.errors import ConfigError
 from fornax.config.goodput import Goodput, summarise
 from fornax.train.metrics import read_metrics
+from fornax.train.report.experts import experts_section
 from fornax.train.report.page import Section, render, table
 from fornax.train.report.plots import bars, lines, series, thin
 from fornax.train.report.samples import samples_section
@@ -145,6 +146,7 @@ def training_sections(run: RunDirectory) -> list[Section]:
             section
             for section in (
                 _spikes_section(run.spikes),
+                experts_section(records),
                 tuning_section(records),
                 samples_section(run.samples),
             )

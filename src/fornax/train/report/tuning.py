@@ -112,7 +112,7 @@ _PICTURES = (
     ),
 )
 
-_SHARES = ("accuracy", "clip_fraction", "staleness")
+_SHARES = ("accuracy", "eval/accuracy", "clip_fraction", "staleness")
 """Metrics of other runs too: alone they make no section."""
 
 

@@ -18,7 +18,7 @@ from fornax.data.remote import find_workers
 from fornax.kernels import linear_cross_entropy
 from fornax.mesh import Rules
 from fornax.mesh.hosts import most
-from fornax.models import Decoder, DecoderConfig, Remat, flops_per_token
+from fornax.models import Decoder, DecoderConfig, PipelineConfig, Remat, flops_per_token
 from fornax.train.config import TrainConfig
 from fornax.train.routing import settle_routing, with_routing
 from fornax.train.task import Batch, Batches, Hosts, Loss, Task
@@ -55,7 +55,9 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
 
     def loss(decoder: Any, batch: Batch, key: jax.Array) -> Loss:
         del key
-        return next_token_loss(decoder, batch, remat=remat, z_loss=config.z_loss)
+        return next_token_loss(
+            decoder, batch, remat=remat, z_loss=config.z_loss, pipeline=config.pipeline
+        )
 
     def batches(split: str, hosts: Hosts) -> Batches:
         return open_batches(
@@ -82,7 +84,9 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
     return Task(
         build=build,
         loss=loss,
-        evaluate=lambda decoder, batch: next_token_loss(decoder, batch, balance=False),
+        evaluate=lambda decoder, batch: next_token_loss(
+            decoder, batch, balance=False, pipeline=config.pipeline
+        ),
         batches=batches,
         settle=None if model.experts is None else settle_routing,
         left_out=tuple((r.start, r.stop) for r in config.data.skip_steps),
@@ -151,6 +155,7 @@ def next_token_loss(
     z_loss: float = 0.0,
     disturb: Callable[[jax.Array], jax.Array] | None = None,
     balance: bool = True,
+    pipeline: PipelineConfig | None = None,
 ) -> Loss:
     """Weighted cross entropy of the next token, in nats; logits [B, T, V] never exist whole.
 
@@ -162,6 +167,7 @@ def next_token_loss(
       z_loss: weight of the squared log-normaliser, part of `total` and of the metric `z_loss`.
       disturb: applied to the embeddings [B, T, D].
       balance: whether the losses of a mixture's routers are part of `total`.
+      pipeline: see `Decoder.hidden_and_routing`.
 
     Returns:
       Sums over tokens; the metrics `cross_entropy` and `accuracy`, and `z_loss` when it counts; of
@@ -173,6 +179,7 @@ def next_token_loss(
         batch["segment_ids"],
         consecutive=True,
         remat=remat,
+        pipeline=pipeline,
         disturb=disturb,
     )
     sums = linear_cross_entropy(

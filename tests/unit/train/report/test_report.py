@@ -23,7 +23,9 @@ class _Checker(HTMLParser):
         if tag not in ("meta", "link", "br", "img", "path", "use", "rect"):
             self.open.append(tag)
         self.fetched += [v for k, v in attrs if k in ("src", "srcset") and v]
-        self.fetched += [v for k, v in attrs if k.endswith("href") and v and not v.startswith("#")]
+        self.fetched += [
+            v for k, v in attrs if k.endswith("href") and v and not v.startswith(("#", "data:"))
+        ]
 
     def handle_endtag(self, tag):
         if tag in self.open:
@@ -72,6 +74,21 @@ def test_the_page_holds_curves_time_and_config_and_fetches_nothing(run_dir):
     assert "75 % of 1 min 40 s" in text
     assert "<script>" not in page
     assert "my &lt;run&gt;" in page
+
+
+def test_experts_have_a_grid_of_their_load(run_dir):
+    path = run_dir / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record |= {"expert_load_max": 2.5, "expert_load_min": 0.0, "balance_loss": 2.0}
+        record |= {"router_entropy": 1.1, "router_z_loss": 0.3}
+    records[-1]["expert_tokens"] = [[0, 5, 3, 0], [2, 2, 2, 2]]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    page = write(run_dir).read_text()
+    text = _check(page)
+    assert "2 of 8 experts had no token" in text
+    assert "Tokens of each expert at step 100" in page
+    assert "Entropy of a token's scores, nats" in text
 
 
 def test_the_page_is_the_same_for_the_same_run(run_dir):
