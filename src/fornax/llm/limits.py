@@ -231,10 +231,11 @@ def pages_needed(model: DecoderConfig, length: int, tokens: int, page_size: int)
 def cache_heads(model: DecoderConfig, platform: str, tensor_parallel_size: int) -> CacheHeads:
     """The heads that the cache holds: one for each device at least, and on TPU as wide as it would
     store them anyway."""
-    width = model.head_width
+    own = CacheHeads.of(model)
+    width = own.width
     if platform == "tpu":
         width = math.ceil(width / TPU_LANES) * TPU_LANES
-    return CacheHeads(max(model.kv_heads, tensor_parallel_size), width)
+    return own._replace(count=max(own.count, tensor_parallel_size), width=width)
 
 
 def _budget(config: EngineConfig, other_bytes: int, wanted: int, target: DeviceSpec) -> int:

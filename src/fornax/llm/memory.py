@@ -122,6 +122,8 @@ def guessed_temporaries(weights: Weights, sizes: Sizes) -> int:
     model, where = weights.config, weights.placement
     parts = 1 if where.mesh is None else where.mesh.size
     heads = (2 * model.num_heads + 2 * model.kv_heads) * model.head_width // parts
+    if model.latent is not None:  # queries and results as wide as the latents, which are one head
+        heads = (2 * model.num_heads // parts + 1) * model.latent.cached_dim
     row = 4 * model.hidden_size + 3 * _mlp_width(model) // parts + heads
     step = sizes.steps[-1] * row * where.compute_dtype.itemsize
     return max(step, _LIVE_LOGITS * 4 * sizes.samples[-1] * model.vocab_size)

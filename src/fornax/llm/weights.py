@@ -163,7 +163,7 @@ def _place(
     dtype: jnp.dtype,
     target: DeviceSpec | None = None,
 ) -> Placement:
-    check_model(model, "serve")
+    check_model(model, "serve adapters" if config.enable_lora else "serve")
     target = target or attached_devices()
     size, platform = config.tensor_parallel_size, target.platform
     if config.quantization is not None and platform != "cpu":
@@ -280,9 +280,13 @@ def _find(given: ParamsByPath, path: ParamPath) -> jax.Array:
 
 
 def _packs(model: Decoder, path: ParamPath) -> bool:
-    """Whether it is the kernel of a projection; a router's stays as it is, in full precision."""
+    """Whether it is the kernel of a projection.
+
+    A router's stays as it is, in full precision, and so does what latent attention reads as an
+    array (`models.latent`).
+    """
     owner = functools.reduce(getattr, map(str, path[:-1]), model)
-    is_kernel = isinstance(owner, Projection) and path[-1] == "kernel"
+    is_kernel = isinstance(owner, Projection) and path[-1] == "kernel" and path[-2] != "kv_up"
     return is_kernel and "router" not in owner.kernel.get_metadata()["axes"]
 
 

@@ -1,7 +1,8 @@
 """The paged key/value cache: pages of a few tokens each, in one array for each attention window.
 
 Legend: T tokens of the step, R sequences of the step, W pages of a table, L layers of a group,
-P pages, S slots of a page, C key and value heads in turn (C = 2 K), N query heads, H head width.
+P pages, S slots of a page, C key and value heads in turn (C = 2 K; of latents C = K), N query
+heads, H head width.
 """
 
 import functools
@@ -90,6 +91,7 @@ class PagedCache:
                 window=window,
                 softcap=config.attention_logit_softcap,
                 sinks=config.attention_sinks,
+                shared=config.latent is not None,
             )
             for kv, tables, window in zip(self.kv, self.tables, self.windows, strict=True)
         ]
@@ -112,11 +114,12 @@ class PagedCache:
         The batch axis has size 1: the step's sequences stand one after the other on T. Heads are
         repeated and filled up with zeros to what the pages hold.
         """
-        assert v_BTKH is not None, "pages hold keys and values"
         group = self.windows.index(options.window)
         tables, kv = self.tables[group], self.kv[group]
-        width, repeats = kv.shape[4], kv.shape[3] // (2 * k_BTKH.shape[2])
-        k_TKH, v_TKH = (_fit(x_BTKH[0], width, repeats) for x_BTKH in (k_BTKH, v_BTKH))
+        shared = v_BTKH is None
+        width, repeats = kv.shape[4], kv.shape[3] // ((1 if shared else 2) * k_BTKH.shape[2])
+        k_TKH = _fit(k_BTKH[0], width, repeats)
+        v_TKH = None if v_BTKH is None else _fit(v_BTKH[0], width, repeats)
         kv = kernels.paged_write(kv, k_TKH, v_TKH, layer=place.among, slots_T=tables.slots_T)
         o_TNH = kernels.paged_attention(
             _fit(q_BTNH[0], width),
@@ -129,6 +132,7 @@ class PagedCache:
             window=options.window,
             softcap=options.softcap,
             sinks_N=sinks_N,
+            shared=shared,
             prepared=tables.prepared,
         )
         everything = (*self.kv[:group], kv, *self.kv[group + 1 :])
@@ -149,6 +153,20 @@ class CacheHeads(NamedTuple):
     """A multiple of the model's: each head is kept that many times, side by side."""
     width: int
     """The model's, or more: what is more is zero."""
+    parts: int = 2
+    """Vectors of a head: its key and its value, or one that is both."""
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a layer's pages hold of a token."""
+        return self.parts * self.count * self.width
+
+    @staticmethod
+    def of(config: DecoderConfig) -> "CacheHeads":
+        """The model's own: latent attention keeps one latent a token."""
+        if config.latent is not None:
+            return CacheHeads(1, config.latent.cached_dim, parts=1)
+        return CacheHeads(config.kv_heads, config.head_width)
 
 
 def describe_pages(
@@ -172,7 +190,7 @@ def describe_pages(
       heads: as the pages hold them; None for the model's own.
     """
     kinds = config.layer_kinds()
-    heads = heads or CacheHeads(config.kv_heads, config.head_width)
+    heads = heads or CacheHeads.of(config)
     where = None
     if mesh is not None:
         shards = math.prod(mesh.shape[axis] for axis in axes)
@@ -184,7 +202,7 @@ def describe_pages(
                 sum(kind.window == window for kind in kinds),
                 pages,
                 page_size,
-                2 * heads.count,
+                heads.parts * heads.count,
                 heads.width,
             ),
             dtype,
@@ -219,8 +237,8 @@ def page_bytes(
     config: DecoderConfig, page_size: int, dtype: DTypeLike, heads: CacheHeads | None = None
 ) -> tuple[int, ...]:
     """Bytes of one page of each group, over all its layers and heads."""
-    heads = heads or CacheHeads(config.kv_heads, config.head_width)
-    per_layer = page_size * 2 * heads.count * heads.width * jnp.dtype(dtype).itemsize
+    heads = heads or CacheHeads.of(config)
+    per_layer = page_size * heads.numbers * jnp.dtype(dtype).itemsize
     kinds = config.layer_kinds()
     return tuple(
         per_layer * sum(kind.window == window for kind in kinds) for window in cache_windows(config)

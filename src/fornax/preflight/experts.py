@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fornax.models import Decoder, ExpertsConfig, Routing
+from fornax.models import ExpertsConfig, Routing
 from fornax.models.context import LayerContext
 from fornax.models.experts import Experts
 
-__all__ = ["make_plain"]
+__all__ = ["PlainExperts"]
 
 
 class PlainExperts(Experts):
@@ -105,10 +105,3 @@ def _counts(
         entropy=jnp.zeros(()),  # a metric, which nothing is compared with
         tokens=jnp.sum(real_M).astype(jnp.float32),
     )
-
-
-def make_plain(decoder: Decoder) -> None:
-    """Have a decoder's experts computed by the formula, in place."""
-    for _, module in nnx.iter_modules(decoder):
-        if type(module) is Experts:
-            object.__setattr__(module, "__class__", PlainExperts)

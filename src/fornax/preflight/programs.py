@@ -5,9 +5,9 @@ Two things are added around it, neither of which computes: the optimizer's state
 gradients it was given, and an attention implementation can be named.
 
 The reference is the loss written down plainly, in float32, on one device, the whole batch at once.
-It shares the modules of the model with the trainer and nothing else: attention is the formula's,
-every expert sees every token, logits exist whole, nothing is recomputed, accumulated or sharded,
-and the gradient is `jax.grad`'s.
+It shares the modules of the model with the trainer and nothing else: attention is the formula's, of
+latents without keys and values made of them, every expert sees every token, logits exist whole,
+nothing is recomputed, accumulated or sharded, and the gradient is `jax.grad`'s.
 
 Legend: B rows, T tokens of a row, D model width, V vocabulary.
 """
@@ -24,8 +24,11 @@ import optax
 from flax import nnx
 
 from fornax.models import Decoder, Routing, router_losses
+from fornax.models.experts import Experts
+from fornax.models.latent import LatentAttention
 from fornax.optim.tree import flatten, nest, rebuild
-from fornax.preflight.experts import make_plain
+from fornax.preflight.experts import PlainExperts
+from fornax.preflight.latent import PlainLatent
 from fornax.preflight.shrink import float32
 from fornax.train import Ledger, Loss, Task, TrainConfig, pretrain_task
 from fornax.train.session import Programs, prepare
@@ -101,6 +104,7 @@ class Program:
         metrics: dict[str, jax.Array] = {}
         for _ in range(self.config.optim.accumulate):
             placed, metrics = self._recording.step(placed, dict(rows))
+        metrics = {name: x for name, x in metrics.items() if x.ndim == 0}
         numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
         recorded = placed.optimizer
         plain = dataclasses.replace(placed, optimizer=recorded.inner)
@@ -250,7 +254,7 @@ def make_reference(config: TrainConfig, other: Any) -> Reference:
 
     def loss(params: optax.Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         decoder = parts.merge(params, other, jax.random.key(0))
-        make_plain(decoder)
+        _make_plain(decoder)
         return plain_loss(decoder, batch, config.z_loss)
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -265,6 +269,20 @@ def make_reference(config: TrainConfig, other: Any) -> Reference:
         return float(loss), gradients, float(z_loss)
 
     return reference
+
+
+_PLAIN: dict[type[nnx.Module], type[nnx.Module]] = {
+    Experts: PlainExperts,
+    LatentAttention: PlainLatent,
+}
+
+
+def _make_plain(decoder: Decoder) -> None:
+    """Have a decoder's parts computed by the formula, in place."""
+    for _, module in nnx.iter_modules(decoder):
+        plain = _PLAIN.get(type(module))
+        if plain is not None:
+            object.__setattr__(module, "__class__", plain)
 
 
 def plain_loss(

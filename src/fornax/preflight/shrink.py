@@ -19,7 +19,7 @@ import numpy as np
 from fornax.config.errors import ConfigError
 from fornax.data import Prefetch, PythonSource
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
-from fornax.models import DecoderConfig, ExpertsConfig
+from fornax.models import DecoderConfig, ExpertsConfig, LatentConfig
 from fornax.models.rope_config import LongRopeScaling, RopeConfig
 from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer, Shampoo
 from fornax.train import EvalConfig, TrainConfig
@@ -209,12 +209,12 @@ def shrink_model(
     """Shrink a decoder.
 
     Kept: the rule of a router, with eight experts at most; the ratio of query heads to key/value
-    heads, that of the MLP to the model's width, tied embeddings, norms, caps, biases, the kind of
-    every rope. Windows still cut documents, where they cut rows of the original length. Weights
-    start larger, so that activations have the size that they have at the full width. Patterns of
-    layers keep their kinds and order: of equal layers in a row two stay (one, unless `whole`), and
-    the pattern repeats twice, with what is left over at its end; `kinds` has it once, without the
-    rest.
+    heads, those of the MLP and of latents to the model's width, those of the parts of a head of
+    latent attention, tied embeddings, norms, caps, biases, the kind of every rope. Windows still
+    cut documents, where they cut rows of the original length. Weights start larger, so that
+    activations have the size that they have at the full width. Patterns of layers keep their kinds
+    and order: of equal layers in a row two stay (one, unless `whole`), and the pattern repeats
+    twice, with what is left over at its end; `kinds` has it once, without the rest.
 
     Args:
       model: the user's.
@@ -226,10 +226,16 @@ def shrink_model(
     N, K = _heads(model, pieces)
     H = _head_width(model)
     D = smallest_multiple(_WIDTH, pieces("embed", "activation_embed"))
-    if model.head_dim is None:
+    latent = model.latent and _latent(model.latent, D / model.hidden_size, pieces)
+    turned = (model.head_width, H)
+    if model.latent is not None and latent is not None:
+        H = latent.unrotated_dim + latent.rotated_dim
+        turned = (model.latent.rotated_dim, latent.rotated_dim)
+    elif model.head_dim is None:
         D = N * H
         while D % pieces("embed", "activation_embed"):
             D, H = D + 8 * N, H + 8
+        turned = (model.head_width, H)
 
     def width(whole: int) -> int:
         share = min(whole / model.hidden_size, 4)
@@ -251,10 +257,11 @@ def shrink_model(
         num_heads=N,
         num_kv_heads=None if model.num_kv_heads is None else K,
         head_dim=None if model.head_dim is None else H,
+        latent=latent,
         max_position_embeddings=max(seq_len, round(model.max_position_embeddings * share)),
         sliding_window=_window(model, seq_len, original_seq_len),
-        rope=_rope(model.rope, model.head_width, H, share),
-        local_rope=model.local_rope and _rope(model.local_rope, model.head_width, H, share),
+        rope=_rope(model.rope, *turned, share),
+        local_rope=model.local_rope and _rope(model.local_rope, *turned, share),
         query_pre_attn_scalar=model.query_pre_attn_scalar
         and model.query_pre_attn_scalar * H / model.head_width,
         initializer_range=model.initializer_range * math.sqrt(model.hidden_size / D),
@@ -285,6 +292,25 @@ def _experts(experts: ExpertsConfig, width: Callable[[int], int], pieces: Pieces
         shared_intermediate_size=None if shared is None else width(shared),
         balance_loss=0.0,
         router_z_loss=0.0,
+    )
+
+
+def _latent(latent: LatentConfig, share: float, pieces: Pieces) -> LatentConfig:
+    """Heads with eight rotated numbers and the others in proportion; ranks shrunk as the model."""
+
+    def part(whole: int) -> int:
+        return smallest_multiple(max(1, round(whole * 8 / latent.rotated_dim)), 4)
+
+    def rank(whole: int) -> int:
+        return smallest_multiple(max(8, round(whole * share)), pieces("latent"))
+
+    return dataclasses.replace(
+        latent,
+        key_value_rank=rank(latent.key_value_rank),
+        query_rank=None if latent.query_rank is None else rank(latent.query_rank),
+        unrotated_dim=part(latent.unrotated_dim),
+        rotated_dim=8,
+        value_dim=part(latent.value_dim),
     )
 
 

@@ -19,7 +19,7 @@ SEEDED = SamplingParams(temperature=1.2, top_p=0.9, seed=7, max_tokens=12)
 
 
 @pytest.fixture(
-    scope="module", params=sorted(name for name in CONFIGS if CONFIGS[name].latent is None)
+    scope="module", params=sorted(name for name in CONFIGS if CONFIGS[name].gated_delta is None)
 )
 def name(request: pytest.FixtureRequest) -> str:
     return request.param

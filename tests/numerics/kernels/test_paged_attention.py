@@ -65,13 +65,14 @@ def make_step(
     **options: Any,
 ) -> Step:
     """Rows are (context length, tokens of this step at its end)."""
+    parts = 1 if options.get("shared") else 2
     rng = np.random.default_rng(0)
     options = {"scale": h**-0.5, **options}
     R = len(rows) + unused_rows
     W = max(-(-context // page) for context, _ in rows) + 1
     P = sum(-(-context // page) for context, _ in rows) + 3
     free = list(rng.permutation(np.arange(1, P)))
-    kv = np.full((L, P, page, 2 * k, h), garbage, np.float64)
+    kv = np.full((L, P, page, parts * k, h), garbage, np.float64)
     kv[:, 0] = 7.0
     table = np.zeros((R, W), np.int32)
     start = np.zeros(R + 1, np.int32)
@@ -80,6 +81,7 @@ def make_step(
     for r, (context, count) in enumerate(rows):
         keys = rng.normal(size=(context, k, h)).astype(cache_dtype).astype(np.float64)
         values = rng.normal(size=(context, k, h)).astype(cache_dtype).astype(np.float64)
+        values = keys if parts == 1 else values
         q = rng.normal(size=(count, n, h)).astype(dtype).astype(np.float64)
         seen = context - count - (options.get("window") or context) + 1
         for position in range(context):
@@ -87,7 +89,8 @@ def make_step(
                 table[r, position // page] = free.pop()
             if position + page > seen:
                 where = (1, table[r, position // page], position % page)
-                kv[where][0::2], kv[where][1::2] = keys[position], values[position]
+                kv[where][0::parts] = keys[position]
+                kv[where][parts - 1 :: parts] = values[position]
         for i in range(count):
             expected.append(_attend(q[i], keys, values, context - count + i, options))
         queries.append(q)
@@ -151,6 +154,10 @@ CASES: dict[str, dict[str, Any]] = {
     "odd width": {"rows": MIXED, "h": 20, "page": 3},
     "wide head": {"rows": [(9, 1), (80, 70)], "h": 128, "page": 16},
     "large page": {"rows": MIXED, "page": 256},
+    "keys that are values": {"rows": MIXED, "n": 6, "k": 1, "h": 20, "shared": True},
+    "two heads of them": {"rows": MIXED, "h": 32, "softcap": 2.0, "window": 7, "shared": True},
+    "a released latent": {"rows": [(9, 1), (80, 3)], "n": 16, "k": 1, "h": 576, "shared": True},
+    "latents for many heads": {"rows": [(9, 1), (70, 2)], "n": 128, "k": 1, "shared": True},
 }
 ON_CPU = ["reference", "xla", "native"]
 
@@ -178,6 +185,13 @@ def test_dtypes_may_differ(
     step = make_step(MIXED, dtype=dtype, cache_dtype=cache_dtype)
     found = run(step, implementation, dtype, cache_dtype)
     np.testing.assert_allclose(found, step.expected_TNH, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "native"])
+def test_latents_may_be_bfloat16(implementation: str) -> None:
+    step = make_step(MIXED, n=6, k=1, h=48, cache_dtype=jnp.bfloat16, shared=True)
+    found = run(step, implementation, jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(found, step.expected_TNH, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])

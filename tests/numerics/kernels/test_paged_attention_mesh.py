@@ -16,13 +16,13 @@ from fornax.mesh import MeshConfig, make_mesh, use_mesh
 T, N, H, L, P, S = 12, 8, 16, 2, 9, 4
 
 
-def _step(implementation: str):
+def _step(implementation: str, shared: bool = False):
     table = jnp.asarray([[1, 5, 2, 0], [3, 4, 7, 8]], jnp.int32)
 
     @jax.jit
     def step(kv: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         slots = jnp.asarray([10, 12, 13, 14, 15, 16, 17, 18, 19, 28, 0, 1], jnp.int32)
-        kv = kernels.paged_write(kv, k, v, layer=1, slots_T=slots)
+        kv = kernels.paged_write(kv, k, None if shared else v, layer=1, slots_T=slots)
         o = kernels.paged_attention(
             q,
             kv,
@@ -32,6 +32,7 @@ def _step(implementation: str):
             context_lens_R=jnp.asarray([11, 9], jnp.int32),
             scale=0.25,
             sinks_N=jnp.arange(N, dtype=jnp.float32),
+            shared=shared,
             implementation=implementation,
         )
         return kv, o
@@ -56,6 +57,25 @@ def test_agrees_with_one_device(tensor: int, k_heads: int, implementation: str) 
     assert found[0].sharding.is_equivalent_to(cache, 5)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_a_latent_of_each_device_serves_its_query_heads(implementation: str) -> None:
+    """One key head kept once a device, as the engine keeps latents."""
+    rng = np.random.default_rng(0)
+    shapes = [(L, P, S, 1, H), (T, N, H), (T, 1, H), (T, 1, H)]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    kv, o = _step(implementation, shared=True)(*arrays)
+    mesh = make_mesh(MeshConfig(fsdp=1, tensor=4), jax.devices()[:4])
+    cache = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor", None))
+    copies = [np.repeat(x, 4, axis=axis) for x, axis in zip(arrays[::2], (3, 1), strict=True)]
+    with use_mesh(mesh):
+        found = _step(implementation, shared=True)(
+            jax.device_put(copies[0], cache), arrays[1], copies[1], copies[1]
+        )
+    assert found[0].sharding.is_equivalent_to(cache, 5)
+    np.testing.assert_array_equal(found[0], np.repeat(kv, 4, axis=3))
+    np.testing.assert_allclose(found[1], o, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_that_fit_no_way_are_computed_everywhere() -> None:

@@ -100,7 +100,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 90},
     "softcap and sinks": {"softcap": 3.0, "sinks_N": np.arange(N, dtype=np.float32)},
+    "shared": {"shared": True},
 }
+
+
+def _parts(options: str) -> int:
+    """Vectors of a token and key head in the cache."""
+    return 1 if "shared" in OPTIONS[options] else 2
 
 
 @functools.cache
@@ -109,7 +115,8 @@ def _program(dtype: Any, options: str) -> Any:
 
     def run(kv: jax.Array, slots_T: jax.Array, q_TNH: jax.Array, **rows: Any) -> jax.Array:
         _, k, v = map(jnp.asarray, _sequence())
-        kv = kernels.paged_write(kv.astype(dtype), k, v, layer=1, slots_T=slots_T)
+        values = v if _parts(options) == 2 else None
+        kv = kernels.paged_write(kv.astype(dtype), k, values, layer=1, slots_T=slots_T)
         return kernels.paged_attention(
             q_TNH,
             kv,
@@ -145,7 +152,8 @@ def _in_company(
     rows = [*company[:place], (first + count, count), *company[place:]]
     rows += [(0, 0)] * (ROWS - len(rows))
     table = 1 + rng.permutation(ROWS * WIDTH).reshape(ROWS, WIDTH)
-    kv = rng.normal(size=(L, 1 + ROWS * WIDTH, S, 2 * K, H)).astype(np.float32)
+    shape = (L, 1 + ROWS * WIDTH, S, _parts(options) * K, H)
+    kv = rng.normal(size=shape).astype(np.float32)
     token = np.arange(LENGTH)
     slots = np.where(token < first + count, table[place, token // S] * S + token % S, 0)
     start = np.concatenate([[0], np.cumsum([tokens for _, tokens in rows])])
@@ -235,9 +243,24 @@ def test_write_puts_keys_and_values_where_slots_say(
     np.testing.assert_array_equal(np.asarray(found), expected.reshape(kv.shape))
 
 
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_write_of_keys_that_are_values_puts_them_once(implementation: str) -> None:
+    rng = np.random.default_rng(0)
+    kv = np.asarray(jnp.asarray(rng.normal(size=(L, P, S, K, H)), jnp.bfloat16))
+    k = jnp.asarray(rng.normal(size=(90, K, H)), jnp.float32)
+    slots = np.asarray(S + rng.permutation((P - 1) * S)[:90], np.int32)
+    expected = kv.copy().reshape(L, P * S, K, H)
+    expected[1, slots] = np.asarray(k.astype(jnp.bfloat16))
+    found = kernels.paged_write(
+        jnp.asarray(kv), k, None, layer=1, slots_T=jnp.asarray(slots), implementation=implementation
+    )
+    np.testing.assert_array_equal(np.asarray(found), expected.reshape(kv.shape))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"v_TKH": None}, "holds 4 heads of width 32, but k"),
         ({"v_TKH": jnp.ones((3, K, H), jnp.bfloat16)}, "keys and values of one dtype"),
         ({"k_TKH": jnp.ones((3, 1, H)), "v_TKH": jnp.ones((3, 1, H))}, "they must agree"),
         ({"slots_T": jnp.ones(2, jnp.int32)}, r"must be int32 of shape \(3,\)"),

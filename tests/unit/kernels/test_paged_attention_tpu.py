@@ -150,6 +150,7 @@ def test_takes_as_many_rows_as_half_of_scalar_memory_holds() -> None:
             "multiple of 128",
         ),
         ({"sinks_N": jnp.ones(8)}, "knows no sinks"),
+        ({"shared": True}, "keys and values apart"),
         (
             {"q_TNH": jnp.ones((36, 6, 128)), "kv_LPSCH": jnp.ones((2, 12, 4, 6, 128))},
             "cannot tile 3",

@@ -83,7 +83,31 @@ EXPERTS = {
         "router_z_loss": 0.001,
     },
 }
-FAMILIES = {"llama": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA3, "experts": EXPERTS}
+LATENT = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_layers": 61,
+    "num_heads": 128,
+    "max_position_embeddings": 163840,
+    "rope": {
+        "interleaved": True,
+        "scaling": {
+            "type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "latent": {
+        "key_value_rank": 512,
+        "query_rank": 1536,
+        "unrotated_dim": 128,
+        "rotated_dim": 64,
+        "value_dim": 128,
+    },
+}
 
 
 def configure(model: dict[str, Any], **changes: Any) -> TrainConfig:

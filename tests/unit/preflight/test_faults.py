@@ -17,12 +17,12 @@ from fornax.checkpoint import Checkpointer
 from fornax.kernels import linear_cross_entropy
 from fornax.kernels._attention import native
 from fornax.mesh import current_mesh
-from fornax.models import dispatch, experts, routing
+from fornax.models import dispatch, experts, latent, routing
 from fornax.train import step as train_step
 from fornax.train.step import sum_gradients
 from fornax.train.tasks import pretrain
 
-from .conftest import EXPERTS, RunChecks
+from .conftest import EXPERTS, LATENT, RunChecks
 
 TENSOR = {"mesh": {"fsdp": 1, "tensor": 2}}
 DATA = {"mesh": {"fsdp": 1, "data": 2}}
@@ -204,6 +204,69 @@ def test_a_fault_in_experts(
     assert failed(run_checks("mesh", model=model, **changes))
 
 
+def unturned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key that all heads share is not rotated, the queries are."""
+    rotate = latent.apply_rope
+
+    def queries_alone(x_BTNP: jax.Array, rotation: Any) -> jax.Array:
+        return x_BTNP if x_BTNP.shape[2] == 1 else rotate(x_BTNP, rotation)
+
+    monkeypatch.setattr(latent, "apply_rope", queries_alone)
+
+
+def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's value stands before its key in the up-projection; both are as wide here."""
+    split = jnp.split
+
+    def other_way(x: jax.Array, at: Any, axis: int = 0) -> Any:
+        parts = split(x, at, axis=axis)
+        by_head = x.ndim == 4 and parts[0].shape == parts[1].shape
+        return parts[::-1] if by_head else parts
+
+    monkeypatch.setattr(latent, "jnp", SimpleNamespace(**{**vars(jnp), "split": other_way}))
+
+
+def unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YaRN does not multiply the scores."""
+    options = latent.LatentAttention._options
+
+    def plain(self: Any, kind: Any) -> Any:
+        width = self.config.unrotated_dim + self.config.rotated_dim
+        return dataclasses.replace(options(self, kind), scale=width**-0.5)
+
+    monkeypatch.setattr(latent.LatentAttention, "_options", plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [
+        unturned,
+        pytest.param(swapped, marks=pytest.mark.exhaustive),
+        pytest.param(unscaled, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_fault_in_latent_attention(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    run_checks: RunChecks,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    changes = {**DATA, **FLOAT32, "accumulate": 1, "remat": "none"}
+    model = {**LATENT, "num_layers": 1}
+    plant(monkeypatch)
+    assert failed(run_checks("mesh", model=model, **changes))
+
+
+@pytest.mark.slow
+def test_latent_attention_and_experts_without_a_fault_pass(run_checks: RunChecks):
+    """On divided rows and heads, with recomputation."""
+    model = {**LATENT, "num_layers": 2, "mlp_pattern": ["mlp", "experts"]}
+    model["experts"] = EXPERTS["experts"]
+    changes = {"mesh": {"fsdp": 2, "tensor": 2}, "accumulate": 1, **FLOAT32}
+    assert not failed(run_checks("mesh", model=model, **changes))
+
+
 def rolled(x: jax.Array) -> jax.Array:
     """The array with each device holding the part of the next one."""
     arrays = [shard.data for shard in x.addressable_shards]
@@ -256,7 +319,7 @@ def test_a_remat_that_recomputes_something_else(
     """As with a dropout key that is another the second time."""
     from fornax.models import scan
 
-    def faulty(layer: Any, remat: Any, *, prevent_cse: bool = False) -> Any:
+    def faulty(layer: Any, remat: Any, **_: bool) -> Any:
         if remat == "none" or getattr(remat, "policy", None) == "none":
             return layer
 

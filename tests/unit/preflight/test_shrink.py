@@ -9,7 +9,7 @@ from fornax.models.rope_config import LongRopeScaling
 from fornax.optim import Adafactor
 from fornax.preflight.shrink import DEVICES, shrink
 
-from .conftest import EXPERTS, GEMMA3, LLAMA, QWEN3, configure
+from .conftest import EXPERTS, GEMMA3, LATENT, LLAMA, QWEN3, configure
 
 
 def small(model: dict[str, Any], depth: Any = "whole", **changes: Any) -> DecoderConfig:
@@ -107,6 +107,19 @@ def test_the_data_of_the_run_is_not_read():
     shrunk = shrink(configure(LLAMA, data={"source": source, "virtual_shards": 64}))
     assert shrunk.config.data.source.type == "python"
     assert shrunk.config.data.virtual_shards == 8
+
+
+def test_latents_keep_their_proportions():
+    """Heads of two thirds that do not rotate; ranks by the model's width, the least 8."""
+    new = small(LATENT)
+    latent = new.latent
+    assert latent is not None
+    assert (latent.unrotated_dim, latent.rotated_dim, latent.value_dim) == (16, 8, 16)
+    assert new.head_width == 24
+    assert new.num_heads == new.kv_heads == 4
+    assert latent.key_value_rank == 8
+    assert latent.query_rank == 16  # 14 in proportion, and a multiple of the four that divide it
+    assert new.hidden_size == 64
 
 
 def test_experts_keep_their_rule():

@@ -7,7 +7,7 @@
 // see adds exact zeros to it. Tiles, tasks and threads only decide who computes what.
 //
 // Letters: T tokens of the step, N query heads, K key/value heads, G = N / K, H head width, P pages of
-// a layer, S slots of a page, C = 2 K, R rows
+// a layer, S slots of a page, C = 2 K or, where keys are values too, K, R rows
 // (sequences), W pages of a table's row. q, o [T, N, H]; kv [L, P, S, C, H]. A line is one query head
 // of one token.
 
@@ -64,6 +64,7 @@ __attribute__((noinline)) void join(const Partial& sum_, const Partial& next, in
 
 struct Step {
   int64_t T, N, H, P, S, C, R, W, K;
+  int64_t vectors;  // of a slot and key head: key and value, or one that is both
   int64_t layer;
   const int32_t *table, *start, *lens;
   const float* sinks;  // null: none
@@ -122,7 +123,7 @@ struct Attend {
     w.queries = arena.take(round_up(lines(item) * width, 16));
     for (int64_t j = 0; j < kKeys; ++j) {
       w.wide_key_at[j] = w.keys + j * width;
-      w.wide_value_at[j] = w.values + j * width;
+      w.wide_value_at[j] = s.vectors == 2 ? w.values + j * width : w.wide_key_at[j];
     }
     if (width != s.H) std::fill(w.keys, w.keys + 2 * kKeys * width, 0.0f);
     load_queries(item, w.queries);
@@ -158,9 +159,9 @@ struct Attend {
   // Reads part of a block ahead of its use, in the order of memory: the heads of a slot lie side by
   // side, but are used one after the other, which the processor's own prefetching does not foresee.
   void touch(const Item& item, const T* const* slots, int64_t part) const {
-    const int64_t bytes = 2 * item.heads * s.H * sizeof(T);
+    const int64_t bytes = s.vectors * item.heads * s.H * sizeof(T);
     for (int64_t j = part * kKeys / item.heads; j < (part + 1) * kKeys / item.heads; ++j) {
-      const T* from = slots[j] + 2 * item.head * s.H;
+      const T* from = slots[j] + s.vectors * item.head * s.H;
       const volatile char* at = reinterpret_cast<const volatile char*>(from);
       for (int64_t i = 0; i < bytes; i += 64) (void)at[i];
     }
@@ -206,12 +207,12 @@ struct Attend {
     const int64_t high = std::min(item.high - base, kKeys);
     const int64_t columns = round_up(high, kLanes);
     for (int64_t j = 0; j < columns; ++j) {
-      w.key_at[j] = slots[j] + 2 * head * s.H;
-      w.value_at[j] = w.key_at[j] + s.H;
+      w.key_at[j] = slots[j] + s.vectors * head * s.H;
+      w.value_at[j] = w.key_at[j] + (s.vectors - 1) * s.H;
     }
     if (widens(item)) {
       widen_rows(w.key_at, columns, w.keys);
-      widen_rows(w.value_at, columns, w.values);
+      if (s.vectors == 2) widen_rows(w.value_at, columns, w.values);
       score(tile, columns, queries, w.wide_key_at, s.width(), w.scores);
       soften_all(item, base, columns, w, sum_);
       gather_values(tile, low, high, w.scores, w.wide_value_at, w.shrink, sum_.out, s.width());
@@ -336,7 +337,7 @@ struct Attend {
     std::vector<std::pair<int64_t, int64_t>> tasks;  // item and segment
     for (size_t i = 0; i < all.size(); ++i) {
       Item& item = all[i];
-      elements += (item.high - item.low) * item.heads * 2 * s.H;
+      elements += (item.high - item.low) * item.heads * s.vectors * s.H;
       if (threads > 1 && (scarce || item.heads == s.K)) item.parts = item.segments();
       if (item.parts > 1) {
         item.partials = floats;
@@ -416,13 +417,15 @@ void attend(const Step& s, ffi::ThreadPool& pool, const ffi::AnyBuffer& q, const
 
 ffi::Error attend_call(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, Ints layer,
                        Ints table, Ints start, Ints lens, Floats sinks,
-                       ffi::Result<ffi::AnyBuffer> o, float scale, float softcap, int64_t window) {
+                       ffi::Result<ffi::AnyBuffer> o, float scale, float softcap, int64_t window,
+                       bool shared) {
   const auto qd = q.dimensions(), kvd = kv.dimensions(), td = table.dimensions();
   Step s;
   s.T = qd[0], s.N = qd[1], s.H = qd[2];
   s.P = kvd[1], s.S = kvd[2], s.C = kvd[3];
   s.R = td[0], s.W = td[1];
-  s.K = s.C / 2;
+  s.vectors = shared ? 1 : 2;
+  s.K = s.C / s.vectors;
   s.layer = layer.typed_data()[0];
   s.table = table.typed_data(), s.start = start.typed_data(), s.lens = lens.typed_data();
   s.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
@@ -435,16 +438,19 @@ ffi::Error attend_call(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv
   return ffi::Error::Success();
 }
 
+// Without v the keys are written alone.
 template <typename From, typename To>
 void write(ffi::ThreadPool& pool, const From* k, const From* v, const int32_t* slots, int64_t tokens,
            int64_t heads, int64_t width, To* layer) {
   constexpr int64_t kTokens = 64;
+  const int64_t row = (v ? 2 : 1) * heads * width;
   const auto some = [&](int64_t index) {
     for (int64_t t = index * kTokens; t < std::min(tokens, (index + 1) * kTokens); ++t) {
-      To* to = layer + slots[t] * 2 * heads * width;
+      To* to = layer + slots[t] * row;
       for (int64_t i = 0; i < heads; ++i) {
         const int64_t from = (t * heads + i) * width;
         for (int64_t j = 0; j < width; ++j) narrow(widen(k[from + j]), to++);
+        if (!v) continue;
         for (int64_t j = 0; j < width; ++j) narrow(widen(v[from + j]), to++);
       }
     }
@@ -474,9 +480,9 @@ ffi::Error write_call(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::AnyBuffer
   const auto run = [&](auto from, auto to) {
     using From = decltype(from);
     using To = decltype(to);
-    write(pool, static_cast<const From*>(k.untyped_data()), static_cast<const From*>(v.untyped_data()),
-          slots.typed_data(), tokens, heads, width,
-          static_cast<To*>(kv->untyped_data()) + index * room * 2 * heads * width);
+    const From* values = v.element_count() ? static_cast<const From*>(v.untyped_data()) : nullptr;
+    write(pool, static_cast<const From*>(k.untyped_data()), values, slots.typed_data(), tokens, heads,
+          width, static_cast<To*>(kv->untyped_data()) + index * room * kvd[3] * width);
   };
   const bool wide_k = k.element_type() == ffi::F32, wide_kv = kv->element_type() == ffi::F32;
   if (wide_k) {
@@ -503,7 +509,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_paged_attention, fornax::attend_call,
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
-                                  .Attr<int64_t>("window"));
+                                  .Attr<int64_t>("window")
+                                  .Attr<bool>("shared"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_paged_write, fornax::write_call,
                               xla::ffi::Ffi::Bind()

@@ -85,7 +85,7 @@ def _block(inputs: PagedInputs, tiles: int) -> int:
     if current_platform() == "cpu":
         return _BLOCK
     S = inputs.kv_LPSCH.shape[2]
-    of_key = 2 * inputs.kv_heads * inputs.q_TNH.shape[2] * inputs.q_TNH.dtype.itemsize
+    of_key = inputs.parts * inputs.kv_heads * inputs.q_TNH.shape[2] * inputs.q_TNH.dtype.itemsize
     longest = min(_MOST_BLOCK, inputs.page_table_RW.shape[1] * S)
     keys = _BLOCK
     while 2 * keys <= longest and 2 * keys * tiles * of_key <= MOST_GATHERED:
@@ -105,14 +105,14 @@ def _blocks(inputs: PagedInputs, tiles: Tiles, width: int) -> tuple[Any, jax.Arr
 
 def _gather(inputs: PagedInputs, pages_MD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return these pages' keys and values in q's dtype: [M, D, K, H] each."""
-    L, P, S, C, H = inputs.kv_LPSCH.shape
-    kv = inputs.kv_LPSCH.reshape(L, P, S, C // 2, 2, H)
+    L, P, S, _, H = inputs.kv_LPSCH.shape
+    kv = inputs.kv_LPSCH.reshape(L, P, S, inputs.kv_heads, inputs.parts, H)
     kv = (
         kv[inputs.layer, pages_MD]
-        .reshape(pages_MD.shape[0], -1, inputs.kv_heads, 2, H)
+        .reshape(pages_MD.shape[0], -1, inputs.kv_heads, inputs.parts, H)
         .astype(inputs.q_TNH.dtype)
     )
-    return kv[:, :, :, 0], kv[:, :, :, 1]
+    return kv[:, :, :, 0], kv[:, :, :, -1]
 
 
 def _accumulate(

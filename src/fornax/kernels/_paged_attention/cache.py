@@ -1,7 +1,7 @@
 """Writing a step's keys and values into a paged cache, and copying pages of it.
 
 Legend: T tokens of the step, K key/value heads, H head width, L layers, P pages,
-S slots of a page, C = 2 K (k0, v0, k1, v1, ...), M copies.
+S slots of a page, C = 2 K (k0, v0, k1, v1, ...) or, where keys are values too, C = K, M copies.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,17 @@ __all__ = ["copy_pages", "paged_write", "paged_write_operation"]
 
 
 def scatter(
-    kv_LPSCH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, layer: jax.Array, slots_T: jax.Array
+    kv_LPSCH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array | None,
+    layer: jax.Array,
+    slots_T: jax.Array,
 ) -> jax.Array:
     """Write by one scatter of XLA's."""
     T, K, H = k_TKH.shape
     S = kv_LPSCH.shape[2]
-    kv_TCH = jnp.stack([k_TKH, v_TKH], axis=2).reshape(T, 2 * K, H).astype(kv_LPSCH.dtype)
+    parts = (k_TKH,) if v_TKH is None else (k_TKH, v_TKH)
+    kv_TCH = jnp.stack(parts, axis=2).reshape(T, len(parts) * K, H).astype(kv_LPSCH.dtype)
     return kv_LPSCH.at[layer, slots_T // S, slots_T % S].set(kv_TCH, mode="drop")
 
 
@@ -33,11 +38,13 @@ def _benchmark(call: WriteCall, run: Callable[..., jax.Array]) -> Callable[[], o
     pages = 1 + call.tokens // S
     slots_T = jnp.arange(call.tokens, dtype=jnp.int32)
     k_TKH = jnp.ones((call.tokens, K, H), call.dtype)
-    cache = [jnp.zeros((1, pages, S, 2 * K, H), call.cache_dtype)]
+    heads = K if call.shared else 2 * K
+    cache = [jnp.zeros((1, pages, S, heads, H), call.cache_dtype)]
+    values = None if call.shared else k_TKH
     step = jax.jit(run, donate_argnums=0)
 
     def work() -> jax.Array:
-        cache[0] = step(cache[0], k_TKH, k_TKH, jnp.asarray(0, jnp.int32), slots_T)
+        cache[0] = step(cache[0], k_TKH, values, jnp.asarray(0, jnp.int32), slots_T)
         return cache[0]
 
     return work
@@ -56,7 +63,7 @@ paged_write_operation: Operation[WriteCall] = Operation(
 def paged_write(
     kv_LPSCH: jax.Array,
     k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    v_TKH: jax.Array | None,
     *,
     layer: jax.Array | int,
     slots_T: jax.Array,
@@ -70,7 +77,7 @@ def paged_write(
     Args:
         kv_LPSCH: the cache, floating.
         k_TKH: keys, floating; rounded to the cache's dtype.
-        v_TKH: values, likewise.
+        v_TKH: values, likewise; None where keys are values too, of which the cache then holds one.
         layer: which layer of the stack, int32 scalar.
         slots_T: int32, page * S + slot of each token. Padding goes into page 0; where two tokens
             name one slot, either may be the one that stays.
@@ -84,7 +91,7 @@ def paged_write(
     """
     _check(kv_LPSCH, k_TKH, v_TKH, slots_T)
 
-    def write(kv: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> jax.Array:
+    def write(kv: jax.Array, k: jax.Array, v: jax.Array | None, *rest: jax.Array) -> jax.Array:
         call = WriteCall(
             platform=current_platform(),
             tokens=k.shape[0],
@@ -93,6 +100,7 @@ def paged_write(
             page_size=kv.shape[2],
             dtype=jnp.dtype(k.dtype).name,
             cache_dtype=jnp.dtype(kv.dtype).name,
+            shared=v is None,
         )
         return paged_write_operation.choose(call, implementation).run(kv, k, v, *rest)
 
@@ -100,16 +108,17 @@ def paged_write(
     return write_over_mesh(write, kv_LPSCH, k_TKH, v_TKH, layer, slots_T)
 
 
-def _check(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> None:
+def _check(kv: jax.Array, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> None:
+    parts, v = (1, k) if v is None else (2, v)
     if kv.ndim != 5 or k.ndim != 3 or k.shape != v.shape or k.dtype != v.dtype:
         raise KernelError(
             f"paged_write: kv{kv.shape}, k{k.shape} {k.dtype}, v{v.shape} {v.dtype} must be "
             "[L, P, S, 2 K, H], [T, K, H], [T, K, H], keys and values of one dtype"
         )
     T, K, H = k.shape
-    if kv.shape[3:] != (2 * K, H):
+    if kv.shape[3:] != (parts * K, H):
         raise KernelError(
-            f"paged_write: kv{kv.shape} holds {kv.shape[3] // 2} heads of width {kv.shape[4]}, "
+            f"paged_write: kv{kv.shape} holds {kv.shape[3] // parts} heads of width {kv.shape[4]}, "
             f"but k{k.shape} has {K} of width {H}; they must agree"
         )
     if slots.shape != (T,) or slots.dtype != jnp.int32:

@@ -1,7 +1,8 @@
 """What one paged attention call looks like: shapes and options, checked once for all.
 
 Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
-S slots of a page, C = 2 K (k0, v0, k1, v1, ...), R rows (sequences), W pages of a table's row.
+S slots of a page, C = 2 K (k0, v0, k1, v1, ...) or, where keys are values too, C = K, R rows
+(sequences), W pages of a table's row.
 """
 
 import functools
@@ -34,6 +35,8 @@ class PagedCall:
     window: int | None
     softcap: float | None
     sinks: bool
+    shared: bool
+    """Whether keys are values too."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class WriteCall:
     page_size: int
     dtype: str
     cache_dtype: str
+    shared: bool
+    """Whether keys are values too."""
 
 
 @functools.partial(
@@ -75,6 +80,7 @@ class PagedInputs:
     scale: float
     window: int | None
     softcap: float | None
+    shared: bool = False
     prepared: PreparedAttention | None = None
 
     def prepared_for(self, implementation: str) -> Any:
@@ -86,7 +92,12 @@ class PagedInputs:
     @property
     def kv_heads(self) -> int:
         """Key heads that the query heads divide over."""
-        return self.kv_LPSCH.shape[3] // 2
+        return self.kv_LPSCH.shape[3] // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Vectors that the pages hold of a token and head: key and value, or one that is both."""
+        return 1 if self.shared else 2
 
 
 def describe(inputs: PagedInputs) -> PagedCall:
@@ -114,6 +125,7 @@ def describe(inputs: PagedInputs) -> PagedCall:
         window=inputs.window,
         softcap=inputs.softcap,
         sinks=inputs.sinks_N is not None,
+        shared=inputs.shared,
     )
 
 
@@ -129,7 +141,7 @@ def _check_shapes(inputs: PagedInputs) -> None:
         raise KernelError(
             f"paged_attention: q{q.shape} and kv{kv.shape} differ in head width; use one width"
         )
-    if kv.shape[3] == 0 or kv.shape[3] % 2:
+    if kv.shape[3] == 0 or kv.shape[3] % inputs.parts:
         raise KernelError(
             f"paged_attention: kv{kv.shape} must hold each head's key and value side by side: "
             "its fourth dimension is twice the number of key heads"

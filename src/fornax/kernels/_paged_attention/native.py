@@ -5,7 +5,7 @@ pages where they lie. A token's result is bitwise the same whatever else is in t
 prompt was cut into chunks and however many threads there are.
 
 Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
-S slots of a page, C = 2 K.
+S slots of a page, C = 2 K or, where keys are values too, K.
 """
 
 import jax
@@ -55,13 +55,20 @@ def native(inputs: PagedInputs) -> jax.Array:
         scale=np.float32(inputs.scale),
         softcap=np.float32(inputs.softcap or 0),
         window=np.int64(inputs.window or 0),
+        shared=np.bool_(inputs.shared),
     )
 
 
 def write(
-    kv_LPSCH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, layer: jax.Array, slots_T: jax.Array
+    kv_LPSCH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array | None,
+    layer: jax.Array,
+    slots_T: jax.Array,
 ) -> jax.Array:
     """Write a step's keys and values into the cache where it lies."""
+    if v_TKH is None:
+        v_TKH = jnp.zeros((0,), k_TKH.dtype)
     call = jax.ffi.ffi_call(
         "fornax_paged_write",
         jax.ShapeDtypeStruct(kv_LPSCH.shape, kv_LPSCH.dtype),

@@ -36,8 +36,9 @@ def benchmark(call: PagedCall, run: Callable[[PagedInputs], jax.Array]) -> Calla
     context_R = np.where(counts_R > 0, np.maximum(counts_R, pages * S), 0)
     table_RW = np.zeros((call.rows, W), np.int32)
     table_RW[:, :pages] = 1 + np.arange(call.rows * pages).reshape(call.rows, pages) % (4 * pages)
+    heads = call.kv_heads if call.shared else 2 * call.kv_heads
     kv_LPSCH = jnp.asarray(
-        rng.normal(size=(1, 1 + 4 * pages, S, 2 * call.kv_heads, call.head_dim)), call.cache_dtype
+        rng.normal(size=(1, 1 + 4 * pages, S, heads, call.head_dim)), call.cache_dtype
     )
     q_TNH = jnp.asarray(rng.normal(size=(call.tokens, call.heads, call.head_dim)), call.dtype)
     sinks_N = jnp.zeros(call.heads) if call.sinks else None
@@ -56,6 +57,7 @@ def benchmark(call: PagedCall, run: Callable[[PagedInputs], jax.Array]) -> Calla
                 scale=call.head_dim**-0.5,
                 window=call.window,
                 softcap=call.softcap,
+                shared=call.shared,
             )
         )
 
@@ -92,6 +94,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
+    shared: bool = False,
     prepared: PreparedAttention | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -116,6 +119,8 @@ def paged_attention(
         window: number of keys visible including the token's own.
         softcap: c in s = c tanh(s / c), applied to the scaled scores.
         sinks_N: float logit per query head that takes part in the softmax without a value.
+        shared: whether keys are values too: the cache then holds one vector of a token and key
+            head, C = K, and the weighted sums are of these, as wide as the keys.
         prepared: what `prepare_paged_attention` made of the same rows, if several layers share it.
         implementation: name of one implementation to run, no other.
 
@@ -136,6 +141,7 @@ def paged_attention(
         scale=float(scale),
         window=window,
         softcap=softcap,
+        shared=shared,
         prepared=prepared,
     )
     describe(inputs)
@@ -156,6 +162,7 @@ def prepare_paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    shared: bool = False,
 ) -> PreparedAttention:
     """Derive once a step what calls of `paged_attention` would each derive from the rows.
 
@@ -171,6 +178,7 @@ def prepare_paged_attention(
         window: of the calls.
         softcap: of the calls.
         sinks: whether the calls have sinks.
+        shared: of the calls.
 
     Raises:
         KernelError: arguments that do not fit together.
@@ -186,6 +194,7 @@ def prepare_paged_attention(
         scale=1.0,
         window=window,
         softcap=softcap,
+        shared=shared,
     )
     describe(inputs)
 

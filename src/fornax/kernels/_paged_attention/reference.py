@@ -22,15 +22,15 @@ def reference(inputs: PagedInputs) -> jax.Array:
     K = inputs.kv_heads
     dtype = jnp.promote_types(inputs.q_TNH.dtype, jnp.float32)
     kv = inputs.kv_LPSCH[inputs.layer, inputs.page_table_RW]
-    kv_RMK2H = kv.reshape(kv.shape[0], -1, kv.shape[3] // 2, 2, H).astype(dtype)
+    kv_RMKCH = kv.reshape(kv.shape[0], -1, K, inputs.parts, H).astype(dtype)
     row_T, position_T, valid_T = rows_and_positions(inputs.query_start_R1, inputs.context_lens_R, T)
-    key_M = jnp.arange(kv_RMK2H.shape[1])
+    key_M = jnp.arange(kv_RMKCH.shape[1])
     mask_TM = (key_M <= position_T[:, None]) & valid_T[:, None]
     if inputs.window is not None:
         mask_TM &= key_M > position_T[:, None] - inputs.window
     mask_TM11 = mask_TM[:, :, None, None]
-    k_TMKH = jnp.where(mask_TM11, kv_RMK2H[row_T, :, :, 0], 0)
-    v_TMKH = jnp.where(mask_TM11, kv_RMK2H[row_T, :, :, 1], 0)
+    k_TMKH = jnp.where(mask_TM11, kv_RMKCH[row_T, :, :, 0], 0)
+    v_TMKH = jnp.where(mask_TM11, kv_RMKCH[row_T, :, :, -1], 0)
     q_TKGH = inputs.q_TNH.reshape(T, K, N // K, H).astype(dtype)
     scores = jnp.einsum("TKGH,TMKH->TKGM", q_TKGH, k_TMKH, precision="highest") * inputs.scale
     if inputs.softcap is not None:

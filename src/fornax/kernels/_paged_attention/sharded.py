@@ -1,7 +1,7 @@
 """Paged attention and writes under a mesh: each device does the heads it holds.
 
 Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
-S slots of a page, C = 2 K.
+S slots of a page, C = 2 K or, where keys are values too, K.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def write_over_mesh(
     write: Callable[..., jax.Array],
     kv_LPSCH: jax.Array,
     k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    v_TKH: jax.Array | None,
     layer: jax.Array,
     slots_T: jax.Array,
 ) -> jax.Array:

@@ -61,6 +61,8 @@ def declines(call: PagedCall) -> str | None:
     for dtype in (call.dtype, call.cache_dtype):
         if dtype not in _DTYPES:
             return f"it takes float32 and bfloat16, not {dtype}"
+    if call.shared:
+        return "it reads keys and values apart"
     if call.sinks:
         return "it knows no sinks"
     tiles, rest = divmod(2 * call.kv_heads * jnp.dtype(call.cache_dtype).itemsize, 4)

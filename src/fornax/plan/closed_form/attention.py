@@ -2,14 +2,14 @@
 
 Which kernel runs is what `fornax.kernels` would choose for the call.
 
-Legend: T queries of a device, S keys, N query heads, H head width.
+Legend: T queries of a device, S keys, N query heads, H head width, V width of values.
 """
 
 import functools
 from dataclasses import dataclass
 
 from fornax import kernels
-from fornax.kernels._attention.blocks import Band, Blocks, choose_blocks, product_flops
+from fornax.kernels._attention.blocks import Band, choose_blocks, product_flops
 from fornax.kernels._attention.cudnn import MOST_MASK_BYTES
 from fornax.plan.closed_form.shards import LocalStep
 
@@ -58,7 +58,7 @@ def attention_choice(local: LocalStep, window: int | None) -> kernels.Choice:
         heads=local.shares.attention_heads,
         kv_heads=local.shares.attention_kv_heads,
         head_dim=model.head_width,
-        value_dim=model.head_width,
+        value_dim=model.value_width,
         dtype=local.config.dtypes.compute_dtype.name,
         causal=True,
         window=window,
@@ -78,40 +78,42 @@ def _choice(call: kernels.AttentionCall) -> kernels.Choice:
 
 
 def _splash(local: LocalStep, window: int | None) -> AttentionWork:
-    T, S, H = local.length, local.config.seq_len, local.model.head_width
+    T, S, H, V = _sizes(local)
     item = local.compute_bytes
     band = Band(least=0, most=None if window is None else window - 1)
-    blocks = choose_blocks(T, S, H, item, window)
+    blocks = choose_blocks(T, S, max(H, V), item, window)
     calls = local.rows * local.shares.attention_heads
     # Devices that share a row's length wait for the one with the last queries.
-    flops = product_flops(band, blocks, T, S, H, H, S - T)
+    flops = product_flops(band, blocks, T, S, H, V, S - T)
     forward = band.visited((T, S), (blocks.queries, blocks.keys), S - T)
     backward = band.visited((T, S), (blocks.queries_backward, blocks.keys_backward), S - T)
     parts = S // blocks.keys_backward if blocks.fused else 1
-    forward_rows = 2 * T + 2 * forward * blocks.keys
-    backward_rows = 2 * backward * blocks.queries_backward + 4 * S + parts * T
+    # Of queries and outputs, or keys and values: a row of both widths.
+    forward_rows = T + forward * blocks.keys
+    backward_rows = backward * blocks.queries_backward + 2 * S
     if not blocks.fused:
         again = band.visited((T, S), (blocks.queries_backward, blocks.keys_dq), S - T)
-        backward_rows += 2 * again * blocks.keys_dq + 2 * T
+        backward_rows += again * blocks.keys_dq + T
     return AttentionWork(
         forward_flops=calls * flops["fwd"],
         backward_flops=calls * (flops["dkv"] + flops["dq"]),
-        forward_bytes=calls * forward_rows * H * item,
-        backward_bytes=calls * backward_rows * H * item,
-        scratch_bytes=calls * _scratch_rows(blocks, T, S) * H * item,
+        forward_bytes=calls * forward_rows * (H + V) * item,
+        backward_bytes=calls * (backward_rows * (H + V) + parts * T * H) * item,
+        # What the backward kernel writes: dq by parts, dk and dv by head.
+        scratch_bytes=calls * (parts * T * H + S * (H + V)) * item,
     )
 
 
-def _scratch_rows(blocks: Blocks, T: int, S: int) -> int:
-    """Rows of a head's width that the backward kernel writes: dq by parts, dk and dv by head."""
-    return (S // blocks.keys_backward if blocks.fused else 1) * T + 2 * S
+def _sizes(local: LocalStep) -> tuple[int, int, int, int]:
+    """T, S, H and V."""
+    model = local.model
+    return local.length, local.config.seq_len, model.head_width, model.value_width
 
 
 def _plain(local: LocalStep, window: int | None, kernel: str) -> AttentionWork:
-    T, S, H = local.length, local.config.seq_len, local.model.head_width
+    T, S, H, V = _sizes(local)
     calls = local.rows * local.shares.attention_heads
     item = local.compute_bytes
-    rows = 2 * T + 2 * S
     band = Band(least=0, most=None if window is None else window - 1)
     if kernel == "native":
         block = min(_NATIVE_BLOCK, S)
@@ -128,11 +130,12 @@ def _plain(local: LocalStep, window: int | None, kernel: str) -> AttentionWork:
         scores = calls * T * padded
         moved = (scores * _FORWARD_SCORE_BYTES, scores * _BACKWARD_SCORE_BYTES)
         scratch = 2 * 4 * calls * T * (_XLA_BLOCK if kernel == "blockwise" else S)
-    products = 4 if kernel == "xla" else 5  # the others compute scores again
+    again = 0 if kernel == "xla" else H  # the others compute scores again
+    rows = calls * (T + S) * (H + V) * item
     return AttentionWork(
-        forward_flops=2 * 2 * H * scores,
-        backward_flops=2 * products * H * scores,
-        forward_bytes=moved[0] + calls * rows * H * item,
-        backward_bytes=moved[1] + 2 * calls * rows * H * item,
+        forward_flops=2 * (H + V) * scores,
+        backward_flops=2 * (again + 2 * H + 2 * V) * scores,
+        forward_bytes=moved[0] + rows,
+        backward_bytes=moved[1] + 2 * rows,
         scratch_bytes=scratch,
     )

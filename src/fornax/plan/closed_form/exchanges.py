@@ -22,6 +22,7 @@ def exchanges(local: LocalStep, state: tuple[StateArray, ...]) -> tuple[Exchange
         *_lookup(local),
         *_vocabulary(local),
         *_branches(local),
+        *_latents(local),
         *_context(local),
         *_offload(local),
     ]
@@ -166,13 +167,16 @@ def _branches(local: LocalStep) -> Iterable[Exchange]:
     branches = 2 * local.model.num_layers
     if local.shares.shared_mlp:
         branches += mlps(local.model)["experts"]
+    backward = branches
+    if local.model.latent is not None and local.model.latent.query_rank:
+        backward -= local.model.num_layers  # what attention adds up is no wider than its latents
     sums = 0
     for layers, found in layer_replays(local):
         sums += layers * sum(node.name in _SUMS for node in found.again)
     if not local.axes("activation_embed"):
         for when, count in (
             ("forward", branches),
-            ("backward", branches),
+            ("backward", backward),
             ("computed again", sums),
         ):
             name = f"add up branches over tensor shards ({when})"
@@ -181,7 +185,7 @@ def _branches(local: LocalStep) -> Iterable[Exchange]:
     inputs = 0 if local.config.remat == "none" else branches
     for when, gathers, reductions in (
         ("forward", branches, branches),
-        ("backward", branches, branches),
+        ("backward", branches, backward),
         ("computed again", inputs, sums),
     ):
         name = f"gather branches' inputs ({when})"
@@ -194,13 +198,29 @@ _SUMS = ("o_product", "down", "shared_down")
 """Values of a layer that are summed over the devices that divide heads and widths."""
 
 
+def _latents(local: LocalStep) -> Iterable[Exchange]:
+    """Sums over `tensor` of the gradients of latents, which are whole where heads are divided."""
+    latent, axes = local.model.latent, local.axes("activation_heads")
+    if latent is not None and axes:
+        width = latent.cached_dim + (latent.query_rank or 0)
+        yield Exchange(
+            name="add up gradients of latents over tensor shards",
+            kind="all-reduce",
+            axes=axes,
+            bytes=local.tokens * width * local.compute_bytes,
+            count=local.model.num_layers * local.config.accumulate,
+            blocking=True,
+        )
+
+
 def _context(local: LocalStep) -> Iterable[Exchange]:
     """Keys and values of the whole row, forward, again, and their gradients back."""
     axes = local.axes("length")
     if not axes:
         return
-    heads = local.shares.attention_kv_heads * local.model.head_width
-    size = 2 * local.rows * local.config.seq_len * heads * local.compute_bytes
+    widths = local.model.head_width + local.model.value_width
+    numbers = local.rows * local.config.seq_len * local.shares.attention_kv_heads * widths
+    size = numbers * local.compute_bytes
     runs = local.model.num_layers * local.config.accumulate
     common = {
         "axes": axes,

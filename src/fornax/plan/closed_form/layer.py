@@ -4,8 +4,9 @@ The backward pass needs some of the layer's values. Those a policy keeps are mem
 computed again from the nearest kept ones, and what lies on the way is work done twice. Both follow
 from the graph, for any set of kept names.
 
-Sizes are of one device: N heads, K key/value heads and F hidden width are the device's shares.
-Tokens are taken to choose each expert equally often.
+Sizes are of one device: N heads, K key/value heads and F hidden width are the device's shares. H is
+the width of a head's query and key, V of its value; of latent attention Q and R are the ranks of
+queries, and of keys and values. Tokens are taken to choose each expert equally often.
 """
 
 import functools
@@ -43,8 +44,8 @@ class Node:
 
     experts: int = 0
     """Matrices of a grouped product, whose rows are divided among them; 0: one for all rows."""
-    heads: bool = False
-    """Whether its last dimension is a head's width, which a TPU pads to whole lanes."""
+    head: int = 0
+    """Its last dimension where that is a head's width, which a TPU pads to whole lanes; or 0."""
 
     @property
     def flops(self) -> float:
@@ -68,18 +69,17 @@ class _Graph:
         self.nodes[node.name] = node
         return node.name
 
-    def cheap(self, name: str, *needs: str, width: float) -> str:
-        heads = name in ("q", "k", "v", "q_norm", "k_norm")
-        return self.add(Node(name=name, kind="cheap", needs=needs, width=width, heads=heads))
+    def cheap(self, name: str, *needs: str, width: float, head: int = 0) -> str:
+        return self.add(Node(name=name, kind="cheap", needs=needs, width=width, head=head))
 
-    def norm(self, name: str, of: str, wanted: bool, width: float) -> str:
+    def norm(self, name: str, of: str, wanted: bool, width: float, head: int = 0) -> str:
         if not wanted:
             return of
         self.used.add(of)
-        return self.cheap(name, of, width=width)
+        return self.cheap(name, of, width=width, head=head)
 
     def product(
-        self, name: str, of: str, contract: int, columns: int, width: int, **grouped: int
+        self, name: str, of: str, contract: int, columns: int, width: int, **more: int
     ) -> str:
         self.used.add(of)
         return self.add(
@@ -90,10 +90,13 @@ class _Graph:
                 width=width,
                 contract=contract,
                 columns=columns,
-                heads=name in ("q_product", "k_product", "v_product"),
-                **grouped,
+                **more,
             )
         )
+
+    def by_head(self, name: str, of: str, contract: int, heads: int, head: int) -> str:
+        """A product whose columns are heads."""
+        return self.product(name, of, contract, heads * head, heads * head, head=head)
 
     def grouped(self, name: str, of: str, contract: int, columns: int, shares: Shares) -> str:
         """A product of each token with the matrices of the experts that it chose."""
@@ -111,23 +114,17 @@ def layer_graph(model: DecoderConfig, shares: Shares, mlp: Mlp) -> tuple[Graph, 
     its inputs and outputs, the gate its two factors, the sum of experts its terms (for the
     gradient of their weights). Rotation and sums use nothing.
     """
-    D, H, S = model.hidden_size, model.head_width, shares.stream
-    N, K = shares.heads, shares.kv_heads
+    D, V, S, N = model.hidden_size, model.value_width, shares.stream, shares.heads
     graph = _Graph()
     graph.add(Node(name="x", kind="input", width=S))
     before = model.norm_placement in ("pre", "sandwich")
     after = model.norm_placement in ("post", "sandwich")
-    normed = model.qk_norm != "none"
     into = graph.norm("attention_norm", "x", before, D)
-    q = graph.norm("q_norm", graph.product("q_product", into, D, N * H, N * H), normed, N * H)
-    k = graph.norm("k_norm", graph.product("k_product", into, D, K * H, K * H), normed, K * H)
-    v = graph.product("v_product", into, D, K * H, K * H)
-    q = graph.cheap("q", q, width=N * H)
-    k = graph.cheap("k", k, width=K * H)
-    v = graph.cheap("v", v, width=K * H)
-    o = Node(name="o", kind="attention", needs=(q, k, v), width=N * H, wide=N, heads=True)
-    graph.used.update((q, k, v, graph.add(o)))
-    out = graph.product("o_product", "o", N * H, D, S)
+    project = _add_heads if model.latent is None else _add_latents
+    project(graph, into, model, shares)
+    o = Node(name="o", kind="attention", needs=("q", "k", "v"), width=N * V, wide=N, head=V)
+    graph.used.update(("q", "k", "v", graph.add(o)))
+    out = graph.product("o_product", "o", N * V, D, S)
     out = graph.norm("post_attention_norm", out, after, S)
     middle = graph.cheap("middle", "x", out, width=S)
     into = graph.norm("mlp_norm", middle, before, D)
@@ -135,6 +132,36 @@ def layer_graph(model: DecoderConfig, shares: Shares, mlp: Mlp) -> tuple[Graph, 
     down = graph.norm("post_mlp_norm", add(graph, into, model, shares), after, S)
     graph.cheap("y", middle, down, width=S)
     return graph.nodes, frozenset(graph.used)
+
+
+def _add_heads(graph: _Graph, into: str, model: DecoderConfig, shares: Shares) -> None:
+    """q, k and v of grouped-query attention."""
+    D, H, N, K = model.hidden_size, model.head_width, shares.heads, shares.kv_heads
+    normed = model.qk_norm != "none"
+    q = graph.norm("q_norm", graph.by_head("q_product", into, D, N, H), normed, N * H, H)
+    k = graph.norm("k_norm", graph.by_head("k_product", into, D, K, H), normed, K * H, H)
+    v = graph.by_head("v_product", into, D, K, H)
+    graph.cheap("q", q, width=N * H, head=H)
+    graph.cheap("k", k, width=K * H, head=H)
+    graph.cheap("v", v, width=K * H, head=H)
+
+
+def _add_latents(graph: _Graph, into: str, model: DecoderConfig, shares: Shares) -> None:
+    """q, k and v of latent attention: latents are whole on each device, heads are divided."""
+    latent = model.latent
+    assert latent is not None
+    D, N, H, V = model.hidden_size, shares.heads, model.head_width, latent.value_dim
+    Q, R, kept = latent.query_rank, latent.key_value_rank, latent.cached_dim
+    q, contract = into, D
+    if Q is not None:
+        q, contract = graph.norm("q_norm", graph.product("q_down", into, D, Q, Q), True, Q), Q
+    q = graph.by_head("q_product", q, contract, N, H)
+    down = graph.product("kv_down", into, D, kept, kept)
+    normed = graph.norm("kv_norm", down, True, R)
+    up = graph.by_head("kv_up", normed, R, N, latent.unrotated_dim + V)
+    graph.cheap("q", q, width=N * H, head=H)
+    graph.cheap("k", up, down, width=N * H, head=H)
+    graph.cheap("v", up, width=N * V, head=V)
 
 
 def _add_mlp(graph: _Graph, into: str, model: DecoderConfig, shares: Shares) -> str:

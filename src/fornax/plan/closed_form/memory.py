@@ -90,13 +90,12 @@ def _code(local: LocalStep) -> int:
 
 def kept_bytes(local: LocalStep, *, offloaded: bool = False) -> float:
     """Bytes of what all layers keep for the backward pass."""
-    lanes = _lanes(local)
     total = 0.0
     for mlp, layers in mlps(local.model).items():
         found = layer_replay(local, mlp)
         size = 0.0
         for node in found.offloaded if offloaded else found.kept:
-            width = node.width * (lanes if node.heads and not offloaded else 1.0)
+            width = node.width * (1.0 if offloaded else _lanes(local, node.head))
             size += width * local.compute_bytes + 4 * node.wide
         if local.config.remat == "none" and not offloaded:
             size += _intermediates(local, mlp)
@@ -104,12 +103,11 @@ def kept_bytes(local: LocalStep, *, offloaded: bool = False) -> float:
     return total
 
 
-def _lanes(local: LocalStep) -> float:
-    """How much larger an array is whose last dimension is a head's width."""
-    if local.topology.chip.platform != "tpu":
+def _lanes(local: LocalStep, head: int) -> float:
+    """How much larger an array is whose last dimension is a head's width, if it is (not 0)."""
+    if local.topology.chip.platform != "tpu" or not head:
         return 1.0
-    H = local.model.head_width
-    return -(-H // _LANES) * _LANES / H
+    return -(-head // _LANES) * _LANES / head
 
 
 def _intermediates(local: LocalStep, mlp: Mlp) -> float:
@@ -120,6 +118,8 @@ def _intermediates(local: LocalStep, mlp: Mlp) -> float:
     norms = (4 if model.norm_placement == "sandwich" else 2) * model.hidden_size
     if model.qk_norm != "none":
         norms += (shares.heads + shares.kv_heads) * model.head_width
+    if model.latent is not None:
+        norms += (model.latent.query_rank or 0) + model.latent.key_value_rank
     inner = _activation_residuals(model.activation) * _inner_width(shares, mlp)
     sums = 0
     if mlp == "experts":  # the router's input and the terms of the sum in float32, and their mask
@@ -178,7 +178,7 @@ def _head(local: LocalStep) -> int:
 
 def _rotations(local: LocalStep) -> float:
     tables = 2 if local.model.local_rope is not None else 1
-    half = max(_LANES, local.model.head_width // 2)
+    half = max(_LANES, local.model.rotated_width(local.model.rope) // 2)
     return tables * 2 * 4.0 * local.tokens * half
 
 
@@ -265,18 +265,20 @@ def _working_set(local: LocalStep) -> float:
 def _working_set_of(local: LocalStep, mlp: Mlp) -> float:
     """The same of a layer with such an MLP; experts' rows are the tokens', once for each choice."""
     model, shares, item = local.model, local.shares, local.compute_bytes
-    D, F, H = model.hidden_size, _inner_width(shares, mlp), model.head_width
+    D, F, tpu = model.hidden_size, _inner_width(shares, mlp), local.topology.chip.platform == "tpu"
     chosen = shares.chosen if mlp == "experts" else 0
-    lanes = _lanes(local)
-    N, K = shares.heads * lanes, shares.kv_heads * lanes
-    half = 2 * max(_LANES, H // 2) if local.topology.chip.platform == "tpu" else H
+    H, V, turning = model.head_width, model.value_width, model.rotated_width(model.rope)
+    key, value = H * _lanes(local, H), V * _lanes(local, V)
+    q, o = shares.heads * key, shares.heads * value
+    half = _lanes(local, H) * 2 * max(_LANES, turning // 2) if tpu else turning
     scratch = max(attention_work(local, window).scratch_bytes for window in windows(model))
     found = layer_replay(local, mlp)
     ahead = [node for node in (*found.again, *found.offloaded) if node.name in ("q", "k", "v", "o")]
-    inner = item * ((4 + 2 * chosen) * D + 3 * F + lanes * sum(node.width for node in ahead))
-    attention = item * (3 * D + 3 * N * H + 2 * K * H) + scratch / local.tokens
-    rotations = 4 * N * (half + H) + item * (3 * D + 3 * N * H + F)
-    return float(max(inner, attention, rotations))
+    again = sum(node.width * _lanes(local, node.head) for node in ahead)
+    inner = item * ((4 + 2 * chosen) * D + 3 * F + again)
+    attention = item * (3 * D + q + 2 * o + shares.kv_heads * (key + value))
+    rotations = 4 * (shares.heads * half + q) + item * (3 * D + 3 * q + F)
+    return float(max(inner, attention + scratch / local.tokens, rotations))
 
 
 def _update(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from fornax import kernels
 from fornax.config.errors import ConfigError
+from fornax.mesh import check_use
 from fornax.plan.closed_form.attention import attention_choice
 from fornax.plan.closed_form.exchanges import exchanges
 from fornax.plan.closed_form.memory import memory_at_peak
@@ -24,6 +25,7 @@ def step_facts(config: TrainConfig, topology: Topology) -> StepFacts:
         name, a remat policy that is not known here.
       ShardingError: when model, batch or length do not divide over the mesh.
     """
+    check_use(config.mesh.axis_sizes(), "plan")
     check_slices(config, topology)
     local = local_step(config, topology)
     state = state_arrays(local)

@@ -260,6 +260,11 @@ def _notes(
             f"cache keeps each {engine.devices // model.kv_heads} times; "
             f"tensor_parallel_size={model.kv_heads} would keep it once"
         )
+    if engine.devices > 1 and model.latent is not None:
+        notes.append(
+            f"each of the {engine.devices} devices keeps the latents of all tokens: more of them "
+            "divide weights and heads, not the cache"
+        )
     if engine.config.speculative_config is not None:
         notes.append("speculation counts in memory only: times are those of one token a step")
     if attention(engine.limits.max_num_seqs).implementation == "xla":

@@ -191,6 +191,7 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
         window=None,
         softcap=model.attention_logit_softcap,
         sinks=model.attention_sinks,
+        shared=limits.cache_heads.parts == 1,
     )
     choice = paged_attention_operation.choice(call)
     kinds = model.layer_kinds()
@@ -200,7 +201,7 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
             (sum(kind.window == window for kind in kinds), window)
             for window in cache_windows(model)
         ),
-        key_bytes=2 * local_kv * width * limits.cache_dtype.itemsize,
+        key_bytes=limits.cache_heads.parts * local_kv * width * limits.cache_dtype.itemsize,
         pair_flops=4 * width * (model.num_heads // size),
         page_size=limits.page_size,
         queries=_queries(choice.implementation, tokens),

@@ -34,6 +34,17 @@ MODELS = {
             "shared_intermediate_size": 72,
         }
     },
+    "latent": {
+        "num_kv_heads": None,
+        "head_dim": None,
+        "latent": {
+            "key_value_rank": 56,
+            "query_rank": 72,
+            "unrotated_dim": 24,
+            "rotated_dim": 16,
+            "value_dim": 32,
+        },
+    },
 }
 REMATS = {
     "full": Remat(policy="full"),
@@ -119,7 +130,7 @@ def test_without_a_policy_norms_and_activations_keep_values_of_their_own(model: 
     config, policy = _model(**MODELS[model]), Remat(policy="none")
     local = local_step(_config(config, policy), parse_topology("h100:1"))
     predicted = kept_bytes(local) / LAYERS
-    output = ROWS * LENGTH * 5 * 32 * 2
+    output = ROWS * LENGTH * 5 * config.value_width * 2
     assert predicted == pytest.approx(_kept_bytes(config, policy) - output, rel=0.02)
 
 

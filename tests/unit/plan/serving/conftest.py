@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fornax.models import DecoderConfig, ExpertsConfig, config_to_hf
+from fornax.models import DecoderConfig, ExpertsConfig, LatentConfig, RopeConfig, config_to_hf
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 384,
@@ -34,6 +34,23 @@ MODELS = {
             shared_intermediate_size=96,
         ),
         mlp_pattern=("mlp", "experts"),
+    ),
+    "latent": DecoderConfig(
+        **{**_SIZES, "num_kv_heads": None, "head_dim": None},
+        rope=RopeConfig(interleaved=True),
+        latent=LatentConfig(
+            key_value_rank=40, query_rank=24, unrotated_dim=16, rotated_dim=8, value_dim=16
+        ),
+        experts=ExpertsConfig(
+            num_experts=8,
+            experts_per_token=2,
+            intermediate_size=48,
+            score="sigmoid",
+            normalize_eps=1e-20,
+            selection_bias=True,
+            shared_intermediate_size=48,
+        ),
+        mlp_pattern=("mlp", "experts", "experts", "experts"),
     ),
 }
 

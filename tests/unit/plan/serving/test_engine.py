@@ -58,6 +58,9 @@ def on_one_device(tree: Any) -> int:
         ("windowed", "float32", {"tensor_parallel_size": 4}),
         ("tied", "float32", {"tensor_parallel_size": 4}),  # a cache that is whole on each device
         ("experts", "float32", {"tensor_parallel_size": 4}),
+        ("latent", "bfloat16", {}),
+        # latents are whole on each device
+        pytest.param("latent", "float32", {"tensor_parallel_size": 4}, marks=pytest.mark.slow),
         ("windowed", "float32", {"quantization": "int8", "kv_cache_memory_bytes": 1 << 20}),
     ],
 )

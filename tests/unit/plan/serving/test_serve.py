@@ -190,6 +190,17 @@ def test_a_page_says_where_it_cannot_be_written(llama: Path, tmp_path: Path) -> 
         write_page(plan, tmp_path / "file" / "plan.html")
 
 
+def test_latents_are_counted_once_a_device(tmp_path: Path) -> None:
+    """48 numbers a token and layer, which TPUs keep as 128."""
+    folder = write_config(tmp_path / "l", MODELS["latent"], torch_dtype="bfloat16")
+    one, two = (
+        predicted(folder, "v6e:2x2", ServingConfig(tensor_parallel_size=size)) for size in (1, 2)
+    )
+    assert one.memory.bytes_per_token == two.memory.bytes_per_token == 4 * 128 * 2
+    assert any("keeps the latents of all tokens" in note for note in two.notes)
+    assert "keys and values apart" in one.engine.attention
+
+
 def test_windows_have_groups_of_their_own(tmp_path: Path) -> None:
     plan = predicted(write_config(tmp_path / "w", MODELS["windowed"]), "v6e:2x2")
     assert {group.window for group in plan.memory.groups} == {24, None}

@@ -49,6 +49,16 @@ def test_decoding_reads_weights_once_and_the_cache_for_every_sequence() -> None:
     assert step.exchange == step.compute == 0
 
 
+def test_all_heads_read_one_latent() -> None:
+    """Scores and sums are as wide as the latent and the rotated key, 40 + 8, on each device."""
+    for devices in (1, 4):
+        engine = planned("latent", "float32", devices)
+        work = attention_of(engine, 32).decode(3, 64)
+        assert attention_of(engine, 32).implementation == "native"
+        assert work.bytes == 4 * 3 * 64 * 48 * 4
+        assert work.flops == 4 * 3 * 64 * (8 // devices) * 2 * (48 + 48)
+
+
 def test_windows_bound_what_is_read() -> None:
     times = times_of(planned("windowed", "float32", 1))
     key = 2 * 4 * 16 * 4
