@@ -39,6 +39,9 @@ _CLASSES: dict[str, Any] = {
     "deepseek_v2": hf.DeepseekV2Config,
     "deepseek_v3": hf.DeepseekV3Config,
     "glm4_moe": hf.Glm4MoeConfig,
+    "qwen3_next": hf.Qwen3NextConfig,
+    "qwen3_5": hf.Qwen3_5TextConfig,
+    "qwen3_5_moe": hf.Qwen3_5MoeTextConfig,
 }
 
 
@@ -109,6 +112,27 @@ _DEEPSEEK_YARN = {
     "original_max_position_embeddings": 16,
     "beta_fast": 4.0,
     "mscale": 1.0,
+}
+
+_HYBRID = {
+    "num_hidden_layers": 5,
+    "rms_norm_eps": 1e-2,  # random layers of a smaller one amplify a rounding a hundredfold
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+}
+_QWEN3_NEXT = {**_QWEN2_MOE, **_HYBRID}
+_HYBRID_OPTIONS = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-2,
 }
 
 # name: (family, keys of the config, the sequence length to compare at)
@@ -441,6 +465,42 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         24,
     ),
+    "qwen3-next": ("qwen3_next", _QWEN3_NEXT, 150),
+    "qwen3-next-options": (
+        "qwen3_next",
+        {
+            **_QWEN3_NEXT,
+            **_HYBRID_OPTIONS,
+            **_rope(
+                "yarn", factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.5
+            ),
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": False,
+        },
+        40,
+    ),
+    "qwen3-next-full-attention": (
+        "qwen3_next",
+        {
+            **_QWEN3_NEXT,
+            **_rope("default", partial_rotary_factor=1.0),
+            "layer_types": ["full_attention"] * 5,
+        },
+        24,
+    ),
+    "qwen3-5": ("qwen3_5", _HYBRID, 150),
+    "qwen3-5-options": (
+        "qwen3_5",
+        {
+            **_HYBRID,
+            **_HYBRID_OPTIONS,
+            **_rope("default", partial_rotary_factor=0.75, mrope_section=[2, 2, 2]),
+        },
+        40,
+    ),
+    "qwen3-5-moe": ("qwen3_5_moe", _QWEN3_NEXT, 150),
+    "qwen3-5-moe-options": ("qwen3_5_moe", {**_QWEN3_NEXT, **_HYBRID_OPTIONS}, 70),
 }
 
 GENERATION_CASES = (
@@ -454,12 +514,14 @@ GENERATION_CASES = (
     "qwen3-moe-options",
     "gpt-oss",
     "deepseek-v3",
+    "qwen3-next",
+    "qwen3-5-options",
 )
 """One case for each way of attending."""
 
-UNPACKED = ("gpt_oss",)
-"""Families whose oracle makes its masks without positions: it takes packed documents for one, so
-each is given to it by itself."""
+UNPACKED = ("gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families whose oracle takes packed documents for one: it makes its masks without positions, or
+carries the state of linear layers on. Each document is given to it by itself."""
 
 
 def build(name: str) -> tuple[Any, int]:

@@ -41,13 +41,21 @@ SERVED = (
     "qwen2-moe-dense-layers",
     "qwen3-moe-options",
     "olmoe-options",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
     "glm4-moe",
     "gpt-oss",
 )
 """Of each family the case that asks most of a paged cache."""
 
-REFUSED = ("deepseek-v2", "deepseek-v3")
-"""Of each family that the engine does not take."""
+REFUSED = {
+    "qwen3-next": "linear attention",
+    "qwen3-next-full-attention": "attention with an output gate",
+    "qwen3-5": "linear attention",
+    "qwen3-5-moe": "linear attention",
+}
+"""Of each family that the engine does not take, and why."""
 
 _PAGES = dict.fromkeys(
     ("mistral-window", "ministral3-window", "mixtral-window", "qwen3-moe-options"), 9
@@ -131,7 +139,8 @@ def test_every_family_is_served_or_refused() -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused(name: str, tmp_path: Path) -> None:
     make_oracle(build(name)[0]).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"latent attention, which is not supported yet \(serve"):
+    what = rf"the model has {REFUSED[name]}.*, which is not supported yet \(serve"
+    with pytest.raises(ConfigError, match=what):
         LLM(tmp_path, **SIZES)
 
 

@@ -56,14 +56,17 @@ def _each_expert(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, tupl
 @pytest.mark.parametrize("name", RELEASED)
 def test_layers_attend_alike(name: str) -> None:
     config, oracle = config_from_hf(RELEASED[name]), _theirs(RELEASED[name])
-    windows = [kind.window for kind in config.layer_kinds()]
+    kinds = config.layer_kinds()
+    windows = [kind.window for kind in kinds]
+    linear = [kind.attention == "gated_delta" for kind in kinds]
     window = getattr(oracle, "sliding_window", None)
     types = getattr(oracle, "layer_types", None)
     if types is None:
         assert windows == [window] * config.num_layers
     else:
         assert windows == [window if kind == "sliding_attention" else None for kind in types]
-    rotates = [int(kind.rope != "none") for kind in config.layer_kinds()]
+        assert linear == [kind == "linear_attention" for kind in types]
+    rotates = [int(kind.rope != "none" or kind.attention == "gated_delta") for kind in kinds]
     assert rotates == list(getattr(oracle, "no_rope_layers", None) or [1] * config.num_layers)
 
 

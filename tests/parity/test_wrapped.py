@@ -1,4 +1,4 @@
-"""Gemma 3 with its vision tower: the decoder alone is loaded, from files old and new."""
+"""Gemma 3 and Qwen3.5 with vision towers: the decoder alone is loaded, from files old and new."""
 
 import json
 from pathlib import Path
@@ -88,4 +88,43 @@ def test_it_is_saved_as_the_text_model(folder: tuple[Any, Path], tmp_path: Path)
     tokens = np.arange(3, 27, dtype=np.int32)[None]
     np.testing.assert_allclose(
         oracle_logits(again, tokens), oracle_logits(oracle, tokens), atol=1e-5
+    )
+
+
+QWEN_TEXT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "initializer_range": 0.3,
+}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+
+
+def test_qwen_with_a_vision_tower_is_its_text_model(tmp_path: Path) -> None:
+    config = transformers.Qwen3_5Config(text_config=QWEN_TEXT, vision_config=QWEN_VISION)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "whole")
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in stored)
+    save_pretrained(load_pretrained(tmp_path / "whole"), tmp_path / "text")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    assert type(again) is transformers.Qwen3_5ForCausalLM
+    tokens = np.arange(3, 27, dtype=np.int32)[None]
+    np.testing.assert_allclose(
+        oracle_logits(again, tokens), oracle_logits(model, tokens), atol=1e-5
     )

@@ -148,7 +148,7 @@ def _layout(model: Decoder) -> list[TensorLayout]:
 
 def _layers(tensor: TensorLayout) -> Iterable[_Layer]:
     for block in tensor.blocks:
-        if block.slot.layer is not None and block.slot.num_inputs:
+        if block.slot.layer is not None and block.slot.num_inputs and block.groups == 1:
             path = block.slot.path.removesuffix("/kernel")
             yield _Layer(block.start, block.stop, path, block.slot)
 

@@ -164,6 +164,11 @@ def _module(
         raise ConfigError(
             f"{folder}: {name} is no projection of this model's layers; only those are adapted"
         )
+    if layout.blocks[0].groups > 1:
+        raise ConfigError(
+            f"{folder}: {name} holds several of our projections head by head, and an adapter of it "
+            "is not supported; train one without it (target_modules)"
+        )
     wanted = {"A", "B", "m"} if config.get("use_dora") else {"A", "B"}
     if set(parts) != wanted:
         raise ConfigError(

@@ -57,6 +57,8 @@ _DOCUMENTED = {
     "FORNAX_PROCESS_ID": "This process's number, from 0.",
     "FORNAX_SNAPSHOT_MEMORY": "Set by fornax launch: two files, with a colon between, of memory "
     "that outlives the process, for snapshots of its state.",
+    "FORNAX_SNAPSHOT_REPLICAS": "Set by fornax launch: files, with colons between, of snapshots of "
+    "other processes that this host holds.",
     "FORNAX_PROGRAM_MEMORY": "Set by fornax launch: a file of memory for compiled programs.",
     "FORNAX_DATA_WORKERS": "Set by fornax launch --data-workers: their addresses, with commas.",
     "FORNAX_DATA_TOKEN": "Set by fornax launch --data-workers: what they ask for.",
@@ -184,6 +186,12 @@ def snapshot_memory() -> tuple[list[Path], float] | None:
     return [Path(p) for p in paths.split(":")], float(
         os.environ.get("FORNAX_SNAPSHOT_MTBF", "86400")
     )
+
+
+def snapshot_replicas() -> list[Path]:
+    """The files in which `fornax launch` keeps snapshots of other processes on this host."""
+    paths = os.environ.get("FORNAX_SNAPSHOT_REPLICAS", "")
+    return [Path(each) for each in paths.split(":") if each]
 
 
 def data_workers() -> tuple[list[str], str]:

@@ -2,6 +2,7 @@
 
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import AttentionCall, attention, attention_operation
+from fornax.kernels._delta_rule import gated_delta_rule
 from fornax.kernels._exchange import exchange_rows
 from fornax.kernels._grouped import GroupedCall, grouped_matmul, grouped_matmul_operation
 from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
@@ -62,6 +63,7 @@ __all__ = [
     "copy_pages",
     "cross_entropy_operation",
     "exchange_rows",
+    "gated_delta_rule",
     "grouped_matmul",
     "grouped_matmul_operation",
     "linear",

@@ -3,7 +3,7 @@
 Which kernels run on which device is a table of its own: the implementations of `fornax.kernels`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fornax.config.errors import ClusterError, ConfigError
@@ -13,11 +13,9 @@ __all__ = [
     "USES",
     "AxisSupport",
     "axes_table",
-    "check_axes",
     "check_processes",
     "check_use",
     "processes_table",
-    "supported_axes",
 ]
 
 USES = ("train", "tune", "plan", "preflight", "serve")
@@ -40,7 +38,11 @@ class AxisSupport(NamedTuple):
 _AXES: Mapping[str, AxisSupport] = {
     "slice": AxisSupport("the batch, between slices: TPU slices, nodes, processes", _TRAINER),
     "data": AxisSupport("the batch; parameters are on every device", _TRAINER),
-    "stage": AxisSupport("layers, into pipeline stages", (), "give its devices to mesh.fsdp"),
+    "stage": AxisSupport(
+        "layers, into the stages of a pipeline; the batch, and all else as `fsdp` does",
+        ("train",),
+        "give its devices to mesh.fsdp",
+    ),
     "fsdp": AxisSupport("the batch, parameters and optimizer state", _TRAINER),
     "expert": AxisSupport(
         "experts; the batch, and all else as `fsdp` does",
@@ -53,35 +55,6 @@ _AXES: Mapping[str, AxisSupport] = {
 
 MESH_AXES = tuple(_AXES)
 """Mesh axes from the slowest link to the fastest."""
-
-
-def supported_axes() -> tuple[str, ...]:
-    """The axes that something can give a size above 1."""
-    return tuple(axis for axis, support in _AXES.items() if support.uses)
-
-
-def check_axes(sizes: Mapping[str, int], rules: Mapping[str, Iterable[str]]) -> None:
-    """Refuse an axis that nothing would divide anything over.
-
-    Args:
-      sizes: mesh axis to its size; -1 for what is left.
-      rules: logical axis to mesh axes, as the user wrote them.
-
-    Raises:
-      ConfigError: naming the axis, and what to do instead.
-    """
-    usable = ", ".join(supported_axes())
-    for axis, support in _AXES.items():
-        if support.uses:
-            continue
-        naming = [logical for logical, axes in rules.items() if axis in axes]
-        if sizes[axis] == 1 and not naming:
-            continue
-        given = f"mesh.{axis}={sizes[axis]}" if sizes[axis] != 1 else f"mesh.rules.{naming[0]}"
-        raise ConfigError(
-            f"{given}: the axis {axis!r} ({support.divides}) is not implemented, and its devices "
-            f"would repeat each other's work; {support.instead}, or use one of: {usable}"
-        )
 
 
 def check_use(sizes: Mapping[str, int], use: str) -> None:

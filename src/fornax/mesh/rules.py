@@ -33,23 +33,24 @@ Rules = Mapping[str, tuple[str, ...]]
 """Logical axis to the mesh axes that divide it; an empty tuple replicates."""
 
 DEFAULT_RULES: Rules = {
-    "batch": ("slice", "data", "fsdp", "expert"),
+    "batch": ("slice", "data", "stage", "fsdp", "expert"),
     "length": ("context",),
     "activation_embed": (),
     "activation_heads": ("tensor",),
     "activation_kv_heads": ("tensor",),
     "activation_mlp": ("tensor",),
     "activation_vocab": ("tensor",),
-    "embed": ("fsdp", "expert"),
+    "embed": ("stage", "fsdp", "expert"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
-    "latent": ("fsdp", "expert"),
+    "conv": (),
+    "latent": ("stage", "fsdp", "expert"),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "expert": ("expert",),
     "router": (),
-    "layers": (),
+    "layers": ("stage",),
     "norm": (),
 }
 
@@ -111,6 +112,9 @@ def named_sharding(
 ) -> NamedSharding:
     """Where an array with logical `axes` lies on `mesh`.
 
+    Layers of a stack that do not divide are not divided: the axes that would divide them go to the
+    next dimension that asks.
+
     Args:
       mesh: a mesh from `make_mesh`.
       axes: one logical axis (or None) a dimension.
@@ -127,6 +131,13 @@ def named_sharding(
             f"{name} has {len(shape)} dimensions {tuple(shape)} and {len(axes)} logical axes "
             f"{tuple(axes)}; name one axis, or None, for each dimension"
         )
+    if shape is not None:
+        axes = [
+            None
+            if logical == "layers" and not _divides(size, rules.get(logical, ()), mesh)
+            else logical
+            for size, logical in zip(shape, axes, strict=True)
+        ]
     entries = _divide(axes, rules)
     if shape is not None:
         for dim, (size, logical, entry) in enumerate(zip(shape, axes, entries, strict=True)):
@@ -134,10 +145,14 @@ def named_sharding(
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
 
 
+def _divides(size: int, entry: Iterable[str], mesh: Mesh) -> bool:
+    return size % math.prod(mesh.shape[axis] for axis in entry) == 0
+
+
 def _check_divides(
     name: str, dim: int, size: int, logical: str | None, entry: tuple[str, ...], mesh: Mesh
 ) -> None:
-    if size % math.prod(mesh.shape[axis] for axis in entry):
+    if not _divides(size, entry, mesh):
         over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in entry if mesh.shape[axis] > 1)
         raise ShardingError(
             f"{name}: dimension {dim} ({logical}) of size {size} does not divide over {over}; "

@@ -6,6 +6,7 @@ from fornax.models.config import DecoderConfig, QueryScaling
 from fornax.models.cost import flops_per_token, num_parameters
 from fornax.models.create import abstract_decoder, create_decoder
 from fornax.models.decoder import Decoder
+from fornax.models.delta_config import GatedDeltaConfig
 from fornax.models.experts_config import ExpertsConfig
 from fornax.models.families import config_from_hf, config_to_hf
 from fornax.models.generation import Sampling, generate, stream
@@ -21,6 +22,7 @@ from fornax.models.paged_cache import (
     init_pages,
     page_bytes,
 )
+from fornax.models.pipeline_config import PipelineConfig, layers_outside
 from fornax.models.remat import REMAT_NAMES, REMAT_POLICIES, Remat, RematPolicy
 from fornax.models.rope_config import (
     DynamicNTKScaling,
@@ -44,12 +46,14 @@ __all__ = [
     "DecoderConfig",
     "DynamicNTKScaling",
     "ExpertsConfig",
+    "GatedDeltaConfig",
     "LatentConfig",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
     "PageTables",
     "PagedCache",
+    "PipelineConfig",
     "QueryScaling",
     "Remat",
     "RematPolicy",
@@ -70,6 +74,7 @@ __all__ = [
     "generate",
     "init_cache",
     "init_pages",
+    "layers_outside",
     "load_pretrained",
     "logits_logprobs",
     "models_table",

@@ -20,7 +20,7 @@ class Place(NamedTuple):
     """Which layer is attending; int32 scalars."""
 
     layer: jax.Array
-    """Index among all layers."""
+    """Index among the layers with the same kind of attention."""
     among: jax.Array
     """Index among the layers with the same window."""
 

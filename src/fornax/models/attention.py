@@ -34,7 +34,8 @@ class Attention(nnx.Module):
         make = functools.partial(Projection, rngs=rngs, dtype=dtype, compute_dtype=compute_dtype)
         embed = {"embed": config.hidden_size}
         into = functools.partial(make, embed, bias=config.qkv_bias, std=config.initializer_range)
-        self.q = into({"heads": N, "head_dim": H})
+        # With a gate, a head's query lies before its gate.
+        self.q = into({"heads": N, "head_dim": 2 * H if config.attention_gate else H})
         self.k = into({"kv_heads": K, "head_dim": H})
         self.v = into({"kv_heads": K, "head_dim": H})
         self.o = make(
@@ -47,6 +48,7 @@ class Attention(nnx.Module):
         self.k_norm = _qk_norm(config, K, dtype)
         sinks = jnp.zeros((N,), dtype)
         self.sinks = nnx.Param(sinks, axes=("heads",)) if config.attention_sinks else None
+        self.gated = config.attention_gate
         self.clip = config.qkv_clip
         self.query_scaling = config.query_scaling
         self.scale = config.attention_scale
@@ -61,6 +63,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attend; returns y [B, T, D] and the cache layer with this pass's keys and values."""
         q_BTNH, k_BTKH, v_BTKH = project(x_BTD, self.q, self.k, self.v)
+        gate_BTNH = None
+        if self.gated:
+            q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         if self.clip is not None:
@@ -77,9 +82,13 @@ class Attention(nnx.Module):
         options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
         if cache is not None:
             o_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, options, sinks_N)
-            return self.o(o_BTNH), cache
+            return self.o(_gate(o_BTNH, gate_BTNH)), cache
         o_BTNH = attend_uncached(q_BTNH, k_BTKH, v_BTKH, context, options, sinks_N)
-        return checkpoint_name(self.o(o_BTNH), "attention_out"), None
+        return checkpoint_name(self.o(_gate(o_BTNH, gate_BTNH)), "attention_out"), None
+
+
+def _gate(o_BTNH: jax.Array, gate_BTNH: jax.Array | None) -> jax.Array:
+    return o_BTNH if gate_BTNH is None else o_BTNH * jax.nn.sigmoid(gate_BTNH)
 
 
 def _grow(q_BTNH: jax.Array, positions_BT: jax.Array, scaling: QueryScaling) -> jax.Array:

@@ -1,9 +1,12 @@
 """The key/value cache: one pytree for all layers, written at the same slots for every row.
 
-Legend: B batch, S cache slots, K key/value heads, H head width, L layers.
+Legend: B batch, S cache slots, K key/value heads, H head width, L layers; of gated DeltaNet K key
+heads, R value heads of a key head, H key width, V value width, W width of the convolutions,
+X channels of a key head.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,18 @@ from jax.typing import DTypeLike
 from fornax import kernels
 from fornax.models.attend import AttendOptions, Place
 from fornax.models.config import DecoderConfig
+from fornax.models.delta_config import GatedDeltaConfig
 
-__all__ = ["Cache", "init_cache"]
+__all__ = ["Cache", "DeltaState", "init_cache"]
+
+
+class DeltaState(NamedTuple):
+    """What gated DeltaNet keeps of the tokens before: of one layer, or of all, stacked."""
+
+    inputs: tuple[jax.Array, ...]
+    """What the convolutions of queries, keys and values saw last, each [B, W - 1, K, X]."""
+    memory_BKRHV: jax.Array
+    """float32."""
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +43,10 @@ class Cache:
     """int32 document of each slot's token; 0: padding or not yet written."""
     used: jax.Array
     """int32 scalar: slots written so far, the next slot to write."""
+    delta: DeltaState | None = None
+    """Of all linear layers; None where there are none, as the next one is."""
+    document_B: jax.Array | None = None
+    """int32 document of the last token before those that were appended last; 0 for none."""
 
     @property
     def num_slots(self) -> int:
@@ -47,7 +64,26 @@ class Cache:
             positions_BS=put(self.positions_BS, positions_BT),
             segment_ids_BS=put(self.segment_ids_BS, segment_ids_BT),
             used=self.used + positions_BT.shape[1],
+            document_B=None if self.delta is None else _last_document(self.segment_ids_BS),
         )
+
+    def delta_of(self, place: Place) -> DeltaState:
+        """What one linear layer keeps.
+
+        Raises:
+          ValueError: when the cache has no linear layers.
+        """
+        if self.delta is None:
+            raise ValueError("the cache is of a model without linear layers")
+        return jax.tree.map(lambda stack: _layer(stack, place), self.delta)
+
+    def with_delta(self, state: DeltaState, place: Place) -> "Cache":
+        """The cache with what one linear layer keeps now."""
+
+        def put(stack: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(stack, new, place.layer, 0)
+
+        return replace(self, delta=jax.tree.map(put, self.delta, state))
 
     def attend(
         self,
@@ -88,6 +124,13 @@ class Cache:
         return jax.lax.dynamic_slice_in_dim(row_BS, self.used - length, length, axis=1)
 
 
+def _last_document(segment_ids_BS: jax.Array) -> jax.Array:
+    """int32 document of each row's last token, 0 for none."""
+    slots = jnp.arange(segment_ids_BS.shape[1])
+    last_B = jnp.max(jnp.where(segment_ids_BS != 0, slots, 0), axis=1, keepdims=True)
+    return jnp.take_along_axis(segment_ids_BS, last_B, axis=1)[:, 0]
+
+
 def _layer(stack: jax.Array, place: Place) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, place.layer, keepdims=False)
 
@@ -105,11 +148,30 @@ def init_cache(
     """
     latent = config.latent
     heads = (config.kv_heads, config.head_width) if latent is None else (1, latent.cached_dim)
-    shape = (config.num_layers, batch, length, *heads)
+    kinds = [kind.attention for kind in config.layer_kinds()]
+    linear = kinds.count("gated_delta")
+    shape = (len(kinds) - linear, batch, length, *heads)
+    delta = config.gated_delta
     return Cache(
         k_LBSKH=jnp.zeros(shape, dtype),
         v_LBSKH=jnp.zeros(shape, dtype) if latent is None else None,
         positions_BS=jnp.zeros((batch, length), jnp.int32),
         segment_ids_BS=jnp.zeros((batch, length), jnp.int32),
         used=jnp.zeros((), jnp.int32),
+        delta=None if delta is None else _no_state(delta, (linear, batch), dtype),
+        document_B=None if delta is None else jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def _no_state(delta: GatedDeltaConfig, rows: tuple[int, int], dtype: DTypeLike) -> DeltaState:
+    """Of L layers and B rows that have seen nothing."""
+    K, R, H, V = delta.num_key_heads, delta.heads_per_key, delta.key_dim, delta.value_dim
+    seen = (*rows, delta.conv_width - 1, K)
+    return DeltaState(
+        (
+            jnp.zeros((*seen, H), dtype),
+            jnp.zeros((*seen, H), dtype),
+            jnp.zeros((*seen, R * V), dtype),
+        ),
+        jnp.zeros((*rows, K, R, H, V), jnp.float32),
     )

@@ -12,12 +12,14 @@ MODEL_USES = (
     "train",
     "tune",
     "serve",
+    "serve adapters",
     "serve in int8",
     "vLLM plugin",
     "plan",
     "preflight",
+    "context axis",
 )
-"""What is done with a model."""
+"""What is done with a model; the last is a mesh whose `context` divides the length of rows."""
 
 
 class _Part(NamedTuple):
@@ -31,6 +33,16 @@ class _Part(NamedTuple):
     """What to do in place of the others."""
 
 
+_GENERATE = {
+    "serve": "complete prompts with `fornax generate`",
+    "serve adapters": "complete prompts with `fornax generate`",
+    "serve in int8": "complete prompts with `fornax generate`",
+    "vLLM plugin": "complete prompts with `fornax generate`",
+    "plan": "compile and time a few steps of it with `fornax train --steps 3`",
+    "preflight": "compare a few steps on the mesh with those of one device",
+}
+"""What to do with a model that only the trainer and the plain cache take."""
+
 _PARTS = (
     _Part(
         "dense layers, with any attention of `DecoderConfig`",
@@ -41,7 +53,7 @@ _PARTS = (
     _Part(
         "mixtures of experts",
         lambda config: config.experts is not None,
-        ("train", "tune", "serve", "plan", "preflight"),
+        ("train", "tune", "serve", "serve adapters", "plan", "preflight", "context axis"),
         {
             "serve in int8": "serve it in bfloat16",
             "vLLM plugin": "serve it with `fornax serve`",
@@ -50,14 +62,24 @@ _PARTS = (
     _Part(
         "latent attention",
         lambda config: config.latent is not None,
-        ("train", "tune"),
+        ("train", "tune", "serve", "plan", "preflight", "context axis"),
         {
-            "serve": "complete prompts with `fornax generate`",
-            "serve in int8": "complete prompts with `fornax generate`",
-            "vLLM plugin": "complete prompts with `fornax generate`",
-            "plan": "compile and time a few steps of it with `fornax train --steps 3`",
-            "preflight": "compare a few steps on the mesh with those of one device",
+            "serve adapters": "merge the adapter into the model and serve that",
+            "serve in int8": "serve it in bfloat16",
+            "vLLM plugin": "serve it with `fornax serve`",
         },
+    ),
+    _Part(
+        "linear attention (gated DeltaNet)",
+        lambda config: config.gated_delta is not None,
+        ("train", "tune"),
+        {**_GENERATE, "context axis": "give its devices to mesh.fsdp or mesh.tensor"},
+    ),
+    _Part(
+        "attention with an output gate",
+        lambda config: config.attention_gate,
+        ("train", "tune", "context axis"),
+        _GENERATE,
     ),
 )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fornax.config.errors import ConfigError
+from fornax.models.delta_config import GatedDeltaConfig
 from fornax.models.experts_config import ExpertsConfig
 from fornax.models.latent_config import LatentConfig
 from fornax.models.rope_config import DynamicNTKScaling, LongRopeScaling, RopeConfig, YarnScaling
@@ -34,8 +35,8 @@ class LayerKind:
     """Keys visible to a query, itself included; None for all before it."""
     rope: Literal["global", "local", "none"]
     """Which rotary embedding the layer's queries and keys get."""
-    attention: Literal["attention", "latent"] = "attention"
-    """The layer's first branch: grouped-query or latent attention."""
+    attention: Literal["attention", "latent", "gated_delta"] = "attention"
+    """The layer's first branch: grouped-query, latent or linear attention."""
     mlp: Literal["mlp", "experts"] = "mlp"
     """The layer's second branch: one MLP, or a mixture of experts."""
     placement: Literal["pre", "post", "sandwich"] = "pre"
@@ -70,7 +71,9 @@ class DecoderConfig:
     head_dim: int | None = None
     """Width of a head; None means `hidden_size // num_heads`, or what `latent` says."""
     latent: LatentConfig | None = None
-    """Latent attention in all layers; None for grouped-query attention."""
+    """Latent attention in all layers that attend; None for grouped-query attention."""
+    gated_delta: GatedDeltaConfig | None = None
+    """Gated DeltaNet in the layers that `attention_pattern` calls linear; None for none."""
     max_position_embeddings: int = 2_048
     """Longest sequence the model is made for; some rope scalings refer to it."""
 
@@ -82,7 +85,7 @@ class DecoderConfig:
     """Whether a layer rotates at all (False: NoPE), repeated over the layers."""
     sliding_window: int | None = None
     """Keys visible in a sliding-window layer, the query's own included."""
-    attention_pattern: tuple[Literal["full", "sliding"], ...] = ("full",)
+    attention_pattern: tuple[Literal["full", "sliding", "linear"], ...] = ("full",)
     """Kind of each layer's attention, repeated over the layers."""
     experts: ExpertsConfig | None = None
     """The mixture of experts that takes the MLP's place; None for none."""
@@ -109,6 +112,9 @@ class DecoderConfig:
     attention_sinks: bool = False
     """Whether each query head has a learned logit that takes part in the softmax without a value
     (gpt-oss; Xiao et al. 2023, section 3.3)."""
+    attention_gate: bool = False
+    """Whether each head's result is multiplied by the sigmoid of a gate, which is projected with
+    its query (Qwen3-Next)."""
     final_logit_softcap: float | None = None
     """c in c tanh(logit / c) for the output logits; None for no cap."""
 
@@ -180,6 +186,7 @@ class DecoderConfig:
             "qkv_clip": self.qkv_clip is None,
             "query_scaling": self.query_scaling is None,
             "attention_sinks": not self.attention_sinks,
+            "attention_gate": not self.attention_gate,
         }
         wrong = [f"{name}={getattr(self, name)!r}" for name, right in fixed.items() if not right]
         if wrong:
@@ -223,6 +230,13 @@ class DecoderConfig:
             raise ConfigError("local_rope is used by no layer: attention_pattern has no 'sliding'")
         if not self.mlps:
             raise ConfigError("mlp_pattern needs at least one value, or None")
+        linear = any(kind.attention == "gated_delta" for kind in self.layer_kinds())
+        if linear != (self.gated_delta is not None):
+            raise ConfigError(
+                f"attention_pattern={self.attention_pattern!r} and gated_delta="
+                f"{self.gated_delta!r} do not go together: linear layers need `gated_delta`, and "
+                "`gated_delta` a layer that is linear"
+            )
         used = {self.mlps[index % len(self.mlps)] for index in range(self.num_layers)}
         if ("experts" in used) != (self.experts is not None):
             raise ConfigError(
@@ -271,6 +285,11 @@ class DecoderConfig:
             return self.latent.unrotated_dim + self.latent.rotated_dim
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def value_width(self) -> int:
+        """Width of a head's value."""
+        return self.head_width if self.latent is None else self.latent.value_dim
+
     def rotated_width(self, rope: RopeConfig) -> int:
         """How many dimensions of a head a rotary embedding rotates."""
         whole = self.head_width if self.latent is None else self.latent.rotated_dim
@@ -296,14 +315,15 @@ class DecoderConfig:
         return tuple(self._kind(index) for index in range(self.num_layers))
 
     def _kind(self, index: int) -> LayerKind:
-        sliding = self.attention_pattern[index % len(self.attention_pattern)] == "sliding"
-        rotates = self.rope_pattern[index % len(self.rope_pattern)]
+        attends = self.attention_pattern[index % len(self.attention_pattern)]
+        sliding, linear = attends == "sliding", attends == "linear"
+        rotates = not linear and self.rope_pattern[index % len(self.rope_pattern)]
         where = "local" if sliding and self.local_rope is not None else "global"
         mlps = self.mlps
         return LayerKind(
             window=self.sliding_window if sliding else None,
             rope=where if rotates else "none",
-            attention="attention" if self.latent is None else "latent",
+            attention="gated_delta" if linear else "latent" if self.latent else "attention",
             mlp=mlps[index % len(mlps)],
             placement=self.norm_placement,
         )

@@ -15,7 +15,7 @@ def num_parameters(config: DecoderConfig, *, active: bool = False) -> int:
     D, V = config.hidden_size, config.vocab_size
     tables = V * D if config.tie_embeddings else 2 * V * D
     layers = sum(
-        _attention_products(config)
+        _attention_products(config, kind)
         + _mlp_products(config, kind, active=active)
         + _layer_vectors(config, kind, active=active)
         for kind in config.layer_kinds()
@@ -23,16 +23,20 @@ def num_parameters(config: DecoderConfig, *, active: bool = False) -> int:
     return tables + D + layers
 
 
-def _attention_products(config: DecoderConfig) -> int:
+def _attention_products(config: DecoderConfig, kind: LayerKind) -> int:
     """Weights of a layer's attention that take part in matrix products."""
-    latent = config.latent
+    delta, latent = config.gated_delta, config.latent
+    if kind.attention == "gated_delta" and delta is not None:
+        widths = 2 * delta.key_width + 3 * delta.value_width + 2 * delta.num_value_heads
+        return config.hidden_size * widths
     if latent is not None:
         D, N, H, R = config.hidden_size, config.num_heads, config.head_width, latent.key_value_rank
         Q = latent.query_rank
         queries = D * N * H if Q is None else Q * (D + N * H)
         up = R * N * (latent.unrotated_dim + latent.value_dim)
         return queries + D * latent.cached_dim + up + N * latent.value_dim * D
-    return config.hidden_size * config.head_width * (2 * config.num_heads + 2 * config.kv_heads)
+    heads = (3 if config.attention_gate else 2) * config.num_heads + 2 * config.kv_heads
+    return config.hidden_size * config.head_width * heads
 
 
 def _mlp_products(config: DecoderConfig, kind: LayerKind, *, active: bool) -> int:
@@ -47,16 +51,9 @@ def _mlp_products(config: DecoderConfig, kind: LayerKind, *, active: bool) -> in
 
 def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> int:
     """Norm weights and biases of one layer."""
-    D, H, experts = config.hidden_size, config.head_width, config.experts
-    N, K = config.num_heads, config.kv_heads
+    D, experts = config.hidden_size, config.experts
     count = D * (4 if config.norm_placement == "sandwich" else 2)
-    count += {"none": 0, "head": 2 * H, "full": (N + K) * H}[config.qk_norm]
-    count += (N + 2 * K) * H if config.qkv_bias else 0
-    count += D if config.attention_output_bias else 0
-    if config.latent is not None:
-        Q, latent = config.latent.query_rank or 0, config.latent
-        count += Q + latent.key_value_rank + (Q + latent.cached_dim) * latent.bias
-    count += N if config.attention_sinks else 0
+    count += _attention_vectors(config, kind)
     if kind.mlp == "mlp" or experts is None:
         return count + (2 * config.intermediate_size + D if config.mlp_bias else 0)
     count += experts.num_experts * (experts.router_bias + experts.selection_bias)
@@ -67,14 +64,32 @@ def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> i
     return count + (2 * shared + D if config.mlp_bias and shared else 0)
 
 
+def _attention_vectors(config: DecoderConfig, kind: LayerKind) -> int:
+    """Those of its attention, and the weights of convolutions."""
+    D, H, N, K = config.hidden_size, config.head_width, config.num_heads, config.kv_heads
+    delta, latent = config.gated_delta, config.latent
+    if kind.attention == "gated_delta" and delta is not None:
+        convolutions = delta.conv_width * (2 * delta.key_width + delta.value_width)
+        return convolutions + 2 * delta.num_value_heads + delta.value_dim
+    count = {"none": 0, "head": 2 * H, "full": (N + K) * H}[config.qk_norm]
+    queries = 2 * N if config.attention_gate else N
+    count += (queries + 2 * K) * H if config.qkv_bias else 0
+    count += D if config.attention_output_bias else 0
+    if latent is not None:
+        Q = latent.query_rank or 0
+        count += Q + latent.key_value_rank + (Q + latent.cached_dim) * latent.bias
+    return count + (N if config.attention_sinks else 0)
+
+
 def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = True) -> int:
     """Model FLOPs per token: the numerator of model FLOPs utilisation.
 
     2 for each weight in a matrix product and 2 x heads x (head + value width) for each key a query
     is scored against, times three for forward and backward (Chowdhery et al. 2022, PaLM, appendix
-    B, whose 6N + 12LHQT this is). As there, the causal mask is not discounted; a window is.
-    Recomputation (remat) does not count. Embedding look-ups are no products; the output
-    projection is one, tied or not. Of experts those count that a token runs through.
+    B, whose 6N + 12LHQT this is). In a linear layer it is 6 for each number of the state: what the
+    key finds, what is written, what the query reads. The causal mask is not discounted, as in
+    PaLM; a window is. Recomputation (remat) does not count. Embedding look-ups are no products;
+    the output projection is one, tied or not. Of experts those count that a token runs through.
 
     Args:
       config: the model.
@@ -83,9 +98,12 @@ def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = Tru
     """
     kinds = config.layer_kinds()
     products = sum(_mlp_products(config, kind, active=True) for kind in kinds)
-    products += config.num_layers * _attention_products(config)
+    products += sum(_attention_products(config, kind) for kind in kinds)
     products += config.vocab_size * config.hidden_size
-    keys = sum(min(seq_len, kind.window or seq_len) for kind in kinds)
-    value = config.head_width if config.latent is None else config.latent.value_dim
-    forward = 2 * products + 2 * config.num_heads * (config.head_width + value) * keys
+    linear = sum(kind.attention == "gated_delta" for kind in kinds)
+    keys = sum(min(seq_len, kind.window or seq_len) for kind in kinds) - linear * seq_len
+    widths = config.head_width + config.value_width
+    forward = 2 * products + 2 * config.num_heads * widths * keys
+    if config.gated_delta is not None:
+        forward += linear * 6 * config.gated_delta.state_size
     return 3 * forward if training else forward

@@ -3,6 +3,7 @@
 Legend: B batch, T query tokens, S cache tokens, D model width, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,13 +14,16 @@ from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.config.errors import ConfigError
-from fornax.mesh import constrain
+from fornax.mesh import axes_in_use, constrain, shards
 from fornax.models.attend import KeyValueCache
 from fornax.models.cache import Cache
+from fornax.models.capabilities import check_model
 from fornax.models.config import DecoderConfig
 from fornax.models.context import LayerContext
 from fornax.models.norm import RMSNorm
 from fornax.models.paged_cache import PagedCache
+from fornax.models.pipeline import run_pipeline
+from fornax.models.pipeline_config import PipelineConfig
 from fornax.models.projection import Embed, Projection
 from fornax.models.remat import Remat
 from fornax.models.rope import rotations
@@ -104,6 +108,7 @@ class Decoder(nnx.Module):
         remat: str | Remat = "none",
         unroll: int | bool = 1,
         implementation: str | None = None,
+        pipeline: PipelineConfig | None = None,
         disturb: Callable[[jax.Array], jax.Array] | None = None,
     ) -> jax.Array:
         """The final norm's output x [B, T, D], for a loss that makes logits piece by piece.
@@ -118,6 +123,7 @@ class Decoder(nnx.Module):
             remat=remat,
             unroll=unroll,
             implementation=implementation,
+            pipeline=pipeline,
             disturb=disturb,
         )[0]
 
@@ -131,6 +137,7 @@ class Decoder(nnx.Module):
         remat: str | Remat = "none",
         unroll: int | bool = 1,
         implementation: str | None = None,
+        pipeline: PipelineConfig | None = None,
         disturb: Callable[[jax.Array], jax.Array] | None = None,
     ) -> tuple[jax.Array, Routing | None]:
         """The final norm's output x [B, T, D], and what the routers of its experts did.
@@ -145,8 +152,14 @@ class Decoder(nnx.Module):
           remat: what the backward pass recomputes: a `Remat`, or one of `REMAT_POLICIES`.
           unroll: how much of the layer loop is unrolled; True for all of it.
           implementation: attention implementation to force.
+          pipeline: how the stages of the mesh in use work, where it has any; None: as by default.
           disturb: applied to the embeddings x [B, T, D]: noise, in training.
+
+        Raises:
+          ConfigError: when the mesh divides the length of rows, and a layer needs all of it.
         """
+        if axes_in_use("length"):
+            check_model(self.config, "context axis")
         if consecutive is None:
             consecutive = positions_BT is None
         if positions_BT is None:
@@ -162,9 +175,11 @@ class Decoder(nnx.Module):
         if disturb is not None:
             x_BTD = disturb(x_BTD)
         x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
-        x_BTD, routing = run_layers(
-            self.layers, self.config.layer_kinds(), x_BTD, context, remat=remat, unroll=unroll
-        )
+        run: Callable[..., tuple[jax.Array, Routing | None]] = run_layers
+        if shards(("stage",)) > 1:
+            run = functools.partial(run_pipeline, pipeline=pipeline or PipelineConfig())
+        kinds = self.config.layer_kinds()
+        x_BTD, routing = run(self.layers, kinds, x_BTD, context, remat=remat, unroll=unroll)
         return self.final_norm(x_BTD), routing
 
     def prefill(

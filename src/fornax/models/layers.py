@@ -18,6 +18,7 @@ from fornax.models.attention import Attention
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.experts import Experts
+from fornax.models.gated_delta import GatedDeltaNet
 from fornax.models.latent import LatentAttention
 from fornax.models.mlp import MLP
 from fornax.models.norm import RMSNorm
@@ -27,7 +28,7 @@ __all__ = ["DecoderLayer", "make_layer"]
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, and an MLP or experts, each inside a residual branch with its norms.
+    """Attention of some kind, and an MLP or experts, each inside a residual branch with its norms.
 
     Of a stack of layers, each part is stacked over those layers that have it.
     """
@@ -37,6 +38,7 @@ class DecoderLayer(nnx.Module):
         self.attention_norm: Any = parts.get("attention_norm")
         self.attention: Any = parts.get("attention")
         self.latent: Any = parts.get("latent")
+        self.gated_delta: Any = parts.get("gated_delta")
         self.post_attention_norm: Any = parts.get("post_attention_norm")
         self.mlp_norm: Any = parts.get("mlp_norm")
         self.mlp: Any = parts.get("mlp")
@@ -56,8 +58,9 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None, Routing | None]:
         """Run the layer; returns x [B, T, D], the updated cache layer, and what its router did."""
         x_BTD = checkpoint_name(x_BTD, "layer_input")
-        attention = self.attention if kind.attention == "attention" else self.latent
-        branch, cache = attention(_maybe(self.attention_norm, x_BTD), kind, context, cache)
+        branch, cache = getattr(self, kind.attention)(
+            _maybe(self.attention_norm, x_BTD), kind, context, cache
+        )
         x_BTD = x_BTD + _maybe(self.post_attention_norm, branch)
         normed, routing = _maybe(self.mlp_norm, x_BTD), None
         if kind.mlp == "experts":
@@ -82,6 +85,7 @@ def make_layer(
     makers: dict[str, Callable[[], nnx.Module]] = {
         "attention": functools.partial(Attention, config, **make),
         "latent": functools.partial(LatentAttention, config, **make),
+        "gated_delta": functools.partial(GatedDeltaNet, config, **make),
         "mlp": functools.partial(MLP, config, **make),
         "experts": functools.partial(Experts, config, **make),
     }

@@ -1,8 +1,8 @@
 """How our parameters are laid out as Hugging Face tensors: names, row blocks, transposes.
 
 A projection's kernel [*inputs, *outputs] is their matrix [outputs, inputs]; a table, and a tensor
-of all experts, is as it is; everything else is flattened. A layer's tensors lie behind one another
-in our stack.
+of all experts, is as it is; a convolution's kernel [*channels, width] is [channels, 1, width];
+everything else is flattened. A layer's tensors lie behind one another in our stack.
 """
 
 import functools
@@ -17,7 +17,7 @@ from flax import nnx
 
 from fornax.config.errors import ConfigError
 from fornax.models.decoder import Decoder
-from fornax.models.families.family import ExpertsTensor
+from fornax.models.families.family import ExpertsTensor, GroupedRows, TensorName
 
 __all__ = ["Block", "Slot", "TensorLayout", "flat_variables", "plan_layout"]
 
@@ -38,6 +38,10 @@ class Slot:
     """Which expert's it is, where each has a tensor of its own."""
     as_is: bool = False
     """Whether the file has it in our order of axes."""
+    transposed: bool = False
+    """Whether what is as it is has its last two axes exchanged."""
+    depthwise: bool = False
+    """Whether it is the kernel of a convolution of each channel by itself."""
 
     @property
     def index(self) -> tuple[int, ...]:
@@ -50,10 +54,16 @@ class Slot:
         if self.num_inputs:
             split = self.num_inputs
             return (math.prod(self.shape[split:]), math.prod(self.shape[:split]))
+        if self.depthwise:
+            return (math.prod(self.shape[:-1]), 1, self.shape[-1])
+        if self.transposed:
+            return (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return self.shape if self.as_is else (math.prod(self.shape),)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
         """Our layout of a stored tensor, as a view."""
+        if self.transposed:
+            return tensor.swapaxes(-1, -2)
         if not self.num_inputs:
             return tensor.reshape(self.shape)
         inputs, outputs = self.shape[: self.num_inputs], self.shape[self.num_inputs :]
@@ -63,6 +73,8 @@ class Slot:
 
     def to_stored(self, value: np.ndarray) -> np.ndarray:
         """The stored layout of our parameter."""
+        if self.transposed:
+            return np.ascontiguousarray(value.swapaxes(-1, -2))
         if not self.num_inputs:
             return np.ascontiguousarray(value.reshape(self.stored_shape))
         rows, columns = self.stored_shape
@@ -78,11 +90,28 @@ class Block:
     slot: Slot
     axis: int = 0
     step: int = 1
+    groups: int = 1
+    """Runs of rows that the tensor is divided into; `start` and `stop` are rows of each of them."""
+
+    def cut(self, stored: np.ndarray) -> np.ndarray:
+        """What it takes of the stored tensor; a view, unless of several groups."""
+        taken = self._by_group(stored)[self._index]
+        return taken if self.groups == 1 else taken.reshape(-1, *stored.shape[1:])
+
+    def put(self, stored: np.ndarray, part: np.ndarray) -> None:
+        """Write what it takes into the stored tensor, in place."""
+        taken = self._by_group(stored)[self._index]
+        taken[...] = part.reshape(taken.shape)
+
+    def _by_group(self, stored: np.ndarray) -> np.ndarray:
+        if self.groups == 1:
+            return stored
+        return stored.reshape(self.groups, -1, *stored.shape[1:])
 
     @property
-    def index(self) -> tuple[slice, ...]:
-        """What it takes of the stored tensor."""
-        return (*[slice(None)] * self.axis, slice(self.start, self.stop, self.step))
+    def _index(self) -> tuple[slice, ...]:
+        axis = self.axis + (self.groups > 1)
+        return (*[slice(None)] * axis, slice(self.start, self.stop, self.step))
 
 
 @dataclass(frozen=True)
@@ -94,7 +123,7 @@ class TensorLayout:
     blocks: tuple[Block, ...]
 
 
-def plan_layout(model: Decoder, names: Mapping[str, str | ExpertsTensor]) -> list[TensorLayout]:
+def plan_layout(model: Decoder, names: Mapping[str, TensorName]) -> list[TensorLayout]:
     """Every stored tensor of a model, in the order of its layers.
 
     Args:
@@ -106,7 +135,8 @@ def plan_layout(model: Decoder, names: Mapping[str, str | ExpertsTensor]) -> lis
         submodule was swapped.
     """
     slots: dict[tuple[int, str], list[Slot]] = {}
-    turns: set[str] = set()
+    interleaved: set[str] = set()
+    grouped: set[str] = set()
     variables = flat_variables(model)
     unnamed = [path for path in variables if path not in names]
     if unnamed:
@@ -117,31 +147,40 @@ def plan_layout(model: Decoder, names: Mapping[str, str | ExpertsTensor]) -> lis
     numbers = model.config.part_layers()
     for path in (path for path in names if path in variables):
         given = names[path]
-        whole = isinstance(given, ExpertsTensor)
-        pattern = given.name if isinstance(given, ExpertsTensor) else given
-        for slot in _slots(model, path, variables[path], "{expert}" in pattern, whole):
+        pattern = given if isinstance(given, str) else given.name
+        for slot in _slots(model, path, variables[path], given):
             layer = -1 if slot.layer is None else numbers[path.split("/")[1]][slot.layer]
             name = pattern.format(layer=layer, expert=slot.expert)
             slots.setdefault((layer, name), []).append(slot)
             if isinstance(given, ExpertsTensor) and given.interleaved:
-                turns.add(name)
+                interleaved.add(name)
+            if isinstance(given, GroupedRows):
+                grouped.add(name)
     in_order = sorted(slots.items(), key=lambda item: item[0][0])
-    return [_fuse(name, parts, take_turns=name in turns) for (_, name), parts in in_order]
+    return [
+        _fuse(name, parts, take_turns=name in interleaved, by_head=name in grouped)
+        for (_, name), parts in in_order
+    ]
 
 
-def _slots(
-    model: nnx.Module, path: str, variable: Any, by_expert: bool, whole: bool
-) -> Iterator[Slot]:
+def _slots(model: nnx.Module, path: str, variable: Any, given: TensorName) -> Iterator[Slot]:
     """The parts of a parameter that are tensors of their own, or blocks of one."""
     axes, shape = variable.get_metadata()["axes"], variable.shape
     stacked = axes[:1] == ("layers",)
+    by_expert = isinstance(given, str) and "{expert}" in given
+    whole = isinstance(given, ExpertsTensor)
     layers = range(shape[0]) if stacked else (None,)
     experts = range(shape[stacked]) if by_expert else (None,)
     shape = shape[stacked + by_expert :]
     as_is = whole or path.endswith("/embedding")
     num_inputs = 0 if as_is else _num_inputs(model, path)
+    form = {
+        "as_is": as_is,
+        "transposed": isinstance(given, ExpertsTensor) and given.transposed,
+        "depthwise": axes[-1] == "conv",
+    }
     for layer, expert in itertools.product(layers, experts):
-        yield Slot(path, layer, shape, num_inputs, expert, as_is)
+        yield Slot(path, layer, shape, num_inputs, expert, **form)
 
 
 def flat_variables(model: nnx.Module) -> dict[str, Any]:
@@ -156,14 +195,19 @@ def _num_inputs(model: nnx.Module, path: str) -> int:
     return getattr(owner, "num_inputs", 0) if leaf == "kernel" else 0
 
 
-def _fuse(name: str, slots: list[Slot], *, take_turns: bool) -> TensorLayout:
-    """The tensor of several slots: by rows, or by the last axis of all experts'."""
+def _fuse(name: str, slots: list[Slot], *, take_turns: bool, by_head: bool) -> TensorLayout:
+    """The tensor of several slots: by rows, those of each head together, or by the axis of all
+    experts' outputs."""
     shape = slots[0].stored_shape
-    axis = len(shape) - 1 if slots[0].as_is else 0
-    ends = list(itertools.accumulate(slot.stored_shape[axis] for slot in slots))
+    axis = len(shape) - 1 - slots[0].transposed if slots[0].as_is else 0
+    groups = slots[0].shape[slots[0].num_inputs] if by_head else 1
+    ends = list(itertools.accumulate(slot.stored_shape[axis] // groups for slot in slots))
     if take_turns:
         blocks = [Block(n, ends[-1], slot, axis, len(slots)) for n, slot in enumerate(slots)]
     else:
         starts = [0, *ends]
-        blocks = [Block(starts[n], ends[n], slot, axis) for n, slot in enumerate(slots)]
-    return TensorLayout(name, (*shape[:axis], ends[-1], *shape[axis + 1 :]), tuple(blocks))
+        blocks = [
+            Block(starts[n], ends[n], slot, axis, groups=groups) for n, slot in enumerate(slots)
+        ]
+    rows = ends[-1] * groups
+    return TensorLayout(name, (*shape[:axis], rows, *shape[axis + 1 :]), tuple(blocks))

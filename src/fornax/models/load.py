@@ -94,13 +94,16 @@ def open_pretrained(
     values = read_config(folder)
     config = config_from_hf(values)
     stored = unwrap_tensors(values, find_tensors(folder))
-    names = family_by_name(str(config.family)).names
-    stored = _without_further_heads(stored, values)
+    family = family_by_name(str(config.family))
+    names = family.names
+    stored = _without_further_heads(stored, values, family.left_out)
     bias = names.get(_BIAS)
     dtype = _choose_dtype(dtype, stored, bias if isinstance(bias, str) else None)
     compute = None if compute_dtype is None else _as_dtype(compute_dtype)
     model = abstract_decoder(config, dtype=dtype, compute_dtype=compute)
     layout = plan_layout(model, names)
+    if family.released_names is not None and any(t.name not in stored for t in layout):
+        layout = plan_layout(model, family.released_names)
     stored = _without_known_extras(stored, layout, config.tie_embeddings, folder)
     _check(stored, layout, folder)
     if mesh is not None:
@@ -233,13 +236,14 @@ def _without_known_extras(
 
 
 def _without_further_heads(
-    stored: Mapping[str, StoredTensor], values: Mapping[str, Any]
+    stored: Mapping[str, StoredTensor], values: Mapping[str, Any], left_out: tuple[str, ...]
 ) -> dict[str, StoredTensor]:
-    """Leave out the layers after the last, which predict tokens beyond the next."""
+    """Leave out what predicts tokens beyond the next, such as the layers after the last."""
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith(left_out)}
     first = values.get("num_hidden_layers")
     heads = values.get("num_nextn_predict_layers") or 0
     if not isinstance(first, int) or not isinstance(heads, int):
-        return dict(stored)
+        return stored
     extra = tuple(f"model.layers.{layer}." for layer in range(first, first + heads))
     return {name: tensor for name, tensor in stored.items() if not name.startswith(extra)}
 
@@ -278,7 +282,7 @@ def _check(stored: Mapping[str, StoredTensor], layout: list[TensorLayout], folde
 
 def _put(sources: list[_Source], place: Any, dtype: np.dtype) -> jax.Array:
     """One parameter, or one layer of it, on its devices: each part cut and converted once."""
-    parts = [block.slot.from_stored(stored.view()[block.index]) for stored, block in sources]
+    parts = [block.slot.from_stored(block.cut(stored.view())) for stored, block in sources]
     if sources[0][1].slot.expert is None:
         (ours,) = parts
         shape = ours.shape

@@ -25,6 +25,7 @@ class RMSNorm(nnx.Module):
         *,
         dtype: DTypeLike,
         eps: float | None = None,
+        unit_offset: bool | None = None,
     ):
         """Make the scale: ones, or zeros where the norm multiplies by (1 + scale).
 
@@ -33,10 +34,12 @@ class RMSNorm(nnx.Module):
           config: the model's.
           dtype: of the scale.
           eps: None for the model's `norm_eps`.
+          unit_offset: whether it multiplies by (1 + scale); None for the model's
+            `norm_unit_offset`.
         """
-        initial = jnp.zeros if config.norm_unit_offset else jnp.ones
+        self.unit_offset = config.norm_unit_offset if unit_offset is None else unit_offset
+        initial = jnp.zeros if self.unit_offset else jnp.ones
         self.eps = config.norm_eps if eps is None else eps
-        self.unit_offset = config.norm_unit_offset
         self.scale = nnx.Param(initial(shape, dtype), axes=("norm",) * len(shape))
 
     def __call__(self, x: jax.Array) -> jax.Array:

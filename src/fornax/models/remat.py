@@ -13,7 +13,15 @@ import jax
 from fornax.config.errors import ConfigError
 from fornax.kernels import LINEAR_OUTPUT
 
-__all__ = ["REMAT_NAMES", "REMAT_POLICIES", "Remat", "RematPolicy", "keep_uncut", "rematerialise"]
+__all__ = [
+    "REMAT_NAMES",
+    "REMAT_POLICIES",
+    "Remat",
+    "RematPolicy",
+    "keep_unchosen",
+    "keep_uncut",
+    "rematerialise",
+]
 
 RematPolicy = Literal["none", "full", "dots", "dots_no_batch", "save_attention", "names"]
 """What the backward pass finds saved: everything; only each layer's input; the results of matrix
@@ -80,7 +88,9 @@ class Remat:
             )
 
 
-def rematerialise(layer: Callable, remat: str | Remat, *, prevent_cse: bool = False) -> Callable:
+def rematerialise(
+    layer: Callable, remat: str | Remat, *, prevent_cse: bool = False, stages: bool = False
+) -> Callable:
     """`layer` whose backward pass finds saved only what `remat` says.
 
     Args:
@@ -88,6 +98,8 @@ def rematerialise(layer: Callable, remat: str | Remat, *, prevent_cse: bool = Fa
       remat: a policy, or the name of one that needs no names.
       prevent_cse: whether the compiler must be kept from finding the second computation equal to
         the first; not needed where the passes are loops of their own.
+      stages: whether `vmap` runs over it for pipeline stages, the first batch dimension of its
+        products then.
 
     Raises:
       ConfigError: for an unknown policy.
@@ -95,12 +107,48 @@ def rematerialise(layer: Callable, remat: str | Remat, *, prevent_cse: bool = Fa
     remat = Remat(policy=remat) if isinstance(remat, str) else remat  # pyrefly: ignore[bad-argument-type]
     if remat.policy == "none":
         return layer
-    return jax.checkpoint(layer, policy=_policy(remat), prevent_cse=prevent_cse)
+    policy = _of_a_stage(_policy(remat)) if stages else _policy(remat)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 
 
 def keep_uncut(layer: Callable) -> Callable:
     """`layer` whose backward pass cuts its parameters from the stack again, and finds all else."""
     return jax.checkpoint(layer, policy=_is_no_cut, prevent_cse=False)
+
+
+def keep_unchosen(layer: Callable) -> Callable:
+    """`layer` whose backward pass chooses its parameters again, and finds what it computes.
+
+    A weight that is chosen, converted or laid out anew is recognised by the operation alone, so
+    activations are converted and laid out again too."""
+    return jax.checkpoint(layer, policy=_is_computed, prevent_cse=False)
+
+
+_UNCOMPUTED = (
+    jax.lax.slice_p,
+    jax.lax.squeeze_p,
+    jax.lax.select_n_p,
+    jax.lax.convert_element_type_p,
+    jax.lax.reshape_p,
+    jax.lax.transpose_p,
+    jax.lax.broadcast_in_dim_p,
+)
+
+
+def _is_computed(primitive: object, *_: object, **__: object) -> bool:
+    return primitive not in _UNCOMPUTED
+
+
+def _of_a_stage(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """`policy` of what one stage computes, given what all stages do."""
+
+    def of_all(primitive: object, *arrays: Any, **params: Any) -> Any:
+        if primitive is jax.lax.dot_general_p:
+            sums, (left, right) = params["dimension_numbers"]
+            params = {**params, "dimension_numbers": (sums, (left[1:], right[1:]))}
+        return policy(primitive, *arrays, **params)
+
+    return of_all
 
 
 def _is_no_cut(primitive: object, *_: object, **__: object) -> bool:

@@ -171,5 +171,5 @@ def _stored(tensor: TensorLayout, values: dict[str, jax.Array]) -> np.ndarray:
         part = slot.to_stored(np.asarray(values[slot.path][index]))
         if len(tensor.blocks) == 1:
             return part
-        whole[block.index] = part
+        block.put(whole, part)
     return whole

@@ -6,6 +6,7 @@ kernels need. A pattern that does not repeat evenly becomes several scans over p
 """
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,10 +18,10 @@ from fornax.models.attend import KeyValueCache, LayerCache, Place
 from fornax.models.config import LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.layers import DecoderLayer
-from fornax.models.remat import Remat, keep_uncut, rematerialise
+from fornax.models.remat import Remat, keep_unchosen, keep_uncut, rematerialise
 from fornax.models.routing import Routing
 
-__all__ = ["Segment", "plan_segments", "run_layers", "run_layers_cached"]
+__all__ = ["Segment", "plan_segments", "run_layers", "run_layers_cached", "run_stacks"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def _period(kinds: tuple[LayerKind, ...]) -> int:
 
 
 Stacks = dict[str, Any]
-"""By part of a layer: its structure, or its arrays with a leading axis over the layers that have
-it."""
+"""By part of a layer: its arrays with a leading axis over the layers that have it, in a tuple with
+those that they are chosen from."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,34 @@ def run_layers(
     """
     split = {part: nnx.split(module) for part, module in layers.parts().items()}
     graphdefs = {part: graphdef for part, (graphdef, _) in split.items()}
+    stacks = {part: (state,) for part, (_, state) in split.items()}
+    return run_stacks(graphdefs, stacks, kinds, x_BTD, context, remat=remat, unroll=unroll)
+
+
+def run_stacks(
+    graphdefs: Mapping[str, Any],
+    stacks: Mapping[str, tuple[Any, ...]],
+    kinds: tuple[LayerKind, ...],
+    x_BTD: jax.Array,
+    context: LayerContext,
+    *,
+    remat: str | Remat = "none",
+    unroll: int | bool = 1,
+    turn: jax.Array | None = None,
+) -> tuple[jax.Array, Routing | None]:
+    """`run_layers` of parts that are taken apart.
+
+    Args:
+      graphdefs: each part's structure.
+      stacks: each part's arrays; in a pipeline a choice of several.
+      kinds: each layer's kind.
+      x_BTD: the residual stream.
+      context: what the layers share.
+      remat: what the backward pass computes again of each layer.
+      unroll: see `run_layers`.
+      turn: int32, which of the stacks it is, in a function that `vmap` runs over pipeline stages;
+        None elsewhere.
+    """
     routings: list[Routing] = []
 
     def body(
@@ -137,17 +166,21 @@ def run_layers(
                 else stretches[part].of(index, segment, part)
                 for part in kind.parts()
             }
-            layer = functools.partial(_run_layer, graphdefs, kind, context, cuts)
-            layer = layer if set(cuts.values()) == {None} else keep_uncut(layer)
+            layer = functools.partial(_run_layer, graphdefs, kind, context, cuts, turn)
             own = {part: period[part] for part in kind.parts()}
-            x_BTD, routing = rematerialise(layer, remat, prevent_cse=lone)(own, x_BTD)
+            if any(len(choice) > 1 for choice in own.values()):
+                layer = keep_unchosen(layer)
+            elif set(cuts.values()) != {None}:
+                layer = keep_uncut(layer)
+            layer = rematerialise(layer, remat, prevent_cse=lone, stages=turn is not None)
+            x_BTD, routing = layer(own, x_BTD)
             found.append(routing)
         return x_BTD, found
 
     for segment in plan_segments(kinds):
         own = {
             part: jax.tree.map(
-                functools.partial(_part, stretch=stretch, repeats=segment.repeats), split[part][1]
+                functools.partial(_part, stretch=stretch, repeats=segment.repeats), stacks[part]
             )
             for part, stretch in _stretches(kinds, segment).items()
         }
@@ -166,21 +199,27 @@ def _in_order(*layers: jax.Array) -> jax.Array:
 
 
 def _run_layer(
-    graphdefs: Stacks,
+    graphdefs: Mapping[str, Any],
     kind: LayerKind,
     context: LayerContext,
     cuts: dict[str, int | None],
+    turn: jax.Array | None,
     period: Stacks,
     x_BTD: jax.Array,
 ) -> tuple[jax.Array, Routing | None]:
-    """Run one layer of a period, whose part is the cut-th of those of the period, or the only one.
+    """Run one layer of a period, whose part is the cut-th of those of the period, or the only one,
+    of the stack whose turn it is.
 
     It picks its own parameters: picked outside, they would be saved, a second copy of the stack.
     """
     parts = {}
     for part, cut in cuts.items():
-        state = period[part]
-        one = state if cut is None else jax.tree.map(lambda leaf, cut=cut: leaf[cut], state)
+        choice = period[part]
+        if cut is not None:
+            choice = jax.tree.map(lambda leaf, cut=cut: leaf[cut], choice)
+        one = choice[0]
+        if turn is not None and len(choice) > 1:
+            one = jax.tree.map(lambda *leaves: jax.lax.select_n(turn, *leaves), *choice)
         parts[part] = nnx.merge(graphdefs[part], one)
     x_BTD, _, routing = DecoderLayer(parts)(x_BTD, kind, context)
     return x_BTD, routing
@@ -235,12 +274,16 @@ def run_layers_cached(
 
 def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: jax.Array) -> Place:
     """Where the segment's `index`-th layer of a repeat stands in the model."""
-    window = segment.kinds[index].window
-    same = [kind.window == window for kind in segment.kinds]
-    before = sum(kind.window == window for kind in kinds[: segment.start])
+    kind = segment.kinds[index]
+
+    def among(same: Callable[[LayerKind], bool]) -> jax.Array:
+        own = [same(each) for each in segment.kinds]
+        before = sum(same(each) for each in kinds[: segment.start])
+        return before + repeat * sum(own) + sum(own[:index])
+
     return Place(
-        layer=segment.start + repeat * len(same) + index,
-        among=before + repeat * sum(same) + sum(same[:index]),
+        layer=among(lambda each: each.attention == kind.attention),
+        among=among(lambda each: each.window == kind.window),
     )
 
 

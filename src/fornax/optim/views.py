@@ -16,6 +16,7 @@ __all__ = ["View", "make_views"]
 
 _BATCH_AXES = ("layers", "expert")
 _HEADS = ("heads", "kv_heads")
+_ONE_FEATURE = ("norm", "conv")
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def _view(path: str, shape: tuple[int, ...], axes: tuple[str | None, ...] | None
         )
     batch = [dim for dim, name in enumerate(axes) if name in _BATCH_AXES]
     groups = _groups(axes, batch)
-    if "norm" in axes:  # A scale for each feature, however its features are arranged.
+    # A scale, or a convolution, of each feature, however the features are arranged.
+    if any(name in axes for name in _ONE_FEATURE):
         groups = [tuple(dim for group in groups for dim in group)]
     while len(groups) > 2:
         unnamed = [group for group in groups if all(axes[dim] is None for dim in group)]

@@ -7,7 +7,7 @@ from fornax.checkpoint import CheckpointConfig
 from fornax.config.errors import ConfigError
 from fornax.data import DataConfig
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
-from fornax.models import DecoderConfig, Remat, RematPolicy
+from fornax.models import DecoderConfig, PipelineConfig, Remat, RematPolicy, layers_outside
 from fornax.optim import OptimConfig
 from fornax.train.diloco.config import DilocoConfig
 from fornax.train.guard import SkipConfig
@@ -155,6 +155,8 @@ class TrainConfig(TrainerConfig):
     value, attention, attention_out, mlp_gate, mlp_up, mlp_down."""
     remat_offload: tuple[str, ...] = ()
     """With `remat: names`, activations of a layer kept in the host's memory between the passes."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """How the stages of a mesh with `stage` above 1 share a batch."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser of the logits (PaLM uses 1e-4)."""
     diloco: DilocoConfig | None = None
@@ -180,6 +182,26 @@ class TrainConfig(TrainerConfig):
                 "updates out"
             )
         self.resolved_remat()
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        stages = self.mesh.stage
+        if stages == 1 and self.pipeline != PipelineConfig():
+            raise ConfigError(
+                "pipeline is for the stages of mesh.stage, which is 1; leave it out, or give "
+                "mesh.stage a size"
+            )
+        if stages == 1 or stages == -1:  # what is left is known with the devices
+            return
+        if self.model is not None:
+            layers_outside(self.model.layer_kinds(), stages, self.pipeline)
+        multiple = self.accumulate * self.pipeline.count(stages)
+        if self.batch_size % multiple:
+            raise ConfigError(
+                f"batch_size={self.batch_size} does not divide into accumulate={self.accumulate} x "
+                f"{self.pipeline.count(stages)} microbatches of the pipeline; use a multiple of "
+                f"{multiple}, or change pipeline.microbatches"
+            )
 
     def resolved_remat(self) -> Remat:
         """`remat` with its names.

@@ -244,13 +244,14 @@ class Loop:
             step, batch, metrics, observed = self._pending.popleft()
             with self.ledger.program():
                 found = jax.device_get(metrics)
-            numbers = {name: float(value) for name, value in found.items()}
+            numbers = {name: float(value) for name, value in found.items() if not value.ndim}
+            arrays = {name: value for name, value in found.items() if value.ndim}
             numbers |= observed
             if self.guard is not None:
                 self.guard.check(step, batch, numbers)
                 numbers |= {"batch": batch, "rewinds": self.guard.rewinds}
             evaluation = self._evaluations.pop(step, None)
-            self.recorder.step(step, numbers, time.time(), evaluation)
+            self.recorder.step(step, numbers, time.time(), evaluation, arrays)
 
     def _evaluate(self) -> dict[str, float]:
         with self.ledger.phase("evaluate"):

@@ -32,6 +32,7 @@ HARMLESS: dict[str, str] = {
     "processes.*": "the same global batches reach any number of processes",
     "mesh.*": "the same numbers up to rounding on any devices",
     "model.experts.exchange": "the same numbers up to rounding, whichever way tokens travel",
+    "pipeline.*": "the same numbers up to rounding, however stages share them",
     "remat": "the same numbers up to rounding, computed again instead of kept",
     "init_from": "a run that goes on has its own weights",
     "data.prefetch.*": "batches made ahead are the same batches",

@@ -14,7 +14,7 @@ from fornax.train.task import Loss
 
 __all__ = ["settle_routing", "with_routing"]
 
-_ASSIGNED = "assigned"
+_TOKENS = "expert_tokens"
 
 
 def with_routing(loss: Loss, decoder: Decoder, routing: Routing, *, balance: bool = True) -> Loss:
@@ -32,7 +32,7 @@ def with_routing(loss: Loss, decoder: Decoder, routing: Routing, *, balance: boo
       The loss with the metrics `balance_loss` and `router_z_loss` (both unweighted),
       `router_entropy` in nats, and of the tokens that an expert was chosen for over the mean of its
       layer, the largest and the smallest over layers and experts: `expert_load_max` and
-      `expert_load_min`.
+      `expert_load_min`. Its count `expert_tokens` [L, E] says how many tokens each was chosen for.
     """
     experts = decoder.config.experts
     if experts is None:
@@ -53,7 +53,7 @@ def with_routing(loss: Loss, decoder: Decoder, routing: Routing, *, balance: boo
         total=loss.total + extra * weight if balance else loss.total,
         metrics={**loss.metrics, **metrics},
         maxima={**loss.maxima, "expert_load_max": jnp.max(load_LE)},
-        counts={**loss.counts, _ASSIGNED: jax.lax.stop_gradient(routing.assigned_E)},
+        counts={**loss.counts, _TOKENS: jax.lax.stop_gradient(routing.assigned_E)},
     )
 
 
@@ -63,5 +63,5 @@ def settle_routing(decoder: Decoder, loss: Loss) -> None:
     if config is None or experts.selection_bias is None:
         return
     bias = experts.selection_bias
-    moved = balanced_bias(bias.get_value(), loss.counts[_ASSIGNED], config.bias_update_rate)
+    moved = balanced_bias(bias.get_value(), loss.counts[_TOKENS], config.bias_update_rate)
     bias.set_value(moved)

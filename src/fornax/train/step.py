@@ -73,7 +73,7 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
     """The function (state, batch, frozen parameters) -> (state, metrics); pure, to be jitted.
 
     Metrics are float32 scalars: `loss`, `grad_norm` (before clipping), `weight`, `learning_rate`,
-    `skipped` (0 or 1), and the means and maxima of the task's own.
+    `skipped` (0 or 1), and the means and maxima of the task's own; and its counts, arrays.
     """
 
     def step(state: TrainState, batch: Batch, frozen: object = None) -> tuple[TrainState, Metrics]:
@@ -100,7 +100,7 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
             rng=state.rng,
         )
         metrics = {name: total / weight for name, (total, weight) in loss.metrics.items()}
-        metrics |= loss.maxima
+        metrics |= loss.maxima | loss.counts
         metrics |= {
             "loss": mean,
             "grad_norm": norm,

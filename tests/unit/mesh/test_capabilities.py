@@ -6,81 +6,47 @@ import pytest
 
 from fornax.cli.main import main
 from fornax.cli.reference import config_page
-from fornax.config.errors import ClusterError, ConfigError
-from fornax.mesh import DEFAULT_RULES, MESH_AXES, MeshConfig, check_processes, processes_table
-from fornax.mesh.capabilities import supported_axes
+from fornax.config.errors import ClusterError
+from fornax.mesh import DEFAULT_RULES, MESH_AXES, check_processes, processes_table
 
-REFUSED = sorted(set(MESH_AXES) - set(supported_axes()))
-
-
-@pytest.mark.parametrize("axis", REFUSED)
-@pytest.mark.parametrize("size", [2, 8, -1])
-def test_an_axis_that_divides_nothing_is_refused(axis: str, size: int) -> None:
-    rest = {} if size != -1 else {"fsdp": 1}
-    with pytest.raises(ConfigError, match=rf"mesh\.{axis}={size}: .*not implemented.*mesh\.fsdp"):
-        MeshConfig(**{axis: size}, **rest)
-    with pytest.raises(ConfigError, match=rf"mesh\.rules\.mlp: the axis '{axis}'"):
-        MeshConfig(rules={"mlp": ("tensor", axis)})
+NAMES = ("--model", "model", "--data", "data.jsonl")
 
 
-def test_the_rules_name_every_supported_axis_and_no_other() -> None:
-    assert {axis for axes in DEFAULT_RULES.values() for axis in axes} == set(supported_axes())
+def test_the_rules_name_every_axis() -> None:
+    assert {axis for axes in DEFAULT_RULES.values() for axis in axes} == set(MESH_AXES)
 
 
-@pytest.mark.parametrize("axis", REFUSED)
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("train",),
-        ("tune", "sft"),
-        ("tune", "grpo"),
-        ("plan", "--topology", "v5e:2x4"),
-        ("plan", "--topology", "v5e:2x4", "--search"),
-        ("preflight",),
-    ],
-    ids=" ".join,
-)
-def test_commands_refuse_it_alike(
-    command: tuple[str, ...],
-    axis: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*command, f"--mesh.{axis}", "8"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"mesh.{axis}=8: the axis '{axis}'" in said
-    assert "would repeat each other's work; give its devices to mesh.fsdp" in said
-
-
-@pytest.mark.parametrize("axis", REFUSED)
-def test_the_reference_says_so(axis: str) -> None:
-    assert f"| `{axis}` | " in config_page()
-    row = next(line for line in config_page().splitlines() if line.startswith(f"| `{axis}` |"))
-    assert row.endswith("| no | no | no | no | no |")
+def test_the_reference_says_so() -> None:
+    row = next(line for line in config_page().splitlines() if line.startswith("| `stage` |"))
+    assert row.endswith("| yes | no | no | no | no |")
 
 
 @pytest.mark.parametrize(
-    ("command", "use"),
+    ("command", "use", "axis"),
     [
-        (("plan", "--topology", "v5e:2x4"), "plan"),
-        (("plan", "--topology", "v5e:2x4", "--search"), "plan"),
-        (("preflight",), "preflight"),
+        (command, use, axis)
+        for axis, others in (("expert", ()), ("stage", ("sft", "dpo")))
+        for command, use in (
+            (("plan", "--topology", "v5e:2x4"), "plan"),
+            (("plan", "--topology", "v5e:2x4", "--search"), "plan"),
+            (("preflight",), "preflight"),
+            *((("tune", other, *NAMES), "tune") for other in others),
+        )
     ],
     ids=" ".join,
 )
 def test_a_command_refuses_an_axis_that_only_others_have(
     command: tuple[str, ...],
     use: str,
+    axis: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*command, "--mesh.expert", "2"]) == 2
+    assert main([*command, f"--mesh.{axis}", "2"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "mesh.expert=2: the axis 'expert' (" in said
+    assert f"mesh.{axis}=2: the axis '{axis}' (" in said
     assert f"is not supported yet ({use}); give its devices to mesh.fsdp" in said
 
 

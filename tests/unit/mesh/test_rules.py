@@ -65,9 +65,9 @@ def test_a_rule_that_could_never_apply_is_refused(rules, message):
 
 def test_a_mesh_axis_divides_an_array_once():
     spec = partition_spec(("heads", "mlp", None, "embed"), DEFAULT_RULES)
-    assert spec == P(("tensor",), None, None, ("fsdp", "expert"))
+    assert spec == P(("tensor",), None, None, ("stage", "fsdp", "expert"))
     spec = partition_spec(("expert", "embed", "mlp"), DEFAULT_RULES)
-    assert spec == P(("expert",), ("fsdp",), ("tensor",))
+    assert spec == P(("expert",), ("stage", "fsdp"), ("tensor",))
 
 
 def test_unknown_logical_axis_is_an_error_with_the_nearest():
@@ -95,7 +95,7 @@ def test_a_model_is_laid_out_by_its_metadata():
     _, state = nnx.split(_Layer())
     placed = jax.device_put(state, tree_shardings(state, mesh, DEFAULT_RULES))
     kernel = placed["kernel"].get_value()
-    assert kernel.sharding.spec == P(("fsdp", "expert"), ("tensor",))
+    assert kernel.sharding.spec == P(("stage", "fsdp", "expert"), ("tensor",))
     assert {s.data.shape for s in kernel.addressable_shards} == {(2, 2)}
     np.testing.assert_array_equal(kernel, np.arange(32.0).reshape(8, 4))
 
@@ -159,3 +159,12 @@ def test_an_open_fsdp_takes_what_parameters_divide_over(
     assert (sizes["fsdp"], fitted.data) == (fsdp, data)
     assert math.prod(sizes.values()) == devices
     assert (fitted == config) == (fitted.fsdp == config.fsdp)
+
+
+def test_a_stack_that_does_not_divide_leaves_its_axes_to_the_next_dimension():
+    mesh = make_mesh(MeshConfig(stage=4, fsdp=2))
+    axes = ("layers", "embed", "heads")
+    even = named_sharding(mesh, axes, DEFAULT_RULES, shape=(8, 16, 2))
+    assert even.shard_shape((8, 16, 2)) == (2, 8, 2)
+    uneven = named_sharding(mesh, axes, DEFAULT_RULES, shape=(6, 16, 2))
+    assert uneven.shard_shape((6, 16, 2)) == (6, 2, 2)

@@ -15,6 +15,7 @@ from fornax.models import (
     Decoder,
     DecoderConfig,
     ExpertsConfig,
+    GatedDeltaConfig,
     LatentConfig,
     QueryScaling,
     RopeConfig,
@@ -108,6 +109,19 @@ CONFIGS = {
             value_dim=8,
             bias=True,
         ),
+    ),
+    # gated DeltaNet in every other layer, two value heads a key head; gated attention in the rest
+    "linear": DecoderConfig(
+        **_SIZES,
+        num_layers=4,
+        num_kv_heads=2,
+        attention_pattern=("linear", "full"),
+        gated_delta=GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6),
+        attention_gate=True,
+        qkv_bias=True,
+        qk_norm="head",
+        norm_unit_offset=True,
+        rope=RopeConfig(fraction=0.5),
     ),
     # experts in every layer: biases, the clipped activation, weighted inputs; sinks, queries that
     # grow with their position, interleaved pairs

@@ -272,6 +272,62 @@ RELEASED: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16", "use_cache": True, "use_qk_norm": False,
         "vocab_size": 151552,
     },
+    "Qwen3-Next-80B-A3B": {
+        "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
+        "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next",
+        "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
+        "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
+        "num_key_value_heads": 2, "output_router_logits": False, "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    # The next two are the text models of files that hold a vision tower as well.
+    "Qwen3.5-9B": {
+        "architectures": ["Qwen3_5ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
+        "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144, "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default",
+        },
+        "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
+    },
+    "Qwen3.5-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
+        "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144, "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False, "num_attention_heads": 16, "num_experts": 256,
+        "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "output_router_logits": False, "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default",
+        },
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
+    },
 }  # fmt: skip
 
 LLAMA = RELEASED["Llama-2-7b"]
@@ -408,6 +464,30 @@ def test_deepseek_reads_as_its_papers_say() -> None:
         config_from_hf({**RELEASED["Moonlight-16B-A3B"], "num_key_value_heads": 4})
     with pytest.raises(ConfigError, match="norm_topk_prob=True is not supported"):
         config_from_hf({**RELEASED["DeepSeek-V2-Lite"], "norm_topk_prob": True})
+
+
+def test_qwen_hybrids_read_as_released() -> None:
+    config = config_from_hf(RELEASED["Qwen3-Next-80B-A3B"])
+    kinds = config.layer_kinds()
+    assert [kind.attention for kind in kinds] == (["gated_delta"] * 3 + ["attention"]) * 12
+    assert [kind.rope for kind in kinds[2:4]] == ["none", "global"]
+    assert (config.rope.fraction, config.rope.theta) == (0.25, 1e7)
+    assert config.attention_gate
+    assert config.norm_unit_offset
+    assert round(num_parameters(config) / 1e9, 1) == 79.7  # without its head for a further token
+    assert round(num_parameters(config, active=True) / 1e9, 1) == 3.9  # of it 0.6 are the tables
+    nine = config_from_hf(RELEASED["Qwen3.5-9B"])
+    around = {"text_config": RELEASED["Qwen3.5-9B"], "vision_config": {}, "image_token_id": 248056}
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], **around}
+    assert config_from_hf(whole) == nine
+    bare = {key: v for key, v in RELEASED["Qwen3.5-9B"].items() if key != "layer_types"}
+    assert config_from_hf(bare) == nine
+    with pytest.raises(ConfigError, match="attn_output_gate=False is not supported"):
+        config_from_hf({**RELEASED["Qwen3.5-9B"], "attn_output_gate": False})
+    with pytest.raises(ConfigError, match="layer type 'sliding_attention' is not supported"):
+        config_from_hf({**RELEASED["Qwen3.5-9B"], "layer_types": ["sliding_attention"] * 32})
+    with pytest.raises(ConfigError, match=r"mlp_only_layers=\[1\] is not supported"):
+        config_from_hf({**RELEASED["Qwen3.5-35B-A3B"], "mlp_only_layers": [1]})
 
 
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-0.6B", "Phi-4-mini"])

@@ -7,7 +7,8 @@ from flax import nnx
 from tests.unit.models.conftest import CONFIGS, decoder_of, tokens_of
 
 from fornax.adapters import LoRA, LoRAParam, attach
-from fornax.models import init_cache
+from fornax.llm.limits import cache_heads
+from fornax.models import CacheHeads, describe_pages, init_cache, page_bytes
 
 
 def test_a_cache_of_latents_holds_one_narrow_head() -> None:
@@ -16,6 +17,16 @@ def test_a_cache_of_latents_holds_one_narrow_head() -> None:
     cache = init_cache(config, 3, 5)
     assert cache.k_LBSKH.shape == (2, 3, 5, 1, config.latent.cached_dim) == (2, 3, 5, 1, 16)
     assert cache.v_LBSKH is None
+
+
+def test_pages_of_latents_hold_one_vector_a_token() -> None:
+    config = CONFIGS["latent"]
+    assert page_bytes(config, 8, jnp.float32) == (2 * 8 * 16 * 4,)
+    (pages,) = describe_pages(config, [5], 8, jnp.float32)
+    assert pages.shape == (2, 5, 8, 1, 16)
+    assert cache_heads(config, "tpu", 4) == CacheHeads(4, 128, parts=1)
+    (pages,) = describe_pages(config, [5], 8, jnp.float32, heads=CacheHeads(4, 128, parts=1))
+    assert pages.shape == (2, 5, 8, 4, 128)
 
 
 def test_the_absorbed_form_counts_adapters_of_the_up_projection() -> None:

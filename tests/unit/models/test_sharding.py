@@ -25,6 +25,7 @@ MESHES = {
     "biased": [{"data": 8}, {"fsdp": 2, "tensor": 4}],
     "windowed": [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}],
     "experts": [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 4, "fsdp": 2}],
+    "linear": [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}],
     "clipped": [{"fsdp": 2, "tensor": 4}, {"context": 2, "tensor": 2, "data": 2}],
 }
 CASES = [(name, sizes) for name, meshes in MESHES.items() for sizes in meshes]

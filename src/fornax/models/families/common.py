@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fornax.config.errors import ConfigError
-from fornax.models.config import DecoderConfig
+from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.families.reader import ConfigReader, as_list
 
 __all__ = [
@@ -20,10 +20,16 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 """Hugging Face's names of activations to ours."""
 
 _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
+_LINEAR = {"full_attention": "full", "linear_attention": "linear"}
 
 
 def read_common(
-    reader: ConfigReader, *, tied: bool, activation_key: str = "hidden_act", eps: float = 1e-6
+    reader: ConfigReader,
+    *,
+    tied: bool,
+    activation_key: str = "hidden_act",
+    width_key: str = "intermediate_size",
+    eps: float = 1e-6,
 ) -> dict[str, Any]:
     """The fields of `DecoderConfig` that every family has, rope and attention pattern aside.
 
@@ -31,6 +37,7 @@ def read_common(
       reader: the file.
       tied: the family's default for `tie_word_embeddings`.
       activation_key: what the family calls its activation.
+      width_key: what it calls the width inside its MLPs.
       eps: the family's default for `rms_norm_eps`.
 
     Raises:
@@ -39,7 +46,7 @@ def read_common(
     return {
         "vocab_size": reader.take("vocab_size"),
         "hidden_size": reader.take("hidden_size"),
-        "intermediate_size": reader.take("intermediate_size"),
+        "intermediate_size": reader.take(width_key),
         "num_layers": reader.take("num_hidden_layers"),
         "num_heads": reader.take("num_attention_heads"),
         "num_kv_heads": reader.take("num_key_value_heads", None),
@@ -92,7 +99,12 @@ def write_common(config: DecoderConfig, *, activation_key: str = "hidden_act") -
 
 
 def read_layer_types(
-    reader: ConfigReader, num_layers: int, window: int | None, default: Sequence[str]
+    reader: ConfigReader,
+    num_layers: int,
+    window: int | None,
+    default: Sequence[str],
+    *,
+    linear: bool = False,
 ) -> dict[str, Any]:
     """`sliding_window` and `attention_pattern` from `layer_types`.
 
@@ -101,21 +113,23 @@ def read_layer_types(
       num_layers: how many layers there are.
       window: the window of its sliding layers.
       default: the layer types of a file that names none.
+      linear: whether the family's other layers are linear, instead of sliding.
 
     Raises:
       ConfigError: for a type of layer that is not supported, or a missing window.
     """
     given = reader.take("layer_types", None)
     types = as_list(default if given is None else given, "layer_types", reader, num_layers)
+    kinds = _LINEAR if linear else _KINDS
     for kind in types:
-        if kind not in _KINDS:
+        if kind not in kinds:
             raise ConfigError(
                 f"{reader.source}: layer type {kind!r} is not supported; use one of "
-                f"{', '.join(_KINDS)}"
+                f"{', '.join(kinds)}"
             )
-    pattern = shortest_pattern([_KINDS[kind] for kind in types])
+    pattern = shortest_pattern([kinds[kind] for kind in types])
     if "sliding" not in pattern:
-        return {}
+        return {"attention_pattern": pattern} if linear else {}
     if window is None:
         raise ConfigError(f"{reader.source} has sliding layers and no sliding_window")
     return {"sliding_window": window, "attention_pattern": pattern}
@@ -131,7 +145,10 @@ def shortest_pattern(values: Sequence[object]) -> tuple[Any, ...]:
 
 def layer_types(config: DecoderConfig) -> list[str]:
     """Hugging Face's `layer_types` of a config."""
-    return [
-        "full_attention" if kind.window is None else "sliding_attention"
-        for kind in config.layer_kinds()
-    ]
+    return [_layer_type(kind) for kind in config.layer_kinds()]
+
+
+def _layer_type(kind: LayerKind) -> str:
+    if kind.attention == "gated_delta":
+        return "linear_attention"
+    return "full_attention" if kind.window is None else "sliding_attention"

@@ -93,7 +93,10 @@ def _resolved(config: DecoderConfig) -> DecoderConfig:
     """The config with defaults filled in, and without what does not change the model."""
     layers = config.num_layers
     attention = [config.attention_pattern[i % len(config.attention_pattern)] for i in range(layers)]
-    rotates = [config.rope_pattern[i % len(config.rope_pattern)] for i in range(layers)]
+    rotates = [
+        attention[i] == "linear" or config.rope_pattern[i % len(config.rope_pattern)]
+        for i in range(layers)
+    ]
     mlps = [kind.mlp for kind in config.layer_kinds()]
     experts = config.experts
     if experts is not None:  # what only training reads

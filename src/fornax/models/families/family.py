@@ -7,7 +7,15 @@ from typing import Any
 from fornax.models.config import DecoderConfig
 from fornax.models.families.reader import ConfigReader
 
-__all__ = ["BASE_NAMES", "PRE_NORM_NAMES", "ExpertsTensor", "Family", "expert_names"]
+__all__ = [
+    "BASE_NAMES",
+    "PRE_NORM_NAMES",
+    "ExpertsTensor",
+    "Family",
+    "GroupedRows",
+    "TensorName",
+    "expert_names",
+]
 
 
 @dataclass(frozen=True)
@@ -19,6 +27,20 @@ class ExpertsTensor:
     """`{layer}` stands for the layer's number."""
     interleaved: bool = False
     """Whether they take turns in that axis, instead of lying one behind the other."""
+    transposed: bool = False
+    """Whether it is [E, outputs, inputs]; they then share its middle axis."""
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """A stored matrix whose rows lie head by head: for each index of the parameters' first output
+    axis a block of every path with this name, in this order."""
+
+    name: str
+    """`{layer}` stands for the layer's number."""
+
+
+TensorName = str | ExpertsTensor | GroupedRows
 
 
 @dataclass(frozen=True)
@@ -33,10 +55,15 @@ class Family:
     """Builds the config, taking every key it understands from the reader."""
     write: Callable[[DecoderConfig], dict[str, Any]]
     """The keys of config.json; the caller checks that reading them back loses nothing."""
-    names: Mapping[str, str | ExpertsTensor]
+    names: Mapping[str, TensorName]
     """Our parameter path to the tensor's name, `{layer}` standing for the layer's number and
     `{expert}` for the expert's. Several paths with one name are that tensor's row blocks, in this
     order."""
+    left_out: tuple[str, ...] = ()
+    """Beginnings of the names of stored tensors that are no part of the model: those of heads that
+    predict tokens beyond the next."""
+    released_names: Mapping[str, TensorName] | None = None
+    """The names in released files, where transformers writes others; read, never written."""
 
 
 BASE_NAMES = {

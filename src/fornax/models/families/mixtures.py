@@ -15,7 +15,7 @@ from fornax.models.families.qwen import read_windows, write_windows
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.rope_keys import read_rope, write_rope
 
-__all__ = ["MIXTRAL", "OLMOE", "QWEN2_MOE", "QWEN3_MOE"]
+__all__ = ["MIXTRAL", "OLMOE", "QWEN2_MOE", "QWEN3_MOE", "read_sparse", "write_sparse"]
 
 
 def _read_experts(reader: ConfigReader, count: str, **more: Any) -> ExpertsConfig:
@@ -102,37 +102,57 @@ def _write_olmoe(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _read_qwen(reader: ConfigReader, **shared: Any) -> tuple[dict[str, Any], ExpertsConfig]:
-    """The keys that Qwen2-MoE and Qwen3-MoE share; `shared` is of the shared expert."""
-    fields = read_common(reader, tied=False)
-    fields["rope"] = read_rope(reader, fields["max_position_embeddings"])
-    layers = fields["num_layers"]
+def read_sparse(
+    reader: ConfigReader, layers: int, *, normalize: bool = False, **shared: Any
+) -> dict[str, Any]:
+    """`experts` and `mlp_pattern` of a mixture of Qwen's.
+
+    Args:
+      reader: the file.
+      layers: how many there are.
+      normalize: the family's default for `norm_topk_prob`.
+      shared: fields of `ExpertsConfig` for the shared expert.
+    """
     step = reader.take("decoder_sparse_step", 1)
     dense = set(reader.take("mlp_only_layers", None) or ())
     pattern = [
         "mlp" if index in dense or (index + 1) % step else "experts" for index in range(layers)
     ]
-    fields["mlp_pattern"] = shortest_pattern(pattern) if "mlp" in pattern else None
     experts = _read_experts(
         reader,
         "num_experts",
         intermediate_size=reader.take("moe_intermediate_size"),
-        normalize=reader.take("norm_topk_prob", False),
+        normalize=reader.take("norm_topk_prob", normalize),
         **shared,
     )
-    return fields, experts
+    mlps = shortest_pattern(pattern) if "mlp" in pattern else None
+    return {"experts": experts, "mlp_pattern": mlps}
 
 
-def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
+def write_sparse(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_sparse`, the shared expert aside."""
     kinds = config.layer_kinds()
     return {
-        **write_common(config),
-        **write_rope(config.rope),
         **_write_experts(config, "num_experts"),
         "moe_intermediate_size": _experts(config).intermediate_size,
         "norm_topk_prob": _experts(config).normalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [index for index, kind in enumerate(kinds) if kind.mlp == "mlp"],
+    }
+
+
+def _read_qwen(reader: ConfigReader, **shared: Any) -> dict[str, Any]:
+    """The keys that Qwen2-MoE and Qwen3-MoE share; `shared` is of the shared expert."""
+    fields = read_common(reader, tied=False)
+    fields["rope"] = read_rope(reader, fields["max_position_embeddings"])
+    return {**fields, **read_sparse(reader, fields["num_layers"], **shared)}
+
+
+def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        **write_common(config),
+        **write_rope(config.rope),
+        **write_sparse(config),
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
     }
@@ -140,10 +160,10 @@ def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
 
 def _read_qwen2_moe(reader: ConfigReader) -> DecoderConfig:
     width = reader.take("shared_expert_intermediate_size")
-    fields, experts = _read_qwen(reader, shared_intermediate_size=width, shared_gate=True)
+    fields = _read_qwen(reader, shared_intermediate_size=width, shared_gate=True)
     kinds = read_windows(reader, fields["num_layers"])
     bias = reader.take("qkv_bias", True)
-    return DecoderConfig(**fields, **kinds, qkv_bias=bias, experts=experts)
+    return DecoderConfig(**fields, **kinds, qkv_bias=bias)
 
 
 def _write_qwen2_moe(config: DecoderConfig) -> dict[str, Any]:
@@ -156,7 +176,7 @@ def _write_qwen2_moe(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_qwen3_moe(reader: ConfigReader) -> DecoderConfig:
-    fields, experts = _read_qwen(reader)
+    fields = _read_qwen(reader)
     bias = reader.take("attention_bias", False)
     slides = reader.take("use_sliding_window", False)
     window = reader.take("sliding_window", 4_096)
@@ -169,7 +189,6 @@ def _read_qwen3_moe(reader: ConfigReader) -> DecoderConfig:
         attention_output_bias=bias,
         sliding_window=window,
         attention_pattern=("full",) if window is None else ("sliding",),
-        experts=experts,
     )
 
 

@@ -36,6 +36,7 @@ def read_rope(
     fraction: float = 1.0,
     interleaved: bool = False,
     aliases: dict[str, str] | None = None,
+    ignored: tuple[str, ...] = (),
     original: int | None = None,
 ) -> RopeConfig:
     """The model's rotary embedding, from either style of keys.
@@ -48,6 +49,7 @@ def read_rope(
       fraction: the family's default for that part.
       interleaved: see `RopeConfig`.
       aliases: other names of scaling types in this family.
+      ignored: keys that change nothing where only text is read.
       original: the original context length where the family keeps it beside `rope_scaling`.
 
     Raises:
@@ -58,6 +60,7 @@ def read_rope(
     scaling = reader.take("rope_scaling", None)
     if scaling is not None:
         found = {**found, **reader.nested("rope_scaling", scaling)._values}
+    found = {key: value for key, value in found.items() if key not in ignored}
     found.setdefault("rope_theta", reader.take("rope_theta", theta))
     given = reader.take("partial_rotary_factor", None)
     found.setdefault("partial_rotary_factor", fraction if given is None else given)

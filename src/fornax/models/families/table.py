@@ -13,6 +13,7 @@ from fornax.models.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from fornax.models.families.olmo import OLMO2, OLMO3
 from fornax.models.families.phi import PHI3
 from fornax.models.families.qwen import QWEN2, QWEN3
+from fornax.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from fornax.models.families.smollm import SMOLLM3
 from fornax.models.families.wrapper import WRAPPERS
 
@@ -39,6 +40,9 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3,
     GLM4_MOE,
     GPT_OSS,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
 )
 
 

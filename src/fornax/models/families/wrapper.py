@@ -61,7 +61,25 @@ _GEMMA3 = Wrapper(
     ),
 )
 
-WRAPPERS: tuple[Wrapper, ...] = (_GEMMA3,)
+
+def _qwen(architecture: str, decoder: str) -> Wrapper:
+    """Qwen3.5, whose text model released files have beside a vision tower."""
+    return Wrapper(
+        architecture=architecture,
+        decoder=decoder,
+        key="text_config",
+        defaults={},
+        shared=("tie_word_embeddings",),
+        names={"model.language_model.": "model."},
+        left_out=("model.visual.",),
+    )
+
+
+WRAPPERS: tuple[Wrapper, ...] = (
+    _GEMMA3,
+    _qwen("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+    _qwen("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+)
 
 
 def _wrapper_of(values: Mapping[str, object]) -> Wrapper | None:

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from fornax.adapters import LoRA
 from fornax.config.errors import ConfigError
+from fornax.mesh import check_use
 from fornax.models import Remat, RematPolicy
 from fornax.optim import AdamW, OptimConfig
 from fornax.train import TrainerConfig
@@ -66,6 +67,7 @@ class TuneConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_use(self.mesh.axis_sizes(), "tune")
         if self.max_length < 2:
             raise ConfigError(f"max_length={self.max_length} must be 2 or more")
         if self.epochs is not None and not self.epochs > 0:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fornax.config.errors import ConfigError
-from fornax.mesh import MeshConfig
+from fornax.mesh import MeshConfig, check_use
 from fornax.optim import OptimConfig
 from fornax.train.spikes import refuse_rewinds
 from fornax.tune.config.base import TuneConfig, recipe
@@ -100,6 +100,8 @@ class DistillConfig(TuneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.teacher_mesh is not None:
+            check_use(self.teacher_mesh.axis_sizes(), "tune")
         if self.on_policy is not None:
             refuse_rewinds(self.spikes, "on-policy distillation")
         if not 0 < self.beta < 1:
