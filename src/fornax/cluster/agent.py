@@ -254,9 +254,9 @@ class Agent:
         self._forget_record()
         worker_record.create(record, rank=job.rank, hosts=job.hosts, epoch=job.epoch)
         self._record, self._process_state = RecordReader(record), ProcessState(self._worker.pid)
-        if self._peers is not None and job.holders:
+        if self._peers is not None and (job.holders or job.leaving):
             self._waits = True
-            self._peers.fetch(job.holders)
+            self._peers.fetch(job.holders, {int(rank): at for rank, at in job.leaving.items()})
         else:
             self._begin()
 

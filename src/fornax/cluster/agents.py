@@ -131,9 +131,13 @@ class Agents(Mapping[int, AgentProcess]):
                     del ranks[connection]
         return self._answers.pop(rank)
 
+    def release(self, rank: int) -> AgentProcess:
+        """Take an agent out of its place; it is not ended, and not heard any more."""
+        return self._agents.pop(rank)
+
     def forget(self, rank: int) -> None:
         """End an agent with its worker."""
-        self._agents.pop(rank).kill()
+        self.release(rank).kill()
 
     def dismiss(self, ranks: Sequence[int]) -> None:
         """Let agents end with their workers, and wait until they have."""

@@ -3,10 +3,9 @@
 One state machine. `forming`: a coordination service and a worker on every host, until all are in
 their training loop. `running`. `suspect`: something is wrong; evidence is gathered. `teardown`: the
 worker at fault is ended; the others leave the group in their processes, or are ended when they do
-not in time. Then the next epoch forms and goes on from the newest checkpoint. A change of the
-number of hosts lets all workers save one step and end; the next epoch forms with the others. For a
-host that is to go another is made ready first; then all keep one step in the agents' memory and
-leave. Each change is a line of events.jsonl.
+not in time. Then the next epoch forms and goes on from the newest checkpoint. For a change of the
+number of hosts, or a host that is to go, those that come are made ready first; then all keep one
+step in the agents' memory and leave. Each change is a line of events.jsonl.
 """
 
 import contextlib
@@ -68,7 +67,7 @@ class Job:
 
 
 class _Resized:
-    """All workers have saved the same step and ended, to go on in another number."""
+    """All workers have kept the same step and left, to go on in another number."""
 
 
 class Controller:
@@ -203,6 +202,7 @@ class Controller:
                 lease=self._job.limits.lease,
                 environment=dict(self._job.environment),
                 holders=self._places.holders(rank),
+                leaving=self._places.leaving(rank, self._hosts),
             )
             agent.send(encode("start", assignment))
 
@@ -213,11 +213,11 @@ class Controller:
             return standby
         if standby is not None:
             standby.close()
-        return self._new_service()
+        return self._new_service(self._hosts)
 
-    def _new_service(self) -> CoordinationService:
+    def _new_service(self, hosts: int) -> CoordinationService:
         with self._files.services.open("ab") as log:
-            return CoordinationService(self._hosts, log, self._launcher.address)
+            return CoordinationService(hosts, log, self._launcher.address)
 
     @property
     def _least(self) -> int:
@@ -235,7 +235,7 @@ class Controller:
             self._most = self._files.asked("hosts") or self._most
             there = min(self._most, self._launcher.capacity())
             if there >= self._least:
-                self._dismiss([rank for rank in self._agents if rank >= there])
+                self._take_leave([rank for rank in self._agents if rank >= there], there)
                 self._hosts = there
                 for rank, (agent, address) in self._arrivals.take(range(there)).items():
                     self._places.add(rank, address)
@@ -323,21 +323,19 @@ class Controller:
                 self._tell_slow(evict=settled)
 
     def _resize(self, hosts: int) -> None:
-        """Have all leave at one step, once those that come are ready.
-
-        A group that grows has the step in memory. Of one that shrinks some agents end, so it saves.
-        """
-        grows = hosts > self._hosts
-        if grows and not self._arrivals.are_ready(range(self._hosts, hosts)):
+        """Have all keep one step in memory and leave, once those that come are ready."""
+        if self._standby is None or self._standby.count != hosts:
+            if self._standby is not None:
+                self._standby.close()
+            self._standby = self._new_service(hosts)
+        if not self._arrivals.are_ready(range(self._hosts, hosts)):
             self._counted_at = 0.0  # look again at once
             return
         self._resizes = True
-        how = "keep it in memory" if grows else "save"
-        self._enter(
-            "running", f"{hosts} hosts are next: all finish this step and {how}", hosts=hosts
-        )
+        why = f"{hosts} hosts are next: all finish this step and keep it in memory"
+        self._enter("running", why, hosts=hosts)
         for agent in self._agents.values():
-            agent.send({"kind": "depart" if grows else "signal", "number": signal.SIGTERM})
+            agent.send({"kind": "depart", "number": signal.SIGTERM})
 
     def _tell_slow(self, *, evict: bool) -> None:
         """Say who holds the others up, or that nobody does now; by policy replace it."""
@@ -531,7 +529,7 @@ class Controller:
             self._enter("running", f"from step {step}", step=step)
             self._departures.settle(self._hosts)
             if self._standby is None:  # a second less to wait for after a fault
-                self._standby = self._new_service()
+                self._standby = self._new_service(self._hosts)
         elif self._step > 0:
             self._step_seconds.append((now - self._stepped_at) / (step - self._step))
         self._step, self._stepped_at = step, now
@@ -543,6 +541,17 @@ class Controller:
     def _forget(self, rank: int) -> None:
         self._places.forget(rank)
         self._agents.forget(rank)
+
+    def _take_leave(self, ranks: Sequence[int], hosts: int) -> None:
+        """Agents leave a group that goes on with fewer: those that stay take their snapshots over,
+        unless a machine is needed for a rank that has none."""
+        if len(self._agents) - len(ranks) < hosts:
+            self._dismiss(ranks)
+            return
+        for rank in ranks:
+            self._departures.drop(rank)
+            self._departures.keep(rank, self._agents.release(rank))
+            self._files.record(rank).unlink(missing_ok=True)
 
     def _dismiss(self, ranks: Sequence[int]) -> None:
         """End agents with their workers, and wait until they have ended."""

@@ -104,9 +104,20 @@ class PeerMemory:
         with self._lock:
             return [file.descriptor for pair in self._replicas.values() for file in pair]
 
-    def fetch(self, holders: Sequence[str]) -> None:
-        """Begin to fetch this rank's snapshots from the first of `holders` that has any."""
-        self._fetching = threading.Thread(target=self._fetch, args=(holders,), daemon=True)
+    def fetch(self, holders: Sequence[str], leaving: Mapping[int, str] | None = None) -> None:
+        """Begin to fetch snapshots.
+
+        Args:
+          holders: the first of them that has any gives this rank's.
+          leaving: addresses of agents of a larger group that leave it, by rank: each gives its own,
+            which are held until the next group has snapshots.
+        """
+        newest = self._newest()
+        with self._lock:
+            self._newest_then = None if newest is None else newest[1]
+        self._fetching = threading.Thread(
+            target=self._fetch_all, args=(holders, leaving or {}), daemon=True
+        )
         self._fetching.start()
 
     @property
@@ -190,24 +201,34 @@ class PeerMemory:
                 _give_all(connection, pair, rank)
         send(connection, Frame(kind=Kind.BYE))
 
-    def _fetch(self, holders: Sequence[str]) -> None:
+    def _fetch_all(self, holders: Sequence[str], leaving: Mapping[int, str]) -> None:
         for address in holders:
-            began, found = time.monotonic(), []
-            with (
-                contextlib.suppress(LinkError, OSError, KeyError, TypeError, ValueError),
-                self._connected(address) as connection,
-            ):
-                send(connection, Frame(kind=Kind.FETCH, rank=self._rank))
-                while (frame := receive(connection, longest=0)).kind is Kind.OFFER:
-                    if _take(connection, self._own, frame):
-                        found.append(frame.round)
-            if found:
-                whole = [each for file in self._own if (each := file.found()) is not None]
-                seconds = round(time.monotonic() - began, 3)
-                size = sum(each.size for each in whole)
-                report = {"steps": sorted(found), "bytes": size, "seconds": seconds}
-                self._report({"kind": "fetched", **report})
-                return
+            if self._fetch(self._rank, address, self._own):
+                break
+        for rank, address in leaving.items():
+            with self._held_for(rank) as pair:
+                self._fetch(rank, address, pair)
+            with self._lock:
+                self._former.add(rank)
+
+    def _fetch(self, rank: int, address: str, files: Sequence[SnapshotFile]) -> bool:
+        """Ask an agent for the snapshots of a rank; whether any is new in `files`."""
+        began, found = time.monotonic(), []
+        with (
+            contextlib.suppress(LinkError, OSError, KeyError, TypeError, ValueError),
+            self._connected(address) as connection,
+        ):
+            send(connection, Frame(kind=Kind.FETCH, rank=rank))
+            while (frame := receive(connection, longest=0)).kind is Kind.OFFER:
+                if _take(connection, files, frame):
+                    found.append(frame.round)
+        if found:
+            whole = [each for file in files if (each := file.found()) is not None]
+            seconds = round(time.monotonic() - began, 3)
+            size = sum(each.size for each in whole if each.step in found)
+            report = {"of": rank, "steps": sorted(found), "bytes": size, "seconds": seconds}
+            self._report({"kind": "fetched", **report})
+        return bool(found)
 
     def _connected(self, address: str) -> socket.socket:
         host, _, port = address.rpartition(":")

@@ -41,9 +41,10 @@ class SnapshotPlaces:
             self.add(rank, message["address"])
         else:
             steps = ", ".join(map(str, message["steps"]))
+            whose = "its" if message["of"] == rank else f"rank {message['of']}'s"
             return (
-                f"rank {rank} has its snapshots of steps {steps} from the memory of another host "
-                f"({message['bytes'] / 1e6:.1f} MB in {message['seconds']:.2f} s)"
+                f"rank {rank} has {whose} snapshots of steps {steps} from the memory of another "
+                f"host ({message['bytes'] / 1e6:.1f} MB in {message['seconds']:.2f} s)"
             )
         return None
 
@@ -66,8 +67,17 @@ class SnapshotPlaces:
         before = [self._before[rank]] if rank in self._before else []
         return before + [self._addresses[n] for n, ranks in self._holds.items() if rank in ranks]
 
+    def leaving(self, rank: int, hosts: int) -> dict[str, str]:
+        """Where agents listen that leave a group of more than `hosts`, by rank: those whose
+        snapshots the agent of `rank` takes over."""
+        return {
+            str(each): address
+            for each, address in self._before.items()
+            if each >= hosts and each % hosts == rank
+        }
+
     def replace(self, rank: int) -> None:
-        """Another agent takes the place of one that is still there."""
+        """An agent leaves its place, to another or to none, and is still there."""
         before = self._addresses.get(rank)
         self.forget(rank)
         if before is not None:

@@ -26,7 +26,7 @@ from fornax.train.diloco.slices import slice_run
 from fornax.train.goodput import Ledger
 from fornax.train.loop import Loop, Reason
 from fornax.train.memory_tier import MemoryTier, peer_of
-from fornax.train.metrics import MetricsFile, Sink, TensorBoard, Wandb, read_metrics
+from fornax.train.metrics import MetricsFile, Sink, Wandb, read_metrics
 from fornax.train.program_memory import ProgramMemory
 from fornax.train.progress import Progression, ProgressName, Quiet, choose
 from fornax.train.recorder import Recorder
@@ -390,6 +390,8 @@ def _recorder(
 def _sinks(config: TrainerConfig, directory: RunDirectory, step: int) -> list[Sink]:
     sinks: list[Sink] = [MetricsFile(directory.metrics, step)]
     if config.log.tensorboard:
+        from fornax.train.tensorboard import TensorBoard
+
         sinks.append(TensorBoard(directory.tensorboard, step))
     if config.log.wandb is not None:
         sinks.append(Wandb(config.log.wandb, directory.path, to_mapping(config)))

@@ -60,7 +60,7 @@ LARGER = {"batch_size": 24, "seq_len": 128}
 
 
 @pytest.mark.parametrize(
-    "hosts", [(2, 3), pytest.param((4, 3, 5), marks=pytest.mark.exhaustive)], ids=str
+    "hosts", [(3, 2, 3), pytest.param((4, 3, 5), marks=pytest.mark.exhaustive)], ids=str
 )
 def test_other_numbers_of_hosts_train_as_one_process(
     environment: dict[str, str], settings: dict[str, Any], tmp_path: Path, hosts: tuple[int, ...]
@@ -88,6 +88,8 @@ def test_other_numbers_of_hosts_train_as_one_process(
     formed = [e["why"].split(",")[0] for e in events if e.get("state") == "forming"]
     assert formed == [f"{count} hosts" for count in hosts]
     assert not [e for e in events if e.get("state") in ("suspect", "teardown")]
+    saved = [p.name for p in (tmp_path / "many" / "checkpoints").iterdir() if p.name.isdigit()]
+    assert saved == [str(STEPS)]
     assert position(tmp_path / "many", STEPS) == position(tmp_path / "one", STEPS)
 
 

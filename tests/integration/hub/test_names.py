@@ -57,7 +57,7 @@ def test_only_the_config_is_fetched_for_a_plan(hub: Any, fornax: Any):
     assert all(name.endswith(".json") for name in hub.fetched())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_is_tuned_from_names_and_goes_on_at_the_commit_it_began_at(
     hub: Any, fornax: Any, tmp_path: Path
 ):

@@ -22,7 +22,7 @@ def _few_files(size: Size, output: Path) -> BuildConfig:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_stage_runs_once(tmp_path, monkeypatch) -> None:
     tiny = SIZES["tiny"]
     tuning = dataclasses.replace(

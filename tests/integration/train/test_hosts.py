@@ -205,6 +205,7 @@ def test_hosts_with_different_configs_do_not_train(start: Any, tmp_path: Path):
         assert "Traceback" not in output
 
 
+@pytest.mark.exhaustive
 def test_three_hosts_end_a_finite_run_and_an_evaluation_where_one_does(
     start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
 ):

@@ -57,7 +57,7 @@ def test_three_steps_on_eight_devices_are_those_of_one(config: TrainConfig) -> N
     assert len(set(expected)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_was_trained_is_saved_loaded_and_completes_prompts(
     config: TrainConfig, tmp_path: Path
 ) -> None:

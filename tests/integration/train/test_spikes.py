@@ -88,6 +88,7 @@ def kill_and_finish(start: Any, finish: Any, tmp_path: Path, changes: dict[str, 
     assert goodput.seconds["spikes"] > 0
 
 
+@pytest.mark.exhaustive
 def test_two_processes_go_back_to_one_step(start: Any, settings: dict[str, Any], tmp_path: Path):
     """One from memory, one from a checkpoint; the same as two that never had the batches."""
     two: dict[str, Any] = {"mesh": DATA_PARALLEL}

@@ -58,7 +58,7 @@ def gcs() -> Iterator[dict[str, str]]:
         server.stop()
 
 
-@pytest.fixture(params=["s3", "gs"])
+@pytest.fixture(params=["s3", pytest.param("gs", marks=pytest.mark.exhaustive)])
 def store(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, dataset: Path
 ) -> Iterator[tuple[Any, str, dict[str, str]]]:

@@ -31,6 +31,7 @@ def final_state(run_dir: Path) -> dict[str, Any]:
     return {"params": restored.state["params"], "data": restored.data, "step": restored.step}
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_ends_with_the_same_parameters(
     tiny: Path, start: Any, finish: Any, kill_after: Callable[..., bool], tmp_path: Path
 ):

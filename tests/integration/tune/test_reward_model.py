@@ -24,6 +24,7 @@ def write(file: Path, lines: list[dict[str, Any]]) -> Path:
     return file
 
 
+@pytest.mark.exhaustive
 def test_a_reward_model_of_chats_rewards_grpo_and_ppo(
     finish: Callable[..., str], tiny: Path, tmp_path: Path
 ) -> None:

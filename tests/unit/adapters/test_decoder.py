@@ -156,7 +156,7 @@ def test_an_abstract_model_gets_abstract_adapters() -> None:
     assert shapes(real)["layers", "attention", "q", "kernel"][3] is QuantizedParam
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eight_devices_give_the_gradients_of_one() -> None:
     model = adapted(dora=True, quantize="int8")
     grad, lora, rest = gradient(model, "full")

@@ -98,6 +98,32 @@ def test_a_newcomer_gets_the_two_newest_from_the_peer_of_the_one_that_is_lost(ho
     assert fetched["steps"] == [5, 8]
 
 
+def test_those_that_stay_hold_what_the_leaving_have_until_they_have_snapshots_of_their_own(
+    hosts: Any,
+):
+    stays, leave = hosts(0), {rank: hosts(rank) for rank in (2, 3, 4)}
+    stays.write(0, 7, b"own", peer=None)
+    for rank, host in leave.items():
+        host.write(0, 7, b"of %d" % rank, peer=None)
+    leave[4].close()
+    stays.memory.fetch([], {rank: host.memory.address for rank, host in leave.items()})
+    until(lambda: not stays.memory.fetching)
+
+    def held() -> set[bytes]:
+        files = [SnapshotFile(each) for each in stays.memory.replicas()]
+        whole = [(file, found) for file in files if (found := file.found()) is not None]
+        return {os.pread(file.descriptor, each.at - FIRST, FIRST) for file, each in whole}
+
+    assert held() == {b"of 2", b"of 3"}
+    assert [(x["of"], x["steps"]) for x in stays.said if x["kind"] == "fetched"] == [
+        (2, [7]),
+        (3, [7]),
+    ]
+    stays.write(1, 9, b"newer", peer=None)
+    stays.memory.look()
+    assert not stays.memory.replicas()
+
+
 def test_the_agent_that_takes_a_lost_ones_place_is_sent_what_that_one_held(hosts: Any):
     host, peer = hosts(0), hosts(1)
     host.memory.connect({1: peer.memory.address}, 2)

@@ -98,7 +98,7 @@ def _arguments(dtype: Any, **changes: Any) -> dict[str, Any]:
         (8, {"window": 5}),
         (8, {"softcap": 2.0}),
         pytest.param(4, {}, marks=pytest.mark.slow),
-        pytest.param(1, {"window": 5}, marks=pytest.mark.slow),
+        pytest.param(1, {"window": 5}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -10,7 +10,8 @@ from tensorboardX.proto.event_pb2 import Event  # pyrefly: ignore[missing-module
 
 from fornax.config.errors import ConfigError
 from fornax.train.config import WandbConfig
-from fornax.train.metrics import MetricsFile, TensorBoard, Wandb, read_metrics
+from fornax.train.metrics import MetricsFile, Wandb, read_metrics
+from fornax.train.tensorboard import TensorBoard
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
-from fornax.train.metrics import TensorBoard
+from fornax.train.tensorboard import TensorBoard
 
 Event: Any = event_pb2.Event  # pyrefly: ignore[missing-attribute]
 SessionLog: Any = event_pb2.SessionLog  # pyrefly: ignore[missing-attribute]

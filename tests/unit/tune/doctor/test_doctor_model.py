@@ -247,7 +247,10 @@ def test_a_run_that_the_doctor_refuses_does_not_begin(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpo", "kto", "reward", "ppo", "distill"])
+@pytest.mark.parametrize(
+    "name",
+    ["dpo", "kto", "reward", pytest.param("ppo", marks=pytest.mark.exhaustive), "distill"],
+)
 def test_sound_runs_of_every_family_pass(folder: Path, name: str) -> None:
     made = {
         "dpo": (PreferenceConfig, "pairs", {"lora": LoRA(rank=2), "reference": "adapter"}),

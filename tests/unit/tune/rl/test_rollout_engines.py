@@ -61,7 +61,7 @@ def test_what_the_devices_cannot_hold_is_refused(changes: dict[str, Any], messag
         engine_of(rollout=RolloutConfig(**changes))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_over_eight_devices_draws_by_engines_over_some_of_them(tmp_path: Path) -> None:
     """Two engines of two devices draw what one on one device does, and mismatch stays rounding."""
     prompts = tmp_path / "prompts.jsonl"
