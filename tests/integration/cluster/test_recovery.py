@@ -33,7 +33,7 @@ def test_the_survivor_stays_in_its_process_and_no_number_changes(
         drill(run.run_dir, fault, 1)
         run.wait_for_epoch(len(replaced) + 1)
         replaced.append(run.wait_for_step(1, step))
-    assert run.wait_for_step(0, 16) == survivor
+    assert run.wait_for_step(0, 16) == survivor, run.events()
     assert len(set(replaced)) == 4
     drill(run.run_dir, "kill", 0)
     code, output = run.finish()
