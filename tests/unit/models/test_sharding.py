@@ -51,6 +51,30 @@ def _one_device(name: str) -> Any:
     return jax.device_get(found)
 
 
+@functools.cache
+def _rounding(name: str) -> list[np.ndarray]:
+    """How far one device's gradients move, leaf by leaf, with the last bit of its parameters.
+
+    A program that sums in another order cannot be asked to agree better: where activations are
+    small, norms multiply a rounding by the thousand.
+    """
+    generator = np.random.default_rng(0)
+    expected = jax.tree.leaves(_one_device(name)[1])
+    run = jax.jit(functools.partial(_compute, name))
+    moved = [np.zeros((), np.float32)] * len(expected)
+    for _ in range(4):
+        state = jax.tree.map(
+            lambda leaf: leaf * (1 + generator.integers(-1, 2, leaf.shape) * np.float32(2**-24)),
+            nnx.state(decoder_of(name)),
+        )
+        gradients = jax.tree.leaves(run(state, tokens_of(8, 12), IDS)[1])
+        moved = [
+            np.maximum(most, np.abs(found - wanted).max())
+            for most, found, wanted in zip(moved, gradients, expected, strict=True)
+        ]
+    return moved
+
+
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
 def test_loss_and_gradients_are_those_of_one_device(name: str, sizes: dict[str, int]) -> None:
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
@@ -63,8 +87,10 @@ def test_loss_and_gradients_are_those_of_one_device(name: str, sizes: dict[str, 
         loss, gradients = run(jax.device_put(state, shardings), tokens, ids)
     expected_loss, expected = _one_device(name)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
-    for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=2e-5 * max(1.0, np.abs(wanted).max()))
+    leaves = jax.tree.leaves(gradients), jax.tree.leaves(expected), _rounding(name)
+    for found, wanted, rounding in zip(*leaves, strict=True):  # both programs round
+        atol = max(2e-5 * max(1.0, np.abs(wanted).max()), 2 * rounding)
+        np.testing.assert_allclose(found, wanted, atol=atol)
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES[1:3], ids=str)

@@ -26,6 +26,10 @@ LIMITS = Limits(
     keep_alive=5.0,
     max_connections=40,
 )
+PATIENT = replace(
+    LIMITS, header_timeout=60.0, body_timeout=60.0, send_timeout=60.0, keep_alive=60.0
+)
+"""For honest clients on a busy machine."""
 
 
 @dataclass
@@ -55,13 +59,13 @@ def serve() -> Iterator[Callable[..., Running]]:
     """Starts servers, each in a thread; they end with the session."""
     stops: list[Callable[[], None]] = []
 
-    def start(**options: Any) -> Running:
+    def start(limits: Limits = PATIENT, **options: Any) -> Running:
         started, ready = threading.Event(), []
 
         async def run() -> None:
             host, memory = FakeHost(), SharedMemory()
-            app = http_app(host, limits=LIMITS, shared_memory=memory, **options)
-            server = http_server(app, Address("127.0.0.1", 0), LIMITS)
+            app = http_app(host, limits=limits, shared_memory=memory, **options)
+            server = http_server(app, Address("127.0.0.1", 0), limits)
             running = Running(
                 host, memory, Address(*await server.start()), asyncio.get_running_loop()
             )
@@ -85,7 +89,7 @@ def serve() -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture(scope="session")
 def server(serve: Callable[..., Running]) -> Running:
-    """One server for all tests that need a socket."""
+    """One server for all tests that need a socket and no clock."""
     return serve(metrics=lambda: (b"up 1\n", "text/plain; version=0.0.4"))
 
 

@@ -23,6 +23,11 @@ def _request(model: str) -> bytes:
     return _head(model, len(BODY)) + BODY
 
 
+@pytest.fixture(scope="module")
+def server(serve):
+    return serve(LIMITS)
+
+
 @pytest.fixture
 def connect(server):
     opened = []
