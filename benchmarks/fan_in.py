@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from _harness import machine, table, write_results
+from fornax.cluster.beside_process import BesideJob, BesideProcess
 from fornax.cluster.controller import Controller, Job
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import AgentProcess, LocalLauncher
@@ -97,6 +98,9 @@ class CountingLauncher:
     def start(self, ranks: Sequence[int]) -> Mapping[int, AgentProcess]:
         started = self._inner.start(ranks)
         return {rank: Counted(agent, self._tally) for rank, agent in started.items()}
+
+    def start_beside(self, job: BesideJob) -> BesideProcess:
+        return self._inner.start_beside(job)
 
 
 def processor_seconds(pids: Iterable[int]) -> float:

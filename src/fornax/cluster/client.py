@@ -71,7 +71,6 @@ class Cluster:
             raise ClusterError(f"a cluster of {hosts} hosts has none to run on; use 1 or more")
         self.hosts = hosts
         self._spares = spares
-        self._name: EngineName = engine
         self._engine = open_engine(engine, hosts, address, private_network=private_network)
         self._started: list[Run | Server] = []
 
@@ -113,13 +112,13 @@ class Cluster:
           method: such as `sft`, `dpo` or `grpo`.
           config: YAML file; None: `flags` say all.
           run_dir: where everything is written; None: `runs/` and the method.
-          samplers: processes of this machine that draw completions, for grpo, ppo and distill; 0:
-            the first host draws them.
+          samplers: processes that draw completions, for grpo, ppo and distill, on this machine or
+            each on a host of Ray's that trains nothing; 0: the first host draws them.
           flags: further words of the command: `["--model", "DIR", "--data", "p.jsonl"]`.
 
         Raises:
-          ConfigError: for a method that is not there or has no samplers, samplers with the engine
-            `ray`, or when the directory cannot be written.
+          ConfigError: for a method that is not there or has no samplers, or when the directory
+            cannot be written.
           ClusterError: when another launch uses it.
         """
         from fornax.tune.methods import METHODS
@@ -134,7 +133,7 @@ class Cluster:
         if samplers < 0:
             raise ConfigError(f"samplers={samplers} is negative; 0 is the least")
         if samplers:
-            check_sampled(words, self._name)
+            check_sampled(words)
         return self._run(words, folder, samplers=samplers)
 
     def _run(self, words: tuple[str, ...], folder: Path, *, samplers: int = 0) -> "Run":

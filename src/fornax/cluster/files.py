@@ -12,8 +12,10 @@ runs/<name>/events.jsonl            one line a change of state, by the controlle
             cluster/replica-N.log   what each replica of a server printed
             cluster/sampler-N.log   what each sampler of reinforcement learning printed
             cluster/sampler-N.record  what each sampler is doing, while it runs
+            cluster/sampler.addresses  host:port of each sampler
             cluster/data-N.log      what each data worker printed
             cluster/data-N.record   what each data worker is doing, while it runs
+            cluster/data.addresses  host:port of each data worker
 """
 
 import contextlib
@@ -125,6 +127,10 @@ class ClusterFiles:
     def beside_record(self, role: RoleName, number: int) -> Path:
         """What a sampler or data worker is doing."""
         return self.directory / f"{role}-{number}.record"
+
+    def beside_addresses(self, role: RoleName) -> Path:
+        """host:port of each sampler or data worker, one a line."""
+        return self.directory / f"{role}.addresses"
 
     def beside_records(self, role: RoleName) -> dict[int, Path]:
         """The records of samplers or data workers that there are, by number."""

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fornax.cluster.beside import DATA_WORKER, SAMPLER, Beside
+from fornax.cluster.beside import Beside
+from fornax.cluster.beside_process import DATA_WORKER, SAMPLER
 from fornax.cluster.controller import Controller, Job
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import Engine, LocalEngine
@@ -96,10 +97,11 @@ def launch(
       spare: whether every host keeps a process with jax imported, which takes over after a fault
         two to three seconds earlier; it holds about 250 MB.
       bar: shows the progress; None: lines.
-      samplers: processes on this machine that draw completions for the command.
+      samplers: processes that draw completions for the command: on this machine, or each on a
+        host of Ray's that trains nothing.
       sampler_program: what such a process runs; `package.module:NAME`, see
         `beside.run_program`.
-      data_workers: processes on this machine that read and transform the input of all hosts.
+      data_workers: processes that read and transform the input of all hosts.
 
     Returns:
       0 when the run is done; 130 or 143 after Ctrl-C or SIGTERM, when it is saved and not done; 2
@@ -156,18 +158,20 @@ def opened_run(
         program = {"program": sampler_program, "words": list(job.words)}
         beside: list[Beside] = []
         for role, count, order in ((SAMPLER, samplers, program), (DATA_WORKER, data_workers, {})):
+            if not count:
+                continue
             each = Beside(
                 files=files,
                 role=role,
                 count=count,
+                launcher=launcher,
                 order=order,
                 announce=announce,
                 stall=job.limits.stall,
             )
             stack.callback(each.close)
             beside.append(each)
-            if count:
-                job = replace(job, environment={**job.environment, **each.environment})
+            job = replace(job, environment={**job.environment, **each.environment})
 
         def ticked(step: int) -> None:
             tick(step)
@@ -177,8 +181,8 @@ def opened_run(
         yield Controller(job, files, launcher, announce=announce, tick=ticked)
 
 
-def check_sampled(words: Sequence[str], engine: EngineName = "local") -> None:
-    """Refuse samplers for a command that draws nothing by them, or that runs elsewhere.
+def check_sampled(words: Sequence[str]) -> None:
+    """Refuse samplers for a command that draws nothing by them.
 
     Raises:
       ConfigError: naming what has samplers.
@@ -189,9 +193,4 @@ def check_sampled(words: Sequence[str], engine: EngineName = "local") -> None:
             "completions for reinforcement learning and on-policy distillation; they are for tune "
             "grpo, tune ppo and tune distill: fornax launch --hosts 2 --samplers 2 -- tune grpo "
             "--model DIR --data p.jsonl --reward r.py:score"
-        )
-    if engine != "local":
-        raise ConfigError(
-            "--samplers are processes of this machine, and --engine ray places hosts elsewhere; "
-            "leave one of them out"
         )

@@ -7,13 +7,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from fornax.cluster.beside_process import BesideJob, BesideProcess, Event
 from fornax.cluster.calls import LocalCalls
 from fornax.cluster.files import ClusterFiles
 from fornax.config import environment
 from fornax.config.errors import ClusterError
 from fornax.config.worker_process import WorkerProcess
 
-__all__ = ["AgentProcess", "Engine", "Launcher", "LocalEngine", "LocalLauncher", "require_cpu"]
+__all__ = [
+    "AgentProcess",
+    "BesidePlace",
+    "Engine",
+    "Launcher",
+    "LocalEngine",
+    "LocalLauncher",
+    "require_cpu",
+]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -40,8 +49,25 @@ class AgentProcess(Protocol):
         ...
 
 
+class BesidePlace(Protocol):
+    """A process beside the hosts, and those that take its place."""
+
+    @property
+    def address(self) -> str:
+        """host:port at which it listens now."""
+        ...
+
+    def check(self) -> list[Event]:
+        """Have it replaced when it has ended or hangs; what became of it. Many times a second."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
 class Launcher(Protocol):
-    """Places agents."""
+    """Places agents, and processes beside them."""
 
     @property
     def address(self) -> str:
@@ -57,6 +83,14 @@ class Launcher(Protocol):
 
         Raises:
           ClusterError: when one cannot be started; then none is.
+        """
+        ...
+
+    def start_beside(self, job: BesideJob) -> BesidePlace:
+        """Start a sampler or data worker.
+
+        Raises:
+          ClusterError: when there is no place for it.
         """
         ...
 
@@ -129,6 +163,10 @@ class LocalLauncher:
     def start(self, ranks: Sequence[int]) -> dict[int, WorkerProcess]:
         """See `Launcher`."""
         return {rank: self._agent(rank) for rank in ranks}
+
+    def start_beside(self, job: BesideJob) -> BesideProcess:
+        """See `Launcher`."""
+        return BesideProcess(job)
 
     def _agent(self, rank: int) -> WorkerProcess:
         with self.files.services.open("ab") as log:

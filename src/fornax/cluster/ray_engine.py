@@ -23,9 +23,11 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fornax.cluster.beside_process import BesideJob
 from fornax.cluster.calls import attempt, pack, unwrap
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import require_cpu
+from fornax.cluster.ray_beside import RayBeside, Room
 from fornax.cluster.ray_nodes import (
     HOST,
     Node,
@@ -108,7 +110,13 @@ class RayEngine:
 
     def launcher(self, files: ClusterFiles, *, spare: bool) -> "RayLauncher":
         """Places the agents of a run."""
-        return RayLauncher(self.ray, files, spare=spare, private_network=self.private_network)
+        return RayLauncher(
+            self.ray,
+            files,
+            spare=spare,
+            private_network=self.private_network,
+            own=self._reaper is not None,
+        )
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """See `Calls`; function, items and results travel by cloudpickle, within Ray."""
@@ -224,13 +232,25 @@ class RayLauncher:
         spare: bool,
         imports: Sequence[str] = ("fornax.train",),
         private_network: bool = False,
+        own: bool = False,
     ) -> None:
-        """Start nothing yet; `imports` are modules that a spare process has imported.
+        """Start nothing yet.
+
+        Args:
+          ray: the module, connected.
+          files: of the run.
+          spare: whether each agent keeps a process for the next assignment.
+          imports: modules that such a process has imported.
+          private_network: whether hosts may be on other machines.
+          own: whether this Ray was started here, where hosts share the cores.
 
         Raises:
           ClusterError: see `address_for`.
         """
         self._private_network = private_network
+        self._own = own
+        self._choosing = threading.Lock()
+        self._taken: list[str] = []  # nodes, by processes beside hosts and agents that start
         self._ray = ray
         self._files = files
         self._spare = spare
@@ -248,11 +268,24 @@ class RayLauncher:
         """How many hosts there are now."""
         now = time.monotonic()
         self._shunned = {node: until for node, until in self._shunned.items() if until > now}
-        return sum(node.slots for node in host_nodes(self._ray) if node.id not in self._shunned)
+        found = Counter({n.id: n.slots for n in host_nodes(self._ray) if n.id not in self._shunned})
+        return (found - Counter(self._taken)).total()
 
     def start(self, ranks: Sequence[int]) -> dict[int, "RayAgent"]:
         """See `Launcher`; a host on which an agent does not start is left out for a while."""
-        nodes = self._free(len(ranks))
+        with self._choosing:
+            nodes = self._free(len(ranks))
+            self._taken += [node.id for node in nodes]
+        try:
+            started = self._started(ranks, nodes)
+            self._agents += started
+        finally:
+            with self._choosing:
+                for node in nodes:
+                    self._taken.remove(node.id)
+        return dict(zip(ranks, started, strict=True))
+
+    def _started(self, ranks: Sequence[int], nodes: Sequence[Node]) -> list["RayAgent"]:
         actors = [self._actor(rank, node) for rank, node in zip(ranks, nodes, strict=True)]
         replies = [actor.pid.remote() for actor in actors]
         pids: list[int] = []
@@ -266,22 +299,49 @@ class RayLauncher:
                 self._ray.kill(actor, no_restart=True)
             text = str(error).strip().splitlines()[0]
             raise ClusterError(f"Ray started no agent at {node.address}: {text:.300}") from error
-        started = [
+        return [
             RayAgent(self._ray, actor, pid, node)
             for actor, pid, node in zip(actors, pids, nodes, strict=True)
         ]
-        self._agents += started
-        return dict(zip(ranks, started, strict=True))
 
-    def _free(self, count: int) -> list[Node]:
+    def start_beside(self, job: BesideJob) -> RayBeside:
+        """See `Launcher`; a sampler has a host for itself, with its accelerators."""
+        take = self._take_host if job.role.computes else self._take_core
+        return RayBeside(self._ray, job, take, self._give_back)
+
+    def _take_host(self) -> Room:
+        """A host that trains nothing; the last, so that ranks are near each other."""
+        with self._choosing:
+            node = self._free(1, last=True)[0]
+            self._taken.append(node.id)
+        return Room({**_whole(node), "scheduling_strategy": on(node.id)}, self._away, node.id)
+
+    def _take_core(self) -> Room:
+        """A core wherever Ray has one."""
+        cores = 0 if self._own else 1
+        return Room({"num_cpus": cores, "scheduling_strategy": "SPREAD"}, self._away)
+
+    def _give_back(self, room: Room, *, shun: bool) -> None:
+        if room.node is not None:
+            with self._choosing:
+                self._taken.remove(room.node)
+                if shun:
+                    self._shunned[room.node] = time.monotonic() + _SHUNNED_SECONDS
+
+    @property
+    def _away(self) -> bool:
+        """Whether hosts are on other machines."""
+        return self.address != "127.0.0.1"
+
+    def _free(self, count: int, *, last: bool = False) -> list[Node]:
         """Nodes for so many more agents, in the order of ranks."""
         self._agents = [agent for agent in self._agents if agent.alive]
-        used = Counter(agent.node for agent in self._agents)
+        used = Counter([*(agent.node for agent in self._agents), *self._taken])
         nodes = [node for node in host_nodes(self._ray) if node.id not in self._shunned]
         free = [node for node in nodes for _ in range(node.slots - used[node.id])]
         if len(free) < count:
             raise ClusterError(f"Ray has {len(free)} free hosts, and {count} more are needed")
-        return free[:count]
+        return free[-count:] if last else free[:count]
 
     def _actor(self, rank: int, node: Node) -> Any:
         setup = {
@@ -293,12 +353,17 @@ class RayLauncher:
         }
         actor = self._ray.remote(concurrency_groups={"send": 1, "receive": 1})(_Host)
         return actor.options(
-            num_cpus=0,
-            num_gpus=node.accelerators.get("GPU", 0),
-            resources={k: v for k, v in node.accelerators.items() if k != "GPU"},
-            max_restarts=0,
-            scheduling_strategy=on(node.id),
+            max_restarts=0, scheduling_strategy=on(node.id), **_whole(node)
         ).remote(os.getcwd(), setup)
+
+
+def _whole(node: Node) -> dict[str, Any]:
+    """The options of an actor that takes all accelerators of a node."""
+    return {
+        "num_cpus": 0,
+        "num_gpus": node.accelerators.get("GPU", 0),
+        "resources": {k: v for k, v in node.accelerators.items() if k != "GPU"},
+    }
 
 
 class RayAgent:

@@ -60,7 +60,8 @@ _DOCUMENTED = {
     "FORNAX_SNAPSHOT_REPLICAS": "Set by fornax launch: files, with colons between, of snapshots of "
     "other processes that this host holds.",
     "FORNAX_PROGRAM_MEMORY": "Set by fornax launch: a file of memory for compiled programs.",
-    "FORNAX_DATA_WORKERS": "Set by fornax launch --data-workers: their addresses, with commas.",
+    "FORNAX_DATA_WORKERS": "Set by fornax launch --data-workers: host:port of each, with commas "
+    "between, or @ and a file with one a line.",
     "FORNAX_DATA_TOKEN": "Set by fornax launch --data-workers: what they ask for.",
     "FORNAX_SNAPSHOT_MTBF": "Set by fornax launch: mean seconds between failures of the run.",
     "FORNAX_WORKER_RECORD": "Set by fornax launch: the file in which a process says what it does; "
@@ -73,7 +74,7 @@ _DOCUMENTED = {
     "FORNAX_EXCHANGE": "Set by fornax launch --slices: host:port where slices exchange.",
     "FORNAX_EXCHANGE_TOKEN": "Set by fornax launch --slices: the token of that exchange.",
     "FORNAX_SAMPLERS": "Set by fornax launch --samplers: host:port of each sampler, with commas "
-    "between.",
+    "between, or @ and a file with one a line.",
     "FORNAX_SAMPLERS_TOKEN": "Set by fornax launch --samplers: the token that samplers want.",
     "JAX_COORDINATOR_ADDRESS": "With JAX_NUM_PROCESSES and JAX_PROCESS_ID, the same as the three "
     "above where those are not set. Next come MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK; what "
@@ -170,12 +171,9 @@ def slices() -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def samplers() -> tuple[list[str], str]:
-    """Addresses, host:port, of the samplers of reinforcement learning, and the token that they
-    ask for."""
-    addresses = os.environ.get("FORNAX_SAMPLERS", "")
-    token = os.environ.get("FORNAX_SAMPLERS_TOKEN", "")
-    return [each for each in addresses.split(",") if each], token
+def samplers() -> tuple[str, str]:
+    """Where the samplers of reinforcement learning are, and the token that they ask for."""
+    return os.environ.get("FORNAX_SAMPLERS", ""), os.environ.get("FORNAX_SAMPLERS_TOKEN", "")
 
 
 def snapshot_memory() -> tuple[list[Path], float] | None:
@@ -194,11 +192,10 @@ def snapshot_replicas() -> list[Path]:
     return [Path(each) for each in paths.split(":") if each]
 
 
-def data_workers() -> tuple[list[str], str]:
-    """Addresses, host:port, of the processes that `fornax launch` started to read the input, and
-    the token that they ask for."""
-    addresses = os.environ.get("FORNAX_DATA_WORKERS", "")
-    return [each for each in addresses.split(",") if each], os.environ.get("FORNAX_DATA_TOKEN", "")
+def data_workers() -> tuple[str, str]:
+    """Where the processes are that `fornax launch` started to read the input, and the token that
+    they ask for."""
+    return os.environ.get("FORNAX_DATA_WORKERS", ""), os.environ.get("FORNAX_DATA_TOKEN", "")
 
 
 def program_memory() -> Path | None:

@@ -20,13 +20,19 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
-__all__ = ["LONGEST_BODY", "Frame", "Kind", "LinkError", "receive", "send"]
+__all__ = ["LONGEST_BODY", "Frame", "Kind", "LinkError", "connect", "receive", "send"]
 
 _HEAD = struct.Struct("!4sBxHHxxQIQ")
 _SUM = struct.Struct("!I")
 _MAGIC = b"FXO1"
 _LONGEST_JSON = 1 << 24
 _CHUNK = 1 << 26
+_KEEP_ALIVE = {
+    "TCP_KEEPIDLE": 4,
+    "TCP_KEEPINTVL": 2,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 60_000,  # milliseconds that what was sent may wait to be taken
+}
 
 LONGEST_BODY = 1 << 40
 """Bytes that a frame may announce; memory is taken as they come."""
@@ -97,6 +103,31 @@ class Frame:
     round: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     body: bytes | bytearray | memoryview = b""
+
+
+def connect(address: str, seconds: float) -> socket.socket:
+    """A connection that notices that the other machine is gone: when nothing is under way within
+    ten seconds, else a minute.
+
+    Args:
+      address: host:port.
+      seconds: how long to wait for it.
+
+    Raises:
+      LinkError: when nobody is there.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        connection = socket.create_connection((host, int(port)), seconds)
+    except OSError as error:
+        raise LinkError(f"{address} cannot be reached: {error}") from error
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
 
 
 def send(to: socket.socket, frame: Frame) -> None:

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from fornax.config import environment, to_mapping
+from fornax.config.addresses import read_addresses
 from fornax.config.errors import ConfigError, DataError
-from fornax.config.frames import Frame, Kind, LinkError, receive, send
+from fornax.config.frames import Frame, Kind, LinkError, connect, receive, send
 from fornax.data.pipeline import Pipeline
 from fornax.data.stream import ShardStream, Tokens
 
@@ -50,8 +51,8 @@ _ALONE_SECONDS = 3.0
 class DataWorkers:
     """Processes that read and transform records."""
 
-    addresses: tuple[str, ...]
-    """host:port of each."""
+    addresses: Sequence[str]
+    """host:port of each; looked up again for each connection."""
     token: str
     """What they ask for."""
 
@@ -62,15 +63,20 @@ def find_workers() -> DataWorkers | None:
     Raises:
       ConfigError: for addresses that are none, or no token.
     """
-    addresses, token = environment.data_workers()
-    if not addresses:
+    text, token = environment.data_workers()
+    if not text:
         return None
-    if not token or not all(a.rpartition(":")[2].isdigit() for a in addresses):
+    addresses = read_addresses(text)
+    if (
+        not token
+        or not addresses
+        or not all(each.rpartition(":")[2].isdigit() for each in addresses)
+    ):
         raise ConfigError(
-            f"FORNAX_DATA_WORKERS={','.join(addresses)} must be host:port with commas between, and "
+            f"FORNAX_DATA_WORKERS={text} must be host:port with commas between, or @FILE, and "
             "FORNAX_DATA_TOKEN what they ask for; fornax launch --data-workers sets both"
         )
-    return DataWorkers(tuple(addresses), token)
+    return DataWorkers(addresses, token)
 
 
 def pack_tokens(tokens: Sequence[np.ndarray | None]) -> tuple[list[list[Any] | None], bytes]:
@@ -148,10 +154,11 @@ class RemoteReader:
         self._slowest = 0.0
         self._alone_since = time.monotonic()
         self._closed = False
-        for address in workers.addresses:
+        self._addresses = workers.addresses
+        for number in range(len(workers.addresses)):
             for _ in range(_CONNECTIONS):
                 threading.Thread(
-                    target=self._serve, args=(address,), name="data worker", daemon=True
+                    target=self._serve, args=(number,), name="data worker", daemon=True
                 ).start()
 
     def ask(self, stream: ShardStream, start: int, count: int) -> Callable[[], Tokens]:
@@ -197,17 +204,15 @@ class RemoteReader:
             return self._jobs.get(timeout=_RETRY_SECONDS)
         return None
 
-    def _serve(self, address: str) -> None:
+    def _serve(self, number: int) -> None:
         """Keep one connection to a worker, and have it read what is asked for."""
-        host, _, port = address.rpartition(":")
         while not self._closed and self._refused is None:
             try:
-                connection = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
-            except OSError:
+                connection = connect(self._addresses[number], _CONNECT_SECONDS)
+            except LinkError:
                 time.sleep(_RETRY_SECONDS)
                 continue
             with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
                     self._introduce(connection)
                     self._connected.add(connection)

@@ -133,20 +133,25 @@ def test_what_cannot_be_launched_or_drilled_is_refused(tmp_path: Path):
         assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.fault
-def test_data_workers_make_the_batches_of_the_hosts_themselves(
-    launch: Any, settings: dict[str, Any], tmp_path: Path
-):
-    """From text, tokenized elsewhere: also when a worker dies, and with none at all."""
+def text_data(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The data as text, which is tokenized as it is read."""
     built = Path(settings["data"]["source"]["path"])
-    texts = tmp_path / "text.jsonl"
+    texts = folder / "text.jsonl"
     texts.write_text((built.parent / "text.jsonl").read_text())
-    data = {
+    return {
         "source": {"type": "jsonl", "path": str(texts)},
         "transforms": [{"type": "tokenize", "tokenizer": str(built / "tokenizer")}],
         "prefetch": {"buffer": 2},
         "holdout": 0.1,
     }
+
+
+@pytest.mark.fault
+def test_data_workers_make_the_batches_of_the_hosts_themselves(
+    launch: Any, settings: dict[str, Any], tmp_path: Path
+):
+    """From text, tokenized elsewhere: also when a worker dies, and with none at all."""
+    data = text_data(settings, tmp_path)
     plain = launch("plain", flags=("--no-spares",), data=data)
     assert plain.finish()[0] == 0
     run = launch("apart", flags=("--no-spares", "--data-workers", "2"), data=data)

@@ -16,11 +16,18 @@ import yaml
 from tests.integration.cluster.conftest import CHANGES
 from tests.integration.cluster.test_client import PROGRAM, TOLERANCE, position, run_python
 from tests.integration.cluster.test_client_serving import SERVED, small_model
+from tests.integration.cluster.test_launch import text_data
+from tests.integration.cluster.test_samplers import begin as begin_tuning
+from tests.integration.cluster.test_samplers import samples, wait_for_sampler
+from tests.integration.cluster.test_samplers import words as grpo_words
 from tests.integration.train.conftest import COMMAND
+from tests.unit.tune.tiny import save_grpo
 
 from fornax.cluster import drill
+from fornax.cluster.drill import drill_beside
 from fornax.cluster.ray_nodes import address_for
-from fornax.config import ClusterError
+from fornax.cluster.status import read_status
+from fornax.config import ClusterError, worker_record
 from fornax.config.jsonl import read_json_lines
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fornax-ai[cluster]'")
@@ -306,3 +313,122 @@ def test_a_replica_whose_node_dies_is_replaced_on_another(tmp_path: Path):
     assert "code 0" in said
     kinds = [e["kind"] for e in read_json_lines(run_dir / "events.jsonl") if "kind" in e]
     assert kinds == ["lost"]
+
+
+@pytest.mark.fault
+def test_samplers_on_nodes_of_their_own_draw_what_one_process_does(
+    environment: dict[str, str], tmp_path: Path, places: dict[str, str]
+):
+    """One is killed, and its node's actor: another place, another address, the same bits."""
+    folder, out = save_grpo(tmp_path), tmp_path / "run"
+    one = begin_tuning(environment, folder, tmp_path / "one", [])
+    assert one.finish()[0] == 0, one.output()
+    hosts = ["--engine", "ray", "--hosts", "1", "--samplers", "2", "--no-spares"]
+    run = begin_tuning({**environment, **places}, folder, out, hosts)
+    wait_for_sampler(run, 1, 1)
+    sampler = drill_beside(out, "kill", "sampler", 1)
+    run.wait_for_event(lambda event: event.get("sampler") == 1 and "why" in event)
+    before = addresses(out)
+    wait_for_sampler(run, 0, 2)
+    os.kill(parent(worker_record.read(out / "cluster" / "sampler-0.record").pid), signal.SIGKILL)
+    until_gone(lambda: addresses(out)[0] == before[0])
+    assert addresses(out)[1] == before[1]
+    code, output = run.finish()
+    assert code == 0, output
+    told = [
+        event["why"].split(" (")[0] for event in run.events() if "sampler" in event.get("why", "")
+    ]
+    assert told[0] == "sampler 1 ended with SIGKILL; another takes its place"
+    assert told[1].startswith("sampler 0 on ")
+    assert told[1].endswith(" was lost")
+    assert len(told) == 2
+    assert samples(out) == samples(tmp_path / "one")
+    assert sampler not in run.descendants()
+    assert not run.descendants()
+    assert not list((out / "cluster").glob("*.addresses"))
+
+
+def addresses(out: Path) -> list[str]:
+    return (out / "cluster" / "sampler.addresses").read_text().split()
+
+
+@pytest.mark.exhaustive
+def test_data_workers_that_ray_places_make_the_batches_of_the_hosts_themselves(
+    launch: Any, settings: dict[str, Any], tmp_path: Path, places: dict[str, str]
+):
+    data = text_data(settings, tmp_path)
+    plain = launch("plain", flags=("--no-spares",), data=data)
+    assert plain.finish()[0] == 0
+    flags = ["--engine", "ray", "--data-workers", "2", "--no-spares"]
+    run = launch(flags=flags, env=places, data=data)
+    run.wait_for_step(1, 4)
+    assert sum(each.records for each in read_status(run.run_dir).data_workers) > 0
+    drill_beside(run.run_dir, "stop", "data", 1)
+    run.wait_for_event(lambda e: e.get("data") == 1 and "is stopped" in e.get("why", ""))
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.exact() == plain.exact()
+    assert not run.descendants()
+
+
+SAMPLED = """
+import subprocess, sys, time
+from pathlib import Path
+from ray.cluster_utils import Cluster as Nodes
+
+from fornax.config import worker_record
+
+out, words = Path(sys.argv[1]), sys.argv[2:]
+nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+made = [nodes.add_node(num_cpus=1) for _ in range(2)]
+nodes.wait_for_nodes()
+hosts = ["--engine", "ray", "--address", nodes.address, "--hosts", "1", "--samplers", "1"]
+given = [sys.executable, "-m", "fornax", "launch", *hosts, "--no-spares", "--", *words]
+run = subprocess.Popen(given)
+
+def raylet(pid):
+    "The node of a process, by its ancestors."
+    while pid > 1:
+        for node in made:
+            if node.all_processes["raylet"][0].process.pid == pid:
+                return node
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+try:
+    record = out / "cluster" / "sampler-0.record"
+    while (state := worker_record.read(record)) is None or state.step < 2:
+        assert run.poll() is None
+        time.sleep(0.05)
+    lost = raylet(state.pid)
+    nodes.remove_node(lost, allow_graceful=False)
+    while "waits for a place" not in (out / "events.jsonl").read_text():
+        assert run.poll() is None
+        time.sleep(0.05)
+    nodes.add_node(num_cpus=1)
+    print("code", run.wait(400))
+finally:
+    run.kill()
+    nodes.shutdown()
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_sampler_whose_node_dies_goes_on_at_one_that_comes_later(
+    environment: dict[str, str], tmp_path: Path
+):
+    """The only sampler: the trainer waits, and learns the new address."""
+    folder = save_grpo(tmp_path)
+    one = begin_tuning(environment, folder, tmp_path / "one", [])
+    assert one.finish()[0] == 0, one.output()
+    env = {
+        **environment,
+        "JAX_PLATFORMS": "cpu",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "5e" * 32,
+        "HOME": str(tmp_path),
+    }
+    out = tmp_path / "run"
+    said = run_python(SAMPLED, [str(out), *grpo_words(folder, out)], env)
+    assert "code 0" in said
+    assert samples(out) == samples(tmp_path / "one")
+    assert "was lost" in (out / "events.jsonl").read_text()

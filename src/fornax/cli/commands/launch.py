@@ -92,7 +92,7 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
     if stall_limit < 1:
         raise ConfigError(f"--stall-limit {stall_limit:g} must be 1 or more")
     if arguments.data_workers is not None:
-        _check_data_workers(arguments.data_workers, arguments, words)
+        _check_data_workers(arguments.data_workers, words)
     if arguments.slices is not None:
         return _slices(arguments.slices, arguments, words)
     if arguments.samplers is not None:
@@ -130,16 +130,11 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
         )
 
 
-def _check_data_workers(count: int, arguments: Arguments, words: Sequence[str]) -> None:
+def _check_data_workers(count: int, words: Sequence[str]) -> None:
     if count < 1:
         raise ConfigError(f"--data-workers {count} must be 1 or more")
     if words[:1] == ["tune"]:
         raise ConfigError("--data-workers read for train: tune encodes its own; leave it out")
-    if arguments.engine != "local":
-        raise ConfigError(
-            "--data-workers are processes of this machine, and --engine ray places hosts "
-            "elsewhere; leave one of them out"
-        )
 
 
 def _hosts(text: str) -> tuple[int, int]:
@@ -224,7 +219,7 @@ def _check_samplers(count: int, arguments: Arguments, words: Sequence[str]) -> N
 
     if count < 1:
         raise ConfigError(f"--samplers {count} must be 1 or more")
-    check_sampled(words, arguments.engine)
+    check_sampled(words)
 
 
 def _flags(arguments: Arguments) -> list[str]:

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fornax.config import environment, errors
+from fornax.config.addresses import read_addresses
 from fornax.config.errors import ClusterError, ConfigError, FornaxError, GroupLostError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.mesh import hosts
@@ -35,24 +36,25 @@ Make = Callable[[Sampler, int], T]
 """(sampler, number) to a round."""
 
 
-def find_samplers() -> tuple[list[str], str] | None:
+def find_samplers() -> tuple[Sequence[str], str] | None:
     """Addresses and token of the samplers that `fornax launch --samplers` started, if it did.
 
     Raises:
       ConfigError: for variables that are not complete.
     """
-    addresses, token = environment.samplers()
-    if not addresses and not token:
+    text, token = environment.samplers()
+    if not text and not token:
         return None
+    addresses = read_addresses(text)
     if (
         not addresses
         or not token
         or not all(each.rpartition(":")[2].isdigit() for each in addresses)
     ):
         raise ConfigError(
-            f"samplers need FORNAX_SAMPLERS (host:port, with commas between) and "
-            f"FORNAX_SAMPLERS_TOKEN, and FORNAX_SAMPLERS is {','.join(addresses)!r}; fornax launch "
-            "--samplers sets both"
+            "samplers need FORNAX_SAMPLERS (host:port, with commas between, or @FILE) and "
+            f"FORNAX_SAMPLERS_TOKEN, and FORNAX_SAMPLERS is {text!r}; fornax launch --samplers "
+            "sets both"
         )
     return addresses, token
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import cast
 
 from fornax.config.errors import ClusterError, EngineError
-from fornax.config.frames import Frame, Kind, LinkError, receive, send
+from fornax.config.frames import Frame, Kind, LinkError, connect, receive, send
 from fornax.tune.rollout.sampler import (
     SamplerStats,
     SampleSettings,
@@ -39,6 +39,7 @@ __all__ = ["RemoteSampler"]
 
 _AGAIN_SECONDS = 0.2
 _TICK_SECONDS = 0.5
+_CONNECT_SECONDS = 10.0
 
 
 class RemoteSampler:
@@ -67,7 +68,7 @@ class RemoteSampler:
         """Begin to connect, in threads.
 
         Args:
-          addresses: host:port of each sampler.
+          addresses: host:port of each sampler; looked up again for each connection.
           token: what they want to see.
           shards: parts in which prompts are drawn, each in one sampler.
           max_model_len: tokens of a prompt and its completion together, at most, of the samplers.
@@ -92,7 +93,7 @@ class RemoteSampler:
         self._drawing, self._began = 0, 0.0
         self.bytes = 0
         """Bytes of weights that were sent."""
-        self._links = [_Link(self, address, token) for address in addresses]
+        self._links = [_Link(self, addresses, n, token) for n in range(len(addresses))]
 
     def sample(
         self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
@@ -326,8 +327,11 @@ class _Task:
 class _Link:
     """One sampler: a thread that has it draw, and one that sends it weights."""
 
-    def __init__(self, owner: RemoteSampler, address: str, token: str) -> None:
-        self._owner, self.address, self._token = owner, address, token
+    def __init__(
+        self, owner: RemoteSampler, addresses: Sequence[str], number: int, token: str
+    ) -> None:
+        self._owner, self._token = owner, token
+        self._addresses, self._number = addresses, number
         self.task: _Task | None = None
         self.connected = False
         # The sampler's process, as it names itself, that each connection found.
@@ -336,7 +340,12 @@ class _Link:
         # Versions whose memory the sampler maps.
         self._lent: dict[int, Segment] = {}
         for run in (self._work, self._send_weights):
-            threading.Thread(target=run, name=f"sampler {address}", daemon=True).start()
+            threading.Thread(target=run, name=f"sampler {number}", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Where the sampler is now."""
+        return self._addresses[self._number]
 
     def cut(self, role: str) -> None:
         """End a connection; its thread makes another one."""
@@ -356,15 +365,8 @@ class _Link:
         Raises:
           LinkError: when the sampler is not there, or wants another token.
         """
-        host, _, port = self.address.rpartition(":")
-        try:
-            connection = socket.create_connection((host, int(port)), timeout=_TICK_SECONDS * 20)
-        except OSError as error:
-            raise LinkError(f"{self.address} cannot be reached: {error}") from error
         with contextlib.ExitStack() as stack:
-            stack.enter_context(connection)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection = stack.enter_context(connect(self.address, _CONNECT_SECONDS))
             stack.callback(self._sockets.pop, role, None)
             hello = self._join(connection, role)
             if role == "weights" and (near := _dial_here(hello.facts.get("local"))) is not None:
@@ -381,7 +383,6 @@ class _Link:
         facts = {"token": self._token, "role": role, "session": self._owner.session}
         send(connection, Frame(kind=Kind.JOIN, facts=facts))
         # A sampler that starts has the connection in its backlog: it answers when it is ready.
-        connection.settimeout(None)
         self._sockets[role] = connection
         if self._owner.closed:
             raise LinkError("closed")

@@ -1,5 +1,6 @@
 """Samplers behind sockets: versions, shards, samplers that are lost, bytes that are wrong."""
 
+import contextlib
 import mmap
 import os
 import random
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,10 +17,12 @@ import pytest
 from flax import nnx
 
 from fornax.config import EngineError
+from fornax.config.addresses import write_addresses
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.data import Tokenizer
 from fornax.models import Decoder
 from fornax.tune.data import Codec
+from fornax.tune.rl.ranks import find_samplers
 from fornax.tune.rollout import (
     Completion,
     Limits,
@@ -351,6 +355,29 @@ def test_a_sampler_that_takes_the_place_of_another_gets_the_weights(
     thread.join(60)
     assert bits(drawn[0]) == alone(1.0, 0)
     assert after.drawer.asked == len(PROMPTS)
+
+
+def test_a_sampler_that_begins_again_elsewhere_is_found(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch's file has its new address."""
+    before, file = serve(), tmp_path / "sampler.addresses"
+    monkeypatch.setenv("FORNAX_SAMPLERS", write_addresses(file, [before.address]))
+    monkeypatch.setenv("FORNAX_SAMPLERS_TOKEN", TOKEN)
+    found = find_samplers()
+    assert found is not None
+    with contextlib.closing(RemoteSampler(*found, shards=4, max_model_len=192)) as sampler:
+        sampler.update(weights(1.0), 0)
+        assert bits(sampler.sample(PROMPTS, SETTINGS, SEEDS)) == alone(1.0, 0)
+        after = serve()
+        before.server.close()
+        before.listener.close()
+        write_addresses(file, [after.address])
+        sampler.update(weights(2.0), 1)
+        assert bits(sampler.sample(PROMPTS, SETTINGS, SEEDS)) == alone(2.0, 1)
+        assert after.drawer.asked == len(PROMPTS)
+        file.unlink()
+        assert list(found[0]) == [after.address]
 
 
 def test_a_trainer_that_is_gone_stops_its_shard_and_a_new_one_is_served(
