@@ -39,6 +39,8 @@ _CLASSES: dict[str, Any] = {
     "deepseek_v2": hf.DeepseekV2Config,
     "deepseek_v3": hf.DeepseekV3Config,
     "glm4_moe": hf.Glm4MoeConfig,
+    "minimax_m2": hf.MiniMaxM2Config,
+    "mistral4": hf.Mistral4Config,
     "qwen3_next": hf.Qwen3NextConfig,
     "qwen3_5": hf.Qwen3_5TextConfig,
     "qwen3_5_moe": hf.Qwen3_5MoeTextConfig,
@@ -113,6 +115,7 @@ _DEEPSEEK_YARN = {
     "beta_fast": 4.0,
     "mscale": 1.0,
 }
+_MINIMAX_M2 = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
 
 _HYBRID = {
     "num_hidden_layers": 5,
@@ -462,6 +465,43 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
             "norm_topk_prob": False,
             "partial_rotary_factor": 0.25,
             "n_shared_experts": 3,
+        },
+        24,
+    ),
+    "minimax-m2": ("minimax_m2", {**_MINIMAX_M2, "rotary_dim": 8}, 24),
+    "minimax-m2-options": (
+        "minimax_m2",
+        {
+            **_MINIMAX_M2,
+            **_rope(
+                "yarn", factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.75
+            ),
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
+        40,
+    ),
+    "mistral4": ("mistral4", {**_LATENT, **_rope("yarn", **_MINISTRAL3)}, 40),
+    "mistral4-options": (
+        "mistral4",
+        {
+            **_LATENT,
+            **_rope(
+                "linear",
+                factor=2.0,
+                llama_4_scaling_beta=0.5,
+                original_max_position_embeddings=8,
+            ),
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
         },
         24,
     ),

@@ -15,6 +15,10 @@ import transformers
 
 transformers.logging.set_verbosity_error()
 torch.manual_seed(0)
+# The library has this class and its automatic classes do not know it.
+transformers.AutoModelForCausalLM.register(
+    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+)
 
 HfModel = Any
 

@@ -45,6 +45,8 @@ SERVED = (
     "deepseek-v2-lite",
     "deepseek-v3",
     "glm4-moe",
+    "minimax-m2-options",
+    "mistral4",
     "gpt-oss",
 )
 """Of each family the case that asks most of a paged cache."""

@@ -1,4 +1,4 @@
-"""Gemma 3 and Qwen3.5 with vision towers: the decoder alone is loaded, from files old and new."""
+"""Gemma 3, Mistral 3 and Qwen3.5 with vision towers: the decoder alone is loaded."""
 
 import json
 from pathlib import Path
@@ -124,6 +124,63 @@ def test_qwen_with_a_vision_tower_is_its_text_model(tmp_path: Path) -> None:
     save_pretrained(load_pretrained(tmp_path / "whole"), tmp_path / "text")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     assert type(again) is transformers.Qwen3_5ForCausalLM
+    tokens = np.arange(3, 27, dtype=np.int32)[None]
+    np.testing.assert_allclose(
+        oracle_logits(again, tokens), oracle_logits(model, tokens), atol=1e-5
+    )
+
+
+_DECODER = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+}
+_MISTRALS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 2, "sliding_window": None},
+    "ministral3": {"num_key_value_heads": 2, "head_dim": 16},
+    "mistral4": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 14,
+    },
+}
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+@pytest.mark.parametrize("kind", _MISTRALS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_mistral3_is_its_text_model(kind: str, tied: bool, tmp_path: Path) -> None:
+    text = {**_DECODER, **_MISTRALS[kind], "model_type": kind}
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=_PIXTRAL, tie_word_embeddings=tied
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "whole")
+    _compare(model, tmp_path / "whole")
+    ours = load_pretrained(tmp_path / "whole")
+    assert ours.config.tie_embeddings is tied
+    save_pretrained(ours, tmp_path / "text")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    assert again.config.model_type == kind
     tokens = np.arange(3, 27, dtype=np.int32)[None]
     np.testing.assert_allclose(
         oracle_logits(again, tokens), oracle_logits(model, tokens), atol=1e-5

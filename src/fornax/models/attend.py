@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fornax import kernels
+from fornax.models.config import QueryScaling
 from fornax.models.context import LayerContext
 
-__all__ = ["AttendOptions", "KeyValueCache", "LayerCache", "Place", "attend_uncached"]
+__all__ = [
+    "AttendOptions",
+    "KeyValueCache",
+    "LayerCache",
+    "Place",
+    "attend_uncached",
+    "grow_queries",
+]
 
 
 class Place(NamedTuple):
@@ -59,6 +68,13 @@ def attend_uncached(
         sinks_N=sinks_N,
         implementation=context.implementation,
     )
+
+
+def grow_queries(q_BTNH: jax.Array, positions_BT: jax.Array, scaling: QueryScaling) -> jax.Array:
+    """Queries q [B, T, N, H] times what their position gives; see `QueryScaling`."""
+    lengths_BT = (positions_BT // scaling.length).astype(jnp.float32)
+    factor_BT = 1 + scaling.beta * jnp.log1p(lengths_BT)
+    return q_BTNH * factor_BT[:, :, None, None].astype(q_BTNH.dtype)
 
 
 class KeyValueCache(Protocol):

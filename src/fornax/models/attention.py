@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax.mesh import constrain
-from fornax.models.attend import AttendOptions, LayerCache, attend_uncached
-from fornax.models.config import DecoderConfig, LayerKind, QueryScaling
+from fornax.models.attend import AttendOptions, LayerCache, attend_uncached, grow_queries
+from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.norm import RMSNorm
 from fornax.models.projection import Projection, project, residual_std
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
             rotation = context.rotations[kind.rope]
             q_BTNH, k_BTKH = apply_rope(q_BTNH, rotation), apply_rope(k_BTKH, rotation)
         if self.query_scaling is not None:
-            q_BTNH = _grow(q_BTNH, context.positions_BT, self.query_scaling)
+            q_BTNH = grow_queries(q_BTNH, context.positions_BT, self.query_scaling)
         q_BTNH = constrain(q_BTNH, ("batch", "length", "activation_heads", None))
         sinks_N = None if self.sinks is None else self.sinks[...]
         options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
@@ -89,12 +89,6 @@ class Attention(nnx.Module):
 
 def _gate(o_BTNH: jax.Array, gate_BTNH: jax.Array | None) -> jax.Array:
     return o_BTNH if gate_BTNH is None else o_BTNH * jax.nn.sigmoid(gate_BTNH)
-
-
-def _grow(q_BTNH: jax.Array, positions_BT: jax.Array, scaling: QueryScaling) -> jax.Array:
-    lengths_BT = (positions_BT // scaling.length).astype(jnp.float32)
-    factor_BT = 1 + scaling.beta * jnp.log1p(lengths_BT)
-    return q_BTNH * factor_BT[:, :, None, None].astype(q_BTNH.dtype)
 
 
 def _qk_norm(config: DecoderConfig, heads: int, dtype: DTypeLike) -> RMSNorm | None:

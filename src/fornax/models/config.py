@@ -184,7 +184,6 @@ class DecoderConfig:
             "qkv_bias": not self.qkv_bias,
             "qk_norm": self.qk_norm == "none",
             "qkv_clip": self.qkv_clip is None,
-            "query_scaling": self.query_scaling is None,
             "attention_sinks": not self.attention_sinks,
             "attention_gate": not self.attention_gate,
         }

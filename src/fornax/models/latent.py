@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax.mesh import constrain
-from fornax.models.attend import AttendOptions, LayerCache, attend_uncached
+from fornax.models.attend import AttendOptions, LayerCache, attend_uncached, grow_queries
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.norm import RMSNorm
@@ -75,6 +75,7 @@ class LatentAttention(nnx.Module):
             bias=config.attention_output_bias,
             std=residual_std(config),
         )
+        self.query_scaling = config.query_scaling
         self.scale = config.attention_scale
         self.softcap = config.attention_logit_softcap
         self.compute_dtype = compute_dtype
@@ -115,6 +116,8 @@ class LatentAttention(nnx.Module):
             q_BTNU, q_BTNP = jnp.split(q_BTNH, [self.config.unrotated_dim], axis=-1)
             q_BTNH = jnp.concatenate([q_BTNU, apply_rope(q_BTNP, rotation)], axis=-1)
             shared_BT1P = apply_rope(shared_BT1P, rotation)
+        if self.query_scaling is not None:
+            q_BTNH = grow_queries(q_BTNH, context.positions_BT, self.query_scaling)
         q_BTNH = constrain(q_BTNH, ("batch", "length", "activation_heads", None))
         return q_BTNH, self.kv_norm(latent_BTR), shared_BT1P
 

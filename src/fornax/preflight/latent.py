@@ -47,7 +47,7 @@ class PlainLatent(LatentAttention):
             _turned(q_BTNP, rotation),
             _turned(down_BSX[..., None, R:], rotation)[:, :, 0],
         )
-        scores_BNTS = scores_BNTS * self.scale
+        scores_BNTS = scores_BNTS * self.scale * self._growth(context)
         if self.softcap is not None:
             scores_BNTS = self.softcap * jnp.tanh(scores_BNTS / self.softcap)
         seen_BNTS = _seen(kind, context)[:, None]
@@ -55,6 +55,13 @@ class PlainLatent(LatentAttention):
         weights_BNTS = jnp.where(seen_BNTS, weights_BNTS, 0)  # padding sees nothing
         o_BTNV = jnp.einsum("BNTS,BSR,RNV->BTNV", weights_BNTS, latent_BSR, up_RNV)
         return _project("BTNV,NVD->BTD", o_BTNV, self.o), None
+
+    def _growth(self, context: LayerContext) -> jax.Array | float:
+        """What multiplies scores for the query's position, [B, 1, T, 1]."""
+        if self.query_scaling is None:
+            return 1.0
+        lengths_BT = jnp.floor(context.positions_BT / self.query_scaling.length)
+        return (1 + self.query_scaling.beta * jnp.log(1 + lengths_BT))[:, None, :, None]
 
     def _queries(self, x_BTD: jax.Array) -> jax.Array:
         if self.q is not None:

@@ -90,11 +90,13 @@ CONFIGS = {
             shared_gate=True,
         ),
     ),
-    # latent attention: latents of queries, keys and values, biases, YaRN on the scores
+    # latent attention: latents of queries, keys and values, biases, YaRN on the scores,
+    # queries that grow with their position
     "latent": DecoderConfig(
         **{**_SIZES, "head_dim": None},
         num_layers=2,
         attention_output_bias=True,
+        query_scaling=QueryScaling(beta=0.4, length=3),
         rope=RopeConfig(
             interleaved=True,
             scaling=YarnScaling(

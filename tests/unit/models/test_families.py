@@ -272,6 +272,38 @@ RELEASED: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16", "use_cache": True, "use_qk_norm": False,
         "vocab_size": 151552,
     },
+    "MiniMax-M2": {  # of its bfloat16 copies: the release itself is in float8
+        "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62,
+        "auto_map": {"AutoConfig": "x.MiniMaxM2Config"}, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608,
+        "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
+        "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
+        "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+        "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.46.1", "use_cache": True,
+        "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+    },
+    "Mistral-Small-4-text": {
+        "architectures": ["Mistral4ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "first_k_dense_replace": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288, "kv_lora_rank": 256,
+        "max_position_embeddings": 1048576, "model_type": "mistral4",
+        "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts_per_tok": 4, "num_hidden_layers": 36, "num_key_value_heads": 32,
+        "pad_token_id": 11, "q_lora_rank": 1024, "qk_head_dim": 128, "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": True,
+        "rope_parameters": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.1,
+            "max_position_embeddings": 1048576, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5,
+            "rope_theta": 10000.0, "rope_type": "yarn", "type": "yarn",
+        },
+        "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+        "use_cache": True, "v_head_dim": 128, "vocab_size": 131072,
+    },
     "Qwen3-Next-80B-A3B": {
         "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False,
         "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
@@ -464,6 +496,43 @@ def test_deepseek_reads_as_its_papers_say() -> None:
         config_from_hf({**RELEASED["Moonlight-16B-A3B"], "num_key_value_heads": 4})
     with pytest.raises(ConfigError, match="norm_topk_prob=True is not supported"):
         config_from_hf({**RELEASED["DeepSeek-V2-Lite"], "norm_topk_prob": True})
+
+
+def test_minimax_m2_and_mistral4_read_as_released() -> None:
+    values = RELEASED["MiniMax-M2"]
+    config = config_from_hf(values)
+    assert (config.rope.fraction, config.qk_norm) == (0.5, "full")
+    assert config.experts is not None
+    assert (config.experts.score, config.experts.normalize_eps) == ("sigmoid", 0.0)
+    assert round(num_parameters(config) / 1e9) == 229
+    for key, value in (("use_qk_norm", False), ("shared_intermediate_size", 1536)):
+        with pytest.raises(ConfigError, match=f"{key}={value} is not supported"):
+            config_from_hf({**values, key: value})
+    values = RELEASED["Mistral-Small-4-text"]
+    config = config_from_hf(values)
+    assert config.attention_scale == pytest.approx(128**-0.5 * (0.1 * math.log(128) + 1) ** 2)
+    assert config.query_scaling == QueryScaling(beta=0.1, length=8192)
+    assert config.rotated_width(config.rope) == 64
+    assert round(num_parameters(config) / 1e9) == 119
+    bare = {key: value for key, value in values.items() if key != "rope_parameters"}
+    assert config_from_hf(bare) == config  # its YaRN is the architecture's default
+    for keys, message in (
+        ({"llama_4_scaling_beta": 0.1, "rope_type": "default"}, "rope_type='default' is not supp"),
+        ({**values["rope_parameters"], "partial_rotary_factor": 1.0}, "is not the 0.5 of a head"),
+    ):
+        rope = {"rope_theta": 1e4, "original_max_position_embeddings": 8192, **keys}
+        with pytest.raises(ConfigError, match=message):
+            config_from_hf({**values, "rope_parameters": rope})
+
+
+def test_mistral3_holds_one_of_three_decoders() -> None:
+    around = {"architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {}}
+    for name in ("Mistral-7B-v0.1", "Ministral-3-text", "Mistral-Small-4-text"):
+        inner = {key: value for key, value in RELEASED[name].items() if key != "architectures"}
+        whole = {**around, "text_config": inner}
+        assert config_from_hf(whole) == config_from_hf(RELEASED[name])
+    with pytest.raises(ConfigError, match=r"text_config\.model_type='llama' is not supported in"):
+        config_from_hf({**around, "text_config": RELEASED["Llama-2-7b"]})
 
 
 def test_qwen_hybrids_read_as_released() -> None:

@@ -1,5 +1,6 @@
 """DeepSeek V2 and V3, latent attention and experts; Kimi K2 and Moonlight are saved as V3."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fornax.config.errors import ConfigError
@@ -13,44 +14,69 @@ from fornax.models.families.routed import (
     mlp_pattern,
     read_routed,
     read_sigmoid_router,
+    write_grouped_router,
     write_routed,
-    write_sigmoid_router,
 )
 from fornax.models.latent_config import LatentConfig
 from fornax.models.rope_config import RopeConfig
 
-__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3"]
+__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "LATENT_NAMES", "read_latent", "write_latent"]
 
 
-def _read_shared(reader: ConfigReader, *, eps: float) -> dict[str, Any]:
-    """The fields that both have, the rope and the experts aside."""
-    fields = read_common(reader, tied=False, eps=eps)
+_SIZES = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1_536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def read_latent(reader: ConfigReader, sizes: Mapping[str, int], head: str) -> dict[str, Any]:
+    """The fields of a model with latent attention, the rope and the experts aside.
+
+    Args:
+      reader: the file.
+      sizes: the family's defaults.
+      head: the key whose value `head_dim` repeats.
+
+    Raises:
+      ConfigError: when it does not.
+    """
+    fields = read_common(reader, tied=False)
     bias = reader.take("attention_bias", False)
+    found = {key: reader.take(key, size) for key, size in sizes.items()}
+    width = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
+    reader.expect("qk_head_dim", width)
+    expected = {**found, "qk_head_dim": width}[head]
+    if fields.pop("head_dim") not in (None, expected):
+        raise ConfigError(
+            f"{reader.source}: head_dim is not {head}={expected}, which it stands for in this "
+            "architecture; leave it out"
+        )
     latent = LatentConfig(
-        key_value_rank=reader.take("kv_lora_rank", 512),
-        query_rank=reader.take("q_lora_rank", 1_536),
-        unrotated_dim=reader.take("qk_nope_head_dim", 128),
-        rotated_dim=reader.take("qk_rope_head_dim", 64),
-        value_dim=reader.take("v_head_dim", 128),
+        key_value_rank=found["kv_lora_rank"],
+        query_rank=found["q_lora_rank"],
+        unrotated_dim=found["qk_nope_head_dim"],
+        rotated_dim=found["qk_rope_head_dim"],
+        value_dim=found["v_head_dim"],
         bias=bias,
     )
-    width = latent.unrotated_dim + latent.rotated_dim
-    reader.expect("qk_head_dim", width)
-    if fields.pop("head_dim") not in (None, latent.rotated_dim):
-        raise ConfigError(
-            f"{reader.source}: head_dim is not qk_rope_head_dim={latent.rotated_dim}, which this "
-            "architecture rotates"
-        )
     return {**fields, "latent": latent, "attention_output_bias": bias}
 
 
-def _write_shared(config: DecoderConfig) -> dict[str, Any]:
+def _read_shared(reader: ConfigReader) -> dict[str, Any]:
+    """The fields that both have, the rope and the experts aside."""
+    return read_latent(reader, _SIZES, "qk_rope_head_dim")
+
+
+def write_latent(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_latent`, with the experts."""
     latent = config.latent
     if latent is None:
         raise ConfigError("latent=None")
     return {
         **write_common(config),
-        **write_rope(config.rope),
         **write_routed(config),
         "attention_bias": latent.bias,
         "kv_lora_rank": latent.key_value_rank,
@@ -58,8 +84,12 @@ def _write_shared(config: DecoderConfig) -> dict[str, Any]:
         "qk_nope_head_dim": latent.unrotated_dim,
         "qk_rope_head_dim": latent.rotated_dim,
         "v_head_dim": latent.value_dim,
-        "head_dim": latent.rotated_dim,
     }
+
+
+def _write_shared(config: DecoderConfig) -> dict[str, Any]:
+    keys = {**write_latent(config), **write_rope(config.rope)}
+    return {**keys, "head_dim": keys["qk_rope_head_dim"]}
 
 
 def _rope(reader: ConfigReader, fields: dict[str, Any], *, interleaved: bool) -> RopeConfig:
@@ -67,7 +97,7 @@ def _rope(reader: ConfigReader, fields: dict[str, Any], *, interleaved: bool) ->
 
 
 def _read_v2(reader: ConfigReader) -> DecoderConfig:
-    fields = _read_shared(reader, eps=1e-6)
+    fields = _read_shared(reader)
     reader.expect("norm_topk_prob", False, None)
     reader.expect("scoring_func", "softmax")
     method = reader.take("topk_method", "greedy")
@@ -107,7 +137,7 @@ def _write_v2(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_v3(reader: ConfigReader) -> DecoderConfig:
-    fields = _read_shared(reader, eps=1e-6)
+    fields = _read_shared(reader)
     interleaved = reader.take("rope_interleave", True)
     return DecoderConfig(
         **fields,
@@ -120,7 +150,7 @@ def _read_v3(reader: ConfigReader) -> DecoderConfig:
 def _write_v3(config: DecoderConfig) -> dict[str, Any]:
     return {
         **_write_shared(config),
-        **write_sigmoid_router(config),
+        **write_grouped_router(config),
         "rope_interleave": config.rope.interleaved,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -135,7 +165,7 @@ _PARTS = {
     "kv_up": "kv_b_proj",
     "o": "o_proj",
 }
-_NAMES = {
+LATENT_NAMES = {
     **BASE_NAMES,
     **PRE_NORM_NAMES,
     **ROUTED_NAMES,
@@ -148,5 +178,5 @@ _NAMES = {
     "layers/latent/kv_norm/scale": "model.layers.{layer}.self_attn.kv_a_layernorm.weight",
 }
 
-DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2, _NAMES)
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _read_v3, _write_v3, _NAMES)
+DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2, LATENT_NAMES)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _read_v3, _write_v3, LATENT_NAMES)

@@ -11,8 +11,8 @@ from fornax.models.families.routed import (
     ROUTED_NAMES,
     mlp_pattern,
     read_sigmoid_router,
+    write_grouped_router,
     write_routed,
-    write_sigmoid_router,
 )
 
 __all__ = ["GLM4_MOE"]
@@ -35,7 +35,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         **write_common(config),
         **write_rope(config.rope),
         **write_routed(config),
-        **write_sigmoid_router(config),
+        **write_grouped_router(config),
         "partial_rotary_factor": config.rope.fraction,
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.qk_norm == "head",

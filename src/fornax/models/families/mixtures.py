@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE."""
+"""Mixtures of experts: Mixtral, MiniMax-M2, Qwen2-MoE, Qwen3-MoE and OLMoE."""
 
 from typing import Any
 
@@ -13,9 +13,17 @@ from fornax.models.families.common import (
 from fornax.models.families.family import BASE_NAMES, PRE_NORM_NAMES, Family, expert_names
 from fornax.models.families.qwen import read_windows, write_windows
 from fornax.models.families.reader import ConfigReader
-from fornax.models.families.rope_keys import read_rope, write_rope
+from fornax.models.families.rope_keys import read_rope, write_rope, write_rope_mapping
 
-__all__ = ["MIXTRAL", "OLMOE", "QWEN2_MOE", "QWEN3_MOE", "read_sparse", "write_sparse"]
+__all__ = [
+    "MINIMAX_M2",
+    "MIXTRAL",
+    "OLMOE",
+    "QWEN2_MOE",
+    "QWEN3_MOE",
+    "read_sparse",
+    "write_sparse",
+]
 
 
 def _read_experts(reader: ConfigReader, count: str, **more: Any) -> ExpertsConfig:
@@ -66,6 +74,52 @@ def _write_mixtral(config: DecoderConfig) -> dict[str, Any]:
         **_write_experts(config, "num_local_experts"),
         "intermediate_size": _experts(config).intermediate_size,
         "sliding_window": config.sliding_window,
+    }
+
+
+def _read_minimax_m2(reader: ConfigReader) -> DecoderConfig:
+    fields = read_common(reader, tied=False)
+    fields["head_dim"] = fields["head_dim"] or 128
+    width = fields["intermediate_size"]
+    rotated = reader.take("rotary_dim", None)  # the released files' name for the fraction
+    fraction = 1.0 if rotated is None else rotated / fields["head_dim"]
+    limit = fields["max_position_embeddings"]
+    for key in ("num_mtp_modules", "mtp_transformer_layers", "use_mtp"):
+        reader.take(key, None)  # heads for further tokens, which files do not hold
+    for key, only in _MINIMAX_M2_ONLY.items():
+        reader.expect(key, *only)
+    reader.expect("attn_type_list", [1] * fields["num_layers"])
+    return DecoderConfig(
+        **fields,
+        rope=read_rope(reader, limit, theta=5_000_000.0, partial=True, fraction=fraction),
+        qk_norm="full",
+        experts=_read_experts(
+            reader,
+            "num_local_experts",
+            intermediate_size=width,
+            score="sigmoid",
+            selection_bias=True,
+        ),
+    )
+
+
+_MINIMAX_M2_ONLY: dict[str, tuple[Any, ...]] = {
+    "qk_norm_type": ("per_layer",),
+    "scoring_func": ("sigmoid",),
+    "shared_intermediate_size": (0,),
+    "sliding_window": (None,),
+    "use_qk_norm": (True,),
+    "use_routing_bias": (True,),
+}
+"""Keys of released files that transformers does not read, with the values it computes by."""
+
+
+def _write_minimax_m2(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        **write_common(config),
+        "rope_parameters": write_rope_mapping(config.rope),
+        **_write_experts(config, "num_local_experts"),
+        "intermediate_size": _experts(config).intermediate_size,
     }
 
 
@@ -207,6 +261,16 @@ _NAMES = {
     **expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
 }
 
+_MINIMAX_M2_NAMES = {
+    **_MIXTRAL_NAMES,
+    "layers/experts/selection_bias": (
+        "model.layers.{layer}.block_sparse_moe.e_score_correction_bias"
+    ),
+}
+
+MINIMAX_M2 = Family(
+    "minimax_m2", "MiniMaxM2ForCausalLM", _read_minimax_m2, _write_minimax_m2, _MINIMAX_M2_NAMES
+)
 MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL_NAMES)
 OLMOE = Family("olmoe", "OlmoeForCausalLM", _read_olmoe, _write_olmoe, _NAMES)
 QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _write_qwen2_moe, _NAMES)

@@ -12,10 +12,11 @@ from fornax.models.families.reader import ConfigReader
 __all__ = [
     "ROUTED_NAMES",
     "mlp_pattern",
+    "read_grouped_router",
     "read_routed",
     "read_sigmoid_router",
+    "write_grouped_router",
     "write_routed",
-    "write_sigmoid_router",
 ]
 
 
@@ -88,22 +89,38 @@ def read_sigmoid_router(
     """
     reader.expect("scoring_func", "sigmoid")
     reader.expect("topk_method", "noaux_tc")
+    return read_grouped_router(
+        reader,
+        groups=groups,
+        open_groups=open_groups,
+        scale=scale,
+        score="sigmoid",
+        selection_bias=True,
+    )
+
+
+def read_grouped_router(
+    reader: ConfigReader, *, groups: int, open_groups: int, scale: float = 1.0, **rule: Any
+) -> ExpertsConfig:
+    """Experts in groups whose score is the sum of their two best; `rule` is the rest of the rule.
+
+    Args are those of `read_sigmoid_router`.
+    """
     return read_routed(
         reader,
         shared=1,
         scale=scale,
-        score="sigmoid",
-        selection_bias=True,
         normalize=reader.take("norm_topk_prob", True),
         normalize_eps=1e-20,
         num_groups=reader.take("n_group", groups),
         groups_per_token=reader.take("topk_group", open_groups),
         group_score="top2",
+        **rule,
     )
 
 
-def write_sigmoid_router(config: DecoderConfig) -> dict[str, Any]:
-    """What `read_sigmoid_router` takes beyond `read_routed`."""
+def write_grouped_router(config: DecoderConfig) -> dict[str, Any]:
+    """What `read_grouped_router` takes beyond `read_routed`."""
     return {"norm_topk_prob": config.experts is not None and config.experts.normalize}
 
 

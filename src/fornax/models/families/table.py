@@ -8,8 +8,8 @@ from fornax.models.families.glm import GLM4
 from fornax.models.families.glm_moe import GLM4_MOE
 from fornax.models.families.gpt_oss import GPT_OSS
 from fornax.models.families.llama import LLAMA
-from fornax.models.families.mistral import MINISTRAL3, MISTRAL
-from fornax.models.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from fornax.models.families.mistral import MINISTRAL3, MISTRAL, MISTRAL4
+from fornax.models.families.mixtures import MINIMAX_M2, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from fornax.models.families.olmo import OLMO2, OLMO3
 from fornax.models.families.phi import PHI3
 from fornax.models.families.qwen import QWEN2, QWEN3
@@ -36,8 +36,10 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    MINIMAX_M2,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    MISTRAL4,
     GLM4_MOE,
     GPT_OSS,
     QWEN3_NEXT,

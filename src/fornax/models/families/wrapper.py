@@ -17,8 +17,9 @@ class Wrapper:
 
     architecture: str
     """The class in `architectures`."""
-    decoder: str
-    """The architecture of the decoder in it."""
+    decoder: str | Mapping[str, str]
+    """The architecture of the decoder in it, or of each `model_type` that it can be; the first is
+    that of a decoder that does not say."""
     key: str
     """The key of config.json with the decoder's keys."""
     defaults: Mapping[str, Any]
@@ -30,6 +31,20 @@ class Wrapper:
     left_out: tuple[str, ...]
     """Beginnings of the names of tensors that belong to other parts."""
 
+
+_NAMES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+_LEFT_OUT = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+"""What transformers and released files call the parts of most architectures with images."""
 
 _GEMMA3 = Wrapper(
     architecture="Gemma3ForConditionalGeneration",
@@ -47,18 +62,21 @@ _GEMMA3 = Wrapper(
         "vocab_size": 262_208,
     },
     shared=("eos_token_id", "tie_word_embeddings"),
-    names={
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-        "model.language_model.": "model.",
-        "lm_head.": "lm_head.",
+    names=_NAMES,
+    left_out=_LEFT_OUT,
+)
+_MISTRAL3 = Wrapper(
+    architecture="Mistral3ForConditionalGeneration",
+    decoder={
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
     },
-    left_out=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
+    key="text_config",
+    defaults={"bos_token_id": 1, "eos_token_id": 2},
+    shared=("tie_word_embeddings",),
+    names=_NAMES,
+    left_out=_LEFT_OUT,
 )
 
 
@@ -77,6 +95,7 @@ def _qwen(architecture: str, decoder: str) -> Wrapper:
 
 WRAPPERS: tuple[Wrapper, ...] = (
     _GEMMA3,
+    _MISTRAL3,
     _qwen("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     _qwen("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
 )
@@ -92,7 +111,7 @@ def unwrap_config(values: Mapping[str, object]) -> Mapping[str, object]:
     """The decoder's own config.json; `values` itself when nothing is around the decoder.
 
     Raises:
-      ConfigError: when the decoder's keys are missing.
+      ConfigError: when the decoder's keys are missing, or it is none that is supported.
     """
     wrapper = _wrapper_of(values)
     if wrapper is None:
@@ -104,7 +123,20 @@ def unwrap_config(values: Mapping[str, object]) -> Mapping[str, object]:
             f"in {wrapper.architecture}"
         )
     around = {key: values[key] for key in wrapper.shared if key in values}
-    return {**wrapper.defaults, **inner, **around, "architectures": [wrapper.decoder]}
+    architecture = _decoder_of(wrapper, inner.get("model_type"))
+    return {**wrapper.defaults, **inner, **around, "architectures": [architecture]}
+
+
+def _decoder_of(wrapper: Wrapper, kind: object) -> str:
+    if isinstance(wrapper.decoder, str):
+        return wrapper.decoder
+    kinds = wrapper.decoder
+    if kind is not None and kind not in kinds:
+        raise ConfigError(
+            f"config.json: {wrapper.key}.model_type={kind!r} is not supported in "
+            f"{wrapper.architecture}; use one of {', '.join(kinds)}"
+        )
+    return kinds[str(kind)] if kind is not None else next(iter(kinds.values()))
 
 
 def unwrap_tensors(values: Mapping[str, object], tensors: Mapping[str, _T]) -> dict[str, _T]:
