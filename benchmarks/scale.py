@@ -38,7 +38,7 @@ CPU_ONLY = (
     "of two slices were compiled for TPU and not run there.",
     "Several machines: Ray's emulated nodes on one machine, with loopback between them. Manifests "
     "were checked against schemas and not run on clusters.",
-    "Samplers, data workers and replicas of servers: processes of one machine.",
+    "Samplers, data workers and replicas of servers: processes of one machine, or those nodes.",
     "The bandwidths in the simulator's defaults; its other defaults are published or assumed.",
 )
 """What no accelerator and no second machine has run."""
