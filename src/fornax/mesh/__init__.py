@@ -1,5 +1,13 @@
 """Devices, named meshes, sharding rules, dtypes and process start-up."""
 
+from fornax.mesh.balance import (
+    balance_ids,
+    balance_length,
+    balanced_order,
+    balances,
+    gather_balanced,
+    restore_length,
+)
 from fornax.mesh.capabilities import (
     MESH_AXES,
     USES,
@@ -45,6 +53,10 @@ __all__ = [
     "Rules",
     "axes_in_use",
     "axes_table",
+    "balance_ids",
+    "balance_length",
+    "balanced_order",
+    "balances",
     "check_processes",
     "check_use",
     "clear_caches",
@@ -54,6 +66,7 @@ __all__ = [
     "dividing",
     "find_processes",
     "fit_mesh",
+    "gather_balanced",
     "initialize",
     "keep_freed_memory",
     "leave",
@@ -65,6 +78,7 @@ __all__ = [
     "partition_spec",
     "path_name",
     "processes_table",
+    "restore_length",
     "shards",
     "tree_shardings",
     "use_mesh",

@@ -61,6 +61,7 @@ def attend_uncached(
         positions_q_BT=context.positions_BT,
         positions_k_BS=context.positions_BT,
         consecutive=context.consecutive,
+        balanced=context.balanced,
         segment_ids_q_BT=context.segment_ids_BT,
         segment_ids_k_BS=context.segment_ids_BT,
         window=options.window,

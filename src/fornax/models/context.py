@@ -21,5 +21,7 @@ class LayerContext:
     """Cosines and sines by `LayerKind.rope`."""
     consecutive: bool = False
     """Whether positions count up by one with the index inside each document."""
+    balanced: bool = False
+    """Whether tokens lie in balanced order over the devices that divide the length."""
     implementation: str | None = None
     """Attention implementation to force; None lets `kernels.attention` choose."""

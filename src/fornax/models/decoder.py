@@ -14,7 +14,15 @@ from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.config.errors import ConfigError
-from fornax.mesh import axes_in_use, constrain, shards
+from fornax.mesh import (
+    axes_in_use,
+    balance_ids,
+    balance_length,
+    balances,
+    constrain,
+    restore_length,
+    shards,
+)
 from fornax.models.attend import KeyValueCache
 from fornax.models.cache import Cache
 from fornax.models.capabilities import check_model
@@ -164,23 +172,32 @@ class Decoder(nnx.Module):
             consecutive = positions_BT is None
         if positions_BT is None:
             positions_BT = document_positions(tokens_BT.shape, segment_ids_BT)
+        balanced = balances(tokens_BT.shape[1], shards(axes_in_use("length")))
+        if balanced:
+            positions_BT = balance_ids(positions_BT)
+            segment_ids_BT = None if segment_ids_BT is None else balance_ids(segment_ids_BT)
         context = LayerContext(
             positions_BT=positions_BT,
             segment_ids_BT=segment_ids_BT,
             rotations=dict(rotations(self.config, positions_BT)),
             consecutive=consecutive,
+            balanced=balanced,
             implementation=implementation,
         )
+        if balanced and disturb is None:
+            tokens_BT = balance_ids(tokens_BT)
         x_BTD = self.embed(tokens_BT)
-        if disturb is not None:
+        if disturb is not None:  # of the tokens in order, on any mesh
             x_BTD = disturb(x_BTD)
+            x_BTD = balance_length(x_BTD) if balanced else x_BTD
         x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
         run: Callable[..., tuple[jax.Array, Routing | None]] = run_layers
         if shards(("stage",)) > 1:
             run = functools.partial(run_pipeline, pipeline=pipeline or PipelineConfig())
         kinds = self.config.layer_kinds()
         x_BTD, routing = run(self.layers, kinds, x_BTD, context, remat=remat, unroll=unroll)
-        return self.final_norm(x_BTD), routing
+        x_BTD = self.final_norm(x_BTD)
+        return restore_length(x_BTD) if balanced else x_BTD, routing
 
     def prefill(
         self, tokens_BT: jax.Array, segment_ids_BT: jax.Array, cache: Cache

@@ -115,6 +115,7 @@ def _call(batch: int, length: int, **changes: Any) -> kernels.AttentionCall:
         sinks=False,
         positions=True,
         consecutive=True,
+        balanced=False,
         segments=True,
         length_shards=1,
     )

@@ -6,6 +6,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as upstream
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
 
 from fornax.kernels._attention.blocks import Band, Blocks, choose_blocks, product_flops
+from fornax.mesh import balanced_order
 
 
 def _seen(band: Band, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -36,6 +37,33 @@ def test_visited_blocks_are_those_that_the_kernel_runs() -> None:
     assert info.block_mask is not None
     ran = np.count_nonzero(info.block_mask)
     assert Band(least=0, most=window - 1).visited((T, T), blocks) == ran
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_balanced_devices_run_the_blocks_of_the_middle_queries(window: int | None) -> None:
+    """Each of them, without a window; else at most."""
+    T, devices, blocks = 2048, 4, (128, 256)
+    band = Band(least=0, most=None if window is None else window - 1)
+    mask = (
+        upstream.CausalMask((T, T))
+        if window is None
+        else upstream.LocalMask((T, T), window_size=(window - 1, 0), offset=0)
+    )
+    parts = np.arange(T, dtype=np.int32).reshape(2 * devices, -1)
+    mask.q_sequence = parts[balanced_order(devices)].reshape(-1)
+    info, _ = splash_attention_mask_info.process_mask(
+        upstream.MultiHeadMask([mask]), blocks, head_shards=1, q_seq_shards=devices
+    )
+    assert info.block_mask is not None
+    ran = np.count_nonzero(info.block_mask[0].reshape(devices, -1), axis=1)
+    own = T // devices
+    middle = band.visited((own, T), blocks, (T - own) // 2)
+    last = band.visited((own, T), blocks, T - own)
+    if window is None:
+        assert ran.tolist() == [middle] * devices
+        assert middle < 0.65 * last
+    else:
+        assert max(ran) == middle
 
 
 @pytest.mark.parametrize("T", [128, 384, 2048, 2176, 8192, 131072])

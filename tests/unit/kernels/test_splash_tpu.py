@@ -45,7 +45,8 @@ for case in json.loads(sys.argv[2]):
     calls = text.count('custom_call_target="tpu_custom_call"')
     costs = re.findall(r'op_name="[^"]*splash:fwd=[0-9]+,dkv=[0-9]+,dq=[0-9]+/[^"]*_call"', text)
     itemsize = jnp.dtype(dtype).itemsize
-    blocks = choose_blocks(T // mesh.shape["context"], T, H, itemsize, case.get("window"))
+    parts = mesh.shape["context"] * (2 if case.get("balanced") else 1)
+    blocks = choose_blocks(T // parts, T, H, itemsize, case.get("window"))
     assert calls == (2 if blocks.fused else 3), (calls, blocks)
     assert len(costs) >= calls
 """
@@ -54,6 +55,7 @@ _CASES = [
     {},
     {"window": 1024, "softcap": 50.0, "T": 4096},
     {"mesh": {"context": 4}, "T": 4096},
+    {"mesh": {"context": 4}, "T": 4096, "balanced": True},
     {"H": 64},
     {"H": 256},
     {"dtype": "float32"},
@@ -67,7 +69,7 @@ _MANY = [
     {"T": 8192, "H": 80, "K": 8},
     {"T": 8192, "dtype": "float32"},
     {"T": 8192, "dtype": "float32", "H": 256, "softcap": 30.0},
-    {"T": 32768, "mesh": {"context": 4}},
+    {"T": 32768, "mesh": {"context": 4}, "balanced": True},
 ]
 
 

@@ -40,6 +40,8 @@ class AttentionCall:
     """Whether positions were given; without them a token's index is its position."""
     consecutive: bool
     """Whether, between two tokens of one document, positions differ as indexes do."""
+    balanced: bool
+    """Whether tokens lie in balanced order over those devices; indexes are those in order."""
     segments: bool
     length_shards: int
     """Devices over which the mesh in use divides the length."""
@@ -62,6 +64,7 @@ class AttentionInputs:
     window: int | None
     softcap: float | None
     consecutive: bool
+    balanced: bool
 
 
 def fill(inputs: AttentionInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -113,6 +116,7 @@ def describe(inputs: AttentionInputs, length_shards: int) -> AttentionCall:
         sinks=inputs.sinks_N is not None,
         positions=inputs.positions_q_BT is not None,
         consecutive=inputs.consecutive or inputs.positions_q_BT is None,
+        balanced=inputs.balanced,
         segments=inputs.segment_ids_q_BT is not None,
         length_shards=length_shards,
     )
@@ -141,6 +145,11 @@ def _check(inputs: AttentionInputs) -> None:
             f"attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}; use one floating dtype for all"
         )
     _check_pair("positions", inputs.positions_q_BT, inputs.positions_k_BS, (B, T), (B, S))
+    if inputs.balanced and inputs.positions_q_BT is None:
+        raise KernelError(
+            "attention: tokens in balanced order have positions that are not their indexes; pass "
+            "positions_q_BT and positions_k_BS"
+        )
     _check_pair("segment_ids", inputs.segment_ids_q_BT, inputs.segment_ids_k_BS, (B, T), (B, S))
     if inputs.positions_q_BT is None and T != S and (inputs.causal or inputs.window is not None):
         raise KernelError(

@@ -23,7 +23,8 @@ def benchmark(
 ) -> Callable[[], object]:
     """Return a function that computes output and gradients of one device's share of `call`.
 
-    Where the mesh divides the length, that is the share of the device with the last queries.
+    Where the mesh divides the length, that is the share of the device with the last queries, or in
+    balanced order with the middle ones.
     """
     rng = np.random.default_rng(0)
     B, T, S = call.batch, call.queries // call.length_shards, call.keys
@@ -38,7 +39,8 @@ def benchmark(
     sinks_N = normal(call.heads) if call.sinks else None
     positions_S = np.arange(S, dtype=np.int32)
     positions_k_BS = np.broadcast_to(positions_S, (B, S))
-    positions_q_BT = np.broadcast_to(positions_S[S - T :] if T <= S else np.arange(T), (B, T))
+    first = S - T if not call.balanced else (S - T) // 2
+    positions_q_BT = np.broadcast_to(positions_S[first:][:T] if T <= S else np.arange(T), (B, T))
     ones = np.ones((B, max(T, S)), np.int32)
 
     def loss(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
@@ -57,6 +59,7 @@ def benchmark(
                 window=call.window,
                 softcap=call.softcap,
                 consecutive=call.consecutive,
+                balanced=False,
             )
         )
         return jnp.sum(o_BTNH.astype(jnp.float32))
@@ -89,6 +92,7 @@ def attention(
     positions_q_BT: jax.Array | None = None,
     positions_k_BS: jax.Array | None = None,
     consecutive: bool = False,
+    balanced: bool = False,
     segment_ids_q_BT: jax.Array | None = None,
     segment_ids_k_BS: jax.Array | None = None,
     window: int | None = None,
@@ -112,6 +116,8 @@ def attention(
         consecutive: promises that queries and keys are the same tokens and that positions count up
             by one with the index inside each document, as in packed rows; a kernel that masks by
             index can then run. Nothing checks it.
+        balanced: says that tokens lie in balanced order over the devices of the mesh that divide
+            the length (`fornax.mesh.balance`); `consecutive` is then of the tokens in order.
         segment_ids_q_BT: int32 document of each query. Queries see keys of their own document only;
             0 is padding: it attends to nothing and its output is zeros.
         segment_ids_k_BS: int32 document of each key.
@@ -142,6 +148,7 @@ def attention(
         window=window,
         softcap=softcap,
         consecutive=consecutive,
+        balanced=balanced,
     )
     call = describe(inputs, shards(axes_in_use("length")))
     return attention_operation.choose(call, implementation).run(inputs)

@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fornax.kernels._attention.blocks import LANES, Band, Blocks, choose_blocks, product_flops
 from fornax.kernels._attention.call import AttentionCall, AttentionInputs
 from fornax.kernels._attention.sharded import divide
 from fornax.kernels.registry import interpreting
-from fornax.mesh import axes_in_use, mesh_in_use, shards
+from fornax.mesh import axes_in_use, balanced_order, gather_balanced, mesh_in_use, shards
 
 __all__ = ["declines", "splash"]
 
@@ -54,9 +55,10 @@ def splash(inputs: AttentionInputs) -> jax.Array:
     mesh, length = mesh_in_use(), axes_in_use("length")
     rows, heads = divide(inputs.q_BTNH, inputs.k_BSKH)
     blocks = _blocks(inputs, shards(length))
+    order = balanced_order(shards(length)) if inputs.balanced else None
     local_heads = inputs.q_BTNH.shape[2] // shards(heads)
     kernel = upstream.make_splash_mha(
-        upstream.MultiHeadMask([_mask(upstream, inputs)] * local_heads),
+        upstream.MultiHeadMask([_mask(upstream, inputs, order)] * local_heads),
         block_sizes=upstream.BlockSizes(
             block_q=blocks.queries,
             block_kv=blocks.keys,
@@ -77,7 +79,11 @@ def splash(inputs: AttentionInputs) -> jax.Array:
     )
     ids = ()
     if inputs.segment_ids_q_BT is not None and inputs.segment_ids_k_BS is not None:
-        ids = (inputs.segment_ids_q_BT, inputs.segment_ids_k_BS)
+        keys = inputs.segment_ids_k_BS
+        if order is not None:  # the keys are gathered in order
+            parts = keys.reshape(len(keys), len(order), -1)
+            keys = parts[:, np.argsort(order)].reshape(keys.shape)
+        ids = (inputs.segment_ids_q_BT, keys)
     sinks = () if inputs.sinks_N is None else (inputs.sinks_N,)
     attend = functools.partial(_attend, upstream, inputs.scale, _scope(inputs, blocks))
     arrays = (inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH)
@@ -87,7 +93,7 @@ def splash(inputs: AttentionInputs) -> jax.Array:
     by_head = PartitionSpec(rows, length or None, heads, None)
     by_row = PartitionSpec(rows, length or None), PartitionSpec(rows, None)
     return jax.shard_map(
-        functools.partial(attend, length),
+        functools.partial(attend, length, balanced=inputs.balanced),
         mesh=mesh,
         in_specs=(
             kernel.manual_sharding_spec(where),
@@ -109,10 +115,14 @@ def _attend(
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     ids: tuple[jax.Array, ...],
     sinks: tuple[jax.Array, ...],
+    *,
+    balanced: bool = False,
 ) -> jax.Array:
     """Run the kernel on one device's part; `length` are the mesh axes to gather keys over."""
     q_BTNH, k_BSKH, v_BSKH = arrays
-    if length:
+    if balanced:
+        k_BSKH, v_BSKH = (gather_balanced(x, length) for x in (k_BSKH, v_BSKH))
+    elif length:
         k_BSKH = jax.lax.all_gather(k_BSKH, length, axis=1, tiled=True)
         v_BSKH = jax.lax.all_gather(v_BSKH, length, axis=1, tiled=True)
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scale, k_BSKH, v_BSKH))
@@ -134,31 +144,41 @@ def _band(inputs: AttentionInputs) -> Band:
     return Band(least=None if most is None else -most, most=most)
 
 
-def _mask(upstream: Any, inputs: AttentionInputs) -> Any:
-    """Return the kernel's mask by index for one head."""
+def _mask(upstream: Any, inputs: AttentionInputs, order: np.ndarray | None) -> Any:
+    """Return the kernel's mask by index for one head; `order` is that of the queries' parts."""
     shape = (inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1])
     band = _band(inputs)
     if band.most is not None and band.least is not None:
-        return upstream.LocalMask(shape, window_size=(band.most, -band.least), offset=0)
-    return upstream.CausalMask(shape) if inputs.causal else upstream.FullMask(shape)
+        mask = upstream.LocalMask(shape, window_size=(band.most, -band.least), offset=0)
+    elif not inputs.causal:
+        return upstream.FullMask(shape)
+    else:
+        mask = upstream.CausalMask(shape)
+    if order is not None:
+        parts = np.arange(shape[0], dtype=np.int32).reshape(len(order), -1)
+        mask.q_sequence = parts[order].reshape(-1)
+    return mask
 
 
 def _blocks(inputs: AttentionInputs, parts: int) -> Blocks:
     _, T, _, H = inputs.q_BTNH.shape
     V = inputs.v_BSKH.shape[3]
     itemsize = inputs.q_BTNH.dtype.itemsize
-    return choose_blocks(T // parts, T, max(H, V), itemsize, inputs.window)
+    own = T // parts // (2 if inputs.balanced else 1)
+    return choose_blocks(own, T, max(H, V), itemsize, inputs.window)
 
 
 def _scope(inputs: AttentionInputs, blocks: Blocks) -> str:
     """Return a name that tells a reader of the compiled program what the kernels cost a device.
 
-    Where the length is divided it is the cost of the device with the last queries, the highest.
+    Where the length is divided it is the cost of the device with the last queries, the highest; in
+    balanced order all have that of the middle ones.
     """
     B, T, N, H = inputs.q_BTNH.shape
     rows, heads = divide(inputs.q_BTNH, inputs.k_BSKH)
     own = T // shards(axes_in_use("length"))
     V = inputs.v_BSKH.shape[3]
-    flops = product_flops(_band(inputs), blocks, own, T, H, V, T - own)
+    first = (T - own) // 2 if inputs.balanced else T - own
+    flops = product_flops(_band(inputs), blocks, own, T, H, V, first)
     calls = B // shards(rows) * (N // shards(heads))
     return "splash:" + ",".join(f"{name}={calls * count}" for name, count in flops.items())

@@ -66,6 +66,7 @@ def attention_choice(local: LocalStep, window: int | None) -> kernels.Choice:
         sinks=model.attention_sinks,
         positions=True,
         consecutive=True,
+        balanced=local.balanced,
         segments=True,
         length_shards=local.context,
     )
@@ -81,18 +82,19 @@ def _splash(local: LocalStep, window: int | None) -> AttentionWork:
     T, S, H, V = _sizes(local)
     item = local.compute_bytes
     band = Band(least=0, most=None if window is None else window - 1)
-    blocks = choose_blocks(T, S, max(H, V), item, window)
+    blocks = choose_blocks(T // 2 if local.balanced else T, S, max(H, V), item, window)
     calls = local.rows * local.shares.attention_heads
-    # Devices that share a row's length wait for the one with the last queries.
-    flops = product_flops(band, blocks, T, S, H, V, S - T)
-    forward = band.visited((T, S), (blocks.queries, blocks.keys), S - T)
-    backward = band.visited((T, S), (blocks.queries_backward, blocks.keys_backward), S - T)
+    # Devices that share a row's length wait for the one with the last queries, unless balanced.
+    first = (S - T) // 2 if local.balanced else S - T
+    flops = product_flops(band, blocks, T, S, H, V, first)
+    forward = band.visited((T, S), (blocks.queries, blocks.keys), first)
+    backward = band.visited((T, S), (blocks.queries_backward, blocks.keys_backward), first)
     parts = S // blocks.keys_backward if blocks.fused else 1
     # Of queries and outputs, or keys and values: a row of both widths.
     forward_rows = T + forward * blocks.keys
     backward_rows = backward * blocks.queries_backward + 2 * S
     if not blocks.fused:
-        again = band.visited((T, S), (blocks.queries_backward, blocks.keys_dq), S - T)
+        again = band.visited((T, S), (blocks.queries_backward, blocks.keys_dq), first)
         backward_rows += again * blocks.keys_dq + T
     return AttentionWork(
         forward_flops=calls * flops["fwd"],

@@ -231,6 +231,15 @@ def _context(local: LocalStep) -> Iterable[Exchange]:
     yield Exchange(
         name="reduce gradients of keys and values", kind="reduce-scatter", count=runs, **common
     )
+    if local.balanced:
+        yield Exchange(
+            name="put balanced tokens back in order",
+            kind="collective-permute",
+            axes=axes,
+            bytes=local.tokens * local.model.hidden_size * local.compute_bytes,
+            count=2 * local.config.accumulate,
+            blocking=True,
+        )
 
 
 def _offload(local: LocalStep) -> Iterable[Exchange]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from fornax.config.errors import ConfigError
-from fornax.mesh import MESH_AXES, Rules
+from fornax.mesh import MESH_AXES, Rules, balances
 from fornax.models import DecoderConfig
 from fornax.plan.topology import Topology
 from fornax.train import Hosts, TrainConfig
@@ -72,6 +72,11 @@ class LocalStep:
     def context(self) -> int:
         """Devices that share a row's length."""
         return self.size("length")
+
+    @property
+    def balanced(self) -> bool:
+        """Whether each of them has early and late tokens."""
+        return balances(self.config.seq_len, self.context)
 
     def size(self, logical: str) -> int:
         """Over how many devices a logical axis is divided."""
