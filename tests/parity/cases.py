@@ -20,6 +20,7 @@ _BASE: dict[str, Any] = {
 }
 _CLASSES: dict[str, Any] = {
     "llama": hf.LlamaConfig,
+    "llama4": hf.Llama4TextConfig,
     "mistral": hf.MistralConfig,
     "qwen2": hf.Qwen2Config,
     "qwen3": hf.Qwen3Config,
@@ -114,6 +115,15 @@ _DEEPSEEK_YARN = {
     "original_max_position_embeddings": 16,
     "beta_fast": 4.0,
     "mscale": 1.0,
+}
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 56,
+    "num_local_experts": 4,
+    "attention_chunk_size": 8,
+    "floor_scale": 5,
 }
 _MINIMAX_M2 = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
 
@@ -468,6 +478,37 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         24,
     ),
+    "llama4": (
+        "llama4",
+        {
+            **_LLAMA4,
+            **_rope("llama3", **_LLAMA3),
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [],
+        },
+        40,
+    ),
+    "llama4-options": (
+        "llama4",
+        {
+            **_LLAMA4,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 3],
+            "no_rope_layers": [1, 0, 0, 1, 1],
+            "layer_types": ["chunked_attention"] * 2 + ["full_attention"] * 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "attn_scale": 0.4,
+            "attention_chunk_size": 12,
+            "tie_word_embeddings": True,
+        },
+        24,
+    ),
+    "llama4-dense": (
+        "llama4",
+        {**_LLAMA4, "moe_layers": [], "attn_temperature_tuning": False},
+        24,
+    ),
     "minimax-m2": ("minimax_m2", {**_MINIMAX_M2, "rotary_dim": 8}, 24),
     "minimax-m2-options": (
         "minimax_m2",
@@ -556,12 +597,16 @@ GENERATION_CASES = (
     "deepseek-v3",
     "qwen3-next",
     "qwen3-5-options",
+    "llama4",
 )
 """One case for each way of attending."""
 
-UNPACKED = ("gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+UNPACKED = ("gpt_oss", "llama4", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Families whose oracle takes packed documents for one: it makes its masks without positions, or
 carries the state of linear layers on. Each document is given to it by itself."""
+
+UNPADDED = ("llama4",)
+"""Families whose oracle counts positions by columns: padded rows are given to it without."""
 
 
 def build(name: str) -> tuple[Any, int]:

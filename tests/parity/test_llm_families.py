@@ -45,6 +45,8 @@ SERVED = (
     "deepseek-v2-lite",
     "deepseek-v3",
     "glm4-moe",
+    "llama4",
+    "llama4-options",
     "minimax-m2-options",
     "mistral4",
     "gpt-oss",

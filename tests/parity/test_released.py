@@ -73,7 +73,10 @@ def test_layers_attend_alike(name: str) -> None:
     if types is None:
         assert windows == [window] * config.num_layers
     else:
-        assert windows == [window if kind == "sliding_attention" else None for kind in types]
+        chunk = getattr(oracle, "attention_chunk_size", None)
+        sizes = {"sliding_attention": window, "chunked_attention": chunk}
+        assert windows == [sizes.get(kind) for kind in types]
+        assert [kind.chunked for kind in kinds] == [kind == "chunked_attention" for kind in types]
         assert linear == [kind == "linear_attention" for kind in types]
     rotates = [int(kind.rope != "none" or kind.attention == "gated_delta") for kind in kinds]
     assert rotates == list(getattr(oracle, "no_rope_layers", None) or [1] * config.num_layers)

@@ -1,4 +1,4 @@
-"""Gemma 3, Mistral 3 and Qwen3.5 with vision towers: the decoder alone is loaded."""
+"""Gemma 3, Llama 4, Mistral 3, Qwen3.5 with vision towers: the decoder alone is loaded."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from tests.parity.conftest import oracle_logits
 
-from fornax.models import load_pretrained, save_pretrained
+from fornax.models import Decoder, load_pretrained, save_pretrained
 
 pytestmark = pytest.mark.parity
 TEXT = {
@@ -178,8 +178,32 @@ def test_mistral3_is_its_text_model(kind: str, tied: bool, tmp_path: Path) -> No
     _compare(model, tmp_path / "whole")
     ours = load_pretrained(tmp_path / "whole")
     assert ours.config.tie_embeddings is tied
-    save_pretrained(ours, tmp_path / "text")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    _save_as_text(ours, model, tmp_path / "text", kind)
+
+
+def test_llama4_with_a_vision_tower_is_its_text_model(tmp_path: Path) -> None:
+    text = {
+        **_DECODER,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
+    }
+    widths = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32)
+    vision = {**_PIXTRAL, **widths, "intermediate_size": 32, "model_type": "llama4_vision_model"}
+    config = transformers.Llama4Config(text_config=text, vision_config=vision)
+    model = transformers.Llama4ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "whole")
+    _compare(model, tmp_path / "whole")
+    ours = load_pretrained(tmp_path / "whole")
+    _save_as_text(ours, model, tmp_path / "text", "llama4_text")
+
+
+def _save_as_text(ours: Decoder, model: Any, folder: Path, kind: str) -> None:
+    save_pretrained(ours, folder)
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert again.config.model_type == kind
     tokens = np.arange(3, 27, dtype=np.int32)[None]
     np.testing.assert_allclose(

@@ -188,11 +188,17 @@ def limits_without_cache(
             f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}: a step must hold "
             "a token of every running sequence"
         )
+    page_size = config.block_size or _page_size(target.platform, seqs, length)
+    if model.attention_chunk is not None and model.attention_chunk % page_size:
+        raise ConfigError(
+            f"block_size={page_size} does not divide the model's chunks of "
+            f"{model.attention_chunk} positions; use one that does"
+        )
     return Limits(
         max_model_len=length,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
-        page_size=config.block_size or _page_size(target.platform, seqs, length),
+        page_size=page_size,
         num_pages=(0,) * len(cache_windows(model)),
         cache_dtype=_cache_dtype(config, weights_dtype),
         cache_heads=cache_heads(model, target.platform, size),

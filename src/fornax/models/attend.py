@@ -41,6 +41,23 @@ class AttendOptions:
     scale: float
     window: int | None
     softcap: float | None
+    chunked: bool = False
+    """Whether windows lie side by side; see `LayerKind`."""
+
+    def documents(
+        self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None
+    ) -> jax.Array | None:
+        """int32 ids [B, T] of the tokens that see each other; 0 for padding, None where all do.
+
+        Chunks are documents of their own. Keys a window away are not seen anyway, so neighbouring
+        chunks need two numbers only.
+        """
+        if not self.chunked or self.window is None:
+            return segment_ids_BT
+        odd_BT = positions_BT // self.window % 2
+        if segment_ids_BT is None:
+            return 1 + odd_BT
+        return jnp.where(segment_ids_BT == 0, 0, 2 * segment_ids_BT + odd_BT)
 
 
 def attend_uncached(
@@ -52,6 +69,7 @@ def attend_uncached(
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attend among this pass's own tokens -> o [B, T, N, V]; remat may keep what it takes."""
+    documents_BT = options.documents(context.positions_BT, context.segment_ids_BT)
     return kernels.attention(
         checkpoint_name(q_BTNH, "query"),
         checkpoint_name(k_BTKH, "key"),
@@ -62,8 +80,8 @@ def attend_uncached(
         positions_k_BS=context.positions_BT,
         consecutive=context.consecutive,
         balanced=context.balanced,
-        segment_ids_q_BT=context.segment_ids_BT,
-        segment_ids_k_BS=context.segment_ids_BT,
+        segment_ids_q_BT=documents_BT,
+        segment_ids_k_BS=documents_BT,
         window=options.window,
         softcap=options.softcap,
         sinks_N=sinks_N,
@@ -73,7 +91,7 @@ def attend_uncached(
 
 def grow_queries(q_BTNH: jax.Array, positions_BT: jax.Array, scaling: QueryScaling) -> jax.Array:
     """Queries q [B, T, N, H] times what their position gives; see `QueryScaling`."""
-    lengths_BT = (positions_BT // scaling.length).astype(jnp.float32)
+    lengths_BT = ((positions_BT + scaling.shift) // scaling.length).astype(jnp.float32)
     factor_BT = 1 + scaling.beta * jnp.log1p(lengths_BT)
     return q_BTNH * factor_BT[:, :, None, None].astype(q_BTNH.dtype)
 

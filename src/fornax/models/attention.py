@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from fornax import kernels
 from fornax.mesh import constrain
 from fornax.models.attend import AttendOptions, LayerCache, attend_uncached, grow_queries
 from fornax.models.config import DecoderConfig, LayerKind
@@ -48,6 +49,7 @@ class Attention(nnx.Module):
         self.k_norm = _qk_norm(config, K, dtype)
         sinks = jnp.zeros((N,), dtype)
         self.sinks = nnx.Param(sinks, axes=("heads",)) if config.attention_sinks else None
+        self.unweighted_eps = config.norm_eps if config.qk_norm == "unweighted" else None
         self.gated = config.attention_gate
         self.clip = config.qkv_clip
         self.query_scaling = config.query_scaling
@@ -75,11 +77,19 @@ class Attention(nnx.Module):
         if kind.rope != "none":
             rotation = context.rotations[kind.rope]
             q_BTNH, k_BTKH = apply_rope(q_BTNH, rotation), apply_rope(k_BTKH, rotation)
-        if self.query_scaling is not None:
-            q_BTNH = grow_queries(q_BTNH, context.positions_BT, self.query_scaling)
+            if self.unweighted_eps is not None:
+                ones_H = jnp.ones(q_BTNH.shape[3])
+                q_BTNH, k_BTKH = (
+                    kernels.rms_norm(x, ones_H, eps=self.unweighted_eps) for x in (q_BTNH, k_BTKH)
+                )
+        scaling = self.query_scaling
+        if scaling is not None and (scaling.layers == "all" or kind.rope == "none"):
+            q_BTNH = grow_queries(q_BTNH, context.positions_BT, scaling)
         q_BTNH = constrain(q_BTNH, ("batch", "length", "activation_heads", None))
         sinks_N = None if self.sinks is None else self.sinks[...]
-        options = AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
+        options = AttendOptions(
+            scale=self.scale, window=kind.window, softcap=self.softcap, chunked=kind.chunked
+        )
         if cache is not None:
             o_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, options, sinks_N)
             return self.o(_gate(o_BTNH, gate_BTNH)), cache
@@ -92,7 +102,7 @@ def _gate(o_BTNH: jax.Array, gate_BTNH: jax.Array | None) -> jax.Array:
 
 
 def _qk_norm(config: DecoderConfig, heads: int, dtype: DTypeLike) -> RMSNorm | None:
-    if config.qk_norm == "none":
+    if config.qk_norm in ("none", "unweighted"):
         return None
     over = (config.head_width,) if config.qk_norm == "head" else (heads, config.head_width)
     return RMSNorm(over, config, dtype=dtype)

@@ -100,6 +100,8 @@ class Cache:
         if v_LBSKH is not None and v_BTKH is not None:
             v_LBSKH = self._put(v_LBSKH, v_BTKH, place)
         length = q_BTNH.shape[1]
+        documents_BS = options.documents(self.positions_BS, self.segment_ids_BS)
+        assert documents_BS is not None
         o_BTNH = kernels.attention(
             q_BTNH,
             _layer(k_LBSKH, place).astype(q_BTNH.dtype),
@@ -108,8 +110,8 @@ class Cache:
             causal=True,
             positions_q_BT=self._last(self.positions_BS, length),
             positions_k_BS=self.positions_BS,
-            segment_ids_q_BT=self._last(self.segment_ids_BS, length),
-            segment_ids_k_BS=self.segment_ids_BS,
+            segment_ids_q_BT=self._last(documents_BS, length),
+            segment_ids_k_BS=documents_BS,
             window=options.window,
             softcap=options.softcap,
             sinks_N=sinks_N,

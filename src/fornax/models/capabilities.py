@@ -70,6 +70,12 @@ _PARTS = (
         },
     ),
     _Part(
+        "chunked attention",
+        lambda config: config.attention_chunk is not None,
+        tuple(use for use in MODEL_USES if use != "vLLM plugin"),
+        {"vLLM plugin": "serve it with `fornax serve`"},
+    ),
+    _Part(
         "linear attention (gated DeltaNet)",
         lambda config: config.gated_delta is not None,
         ("train", "tune"),

@@ -15,12 +15,17 @@ __all__ = ["DecoderConfig", "LayerKind", "QueryScaling"]
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScaling:
-    """Queries times 1 + beta log(1 + floor(position / length)), after rotation (Llama 4)."""
+    """Queries times 1 + beta log(1 + floor((position + shift) / length)), after rotation (Llama 4,
+    Nakanishi 2025)."""
 
     beta: float
     """How fast queries grow."""
     length: int
     """Positions up to which they do not."""
+    shift: Literal[0, 1] = 0
+    """1 counts positions from 1."""
+    layers: Literal["all", "unrotated"] = "all"
+    """Which layers' queries grow: all, or those of layers without rotation."""
 
     def __post_init__(self) -> None:
         """Check the length."""
@@ -32,7 +37,7 @@ class LayerKind:
     """What may differ from layer to layer, all of it static: the parts a kernel specialises on."""
 
     window: int | None
-    """Keys visible to a query, itself included; None for all before it."""
+    """Keys visible to a query, itself included, at most; None for all before it."""
     rope: Literal["global", "local", "none"]
     """Which rotary embedding the layer's queries and keys get."""
     attention: Literal["attention", "latent", "gated_delta"] = "attention"
@@ -41,6 +46,9 @@ class LayerKind:
     """The layer's second branch: one MLP, or a mixture of experts."""
     placement: Literal["pre", "post", "sandwich"] = "pre"
     """Where its norms stand."""
+    chunked: bool = False
+    """Whether windows lie side by side, so that a query sees no key before its own window's first,
+    instead of behind each query."""
 
     def parts(self) -> tuple[str, ...]:
         """What the layer consists of: its attributes of `DecoderLayer`, in order."""
@@ -85,7 +93,9 @@ class DecoderConfig:
     """Whether a layer rotates at all (False: NoPE), repeated over the layers."""
     sliding_window: int | None = None
     """Keys visible in a sliding-window layer, the query's own included."""
-    attention_pattern: tuple[Literal["full", "sliding", "linear"], ...] = ("full",)
+    attention_chunk: int | None = None
+    """Positions of a chunk in a chunked layer, where tokens see the tokens of their own chunk."""
+    attention_pattern: tuple[Literal["full", "sliding", "chunked", "linear"], ...] = ("full",)
     """Kind of each layer's attention, repeated over the layers."""
     experts: ExpertsConfig | None = None
     """The mixture of experts that takes the MLP's place; None for none."""
@@ -99,8 +109,9 @@ class DecoderConfig:
     """Whether the attention's output projection has a bias."""
     mlp_bias: bool = False
     """Whether the MLP's projections have a bias."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm of queries and keys: over each head, or over all heads' width together."""
+    qk_norm: Literal["none", "head", "full", "unweighted"] = "none"
+    """RMSNorm of queries and keys: over each head, over all heads' width together, or over each
+    head without a weight, after rotation and only in layers that rotate (Llama 4)."""
     qkv_clip: float | None = None
     """Queries, keys and values are cut to within -c and c, before rotation; None leaves them."""
     query_pre_attn_scalar: float | None = None
@@ -225,6 +236,16 @@ class DecoderConfig:
                 f"sliding_window={self.sliding_window} is used by no layer; put 'sliding' in "
                 "attention_pattern, or leave the window out"
             )
+        if (self.attention_chunk is not None) != ("chunked" in self.attention_pattern):
+            raise ConfigError(
+                f"attention_pattern={self.attention_pattern!r} and attention_chunk="
+                f"{self.attention_chunk} do not go together: chunked layers need the length of a "
+                "chunk, and it a layer that is chunked"
+            )
+        if {"sliding", "chunked"} <= set(self.attention_pattern):
+            raise ConfigError(
+                "attention_pattern has sliding and chunked layers; a model can have one of the two"
+            )
         if self.local_rope is not None and "sliding" not in self.attention_pattern:
             raise ConfigError("local_rope is used by no layer: attention_pattern has no 'sliding'")
         if not self.mlps:
@@ -316,11 +337,13 @@ class DecoderConfig:
     def _kind(self, index: int) -> LayerKind:
         attends = self.attention_pattern[index % len(self.attention_pattern)]
         sliding, linear = attends == "sliding", attends == "linear"
+        chunked = attends == "chunked"
         rotates = not linear and self.rope_pattern[index % len(self.rope_pattern)]
         where = "local" if sliding and self.local_rope is not None else "global"
         mlps = self.mlps
         return LayerKind(
-            window=self.sliding_window if sliding else None,
+            window=self.attention_chunk if chunked else self.sliding_window if sliding else None,
+            chunked=chunked,
             rope=where if rotates else "none",
             attention="gated_delta" if linear else "latent" if self.latent else "attention",
             mlp=mlps[index % len(mlps)],
@@ -347,6 +370,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
     "sliding_window",
+    "attention_chunk",
     "qkv_clip",
     "query_pre_attn_scalar",
     "attention_logit_softcap",

@@ -71,7 +71,7 @@ def _attention_vectors(config: DecoderConfig, kind: LayerKind) -> int:
     if kind.attention == "gated_delta" and delta is not None:
         convolutions = delta.conv_width * (2 * delta.key_width + delta.value_width)
         return convolutions + 2 * delta.num_value_heads + delta.value_dim
-    count = {"none": 0, "head": 2 * H, "full": (N + K) * H}[config.qk_norm]
+    count = {"none": 0, "unweighted": 0, "head": 2 * H, "full": (N + K) * H}[config.qk_norm]
     queries = 2 * N if config.attention_gate else N
     count += (queries + 2 * K) * H if config.qkv_bias else 0
     count += D if config.attention_output_bias else 0

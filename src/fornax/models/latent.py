@@ -116,8 +116,9 @@ class LatentAttention(nnx.Module):
             q_BTNU, q_BTNP = jnp.split(q_BTNH, [self.config.unrotated_dim], axis=-1)
             q_BTNH = jnp.concatenate([q_BTNU, apply_rope(q_BTNP, rotation)], axis=-1)
             shared_BT1P = apply_rope(shared_BT1P, rotation)
-        if self.query_scaling is not None:
-            q_BTNH = grow_queries(q_BTNH, context.positions_BT, self.query_scaling)
+        scaling = self.query_scaling
+        if scaling is not None and (scaling.layers == "all" or kind.rope == "none"):
+            q_BTNH = grow_queries(q_BTNH, context.positions_BT, scaling)
         q_BTNH = constrain(q_BTNH, ("batch", "length", "activation_heads", None))
         return q_BTNH, self.kv_norm(latent_BTR), shared_BT1P
 
@@ -143,7 +144,9 @@ class LatentAttention(nnx.Module):
         return jnp.einsum("BTNR,RNV->BTNV", o_BTNR[..., : latent_BTR.shape[2]], up_RNV), cache
 
     def _options(self, kind: LayerKind) -> AttendOptions:
-        return AttendOptions(scale=self.scale, window=kind.window, softcap=self.softcap)
+        return AttendOptions(
+            scale=self.scale, window=kind.window, softcap=self.softcap, chunked=kind.chunked
+        )
 
     def _up(self) -> jax.Array:
         """The up-projection w [R, N, U + V] in the compute dtype."""

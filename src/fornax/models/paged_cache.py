@@ -38,7 +38,7 @@ def cache_windows(config: DecoderConfig) -> tuple[int | None, ...]:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("page_table_RW", "slots_T", "prepared"),
+    data_fields=("page_table_RW", "slots_T", "prepared", "chunks"),
     meta_fields=(),
 )
 @dataclass(frozen=True)
@@ -51,6 +51,20 @@ class PageTables:
     """int32: page * S + slot that each token of the step is written to; in page 0 for padding."""
     prepared: kernels.PreparedAttention | None = None
     """What attention of all layers of the group shares; see `PagedCache.prepare`."""
+    chunks: "ChunkRows | None" = None
+    """The rows as chunked layers see them; made by `PagedCache.prepare`."""
+
+
+class ChunkRows(NamedTuple):
+    """A step's sequences cut at the borders of chunks: each piece sees its own chunk's keys only,
+    and so is a sequence of its own to attention. V pieces; as many as there can be."""
+
+    page_table_VX: jax.Array
+    """int32: the pages of the piece's chunk."""
+    query_start_V1: jax.Array
+    """int32 [V + 1]: first token of each piece in the step."""
+    context_lens_V: jax.Array
+    """int32: tokens of the piece's chunk, the piece's own included; 0 where there is no piece."""
 
 
 @functools.partial(
@@ -81,24 +95,25 @@ class PagedCache:
           tokens: T.
           dtype: of the queries.
         """
-        prepared = [
-            kernels.prepare_paged_attention(
+        chunked = {kind.window for kind in config.layer_kinds() if kind.chunked}
+        ready: list[PageTables] = []
+        for kv, tables, window in zip(self.kv, self.tables, self.windows, strict=True):
+            if window is not None and window in chunked:
+                tables = replace(tables, chunks=self._chunks(tables, tokens, kv.shape[2], window))
+            table_RW, start_R1, context_R = self._rows(tables)
+            prepared = kernels.prepare_paged_attention(
                 jax.ShapeDtypeStruct((tokens, config.num_heads, kv.shape[4]), dtype),
                 kv,
-                page_table_RW=tables.page_table_RW,
-                query_start_R1=self.query_start_R1,
-                context_lens_R=self.context_lens_R,
+                page_table_RW=table_RW,
+                query_start_R1=start_R1,
+                context_lens_R=context_R,
                 window=window,
                 softcap=config.attention_logit_softcap,
                 sinks=config.attention_sinks,
                 shared=config.latent is not None,
             )
-            for kv, tables, window in zip(self.kv, self.tables, self.windows, strict=True)
-        ]
-        tables = tuple(
-            replace(one, prepared=ready) for one, ready in zip(self.tables, prepared, strict=True)
-        )
-        return replace(self, tables=tables)
+            ready.append(replace(tables, prepared=prepared))
+        return replace(self, tables=tuple(ready))
 
     def attend(
         self,
@@ -116,6 +131,7 @@ class PagedCache:
         """
         group = self.windows.index(options.window)
         tables, kv = self.tables[group], self.kv[group]
+        table_RW, start_R1, context_R = self._rows(tables)
         shared = v_BTKH is None
         width, repeats = kv.shape[4], kv.shape[3] // ((1 if shared else 2) * k_BTKH.shape[2])
         k_TKH = _fit(k_BTKH[0], width, repeats)
@@ -125,9 +141,9 @@ class PagedCache:
             _fit(q_BTNH[0], width),
             kv,
             layer=place.among,
-            page_table_RW=tables.page_table_RW,
-            query_start_R1=self.query_start_R1,
-            context_lens_R=self.context_lens_R,
+            page_table_RW=table_RW,
+            query_start_R1=start_R1,
+            context_lens_R=context_R,
             scale=options.scale,
             window=options.window,
             softcap=options.softcap,
@@ -137,6 +153,37 @@ class PagedCache:
         )
         everything = (*self.kv[:group], kv, *self.kv[group + 1 :])
         return o_TNH[None, ..., : q_BTNH.shape[3]], replace(self, kv=everything)
+
+    def _rows(self, tables: PageTables) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A group's rows to attention: page table, query starts and context lengths."""
+        if tables.chunks is not None:
+            return tuple(tables.chunks)
+        return tables.page_table_RW, self.query_start_R1, self.context_lens_R
+
+    def _chunks(self, tables: PageTables, tokens: int, page_size: int, length: int) -> ChunkRows:
+        """Cut the step's sequences at multiples of `length`, a multiple of the page size."""
+        (R, W), pages = tables.page_table_RW.shape, length // page_size
+        # A sequence's first token begins a piece, and of its others one in `length`.
+        most = R + min(R, tokens // 2) + tokens // length
+        token_T = jnp.arange(tokens, dtype=jnp.int32)
+        row_T = jnp.searchsorted(
+            self.query_start_R1[1:], token_T, side="right", method="compare_all"
+        )
+        row_T = jnp.minimum(row_T, R - 1).astype(jnp.int32)
+        position_T = self.context_lens_R[row_T] - (self.query_start_R1[row_T + 1] - token_T)
+        end = self.query_start_R1[-1]
+        begins_T = (token_T == self.query_start_R1[row_T]) | (position_T % length == 0)
+        [start_V1] = jnp.nonzero(begins_T & (token_T < end), size=most + 1, fill_value=tokens)
+        start_V1 = jnp.minimum(start_V1.astype(jnp.int32), end)
+        count_V = start_V1[1:] - start_V1[:-1]
+        first_V = jnp.minimum(start_V1[:-1], tokens - 1)
+        chunk_V, inside_V = position_T[first_V] // length, position_T[first_V] % length
+        at_VX = jnp.minimum(chunk_V[:, None] * pages + jnp.arange(min(pages, W)), W - 1)
+        return ChunkRows(
+            tables.page_table_RW[row_T[first_V][:, None], at_VX],
+            start_V1,
+            jnp.where(count_V > 0, inside_V + count_V, 0),
+        )
 
 
 def _fit(x_TKH: jax.Array, width: int, repeats: int = 1) -> jax.Array:

@@ -47,7 +47,7 @@ class PlainLatent(LatentAttention):
             _turned(q_BTNP, rotation),
             _turned(down_BSX[..., None, R:], rotation)[:, :, 0],
         )
-        scores_BNTS = scores_BNTS * self.scale * self._growth(context)
+        scores_BNTS = scores_BNTS * self.scale * self._growth(kind, context)
         if self.softcap is not None:
             scores_BNTS = self.softcap * jnp.tanh(scores_BNTS / self.softcap)
         seen_BNTS = _seen(kind, context)[:, None]
@@ -56,12 +56,13 @@ class PlainLatent(LatentAttention):
         o_BTNV = jnp.einsum("BNTS,BSR,RNV->BTNV", weights_BNTS, latent_BSR, up_RNV)
         return _project("BTNV,NVD->BTD", o_BTNV, self.o), None
 
-    def _growth(self, context: LayerContext) -> jax.Array | float:
+    def _growth(self, kind: LayerKind, context: LayerContext) -> jax.Array | float:
         """What multiplies scores for the query's position, [B, 1, T, 1]."""
-        if self.query_scaling is None:
+        scaling = self.query_scaling
+        if scaling is None or (scaling.layers == "unrotated" and kind.rope != "none"):
             return 1.0
-        lengths_BT = jnp.floor(context.positions_BT / self.query_scaling.length)
-        return (1 + self.query_scaling.beta * jnp.log(1 + lengths_BT))[:, None, :, None]
+        lengths_BT = jnp.floor((context.positions_BT + scaling.shift) / scaling.length)
+        return (1 + scaling.beta * jnp.log(1 + lengths_BT))[:, None, :, None]
 
     def _queries(self, x_BTD: jax.Array) -> jax.Array:
         if self.q is not None:
@@ -104,6 +105,9 @@ def _seen(kind: LayerKind, context: LayerContext) -> jax.Array:
     seen_BTS = distance_BTS >= 0
     if kind.window is not None:
         seen_BTS &= distance_BTS < kind.window
+        if kind.chunked:
+            chunk_BT = place // kind.window
+            seen_BTS &= chunk_BT[:, :, None] == chunk_BT[:, None, :]
     segments = context.segment_ids_BT
     if segments is not None:
         seen_BTS &= (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)

@@ -210,11 +210,12 @@ def shrink_model(
 
     Kept: the rule of a router, with eight experts at most; the ratio of query heads to key/value
     heads, those of the MLP and of latents to the model's width, those of the parts of a head of
-    latent attention, tied embeddings, norms, caps, biases, the kind of every rope. Windows still
-    cut documents, where they cut rows of the original length. Weights start larger, so that
-    activations have the size that they have at the full width. Patterns of layers keep their kinds
-    and order: of equal layers in a row two stay (one, unless `whole`), and the pattern repeats
-    twice, with what is left over at its end; `kinds` has it once, without the rest.
+    latent attention, tied embeddings, norms, caps, biases, the kind of every rope. Windows and
+    chunks still cut documents, and queries grow, where they do in rows of the original length.
+    Weights start larger, so that activations have the size that they have at the full width.
+    Patterns of layers keep their kinds and order: of equal layers in a row two stay (one, unless
+    `whole`), and the pattern repeats twice, with what is left over at its end; `kinds` has it once,
+    without the rest.
 
     Args:
       model: the user's.
@@ -241,6 +242,9 @@ def shrink_model(
         share = min(whole / model.hidden_size, 4)
         return smallest_multiple(max(1, round(D * share)), pieces("mlp", "activation_mlp"))
 
+    def window(whole: int) -> int:
+        return max(2, seq_len // 8) if whole < original_seq_len else seq_len
+
     kinds = _pattern(model)
     kept = _compressed(kinds, 2 if depth == "whole" else 1)
     share = seq_len / original_seq_len
@@ -259,7 +263,10 @@ def shrink_model(
         head_dim=None if model.head_dim is None else H,
         latent=latent,
         max_position_embeddings=max(seq_len, round(model.max_position_embeddings * share)),
-        sliding_window=_window(model, seq_len, original_seq_len),
+        sliding_window=model.sliding_window and window(model.sliding_window),
+        attention_chunk=model.attention_chunk and window(model.attention_chunk),
+        query_scaling=model.query_scaling
+        and dataclasses.replace(model.query_scaling, length=window(model.query_scaling.length)),
         rope=_rope(model.rope, *turned, share),
         local_rope=model.local_rope and _rope(model.local_rope, *turned, share),
         query_pre_attn_scalar=model.query_pre_attn_scalar
@@ -361,12 +368,6 @@ def _depth(model: DecoderConfig, period: int, kept: list[int]) -> int:
     """Two periods at most, and what is left over."""
     repeats, left = divmod(model.num_layers, period)
     return len(kept) * min(repeats, 2) + sum(i < left for i in kept)
-
-
-def _window(model: DecoderConfig, seq_len: int, original_seq_len: int) -> int | None:
-    if model.sliding_window is None:
-        return None
-    return max(2, seq_len // 8) if model.sliding_window < original_seq_len else seq_len
 
 
 def _rope(rope: RopeConfig, old_width: int, new_width: int, share: float) -> RopeConfig:

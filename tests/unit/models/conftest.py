@@ -125,15 +125,19 @@ CONFIGS = {
         norm_unit_offset=True,
         rope=RopeConfig(fraction=0.5),
     ),
-    # experts in every layer: biases, the clipped activation, weighted inputs; sinks, queries that
-    # grow with their position, interleaved pairs
+    # experts in every layer: biases, the clipped activation, weighted inputs; sinks, interleaved
+    # pairs, norms without weights, chunks; without rotation queries that grow with their position
     "clipped": DecoderConfig(
         **_SIZES,
         num_layers=2,
         num_kv_heads=4,
         attention_sinks=True,
-        query_scaling=QueryScaling(beta=0.4, length=3),
+        attention_pattern=("chunked", "full"),
+        attention_chunk=8,
+        qk_norm="unweighted",
+        query_scaling=QueryScaling(beta=0.4, length=3, shift=1, layers="unrotated"),
         rope=RopeConfig(interleaved=True),
+        rope_pattern=(True, False),
         experts=ExpertsConfig(
             num_experts=4,
             experts_per_token=2,

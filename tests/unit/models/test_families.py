@@ -272,6 +272,24 @@ RELEASED: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16", "use_cache": True, "use_qk_norm": False,
         "vocab_size": 151552,
     },
+    "Llama-4-Scout-text": {
+        "architectures": ["Llama4ForCausalLM"], "attention_bias": False,
+        "attention_chunk_size": 8192, "attention_dropout": 0.0, "bos_token_id": 200000,
+        "eos_token_id": [200001, 200007, 200008], "for_llm_compressor": False, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+        "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760,
+        "model_type": "llama4_text", "no_rope_layers": [], "num_attention_heads": 40,
+        "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+        "num_local_experts": 16, "output_router_logits": False, "pad_token_id": 200018,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 1.1, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+        "torch_dtype": "bfloat16", "use_cache": True, "use_qk_norm": True, "vocab_size": 202048,
+    },
     "MiniMax-M2": {  # of its bfloat16 copies: the release itself is in float8
         "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62,
         "auto_map": {"AutoConfig": "x.MiniMaxM2Config"}, "head_dim": 128, "hidden_act": "silu",
@@ -523,6 +541,28 @@ def test_minimax_m2_and_mistral4_read_as_released() -> None:
         rope = {"rope_theta": 1e4, "original_max_position_embeddings": 8192, **keys}
         with pytest.raises(ConfigError, match=message):
             config_from_hf({**values, "rope_parameters": rope})
+
+
+def test_llama4_reads_as_released() -> None:
+    values = RELEASED["Llama-4-Scout-text"]
+    config = config_from_hf(values)
+    kinds = config.layer_kinds()
+    assert [(kind.window, kind.chunked, kind.rope) for kind in kinds[2:4]] == [
+        (8192, True, "global"),
+        (None, False, "none"),
+    ]
+    assert config.query_scaling == QueryScaling(beta=0.1, length=8192, shift=1, layers="unrotated")
+    assert round(num_parameters(config) / 1e9) == 108
+    assert round(num_parameters(config, active=True) / 1e9) == 17
+    maverick = config_from_hf(
+        {**values, "interleave_moe_layer_step": 2, "num_local_experts": 128, "use_qk_norm": False}
+    )
+    assert [kind.mlp for kind in maverick.layer_kinds()[:3]] == ["mlp", "experts", "mlp"]
+    assert round(num_parameters(maverick) / 1e9) == 401
+    with pytest.raises(ConfigError, match="layer type 'sliding_attention' is not supported"):
+        config_from_hf({**values, "layer_types": ["sliding_attention"] * 48})
+    with pytest.raises(ConfigError, match=r"router_jitter_noise=0\.1 is not supported"):
+        config_from_hf({**values, "router_jitter_noise": 0.1})
 
 
 def test_mistral3_holds_one_of_three_decoders() -> None:

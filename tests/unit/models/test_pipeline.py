@@ -35,7 +35,9 @@ from fornax.train import TrainConfig
 B, T = 16, 12
 MODELS = {
     "windowed": dataclasses.replace(CONFIGS["windowed"], num_layers=8),
-    "experts": dataclasses.replace(CONFIGS["clipped"], num_layers=8),
+    "experts": dataclasses.replace(
+        CONFIGS["clipped"], num_layers=8, attention_pattern=("chunked",), rope_pattern=(True,)
+    ),
     "nine": dataclasses.replace(CONFIGS["windowed"], num_layers=9),
     "latent": dataclasses.replace(CONFIGS["latent"], num_layers=8),
     "dense first": dataclasses.replace(

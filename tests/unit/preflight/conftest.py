@@ -100,6 +100,7 @@ LATENT = {
             "mscale_all_dim": 1.0,
         },
     },
+    "query_scaling": {"beta": 0.1, "length": 4096},
     "latent": {
         "key_value_rank": 512,
         "query_rank": 1536,

@@ -122,6 +122,15 @@ def test_latents_keep_their_proportions():
     assert new.hidden_size == 64
 
 
+def test_chunks_still_cut_rows():
+    new = small({**LLAMA, "attention_pattern": ["chunked", "full"], "attention_chunk": 1024})
+    assert new.attention_chunk == 8
+    assert [kind.chunked for kind in new.layer_kinds()[:2]] == [True, False]
+    scaling = small(LATENT).query_scaling
+    assert scaling is not None
+    assert scaling.length == 8
+
+
 def test_experts_keep_their_rule():
     """A dense layer, then experts: the rule of the router stays, with fewer of them."""
     new = small(EXPERTS)

@@ -8,6 +8,7 @@ from fornax.models.families.glm import GLM4
 from fornax.models.families.glm_moe import GLM4_MOE
 from fornax.models.families.gpt_oss import GPT_OSS
 from fornax.models.families.llama import LLAMA
+from fornax.models.families.llama4 import LLAMA4
 from fornax.models.families.mistral import MINISTRAL3, MISTRAL, MISTRAL4
 from fornax.models.families.mixtures import MINIMAX_M2, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from fornax.models.families.olmo import OLMO2, OLMO3
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL4,
     GLM4_MOE,
     GPT_OSS,
+    LLAMA4,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,

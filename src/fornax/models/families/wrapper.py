@@ -80,6 +80,17 @@ _MISTRAL3 = Wrapper(
 )
 
 
+_LLAMA4 = Wrapper(
+    architecture="Llama4ForConditionalGeneration",
+    decoder="Llama4ForCausalLM",
+    key="text_config",
+    defaults={},
+    shared=("tie_word_embeddings",),
+    names=_NAMES,
+    left_out=("vision_model.", "multi_modal_projector."),
+)
+
+
 def _qwen(architecture: str, decoder: str) -> Wrapper:
     """Qwen3.5, whose text model released files have beside a vision tower."""
     return Wrapper(
@@ -96,6 +107,7 @@ def _qwen(architecture: str, decoder: str) -> Wrapper:
 WRAPPERS: tuple[Wrapper, ...] = (
     _GEMMA3,
     _MISTRAL3,
+    _LLAMA4,
     _qwen("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     _qwen("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
 )
