@@ -59,7 +59,12 @@ def choose(
         scores_ME = jax.nn.softmax(logits_ME, axis=-1)
     else:
         scores_ME = jax.nn.sigmoid(logits_ME)
-    ranked_ME = scores_ME if selection_bias_E is None else scores_ME + selection_bias_E
+    if selection_bias_E is not None:
+        ranked_ME = scores_ME + selection_bias_E
+    elif config.groups_per_token == config.num_groups:
+        ranked_ME = logits_ME  # in the scores' order, and without ties where those round to one
+    else:
+        ranked_ME = scores_ME
     ranked_ME = _open_groups(jax.lax.stop_gradient(ranked_ME), config)
     _, experts_Mk = jax.lax.top_k(ranked_ME, config.experts_per_token)
     weights_Mk = jnp.take_along_axis(scores_ME, experts_Mk, axis=-1)

@@ -75,7 +75,8 @@ def _choose(
     """Scores, and which experts a token runs through: those whose rank is below k."""
     softmax = config.score == "softmax"
     scores_ME = jax.nn.softmax(logits_ME) if softmax else jax.nn.sigmoid(logits_ME)
-    ranked_ME = jax.lax.stop_gradient(scores_ME + bias_E)
+    plain = isinstance(bias_E, float) and config.groups_per_token == config.num_groups
+    ranked_ME = jax.lax.stop_gradient(logits_ME if plain else scores_ME + bias_E)
     groups = ranked_ME.reshape(len(ranked_ME), config.num_groups, -1)
     best = jnp.sort(groups, axis=-1)[..., -1 if config.group_score == "max" else -2 :].sum(-1)
     open_MG = _rank(best) < config.groups_per_token

@@ -170,6 +170,16 @@ def test_the_balance_loss_is_least_where_all_experts_are_used_alike() -> None:
     assert balance(even.at[:, 0].add(9.0)) > 3.0
 
 
+def test_scores_that_round_to_one_do_not_tie() -> None:
+    """In float32 sigmoid(18) and sigmoid(25) are both 1."""
+    config = ExpertsConfig(
+        num_experts=3, experts_per_token=1, intermediate_size=8, score="sigmoid", normalize=False
+    )
+    found = choose(jnp.array([[18.0, 25.0, 20.0]]), config)
+    np.testing.assert_array_equal(found.scores_ME, 1)
+    assert found.experts_Mk.tolist() == [[1]]
+
+
 def test_the_selection_bias_moves_towards_experts_below_the_mean() -> None:
     moved = balanced_bias(jnp.zeros((1, 4)), jnp.asarray([[4.0, 0.0, 2.0, 2.0]]), 0.1)
     np.testing.assert_allclose(moved, [[-0.1, 0.1, 0.0, 0.0]])
