@@ -77,7 +77,8 @@ def any_loss(task: Task) -> Task:
 
         branches = [lambda config=config: one(config) for config in LOSSES]
         loss_P, metrics = jax.lax.switch(batch["which"][0], branches)
-        return mean_over(loss_P, metrics, jnp.ones_like(loss_P))
+        real_P = jnp.all(policy.lengths > 0, axis=-1)  # rows that fill up have none
+        return mean_over(loss_P, metrics, real_P.astype(jnp.float32))
 
     return dataclasses.replace(task, loss=loss, evaluate=None)
 
