@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from _curves import picture
 from fornax.config import from_mapping
 from fornax.data import Hosts
 from fornax.train import Ledger, TrainConfig, pretrain_task
@@ -169,43 +170,6 @@ def table(found: list[tuple[str, Any, float]], every: int) -> list[str]:
     return lines
 
 
-COLORS = ("#374151", "#1d4ed8", "#0891b2", "#c2410c", "#ca8a04", "#be123c")
-
-
-def picture(found: list[tuple[str, Any, float]]) -> str:
-    """The curves as SVG."""
-    width, height, left, bottom = 760, 380, 56, 40
-    points = [point for _, each, _ in found for point in each]
-    last = max(step for step, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-
-    def place(step: int, value: float) -> str:
-        x = left + (width - left - 16) * step / last
-        y = 16 + (height - bottom - 16) * (high - value) / (high - low)
-        return f"{x:.1f},{y:.1f}"
-
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        'font-family="sans-serif" font-size="12"><title>Bits per byte of held-out text by step, '
-        "data parallel and DiLoCo</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for n in range(5):
-        value = low + (high - low) * n / 4
-        y = float(place(0, value).partition(",")[2])
-        lines.append(f'<path d="M{left} {y}H{width - 16}" stroke="#e5e7eb"/>')
-        lines.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{value:.2f}</text>')
-        step = round(last * n / 4)
-        x = float(place(step, low).partition(",")[0])
-        lines.append(f'<text x="{x}" y="{height - 20}" text-anchor="middle">{step}</text>')
-    lines.append(f'<text x="{width / 2}" y="{height - 4}" text-anchor="middle">step</text>')
-    for (name, each, _), color, n in zip(found, COLORS, range(9), strict=False):
-        path = " ".join(place(*point) for point in each)
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        lines.append(f'<text x="{width - 240}" y="{34 + 18 * n}" fill="{color}">{name}</text>')
-    return "\n".join([*lines, "</svg>", ""])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True, help="a dataset of 1024 tokens")
@@ -247,7 +211,8 @@ def main() -> None:
     path.write_text("\n".join([*text, ""]))
     print("\n".join(text))
     if args.picture:
-        args.picture.write_text(picture(found))
+        title = "Bits per byte of held-out text by step, data parallel and DiLoCo"
+        args.picture.write_text(picture(title, {name: points for name, points, _ in found}))
 
 
 if __name__ == "__main__":
