@@ -99,11 +99,13 @@ def test_padding_gives_zeros_takes_no_gradient_and_hides_what_it_holds() -> None
         np.testing.assert_array_equal(dirty, expected)
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 1, "context": 2}], ids=str)
 @pytest.mark.parametrize("name", ["causal", "packed"])
-def test_agrees_with_one_device_on_a_mesh(name: str) -> None:
+def test_agrees_with_one_device_on_a_mesh(name: str, sizes: dict[str, int]) -> None:
     arrays = _arrays()
     expected = _run(CASES[name], arrays)
-    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
+    count = sizes["fsdp"] * 2
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[:count])
     with use_mesh(mesh):
         found = _run(CASES[name], arrays)
     for one, other in zip(found, expected, strict=True):

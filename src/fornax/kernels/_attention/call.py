@@ -3,7 +3,7 @@
 Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from fornax.kernels._attention.sharded import divide
 from fornax.kernels.registry import current_platform
 from fornax.mesh import shards
 
-__all__ = ["AttentionCall", "AttentionInputs", "describe", "fill"]
+__all__ = ["AttentionCall", "AttentionInputs", "by_heads", "describe", "fill"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,28 @@ class AttentionInputs:
     softcap: float | None
     consecutive: bool
     balanced: bool
+
+
+def by_heads(call: AttentionCall) -> AttentionCall | str:
+    """The call of a device that has a part of the heads in place of a part of the length.
+
+    The same where the length is whole; where heads or lengths do not divide, the reason.
+    """
+    parts = call.length_shards
+    if parts == 1:
+        return call
+    if call.kv_heads % parts or call.queries % parts or call.keys % parts:
+        return (
+            f"the mesh divides the length over {parts} devices, and over those {call.kv_heads} key "
+            f"heads, {call.queries} queries and {call.keys} keys of a device do not all divide"
+        )
+    return replace(
+        call,
+        heads=call.heads // parts,
+        kv_heads=call.kv_heads // parts,
+        length_shards=1,
+        balanced=False,
+    )
 
 
 def fill(inputs: AttentionInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fornax.kernels._attention.call import AttentionCall, AttentionInputs, describe, fill
+from fornax.kernels._attention.call import AttentionCall, AttentionInputs, by_heads, describe, fill
 from fornax.kernels._attention.dense import visible
 from fornax.kernels._attention.sharded import over_mesh
 from fornax.kernels.registry import interpreting
+from fornax.mesh import axes_in_use, shards
 
 __all__ = ["MOST_CHUNKS", "MOST_MASK_BYTES", "chunk_of", "cudnn", "declines"]
 
@@ -46,11 +47,11 @@ def declines(call: AttentionCall) -> str | None:
         return "it knows no softcap"
     if call.sinks:
         return "it knows no sinks"
-    if call.length_shards > 1:
-        return f"the mesh divides the length over {call.length_shards} devices"
-    if 0 in (call.batch, call.queries, call.keys, call.heads):
+    if isinstance(own := by_heads(call), str):
+        return own
+    if 0 in (own.batch, own.queries, own.keys, own.heads):
         return "an array is empty"
-    return None if _by_index(call) else _declines_mask(call)
+    return None if _by_index(own) else _declines_mask(own)
 
 
 def _declines_mask(call: AttentionCall) -> str | None:
@@ -107,7 +108,8 @@ def _widest() -> int:
 
 def cudnn(inputs: AttentionInputs) -> jax.Array:
     """Compute attention, on each device for its own rows and heads."""
-    call = describe(inputs, length_shards=1)
+    call = by_heads(describe(inputs, shards(axes_in_use("length"))))
+    assert isinstance(call, AttentionCall)
     attend = functools.partial(_by_index_alone if _by_index(call) else _masked, call, inputs.scale)
     tokens = () if _by_index(call) else fill(inputs)
 
@@ -116,8 +118,8 @@ def cudnn(inputs: AttentionInputs) -> jax.Array:
     ) -> jax.Array:
         return attend(q, k, v, *tokens)
 
-    none = jnp.zeros((0,))
-    return over_mesh(local, inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH, tokens, none)
+    arrays = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH
+    return over_mesh(local, *arrays, tokens, jnp.zeros((0,)), balanced=inputs.balanced)
 
 
 def _by_index_alone(

@@ -13,7 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from fornax.kernels import _native
-from fornax.kernels._attention.call import AttentionCall, AttentionInputs, fill
+from fornax.kernels._attention.call import AttentionCall, AttentionInputs, by_heads, fill
 from fornax.kernels._attention.sharded import over_mesh
 
 __all__ = ["declines", "native"]
@@ -26,11 +26,11 @@ def declines(call: AttentionCall) -> str | None:
     """Say why the native kernel cannot run `call`."""
     if call.dtype not in ("float32", "bfloat16"):
         return f"it computes in float32 or bfloat16, not {call.dtype}"
-    if call.length_shards > 1:
-        return f"the mesh divides the length over {call.length_shards} devices"
+    if isinstance(own := by_heads(call), str):
+        return own
     if call.queries < _FEWEST_QUERIES:
         return f"{call.queries} queries are too few to pay for preparing the keys"
-    if 0 in (call.batch, call.keys, call.heads, call.head_dim, call.value_dim):
+    if 0 in (own.batch, own.keys, own.heads, own.head_dim, own.value_dim):
         return "an array is empty"
     return _native.unavailable("attention")
 
@@ -58,7 +58,8 @@ def native(inputs: AttentionInputs) -> jax.Array:
     tokens = tuple(ids.astype(jnp.int32) for ids in fill(inputs))
     sinks_N = jnp.zeros((0,)) if inputs.sinks_N is None else inputs.sinks_N.astype(jnp.float32)
     attend = functools.partial(_attend, options)
-    return over_mesh(attend, inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH, tokens, sinks_N)
+    arrays = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH
+    return over_mesh(attend, *arrays, tokens, sinks_N, balanced=inputs.balanced)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -73,6 +73,11 @@ def attention_choice(local: LocalStep, window: int | None) -> kernels.Choice:
     return _choice(call)
 
 
+def exchanges_heads(kernel: str, local: LocalStep) -> bool:
+    """Whether devices that share a row's length exchange it for heads, and gather nothing."""
+    return local.context > 1 and kernel in ("native", "cudnn")
+
+
 @functools.cache
 def _choice(call: kernels.AttentionCall) -> kernels.Choice:
     return kernels.attention_operation.choice(call)
@@ -115,6 +120,8 @@ def _sizes(local: LocalStep) -> tuple[int, int, int, int]:
 def _plain(local: LocalStep, window: int | None, kernel: str) -> AttentionWork:
     T, S, H, V = _sizes(local)
     calls = local.rows * local.shares.attention_heads
+    if exchanges_heads(kernel, local):
+        T, calls = S, calls // local.context
     item = local.compute_bytes
     band = Band(least=0, most=None if window is None else window - 1)
     if kernel == "native":

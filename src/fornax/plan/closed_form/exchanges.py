@@ -3,12 +3,14 @@
 A weight that `fsdp` divides is gathered before each use, in the compute dtype, and its gradient is
 reduced to where the parameter lies. Axes that divide the batch or its length but not the weight
 reduce the gradient too. Where `tensor` divides heads and widths, each branch's sum is reduced over
-it, forward and backward. Where `context` divides the length, keys and values are gathered.
+it, forward and backward. Where `context` divides the length, keys and values are gathered, or by
+kernels that need all of it, the length is exchanged for heads.
 """
 
 import math
 from collections.abc import Iterable
 
+from fornax.plan.closed_form.attention import attention_choice, exchanges_heads
 from fornax.plan.closed_form.shards import LocalStep, mlps
 from fornax.plan.closed_form.state import StateArray
 from fornax.plan.closed_form.work import CHUNK, layer_replays
@@ -219,9 +221,21 @@ def _context(local: LocalStep) -> Iterable[Exchange]:
     if not axes:
         return
     widths = local.model.head_width + local.model.value_width
-    numbers = local.rows * local.config.seq_len * local.shares.attention_kv_heads * widths
-    size = numbers * local.compute_bytes
     runs = local.model.num_layers * local.config.accumulate
+    row = local.rows * local.config.seq_len * widths * local.compute_bytes
+    if exchanges_heads(attention_choice(local, None).implementation, local):
+        heads = local.shares.attention_heads + local.shares.attention_kv_heads
+        yield Exchange(
+            name="exchange the length for heads",
+            kind="all-to-all",
+            axes=axes,
+            bytes=row * heads,
+            count=3 * runs,  # forward, again, backward
+            blocking=True,
+        )
+        yield from _reordering(local, axes)
+        return
+    size = row * local.shares.attention_kv_heads
     common = {
         "axes": axes,
         "bytes": size,
@@ -231,6 +245,10 @@ def _context(local: LocalStep) -> Iterable[Exchange]:
     yield Exchange(
         name="reduce gradients of keys and values", kind="reduce-scatter", count=runs, **common
     )
+    yield from _reordering(local, axes)
+
+
+def _reordering(local: LocalStep, axes: tuple[str, ...]) -> Iterable[Exchange]:
     if local.balanced:
         yield Exchange(
             name="put balanced tokens back in order",
