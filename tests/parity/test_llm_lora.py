@@ -2,7 +2,7 @@
 
 The adapters have PEFT's files and names: each linear layer but the output, which is what PEFT
 calls all-linear, and each expert's projections, which transformers holds in one tensor
-(gpt-oss's files do too: no adapter has a name there).
+(the files of gpt-oss and Llama 4 do too: no adapter has a name there).
 """
 
 import copy
@@ -72,9 +72,9 @@ def linear_weights(model: HfModel) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             yield name, module.weight
         fused = isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter)
-        if fused and model.config.model_type != "gpt_oss":  # whose files hold them so too
+        if fused and model.config.model_type not in ("gpt_oss", "llama4_text"):  # so in files too
             leaves = ("gate_proj", "up_proj", "down_proj")
-            if model.config.model_type == "mixtral":
+            if model.config.model_type in ("mixtral", "minimax_m2"):
                 name, leaves = name.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")
             for expert, both in enumerate(module.gate_up_proj):
                 weights = (*both.chunk(2), module.down_proj[expert])
@@ -112,7 +112,7 @@ def write_adapter(folder: Path, oracle: HfModel, kind: Kind, seed: int) -> HfMod
     return merged
 
 
-LATENT = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+LATENT = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mistral4")
 """Models whose adapters are merged before they are served: the engine says so."""
 
 
