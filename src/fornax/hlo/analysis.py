@@ -23,14 +23,16 @@ from fornax.hlo.traffic import FREE, hbm_bytes
 from fornax.hlo.work import Work, category, compiler_cycles, product_dtype, work
 
 
-def analyse(module: Module, axes: Mapping[str, int]) -> ProgramFacts:
+def analyse(module: Module, axes: Mapping[str, int], *, grouped_rows: float = 1.0) -> ProgramFacts:
     """Return the facts of a program.
 
     Args:
         module: optimized and scheduled HLO, as parsed.
         axes: the mesh's axes and sizes in order; groups count positions in `mesh.devices.flat`.
+        grouped_rows: share of the rows of grouped products that belong to a group; kernels pass
+            over the others.
     """
-    walk = _Walk(axes)
+    walk = _Walk(axes, grouped_rows)
     schedule = walk.computation(module.entry, 1.0)
     walk.note_unfinished()
     begun = tuple(_begun(schedule))
@@ -54,8 +56,9 @@ def analyse(module: Module, axes: Mapping[str, int]) -> ProgramFacts:
 class _Walk:
     """One pass over a program in its order, and notes of what it leaves unsaid."""
 
-    def __init__(self, axes: Mapping[str, int]) -> None:
+    def __init__(self, axes: Mapping[str, int], grouped_rows: float) -> None:
         self.axes = axes
+        self.grouped_rows = grouped_rows
         self.notes: dict[str, None] = {}
         self._pending: dict[tuple[str, str], list[Operation | Collective]] = {}
 
@@ -210,7 +213,7 @@ class _Walk:
         asking, ours = source_lines(named)
         kind = category(instruction)
         if instruction.opcode == "custom-call":
-            cost = custom_call_cost(instruction)
+            cost = custom_call_cost(instruction, self.grouped_rows)
             kind, done, moved = cost.category, cost.work, cost.bytes
             self.note(cost.note)
         else:
@@ -236,7 +239,7 @@ class _Walk:
         if instruction.opcode == "fusion":
             for each in _deep(instruction.callee()):
                 if each.opcode == "custom-call" and each.target not in FREE_TARGETS:
-                    cost = custom_call_cost(each)
+                    cost = custom_call_cost(each, self.grouped_rows)
                     total += cost.work
                     self.note(cost.note)
         return total

@@ -100,6 +100,9 @@ def transfer(instruction: Instruction, axes: Mapping[str, int], *, fused: bool =
         size = groups.shape[1] if groups.size else 1
         if spanned is None:
             note = f"{instruction.name}: its groups name devices that the mesh has not"
+    if instruction.opcode.startswith("ragged-all-to-all"):
+        # The rows and their place, of which one has room for the worst case; then numbers.
+        given = [min(given[:2], key=lambda shape: shape.unpadded_bytes)]
     moved = sum(shape.unpadded_bytes for shape in given)
     if kind in ("all-gather", "all-to-all"):
         moved *= size

@@ -46,8 +46,16 @@ class CallCost:
     note: str = ""
 
 
-def custom_call_cost(instruction: Instruction) -> CallCost:
-    """Return what a custom call costs."""
+def custom_call_cost(instruction: Instruction, grouped_rows: float = 1.0) -> CallCost:
+    """Return what a custom call costs; `grouped_rows` as `analyse` takes it."""
+    cost = _cost(instruction)
+    name = f"{instruction.op_name} {instruction.name}"
+    if instruction.target in _GROUPED_KERNELS or _GROUPED_NAME.search(name):
+        cost = dataclasses.replace(cost, work=cost.work.times(grouped_rows))
+    return cost
+
+
+def _cost(instruction: Instruction) -> CallCost:
     shapes = [operand.shape for operand in instruction.operands]
     traffic = instruction.shape.bytes_in(HBM) + sum(shape.bytes_in(HBM) for shape in shapes)
     target = instruction.target
@@ -208,6 +216,7 @@ def _orthogonalize(instruction: Instruction, shapes: list[Shape], traffic: int) 
     return CallCost("matmul", Work(flops=steps * step * shapes[0].size / (n * m)), traffic)
 
 
+_GROUPED_KERNELS = frozenset(["fornax_grouped_matmul", "fornax_grouped_outer"])
 _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_attention_forward": _attention(2),
     "fornax_attention_backward": _attention(5),

@@ -46,7 +46,7 @@ _AXES: Mapping[str, AxisSupport] = {
     "fsdp": AxisSupport("the batch, parameters and optimizer state", _TRAINER),
     "expert": AxisSupport(
         "experts; the batch, and all else as `fsdp` does",
-        ("train", "tune"),
+        _TRAINER,
         "give its devices to mesh.fsdp",
     ),
     "context": AxisSupport("the length of rows", _TRAINER),

@@ -1,14 +1,16 @@
 """What to change when a plan does not fit: each change tried by estimate, the cheapest first."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fornax.config import FornaxError
 from fornax.optim import AdamW
+from fornax.plan.closed_form import EVEN
 from fornax.plan.cost.estimate import Estimate, estimate
 from fornax.plan.facts import Advice
 from fornax.plan.format import format_count
@@ -36,7 +38,12 @@ class _Change:
 
 
 def advise(
-    config: TrainConfig, topology: Topology, *, scale: float = 1.0, most: int = 3
+    config: TrainConfig,
+    topology: Topology,
+    *,
+    scale: float = 1.0,
+    most: int = 3,
+    expert_load: float = EVEN,
 ) -> tuple[Advice, ...]:
     """The changes with which `config` would fit and lose the least time, by estimate.
 
@@ -48,17 +55,19 @@ def advise(
       topology: where.
       scale: how many times larger the compiler's figure was than the estimate's.
       most: how many to name.
+      expert_load: as `estimate` takes it.
     """
+    guess = functools.partial(_try, expert_load)
     singles = list(_changes(config, topology))
-    found = [(change, seen) for change in singles if (seen := _try(change.config, topology))]
+    found = [(change, seen) for change in singles if (seen := guess(change.config, topology))]
     fitting = [one for one in found if _fits(one[1], scale)]
     if len(fitting) < most:
-        fitting += _pairs(config, topology, found, scale)
+        fitting += _pairs(config, topology, found, scale, guess)
     fitting.sort(key=lambda one: _rate(one[1]))
     chosen = _one_a_part(_worthwhile(fitting))[:most]
     advice = [_advice(change, seen, scale) for change, seen in chosen]
     if len(advice) < most:
-        advice += _larger(config, topology, scale)
+        advice += _larger(config, topology, scale, guess)
     return tuple(advice[:most])
 
 
@@ -90,9 +99,12 @@ def _rate(seen: Estimate) -> float:
     return seen.step_seconds / seen.tokens
 
 
-def _try(config: TrainConfig, topology: Topology) -> Estimate | None:
+_Guess = Callable[[TrainConfig, Topology], Estimate | None]
+
+
+def _try(expert_load: float, config: TrainConfig, topology: Topology) -> Estimate | None:
     try:
-        return estimate(config, topology)
+        return estimate(config, topology, expert_load=expert_load)
     except FornaxError:
         return None  # this change cannot run here, so it is no advice
 
@@ -146,7 +158,12 @@ def _other_meshes(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
         whole = sizes["fsdp"] * sizes["data"]
         text = f"shard the state over {whole} instead of {sizes['fsdp']} devices"
         yield _mesh(config, text, data=1, fsdp=whole)
-    for axis, factor in itertools.product(("tensor", "context"), _PARALLEL):
+    parallel = (
+        "tensor",
+        "context",
+        *(("expert",) if config.model and config.model.experts else ()),
+    )
+    for axis, factor in itertools.product(parallel, _PARALLEL):
         if sizes["fsdp"] % factor == 0 and sizes["fsdp"] > factor:
             wider = sizes[axis] * factor
             text = f"{axis} parallelism over {wider} devices"
@@ -181,6 +198,7 @@ def _pairs(
     topology: Topology,
     found: Sequence[tuple[_Change, Estimate]],
     scale: float,
+    guess: _Guess,
 ) -> list[tuple[_Change, Estimate]]:
     """Two changes at once, of those that help by themselves but not enough."""
     helping = [one for one in found if not _fits(one[1], scale)]
@@ -195,7 +213,7 @@ def _pairs(
             f"{first.flags} {second.flags}",
             _merge(config, first.config, second.config),
         )
-        seen = _try(both.config, topology)
+        seen = guess(both.config, topology)
         if seen and _fits(seen, scale):
             fitting.append((both, seen))
     return fitting
@@ -218,10 +236,12 @@ def _merge(base: TrainConfig, first: TrainConfig, second: TrainConfig) -> TrainC
     return dataclasses.replace(first, **changed)
 
 
-def _larger(config: TrainConfig, topology: Topology, scale: float) -> Iterator[Advice]:
+def _larger(
+    config: TrainConfig, topology: Topology, scale: float, guess: _Guess
+) -> Iterator[Advice]:
     """The smallest larger slice, or number of nodes, on which the config fits as it is."""
     for larger in _grow(topology):
-        seen = _try(config, larger)
+        seen = guess(config, larger)
         if seen and _fits(seen, scale):
             yield Advice(
                 change=f"{format_count(larger.num_chips)} chips, {larger.name}",

@@ -1,6 +1,7 @@
 """The plan of a training run: compiled where its compiler is, from closed forms elsewhere."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,7 +12,7 @@ from fornax.config.text import write_flow
 from fornax.mesh import MeshConfig, check_use, fit_mesh
 from fornax.models import abstract_decoder, check_model, flops_per_token, num_parameters
 from fornax.plan.advice import advise
-from fornax.plan.closed_form import kernel_choices
+from fornax.plan.closed_form import EVEN, kernel_choices
 from fornax.plan.cost.estimate import estimate
 from fornax.plan.facts import Hardware, Option, Plan, ProgramReport, Run, Speed
 from fornax.plan.format import format_bytes
@@ -35,6 +36,7 @@ def plan_train(
     name: str = "config",
     predicted: bool = False,
     programs: Sequence[str] | None = None,
+    expert_load: float = EVEN,
 ) -> Plan:
     """Plan a training run on a topology.
 
@@ -48,6 +50,7 @@ def plan_train(
       predicted: compile nothing.
       programs: `train_step` and `eval_step`, or one of them; None for the first, and the second
         where the config evaluates. Closed forms know the training step only.
+      expert_load: rows of the busiest device over the mean, where `mesh.expert` divides experts.
 
     Raises:
       ShardingError: when the mesh, the model or the batch does not divide over the topology.
@@ -61,14 +64,16 @@ def plan_train(
         )
     config = _fitted(with_model(config), topology)
     if predicted or topology.chip.platform != "tpu":
-        plan = _predicted(config, topology, name, programs)
+        plan = _predicted(config, topology, name, programs, expert_load)
     else:
-        plan = _compiled(config, topology, name, programs or programs_of(config))
+        plan = _compiled(config, topology, name, programs or programs_of(config), expert_load)
     if plan.main.memory.fits:
         return plan
-    guess = estimate(config, topology).memory.total
+    guess = estimate(config, topology, expert_load=expert_load).memory.total
     scale = plan.main.memory.total / guess if plan.origin == "compiled" and guess else 1.0
-    return dataclasses.replace(plan, advice=advise(config, topology, scale=max(1.0, scale)))
+    return dataclasses.replace(
+        plan, advice=advise(config, topology, scale=max(1.0, scale), expert_load=expert_load)
+    )
 
 
 def _fitted(config: TrainConfig, topology: Topology) -> TrainConfig:
@@ -90,6 +95,7 @@ def search_train(
     predicted: bool = False,
     programs: tuple[str, ...] | None = None,
     budget: int = 3,
+    expert_load: float = EVEN,
 ) -> tuple[Plan, TrainConfig]:
     """Search mesh, remat policy and accumulation; plan the best.
 
@@ -100,6 +106,7 @@ def search_train(
       predicted: compile nothing.
       programs: as in `plan_train`.
       budget: most compilations of the search.
+      expert_load: as in `plan_train`.
 
     Returns:
       The plan of the best configuration, with all that were found, and that configuration.
@@ -113,12 +120,20 @@ def search_train(
         config,
         topology,
         budget=budget if compiles else 0,
-        compile=_measure if compiles else None,
+        compile=functools.partial(_measure, expert_load) if compiles else None,
+        expert_load=expert_load,
     )
     if not result.best:
         raise ConfigError(nothing_fits(name, topology, result))
     best = result.best[0].config
-    plan = plan_train(best, topology, name=name, predicted=predicted, programs=programs)
+    plan = plan_train(
+        best,
+        topology,
+        name=name,
+        predicted=predicted,
+        programs=programs,
+        expert_load=expert_load,
+    )
     return dataclasses.replace(
         plan,
         options=tuple(_option(candidate) for candidate in result.best),
@@ -127,13 +142,13 @@ def search_train(
     ), best
 
 
-def _measure(config: TrainConfig, topology: Topology) -> Measured:
+def _measure(expert_load: float, config: TrainConfig, topology: Topology) -> Measured:
     """What compiling the training step of one candidate shows."""
     from fornax.plan.compile import CompileError
     from fornax.plan.cost.compiled import compiled_programs
 
     try:
-        (program,) = compiled_programs(config, topology, ("train_step",))
+        (program,) = compiled_programs(config, topology, ("train_step",), expert_load)
     except CompileError as error:
         return Measured(total_bytes=None, step_seconds=None, problem=str(error))
     memory = program.memory
@@ -162,7 +177,11 @@ def programs_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def _predicted(
-    config: TrainConfig, topology: Topology, name: str, programs: Sequence[str] | None
+    config: TrainConfig,
+    topology: Topology,
+    name: str,
+    programs: Sequence[str] | None,
+    expert_load: float,
 ) -> Plan:
     if programs and "train_step" not in programs:
         raise ConfigError(
@@ -176,19 +195,25 @@ def _predicted(
         config,
         topology,
         name,
-        [estimate(config, topology).step],
+        [estimate(config, topology, expert_load=expert_load).step],
         origin="predicted",
         how=f"Predicted from the hardware table of {platform}{measured}; nothing was compiled.",
         notes=tuple(f"closed forms know no {name}" for name in left),
     )
 
 
-def _compiled(config: TrainConfig, topology: Topology, name: str, programs: Sequence[str]) -> Plan:
+def _compiled(
+    config: TrainConfig,
+    topology: Topology,
+    name: str,
+    programs: Sequence[str],
+    expert_load: float,
+) -> Plan:
     from fornax.plan.compile import MissingCompilerError
     from fornax.plan.cost.compiled import compiled_programs
 
     try:
-        found = compiled_programs(config, topology, programs)
+        found = compiled_programs(config, topology, programs, expert_load)
     except MissingCompilerError as error:
         raise MissingCompilerError(
             f"{error}; or plan without it, by closed forms, with --predicted"

@@ -64,7 +64,7 @@ def _round_trip(harness: Harness, config: TrainConfig) -> Comparison:
     for name, x in following.items():
         if not np.array_equal(x, rows[name]):
             raise CheckFailed(f"the data goes on with other rows than it would have (`{name}`)")
-    expected = harness.expected("float32", following, host.params)
+    expected = harness.expected("float32", following, host)
     found = harness.check_step(other, other.run(begun.state, rows), expected, rows)
     return found.then(
         harness.check_step(program, program.run(host, following), expected, following)

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import jax.typing
 import numpy as np
-import optax
 
 from fornax.config import FornaxError, dump_yaml
 from fornax.optim.tree import flatten, rebuild
@@ -145,7 +144,7 @@ class Harness:
 
     @functools.cached_property
     def _reference(self) -> Reference:
-        return make_reference(self.single, self.state.other)
+        return make_reference(self.single)
 
     @property
     def terms(self) -> int:
@@ -161,17 +160,18 @@ class Harness:
         )
 
     def expected(
-        self, dtype: str, rows: Rows | None = None, params: optax.Params | None = None
+        self, dtype: str, rows: Rows | None = None, state: TrainState | None = None
     ) -> Expected:
         """The reference's answer, with the noise of computing in `dtype`."""
         rows = self.rows if rows is None else rows
-        tree = self.state.params if params is None else params
-        flat = {path: np.asarray(x, np.float32) for path, x in flatten(tree).items()}
-        key = _digest(dtype, rows, flat)
+        state = self.state if state is None else state
+        flat = {path: np.asarray(x, np.float32) for path, x in flatten(state.params).items()}
+        other = {path: np.asarray(x) for path, x in flatten(state.other).items()}
+        key = _digest(dtype, rows, flat, other)
         if key not in self._expected:
-            loss, gradients, z_loss = self._reference(flat, rows)
+            loss, gradients, z_loss = self._reference(flat, state.other, rows)
             noise = measure_noise(
-                lambda moved: self._reference(moved, rows)[:2],
+                lambda moved: self._reference(moved, state.other, rows)[:2],
                 flat,
                 (loss, gradients),
                 u=unit(dtype),

@@ -235,24 +235,21 @@ def joined(params: Arrays, optimizer: Arrays) -> Arrays:
 
 
 Reference = Callable[
-    [Mapping[str, np.ndarray], Mapping[str, np.ndarray]], tuple[float, Arrays, float]
+    [Mapping[str, np.ndarray], Any, Mapping[str, np.ndarray]], tuple[float, Arrays, float]
 ]
-"""Parameters by path and a whole batch to the batch's mean loss, the gradients by path, and the
-z-loss, a part of the loss."""
+"""Parameters by path, `TrainState.other` and a whole batch to the batch's mean loss, the gradients
+by path, and the z-loss, a part of the loss."""
 
 
-def make_reference(config: TrainConfig, other: Any) -> Reference:
-    """The reference of one config; compiled once for each shape of batch.
-
-    Args:
-      config: of one device.
-      other: `TrainState.other`, what is not trained.
-    """
+def make_reference(config: TrainConfig) -> Reference:
+    """The reference of one config, on one device; compiled once for each shape of batch."""
     config = float32(config)
     task = pretrain_task(config)
     parts = split_model(nnx.eval_shape(lambda: task.build(nnx.Rngs(config.seed))))
 
-    def loss(params: optax.Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def loss(
+        params: optax.Params, other: Any, batch: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         decoder = parts.merge(params, other, jax.random.key(0))
         _make_plain(decoder)
         return plain_loss(decoder, batch, config.z_loss)
@@ -260,10 +257,10 @@ def make_reference(config: TrainConfig, other: Any) -> Reference:
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
 
     def reference(
-        params: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray]
+        params: Mapping[str, np.ndarray], other: Any, rows: Mapping[str, np.ndarray]
     ) -> tuple[float, Arrays, float]:
         with jax.default_matmul_precision("highest"):
-            arrays = jax.device_put((nest(params), dict(rows)), jax.devices()[0])
+            arrays = jax.device_put((nest(params), other, dict(rows)), jax.devices()[0])
             (loss, z_loss), grads = step(*arrays)
         gradients = {path: np.asarray(x) for path, x in flatten(grads).items()}
         return float(loss), gradients, float(z_loss)

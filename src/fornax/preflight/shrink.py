@@ -9,7 +9,7 @@ Legend: D model width, N query heads, K key/value heads, H head width, F hidden 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -18,7 +18,7 @@ import numpy as np
 
 from fornax.config.errors import ConfigError
 from fornax.data import Prefetch, PythonSource
-from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
+from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig, Rules
 from fornax.models import DecoderConfig, ExpertsConfig, LatentConfig
 from fornax.models.rope_config import LongRopeScaling, RopeConfig
 from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer, Shampoo
@@ -88,7 +88,11 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
         return math.lcm(*(math.prod(widest[axis] for axis in rules[name]) for name in logical))
 
     model = shrink_model(
-        config.model, pieces=pieces, seq_len=seq_len, original_seq_len=config.seq_len, depth=depth
+        _with_exchange(config.model, sizes, rules),
+        pieces=pieces,
+        seq_len=seq_len,
+        original_seq_len=config.seq_len,
+        depth=depth,
     )
     accumulate = min(config.accumulate, 2)
     shards = min(config.data.virtual_shards, _MOST_SHARDS)
@@ -123,6 +127,17 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
         profile_steps=(),
     )
     return Shrunk(config=small, axes=axes, meshes=meshes)
+
+
+def _with_exchange(model: DecoderConfig, sizes: Mapping[str, int], rules: Rules) -> DecoderConfig:
+    """The model with the way that tokens reach experts on the user's mesh, not on the small one."""
+    experts = model.experts
+    if experts is None or experts.exchange != "auto":
+        return model
+    over = [sizes[axis] for axis in rules["expert"]]
+    sends = -1 in over or experts.experts_per_token < math.prod(over)
+    way = "all_to_all" if sends else "all_gather"
+    return dataclasses.replace(model, experts=dataclasses.replace(experts, exchange=way))
 
 
 def float32(config: TrainConfig) -> TrainConfig:
@@ -161,6 +176,7 @@ def _rest(config: TrainConfig, axis: str, devices: int) -> int:
         "kv_heads": model.kv_heads,
         "heads": model.num_heads,
         "layers": model.num_layers,
+        "expert": model.experts.num_experts if model.experts else 1,
     }
     rules = config.mesh.resolved_rules()
     bound = [count for name, count in counts.items() if axis in rules[name]]

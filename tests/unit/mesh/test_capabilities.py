@@ -25,7 +25,7 @@ def test_the_reference_says_so() -> None:
     ("command", "use", "axis"),
     [
         (command, use, axis)
-        for axis, others in (("expert", ()), ("stage", ("sft", "dpo")))
+        for axis, others in (("stage", ("sft", "dpo")),)
         for command, use in (
             (("plan", "--topology", "v5e:2x4"), "plan"),
             (("plan", "--topology", "v5e:2x4", "--search"), "plan"),

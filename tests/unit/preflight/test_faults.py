@@ -181,6 +181,85 @@ def doubled_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_permute", doubled)
 
 
+def lost_in_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device gives no place to the last row that the others send it."""
+    exchange = kernels.exchange_rows
+
+    def losing(x: jax.Array, counts: jax.Array, *rest: Any) -> jax.Array:
+        y = exchange(x, counts, *rest)
+        received = jnp.sum(counts[:, jax.lax.axis_index(rest[-1])])
+        return jnp.where(jnp.arange(len(y))[:, None] == received - 1, 0, y)
+
+    _exchange_by(monkeypatch, losing)
+
+
+def doubled_in_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second row that a device receives is the first one again."""
+    exchange = kernels.exchange_rows
+
+    def doubling(x: jax.Array, counts: jax.Array, *rest: Any) -> jax.Array:
+        y = exchange(x, counts, *rest)
+        return y.at[1].set(y[0])
+
+    _exchange_by(monkeypatch, doubling)
+
+
+def _exchange_by(monkeypatch: pytest.MonkeyPatch, exchange: Callable[..., jax.Array]) -> None:
+    both = {"grouped_matmul": kernels.grouped_matmul, "exchange_rows": exchange}
+    monkeypatch.setattr(dispatch, "kernels", SimpleNamespace(**both))
+
+
+def next_devices_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for the experts of one device are sent to the next."""
+    exchange = kernels.exchange_rows
+
+    def turned(x: jax.Array, counts: jax.Array, *rest: Any) -> jax.Array:
+        devices = counts.shape[0]
+        back = [(n, (n + 1) % devices) for n in range(devices)]
+        return jax.lax.ppermute(exchange(x, counts, *rest), rest[-1], back)
+
+    _exchange_by(monkeypatch, turned)
+
+
+def a_device_out_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device of a ring of experts takes itself for the next one."""
+    real = jax.lax.axis_index
+
+    def shifted(axes: Any) -> jax.Array:
+        return (real(axes) + 1) % jax.lax.psum(1, axes)
+
+    lax = SimpleNamespace(**{**vars(jax.lax), "axis_index": shifted})
+    monkeypatch.setattr(dispatch, "jax", SimpleNamespace(**{**vars(jax), "lax": lax}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "exchange"),
+    [
+        (lost_in_the_exchange, "all_to_all"),
+        pytest.param(doubled_in_the_exchange, "all_to_all", marks=pytest.mark.exhaustive),
+        pytest.param(next_devices_experts, "all_to_all", marks=pytest.mark.exhaustive),
+        (a_device_out_of_turn, "all_gather"),
+        pytest.param(half_router, "all_gather", marks=pytest.mark.exhaustive),
+        pytest.param(leaking_bias, "all_to_all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_fault_in_experts_on_several_devices(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    exchange: str,
+    run_checks: RunChecks,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Each device has half of the experts, which other devices' tokens reach."""
+    model = {**EXPERTS, "num_layers": 1, "mlp_pattern": ["experts"]}
+    model["experts"] = {**EXPERTS["experts"], "exchange": exchange}
+    changes = {**FLOAT32, "mesh": {"fsdp": 1, "expert": 2}, "accumulate": 1, "remat": "none"}
+    assert not failed(run_checks("mesh", model=model, **changes))
+    plant(monkeypatch)
+    found = failed(run_checks("mesh", model=model, **changes))
+    assert set(found) & {"expert=2"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plant",
@@ -260,11 +339,11 @@ def test_a_fault_in_latent_attention(
 
 @pytest.mark.slow
 def test_latent_attention_and_experts_without_a_fault_pass(run_checks: RunChecks):
-    """On divided rows and heads, with recomputation."""
+    """On divided experts and heads, with recomputation, and after a step that moves their bias."""
     model = {**LATENT, "num_layers": 2, "mlp_pattern": ["mlp", "experts"]}
     model["experts"] = EXPERTS["experts"]
-    changes = {"mesh": {"fsdp": 2, "tensor": 2}, "accumulate": 1, **FLOAT32}
-    assert not failed(run_checks("mesh", model=model, **changes))
+    changes = {"mesh": {"expert": 2, "tensor": 2, "fsdp": 1}, "accumulate": 1, **FLOAT32}
+    assert not failed(run_checks("mesh", "checkpoint", model=model, **changes))
 
 
 def rolled(x: jax.Array) -> jax.Array:

@@ -43,6 +43,8 @@ class Arguments(ConfigArguments):
     """Write the config that was planned, the best of a search, as YAML."""
     predicted: Annotated[bool, NO_DEFAULT] = False
     """Compile nothing: closed forms for TPUs too."""
+    expert_load: float = 1.0
+    """With mesh.expert: load of the busiest device over the mean."""
     programs: Annotated[
         tuple[Literal["train", "eval"], ...], arg(metavar="NAME ...", help_behavior_hint="")
     ] = ()
@@ -103,6 +105,7 @@ def _plan(
             name=name,
             predicted=arguments.predicted,
             programs=chosen,
+            expert_load=arguments.expert_load,
         )
         return plan, config
     return search_train(
@@ -112,6 +115,7 @@ def _plan(
         predicted=arguments.predicted,
         programs=chosen,
         budget=arguments.budget,
+        expert_load=arguments.expert_load,
     )
 
 

@@ -4,7 +4,8 @@ A weight that `fsdp` divides is gathered before each use, in the compute dtype, 
 reduced to where the parameter lies. Axes that divide the batch or its length but not the weight
 reduce the gradient too. Where `tensor` divides heads and widths, each branch's sum is reduced over
 it, forward and backward. Where `context` divides the length, keys and values are gathered, or by
-kernels that need all of it, the length is exchanged for heads.
+kernels that need all of it, the length is exchanged for heads. Where `expert` divides experts,
+tokens are sent to them, or gathered by all.
 """
 
 import math
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from fornax.plan.closed_form.attention import attention_choice, exchanges_heads
 from fornax.plan.closed_form.shards import LocalStep, mlps
 from fornax.plan.closed_form.state import StateArray
-from fornax.plan.closed_form.work import CHUNK, layer_replays
+from fornax.plan.closed_form.work import CHUNK, layer_replay, layer_replays
 from fornax.plan.facts import Exchange
 
 
@@ -25,6 +26,7 @@ def exchanges(local: LocalStep, state: tuple[StateArray, ...]) -> tuple[Exchange
         *_vocabulary(local),
         *_branches(local),
         *_latents(local),
+        *_experts(local),
         *_context(local),
         *_offload(local),
     ]
@@ -41,7 +43,7 @@ def _weights(local: LocalStep, params: list[StateArray]) -> Iterable[Exchange]:
     sums: dict[tuple[str, int, tuple[str, ...], tuple[str, ...]], int] = {}
     for array in params:
         dividing = tuple(axis for dim in array.axes for axis in dim)
-        gathered = tuple(axis for axis in dividing if axis in data)
+        gathered = tuple(axis for axis in array.gathered_axes if axis in data)
         reduced = tuple(axis for axis in data if axis not in dividing)
         place = _place(array.name, local.model.tie_embeddings)
         layers = array.shape[0] if array.name.startswith("layers/") else 1
@@ -211,6 +213,75 @@ def _latents(local: LocalStep) -> Iterable[Exchange]:
             axes=axes,
             bytes=local.tokens * width * local.compute_bytes,
             count=local.model.num_layers * local.config.accumulate,
+            blocking=True,
+        )
+
+
+def _experts(local: LocalStep) -> Iterable[Exchange]:
+    """Tokens to the devices of their experts and outputs back; gradients go the other ways.
+
+    Where a policy keeps no rows of the experts, tokens travel once more for the backward pass.
+    """
+    routed, layers = local.shares.routed, mlps(local.model).get("experts", 0)
+    if not layers or routed.devices == 1:
+        return
+    again = {node.name for node in layer_replay(local, "experts").again}
+    runs = layers * local.config.accumulate
+    yield from _sent(local, runs, again) if routed.sends else _met(local, runs, again)
+
+
+def _sent(local: LocalStep, runs: int, again: set[str]) -> Iterable[Exchange]:
+    """Each token to the devices of its experts. XLA has no ragged exchange for CPU, where as many
+    rows travel between each two devices as one can have for another."""
+    routed = local.shares.routed
+    rows = routed.busiest
+    if local.topology.chip.platform == "cpu":
+        rows = routed.room
+    size = routed.devices * local.tokens * rows * local.model.hidden_size * local.compute_bytes
+    for when, there, back in (
+        ("forward", 1, 1),
+        ("computed again", int("received" in again), int("returned" in again)),
+        ("backward", 1, 1),
+    ):
+        for name, count in (("send tokens to experts", there), ("return experts' outputs", back)):
+            yield Exchange(
+                name=f"{name} ({when})",
+                kind="all-to-all",
+                axes=local.axes("expert"),
+                bytes=round(size),
+                count=count * runs,
+                blocking=True,
+            )
+
+
+def _met(local: LocalStep, runs: int, again: set[str]) -> Iterable[Exchange]:
+    """All tokens gathered, with their experts and weights, and outputs reduced and scattered."""
+    holding = (*local.axes("batch"), *local.axes("length"))
+    tokens = tuple(axis for axis in local.axes("expert") if axis in holding)
+    same = tuple(axis for axis in local.axes("expert") if axis not in holding)
+    count = local.tokens * local.shares.routed.gathered
+    x = count * local.model.hidden_size * local.compute_bytes
+    number = 4 * count * local.shares.chosen  # a weight or an index for each choice
+    gathers, sums = 1 + ("gathered" in again), 1 + ("down" in again)
+    for name, kind, size, times in (
+        ("gather tokens for experts", "all-gather", x, gathers),
+        ("gather weights and experts of tokens", "all-gather", number, 2 * gathers),
+        ("reduce experts' outputs", "reduce-scatter", x, sums),
+        ("gather gradients for experts", "all-gather", x, 1),
+        ("reduce experts' gradients", "reduce-scatter", x, 1),
+        ("reduce gradients of weights of tokens", "reduce-scatter", number, 1),
+    ):
+        if tokens:
+            yield Exchange(
+                name=name, kind=kind, axes=tokens, bytes=size, count=times * runs, blocking=True
+            )
+    if same:
+        yield Exchange(
+            name="add up experts' outputs",
+            kind="all-reduce",
+            axes=same,
+            bytes=x // local.shares.routed.gathered,
+            count=(1 + sums) * runs,
             blocking=True,
         )
 

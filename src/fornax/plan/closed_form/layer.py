@@ -39,9 +39,9 @@ class Node:
     """Length of the sum of a product."""
     columns: int = 0
     """Columns of a product before sums over devices are divided: `width`, or more."""
-    rows: int = 1
-    """Rows of a product for each token: the experts that it chooses."""
-
+    rows: float = 1
+    """Rows of a product for each token of the device: the experts that it chooses, or what the
+    device's experts have to run for all."""
     experts: int = 0
     """Matrices of a grouped product, whose rows are divided among them; 0: one for all rows."""
     head: int = 0
@@ -99,10 +99,19 @@ class _Graph:
         return self.product(name, of, contract, heads * head, heads * head, head=head)
 
     def grouped(self, name: str, of: str, contract: int, columns: int, shares: Shares) -> str:
-        """A product of each token with the matrices of the experts that it chose."""
-        rows = shares.chosen
-        return self.product(
-            name, of, contract, columns, rows * columns, rows=rows, experts=shares.experts
+        """A product of rows with the matrices of their experts."""
+        self.used.add(of)
+        return self.add(
+            Node(
+                name=name,
+                kind="product",
+                needs=(of,),
+                width=shares.routed.room * columns,
+                contract=contract,
+                columns=columns,
+                rows=shares.routed.busiest,
+                experts=shares.experts,
+            )
         )
 
 
@@ -180,12 +189,15 @@ def _add_experts(graph: _Graph, into: str, model: DecoderConfig, shares: Shares)
     E = experts.num_experts
     router = Node(name="router", kind="product", needs=(into,), wide=E, contract=D, columns=E)
     graph.used.add(graph.add(router))
-    rows = graph.cheap("rows", into, width=shares.chosen * D)
+    rows = _to_experts(graph, into, D, shares)
     gate = graph.grouped("gate", rows, D, F, shares)
     up = graph.grouped("up", rows, D, F, shares)
     graph.used.update((gate, up))
-    inner = graph.cheap("h", gate, up, width=shares.chosen * F)
+    inner = graph.cheap("h", gate, up, width=shares.routed.room * F)
     terms = graph.grouped("terms", inner, F, D, shares)
+    if shares.routed.devices > 1:
+        back = 1 if shares.routed.sends else shares.routed.gathered
+        terms = graph.cheap("returned", terms, width=back * shares.chosen * D)
     graph.used.add(terms)
     down = graph.cheap("down", terms, "router", width=S)
     if experts.shared_intermediate_size is None:
@@ -197,6 +209,19 @@ def _add_experts(graph: _Graph, into: str, model: DecoderConfig, shares: Shares)
     inner = graph.cheap("shared_h", gate, up, width=F)
     shared = graph.product("shared_down", inner, F, D, S)
     return graph.cheap("both", down, shared, width=S)
+
+
+def _to_experts(graph: _Graph, into: str, D: int, shares: Shares) -> str:
+    """The rows of the device's experts, sorted: of its own tokens, of those sent to it, or of those
+    gathered."""
+    routed = shares.routed
+    if routed.devices == 1:
+        return graph.cheap("rows", into, width=shares.chosen * D)
+    if routed.sends:
+        rows = graph.cheap("rows", into, width=shares.chosen * D)
+        return graph.cheap("received", rows, width=routed.room * D)
+    gathered = graph.cheap("gathered", into, width=routed.gathered * D)
+    return graph.cheap("rows", gathered, width=routed.room * D)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +309,8 @@ def replay(model: DecoderConfig, shares: Shares, policy: Policy, mlp: Mlp) -> Re
     """
     graph, used = layer_graph(model, shares, mlp)
     if policy.keeps_all:
-        names = {"q", "k", "v", "o", "gate", "up", "shared_gate", "shared_up", "router", "terms"}
+        names = {"q", "k", "v", "o", "gate", "up", "shared_gate", "shared_up", "router"}
+        names.add("returned" if "returned" in graph else "terms")
         for node in graph.values():
             names.update(node.needs if node.kind == "product" else ())
         kept = [node for node in graph.values() if node.name in names]

@@ -123,7 +123,8 @@ def _intermediates(local: LocalStep, mlp: Mlp) -> float:
     inner = _activation_residuals(model.activation) * _inner_width(shares, mlp)
     sums = 0
     if mlp == "experts":  # the router's input and the terms of the sum in float32, and their mask
-        sums = model.hidden_size * (4 + shares.chosen * (4 - local.compute_bytes + 1))
+        back = shares.chosen * (1 if shares.routed.sends else shares.routed.gathered)
+        sums = model.hidden_size * (4 + back * (4 - local.compute_bytes + 1))
     return 3.0 * 4 * norms + inner * local.compute_bytes + sums
 
 
@@ -131,7 +132,7 @@ def _inner_width(shares: Shares, mlp: Mlp) -> int:
     """Elements a token between the projections of an MLP, or of all its experts."""
     if mlp == "mlp":
         return shares.mlp
-    return shares.chosen * shares.expert_mlp + shares.shared_mlp
+    return shares.routed.room * shares.expert_mlp + shares.shared_mlp
 
 
 @functools.cache
@@ -154,7 +155,7 @@ def _count(arrays: list[StateArray]) -> int:
 def _gathered(local: LocalStep, array: StateArray) -> int:
     """Elements of an array with what `fsdp` and the like divide put together again."""
     data = {*local.axes("batch"), *local.axes("length")}
-    axes = [axis for dim in array.axes for axis in dim if axis in data]
+    axes = [axis for axis in array.gathered_axes if axis in data]
     return math.prod(array.shape) * math.prod(local.mesh[axis] for axis in axes)
 
 
@@ -231,7 +232,7 @@ def _whole_weights(local: LocalStep, layers: list[StateArray]) -> float:
     ahead, and two gradients wait for their reduction (seen with 256).
     """
     data = {*local.axes("batch"), *local.axes("length")}
-    axes = {axis for array in layers for dim in array.axes for axis in dim if axis in data}
+    axes = {axis for array in layers for axis in array.gathered_axes if axis in data}
     few = math.prod(local.mesh[axis] for axis in axes) <= _PASSED_ROUND
     return max(_whole_weights_of(local, layers, mlp, few) for mlp in mlps(local.model))
 
@@ -266,7 +267,7 @@ def _working_set_of(local: LocalStep, mlp: Mlp) -> float:
     """The same of a layer with such an MLP; experts' rows are the tokens', once for each choice."""
     model, shares, item = local.model, local.shares, local.compute_bytes
     D, F, tpu = model.hidden_size, _inner_width(shares, mlp), local.topology.chip.platform == "tpu"
-    chosen = shares.chosen if mlp == "experts" else 0
+    chosen = shares.routed.room if mlp == "experts" else 0
     H, V, turning = model.head_width, model.value_width, model.rotated_width(model.rope)
     key, value = H * _lanes(local, H), V * _lanes(local, V)
     q, o = shares.heads * key, shares.heads * value

@@ -22,6 +22,55 @@ from fornax.train.step import batch_shardings
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routed:
+    """Rows that a device's experts run, for each token of the device."""
+
+    devices: int
+    """P: over how many the experts are divided."""
+    gathered: int
+    """Devices whose tokens meet, the device's own included."""
+    sends: bool
+    """Whether each token is sent to the devices of its experts, or all tokens are gathered."""
+    busiest: float
+    """Rows of the device that has most: those of an even load times the imbalance."""
+    room: int
+    """Rows that buffers have room for: those of the worst routing."""
+
+
+EVEN = 1.0
+"""Rows of the busiest device over the mean, where nothing else is said. Published runs of experts
+balance the routing artificially, so that it is 1; `expert_load_max` of a run's metrics is the same
+ratio for experts, and more than that of devices."""
+
+
+def routed(model: DecoderConfig, sizes: Mapping[str, int], rules: Rules, load: float) -> Routed:
+    """How the tokens of a device meet the experts, as `fornax.models.dispatch` has them.
+
+    Args:
+      model: of which some layers may have experts.
+      sizes: mesh axis to size.
+      rules: logical axis to mesh axes.
+      load: rows of the busiest device over the mean.
+    """
+    experts = model.experts
+    if experts is None:
+        return Routed(devices=1, gathered=1, sends=False, busiest=0.0, room=0)
+    k, over = experts.experts_per_token, rules["expert"]
+    holding = {*rules["batch"], *rules["length"]}
+    P = math.prod(sizes[axis] for axis in over)
+    gathered = math.prod(sizes[axis] for axis in over if axis in holding)
+    room = gathered * min(k, experts.num_experts // P)
+    wanted = experts.exchange == "all_to_all" or (experts.exchange == "auto" and k < P)
+    return Routed(
+        devices=P,
+        gathered=gathered,
+        sends=wanted and gathered == P > 1,
+        busiest=min(load * gathered * k / P, room) if P > 1 else float(k),
+        room=room if P > 1 else k,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shares:
     """One device's share of a layer's widths."""
 
@@ -35,6 +84,8 @@ class Shares:
     """Experts of a layer; 0 without."""
     chosen: int
     """Experts of a token."""
+    routed: Routed
+    """Rows of its experts, for each token that it holds."""
     expert_mlp: int
     """Of an expert's width."""
     shared_mlp: int
@@ -93,16 +144,26 @@ def abstract_mesh(sizes: tuple[int, ...]) -> AbstractMesh:
     return AbstractMesh(sizes, MESH_AXES)
 
 
-def local_step(config: TrainConfig, topology: Topology) -> LocalStep:
+def local_step(config: TrainConfig, topology: Topology, expert_load: float = EVEN) -> LocalStep:
     """Divide a step over the devices of a topology, as the trainer would.
 
+    Args:
+      config: of the run.
+      topology: the chips.
+      expert_load: rows of the busiest device over the mean, where devices divide experts.
+
     Raises:
-      ConfigError: when the model is not given.
+      ConfigError: when the model is not given; for a load below the mean.
       ShardingError: when model or length do not divide over the mesh.
     """
     model = config.model
     if model is None:
         raise ConfigError("model is null; describe it, or let init_from be read first")
+    if not expert_load >= 1:
+        raise ConfigError(
+            f"expert_load={expert_load} is less than the mean load; give 1 for an even load, or "
+            "how many times the mean the busiest device has"
+        )
     sizes = config.mesh.resolved_sizes(topology.num_devices)
     rules = config.mesh.resolved_rules()
     # The trainer's own checks read sizes only.
@@ -133,6 +194,7 @@ def local_step(config: TrainConfig, topology: Topology) -> LocalStep:
             vocab=share(model.vocab_size, "vocab"),
             experts=share(experts.num_experts, "expert") if experts else 0,
             chosen=experts.experts_per_token if experts else 0,
+            routed=routed(model, sizes, rules, expert_load),
             expert_mlp=share(experts.intermediate_size, "mlp") if experts else 0,
             shared_mlp=share(shared, "mlp") if shared else 0,
             attention_heads=N // heads if divides else N,

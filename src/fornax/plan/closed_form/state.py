@@ -40,6 +40,18 @@ class StateArray:
     bytes: int
     """On one device, with the padding of its layout."""
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether it has a part for each expert of each layer."""
+        *_, owner, projection, _ = ("", "", *self.name.split("/"))
+        return owner == "experts" and projection in ("gate", "up", "down")
+
+    @property
+    def gathered_axes(self) -> tuple[str, ...]:
+        """Mesh axes that divide it, and not the work that it is used in: not those of experts."""
+        stays = self.axes[1] if self.of_experts else ()
+        return tuple(axis for dim in self.axes for axis in dim if axis not in stays)
+
 
 @dataclass(frozen=True)
 class _Shapes:

@@ -8,7 +8,7 @@ from fornax.mesh import check_use
 from fornax.plan.closed_form.attention import attention_choice
 from fornax.plan.closed_form.exchanges import exchanges
 from fornax.plan.closed_form.memory import memory_at_peak
-from fornax.plan.closed_form.shards import LocalStep, local_step, windows
+from fornax.plan.closed_form.shards import EVEN, LocalStep, Routed, local_step, windows
 from fornax.plan.closed_form.state import state_arrays
 from fornax.plan.closed_form.work import repeated_flops, step_work, update_work
 from fornax.plan.facts import StepFacts
@@ -17,8 +17,13 @@ from fornax.train import TrainConfig
 from fornax.train.hosts import data_shards, padding_text
 
 
-def step_facts(config: TrainConfig, topology: Topology) -> StepFacts:
+def step_facts(config: TrainConfig, topology: Topology, expert_load: float = EVEN) -> StepFacts:
     """What a training step of `config` holds, computes and exchanges on `topology`.
+
+    Args:
+      config: of the run.
+      topology: the chips.
+      expert_load: rows of the busiest device over the mean, where devices divide experts.
 
     Raises:
       ConfigError: for a model that is not given, pipeline stages, slices that the mesh does not
@@ -27,7 +32,7 @@ def step_facts(config: TrainConfig, topology: Topology) -> StepFacts:
     """
     check_use(config.mesh.axis_sizes(), "plan")
     check_slices(config, topology)
-    local = local_step(config, topology)
+    local = local_step(config, topology, expert_load)
     state = state_arrays(local)
     return StepFacts(
         memory=memory_at_peak(local, state),
@@ -36,11 +41,11 @@ def step_facts(config: TrainConfig, topology: Topology) -> StepFacts:
         dtype=config.dtypes.compute,
         mesh=local.mesh,
         repeated_flops=repeated_flops(local) * topology.chip.devices,
-        notes=tuple(_notes(local)),
+        notes=tuple(_notes(local, expert_load)),
     )
 
 
-def _notes(local: LocalStep) -> Iterator[str]:
+def _notes(local: LocalStep, expert_load: float) -> Iterator[str]:
     config, shards = local.config, data_shards(local.mesh, local.rules)
     padding = padding_text(config.batch_size, shards, config.accumulate)
     if padding:
@@ -52,17 +57,33 @@ def _notes(local: LocalStep) -> Iterator[str]:
             "passes its scores through memory"
         )
     if local.shares.experts:
-        yield (
-            "tokens are taken to choose each expert equally often; an expert that more of them "
-            "choose makes no device slower, because each device has a part of all experts; their "
-            "grouped products are taken at the rate of dense ones"
-        )
+        text = expert_text(local.shares.routed, expert_load)
+        yield f"{text}; grouped products are taken at the rate of dense ones"
     heads = local.size("activation_heads")
     if local.shares.attention_heads == local.model.num_heads and heads > 1:
         yield (
             f"tensor={heads} does not divide {local.model.kv_heads} key/value heads, so every "
             "tensor shard computes the attention of all heads"
         )
+
+
+def expert_text(routed: Routed, expert_load: float) -> str:
+    """How even the load of experts is taken to be, and by whom it is said."""
+    if routed.devices == 1:
+        return (
+            "tokens are taken to choose each expert equally often; an expert that more of them "
+            "choose makes no device slower, because each device has a part of all experts"
+        )
+    said = (
+        "an even load, the default, as in published runs, whose routing is balanced artificially"
+        if expert_load == EVEN
+        else "as given"
+    )
+    way = "sent to their experts" if routed.sends else "gathered by all that share experts"
+    return (
+        f"experts are divided over {routed.devices} devices, of which the busiest has "
+        f"{expert_load:g} times the mean load (--expert-load: {said}); tokens are {way}"
+    )
 
 
 def kernel_choices(config: TrainConfig, topology: Topology) -> tuple[kernels.Choice, ...]:
@@ -82,7 +103,7 @@ def experts_choice(local: LocalStep) -> kernels.Choice:
     """Which implementation multiplies the rows of experts, and why no faster one."""
     call = kernels.GroupedCall(
         platform=local.topology.chip.platform,
-        rows=local.tokens * local.shares.chosen,
+        rows=local.tokens * local.shares.routed.room,
         groups=local.shares.experts,
         inputs=local.model.hidden_size,
         outputs=local.shares.expert_mlp,

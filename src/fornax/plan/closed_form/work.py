@@ -79,7 +79,7 @@ def _product(local: LocalStep, node: Node, repeated: bool, runs: int) -> Iterabl
     """Forward, the two products backward, and once more where the policy says so."""
     kind = "experts" if node.experts else _CLASS.get(node.name, "attention_projections")
     groups = max(1, node.experts)
-    M, K, N = -(-local.tokens * node.rows // groups), node.contract, node.columns
+    M, K, N = math.ceil(local.tokens * node.rows / groups), node.contract, node.columns
     item = local.compute_bytes
     runs *= groups
     forward = 2 if repeated else 1
@@ -187,17 +187,11 @@ def _matrices(local: LocalStep, params: list[StateArray]) -> Iterable[Work]:
             continue
         shards = math.prod(local.mesh[axis] for dim in array.axes for axis in dim)
         whole = [n * _over(local, axes) for n, axes in _dims(array)]
-        stacked = 2 if _is_stack_of_experts(array) else 1
+        stacked = 2 if array.of_experts else 1
         layers = math.prod(whole[:stacked])
         rows, columns = _sides(array.name, whole[stacked:])
         flops = layers * _flops(optimizer, rows, columns) / shards
         yield Work(kind="optimizer", flops=flops, bytes=float(2 * layers * rows * columns / shards))
-
-
-def _is_stack_of_experts(array: StateArray) -> bool:
-    """Whether it has a matrix for each expert of each layer."""
-    *_, owner, projection, _ = array.name.split("/")
-    return owner == "experts" and projection in ("gate", "up", "down")
 
 
 def _dims(array: StateArray) -> Iterable[tuple[int, tuple[str, ...]]]:

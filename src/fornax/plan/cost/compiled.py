@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fornax.hlo import ProgramFacts, analyse, parse
 from fornax.models import DecoderConfig, abstract_decoder
 from fornax.plan.artifact import Artifact
+from fornax.plan.closed_form import EVEN, expert_text, routed
 from fornax.plan.compile import OutOfMemoryError, compile_train
 from fornax.plan.compile.memory import largest_buffers, memory_parts
 from fornax.plan.cost.estimate import estimate
@@ -32,11 +33,16 @@ _LARGEST = 12
 
 
 def compiled_programs(
-    config: TrainConfig, topology: Topology, programs: Sequence[str]
+    config: TrainConfig,
+    topology: Topology,
+    programs: Sequence[str],
+    expert_load: float = EVEN,
 ) -> list[ProgramReport]:
     """The programs of a training run as the compiler made them.
 
-    A program that does not fit is reported too; those after it are not compiled.
+    A program that does not fit is reported too; those after it are not compiled. Buffers of experts
+    that devices divide have room for the worst routing; their products are counted for
+    `expert_load`, as `estimate` takes it.
 
     Raises:
       MissingCompilerError: when libtpu is not installed.
@@ -47,18 +53,24 @@ def compiled_programs(
     try:
         artifacts = compile_train(config, topology, programs=programs)
     except OutOfMemoryError as error:
-        refused = [_refused(config, topology, error)]
+        refused = [_refused(config, topology, error, expert_load)]
         before = tuple(programs)[: tuple(programs).index(error.program)]
         artifacts = compile_train(config, topology, programs=before) if before else []
-    return [*(_report(config, topology, one) for one in artifacts), *refused]
+    return [*(_report(config, topology, one, expert_load) for one in artifacts), *refused]
 
 
-def _report(config: TrainConfig, topology: Topology, artifact: Artifact) -> ProgramReport:
+def _report(
+    config: TrainConfig, topology: Topology, artifact: Artifact, expert_load: float
+) -> ProgramReport:
     """One compiled program, its figures per chip."""
-    facts = analyse(parse(artifact.hlo), dict(artifact.mesh))
+    assert config.model is not None
+    rows = routed(config.model, artifact.mesh, config.mesh.resolved_rules(), expert_load)
+    share = rows.busiest / rows.room if rows.room else 1.0
+    facts = analyse(parse(artifact.hlo), dict(artifact.mesh), grouped_rows=share)
     time = predict(facts.schedule, artifact.devices, topology)
     devices, rules = topology.chip.devices, config.mesh.resolved_rules()
-    logical = logical_axes(config.model) if config.model else {}
+    logical = logical_axes(config.model)
+    said = [expert_text(rows, expert_load)] if rows.devices > 1 else []
     return ProgramReport(
         name=artifact.program,
         memory=Memory(
@@ -89,7 +101,7 @@ def _report(config: TrainConfig, topology: Topology, artifact: Artifact) -> Prog
             cached=artifact.cached,
             versions={name: version for name, version in artifact.versions.items() if version},
         ),
-        notes=tuple(dict.fromkeys((*artifact.notes, *facts.notes, *time.notes))),
+        notes=tuple(dict.fromkeys((*artifact.notes, *facts.notes, *time.notes, *said))),
     )
 
 
@@ -132,12 +144,16 @@ def logical_axes(model: DecoderConfig) -> LogicalAxes:
     return {path_name(path): leaf.get_metadata()["axes"] for path, leaf in leaves}
 
 
-def _refused(config: TrainConfig, topology: Topology, error: OutOfMemoryError) -> ProgramReport:
+def _refused(
+    config: TrainConfig, topology: Topology, error: OutOfMemoryError, expert_load: float
+) -> ProgramReport:
     """What is known of a program that does not fit: the program itself, or what the compiler
     says."""
     if error.artifact is not None:
-        return _report(config, topology, error.artifact)
-    return refused_program(estimate(config, topology).step, error, topology)
+        return _report(config, topology, error.artifact, expert_load)
+    return refused_program(
+        estimate(config, topology, expert_load=expert_load).step, error, topology
+    )
 
 
 def refused_program(

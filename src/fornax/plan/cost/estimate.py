@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fornax.plan.closed_form import step_facts
+from fornax.plan.closed_form import EVEN, step_facts
 from fornax.plan.cost.step import predict_step
 from fornax.plan.facts import Memory, ProgramReport
 from fornax.plan.topology import Topology
@@ -35,15 +35,20 @@ class Estimate:
         return self.config.batch_size * self.config.seq_len
 
 
-def estimate(config: TrainConfig, topology: Topology) -> Estimate:
+def estimate(config: TrainConfig, topology: Topology, *, expert_load: float = EVEN) -> Estimate:
     """What a training step of `config` would need and take on `topology`.
+
+    Args:
+      config: of the run.
+      topology: the chips.
+      expert_load: rows of the busiest device over the mean, where devices divide experts.
 
     Raises:
       ConfigError: for a model that is not given, pipeline stages, slices that the mesh does not
         name, a remat policy that is not known here.
       ShardingError: when model, batch or length do not divide over the mesh.
     """
-    facts = step_facts(config, topology)
+    facts = step_facts(config, topology, expert_load)
     time = predict_step(facts, topology)
     step = ProgramReport(
         name="train_step",

@@ -11,6 +11,7 @@ from typing import cast
 
 from fornax.config import diff
 from fornax.config.errors import ConfigError
+from fornax.plan.closed_form import EVEN
 from fornax.plan.cost.estimate import Estimate
 from fornax.plan.format import format_bound, format_bytes, format_seconds
 from fornax.plan.search.space import Candidates, find_candidates
@@ -25,6 +26,7 @@ _CLASSES = {
     "attention": "attention",
     "attention_projections": "the attention's projections",
     "mlp": "the MLP",
+    "experts": "the experts",
     "logits_loss": "the output projection and the loss",
     "norms_elementwise": "norms and element-wise work",
     "embedding": "the embedding",
@@ -103,6 +105,7 @@ def search(
     budget: int = 0,
     compile: Compile | None = None,  # noqa: A002
     keep: int = 3,
+    expert_load: float = EVEN,
 ) -> SearchResult:
     """The plans that train fastest on a topology, best first.
 
@@ -112,13 +115,14 @@ def search(
       budget: most compilations to make; 0 estimates only.
       compile: compiles one plan; needed with a budget.
       keep: how many plans to return.
+      expert_load: as `estimate` takes it.
 
     Raises:
       ConfigError: for a budget without `compile`, or a model that is not given.
     """
     if budget > 0 and compile is None:
         raise ConfigError(f"budget={budget} compilations need a compiler; pass one, or budget=0")
-    found = find_candidates(config, topology)
+    found = find_candidates(config, topology, expert_load=expert_load)
     state = _State(config=config, found=found)
     if compile is not None:
         state.compile_best(compile, topology, budget, keep)

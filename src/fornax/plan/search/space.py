@@ -6,13 +6,15 @@ slices are data parallel. Of each mesh the plans stay that no other one beats.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fornax.config.errors import ConfigError, FornaxError
 from fornax.mesh import MeshConfig
 from fornax.models import DecoderConfig
+from fornax.plan.closed_form import EVEN
 from fornax.plan.cost.estimate import Estimate, estimate
 from fornax.plan.topology import Topology
 from fornax.train import TrainConfig
@@ -104,8 +106,10 @@ def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Ite
             and rules["length"] == ("context",)
         )
     ]
-    for tensor, context in itertools.product(tensors, contexts):
-        rest, remainder = divmod(inside, tensor * context)
+    count = model.experts.num_experts if model.experts else 1
+    experts = [size for size in _divisors(inside) if count % size == 0]
+    for tensor, context, expert in itertools.product(tensors, contexts, experts):
+        rest, remainder = divmod(inside, tensor * context * expert)
         if remainder or tensor * context > close:
             continue
         for data in _divisors(rest):
@@ -113,6 +117,7 @@ def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Ite
                 slice=slices,
                 data=data,
                 fsdp=rest // data,
+                expert=expert,
                 context=context,
                 tensor=tensor,
                 rules=config.mesh.rules,
@@ -133,7 +138,7 @@ def micro_batches(batch_size: int, mesh: MeshConfig) -> Sequence[int]:
 
 
 def _data_shards(mesh: MeshConfig) -> int:
-    return mesh.slice * mesh.data * mesh.fsdp
+    return mesh.slice * mesh.data * mesh.fsdp * mesh.expert
 
 
 def unpadded(meshes: Iterable[MeshConfig], batch_size: int) -> list[MeshConfig]:
@@ -160,8 +165,10 @@ class Candidates:
     """The plan that needs the least memory, fitting or not."""
 
 
-def find_candidates(config: TrainConfig, topology: Topology) -> Candidates:
-    """Estimate every combination.
+def find_candidates(
+    config: TrainConfig, topology: Topology, *, expert_load: float = EVEN
+) -> Candidates:
+    """Estimate every combination; `expert_load` as `estimate` takes it.
 
     Raises:
       ConfigError: for a model that is not given.
@@ -169,14 +176,15 @@ def find_candidates(config: TrainConfig, topology: Topology) -> Candidates:
     model = config.model
     if model is None:
         raise ConfigError("model is null; describe it, or let init_from be read first")
-    given, problem = _given(config, topology)
+    guess = functools.partial(estimate, topology=topology, expert_load=expert_load)
+    given, problem = _given(config, guess)
     counts: Counter[str] = Counter()
     fronts: list[Estimate] = [] if given is None or not given.memory.fits else [given]
     closest = given
     considered = 0
     for mesh in unpadded(meshes(config, model, topology), config.batch_size):
         fitting: list[Estimate] = []
-        for one in _walk(config, mesh, topology, counts):
+        for one in _walk(config, mesh, topology, counts, guess):
             considered += 1
             if closest is None or one.memory.total < closest.memory.total:
                 closest = one
@@ -199,15 +207,21 @@ def find_candidates(config: TrainConfig, topology: Topology) -> Candidates:
     )
 
 
-def _given(config: TrainConfig, topology: Topology) -> tuple[Estimate | None, str | None]:
+def _given(
+    config: TrainConfig, guess: Callable[[TrainConfig], Estimate]
+) -> tuple[Estimate | None, str | None]:
     try:
-        return estimate(config, topology), None
+        return guess(config), None
     except FornaxError as error:
         return None, str(error)
 
 
 def _walk(
-    config: TrainConfig, mesh: MeshConfig, topology: Topology, counts: Counter[str]
+    config: TrainConfig,
+    mesh: MeshConfig,
+    topology: Topology,
+    counts: Counter[str],
+    guess: Callable[[TrainConfig], Estimate],
 ) -> Iterator[Estimate]:
     """For each remat policy the fewest micro-batches that fit, and those before.
 
@@ -217,7 +231,7 @@ def _walk(
     for kept in rematted(dataclasses.replace(config, mesh=mesh), topology):
         for place, number in enumerate(numbers):
             try:
-                found = estimate(dataclasses.replace(kept, accumulate=number), topology)
+                found = guess(dataclasses.replace(kept, accumulate=number))
             except FornaxError:
                 counts[_DIVIDES] += 1
                 continue

@@ -1,0 +1,147 @@
+"""Bytes that devices exchange for experts are those of the step that XLA makes for 8 devices."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from fornax.config import from_mapping
+from fornax.config.errors import ConfigError
+from fornax.hlo import ProgramFacts, analyse, parse
+from fornax.models import DecoderConfig
+from fornax.plan.cost.estimate import Estimate, estimate
+from fornax.plan.topology import parse_topology
+from fornax.train import Ledger, TrainConfig, pretrain_task
+from fornax.train.session import prepare
+from fornax.train.step import make_train_step
+
+ROWS, LENGTH = 16, 64
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "intermediate_size": 64,
+    "shared_intermediate_size": 32,
+}
+
+
+def configure(mesh: dict[str, int], **more: Any) -> TrainConfig:
+    told = {"model": MODEL, "batch_size": ROWS, "seq_len": LENGTH, "mesh": mesh}
+    return from_mapping(TrainConfig, {**told, **more})
+
+
+def with_experts(exchange: str = "auto") -> dict[str, Any]:
+    return {**MODEL, "experts": {**EXPERTS, "exchange": exchange}}
+
+
+def compiled(config: TrainConfig) -> ProgramFacts:
+    """The facts of the trainer's own step for virtual CPU devices."""
+    programs = prepare(config, pretrain_task(config), Ledger(), jax.devices())
+    numbers = ("tokens", "targets", "segment_ids", "positions")
+    rows = {name: np.zeros((ROWS, LENGTH), np.int32) for name in numbers}
+    rows["loss_weights"] = np.zeros((ROWS, LENGTH), np.float32)
+    step = jax.jit(make_train_step(programs.parts), donate_argnums=0)
+    program = step.lower(programs.abstract, programs.shapes_of(rows)).compile()
+    return analyse(parse(program.as_text()), dict(config.mesh.axis_sizes()))
+
+
+def moved(rows: Any, axis: str) -> Counter[str]:
+    """Bytes of each kind of collective of a step over one axis alone, single numbers left out."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        if row.axes == (axis,) and row.bytes >= 1024:
+            total[row.kind] += round(row.bytes * row.count)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("exchange", "remat"),
+    [
+        ("all_to_all", "full"),
+        ("all_gather", "full"),
+        pytest.param("all_to_all", "none", marks=pytest.mark.slow),
+        pytest.param("all_gather", "none", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_for_experts_are_the_compiled_programs(exchange: str, remat: str) -> None:
+    """Of tokens, outputs and gradients, what a policy does again, and weights that are gathered."""
+    config = configure({"fsdp": 2, "expert": 4}, model=with_experts(exchange), remat=remat)
+    found = compiled(config)
+    planned = estimate(config, parse_topology("cpu:8")).step.collectives
+    assert moved(planned, "expert") == moved(found.collectives, "expert")
+    if remat == "full":  # without, the loop keeps what it gathered
+        weights = moved(found.collectives, "fsdp")
+        assert weights["all-gather"] == moved(planned, "fsdp")["all-gather"] > 0
+
+
+def experts_of(found: Estimate) -> Any:
+    return next(row for row in found.step.work if row.name == "experts")
+
+
+def plan_experts(load: float = 1.0, topology: str = "v5e:2x4", **mesh: int) -> Estimate:
+    config = configure(mesh, model=with_experts("all_to_all"))
+    return estimate(config, parse_topology(topology), expert_load=load)
+
+
+def test_experts_are_divided_with_their_state() -> None:
+    """And everything else is divided as by fsdp."""
+    both = [plan_experts(fsdp=8), plan_experts(fsdp=2, expert=4)]
+    for owner in ("parameters", "optimizer"):
+        first, second = (one.memory.owned(owner) for one in both)
+        assert second == pytest.approx(first, rel=0.02)
+    assert experts_of(both[0]).flops == experts_of(both[1]).flops
+
+
+def test_an_uneven_load_is_work_and_bytes_of_the_busiest_device_and_is_said() -> None:
+    even, uneven = plan_experts(fsdp=2, expert=4), plan_experts(1.5, fsdp=2, expert=4)
+    assert experts_of(uneven).flops == pytest.approx(1.5 * experts_of(even).flops, rel=0.01)
+    sent = [moved(one.step.collectives, "expert")["all-to-all"] for one in (even, uneven)]
+    assert sent[1] == pytest.approx(1.5 * sent[0])
+    assert any("1.5 times the mean load (--expert-load: as given)" in n for n in uneven.step.notes)
+    assert any("an even load, the default" in note for note in even.step.notes)
+    assert even.memory.total == uneven.memory.total  # buffers have room for the worst case anyway
+
+
+def test_no_device_has_more_than_all_tokens() -> None:
+    """With two experts of a token and two on each of four devices: four times the mean."""
+    worst = plan_experts(100.0, fsdp=2, expert=4)
+    assert experts_of(worst).flops == experts_of(plan_experts(4.0, fsdp=2, expert=4)).flops
+
+
+def test_an_uneven_load_slows_no_device_that_has_all_experts() -> None:
+    assert plan_experts(1.5, fsdp=8).step_seconds == plan_experts(fsdp=8).step_seconds
+
+
+def test_a_load_below_the_mean_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expert_load=0\.5 is less than the mean load; give 1"):
+        plan_experts(0.5, fsdp=2, expert=4)
+
+
+def test_a_link_between_servers_makes_the_exchange_slower() -> None:
+    """GPUs of one server exchange over its switch, eight servers over the network."""
+    inside = plan_experts(topology="h100:1x8", fsdp=1, expert=8)
+    between = plan_experts(topology="h100:8x1", fsdp=1, expert=8)
+
+    def seconds(found: Estimate) -> float:
+        return sum(row.seconds for row in found.step.collectives if "experts" in row.what)
+
+    assert seconds(between) > 2 * seconds(inside)
+
+
+def test_a_model_is_planned_over_every_size_of_the_axis_that_divides_its_experts() -> None:
+    from fornax.plan.search.space import meshes
+
+    config = configure({"fsdp": -1}, model=with_experts())
+    assert isinstance(config.model, DecoderConfig)
+    sizes = {mesh.expert for mesh in meshes(config, config.model, parse_topology("v5e:2x4"))}
+    assert sizes == {1, 2, 4, 8}
