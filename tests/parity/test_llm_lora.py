@@ -17,7 +17,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.parity.conftest import HfModel, oracle_logits
-from tests.parity.test_llm_families import SERVED, greedy_tokens, tokens_of, untied_oracle
+from tests.parity.test_llm_families import (
+    READ_ANEW,
+    SERVED,
+    greedy_tokens,
+    tokens_of,
+    untied_oracle,
+)
 
 from fornax.llm import LLM, SamplingParams
 
@@ -112,11 +118,11 @@ def write_adapter(folder: Path, oracle: HfModel, kind: Kind, seed: int) -> HfMod
     return merged
 
 
-LATENT = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mistral4")
+MERGED = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mistral4", *READ_ANEW)
 """Models whose adapters are merged before they are served: the engine says so."""
 
 
-@pytest.fixture(scope="module", params=[name for name in SERVED if name not in LATENT])
+@pytest.fixture(scope="module", params=[name for name in SERVED if name not in MERGED])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

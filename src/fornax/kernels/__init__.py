@@ -21,6 +21,7 @@ from fornax.kernels._paged_attention import (
     paged_write_operation,
     prepare_paged_attention,
 )
+from fornax.kernels._ragged_delta_rule import ragged_gated_delta_rule
 from fornax.kernels._vocabulary import (
     LogitsLoss,
     LossSums,
@@ -81,6 +82,7 @@ __all__ = [
     "paged_write",
     "paged_write_operation",
     "prepare_paged_attention",
+    "ragged_gated_delta_rule",
     "recording_choices",
     "rms_norm",
     "target_platform",

@@ -23,9 +23,10 @@ import numpy as np
 
 from fornax.config.errors import KernelError
 
-__all__ = ["gated_delta_rule"]
+__all__ = ["CHUNK", "gated_delta_rule"]
 
-_CHUNK = 64
+CHUNK = 64
+"""Tokens of a chunk."""
 _EXACT = jax.lax.Precision.HIGHEST
 _NOTHING = -100.0
 
@@ -150,7 +151,7 @@ def _chunked(
     state_BKRHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     B, T, K, R, V = v_BTKRV.shape
-    C = min(_CHUNK, 1 << (T - 1).bit_length())
+    C = min(CHUNK, 1 << (T - 1).bit_length())
     q_NBKCH, k_NBKCH = _cut(q_BTKH, C, -2), _cut(k_BTKH, C, -2)
     v_NBKRCV, beta_NBKRC = _cut(v_BTKRV, C, -2), _cut(beta_BTKR, C, -1)
     # Documents of a chunk by number; 0 is the one that the state is of.

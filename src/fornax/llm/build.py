@@ -26,7 +26,7 @@ from fornax.llm.speculation import DraftProposer, NGramProposer, Proposer
 from fornax.llm.stats import Observer
 from fornax.llm.text.chat_template import ChatTemplate
 from fornax.llm.weights import Weights, load_weights
-from fornax.models import Decoder, DecoderConfig, cache_windows
+from fornax.models import Decoder, DecoderConfig, cache_windows, takes
 
 __all__ = ["Parts", "build_engine"]
 
@@ -135,7 +135,11 @@ def _scheduler(
             max_loras=config.max_loras if config.enable_lora else 0,
             buckets=buckets,
         ),
-        BlockManager(pools, limits.page_size, config.enable_prefix_caching),
+        BlockManager(
+            pools,
+            limits.page_size,
+            config.enable_prefix_caching and takes(model, "prefix reuse"),
+        ),
     )
 
 

@@ -87,7 +87,8 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     """Pages of the full-attention cache, whatever the memory."""
     enable_prefix_caching: bool = True
-    """Whether requests share the pages of equal beginnings."""
+    """Whether requests share the pages of equal beginnings. Models with linear layers, whose states
+    are of a whole prompt, read each one anew."""
 
     tensor_parallel_size: int = 1
     """Devices that each layer is divided over."""

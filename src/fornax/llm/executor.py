@@ -27,7 +27,7 @@ from fornax.llm.sampling.rejection import Proposals, init_proposals
 from fornax.llm.sampling.sampler import Sampled, Scored
 from fornax.llm.sampling.state import RowParams, SamplerState, init_sampler_state
 from fornax.llm.weights import Weights
-from fornax.models import init_pages
+from fornax.models import DeltaState, init_pages, init_states
 
 __all__ = ["OPERATIONS", "Executor", "Tell"]
 
@@ -45,6 +45,7 @@ OPERATIONS = frozenset(
         "sample",
         "change_tables",
         "copy_pages",
+        "copy_states",
         "pool",
         "score",
         "sleep",
@@ -92,12 +93,18 @@ class Executor:
         self._rows = jax.tree.structure(self.sampler.rows)
         self.all_allowed = {size: self._put(full_mask(vocab, size)) for size in self.sizes.samples}
         self.kv: tuple[jax.Array, ...] | None = None
+        self.states: DeltaState | None = None
         self.wake()
         self.proposals: Proposals | None = None
         """Of a draft model: what it proposed last, for every row."""
         if draft:
             self.proposals = self._put(init_proposals(rows, places, vocab))
-        arrays = dataclasses.replace(arrays, state=_abstract(state), kv=_abstract(self.kv or ()))
+        arrays = dataclasses.replace(
+            arrays,
+            state=_abstract(state),
+            kv=_abstract(self.kv or ()),
+            states=_abstract(self.states),
+        )
         bind = lora.bind if adapters else None
         made = make_programs(config, weights, limits, self.sizes, arrays, draft=draft, bind=bind)
         for key, program in made.items():
@@ -131,23 +138,25 @@ class Executor:
     def sleep(self) -> None:
         """Give the cache's memory back."""
         self._tell("sleep")
-        for pages in self.kv or ():
-            pages.delete()
-        self.kv = None
+        for array in jax.tree.leaves((self.kv, self.states)):
+            array.delete()
+        self.kv = self.states = None
 
     def wake(self) -> None:
         """Make an empty cache if there is none."""
         self._tell("wake")
         if self.kv is None:
-            limits = self.limits
+            limits, where = self.limits, self._where
             self.kv = init_pages(
                 self._model,
                 limits.num_pages,
                 limits.page_size,
                 limits.cache_dtype,
-                self._where.mesh,
+                where.mesh,
                 heads=limits.cache_heads,
             )
+            rows, dtype = limits.max_num_seqs, where.compute_dtype
+            self.states = init_states(self._model, rows, dtype, where.mesh)
 
     def load_row(self, row: Host, *leaves: Host) -> None:
         """Put a row of the sampler's parameters in: the leaves of a `RowParams`."""
@@ -160,8 +169,9 @@ class Executor:
         """The model's part of a step of `bucket` tokens, from its vector."""
         self._tell("step", bucket, vector)
         program = self._programs.get((self._name, "step", int(bucket)))
-        self.kv, self.tables, self.hidden = program(
-            self._leaves, self.kv, self.tables, self.hidden, self.sampler.last_token, vector
+        kept = (self.kv, self.states, self.tables, self.hidden)
+        self.kv, self.states, self.tables, self.hidden = program(
+            self._leaves, *kept, self.sampler.last_token, vector
         )
 
     def sample(
@@ -206,6 +216,11 @@ class Executor:
         kv = list(self.kv or ())
         kv[int(group)] = copy(kv[int(group)], vector)
         self.kv = tuple(kv)
+
+    def copy_states(self, vector: np.ndarray) -> None:
+        """Copy rows' states in all linear layers: int32 [2, most], sources and targets."""
+        self._tell("copy_states", vector)
+        self.states = self._programs.get((self._name, "copy states"))(self.states, vector)
 
     def pool(self, vector: np.ndarray) -> jax.Array:
         """The hidden rows at some places, int32 [most]."""

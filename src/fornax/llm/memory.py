@@ -28,6 +28,8 @@ class Account:
     draft_weights: int
     sampler: int
     """Sampler state, hidden states, masks, page tables and proposals, the draft model's too."""
+    states: int
+    """Of linear layers, a slot for each sequence that can run."""
     temporaries: int
     """Of the largest step or choice of tokens, a guess; not held between steps."""
     cache: int
@@ -36,7 +38,8 @@ class Account:
     @property
     def without_cache(self) -> int:
         """All that must find room beside the caches."""
-        return self.weights + self.adapters + self.draft_weights + self.sampler + self.temporaries
+        weights = self.weights + self.adapters + self.draft_weights
+        return weights + self.sampler + self.states + self.temporaries
 
     @property
     def held(self) -> int:
@@ -99,6 +102,7 @@ def account_of(
         adapters=adapters,
         draft_weights=0 if draft is None else draft.nbytes,
         sampler=sampler,
+        states=local_bytes(arrays.states),
         temporaries=temporaries,
         cache=local_bytes(arrays.kv),
         draft_cache=draft_cache,
@@ -124,6 +128,11 @@ def guessed_temporaries(weights: Weights, sizes: Sizes) -> int:
     heads = (2 * model.num_heads + 2 * model.kv_heads) * model.head_width // parts
     if model.latent is not None:  # queries and results as wide as the latents, which are one head
         heads = (2 * model.num_heads // parts + 1) * model.latent.cached_dim
+    delta, step = model.gated_delta, 0
+    if delta is not None:  # its operands in float32, and every sequence's state before and after
+        width = 4 * (2 * delta.key_width + 3 * delta.value_width) // parts
+        heads = max(heads, width // where.compute_dtype.itemsize)
+        step = 2 * 4 * sizes.layouts[sizes.steps[-1]].rows * delta.state_size // parts
     row = 4 * model.hidden_size + 3 * _mlp_width(model) // parts + heads
-    step = sizes.steps[-1] * row * where.compute_dtype.itemsize
+    step += sizes.steps[-1] * row * where.compute_dtype.itemsize
     return max(step, _LIVE_LOGITS * 4 * sizes.samples[-1] * model.vocab_size)

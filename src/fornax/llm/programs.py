@@ -28,7 +28,7 @@ from fornax.llm.sampling.sampler import Sampled, Scored, propose, sample, score
 from fornax.llm.sampling.state import RowParams, SamplerState, init_sampler_state, load_row
 from fornax.llm.step import Bind, StepLayout, change_tables, make_step, placed
 from fornax.llm.weights import Weights
-from fornax.models import cache_windows, describe_pages
+from fornax.models import DeltaState, cache_windows, copy_states, describe_pages, describe_states
 
 __all__ = [
     "CHANGES",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 COPIES = 16
-"""Page copies of one call; more take several."""
+"""Copies of pages, or of states, of one call; more take several."""
 CHANGES = 1024
 """Changes of each page table in one call; more take several."""
 SCORED = 32
@@ -102,6 +102,8 @@ class Arrays:
     """The weights, with adapters if there are any."""
     kv: tuple[Shape, ...]
     """The cache's pages, an array for each group."""
+    states: DeltaState | None
+    """The states of linear layers, a slot for each row; None where there are none."""
     tables: tuple[Shape, ...]
     """The page table of each group: int32 [R, W]."""
     hidden: Shape
@@ -130,6 +132,7 @@ def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes, places: int 
         heads=limits.cache_heads,
     )
     rows = limits.max_num_seqs
+    states = describe_states(model, rows, where.compute_dtype, where.mesh)
     sampler = jax.eval_shape(lambda: init_sampler_state(rows, model.vocab_size))
     proposals = None
     if places:
@@ -137,13 +140,16 @@ def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes, places: int 
     words = mask_words(model.vocab_size)
 
     def put(shape: jax.Array | Shape) -> jax.ShapeDtypeStruct:
+        if isinstance(shape, jax.ShapeDtypeStruct) and shape.sharding is not None:
+            return shape
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where.everywhere)
 
     table = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.table_width), jnp.int32)
     hidden = (limits.max_num_batched_tokens, model.hidden_size)
     return Arrays(
         state=weights.state,
-        kv=tuple(one if one.sharding is not None else put(one) for one in pages),
+        kv=tuple(put(one) for one in pages),
+        states=jax.tree.map(put, states),
         tables=(put(table),) * len(pages),
         hidden=put(jax.ShapeDtypeStruct(hidden, where.compute_dtype)),
         sampler=jax.tree.map(put, sampler),
@@ -270,8 +276,9 @@ def make_programs(
       bind: gives weights with adapters each token's adapter; None without adapters.
 
     Returns:
-      By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group),
-      ("change tables",), ("pool",), ("score",); of a draft model ("propose", M) for ("sample", M).
+      By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group), of models with
+      linear layers ("copy states",), ("change tables",), ("pool",), ("score",); of a draft model
+      ("propose", M) for ("sample", M).
     """
     vocab = weights.config.vocab_size
     weights = replace(weights, state=nnx.State({}))
@@ -279,17 +286,19 @@ def make_programs(
     leaves, tree = jax.tree.flatten(arrays.state)
     most = 0 if draft else min(config.max_logprobs, vocab)
     functions = _Functions(weights, tree, most, config.logprobs_mode)
-    kv, tables, hidden, sampler = arrays.kv, arrays.tables, arrays.hidden, arrays.sampler
+    kv, states, tables = arrays.kv, arrays.states, arrays.tables
+    hidden, sampler = arrays.hidden, arrays.sampler
 
     def ints(shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
     found: dict[tuple[str | int, ...], Program] = {}
-    places = (tuple(pages.sharding for pages in kv), everywhere, everywhere)
+    kv_places, state_places = jax.tree.map(lambda x: x.sharding, (kv, states))
+    places = (kv_places, state_places, everywhere, everywhere)
     for size, layout in reversed(sizes.layouts.items()):
         step = functions.on_leaves(make_step(weights, layout, limits.max_model_len, bind))
-        args = (leaves, kv, tables, hidden, sampler.last_token, ints((layout.size,)))
-        found["step", size] = Program(weights, step, args, (1, 2, 3), places)
+        args = (leaves, kv, states, tables, hidden, sampler.last_token, ints((layout.size,)))
+        found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
     for size in sizes.samples:
         vector = ints((5, size))
         if draft:
@@ -305,6 +314,9 @@ def make_programs(
     for group, pages in enumerate(kv):
         args = (pages, ints((2, COPIES)))
         found["copy pages", group] = Program(weights, _copy_pages, args, (0,), pages.sharding)
+    if states is not None:
+        args = (states, ints((2, COPIES)))
+        found["copy states",] = Program(weights, copy_states, args, (0,), state_places)
     changes = (ints((3, CHANGES)),) * len(tables)
     found["change tables",] = Program(weights, change_tables, (tables, changes), (0,))
     found["pool",] = Program(weights, _pool_rows, (hidden, ints((POOLED,))))

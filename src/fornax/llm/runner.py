@@ -164,6 +164,7 @@ class Runner:
         for group, change_3U in enumerate(self._changes(plan, layout.changes)):
             parts[f"changes_3U.{group}"][:, : change_3U.shape[1]] = change_3U
         self.executor.step(np.int32(bucket), vector)
+        self._fork(plan)
         return bucket
 
     def sample(
@@ -283,6 +284,15 @@ class Runner:
                 part = pairs[first : first + COPIES]
                 vector[:, : len(part)] = np.array(part, np.int32).T
                 self.executor.copy_pages(np.int32(group), vector)
+
+    def _fork(self, plan: SchedulerOutput) -> None:
+        """Copy the states of rows after the step, where the model keeps any."""
+        pairs = [(source, target) for target, source in plan.forks.items()]
+        for first in range(0, len(pairs) if self.executor.states is not None else 0, COPIES):
+            vector = np.full((2, COPIES), NO_ROW, np.int32)
+            part = pairs[first : first + COPIES]
+            vector[:, : len(part)] = np.array(part, np.int32).T
+            self.executor.copy_states(vector)
 
     def _mask(self, masks: dict[int, np.ndarray], size: int) -> np.ndarray | None:
         if not masks:

@@ -339,6 +339,9 @@ class Scheduler:
             child.began = True
             child.num_cached = parent.num_cached
             self.manager.fork(parent, child, plan)
+            assert parent.row is not None, "only running sequences are planned"
+            plan.forks.pop(row, None)  # of a child that was preempted since
+            plan.forks[row] = parent.row
             plan.samples.append(Sample(child, row, entry, offset, child.num_prompt))
             child.num_pending = 1
 

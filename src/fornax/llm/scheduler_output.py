@@ -72,6 +72,9 @@ class SchedulerOutput:
     """Done before the step writes anything, in this order (or reading all before writing any)."""
     updates: list[PageUpdate] = field(default_factory=list)
     """Everything that changed in the page tables since the last plan, in order."""
+    forks: dict[int, int] = field(default_factory=dict)
+    """Row of a forked sequence to its parent's, whose state it takes over after the step; to be
+    done in this order."""
     started: list[Sequence] = field(default_factory=list)
     """Sequences that got a row: admitted, resumed or forked."""
     preempted: list[Sequence] = field(default_factory=list)

@@ -20,7 +20,14 @@ from flax import nnx
 
 from fornax.llm.weights import Weights
 from fornax.mesh import use_mesh
-from fornax.models import Decoder, PagedCache, PageTables, cache_windows
+from fornax.models import (
+    Decoder,
+    DeltaState,
+    PagedCache,
+    PageTables,
+    StateSlots,
+    cache_windows,
+)
 
 __all__ = ["NO_ROW", "StepLayout", "change_tables", "make_step", "placed"]
 
@@ -94,7 +101,7 @@ class StepLayout:
 
 def make_step(
     weights: Weights, layout: StepLayout, longest: int, bind: Bind | None
-) -> Callable[..., tuple[Tables, Tables, jax.Array]]:
+) -> Callable[..., tuple[Tables, DeltaState | None, Tables, jax.Array]]:
     """The step for one bucket, to be compiled.
 
     Args:
@@ -102,21 +109,22 @@ def make_step(
       bind: gives weights with adapters each token's adapter; None without adapters.
 
     Returns:
-      A function of (state, kv, tables, hidden [most tokens, D], last_token [A], vector) that
-      returns the new (kv, tables, hidden): pages written, page tables changed, and the final norm's
-      output of the step's tokens in the first T rows. A token whose source is a row takes that
-      row's last sampled token.
+      A function of (state, kv, states, tables, hidden [most tokens, D], last_token [A], vector)
+      that returns the new (kv, states, tables, hidden): pages and rows' states written, page tables
+      changed, and the final norm's output of the step's tokens in the first T rows. A token whose
+      source is a row takes that row's last sampled token.
     """
     windows = cache_windows(weights.config)
 
     def step(
         state: nnx.State,
         kv: Tables,
+        states: DeltaState | None,
         tables: Tables,
         hidden: jax.Array,
         last_token: jax.Array,
         vector: jax.Array,
-    ) -> tuple[Tables, Tables, jax.Array]:
+    ) -> tuple[Tables, DeltaState | None, Tables, jax.Array]:
         parts = layout.cut(vector)
         source_T = parts["source_T"]
         sampled_T = last_token[jnp.maximum(source_T, 0)]
@@ -133,6 +141,7 @@ def make_step(
             query_start_R1=parts["query_start_R1"],
             context_lens_R=parts["context_lens_R"],
             windows=windows,
+            states=None if states is None else _slots_of_step(states, parts),
         )
         if bind is not None:
             state = bind(state, parts["adapters_T"])
@@ -140,7 +149,8 @@ def make_step(
         with placed(weights):
             x_TD, cache = model.paged(tokens_T, parts["positions_T"], cache, longest=longest)
         hidden = jax.lax.dynamic_update_slice(hidden, x_TD.astype(hidden.dtype), (0, 0))
-        return cache.kv, tables, hidden
+        states = None if cache.states is None else cache.states.stacks
+        return cache.kv, states, tables, hidden
 
     return step
 
@@ -165,6 +175,13 @@ def _of_step(table_AW: jax.Array, page_size: int, parts: dict[str, jax.Array]) -
     page_T = table_AW[row_T, position_T // page_size]
     slots_T = jnp.where(row_T < 0, 0, page_T * page_size + position_T % page_size)
     return PageTables(table_AW[parts["rows_R"]], slots_T)
+
+
+def _slots_of_step(states: DeltaState, parts: dict[str, jax.Array]) -> StateSlots:
+    """The rows' states as the step's sequences need them; a sequence's first token is at 0."""
+    starts_R1 = parts["query_start_R1"]
+    fresh_R = parts["context_lens_R"] == starts_R1[1:] - starts_R1[:-1]
+    return StateSlots(states, parts["rows_R"], starts_R1, fresh_R)
 
 
 def placed(weights: Weights) -> contextlib.AbstractContextManager[None]:

@@ -164,6 +164,8 @@ def _place(
     target: DeviceSpec | None = None,
 ) -> Placement:
     check_model(model, "serve adapters" if config.enable_lora else "serve")
+    if config.speculative_config is not None:
+        check_model(model, "speculation")
     target = target or attached_devices()
     size, platform = config.tensor_parallel_size, target.platform
     if config.quantization is not None and platform != "cpu":
@@ -199,6 +201,8 @@ def _rules(model: DecoderConfig, size: int) -> Rules:
         widths.append(("mlp width", model.intermediate_size))
     if model.experts is not None:
         widths.append(("width of an expert", model.experts.intermediate_size))
+    if model.gated_delta is not None:
+        widths.append(("key heads of linear layers", model.gated_delta.num_key_heads))
     for name, count in widths:
         if count % size:
             raise ConfigError(

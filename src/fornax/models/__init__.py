@@ -1,7 +1,7 @@
 """The model zoo: one decoder whose config says what it is, and Hugging Face weights in and out."""
 
-from fornax.models.cache import Cache, init_cache
-from fornax.models.capabilities import MODEL_USES, check_model, models_table
+from fornax.models.cache import Cache, DeltaState, init_cache
+from fornax.models.capabilities import MODEL_USES, check_model, models_table, takes
 from fornax.models.config import DecoderConfig, QueryScaling
 from fornax.models.cost import flops_per_token, num_parameters
 from fornax.models.create import abstract_decoder, create_decoder
@@ -35,6 +35,7 @@ from fornax.models.rope_config import (
 from fornax.models.routing import Routing, router_losses
 from fornax.models.save import save_pretrained
 from fornax.models.stack import stack_layers
+from fornax.models.state_slots import StateSlots, copy_states, describe_states, init_states
 
 __all__ = [
     "MODEL_USES",
@@ -44,6 +45,7 @@ __all__ = [
     "CacheHeads",
     "Decoder",
     "DecoderConfig",
+    "DeltaState",
     "DynamicNTKScaling",
     "ExpertsConfig",
     "GatedDeltaConfig",
@@ -60,6 +62,7 @@ __all__ = [
     "RopeConfig",
     "Routing",
     "Sampling",
+    "StateSlots",
     "StoredModel",
     "TokenLogprobs",
     "YarnScaling",
@@ -68,12 +71,15 @@ __all__ = [
     "check_model",
     "config_from_hf",
     "config_to_hf",
+    "copy_states",
     "create_decoder",
     "describe_pages",
+    "describe_states",
     "flops_per_token",
     "generate",
     "init_cache",
     "init_pages",
+    "init_states",
     "layers_outside",
     "load_pretrained",
     "logits_logprobs",
@@ -86,5 +92,6 @@ __all__ = [
     "save_pretrained",
     "stack_layers",
     "stream",
+    "takes",
     "token_logprobs",
 ]

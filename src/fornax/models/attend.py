@@ -31,7 +31,7 @@ class Place(NamedTuple):
     layer: jax.Array
     """Index among the layers with the same kind of attention."""
     among: jax.Array
-    """Index among the layers with the same window."""
+    """Index among those with the same window too."""
 
 
 @dataclass(frozen=True)

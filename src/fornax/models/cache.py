@@ -17,7 +17,7 @@ from fornax.models.attend import AttendOptions, Place
 from fornax.models.config import DecoderConfig
 from fornax.models.delta_config import GatedDeltaConfig
 
-__all__ = ["Cache", "DeltaState", "init_cache"]
+__all__ = ["Cache", "DeltaState", "init_cache", "no_state"]
 
 
 class DeltaState(NamedTuple):
@@ -160,12 +160,12 @@ def init_cache(
         positions_BS=jnp.zeros((batch, length), jnp.int32),
         segment_ids_BS=jnp.zeros((batch, length), jnp.int32),
         used=jnp.zeros((), jnp.int32),
-        delta=None if delta is None else _no_state(delta, (linear, batch), dtype),
+        delta=None if delta is None else no_state(delta, (linear, batch), dtype),
         document_B=None if delta is None else jnp.zeros((batch,), jnp.int32),
     )
 
 
-def _no_state(delta: GatedDeltaConfig, rows: tuple[int, int], dtype: DTypeLike) -> DeltaState:
+def no_state(delta: GatedDeltaConfig, rows: tuple[int, int], dtype: DTypeLike) -> DeltaState:
     """Of L layers and B rows that have seen nothing."""
     K, R, H, V = delta.num_key_heads, delta.heads_per_key, delta.key_dim, delta.value_dim
     seen = (*rows, delta.conv_width - 1, K)

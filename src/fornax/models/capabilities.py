@@ -6,20 +6,22 @@ from typing import NamedTuple
 from fornax.config.errors import ConfigError
 from fornax.models.config import DecoderConfig
 
-__all__ = ["MODEL_USES", "check_model", "models_table"]
+__all__ = ["MODEL_USES", "check_model", "models_table", "takes"]
 
-MODEL_USES = (
-    "train",
-    "tune",
+_ENGINE_USES = (
     "serve",
+    "prefix reuse",
+    "speculation",
     "serve adapters",
     "serve in int8",
     "vLLM plugin",
-    "plan",
-    "preflight",
-    "context axis",
 )
-"""What is done with a model; the last is a mesh whose `context` divides the length of rows."""
+"""What only the engine does."""
+
+MODEL_USES = ("train", "tune", *_ENGINE_USES, "plan", "preflight", "context axis")
+"""What is done with a model. Prefix reuse: prompts that begin alike are read once; where a model
+does not take it, the engine reads them anew. Context axis: a mesh whose `context` divides the
+length of rows."""
 
 
 class _Part(NamedTuple):
@@ -27,65 +29,58 @@ class _Part(NamedTuple):
 
     name: str
     found: Callable[[DecoderConfig], bool]
-    uses: tuple[str, ...]
-    """Which of `MODEL_USES` take it."""
     instead: Mapping[str, str]
-    """What to do in place of the others."""
+    """Which of `MODEL_USES` do not take it, and what to do in their place."""
 
 
-_GENERATE = {
-    "serve": "complete prompts with `fornax generate`",
-    "serve adapters": "complete prompts with `fornax generate`",
-    "serve in int8": "complete prompts with `fornax generate`",
-    "vLLM plugin": "complete prompts with `fornax generate`",
+_NOT_PLANNED = {
     "plan": "compile and time a few steps of it with `fornax train --steps 3`",
     "preflight": "compare a few steps on the mesh with those of one device",
 }
-"""What to do with a model that only the trainer and the plain cache take."""
+"""What to do with a model of which neither memory nor time is known in closed form."""
+_ONLY_FORNAX = {
+    "serve in int8": "serve it in bfloat16",
+    "vLLM plugin": "serve it with `fornax serve`",
+}
+_MERGED = {"serve adapters": "merge the adapter into the model and serve that"}
+_WHOLE_ROWS = {"context axis": "give its devices to mesh.fsdp or mesh.tensor"}
 
 _PARTS = (
     _Part(
         "dense layers, with any attention of `DecoderConfig`",
         lambda config: "mlp" in config.mlps,
-        MODEL_USES,
         {},
     ),
-    _Part(
-        "mixtures of experts",
-        lambda config: config.experts is not None,
-        ("train", "tune", "serve", "serve adapters", "plan", "preflight", "context axis"),
-        {
-            "serve in int8": "serve it in bfloat16",
-            "vLLM plugin": "serve it with `fornax serve`",
-        },
-    ),
-    _Part(
-        "latent attention",
-        lambda config: config.latent is not None,
-        ("train", "tune", "serve", "plan", "preflight", "context axis"),
-        {
-            "serve adapters": "merge the adapter into the model and serve that",
-            "serve in int8": "serve it in bfloat16",
-            "vLLM plugin": "serve it with `fornax serve`",
-        },
-    ),
+    _Part("mixtures of experts", lambda config: config.experts is not None, _ONLY_FORNAX),
+    _Part("latent attention", lambda config: config.latent is not None, _MERGED | _ONLY_FORNAX),
     _Part(
         "chunked attention",
         lambda config: config.attention_chunk is not None,
-        tuple(use for use in MODEL_USES if use != "vLLM plugin"),
         {"vLLM plugin": "serve it with `fornax serve`"},
+    ),
+    _Part(
+        "linear attention in every layer",
+        lambda config: all(kind.attention == "gated_delta" for kind in config.layer_kinds()),
+        dict.fromkeys(_ENGINE_USES, "complete prompts with `fornax generate`")
+        | _NOT_PLANNED
+        | _WHOLE_ROWS,
     ),
     _Part(
         "linear attention (gated DeltaNet)",
         lambda config: config.gated_delta is not None,
-        ("train", "tune"),
-        {**_GENERATE, "context axis": "give its devices to mesh.fsdp or mesh.tensor"},
+        {
+            "prefix reuse": "leave enable_prefix_caching off",
+            "speculation": "leave out speculative_config: a state cannot be rolled back",
+        }
+        | _MERGED
+        | _ONLY_FORNAX
+        | _NOT_PLANNED
+        | _WHOLE_ROWS,
     ),
     _Part(
         "attention with an output gate",
         lambda config: config.attention_gate,
-        ("train", "tune", "context axis"),
-        _GENERATE,
+        _ONLY_FORNAX | _NOT_PLANNED,
     ),
 )
 
@@ -97,11 +92,16 @@ def check_model(config: DecoderConfig, use: str) -> None:
       ConfigError: naming the part, and what to do instead.
     """
     for part in _PARTS:
-        if use not in part.uses and part.found(config):
+        if use in part.instead and part.found(config):
             raise ConfigError(
                 f"the model has {part.name}, which is not supported yet ({use}); "
                 f"{part.instead[use]}"
             )
+
+
+def takes(config: DecoderConfig, use: str) -> bool:
+    """Whether all parts of a model are taken there."""
+    return not any(use in part.instead and part.found(config) for part in _PARTS)
 
 
 def models_table() -> list[tuple[str, ...]]:
@@ -109,7 +109,7 @@ def models_table() -> list[tuple[str, ...]]:
     return [
         (
             part.name[0].upper() + part.name[1:],
-            *("yes" if use in part.uses else "no" for use in MODEL_USES),
+            *("no" if use in part.instead else "yes" for use in MODEL_USES),
         )
         for part in _PARTS
     ]

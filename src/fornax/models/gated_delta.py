@@ -2,7 +2,8 @@
 
 Without a cache all tokens go at once, in chunks; a document is a run of equal segment ids and
 starts anew. A cache keeps each row's state after its last token (padding leaves it as it is): a
-document goes on where it was, until another one begins in its row.
+document goes on where it was, until another one begins in its row. Beside pages the states of the
+sequences of a ragged batch lie in slots.
 
 Legend: B batch, T tokens, D model width, K key heads, R value heads of a key head, H key width,
 V value width, W width of the convolutions, X channels of a key head.
@@ -10,6 +11,7 @@ V value width, W width of the convolutions, X channels of a key head.
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +21,13 @@ from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.mesh import constrain
-from fornax.models.attend import LayerCache
+from fornax.models.attend import LayerCache, Place
 from fornax.models.cache import Cache, DeltaState
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.mlp import ACTIVATIONS
 from fornax.models.norm import RMSNorm
+from fornax.models.paged_cache import PagedCache
 from fornax.models.projection import Projection, draw, project, residual_std
 
 __all__ = ["GatedDeltaNet", "ShortConvolution"]
@@ -61,17 +64,23 @@ class ShortConvolution(nnx.Module):
             one that `before_BWKX` is of.
           before_BWKX: the W - 1 tokens before; None for nothing.
         """
-        kernel_KXW = self.kernel[...].astype(jnp.float32)
-        length, width = x_BTKX.shape[1], kernel_KXW.shape[2]
+        length, width = x_BTKX.shape[1], self.kernel[...].shape[2]
         whole = _preceded(x_BTKX, before_BWKX, width)
         runs = jnp.pad(run_BT, ((0, 0), (width - 1, 0)))
-        y_BTKX = jnp.zeros(x_BTKX.shape, jnp.float32)
+        taps = []
         for place in range(width):
             seen_BT = runs[:, place : place + length] == run_BT
-            there_BTKX = whole[:, place : place + length].astype(jnp.float32)
-            there_BTKX = jnp.where(seen_BT[:, :, None, None], there_BTKX, 0.0)
-            y_BTKX = y_BTKX + there_BTKX * kernel_KXW[:, :, place]
-        return ACTIVATIONS[self.activation](y_BTKX).astype(x_BTKX.dtype)
+            there_BTKX = whole[:, place : place + length]
+            taps.append(jnp.where(seen_BT[:, :, None, None], there_BTKX, 0))
+        return self.weigh(tuple(taps))
+
+    def weigh(self, taps: tuple[jax.Array, ...]) -> jax.Array:
+        """Apply to what each place sees: W arrays [..., K, X], the oldest tokens' first."""
+        kernel_KXW = self.kernel[...].astype(jnp.float32)
+        y = jnp.zeros(taps[0].shape, jnp.float32)
+        for place, there in enumerate(taps):
+            y = y + there.astype(jnp.float32) * kernel_KXW[:, :, place]
+        return ACTIVATIONS[self.activation](y).astype(taps[0].dtype)
 
 
 def _preceded(x_BTKX: jax.Array, before_BWKX: jax.Array | None, width: int) -> jax.Array:
@@ -179,19 +188,13 @@ class GatedDeltaNet(nnx.Module):
             convolve(x, run_BT, seen)
             for convolve, x, seen in zip(convolutions, inputs, before, strict=True)
         )
-        log_decay_BTKR, beta_BTKR = self._rates(decay_BTKR, beta_BTKR, count_B)
         o_BTKRV, memory_BKRHV = kernels.gated_delta_rule(
-            _unit(_named(q_BTKH, "query")) * self.config.key_dim**-0.5,
-            _unit(_named(k_BTKH, "key")),
-            self._by_head(_named(v_BTKX, "value")),
-            log_decay_BTKR,
-            beta_BTKR,
+            *self._operands(q_BTKH, k_BTKH, v_BTKX),
+            *self._rates(decay_BTKR, beta_BTKR, count_B),
             starts_BT=starts_BT,
             state_BKRHV=None if state is None else state.memory_BKRHV,
         )
-        gate_BTKRV = jax.nn.silu(self._by_head(gate_BTKX).astype(jnp.float32))
-        o_BTKRV = self.norm(checkpoint_name(o_BTKRV, "attention")) * gate_BTKRV
-        y_BTD = self.o(o_BTKRV.reshape(gate_BTKX.shape).astype(self.compute_dtype))
+        y_BTD = self._gated(checkpoint_name(o_BTKRV, "attention"), gate_BTKX)
         if state is None or count_B is None:
             return y_BTD, None
         kept = (
@@ -199,6 +202,20 @@ class GatedDeltaNet(nnx.Module):
             for x, seen in zip(inputs, state.inputs, strict=True)
         )
         return y_BTD, DeltaState(tuple(kept), memory_BKRHV)
+
+    def _operands(
+        self, q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTKX: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Scaled queries and keys of length 1, in float32, and values by head."""
+        q_BTKH = _unit(_named(q_BTKH, "query")) * self.config.key_dim**-0.5
+        k_BTKH = _unit(_named(k_BTKH, "key"))
+        return q_BTKH, k_BTKH, self._by_head(_named(v_BTKX, "value"))
+
+    def _gated(self, o_BTKRV: jax.Array, gate_BTKX: jax.Array) -> jax.Array:
+        """y [B, T, D]: what was read, normalised and gated."""
+        gate_BTKRV = jax.nn.silu(self._by_head(gate_BTKX).astype(jnp.float32))
+        o_BTKRV = self.norm(o_BTKRV) * gate_BTKRV
+        return self.o(o_BTKRV.reshape(gate_BTKX.shape).astype(self.compute_dtype))
 
     def _rates(
         self, decay_BTKR: jax.Array, beta_BTKR: jax.Array, count_B: jax.Array | None
@@ -223,7 +240,9 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[jax.Array, LayerCache]:
         """Go on from the state that the cache keeps; padding between tokens is skipped."""
         whole, ids_BT = cache.cache, context.segment_ids_BT
-        assert isinstance(whole, Cache), "pages keep no state"
+        if isinstance(whole, PagedCache):
+            return self._step(x_BTD, whole, cache.place)
+        assert isinstance(whole, Cache)
         assert ids_BT is not None
         assert whole.document_B is not None
         order_BT = jnp.argsort(ids_BT == 0, axis=1, stable=True)
@@ -239,6 +258,31 @@ class GatedDeltaNet(nnx.Module):
             back_BT = jnp.argsort(order_BT, axis=1)
             y_BTD = jnp.take_along_axis(y_BTD, back_BT[..., None], axis=1)
         return y_BTD, LayerCache(whole.with_delta(state, cache.place), cache.place)
+
+    def _step(
+        self, x_1TD: jax.Array, cache: PagedCache, place: Place
+    ) -> tuple[jax.Array, LayerCache]:
+        """Go on from the slots of a ragged batch's sequences."""
+        slots = cache.states
+        assert slots is not None, "the cache is of a model without linear layers"
+        *inputs, gate_1TKX, beta_1TKR, decay_1TKR = project(
+            x_1TD, self.q, self.k, self.v, self.gate, self.beta, self.decay
+        )
+        channels = tuple(x_1TKX[0] for x_1TKX in inputs)
+        q_1TKH, k_1TKH, v_1TKX = (
+            convolve.weigh(slots.taps(x_TKX, which, place.layer))[None]
+            for which, (convolve, x_TKX) in enumerate(
+                zip((self.q_conv, self.k_conv, self.v_conv), channels, strict=True)
+            )
+        )
+        operands = (
+            *self._operands(q_1TKH, k_1TKH, v_1TKX),
+            *self._rates(decay_1TKR, beta_1TKR, None),
+        )
+        o_TKRV, memory_LAKRHV = slots.read_and_write(place.layer, *(x[0] for x in operands))
+        slots = slots.keep(channels, memory_LAKRHV, place.layer)
+        y_1TD = self._gated(o_TKRV[None], gate_1TKX)
+        return y_1TD, LayerCache(replace(cache, states=slots), place)
 
 
 def _named(x_BTKX: jax.Array, name: str) -> jax.Array:

@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.models.attend import AttendOptions, Place
-from fornax.models.config import DecoderConfig
+from fornax.models.config import DecoderConfig, LayerKind
+from fornax.models.state_slots import StateSlots
 
 __all__ = [
     "CacheHeads",
@@ -32,8 +33,14 @@ __all__ = [
 
 
 def cache_windows(config: DecoderConfig) -> tuple[int | None, ...]:
-    """The distinct windows of the model's layers, one page group for each, in order of depth."""
-    return tuple(dict.fromkeys(kind.window for kind in config.layer_kinds()))
+    """The distinct windows of the layers that keep keys and values, one page group for each, in
+    order of depth."""
+    return tuple(dict.fromkeys(kind.window for kind in _paged_kinds(config)))
+
+
+def _paged_kinds(config: DecoderConfig) -> list[LayerKind]:
+    """Of the layers that keep keys and values; the others keep a state."""
+    return [kind for kind in config.layer_kinds() if kind.attention != "gated_delta"]
 
 
 @functools.partial(
@@ -69,7 +76,7 @@ class ChunkRows(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("kv", "tables", "query_start_R1", "context_lens_R"),
+    data_fields=("kv", "tables", "query_start_R1", "context_lens_R", "states"),
     meta_fields=("windows",),
 )
 @dataclass(frozen=True)
@@ -86,6 +93,8 @@ class PagedCache:
     """int32: tokens of each sequence, the step's own included; 0 for rows without a sequence."""
     windows: tuple[int | None, ...]
     """The groups' windows."""
+    states: StateSlots | None = None
+    """Of linear layers; None where there are none."""
 
     def prepare(self, config: DecoderConfig, tokens: int, dtype: DTypeLike) -> "PagedCache":
         """Derive once what attention in every layer would derive from the tables.
@@ -236,7 +245,7 @@ def describe_pages(
       axes: mesh axes for the heads.
       heads: as the pages hold them; None for the model's own.
     """
-    kinds = config.layer_kinds()
+    kinds = _paged_kinds(config)
     heads = heads or CacheHeads.of(config)
     where = None
     if mesh is not None:
@@ -286,7 +295,7 @@ def page_bytes(
     """Bytes of one page of each group, over all its layers and heads."""
     heads = heads or CacheHeads.of(config)
     per_layer = page_size * heads.numbers * jnp.dtype(dtype).itemsize
-    kinds = config.layer_kinds()
+    kinds = _paged_kinds(config)
     return tuple(
         per_layer * sum(kind.window == window for kind in kinds) for window in cache_windows(config)
     )

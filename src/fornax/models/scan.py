@@ -283,7 +283,7 @@ def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: j
 
     return Place(
         layer=among(lambda each: each.attention == kind.attention),
-        among=among(lambda each: each.window == kind.window),
+        among=among(lambda each: (each.attention, each.window) == (kind.attention, kind.window)),
     )
 
 

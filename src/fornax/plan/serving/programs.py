@@ -11,7 +11,7 @@ from fornax.llm.config import EngineConfig
 from fornax.llm.limits import Limits
 from fornax.llm.programs import Program, make_programs
 from fornax.models import CacheHeads, DecoderConfig
-from fornax.plan.artifact import ArrayFact
+from fornax.plan.artifact import ArrayFact, Owner
 from fornax.plan.compile.request import Job, Lowering, Request, array_facts
 from fornax.plan.serving.engine import Engine, described_weights, target_of
 from fornax.plan.serving.model import ServedModel
@@ -64,12 +64,16 @@ def _lowering(engine: Engine, program: Program) -> Callable[[], Lowering]:
 
 def _arguments(engine: Engine, program: Program) -> tuple[ArrayFact, ...]:
     """Facts of each argument; the first is the leaves of the state."""
-    names = ("kv", "tables", "hidden", "last_token", "vector")
+    names = ("kv", "states", "tables", "hidden", "last_token", "vector")
     if program.donated == (2,):  # a choice of tokens
         names = ("hidden", "sampler", "vector", "mask", "proposals")
     found = array_facts({"params": engine.arrays.state}, lambda _: "parameters")
     rest = [{name: one} for name, one in zip(names, program.arguments[1:], strict=True)]
-    return (*found, *array_facts(rest, lambda path: "cache" if "kv" in path else "other"))
+    return (*found, *array_facts(rest, _kind))
+
+
+def _kind(path: str) -> Owner:
+    return "cache" if "kv" in path or "states" in path else "other"
 
 
 def _engine(job: Job) -> Engine:
