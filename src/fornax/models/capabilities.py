@@ -15,13 +15,14 @@ _ENGINE_USES = (
     "serve adapters",
     "serve in int8",
     "vLLM plugin",
+    "plan serve",
 )
 """What only the engine does."""
 
 MODEL_USES = ("train", "tune", *_ENGINE_USES, "plan", "preflight", "context axis")
 """What is done with a model. Prefix reuse: prompts that begin alike are read once; where a model
-does not take it, the engine reads them anew. Context axis: a mesh whose `context` divides the
-length of rows."""
+does not take it, the engine reads them anew. Plan serve: the plan of an engine; plan: of training.
+Context axis: a mesh whose `context` divides the length of rows."""
 
 
 class _Part(NamedTuple):
@@ -37,7 +38,7 @@ _NOT_PLANNED = {
     "plan": "compile and time a few steps of it with `fornax train --steps 3`",
     "preflight": "compare a few steps on the mesh with those of one device",
 }
-"""What to do with a model of which neither memory nor time is known in closed form."""
+"""What to do with a model whose training has no closed form yet."""
 _ONLY_FORNAX = {
     "serve in int8": "serve it in bfloat16",
     "vLLM plugin": "serve it with `fornax serve`",

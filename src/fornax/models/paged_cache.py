@@ -25,6 +25,7 @@ __all__ = [
     "CacheHeads",
     "PageTables",
     "PagedCache",
+    "cache_layers",
     "cache_windows",
     "describe_pages",
     "init_pages",
@@ -36,6 +37,12 @@ def cache_windows(config: DecoderConfig) -> tuple[int | None, ...]:
     """The distinct windows of the layers that keep keys and values, one page group for each, in
     order of depth."""
     return tuple(dict.fromkeys(kind.window for kind in _paged_kinds(config)))
+
+
+def cache_layers(config: DecoderConfig) -> tuple[int, ...]:
+    """How many layers each group of `cache_windows` has."""
+    windows = [kind.window for kind in _paged_kinds(config)]
+    return tuple(windows.count(window) for window in cache_windows(config))
 
 
 def _paged_kinds(config: DecoderConfig) -> list[LayerKind]:
@@ -245,7 +252,6 @@ def describe_pages(
       axes: mesh axes for the heads.
       heads: as the pages hold them; None for the model's own.
     """
-    kinds = _paged_kinds(config)
     heads = heads or CacheHeads.of(config)
     where = None
     if mesh is not None:
@@ -254,17 +260,11 @@ def describe_pages(
         where = NamedSharding(mesh, PartitionSpec(None, None, None, divided, None))
     return tuple(
         jax.ShapeDtypeStruct(
-            (
-                sum(kind.window == window for kind in kinds),
-                pages,
-                page_size,
-                heads.parts * heads.count,
-                heads.width,
-            ),
+            (layers, pages, page_size, heads.parts * heads.count, heads.width),
             dtype,
             sharding=where,
         )
-        for window, pages in zip(cache_windows(config), num_pages, strict=True)
+        for layers, pages in zip(cache_layers(config), num_pages, strict=True)
     )
 
 
@@ -295,7 +295,4 @@ def page_bytes(
     """Bytes of one page of each group, over all its layers and heads."""
     heads = heads or CacheHeads.of(config)
     per_layer = page_size * heads.numbers * jnp.dtype(dtype).itemsize
-    kinds = _paged_kinds(config)
-    return tuple(
-        per_layer * sum(kind.window == window for kind in kinds) for window in cache_windows(config)
-    )
+    return tuple(per_layer * layers for layers in cache_layers(config))

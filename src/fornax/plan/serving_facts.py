@@ -37,6 +37,8 @@ class MemoryReport:
     """Of the pages that the engine would make."""
     sampler: int
     """Counts of tokens, masks and parameters of every row, and the last hidden states."""
+    states: int
+    """Of linear layers, for every sequence that can run; 0 without such layers."""
     temporaries: int
     """Of the program that needs most."""
     code: int
@@ -58,7 +60,8 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """What the engine would take."""
-        return self.weights + self.cache + self.sampler + self.temporaries + self.code
+        kept = self.weights + self.cache + self.sampler + self.states
+        return kept + self.temporaries + self.code
 
     @property
     def fits(self) -> bool:

@@ -22,6 +22,7 @@ _OWNER_COLOURS = {
     "optimizer": "#f59e0b",
     "gradients": "#7c3aed",
     "sampler and hidden states": "#7c3aed",
+    "states of linear layers": "#1d4ed8",
     "activations": "#1d4ed8",
     "temporaries": "#60a5fa",
     "cache": "#047857",

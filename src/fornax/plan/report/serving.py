@@ -126,6 +126,7 @@ def _memory(plan: ServePlan) -> Section:
         ("weights", memory.weights),
         ("cache", memory.cache),
         ("sampler and hidden states", memory.sampler),
+        *([("states of linear layers", memory.states)] if memory.states else []),
         ("temporaries", memory.temporaries),
         ("programs", memory.code),
     ]

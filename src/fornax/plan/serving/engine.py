@@ -152,7 +152,10 @@ def choose_tensor_parallel(
 def divides(model: DecoderConfig, size: int) -> bool:
     """Whether the engine can divide the model's layers over `size` devices."""
     heads, kv = model.num_heads, model.kv_heads
-    whole = all(number % size == 0 for number in (heads, *model.mlp_widths))
+    numbers = [heads, *model.mlp_widths]
+    if model.gated_delta is not None:
+        numbers.append(model.gated_delta.num_key_heads)
+    whole = all(number % size == 0 for number in numbers)
     return whole and (kv % size == 0 or size % kv == 0)
 
 
@@ -207,8 +210,11 @@ def check_devices(model: ServedModel, config: EngineConfig, topology: Topology) 
     if not divides(model.config, size):
         m = model.config
         widths = " and ".join(map(str, m.mlp_widths))
+        keys = (
+            f"{m.gated_delta.num_key_heads} key heads of linear layers, " if m.gated_delta else ""
+        )
         raise ConfigError(
-            f"tensor_parallel_size={size} does not fit the model's {m.num_heads} heads, "
+            f"tensor_parallel_size={size} does not fit the model's {m.num_heads} heads, {keys}"
             f"{m.kv_heads} key/value heads and MLP width {widths}: it must divide "
             f"heads and width, and divide the key/value heads or be a multiple of them; on "
             f"{topology.name} use one of {choices}"

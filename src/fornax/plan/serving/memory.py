@@ -1,7 +1,7 @@
 """What an engine takes of a chip's memory, and how much cache there could be."""
 
 from fornax.llm.limits import divide_pages, pages_needed
-from fornax.models import cache_windows
+from fornax.models import cache_layers, cache_windows
 from fornax.plan.serving.engine import Engine
 from fornax.plan.serving_facts import CacheGroup, MemoryReport
 
@@ -19,9 +19,9 @@ def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
     account = engine.account
     weights = (account.weights + account.adapters + account.draft_weights) * each
     cache = (account.cache + account.draft_cache) * each
-    sampler = account.sampler * each
+    sampler, states = account.sampler * each, account.states * each
     temporaries, code = temporaries * each, code * each
-    free = max(0, usable - weights - sampler - temporaries - code)
+    free = max(0, usable - weights - sampler - states - temporaries - code)
     model = engine.model.config
     needs, sizes = engine.limits.pages_per_sequence(model), engine.page_bytes
     draft = engine.draft_page_bytes
@@ -30,17 +30,21 @@ def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
     most = divide_pages(free // each, all_needs, all_sizes, 1 << 40)
     fits = free >= per_sequence
     page_size = engine.limits.page_size
-    kinds = model.layer_kinds()
     groups = tuple(
         CacheGroup(
             window=window,
-            layers=sum(kind.window == window for kind in kinds),
+            layers=layers,
             bytes_per_token=size * each // page_size,
             pages_per_sequence=need,
             pages=pages - 1,
         )
-        for window, size, need, pages in zip(
-            cache_windows(model), sizes, needs, engine.limits.num_pages, strict=True
+        for window, layers, size, need, pages in zip(
+            cache_windows(model),
+            cache_layers(model),
+            sizes,
+            needs,
+            engine.limits.num_pages,
+            strict=True,
         )
     )
     return MemoryReport(
@@ -48,6 +52,7 @@ def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
         weights=weights,
         cache=cache,
         sampler=sampler,
+        states=states,
         temporaries=temporaries,
         code=code,
         bytes_per_token=sum(group.bytes_per_token for group in groups),

@@ -68,7 +68,7 @@ def plan_serve(
     """
     config = config or ServingConfig()
     served = read_model(Path(model), config.dtype)
-    check_model(served.config, "plan")
+    check_model(served.config, "plan serve")
     if isinstance(config, ServingConfig):
         config = choose_tensor_parallel(served, config.engine, topology)
     engine = _engine(served, config, topology)

@@ -105,7 +105,7 @@ class StepTimes:
     def layers(self, tokens: int) -> StepTime:
         """In closed form, a step of that many tokens without attention and choice."""
         sizes = self.sizes
-        written = tokens * sizes.layers * self.attention(tokens).key_bytes
+        written = tokens * self.attention(tokens).written_bytes
         products = Work(
             kind="products",
             flops=2 * tokens * sizes.token_products,

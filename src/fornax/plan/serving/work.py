@@ -15,9 +15,10 @@ from fornax import kernels
 from fornax.kernels import paged_attention_operation
 from fornax.kernels._paged_attention import blockwise, tpu
 from fornax.kernels._paged_attention.call import PagedCall
-from fornax.models import cache_windows
+from fornax.models import cache_layers, cache_windows
 from fornax.plan.facts import Work
 from fornax.plan.serving.engine import Engine
+from fornax.plan.serving.linear import LinearAttention, linear_of
 
 Weight = kernels.PackedWeight | jax.ShapeDtypeStruct
 """As shapes."""
@@ -125,12 +126,12 @@ def _local_size(value: Weight) -> int:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention over the paged cache, on one device."""
+    """Attention over the paged cache, and linear layers' over states, on one device."""
 
     choice: kernels.Choice
     """Which implementation runs, and why those preferred to it do not."""
     layers: tuple[tuple[int, int | None], ...]
-    """Number of layers with each window."""
+    """Number of layers with each window; linear ones are not among them."""
     key_bytes: int
     """Of one token's key and value in a layer, as far as a device reads them."""
     pair_flops: int
@@ -140,6 +141,12 @@ class Attention:
     """That one reading of the keys serves, and that are scored together."""
     passes: int
     """Times a key and value cross the memory's bus for one reading."""
+    linear: LinearAttention | None
+
+    @property
+    def written_bytes(self) -> int:
+        """Of a token's keys and values in all layers."""
+        return self.key_bytes * sum(layers for layers, _ in self.layers)
 
     @property
     def implementation(self) -> str:
@@ -154,7 +161,8 @@ class Attention:
             keys = self._keys(context if window is None else min(context, window))
             moved += layers * batch * keys * self.passes * self.key_bytes
             flops += layers * batch * keys * rows * self.pair_flops
-        return Work(kind="attention", flops=flops, bytes=moved)
+        linear = None if self.linear is None else self.linear.decode(batch)
+        return _sum(flops, moved, linear)
 
     def prompt(self, start: int, stop: int) -> Work:
         """Of a step with tokens `start` to `stop` of one prompt."""
@@ -166,11 +174,19 @@ class Attention:
                 keys = self._keys(seen)
                 moved += layers * keys * self.key_bytes * self.passes
                 flops += layers * keys * (last - first) * self.pair_flops
-        return Work(kind="attention", flops=flops, bytes=moved)
+        linear = None if self.linear is None else self.linear.prompt(stop - start)
+        return _sum(flops, moved, linear)
 
     def _keys(self, count: int) -> int:
         """Keys that are read: whole pages."""
         return -(-count // self.page_size) * self.page_size
+
+
+def _sum(flops: float, moved: float, linear: Work | None) -> Work:
+    """Of layers that attend and linear ones."""
+    if linear is not None:
+        flops, moved = flops + linear.flops, moved + linear.bytes
+    return Work(kind="attention", flops=flops, bytes=moved)
 
 
 def attention_of(engine: Engine, tokens: int) -> Attention:
@@ -194,18 +210,15 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
         shared=limits.cache_heads.parts == 1,
     )
     choice = paged_attention_operation.choice(call)
-    kinds = model.layer_kinds()
     return Attention(
         choice=choice,
-        layers=tuple(
-            (sum(kind.window == window for kind in kinds), window)
-            for window in cache_windows(model)
-        ),
+        layers=tuple(zip(cache_layers(model), cache_windows(model), strict=True)),
         key_bytes=limits.cache_heads.parts * local_kv * width * limits.cache_dtype.itemsize,
         pair_flops=4 * width * (model.num_heads // size),
         page_size=limits.page_size,
         queries=_queries(choice.implementation, tokens),
         passes=3 if choice.implementation == "xla" else 1,
+        linear=linear_of(engine),
     )
 
 

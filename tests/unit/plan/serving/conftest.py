@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from fornax.models import DecoderConfig, ExpertsConfig, LatentConfig, RopeConfig, config_to_hf
+from fornax.models import (
+    DecoderConfig,
+    ExpertsConfig,
+    GatedDeltaConfig,
+    LatentConfig,
+    RopeConfig,
+    config_to_hf,
+)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 384,
@@ -51,6 +58,14 @@ MODELS = {
             shared_intermediate_size=48,
         ),
         mlp_pattern=("mlp", "experts", "experts", "experts"),
+    ),
+    "linear": DecoderConfig(
+        **_SIZES,
+        attention_pattern=("linear", "full"),
+        gated_delta=GatedDeltaConfig(
+            num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=24, conv_width=3
+        ),
+        attention_gate=True,
     ),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.plan.serving.conftest import write_config
 
 from fornax.llm.weights import local_bytes
-from fornax.models import DecoderConfig
+from fornax.models import DecoderConfig, GatedDeltaConfig
 from fornax.plan.compile import compile_programs
 from fornax.plan.serving import ServingConfig, plan_serve
 from fornax.plan.serving.engine import describe_engine
@@ -55,6 +55,30 @@ def test_decode_and_prefill_compile_and_take_what_was_planned(tmp_path: Path) ->
         # Pages are written in place: nothing of the cache's size is made.
         assert artifact.memory.aliased >= owned["cache"]
         assert artifact.memory.temporaries < owned["cache"] / 4
+
+
+def test_states_of_linear_layers_are_written_in_place(tmp_path: Path) -> None:
+    linear = dataclasses.replace(
+        MODEL,
+        attention_pattern=("linear", "full"),
+        gated_delta=GatedDeltaConfig(
+            num_key_heads=8, num_value_heads=16, key_dim=128, value_dim=128
+        ),
+        attention_gate=True,
+        qk_norm="head",
+        norm_unit_offset=True,
+    )
+    model = read_model(write_config(tmp_path / "hybrid", linear, torch_dtype="bfloat16"))
+    topology = parse_topology("v6e:2x2")
+    config = dataclasses.replace(CONFIG, max_num_seqs=128)
+    engine = describe_engine(model, config.engine(4), topology)
+    request = request_of(engine, ("step 128", "step 256"))
+    states = local_bytes(engine.arrays.states)
+    for artifact in compile_programs(request, topology, cache=False):
+        assert artifact.owned()["cache"] == states + local_bytes(engine.arrays.kv)
+        assert artifact.memory.aliased >= artifact.owned()["cache"]
+        # Of one layer what is read and what is written, of both layers nothing.
+        assert artifact.memory.temporaries < 1.5 * states
 
 
 LARGE = dataclasses.replace(

@@ -61,6 +61,8 @@ def on_one_device(tree: Any) -> int:
         ("latent", "bfloat16", {}),
         # latents are whole on each device
         pytest.param("latent", "float32", {"tensor_parallel_size": 4}, marks=pytest.mark.slow),
+        ("linear", "bfloat16", {}),
+        pytest.param("linear", "float32", {"tensor_parallel_size": 4}, marks=pytest.mark.slow),
         ("windowed", "float32", {"quantization": "int8", "kv_cache_memory_bytes": 1 << 20}),
     ],
 )
@@ -75,6 +77,7 @@ def test_a_real_engine_allocates_what_was_planned(
     assert plan.sizes.steps == runner.buckets
     assert plan.weights.nbytes == on_one_device(runner.weights.state)
     assert local_bytes(plan.arrays.kv) == on_one_device(runner.executor.kv)
+    assert plan.account.states == on_one_device(runner.executor.states)
     state = (
         runner.executor.tables,
         runner.executor.hidden,
@@ -118,6 +121,17 @@ def test_sliding_layers_keep_only_their_pages() -> None:
     assert report.bytes_per_sequence == 8 * (8 * 3 + 16) * token
     assert report.sequences == 4
     assert report.total == report.weights + report.cache + report.sampler
+
+
+def test_linear_layers_keep_a_state_a_sequence_and_no_pages() -> None:
+    one, four = (memory_of(planned("linear", "float32", size), 0, 0) for size in (1, 4))
+    [group] = one.groups
+    assert group.layers == 2
+    assert one.bytes_per_token == 2 * 2 * 4 * 16 * 4
+    inputs = 2 * 4 * (16 + 16 + 2 * 24)
+    assert one.states == 4 * 2 * (8 * 16 * 24 + inputs) * 4
+    assert four.states == one.states / 4
+    assert one.total == one.weights + one.cache + one.sampler + one.states
 
 
 def test_the_largest_cache_leaves_room_for_the_rest() -> None:

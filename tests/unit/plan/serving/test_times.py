@@ -3,10 +3,13 @@
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+import jax
+import jax.numpy as jnp
 import pytest
 from tests.unit.plan.serving.conftest import MODELS
 from tests.unit.plan.serving.test_engine import planned, served
 
+from fornax import kernels
 from fornax.hlo import Item, Loop, Operation, analyse, parse
 from fornax.llm.config import EngineConfig
 from fornax.llm.programs import make_programs
@@ -14,6 +17,7 @@ from fornax.mesh.hardware import find_chip
 from fornax.plan.cost.step import DeviceRates
 from fornax.plan.serving.engine import Engine, describe_engine
 from fornax.plan.serving.latency import decode_latencies, largest_batches, prompt_latencies
+from fornax.plan.serving.linear import LinearAttention
 from fornax.plan.serving.times import StepTime, StepTimes, without_attention
 from fornax.plan.serving.work import attention_of, step_sizes
 from fornax.plan.topology import Topology, parse_topology
@@ -47,6 +51,33 @@ def test_decoding_reads_weights_once_and_the_cache_for_every_sequence() -> None:
     assert step.cache == 4 * 2 * 64 * key
     assert step.sampling == table + 2 * model.vocab_size * 8
     assert step.exchange == step.compute == 0
+
+
+def test_states_are_read_and_written_whatever_the_context() -> None:
+    for devices in (1, 4):
+        linear = attention_of(planned("linear", "float32", devices), 32).linear
+        assert linear is not None
+        state = 8 // devices * 16 * 24
+        work = linear.decode(3)
+        assert (work.bytes, work.flops) == (2 * 3 * 2 * state * 4, 2 * 3 * 6 * state)
+        assert linear.prompt(65) == linear.prompt(128)
+        assert linear.prompt(128).bytes == 2 * linear.prompt(64).bytes == 2 * 2 * 2 * state * 4
+    engine = planned("linear", "float32", 1)
+    near, far = (attention_of(engine, 32).decode(2, context) for context in (32, 64))
+    key = 2 * 4 * 16 * 4
+    assert far.bytes - near.bytes == 2 * 2 * 32 * key
+    assert near.bytes == 2 * 2 * 32 * key + 2 * 2 * 2 * (8 * 16 * 24) * 4
+
+
+def test_a_chunk_costs_what_its_program_counts() -> None:
+    """The flops that XLA counts in the lowered chunked rule of 64 tokens, products alone."""
+    linear = LinearAttention(
+        layers=1, key_heads=2, value_heads=4, key_dim=32, value_dim=48, slowdown=1.0
+    )
+    shapes = ((1, 64, 2, 32), (1, 64, 2, 32), (1, 64, 2, 2, 48), (1, 64, 2, 2), (1, 64, 2, 2))
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    cost = jax.jit(kernels.gated_delta_rule).lower(*inputs).compile().cost_analysis()
+    assert 1.0 < cost["flops"] / linear.prompt(64).flops < 1.3
 
 
 def test_all_heads_read_one_latent() -> None:
