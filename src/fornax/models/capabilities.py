@@ -43,7 +43,6 @@ _ONLY_FORNAX = {
     "serve in int8": "serve it in bfloat16",
     "vLLM plugin": "serve it with `fornax serve`",
 }
-_MERGED = {"serve adapters": "merge the adapter into the model and serve that"}
 _WHOLE_ROWS = {"context axis": "give its devices to mesh.fsdp or mesh.tensor"}
 
 _PARTS = (
@@ -53,7 +52,11 @@ _PARTS = (
         {},
     ),
     _Part("mixtures of experts", lambda config: config.experts is not None, _ONLY_FORNAX),
-    _Part("latent attention", lambda config: config.latent is not None, _MERGED | _ONLY_FORNAX),
+    _Part(
+        "latent attention",
+        lambda config: config.latent is not None,
+        {"serve adapters": "merge the adapter into the model and serve that"} | _ONLY_FORNAX,
+    ),
     _Part(
         "chunked attention",
         lambda config: config.attention_chunk is not None,
@@ -73,7 +76,6 @@ _PARTS = (
             "prefix reuse": "leave enable_prefix_caching off",
             "speculation": "leave out speculative_config: a state cannot be rolled back",
         }
-        | _MERGED
         | _ONLY_FORNAX
         | _NOT_PLANNED
         | _WHOLE_ROWS,

@@ -68,7 +68,6 @@ def test_copies_of_states_read_before_they_write() -> None:
     ("options", "message"),
     [
         ({"speculative_config": {"type": "ngram"}}, r"speculation\); leave out speculative_config"),
-        ({"enable_lora": True}, "merge the adapter into the model"),
         ({"quantization": "int8"}, r"serve in int8\); serve it in bfloat16"),
     ],
 )
