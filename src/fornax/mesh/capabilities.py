@@ -40,7 +40,7 @@ _AXES: Mapping[str, AxisSupport] = {
     "data": AxisSupport("the batch; parameters are on every device", _TRAINER),
     "stage": AxisSupport(
         "layers, into the stages of a pipeline; the batch, and all else as `fsdp` does",
-        ("train",),
+        ("train", "plan", "preflight"),
         "give its devices to mesh.fsdp",
     ),
     "fsdp": AxisSupport("the batch, parameters and optimizer state", _TRAINER),

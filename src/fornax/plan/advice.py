@@ -142,9 +142,11 @@ def _more_remat(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
 
 
 def _smaller_batches(config: TrainConfig) -> Iterator[_Change]:
+    stages = config.mesh.stage
+    together = config.pipeline.count(stages) if stages > 1 else 1
     for factor in _SPLITS:
         micro = config.accumulate * factor
-        if config.batch_size % micro == 0:
+        if config.batch_size % (micro * together) == 0:
             text = f"accumulate over {micro} micro-batches"
             yield _change("batch", text, f"--accumulate {micro}", config, accumulate=micro)
 

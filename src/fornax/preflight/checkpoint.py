@@ -19,7 +19,7 @@ from fornax.mesh import MeshConfig
 from fornax.optim.tree import flatten
 from fornax.preflight.harness import Case, CheckFailed, CheckSkipped, Harness
 from fornax.preflight.programs import Program
-from fornax.preflight.shrink import DEVICES, describe_mesh, float32
+from fornax.preflight.shrink import DEVICES, describe_mesh, float32, on_mesh
 from fornax.preflight.tolerance import Comparison
 from fornax.train import Hosts, TrainConfig
 from fornax.train.session import Start, start
@@ -95,7 +95,7 @@ def _elsewhere(harness: Harness, program: Program) -> Program:
         if math.prod(mesh.axis_sizes().values()) > DEVICES or mesh == config.mesh:
             continue
         try:
-            other = harness.program(dataclasses.replace(config, mesh=mesh, accumulate=1))
+            other = harness.program(dataclasses.replace(on_mesh(config, mesh), accumulate=1))
         except ShardingError:
             continue
         if _layouts(other) != _layouts(program):

@@ -22,7 +22,7 @@ from fornax.preflight.harness import (
 )
 from fornax.preflight.programs import Program
 from fornax.preflight.report import Group
-from fornax.preflight.shrink import describe_mesh, float32, shrink, with_mesh
+from fornax.preflight.shrink import describe_mesh, float32, on_mesh, shrink, with_mesh
 from fornax.preflight.tolerance import Comparison, allowance, compare_number
 from fornax.train import TrainConfig
 
@@ -60,7 +60,7 @@ def _verify(
 
 def _attention(config: TrainConfig) -> Iterator[Case]:
     """Each implementation on one device, on rows long enough that none declines."""
-    long = Harness(shrink(config, seq_len=_LONG, depth="kinds"))
+    long = Harness(shrink(with_mesh(config), seq_len=_LONG, depth="kinds"))
 
     def run(name: str) -> Comparison:
         program = long.program(dataclasses.replace(long.single, batch_size=_LONG_ROWS), name)
@@ -127,6 +127,8 @@ def _meshes(harness: Harness) -> Iterator[Case]:
     groups += list(itertools.combinations(axes, 2)) if len(axes) > 2 else []
     for some in groups:
         config = with_mesh(harness.single, **dict.fromkeys(some, 2))
+        if "stage" in some:
+            config = dataclasses.replace(config, pipeline=harness.config.pipeline)
         yield Case(
             group="mesh",
             name=describe_mesh(config.mesh),
@@ -134,7 +136,7 @@ def _meshes(harness: Harness) -> Iterator[Case]:
             isolated=True,
         )
     for mesh in harness.shrunk.meshes:
-        config = float32(dataclasses.replace(harness.config, mesh=mesh))
+        config = float32(on_mesh(harness.config, mesh))
         name = f"{describe_mesh(mesh)}{_also(config)}"
         yield Case(group="mesh", name=name, run=_verify(harness, config))
         yield Case(
@@ -161,7 +163,7 @@ def _routers(harness: Harness, config: TrainConfig) -> Iterator[Case]:
     small = dataclasses.replace(small, model=dataclasses.replace(model, experts=experts))
     own = Harness(dataclasses.replace(harness.shrunk, config=small))
     for mesh in harness.shrunk.meshes:
-        one = dataclasses.replace(small, mesh=mesh)
+        one = on_mesh(small, mesh)
         yield Case(group=group, name=f"{name} on {describe_mesh(mesh)}", run=_verify(own, one))
 
 
@@ -197,7 +199,7 @@ def _precision(harness: Harness) -> Iterator[Case]:
     single = dataclasses.replace(harness.single, dtypes=dtypes)
     yield Case(group="precision", name=name, run=_verify(harness, single), isolated=True)
     for mesh in harness.shrunk.meshes:
-        config = dataclasses.replace(harness.config, mesh=mesh)
+        config = on_mesh(harness.config, mesh)
         yield Case(
             group="precision",
             name=f"all as configured: {name}, {describe_mesh(mesh)}{_also(config)}",

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from fornax.mesh import MESH_AXES, partition_spec, tree_shardings
 from fornax.preflight.harness import Case, CheckFailed, Harness
-from fornax.preflight.shrink import describe_mesh
+from fornax.preflight.shrink import describe_mesh, on_mesh
 from fornax.train import Ledger, TrainConfig, pretrain_task
 from fornax.train.hosts import data_shards, padding_text
 from fornax.train.session import Programs, prepare
@@ -33,7 +33,7 @@ def rules(harness: Harness, config: TrainConfig) -> Iterator[Case]:
     """Whether the user's own model divides, whether every override and every mesh axis acts."""
     yield Case(group="rules", name="the full model divides", run=lambda: _full(config))
     for mesh in harness.shrunk.meshes:
-        small = dataclasses.replace(harness.config, mesh=mesh)
+        small = on_mesh(harness.config, mesh)
         yield Case(
             group="rules",
             name=f"every rule and axis of {describe_mesh(mesh)} acts",
@@ -94,6 +94,11 @@ def _used(config: TrainConfig, harness: Harness) -> str:
         count *= size
     programs = prepare(config, pretrain_task(config), Ledger(), jax.devices()[:count])
     asked, activations = _trace(programs, harness)
+    if config.mesh.stage > 1:  # a pipeline copies the table, and looks up all of it
+        wider = config.mesh.fsdp * config.mesh.stage
+        flat = on_mesh(config, dataclasses.replace(config.mesh, stage=1, fsdp=wider))
+        flat_programs = prepare(flat, pretrain_task(flat), Ledger(), jax.devices()[:count])
+        asked, _ = _trace(flat_programs, harness)
     params = list(_params(programs))
     asked |= {name for axes, _ in params for name in axes if name}
     sizes = config.mesh.axis_sizes()

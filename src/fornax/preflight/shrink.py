@@ -19,7 +19,13 @@ import numpy as np
 from fornax.config.errors import ConfigError
 from fornax.data import Prefetch, PythonSource
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig, Rules
-from fornax.models import DecoderConfig, ExpertsConfig, LatentConfig
+from fornax.models import (
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    PipelineConfig,
+    layers_outside,
+)
 from fornax.models.rope_config import LongRopeScaling, RopeConfig
 from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer, Shampoo
 from fornax.train import EvalConfig, TrainConfig
@@ -30,6 +36,7 @@ __all__ = [
     "Shrunk",
     "describe_mesh",
     "float32",
+    "on_mesh",
     "shrink",
     "with_mesh",
 ]
@@ -87,16 +94,30 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
     def pieces(*logical: str) -> int:
         return math.lcm(*(math.prod(widest[axis] for axis in rules[name]) for name in logical))
 
+    pipeline = _shrink_pipeline(config)
+    parts = widest["stage"] * pipeline.repeats
     model = shrink_model(
         _with_exchange(config.model, sizes, rules),
         pieces=pieces,
         seq_len=seq_len,
         original_seq_len=config.seq_len,
         depth=depth,
+        parts=1 if depth == "kinds" else parts,
     )
+    if _has_layers_before(config) and not layers_outside(model.layer_kinds(), 2, pipeline):
+        model = dataclasses.replace(model, num_layers=model.num_layers + 1)
     accumulate = min(config.accumulate, 2)
     shards = min(config.data.virtual_shards, _MOST_SHARDS)
-    rows = smallest_multiple(8, math.lcm(shards, pieces("batch") * accumulate))
+    together = math.lcm(
+        *(
+            math.prod(getattr(mesh, axis) for axis in rules["batch"] if axis != "stage")
+            * (pipeline.count(mesh.stage) if mesh.stage > 1 else 1)
+            for mesh in meshes
+        )
+    )
+    rows = smallest_multiple(
+        8, math.lcm(shards, pieces("batch") * accumulate, together * accumulate)
+    )
     source = PythonSource(
         target=_SOURCE,
         arguments={"seed": config.seed, "vocab": model.vocab_size, "seq_len": seq_len},
@@ -109,6 +130,7 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
         batch_size=rows,
         accumulate=accumulate,
         mesh=meshes[0],
+        pipeline=pipeline if meshes[0].stage > 1 else PipelineConfig(),
         optim=_shrink_optim(config.optim, config.model, model),
         data=dataclasses.replace(
             config.data,
@@ -147,8 +169,13 @@ def float32(config: TrainConfig) -> TrainConfig:
 
 def with_mesh(config: TrainConfig, **sizes: int) -> TrainConfig:
     """The config on a mesh of these sizes, all other axes 1, under its own rules."""
-    mesh = MeshConfig(**{"fsdp": 1, **sizes}, rules=config.mesh.rules)
-    return dataclasses.replace(config, mesh=mesh)
+    return on_mesh(config, MeshConfig(**{"fsdp": 1, **sizes}, rules=config.mesh.rules))
+
+
+def on_mesh(config: TrainConfig, mesh: MeshConfig) -> TrainConfig:
+    """The config on another mesh; without stages there is no pipeline to describe."""
+    pipeline = config.pipeline if mesh.stage != 1 else PipelineConfig()
+    return dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
 
 
 def describe_mesh(mesh: MeshConfig) -> str:
@@ -183,6 +210,23 @@ def _rest(config: TrainConfig, axis: str, devices: int) -> int:
     while devices > 2 and any(count % devices for count in bound):
         devices //= 2
     return devices
+
+
+def _shrink_pipeline(config: TrainConfig) -> PipelineConfig:
+    """One or two microbatches for each stage, and one repeat or two, as the user has."""
+    stages, microbatches = config.mesh.stage, config.pipeline.microbatches
+    each = 2 if microbatches is None or stages < 2 else min(microbatches // stages, 2)
+    return PipelineConfig(
+        microbatches=2 * each if stages != -1 else None, repeats=min(config.pipeline.repeats, 2)
+    )
+
+
+def _has_layers_before(config: TrainConfig) -> bool:
+    """Whether layers that repeat are too many for the parts of a pipeline."""
+    model, stages = config.model, config.mesh.stage
+    if model is None or stages < 2 or len(_pattern(model)) == model.num_layers:
+        return False
+    return layers_outside(model.layer_kinds(), stages, config.pipeline) > 0
 
 
 def _shrink_optim(config: OptimConfig, old: DecoderConfig, new: DecoderConfig) -> OptimConfig:
@@ -220,7 +264,13 @@ def smallest_multiple(least: int, of: int) -> int:
 
 
 def shrink_model(
-    model: DecoderConfig, *, pieces: Pieces, seq_len: int, original_seq_len: int, depth: Depth
+    model: DecoderConfig,
+    *,
+    pieces: Pieces,
+    seq_len: int,
+    original_seq_len: int,
+    depth: Depth,
+    parts: int = 1,
 ) -> DecoderConfig:
     """Shrink a decoder.
 
@@ -239,6 +289,7 @@ def shrink_model(
       seq_len: tokens of a row.
       original_seq_len: tokens of a row of the user's.
       depth: how much of the pattern of layers; see above.
+      parts: into how many a pipeline cuts the layers; there are as many equal ones at least.
     """
     N, K = _heads(model, pieces)
     H = _head_width(model)
@@ -262,7 +313,11 @@ def shrink_model(
         return max(2, seq_len // 8) if whole < original_seq_len else seq_len
 
     kinds = _pattern(model)
-    kept = _compressed(kinds, 2 if depth == "whole" else 1)
+    longest = 2 if depth == "whole" else 1
+    periods = max(2, parts)
+    if len(kinds) == model.num_layers:  # no period: a run of equal layers is what can be cut
+        longest = max(longest, parts)
+    kept = _compressed(kinds, longest)
     share = seq_len / original_seq_len
     return dataclasses.replace(
         model,
@@ -271,7 +326,7 @@ def shrink_model(
         intermediate_size=width(model.intermediate_size),
         experts=model.experts and _experts(model.experts, width, pieces),
         mlp_pattern=tuple(kinds[i][2] for i in kept) if model.experts else None,
-        num_layers=len(kept) if depth == "kinds" else _depth(model, len(kinds), kept),
+        num_layers=len(kept) if depth == "kinds" else _depth(model, len(kinds), kept, periods),
         attention_pattern=tuple(kinds[i][0] for i in kept),
         rope_pattern=tuple(kinds[i][1] for i in kept),
         num_heads=N,
@@ -380,10 +435,10 @@ def _compressed(kinds: list[tuple], longest: int) -> list[int]:
     return [i for _, run in runs for i in list(run)[:longest]]
 
 
-def _depth(model: DecoderConfig, period: int, kept: list[int]) -> int:
-    """Two periods at most, and what is left over."""
+def _depth(model: DecoderConfig, period: int, kept: list[int], periods: int) -> int:
+    """So many periods at most, and what is left over."""
     repeats, left = divmod(model.num_layers, period)
-    return len(kept) * min(repeats, 2) + sum(i < left for i in kept)
+    return len(kept) * min(repeats, periods) + sum(i < left for i in kept)
 
 
 def _rope(rope: RopeConfig, old_width: int, new_width: int, share: float) -> RopeConfig:

@@ -17,7 +17,7 @@ from fornax.checkpoint import Checkpointer
 from fornax.kernels import linear_cross_entropy
 from fornax.kernels._attention import native
 from fornax.mesh import current_mesh
-from fornax.models import dispatch, experts, latent, routing
+from fornax.models import dispatch, experts, latent, pipeline, routing
 from fornax.train import step as train_step
 from fornax.train.step import sum_gradients
 from fornax.train.tasks import pretrain
@@ -481,3 +481,58 @@ def test_a_model_that_does_not_divide(run_checks: RunChecks):
     report = run_checks("rules", mesh={"fsdp": 1, "tensor": 3})
     assert report.first_failure is not None
     assert "does not divide over tensor=3" in report.first_failure.detail
+
+
+STAGED = {"mesh": {"fsdp": 1, "stage": 2}, "accumulate": 1, "remat": "none", **FLOAT32}
+
+
+def stale_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage takes the microbatch that it has just done again."""
+    get = pipeline._get
+
+    def late(slots: jax.Array, index: jax.Array) -> jax.Array:
+        return get(slots, (index - 1) % len(slots))
+
+    monkeypatch.setattr(pipeline, "_get", late)
+
+
+def stale_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage keeps what it made, and the next one goes on with its own."""
+    advance = pipeline._Ring._advance
+
+    def kept(self: Any, tick: jax.Array, slots: jax.Array, new: jax.Array) -> Any:
+        slots, taken = advance(self, tick, slots, new)
+        return slots, jnp.where(jax.lax.axis_index("stage") == 0, taken, new)
+
+    monkeypatch.setattr(pipeline._Ring, "_advance", kept)
+
+
+def neighbours_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What belongs to the rows of a microbatch stays where it is, and its rows go on."""
+    advance = pipeline._Ring.advance
+
+    def alone(self: Any, tick: jax.Array, waiting: Any, made: Any) -> Any:
+        slots, taken = advance(self, tick, waiting, made)
+        return [slots[0], *waiting[1:]], [taken[0], *made[1:]]
+
+    monkeypatch.setattr(pipeline._Ring, "advance", alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [
+        stale_microbatch,
+        pytest.param(stale_input, marks=pytest.mark.exhaustive),
+        pytest.param(neighbours_positions, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_fault_in_a_pipeline(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    run_checks: RunChecks,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert not failed(run_checks("mesh", **STAGED))
+    plant(monkeypatch)
+    assert "stage=2" in failed(run_checks("mesh", **STAGED))

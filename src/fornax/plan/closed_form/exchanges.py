@@ -9,11 +9,13 @@ tokens are sent to them, or gathered by all.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from fornax.plan.closed_form.attention import attention_choice, exchanges_heads
-from fornax.plan.closed_form.shards import LocalStep, mlps
-from fornax.plan.closed_form.state import StateArray
+from fornax.plan.closed_form.shards import LocalStep, Section, sections
+from fornax.plan.closed_form.state import StateArray, dealt_elements
 from fornax.plan.closed_form.work import CHUNK, layer_replay, layer_replays
 from fornax.plan.facts import Exchange
 
@@ -24,13 +26,19 @@ def exchanges(local: LocalStep, state: tuple[StateArray, ...]) -> tuple[Exchange
         *_weights(local, [array for array in state if array.owner == "parameters"]),
         *_lookup(local),
         *_vocabulary(local),
-        *_branches(local),
-        *_latents(local),
-        *_experts(local),
-        *_context(local),
-        *_offload(local),
+        *(one for section in sections(local) for one in _layers(section)),
+        *_reordering(local),
+        *_pipeline(local, state),
     ]
     return tuple(exchange for exchange in found if exchange.bytes and exchange.count)
+
+
+def _layers(section: Section) -> Iterable[Exchange]:
+    yield from _branches(section)
+    yield from _latents(section)
+    yield from _experts(section)
+    yield from _context(section)
+    yield from _offload(section)
 
 
 def _group(local: LocalStep, axes: tuple[str, ...]) -> int:
@@ -39,20 +47,55 @@ def _group(local: LocalStep, axes: tuple[str, ...]) -> int:
 
 def _weights(local: LocalStep, params: list[StateArray]) -> Iterable[Exchange]:
     """Gathers of divided weights, reductions of all gradients; layers' arrays taken together."""
-    data = (*local.axes("batch"), *local.axes("length"))
-    sums: dict[tuple[str, int, tuple[str, ...], tuple[str, ...]], int] = {}
+    sums: Counter[_Gathered] = Counter()
     for array in params:
-        dividing = tuple(axis for dim in array.axes for axis in dim)
-        gathered = tuple(axis for axis in array.gathered_axes if axis in data)
-        reduced = tuple(axis for axis in data if axis not in dividing)
-        place = _place(array.name, local.model.tie_embeddings)
-        layers = array.shape[0] if array.name.startswith("layers/") else 1
-        key = (place, layers, gathered, reduced)
-        sums[key] = sums.get(key, 0) + math.prod(array.shape)
-    for (place, layers, gathered, reduced), count in sums.items():
-        whole = count // layers * _group(local, gathered)
-        runs = layers * local.config.accumulate
-        yield from _of_weight(local, place, whole, count // layers, gathered, reduced, runs)
+        for gathered, size in _gathers(local, array):
+            sums[gathered] += size
+    for gathered, size in sums.items():
+        whole = size * _group(local, gathered.axes)
+        yield from _of_weight(local, gathered, whole, size)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Weights that are gathered and whose gradients are reduced alike."""
+
+    place: str
+    axes: tuple[str, ...]
+    """That they are gathered over."""
+    reduced: tuple[str, ...]
+    """That their gradients are added up over."""
+    runs: int
+    """Of a step."""
+
+
+def _gathers(local: LocalStep, array: StateArray) -> Iterable[tuple[_Gathered, int]]:
+    """How an array is gathered, and how many elements a device has of what is gathered at once.
+
+    A stage gathers the parameters of its layers at each tick, over the axes within it.
+    """
+    data = (*local.axes("batch"), *local.axes("length"))
+    place = _place(array.name, local.model.tie_embeddings)
+    accumulate = local.config.accumulate
+    if not array.name.startswith("layers/"):
+        axes = tuple(axis for dim in array.axes for axis in dim)
+        reduced = tuple(axis for axis in data if axis not in axes)
+        axes = tuple(axis for axis in axes if axis in data)
+        yield _Gathered(place, axes, reduced, accumulate), math.prod(array.shape)
+        return
+    part = array.name.split("/")[1]
+    stays = array.axes[1] if array.of_experts else ()
+    dividing = [axis for dim in array.axes[1:] for axis in dim]
+    size = math.prod(array.shape[1:])
+    for section in sections(local):
+        own = tuple(a for a in data if not (section.staged and a == "stage"))
+        axes = tuple(axis for axis in dividing if axis in own and axis not in stays)
+        reduced = tuple(axis for axis in own if axis not in dividing)
+        held = size * (local.mesh["stage"] if section.staged and "stage" in dividing else 1)
+        if not section.staged and "stage" in array.axes[0]:
+            reduced = tuple(axis for axis in reduced if axis != "stage")
+        runs = section.runs * sum(part in kind.parts() for kind in section.kinds) * accumulate
+        yield _Gathered(place, axes, reduced, runs), held
 
 
 def _place(name: str, tied: bool) -> str:
@@ -114,15 +157,8 @@ def _vocabulary(local: LocalStep) -> Iterable[Exchange]:
     )
 
 
-def _of_weight(
-    local: LocalStep,
-    place: str,
-    whole: int,
-    mine: int,
-    gathered: tuple[str, ...],
-    reduced: tuple[str, ...],
-    runs: int,
-) -> Iterable[Exchange]:
+def _of_weight(local: LocalStep, how: _Gathered, whole: int, mine: int) -> Iterable[Exchange]:
+    place, gathered, reduced, runs = how.place, how.axes, how.reduced, how.runs
     item = local.compute_bytes
     if gathered and place != "embedding":
         for when in ("forward", "backward") if place in ("layer", "expert") else ("forward",):
@@ -153,12 +189,13 @@ def _of_weight(
         )
 
 
-def _branches(local: LocalStep) -> Iterable[Exchange]:
+def _branches(section: Section) -> Iterable[Exchange]:
     """Sums over `tensor` of what a branch adds to the residual stream, and of its gradients.
 
     Where the stream itself is divided the sum is reduced to its parts, and each branch gathers its
     input; together that moves as much.
     """
+    local = section.local
     axes = local.axes("activation_mlp")
     if not axes:
         return
@@ -168,14 +205,14 @@ def _branches(local: LocalStep) -> Iterable[Exchange]:
         "blocking": True,
     }
     steps = local.config.accumulate
-    branches = 2 * local.model.num_layers
+    branches = 2 * section.layers
     if local.shares.shared_mlp:
-        branches += mlps(local.model)["experts"]
+        branches += section.mlps["experts"]
     backward = branches
     if local.model.latent is not None and local.model.latent.query_rank:
-        backward -= local.model.num_layers  # what attention adds up is no wider than its latents
+        backward -= section.layers  # what attention adds up is no wider than its latents
     sums = 0
-    for layers, found in layer_replays(local):
+    for layers, found in layer_replays(section):
         sums += layers * sum(node.name in _SUMS for node in found.again)
     if not local.axes("activation_embed"):
         for when, count in (
@@ -202,8 +239,9 @@ _SUMS = ("o_product", "down", "shared_down")
 """Values of a layer that are summed over the devices that divide heads and widths."""
 
 
-def _latents(local: LocalStep) -> Iterable[Exchange]:
+def _latents(section: Section) -> Iterable[Exchange]:
     """Sums over `tensor` of the gradients of latents, which are whole where heads are divided."""
+    local = section.local
     latent, axes = local.model.latent, local.axes("activation_heads")
     if latent is not None and axes:
         width = latent.cached_dim + (latent.query_rank or 0)
@@ -212,17 +250,18 @@ def _latents(local: LocalStep) -> Iterable[Exchange]:
             kind="all-reduce",
             axes=axes,
             bytes=local.tokens * width * local.compute_bytes,
-            count=local.model.num_layers * local.config.accumulate,
+            count=section.layers * local.config.accumulate,
             blocking=True,
         )
 
 
-def _experts(local: LocalStep) -> Iterable[Exchange]:
+def _experts(section: Section) -> Iterable[Exchange]:
     """Tokens to the devices of their experts and outputs back; gradients go the other ways.
 
     Where a policy keeps no rows of the experts, tokens travel once more for the backward pass.
     """
-    routed, layers = local.shares.routed, mlps(local.model).get("experts", 0)
+    local, layers = section.local, section.mlps.get("experts", 0)
+    routed = local.shares.routed
     if not layers or routed.devices == 1:
         return
     again = {node.name for node in layer_replay(local, "experts").again}
@@ -286,13 +325,14 @@ def _met(local: LocalStep, runs: int, again: set[str]) -> Iterable[Exchange]:
         )
 
 
-def _context(local: LocalStep) -> Iterable[Exchange]:
+def _context(section: Section) -> Iterable[Exchange]:
     """Keys and values of the whole row, forward, again, and their gradients back."""
+    local = section.local
     axes = local.axes("length")
     if not axes:
         return
     widths = local.model.head_width + local.model.value_width
-    runs = local.model.num_layers * local.config.accumulate
+    runs = section.layers * local.config.accumulate
     row = local.rows * local.config.seq_len * widths * local.compute_bytes
     if exchanges_heads(attention_choice(local, None).implementation, local):
         heads = local.shares.attention_heads + local.shares.attention_kv_heads
@@ -304,7 +344,6 @@ def _context(local: LocalStep) -> Iterable[Exchange]:
             count=3 * runs,  # forward, again, backward
             blocking=True,
         )
-        yield from _reordering(local, axes)
         return
     size = row * local.shares.attention_kv_heads
     common = {
@@ -316,11 +355,11 @@ def _context(local: LocalStep) -> Iterable[Exchange]:
     yield Exchange(
         name="reduce gradients of keys and values", kind="reduce-scatter", count=runs, **common
     )
-    yield from _reordering(local, axes)
 
 
-def _reordering(local: LocalStep, axes: tuple[str, ...]) -> Iterable[Exchange]:
-    if local.balanced:
+def _reordering(local: LocalStep) -> Iterable[Exchange]:
+    axes = local.axes("length")
+    if axes and local.balanced:
         yield Exchange(
             name="put balanced tokens back in order",
             kind="collective-permute",
@@ -331,9 +370,10 @@ def _reordering(local: LocalStep, axes: tuple[str, ...]) -> Iterable[Exchange]:
         )
 
 
-def _offload(local: LocalStep) -> Iterable[Exchange]:
+def _offload(section: Section) -> Iterable[Exchange]:
     """Activations to the host's memory and back."""
-    for layers, found in layer_replays(local):
+    local = section.local
+    for layers, found in layer_replays(section):
         width = sum(node.width * local.compute_bytes + 4 * node.wide for node in found.offloaded)
         for name in ("to the host", "back from the host"):
             yield Exchange(
@@ -343,3 +383,71 @@ def _offload(local: LocalStep) -> Iterable[Exchange]:
                 bytes=int(width * local.tokens),
                 count=layers * local.config.accumulate,
             )
+
+
+def _pipeline(local: LocalStep, state: tuple[StateArray, ...]) -> Iterable[Exchange]:
+    """Microbatches between stages, and parameters that lie elsewhere than where they are used."""
+    staged = sections(local)[-1]
+    if staged.staged:
+        yield from _microbatches(staged)
+        yield from _dealt(staged, [array for array in state if array.owner == "parameters"])
+
+
+def _microbatches(staged: Section) -> Iterable[Exchange]:
+    """At each tick a slot turns, the last stage's output goes home, all others go on; so does what
+    belongs to the rows: positions, documents, rotations. Gradients of rows go back."""
+    local = staged.local
+    model, accumulate = local.model, local.config.accumulate
+    stages = local.mesh["stage"]
+    each = local.config.pipeline.count(stages) // stages
+    home = stages - 1 - (stages - 1) // each
+    tables = 2 if model.local_rope is not None else 1
+    beside = 2 * 4 + tables * 2 * 4 * (model.rotated_width(model.rope) // 2)
+    rows = model.hidden_size * local.compute_bytes
+    for name, size, times in (
+        ("pass microbatches between stages", rows, 2),
+        ("pass positions and rotations between stages", beside, 1),
+    ):
+        yield Exchange(
+            name=name,
+            kind="collective-permute",
+            axes=("stage",),
+            bytes=local.tokens * size,
+            count=times * (2 if home == stages - 1 else 3) * staged.runs * accumulate,
+            blocking=True,
+        )
+    turned = sum((1 + (stages - 2 - slot) // each) % stages > 0 for slot in range(each))
+    yield Exchange(
+        name="bring microbatches home after the last stage",
+        kind="collective-permute",
+        axes=("stage",),
+        bytes=local.tokens * rows,
+        count=2 * turned * accumulate,
+        blocking=True,
+    )
+
+
+def _dealt(staged: Section, params: list[StateArray]) -> Iterable[Exchange]:
+    """Parameters to the stages that use them and gradients back, once a micro-batch: of layers that
+    do not divide over the stages, or of which some run before, and of stages with several parts."""
+    local = staged.local
+    repeats, stages = local.config.pipeline.repeats, local.mesh["stage"]
+    parts, uneven = dealt_elements(staged, params)
+    runs = 2 * local.config.accumulate
+    if repeats > 1:
+        yield Exchange(
+            name="deal parts of the layers to stages",
+            kind="collective-permute",
+            axes=("stage",),
+            bytes=parts * local.param_bytes,
+            count=repeats * runs,
+            blocking=True,
+        )
+    yield Exchange(
+        name="bring layers that do not divide to their stages",
+        kind="all-to-all",
+        axes=("stage",),
+        bytes=uneven * stages * local.param_bytes,
+        count=runs,
+        blocking=True,
+    )

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from fornax.models.mlp import ACTIVATIONS
 from fornax.plan.closed_form.attention import attention_work
 from fornax.plan.closed_form.layer import Mlp
-from fornax.plan.closed_form.shards import LocalStep, Shares, mlps, windows
-from fornax.plan.closed_form.state import StateArray
+from fornax.plan.closed_form.shards import LocalStep, Shares, mlps, sections, windows
+from fornax.plan.closed_form.state import StateArray, dealt_elements
 from fornax.plan.closed_form.work import CHUNK, layer_replay
 from fornax.plan.facts import Buffer, Memory, MemoryPart
 
@@ -91,7 +91,8 @@ def _code(local: LocalStep) -> int:
 def kept_bytes(local: LocalStep, *, offloaded: bool = False) -> float:
     """Bytes of what all layers keep for the backward pass."""
     total = 0.0
-    for mlp, layers in mlps(local.model).items():
+    each = [(one, mlp, runs) for one in sections(local) for mlp, runs in one.mlps.items()]
+    for section, mlp, runs in each:
         found = layer_replay(local, mlp)
         size = 0.0
         for node in found.offloaded if offloaded else found.kept:
@@ -99,7 +100,7 @@ def kept_bytes(local: LocalStep, *, offloaded: bool = False) -> float:
             size += width * local.compute_bytes + 4 * node.wide
         if local.config.remat == "none" and not offloaded:
             size += _intermediates(local, mlp)
-        total += layers * local.tokens * size
+        total += runs * section.local.tokens * size
     return total
 
 
@@ -150,13 +151,6 @@ def _named(state: tuple[StateArray, ...], prefix: str) -> list[StateArray]:
 
 def _count(arrays: list[StateArray]) -> int:
     return sum(math.prod(array.shape) for array in arrays)
-
-
-def _gathered(local: LocalStep, array: StateArray) -> int:
-    """Elements of an array with what `fsdp` and the like divide put together again."""
-    data = {*local.axes("batch"), *local.axes("length")}
-    axes = [axis for axis in array.gathered_axes if axis in data]
-    return math.prod(array.shape) * math.prod(local.mesh[axis] for axis in axes)
 
 
 def _cast(local: LocalStep, state: tuple[StateArray, ...]) -> float:
@@ -217,11 +211,33 @@ def _backward(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
         activations={"kept by layers": kept_bytes(local)},
         temporaries={
             "weights and their gradients (gathered)": _whole_weights(local, layers),
-            "a layer's working set": local.tokens * _working_set(local),
+            "a layer's working set": max(
+                one.local.tokens * _working_set(one.local) for one in sections(local)
+            ),
+            **_pipelined(local, layers),
             "weights in the compute dtype": _cast(local, state),
             "rotations": _rotations(local),
         },
     )
+
+
+def _pipelined(local: LocalStep, layers: list[StateArray]) -> dict[str, float]:
+    """What a pipeline holds beside its stages' layers: the microbatches that wait for the first
+    stage and those that are done, with their gradients; the rotations of each tick; and parameters
+    that were dealt to their stages, with their gradients."""
+    staged = sections(local)[-1]
+    if not staged.staged:
+        return {}
+    stream = local.tokens * local.model.hidden_size * local.compute_bytes
+    part, dealt = dealt_elements(staged, layers)
+    repeats = local.config.pipeline.repeats
+    if repeats > 1:
+        dealt = part * repeats
+    return {
+        "parameters dealt to stages and their gradients": 2.0 * dealt * local.param_bytes,
+        "microbatches in slots and their gradients": 2.0 * stream,
+        "rotations of all ticks": staged.runs * _rotations(staged.local),
+    }
 
 
 def _whole_weights(local: LocalStep, layers: list[StateArray]) -> float:
@@ -250,7 +266,10 @@ def _whole_weights_of(local: LocalStep, layers: list[StateArray], mlp: Mlp, few:
 
 def _layer_of(local: LocalStep, array: StateArray) -> int:
     """Elements of one layer of a stack, put together."""
-    return _gathered(local, array) // array.shape[0]
+    data = {*local.axes("batch"), *local.axes("length")}
+    stays = array.axes[1] if array.of_experts else ()
+    axes = [axis for dim in array.axes[1:] for axis in dim if axis in data and axis not in stays]
+    return math.prod(array.shape[1:]) * math.prod(local.mesh[axis] for axis in axes)
 
 
 def _working_set(local: LocalStep) -> float:

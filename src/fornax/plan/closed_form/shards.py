@@ -1,5 +1,6 @@
 """What one device holds of a step: its share of heads, widths, rows and length."""
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -14,7 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fornax.config.errors import ConfigError
 from fornax.mesh import MESH_AXES, Rules, balances
-from fornax.models import DecoderConfig
+from fornax.models import DecoderConfig, layers_outside
+from fornax.models.config import LayerKind
 from fornax.plan.topology import Topology
 from fornax.train import Hosts, TrainConfig
 from fornax.train.hosts import data_shards
@@ -138,6 +140,55 @@ class LocalStep:
         return tuple(axis for axis in self.rules[logical] if self.mesh[axis] > 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Layers of which a device runs some number in a micro-batch."""
+
+    local: LocalStep
+    """With the rows of one run."""
+    kinds: tuple[LayerKind, ...]
+    runs: int
+    """Of each of them: the ticks of a pipeline, its bubble included."""
+    staged: bool
+    """Whether they are a stage of a pipeline."""
+
+    @property
+    def layers(self) -> int:
+        """Runs of all of them."""
+        return self.runs * len(self.kinds)
+
+    @property
+    def mlps(self) -> Mapping[Literal["mlp", "experts"], int]:
+        """How many of those runs are of an MLP, how many of experts."""
+        return Counter({k: n * self.runs for k, n in Counter(x.mlp for x in self.kinds).items()})
+
+    @property
+    def windows(self) -> Mapping[int | None, int]:
+        """How many of those runs see how many keys (None: all before them)."""
+        found = Counter(kind.window for kind in self.kinds)
+        return Counter({window: count * self.runs for window, count in found.items()})
+
+
+def sections(local: LocalStep) -> tuple[Section, ...]:
+    """The layers of a micro-batch: those before a pipeline, and those of its stages.
+
+    A stage runs its part of the layers at each of M R + P - 1 ticks (`fornax.models.pipeline`), on
+    P / M times the rows that a device has of all else.
+    """
+    kinds, stages = local.model.layer_kinds(), local.mesh["stage"]
+    if stages == 1:
+        return (Section(local=local, kinds=kinds, runs=1, staged=False),)
+    pipeline = local.config.pipeline
+    count, parts = pipeline.count(stages), stages * pipeline.repeats
+    outside = layers_outside(kinds, stages, pipeline)
+    own = kinds[outside : outside + (len(kinds) - outside) // parts]
+    ticks = count * pipeline.repeats + stages - 1
+    inside = dataclasses.replace(local, rows=local.rows * stages // count)
+    staged = Section(local=inside, kinds=own, runs=ticks, staged=True)
+    before = Section(local=local, kinds=kinds[:outside], runs=1, staged=False)
+    return (before, staged) if outside else (staged,)
+
+
 @functools.cache
 def abstract_mesh(sizes: tuple[int, ...]) -> AbstractMesh:
     """A mesh of the trainer's axes without devices."""
@@ -170,6 +221,7 @@ def local_step(config: TrainConfig, topology: Topology, expert_load: float = EVE
     mesh = cast("Mesh", abstract_mesh(tuple(sizes.values())))
     shards = data_shards(sizes, rules)
     rows = Hosts(multiple=shards * config.accumulate).padded(config.batch_size)
+    _check_microbatches(config, sizes, rows // config.accumulate // shards)
     tokens = jax.ShapeDtypeStruct((rows, config.seq_len), np.int32)
     batch_shardings({"tokens": tokens}, mesh, rules)
 
@@ -205,6 +257,28 @@ def local_step(config: TrainConfig, topology: Topology, expert_load: float = EVE
         compute_bytes=config.dtypes.compute_dtype.itemsize,
         param_bytes=config.dtypes.param_dtype.itemsize,
     )
+
+
+def _check_microbatches(config: TrainConfig, sizes: Mapping[str, int], rows: int) -> None:
+    """Refuse rows of a device that are no microbatches of a pipeline, as the trainer does.
+
+    Raises:
+      ConfigError: with the multiple that would do.
+    """
+    stages = sizes["stage"]
+    if stages == 1:
+        return
+    each = config.pipeline.count(stages) // stages
+    assert config.model is not None
+    layers_outside(config.model.layer_kinds(), stages, config.pipeline)
+    shards = math.prod(sizes[axis] for axis in config.mesh.resolved_rules()["batch"])
+    multiple = shards * each * config.accumulate
+    if rows % each or config.batch_size % multiple:
+        raise ConfigError(
+            f"batch_size={config.batch_size} does not divide into accumulate={config.accumulate} x "
+            f"{each * stages} microbatches over {shards // stages} data shards; use a multiple of "
+            f"{multiple}, or change pipeline.microbatches"
+        )
 
 
 @functools.cache

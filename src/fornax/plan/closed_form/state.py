@@ -21,7 +21,7 @@ from fornax.optim import OptimConfig
 from fornax.optim.shardings import state_shardings
 from fornax.optim.tree import flatten
 from fornax.plan.artifact import dividing_axes
-from fornax.plan.closed_form.shards import LocalStep, abstract_mesh
+from fornax.plan.closed_form.shards import LocalStep, Section, abstract_mesh, sections
 
 _LANES = 128
 
@@ -48,9 +48,11 @@ class StateArray:
 
     @property
     def gathered_axes(self) -> tuple[str, ...]:
-        """Mesh axes that divide it, and not the work that it is used in: not those of experts."""
+        """Mesh axes that divide it, and not the work that it is used in: not those of experts, nor
+        the stages that divide its layers."""
         stays = self.axes[1] if self.of_experts else ()
-        return tuple(axis for dim in self.axes for axis in dim if axis not in stays)
+        dims = self.axes[1:] if self.name.startswith("layers/") else self.axes
+        return tuple(axis for dim in dims for axis in dim if axis not in stays)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,24 @@ def _one(
         axes=dividing_axes(sharding, len(shape)),
         bytes=padded_bytes(shape, leaf.dtype.itemsize) if tpu else plain,
     )
+
+
+def dealt_elements(staged: Section, params: list[StateArray]) -> tuple[int, int]:
+    """Parameters of a stage's device that one part of the layers has, and of all its parts those
+    that lie elsewhere: of layers that do not divide over the stages, or of which some run before.
+    """
+    local = staged.local
+    stages, outside = local.mesh["stage"], len(sections(local)) > 1
+    part = uneven = 0
+    for array in params:
+        if array.name.startswith("layers/"):
+            name = array.name.split("/")[1]
+            across = any("stage" in dim for dim in array.axes[1:])
+            layers = sum(name in kind.parts() for kind in staged.kinds)
+            size = layers * math.prod(array.shape[1:]) * (stages if across else 1)
+            part += size
+            uneven += size * local.config.pipeline.repeats if across or outside else 0
+    return part, uneven
 
 
 def padded_bytes(shape: Sequence[int], itemsize: int) -> int:

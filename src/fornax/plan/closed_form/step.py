@@ -8,7 +8,7 @@ from fornax.mesh import check_use
 from fornax.plan.closed_form.attention import attention_choice
 from fornax.plan.closed_form.exchanges import exchanges
 from fornax.plan.closed_form.memory import memory_at_peak
-from fornax.plan.closed_form.shards import EVEN, LocalStep, Routed, local_step, windows
+from fornax.plan.closed_form.shards import EVEN, LocalStep, Routed, local_step, sections, windows
 from fornax.plan.closed_form.state import state_arrays
 from fornax.plan.closed_form.work import repeated_flops, step_work, update_work
 from fornax.plan.facts import StepFacts
@@ -59,6 +59,14 @@ def _notes(local: LocalStep, expert_load: float) -> Iterator[str]:
     if local.shares.experts:
         text = expert_text(local.shares.routed, expert_load)
         yield f"{text}; grouped products are taken at the rate of dense ones"
+    staged = sections(local)[-1]
+    if staged.staged:
+        stages = local.mesh["stage"]
+        yield (
+            f"a pipeline of {stages} stages for {config.pipeline.count(stages)} microbatches: its "
+            f"layers run {staged.runs} times, {stages - 1} of them for nobody "
+            f"({(stages - 1) / staged.runs:.0%} of their time, the bubble)"
+        )
     heads = local.size("activation_heads")
     if local.shares.attention_heads == local.model.num_heads and heads > 1:
         yield (

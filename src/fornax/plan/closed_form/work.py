@@ -19,7 +19,7 @@ from fornax.plan.closed_form.layer import (
     policy_of,
     replay,
 )
-from fornax.plan.closed_form.shards import LocalStep, mlps, windows
+from fornax.plan.closed_form.shards import LocalStep, Section, sections
 from fornax.plan.closed_form.state import StateArray
 from fornax.plan.facts import Work
 
@@ -32,41 +32,49 @@ def layer_replay(local: LocalStep, mlp: Mlp) -> Replay:
     return replay(local.model, local.shares, policy_of(local.config.resolved_remat()), mlp)
 
 
-def layer_replays(local: LocalStep) -> Iterable[tuple[int, Replay]]:
-    """Number of layers, and what the remat policy makes of them."""
-    return ((count, layer_replay(local, mlp)) for mlp, count in mlps(local.model).items())
+def layer_replays(section: Section) -> Iterable[tuple[int, Replay]]:
+    """Runs of layers, and what the remat policy makes of them."""
+    return ((count, layer_replay(section.local, mlp)) for mlp, count in section.mlps.items())
 
 
 def repeated_flops(local: LocalStep) -> float:
     """FLOPs of a device's step that are the remat policy's: done a second time."""
     once = 0.0
-    for count, again in layer_replays(local):
-        once += count * local.tokens * again.product_flops
-    if _attends_again(local):
-        for window, layers in windows(local.model).items():
-            once += layers * attention_work(local, window).forward_flops
+    for section in sections(local):
+        for count, again in layer_replays(section):
+            once += count * section.local.tokens * again.product_flops
+        if _attends_again(section):
+            for window, layers in section.windows.items():
+                once += layers * attention_work(section.local, window).forward_flops
     return once * local.config.accumulate
 
 
-def _attends_again(local: LocalStep) -> bool:
+def _attends_again(section: Section) -> bool:
     """Whether attention's forward pass runs twice; what follows it does not matter."""
-    return any(again.attention_again for _, again in layer_replays(local))
+    return any(again.attention_again for _, again in layer_replays(section))
 
 
 def step_work(local: LocalStep) -> tuple[Work, ...]:
     """Everything a device computes in one step but the optimizer's update."""
     work: list[Work] = []
-    for mlp, layers in mlps(local.model).items():
+    for section in sections(local):
+        work += _layers(section)
+        work += _attention(section)
+    work += _ends(local)
+    return tuple(work)
+
+
+def _layers(section: Section) -> Iterable[Work]:
+    """Everything but attention."""
+    local = section.local
+    for mlp, layers in section.mlps.items():
         runs = layers * local.config.accumulate
         graph, _ = layer_graph(local.model, local.shares, mlp)
         repeated = {node.name for node in layer_replay(local, mlp).again}
         for node in graph.values():
             if node.kind == "product":
-                work += _product(local, node, node.name in repeated, runs)
-        work += _sweeps(local, graph, repeated, runs)
-    work += _attention(local)
-    work += _ends(local)
-    return tuple(work)
+                yield from _product(local, node, node.name in repeated, runs)
+        yield from _sweeps(local, graph, repeated, runs)
 
 
 _CLASS = {
@@ -99,9 +107,9 @@ def _matmul(kind: str, sides: tuple[int, int, int], item: int, out_item: int, co
     )
 
 
-def _attention(local: LocalStep) -> Iterable[Work]:
-    times = 2 if _attends_again(local) else 1
-    for window, layers in windows(local.model).items():
+def _attention(section: Section) -> Iterable[Work]:
+    local, times = section.local, 2 if _attends_again(section) else 1
+    for window, layers in section.windows.items():
         work = attention_work(local, window)
         runs = layers * local.config.accumulate
         yield Work(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fornax.config.errors import ConfigError, FornaxError
 from fornax.mesh import MeshConfig
-from fornax.models import DecoderConfig
+from fornax.models import DecoderConfig, PipelineConfig
 from fornax.plan.closed_form import EVEN
 from fornax.plan.cost.estimate import Estimate, estimate
 from fornax.plan.topology import Topology
@@ -26,6 +26,10 @@ _TOKENS_FOR_CONTEXT = 1024
 _LONG = 32768
 """Tokens of a row from which dividing it is tried though there are rows for every device."""
 _MOST_MICRO_BATCHES = 64
+_STAGES = (2, 4, 8)
+"""Stages of a pipeline that are tried."""
+_MICROBATCHES = 4
+"""Microbatches of a pipeline that are tried, for each stage: a bubble of a fifth at most."""
 _DIVIDES = "does not divide over the mesh"
 _MORE = "more micro-batches than memory asks for"
 _ROOMY = 0.85
@@ -108,14 +112,17 @@ def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Ite
     ]
     count = model.experts.num_experts if model.experts else 1
     experts = [size for size in _divisors(inside) if count % size == 0]
-    for tensor, context, expert in itertools.product(tensors, contexts, experts):
-        rest, remainder = divmod(inside, tensor * context * expert)
+    stages = [1, *(size for size in _STAGES if inside % size == 0 and model.num_layers >= size)]
+    for tensor, context, expert, stage in itertools.product(tensors, contexts, experts, stages):
+        rest, remainder = divmod(inside, tensor * context * expert * stage)
         if remainder or tensor * context > close:
             continue
-        for data in _divisors(rest):
+        # A stage gathers what fsdp divides at each tick: beside stages it takes all or nothing.
+        for data in _divisors(rest) if stage == 1 else sorted({1, rest}):
             yield MeshConfig(
                 slice=slices,
                 data=data,
+                stage=stage,
                 fsdp=rest // data,
                 expert=expert,
                 context=context,
@@ -138,7 +145,7 @@ def micro_batches(batch_size: int, mesh: MeshConfig) -> Sequence[int]:
 
 
 def _data_shards(mesh: MeshConfig) -> int:
-    return mesh.slice * mesh.data * mesh.fsdp * mesh.expert
+    return mesh.slice * mesh.data * mesh.stage * mesh.fsdp * mesh.expert
 
 
 def unpadded(meshes: Iterable[MeshConfig], batch_size: int) -> list[MeshConfig]:
@@ -228,7 +235,14 @@ def _walk(
     More of them save memory and never time.
     """
     numbers = micro_batches(config.batch_size, mesh)
-    for kept in rematted(dataclasses.replace(config, mesh=mesh), topology):
+    try:
+        there = dataclasses.replace(
+            config, mesh=mesh, pipeline=_pipeline(config, mesh), accumulate=1
+        )
+    except FornaxError:
+        counts[_DIVIDES] += len(numbers)
+        return
+    for kept in rematted(there, topology):
         for place, number in enumerate(numbers):
             try:
                 found = guess(dataclasses.replace(kept, accumulate=number))
@@ -239,6 +253,15 @@ def _walk(
             if found.memory.total <= _ROOMY * found.memory.usable:
                 counts[_MORE] += len(numbers) - place - 1
                 break
+
+
+def _pipeline(config: TrainConfig, mesh: MeshConfig) -> PipelineConfig:
+    """The config's own for its own stages, else one of enough microbatches."""
+    if mesh.stage == config.mesh.stage:
+        return config.pipeline
+    if mesh.stage == 1:
+        return PipelineConfig()
+    return PipelineConfig(microbatches=_MICROBATCHES * mesh.stage)
 
 
 def _undominated(found: list[Estimate]) -> list[Estimate]:

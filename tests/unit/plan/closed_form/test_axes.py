@@ -1,4 +1,4 @@
-"""Bytes that devices exchange for experts are those of the step that XLA makes for 8 devices."""
+"""Experts and stages in a plan: bytes and products are those of the step that XLA makes."""
 
 from collections import Counter
 from typing import Any
@@ -12,6 +12,7 @@ from fornax.config.errors import ConfigError
 from fornax.hlo import ProgramFacts, analyse, parse
 from fornax.models import DecoderConfig
 from fornax.plan.cost.estimate import Estimate, estimate
+from fornax.plan.search.space import meshes
 from fornax.plan.topology import parse_topology
 from fornax.train import Ledger, TrainConfig, pretrain_task
 from fornax.train.session import prepare
@@ -138,10 +139,82 @@ def test_a_link_between_servers_makes_the_exchange_slower() -> None:
     assert seconds(between) > 2 * seconds(inside)
 
 
-def test_a_model_is_planned_over_every_size_of_the_axis_that_divides_its_experts() -> None:
-    from fornax.plan.search.space import meshes
-
+def test_a_search_tries_stages_and_every_division_of_the_experts() -> None:
     config = configure({"fsdp": -1}, model=with_experts())
     assert isinstance(config.model, DecoderConfig)
-    sizes = {mesh.expert for mesh in meshes(config, config.model, parse_topology("v5e:2x4"))}
-    assert sizes == {1, 2, 4, 8}
+    found = list(meshes(config, config.model, parse_topology("v5e:2x4")))
+    assert {mesh.expert for mesh in found} == {1, 2, 4, 8}
+    assert {mesh.stage for mesh in found} == {1, 2}  # of three layers, with two devices of eight
+
+
+PRODUCTS = ("attention_projections", "mlp", "experts", "logits_loss")
+
+
+def products(found: Estimate) -> float:
+    return sum(row.flops for row in found.step.work if row.name in PRODUCTS)
+
+
+def passed_on(rows: Any) -> int:
+    """Bytes of collective-permutes; a round of parts that all stay at home has no axis."""
+    return sum(round(r.bytes * r.count) for r in rows if r.kind == "collective-permute")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers", "pipeline"),
+    [
+        ({"fsdp": 2, "stage": 4}, 8, {}),
+        pytest.param(
+            {"fsdp": 4, "stage": 2},
+            8,
+            {"repeats": 2, "microbatches": 4},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"fsdp": 1, "data": 4, "stage": 2}, 7, {"microbatches": 2}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["even", "repeats", "a layer too many"],
+)
+def test_a_pipeline_computes_and_passes_on_what_the_compiled_program_does(
+    mesh: dict[str, int], layers: int, pipeline: dict[str, int]
+) -> None:
+    """Products of every tick, the bubble's too; microbatches, what belongs to them, and parts."""
+    model = {**MODEL, "num_layers": layers}
+    config = configure(mesh, model=model, remat="full", pipeline=pipeline)
+    found = compiled(config)
+    planned = estimate(config, parse_topology("cpu:8"))
+    matmul = sum(row.flops * row.count for row in found.operations if row.category == "matmul")
+    assert products(planned) == matmul
+    assert passed_on(planned.step.collectives) == passed_on(found.collectives)
+    if not pipeline:
+        gathered = moved(found.collectives, "fsdp")["all-gather"]
+        assert moved(planned.step.collectives, "fsdp")["all-gather"] == gathered
+
+
+def staged(**pipeline: int) -> Estimate:
+    model = {**MODEL, "num_layers": 8}
+    mesh = {"fsdp": 1, "stage": 4}
+    config = configure(mesh, model=model, batch_size=64, seq_len=4096, pipeline=pipeline)
+    return estimate(config, parse_topology("v5e:2x2"))
+
+
+def test_a_stage_has_the_parameters_of_its_layers() -> None:
+    whole = estimate(
+        configure({"fsdp": 1}, model={**MODEL, "num_layers": 8}), parse_topology("v5e:1x1")
+    )
+    fourth = staged().memory.owned("parameters") / whole.memory.owned("parameters")
+    assert fourth == pytest.approx(1 / 4, rel=0.05)
+
+
+def test_more_microbatches_and_repeats_make_the_bubble_smaller() -> None:
+    """11 ticks of 8, 35 of 32, 19 of 16; said in the notes."""
+    plans = [staged(microbatches=8), staged(microbatches=32), staged(microbatches=8, repeats=2)]
+    layers = [products(one) - _logits(one) for one in plans]
+    assert layers[1] / layers[0] == pytest.approx(35 / 32 / (11 / 8))
+    assert layers[2] / layers[0] == pytest.approx(19 / 16 / (11 / 8))
+    assert any("8 microbatches: its layers run 11 times, 3" in note for note in plans[0].step.notes)
+    assert any("(27% of their time, the bubble)" in note for note in plans[0].step.notes)
+
+
+def _logits(found: Estimate) -> float:
+    return sum(row.flops for row in found.step.work if row.name == "logits_loss")
