@@ -8,7 +8,6 @@ heads of a key head, H key width, V value width, C tokens of a chunk.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +15,6 @@ import jax.numpy as jnp
 from fornax.kernels._delta_rule import CHUNK, gated_delta_rule
 
 __all__ = ["ragged_gated_delta_rule"]
-
-
-class _Batch(NamedTuple):
-    """What the sequences of a batch are."""
-
-    query_start_U1: jax.Array
-    slots_U: jax.Array
-    fresh_U: jax.Array
-    layer: jax.Array
-
-    @property
-    def counts(self) -> jax.Array:
-        """int32 [U], tokens of each."""
-        return self.query_start_U1[1:] - self.query_start_U1[:-1]
-
-    def state(self, states_LAKRHV: jax.Array, row: jax.Array, begins: jax.Array) -> jax.Array:
-        """[..., K, R, H, V]: what a sequence's slot holds; 0 where the sequence begins."""
-        state = states_LAKRHV[self.layer, self.slots_U[row]]
-        none = self.fresh_U[row] & begins
-        return jnp.where(none[..., None, None, None, None], 0.0, state)
 
 
 def ragged_gated_delta_rule(
@@ -73,65 +52,91 @@ def ragged_gated_delta_rule(
     Raises:
       KernelError: shapes that do not go together.
     """
-    batch = _Batch(query_start_U1, slots_U, fresh_U, layer)
+    counts_U = query_start_U1[1:] - query_start_U1[:-1]
     inputs = (q_TKH, k_TKH, v_TKRV, log_decay_TKR, beta_TKR)
-    carry = jnp.zeros(v_TKRV.shape, jnp.float32), states_LAKRHV
+    before_UKRHV = _held(states_LAKRHV, layer, slots_U, fresh_U)
+    carry = jnp.zeros(v_TKRV.shape, jnp.float32), before_UKRHV
+    # A loop of at most one turn: a condition would copy what it changes.
+    some = jnp.any(counts_U == 1).astype(jnp.int32)
+    single = functools.partial(_single, inputs, query_start_U1)
+    o_TKRV, after_UKRHV = jax.lax.fori_loop(0, some, lambda _, carry: single(*carry), carry)
     if len(q_TKH) > 1:
-        carry = _longer(inputs, batch, *carry)
-    # A loop of at most one turn: a condition would copy the states.
-    some = jnp.any(batch.counts == 1).astype(jnp.int32)
-    return jax.lax.fori_loop(0, some, lambda _, carry: _single(inputs, batch, *carry), carry)
+        o_TKRV, after_UKRHV = _longer(inputs, query_start_U1, before_UKRHV, o_TKRV, after_UKRHV)
+    slots_U = jnp.where(counts_U > 0, slots_U, states_LAKRHV.shape[1])
+    return o_TKRV, states_LAKRHV.at[layer, slots_U].set(after_UKRHV, mode="drop")
+
+
+def _held(
+    states_LAKRHV: jax.Array, layer: jax.Array, slots_U: jax.Array, fresh_U: jax.Array
+) -> jax.Array:
+    """[U, K, R, H, V]: what each sequence's slot holds; 0 where the sequence begins.
+
+    As a condition it is read in one place, before it is written: then XLA copies no states.
+    """
+    shape = (len(slots_U), *states_LAKRHV.shape[2:])
+    held_UKRHV = jax.lax.cond(
+        jnp.all(fresh_U),
+        lambda: jnp.zeros(shape, jnp.float32),
+        lambda: states_LAKRHV[layer, slots_U],
+    )
+    return jnp.where(fresh_U[:, None, None, None, None], 0.0, held_UKRHV)
 
 
 def _single(
-    inputs: tuple[jax.Array, ...], batch: _Batch, o_TKRV: jax.Array, states_LAKRHV: jax.Array
+    inputs: tuple[jax.Array, ...],
+    starts_U1: jax.Array,
+    o_TKRV: jax.Array,
+    states_UKRHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Sequences with one token, all at once."""
-    T, A = len(o_TKRV), states_LAKRHV.shape[1]
-    single_U = batch.counts == 1
-    first_U = jnp.minimum(batch.query_start_U1[:-1], T - 1)
-    before = batch.state(states_LAKRHV, jnp.arange(len(single_U)), single_U)
-    o_U1KRV, after = gated_delta_rule(
-        *(x[first_U][:, None] for x in inputs), state_BKRHV=before, implementation="recurrent"
+    T = len(o_TKRV)
+    single_U = starts_U1[1:] - starts_U1[:-1] == 1
+    first_U = jnp.minimum(starts_U1[:-1], T - 1)
+    o_U1KRV, after_UKRHV = gated_delta_rule(
+        *(x[first_U][:, None] for x in inputs), state_BKRHV=states_UKRHV, implementation="recurrent"
     )
     o_TKRV = o_TKRV.at[jnp.where(single_U, first_U, T)].set(o_U1KRV[:, 0], mode="drop")
-    slots_U = jnp.where(single_U, batch.slots_U, A)
-    return o_TKRV, states_LAKRHV.at[batch.layer, slots_U].set(after, mode="drop")
+    return o_TKRV, after_UKRHV
 
 
 def _longer(
-    inputs: tuple[jax.Array, ...], batch: _Batch, o_TKRV: jax.Array, states_LAKRHV: jax.Array
+    inputs: tuple[jax.Array, ...],
+    starts_U1: jax.Array,
+    before_UKRHV: jax.Array,
+    o_TKRV: jax.Array,
+    after_UKRHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sequences with more, one chunk after the other."""
-    T, U = len(o_TKRV), len(batch.slots_U)
+    """Sequences with more, one chunk after the other; `after` is written and never read."""
+    T, U = len(o_TKRV), len(before_UKRHV)
     C = min(CHUNK, 1 << (T - 1).bit_length())
     token_T = jnp.arange(T, dtype=jnp.int32)
-    starts_U1 = batch.query_start_U1
     row_T = jnp.searchsorted(starts_U1[1:], token_T, side="right", method="compare_all")
     row_T = jnp.minimum(row_T, U - 1).astype(jnp.int32)
-    offset_T = token_T - starts_U1[row_T]
-    begins_T = (batch.counts[row_T] > 1) & (offset_T % C == 0) & (token_T < starts_U1[-1])
+    offset_T, counts_U = token_T - starts_U1[row_T], starts_U1[1:] - starts_U1[:-1]
+    begins_T = (counts_U[row_T] > 1) & (offset_T % C == 0) & (token_T < starts_U1[-1])
     [begin_V] = jnp.nonzero(begins_T, size=T // 2, fill_value=0)
     padded = [jnp.pad(x, ((0, C), *((0, 0),) * (x.ndim - 1))) for x in inputs]
 
-    def chunk(turn: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        o_TKRV, states_LAKRHV = carry
+    def chunk(turn: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        o_TKRV, after_UKRHV, state_KRHV = carry
         begin = begin_V[turn]
         row = row_T[begin]
         own_C = jnp.arange(C) < starts_U1[row + 1] - begin
-        # What follows is written anew when its turn comes.
-        o_1CKRV, after = gated_delta_rule(
+        state_KRHV = jnp.where(offset_T[begin] == 0, before_UKRHV[row], state_KRHV)
+        o_1CKRV, [state_KRHV] = gated_delta_rule(
             *(_cut(x, begin, own_C)[None] for x in padded),
-            state_BKRHV=batch.state(states_LAKRHV, row, offset_T[begin] == 0)[None],
+            state_BKRHV=state_KRHV[None],
             implementation="chunked",
         )
-        o_TKRV = jax.lax.dynamic_update_slice_in_dim(o_TKRV, o_1CKRV[0], begin, 0)
-        return o_TKRV, states_LAKRHV.at[batch.layer, batch.slots_U[row]].set(after[0])
+        there_CKRV = jax.lax.dynamic_slice_in_dim(o_TKRV, begin, C, 0)
+        o_CKRV = jnp.where(own_C[:, None, None, None], o_1CKRV[0], there_CKRV)
+        o_TKRV = jax.lax.dynamic_update_slice_in_dim(o_TKRV, o_CKRV, begin, 0)
+        return o_TKRV, after_UKRHV.at[row].set(state_KRHV), state_KRHV
 
     wide = functools.partial(jnp.pad, pad_width=((0, C), (0, 0), (0, 0), (0, 0)))
-    carry = wide(o_TKRV), states_LAKRHV
-    o_TKRV, states_LAKRHV = jax.lax.fori_loop(0, jnp.sum(begins_T), chunk, carry)
-    return o_TKRV[:T], states_LAKRHV
+    carry = wide(o_TKRV), after_UKRHV, jnp.zeros_like(before_UKRHV[0])
+    o_TKRV, after_UKRHV, _ = jax.lax.fori_loop(0, jnp.sum(begins_T), chunk, carry)
+    return o_TKRV[:T], after_UKRHV
 
 
 def _cut(x_T: jax.Array, begin: jax.Array, own_C: jax.Array) -> jax.Array:

@@ -269,18 +269,17 @@ class GatedDeltaNet(nnx.Module):
             x_1TD, self.q, self.k, self.v, self.gate, self.beta, self.decay
         )
         channels = tuple(x_1TKX[0] for x_1TKX in inputs)
+        before, convolutions = slots.before(place.layer), (self.q_conv, self.k_conv, self.v_conv)
         q_1TKH, k_1TKH, v_1TKX = (
-            convolve.weigh(slots.taps(x_TKX, which, place.layer))[None]
-            for which, (convolve, x_TKX) in enumerate(
-                zip((self.q_conv, self.k_conv, self.v_conv), channels, strict=True)
-            )
+            convolve.weigh(slots.taps(x_TKX, before_UWKX))[None]
+            for convolve, x_TKX, before_UWKX in zip(convolutions, channels, before, strict=True)
         )
         operands = (
             *self._operands(q_1TKH, k_1TKH, v_1TKX),
             *self._rates(decay_1TKR, beta_1TKR, None),
         )
         o_TKRV, memory_LAKRHV = slots.read_and_write(place.layer, *(x[0] for x in operands))
-        slots = slots.keep(channels, memory_LAKRHV, place.layer)
+        slots = slots.keep(place.layer, channels, before, memory_LAKRHV)
         y_1TD = self._gated(o_TKRV[None], gate_1TKX)
         return y_1TD, LayerCache(replace(cache, states=slots), place)
 

@@ -39,62 +39,74 @@ class StateSlots:
     fresh_U: jax.Array
     """bool: whether a sequence begins in this step; it finds nothing, whatever its slot holds."""
 
-    def taps(self, x_TKX: jax.Array, which: int, layer: jax.Array) -> tuple[jax.Array, ...]:
+    def before(self, layer: jax.Array) -> tuple[jax.Array, ...]:
+        """What the convolutions of a layer saw last, [U, W - 1, K, X] each; 0 where a sequence
+        begins. To be read once: a second read beside `keep` would be of a copy of all slots."""
+
+        def read(stack_LAWKX: jax.Array) -> jax.Array:
+            shape = (len(self.slots_U), *stack_LAWKX.shape[2:])
+            # A condition keeps the read in one place.
+            kept_UWKX = jax.lax.cond(
+                jnp.all(self.fresh_U),
+                lambda: jnp.zeros(shape, stack_LAWKX.dtype),
+                lambda: stack_LAWKX[layer, self.slots_U],
+            )
+            return jnp.where(self.fresh_U[:, None, None, None], 0, kept_UWKX)
+
+        return tuple(read(stack_LAWKX) for stack_LAWKX in self.stacks.inputs)
+
+    def taps(self, x_TKX: jax.Array, before_UWKX: jax.Array) -> tuple[jax.Array, ...]:
         """What each place of a convolution sees: W arrays [T, K, X], the oldest tokens' first.
 
         Args:
           x_TKX: the step's channels.
-          which: of `DeltaState.inputs`.
-          layer: int32.
+          before_UWKX: of `before`.
         """
-        stack, T = self.stacks.inputs[which], len(x_TKX)
+        T = len(x_TKX)
         token_T = jnp.arange(T, dtype=jnp.int32)
         ends_U = self.query_start_U1[1:]
         row_T = jnp.searchsorted(ends_U, token_T, side="right", method="compare_all")
         row_T = jnp.minimum(row_T, len(ends_U) - 1)
-        offset_T, kept = token_T - self.query_start_U1[row_T], stack.shape[2]
-        slots_T, fresh_T = self.slots_U[row_T], self.fresh_U[row_T]
+        offset_T, kept = token_T - self.query_start_U1[row_T], before_UWKX.shape[1]
         found = []
         for back in range(kept, 0, -1):
             own_TKX = jnp.pad(x_TKX, ((back, 0), (0, 0), (0, 0)))[:T]
             place_T = jnp.minimum(offset_T + kept - back, kept - 1)
-            before_TKX = _unless(fresh_T, stack[layer, slots_T, place_T]).astype(x_TKX.dtype)
+            before_TKX = before_UWKX[row_T, place_T].astype(x_TKX.dtype)
             found.append(jnp.where((offset_T >= back)[:, None, None], own_TKX, before_TKX))
         return (*found, x_TKX)
 
     def keep(
-        self, inputs: tuple[jax.Array, ...], memory_LAKRHV: jax.Array, layer: jax.Array
+        self,
+        layer: jax.Array,
+        inputs: tuple[jax.Array, ...],
+        before: tuple[jax.Array, ...],
+        memory_LAKRHV: jax.Array,
     ) -> "StateSlots":
         """The slots after a layer's step.
 
         Args:
-          inputs: the step's channels [T, K, X] of each convolution.
-          memory_LAKRHV: with the layer's new states in it.
           layer: int32.
+          inputs: the step's channels [T, K, X] of each convolution.
+          before: of `before`.
+          memory_LAKRHV: with the layer's new states in it.
         """
-        stacks = zip(inputs, self.stacks.inputs, strict=True)
-        kept = tuple(self._last_inputs(x_TKX, stack, layer) for x_TKX, stack in stacks)
-        return replace(self, stacks=DeltaState(kept, memory_LAKRHV))
-
-    def _last_inputs(self, x_TKX: jax.Array, stack_LAWKX: jax.Array, layer: jax.Array) -> jax.Array:
-        """The stack with the last W - 1 channels of each sequence."""
-        slots, kept = stack_LAWKX.shape[1:3]
         starts_U = self.query_start_U1[:-1]
         count_U = self.query_start_U1[1:] - starts_U
-        place_UW = count_U[:, None] + jnp.arange(kept)
-        before_UWKX = _unless(
-            self.fresh_U,
-            jnp.take_along_axis(
-                stack_LAWKX[layer, self.slots_U],
-                jnp.minimum(place_UW, kept - 1)[..., None, None],
-                axis=1,
-            ),
-        )
-        own_UW = jnp.clip(starts_U[:, None] + place_UW - kept, 0, len(x_TKX) - 1)
-        own_UWKX = x_TKX[own_UW].astype(stack_LAWKX.dtype)
-        last_UWKX = jnp.where((place_UW >= kept)[..., None, None], own_UWKX, before_UWKX)
-        slots_U = jnp.where(count_U > 0, self.slots_U, slots)
-        return stack_LAWKX.at[layer, slots_U].set(last_UWKX, mode="drop")
+        slots_U = jnp.where(count_U > 0, self.slots_U, memory_LAKRHV.shape[1])
+        kept: list[jax.Array] = []
+        for x_TKX, before_UWKX, stack_LAWKX in zip(inputs, before, self.stacks.inputs, strict=True):
+            size = before_UWKX.shape[1]
+            place_UW = count_U[:, None] + jnp.arange(size)
+            there_UW11 = jnp.minimum(place_UW, size - 1)[..., None, None]
+            own_UW = jnp.clip(starts_U[:, None] + place_UW - size, 0, len(x_TKX) - 1)
+            last_UWKX = jnp.where(
+                (place_UW >= size)[..., None, None],
+                x_TKX[own_UW].astype(stack_LAWKX.dtype),
+                jnp.take_along_axis(before_UWKX, there_UW11, axis=1),
+            )
+            kept.append(stack_LAWKX.at[layer, slots_U].set(last_UWKX, mode="drop"))
+        return replace(self, stacks=DeltaState(tuple(kept), memory_LAKRHV))
 
     def read_and_write(
         self,
@@ -118,11 +130,6 @@ class StateSlots:
             slots_U=self.slots_U,
             fresh_U=self.fresh_U,
         )
-
-
-def _unless(none: jax.Array, values: jax.Array) -> jax.Array:
-    """Zeros where `none`, along the first axis."""
-    return jnp.where(none.reshape(-1, *(1,) * (values.ndim - 1)), 0, values)
 
 
 def describe_states(

@@ -54,6 +54,18 @@ def test_the_account_is_what_an_engine_holds() -> None:
     assert live_bytes() - before == account.held
 
 
+@pytest.mark.slow
+def test_a_step_copies_no_slots_but_its_sequences_own() -> None:
+    """A small step of an engine with many slots: chunks, single tokens and convolutions."""
+    sizes = {**SIZES, "max_num_seqs": 256, "max_num_batched_tokens": 256}
+    config = EngineConfig(**sizes, num_gpu_blocks_override=20)
+    parts = build_engine(create_decoder(CONFIG), config)
+    account = account_of(config, parts.engine.runner.weights, parts.limits)
+    program = parts.programs._makers["model", "step", 4]()
+    inputs = 256 * 2 * 3 * 2 * (8 + 8 + 2 * 6) * 4
+    assert program.memory_analysis().temp_size_in_bytes < min(account.states - inputs, inputs) / 2
+
+
 def test_copies_of_states_read_before_they_write() -> None:
     stacks = jax.tree.map(
         lambda x: x + np.arange(4).reshape(1, 4, *(1,) * (x.ndim - 2)),

@@ -72,13 +72,13 @@ def test_states_of_linear_layers_are_written_in_place(tmp_path: Path) -> None:
     topology = parse_topology("v6e:2x2")
     config = dataclasses.replace(CONFIG, max_num_seqs=128)
     engine = describe_engine(model, config.engine(4), topology)
-    request = request_of(engine, ("step 128", "step 256"))
+    request = request_of(engine, ("step 8", "step 16"))
     states = local_bytes(engine.arrays.states)
     for artifact in compile_programs(request, topology, cache=False):
         assert artifact.owned()["cache"] == states + local_bytes(engine.arrays.kv)
         assert artifact.memory.aliased >= artifact.owned()["cache"]
-        # Of one layer what is read and what is written, of both layers nothing.
-        assert artifact.memory.temporaries < 1.5 * states
+        # Slots of the step's sequences are read and written; of the 128 no copy is made.
+        assert artifact.memory.temporaries < states / 2
 
 
 LARGE = dataclasses.replace(
