@@ -109,12 +109,36 @@ def published_flops(row: Row, model: DecoderConfig) -> float:
     """
     topology = topology_of(row)
     tokens = row.batch_per_device * row.seq_len * topology.chip.devices
-    D, F, H = model.hidden_size, model.intermediate_size, model.head_width
-    layer = 6 * D * F + 2 * D * H * (2 * model.num_heads + 2 * model.kv_heads)
-    keys = sum(min(row.seq_len, kind.window or row.seq_len) for kind in model.layer_kinds())
-    attention = 4 * model.num_heads * H * keys * (0.5 if row.attention_flops == "causal" else 1.0)
-    products = model.num_layers * layer + 2 * D * model.vocab_size
-    return 3 * tokens * (products + attention)
+    kinds = model.layer_kinds()
+    keys = sum(min(row.seq_len, kind.window or row.seq_len) for kind in kinds)
+    widths = model.head_width + model.value_width
+    scores = 2 * model.num_heads * widths * keys * (0.5 if row.attention_flops == "causal" else 1.0)
+    mlps = sum(_mlp_flops(model, kind.mlp) for kind in kinds)
+    products = len(kinds) * _projection_flops(model) + mlps
+    products += 2 * model.hidden_size * model.vocab_size
+    return 3 * tokens * (products + scores)
+
+
+def _projection_flops(model: DecoderConfig) -> int:
+    """Of a token's attention in a layer, forward."""
+    D, N, H = model.hidden_size, model.num_heads, model.head_width
+    latent = model.latent
+    if latent is None:
+        return 2 * D * H * (2 * N + 2 * model.kv_heads)
+    rank = latent.query_rank
+    query = D * N * H if rank is None else rank * (D + N * H)
+    up = latent.key_value_rank * N * (latent.unrotated_dim + latent.value_dim)
+    return 2 * (query + D * latent.cached_dim + up + N * latent.value_dim * D)
+
+
+def _mlp_flops(model: DecoderConfig, mlp: str) -> int:
+    """Of a token's MLP, or of its experts, their router and what all tokens run through."""
+    D, experts = model.hidden_size, model.experts
+    if mlp == "mlp" or experts is None:
+        return 6 * D * model.intermediate_size
+    width = experts.experts_per_token * experts.intermediate_size
+    width += experts.shared_intermediate_size or 0
+    return 6 * D * width + 2 * D * experts.num_experts
 
 
 def published_seconds(row: Row, model: DecoderConfig) -> float:
