@@ -96,7 +96,8 @@ def unasked(
     The rules lead to gathers of parameters over the axes that divide `embed`, whole or a window at
     a time beside a product; to reductions of gradients over the axes that divide the batch, and of
     activations over those that divide a contracted dimension (as a scatter, and a gather of the
-    residual stream later); to gathers and permutations of keys and values over `context`.
+    residual stream later); to gathers and permutations of keys and values over `context`; to ragged
+    exchanges of tokens over the axes that divide experts, and permutations over `stage`.
 
     Args:
       collectives: the program's.
@@ -135,9 +136,9 @@ def _asked(one: CollectiveTime, rules: Rules, residual: int) -> bool:
         return axes <= {"data", "slice", *rules["embed"]}
     match one.kind:
         case "all-to-all":
-            return False
+            return axes <= {*rules["expert"]} and "ragged_all_to_all" in one.what
         case "collective-permute":
-            return axes <= {"context"} or "dot_general" in one.what
+            return axes <= {"context", "stage"} or "dot_general" in one.what
         case _:
             if one.bytes in (2 * residual, 4 * residual):
                 return axes <= {"context", *rules["mlp"], *rules["heads"], *rules["vocab"]}

@@ -177,6 +177,8 @@ RESIDUAL = 1 << 20
         {"kind": "all-reduce", "axes": ("tensor",), "what": "mlp/dot_general"},
         {"kind": "all-gather", "axes": ("tensor",), "what": "add", "bytes": 2 * RESIDUAL},
         {"kind": "all-gather", "axes": ("context",), "what": "attention"},
+        {"kind": "all-to-all", "axes": ("expert",), "what": "shard_map/ragged_all_to_all"},
+        {"kind": "collective-permute", "axes": ("stage",), "what": "shard_map/ppermute"},
         {"kind": "all-to-all", "what": "tiny", "bytes": 1000, "count": 1},
         {"kind": "all-to-all", "what": "quick", "seconds": 1e-6},
     ],
