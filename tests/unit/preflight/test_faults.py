@@ -239,7 +239,7 @@ def a_device_out_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         (lost_in_the_exchange, "all_to_all"),
         pytest.param(doubled_in_the_exchange, "all_to_all", marks=pytest.mark.exhaustive),
         pytest.param(next_devices_experts, "all_to_all", marks=pytest.mark.exhaustive),
-        (a_device_out_of_turn, "all_gather"),
+        pytest.param(a_device_out_of_turn, "all_gather", marks=pytest.mark.exhaustive),
         pytest.param(half_router, "all_gather", marks=pytest.mark.exhaustive),
         pytest.param(leaking_bias, "all_to_all", marks=pytest.mark.exhaustive),
     ],

@@ -69,7 +69,7 @@ def moved(rows: Any, axis: str) -> Counter[str]:
     ("exchange", "remat"),
     [
         ("all_to_all", "full"),
-        ("all_gather", "full"),
+        pytest.param("all_gather", "full", marks=pytest.mark.slow),
         pytest.param("all_to_all", "none", marks=pytest.mark.slow),
         pytest.param("all_gather", "none", marks=pytest.mark.slow),
     ],
