@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fornax.cluster.files import ClusterFiles, RoleName
-from fornax.cluster.process_state import is_stopped
+from fornax.cluster.process_state import ProcessState
 from fornax.config import worker_record
 from fornax.config.worker_process import WorkerProcess, ending, last_line, receive
 
@@ -114,8 +114,8 @@ class BesideProcess:
         """host:port."""
         self._starts = 0  # since one was last at work
         self._pause = 0.0
-        self._stopped: float | None = None
         self._process: WorkerProcess | None = None
+        self._process_state: ProcessState | None = None
         self._start()
 
     def check(self) -> list[Event]:
@@ -136,19 +136,21 @@ class BesideProcess:
         code = self._process.poll()
         if code is not None:
             why = f"ended with {ending(code)}"
-        elif why := self._hangs(self._process.pid, state):
+        elif why := self._hangs(state):
             code = self._process.kill()
         else:
             return []
         soon = now - self._started < _SHORTEST_LIFE
         self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE) if soon else 0.0
-        self._process, self._stopped = None, None
+        self._process = None
+        self._stop_looking()
         return [self._given_up(code, why)]
 
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
             self._process.kill()
+        self._stop_looking()
         self._record.unlink(missing_ok=True)
         self._listener.close()
 
@@ -181,20 +183,28 @@ class BesideProcess:
                 environment={**self._variables, "FORNAX_WORKER_RECORD": str(self._record)},
                 inherit=[self._listener.fileno()],
             )
+        self._process_state = ProcessState(self._process.pid)
         listener = self._listener.fileno()
         self._process.send({"listener": listener, "token": job.token, **job.order})
         self._started = time.monotonic()
         self._starts += 1
 
-    def _hangs(self, pid: int, state: worker_record.WorkerState | None) -> str:
+    def _hangs(self, record: worker_record.WorkerState | None) -> str:
         """What is wrong with a process that lives; empty where nothing is."""
-        now = time.monotonic()
-        if is_stopped(pid):
-            self._stopped = self._stopped or now
-            return "is stopped (SIGSTOP)" if now - self._stopped > _STOPPED_SECONDS else ""
-        self._stopped = None
-        silent = 0.0 if state is None else (time.monotonic_ns() - state.beat_ns) / 1e9
+        assert self._process_state is not None
+        self._process_state.look(record)
+        if self._process_state.stopped:
+            long = self._process_state.stopped > _STOPPED_SECONDS
+            return "is stopped (SIGSTOP)" if long else ""
+        if record is None:
+            return ""
+        silent = (time.monotonic_ns() - record.beat_ns) / 1e9 - self._process_state.starved
         return f"gives no sign of life for {silent:.1f} s" if silent > self._job.stall else ""
+
+    def _stop_looking(self) -> None:
+        if self._process_state is not None:
+            self._process_state.close()
+        self._process_state = None
 
 
 def run_program(parent: Connection) -> None:
