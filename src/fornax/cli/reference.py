@@ -199,7 +199,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages into the folder named."""
-    if len(arguments) != 1:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m fornax.cli.reference DIRECTORY", file=sys.stderr)  # noqa: T201
         return 2
     for path in write_reference(Path(arguments[0])):
