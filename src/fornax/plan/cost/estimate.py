@@ -44,7 +44,7 @@ def estimate(config: TrainConfig, topology: Topology, *, expert_load: float = EV
       expert_load: rows of the busiest device over the mean, where devices divide experts.
 
     Raises:
-      ConfigError: for a model that is not given, pipeline stages, slices that the mesh does not
+      ConfigError: for a model that is not given, slices that the mesh does not
         name, a remat policy that is not known here.
       ShardingError: when model, batch or length do not divide over the mesh.
     """
