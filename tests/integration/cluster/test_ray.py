@@ -316,6 +316,7 @@ def test_a_replica_whose_node_dies_is_replaced_on_another(tmp_path: Path):
 
 
 @pytest.mark.fault
+@pytest.mark.exhaustive
 def test_samplers_on_nodes_of_their_own_draw_what_one_process_does(
     environment: dict[str, str], tmp_path: Path, places: dict[str, str]
 ):
