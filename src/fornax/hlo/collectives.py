@@ -107,6 +107,8 @@ def transfer(instruction: Instruction, axes: Mapping[str, int], *, fused: bool =
         # The rows and their place, of which one has room for the worst case; then numbers.
         given = [min(given[:2], key=lambda shape: shape.unpadded_bytes)]
     moved = sum(shape.unpadded_bytes for shape in given)
+    if kind == "collective-permute" and not groups.size:  # all of its pairs cross slices
+        moved = 0
     if kind in ("all-gather", "all-to-all"):
         moved *= size
     return Transfer(

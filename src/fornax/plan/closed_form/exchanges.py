@@ -395,7 +395,8 @@ def _pipeline(local: LocalStep, state: tuple[StateArray, ...]) -> Iterable[Excha
 
 def _microbatches(staged: Section) -> Iterable[Exchange]:
     """At each tick a slot turns, the last stage's output goes home, all others go on; so does what
-    belongs to the rows: positions, documents, rotations. Gradients of rows go back."""
+    belongs to the rows: positions, documents, rotations. Gradients of rows go back. Where slices
+    divide layers, the way home crosses between them only if it leads to another one."""
     local = staged.local
     model, accumulate = local.model, local.config.accumulate
     stages = local.stages
@@ -404,18 +405,24 @@ def _microbatches(staged: Section) -> Iterable[Exchange]:
     tables = 2 if model.local_rope is not None else 1
     beside = 2 * 4 + tables * 2 * 4 * (model.rotated_width(model.rope) // 2)
     rows = model.hidden_size * local.compute_bytes
-    for name, size, times in (
-        ("pass microbatches between stages", rows, 2),
-        ("pass positions and rotations between stages", beside, 1),
-    ):
-        yield Exchange(
-            name=name,
-            kind="collective-permute",
-            axes=local.stage_axes,
-            bytes=local.tokens * size,
-            count=times * (2 if home == stages - 1 else 3) * staged.runs * accumulate,
-            blocking=True,
-        )
+    inside = home >= stages - local.mesh["stage"]
+    for what, size, times in (("microbatches", rows, 2), ("positions and rotations", beside, 1)):
+        for name, axes, moves in (
+            (f"pass {what} between stages", local.stage_axes, 2),
+            (
+                f"pass {what} back from the last stage",
+                ("stage",) if inside else local.stage_axes,
+                int(home != stages - 1),
+            ),
+        ):
+            yield Exchange(
+                name=name,
+                kind="collective-permute",
+                axes=axes,
+                bytes=local.tokens * size,
+                count=times * moves * staged.runs * accumulate,
+                blocking=True,
+            )
     turned = sum((1 + (stages - 2 - slot) // each) % stages > 0 for slot in range(each))
     yield Exchange(
         name="bring microbatches home after the last stage",
