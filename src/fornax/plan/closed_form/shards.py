@@ -190,7 +190,7 @@ def sections(local: LocalStep) -> tuple[Section, ...]:
         return (Section(local=local, kinds=kinds, runs=1, staged=False),)
     pipeline = local.config.pipeline
     count, parts = pipeline.count(stages), stages * pipeline.repeats
-    slices = local.config.mesh.stage_slices()
+    slices = math.prod(local.mesh[axis] for axis in stage_axes(local.rules)[:-1])
     outside = layers_outside(kinds, stages, pipeline, slices=slices)
     own = kinds[outside : outside + (len(kinds) - outside) // parts]
     ticks = count * pipeline.repeats + stages - 1
@@ -277,12 +277,12 @@ def _check_microbatches(config: TrainConfig, sizes: Mapping[str, int], rows: int
       ConfigError: with the multiple that would do.
     """
     rules = config.mesh.resolved_rules()
-    stages = math.prod(sizes[axis] for axis in stage_axes(rules))
+    along = stage_axes(rules)
+    stages, slices = (math.prod(sizes[axis] for axis in axes) for axes in (along, along[:-1]))
     if stages == 1:
         return
     each = config.pipeline.count(stages) // stages
     assert config.model is not None
-    slices = config.mesh.stage_slices()
     layers_outside(config.model.layer_kinds(), stages, config.pipeline, slices=slices)
     shards = math.prod(sizes[axis] for axis in rules["batch"])
     multiple = shards * each * config.accumulate
