@@ -538,7 +538,7 @@ def test_a_fault_in_a_pipeline(
     assert "stage=2" in failed(run_checks("mesh", **STAGED))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stages_across_slices_pass(run_checks: RunChecks):
     mesh = {"fsdp": 1, "slice": 2, "stage": 2, "across": "stage"}
     model = {**QWEN3, "num_layers": 4}
