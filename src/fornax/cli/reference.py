@@ -18,7 +18,7 @@ from fornax.cli.registry import Command, Group
 from fornax.config import Field, describe
 from fornax.config.environment import documented
 from fornax.config.schema import field_docs
-from fornax.mesh import USES, axes_table, processes_table
+from fornax.mesh import USES, across_table, axes_table, processes_table
 from fornax.models import MODEL_USES, models_table
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ def config_page() -> str:
     said = "What divides over an axis of `mesh`, and which commands can give it a size above 1."
     parts += ["## Mesh axes", "", said, ""]
     parts += [*_table(("Axis", "Divides", *(f"`{use}`" for use in USES)), axes_table()), ""]
+    said = "What `mesh.across` gives each slice a part of, and what crosses between slices then."
+    heads = ("Across", "Slices divide", "Crosses between them", *(f"`{use}`" for use in USES))
+    parts += [said, "", *_table(heads, across_table()), ""]
     said = "In how many processes each kind of run works; any number need not divide anything."
     parts += ["## Processes", "", said, ""]
     parts += [*_table(("Run", "Processes"), processes_table()), ""]

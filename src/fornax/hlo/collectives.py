@@ -2,7 +2,8 @@
 
 A program for several slices is compiled for one of them: its groups count the devices of a slice,
 and what crosses slices are pairs of `send` and `recv` that name the slices and the reduction. They
-become a collective whose groups hold one device of each slice.
+become a collective whose groups hold one device of each slice, of a permutation of the two slices
+of a pair.
 
 A number in a group is the position of a device in `mesh.devices.flat`.
 """
@@ -43,7 +44,9 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _AXIS = re.compile(r"[\"']?(\w+)[\"']?\s*=\s*(\d+)")
 _PART = re.compile(r"[\"']?(\w+)[\"']?(?::\((\d+)\)(\d+))?")
 _TYPE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_TARGET = re.compile(r'_xla_megascale_target="([^"]*)"')
+_PAIR = re.compile(r"\{(\d+)\d{5}->(\d+)\d{5}\}")
+"""Slices of a pair of a permutation; the rest numbers chips, and not as the mesh does."""
+_TARGET = re.compile(r'_xla_megascale_target=(?:"([^"]*)"|(\{\{.*?\}\}))')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ def transfer(instruction: Instruction, axes: Mapping[str, int], *, fused: bool =
         # The rows and their place, of which one has room for the worst case; then numbers.
         given = [min(given[:2], key=lambda shape: shape.unpadded_bytes)]
     moved = sum(shape.unpadded_bytes for shape in given)
+    if kind == "collective-permute" and not groups.size:  # all of its pairs cross slices
+        moved = 0
     if kind in ("all-gather", "all-to-all"):
         moved *= size
     return Transfer(
@@ -137,10 +142,14 @@ def _keeps_a_part(instruction: Instruction) -> bool:
 
 
 def _across_slices(instruction: Instruction, local: int, devices: int) -> np.ndarray | None:
-    """Return groups of one device a slice: those of `{1,2}x{0:3}`, slices counted from 1."""
+    """Return groups of one device a slice: those of `{1,2}x{0:3}`, slices counted from 1, and of a
+    permutation from chip 3 of slice 1 to chip 0 of slice 2, `{{100003->200000}}`, those of 1 and 2.
+    """
     slices = max(devices // local, 1)
-    target = _TARGET.search(instruction.rest)
-    listed = re.findall(r"\{([\d,]+)\}", target.group(1)) if target else []
+    found = _TARGET.search(instruction.rest)
+    target = (found.group(1) or found.group(2)) if found else ""
+    listed = [",".join(pair) for pair in dict.fromkeys(_PAIR.findall(target))]
+    listed = listed or re.findall(r"\{([\d,]+)\}", target)
     members = [[int(n) - 1 for n in part.split(",")] for part in listed]
     if not members or any(not 0 <= n < slices for group in members for n in group):
         members = [list(range(slices))]

@@ -27,7 +27,7 @@ _COEFFICIENTS = re.compile(r"coefficients = dense<[^>]*> : tensor<(\d+)xf32>")
 _FREE_NAMES = (
     "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer annotate_device_placement "
     "MoveToHost MoveToDevice AssumeGatherIndicesInBound ConcatBitcast PartialReduce "
-    "ResizeBuffer PrepareAsyncCallStart PrepareAsyncCallDone"
+    "ResizeBuffer PrepareAsyncCallStart PrepareAsyncCallDone SliceId"
 )
 
 FREE_TARGETS = frozenset([*_FREE_NAMES.split(), "AsyncCollectiveStart", "AsyncCollectiveDone"])

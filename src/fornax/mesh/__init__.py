@@ -9,8 +9,10 @@ from fornax.mesh.balance import (
     restore_length,
 )
 from fornax.mesh.capabilities import (
+    ACROSS,
     MESH_AXES,
     USES,
+    across_table,
     axes_table,
     check_processes,
     check_use,
@@ -31,6 +33,7 @@ from fornax.mesh.rules import (
     named_sharding,
     partition_spec,
     shards,
+    stage_axes,
     use_mesh,
 )
 from fornax.mesh.startup import (
@@ -44,6 +47,7 @@ from fornax.mesh.startup import (
 from fornax.mesh.tree import fit_mesh, path_name, tree_shardings
 
 __all__ = [
+    "ACROSS",
     "DEFAULT_RULES",
     "MESH_AXES",
     "USES",
@@ -51,6 +55,7 @@ __all__ = [
     "MeshConfig",
     "ProcessConfig",
     "Rules",
+    "across_table",
     "axes_in_use",
     "axes_table",
     "balance_ids",
@@ -80,6 +85,7 @@ __all__ = [
     "processes_table",
     "restore_length",
     "shards",
+    "stage_axes",
     "tree_shardings",
     "use_mesh",
 ]

@@ -4,14 +4,20 @@ Which kernels run on which device is a table of its own: the implementations of 
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fornax.config.errors import ClusterError, ConfigError
 
+if TYPE_CHECKING:
+    from fornax.mesh.mesh import MeshConfig
+
 __all__ = [
+    "ACROSS",
     "MESH_AXES",
     "USES",
     "AxisSupport",
+    "CrossingSupport",
+    "across_table",
     "axes_table",
     "check_processes",
     "check_use",
@@ -36,7 +42,10 @@ class AxisSupport(NamedTuple):
 
 
 _AXES: Mapping[str, AxisSupport] = {
-    "slice": AxisSupport("the batch, between slices: TPU slices, nodes, processes", _TRAINER),
+    "slice": AxisSupport(
+        "the batch, between slices: TPU slices, nodes, processes; or layers, by `mesh.across`",
+        _TRAINER,
+    ),
     "data": AxisSupport("the batch; parameters are on every device", _TRAINER),
     "stage": AxisSupport(
         "layers, into the stages of a pipeline; the batch, and all else as `fsdp` does",
@@ -57,22 +66,59 @@ MESH_AXES = tuple(_AXES)
 """Mesh axes from the slowest link to the fastest."""
 
 
-def check_use(sizes: Mapping[str, int], use: str) -> None:
-    """Refuse an axis larger than 1 that a command cannot have.
+class CrossingSupport(NamedTuple):
+    """What the axis `slice`, the only one that crosses between slices, may divide."""
+
+    divides: str
+    """What each slice has a part of."""
+    crosses: str
+    """What the network between slices carries."""
+    uses: tuple[str, ...]
+    """Which of `USES` can have it."""
+    rules: Mapping[str, tuple[str, ...]]
+    """Logical axes whose mesh axes differ from the default table."""
+    instead: str = ""
+    """What to do where one cannot."""
+
+
+ACROSS: Mapping[str, CrossingSupport] = {
+    "data": CrossingSupport(
+        "the batch; parameters are in every slice", "gradients, once a micro-batch", _TRAINER, {}
+    ),
+    "stage": CrossingSupport(
+        "layers, `slice` x `stage` stages of a pipeline; the batch outside them",
+        "what stages pass on; gradients of embeddings, final norm and output projection",
+        ("train", "plan", "preflight"),
+        {"layers": ("slice", "stage")},
+        "set mesh.across to data",
+    ),
+}
+"""Values of `mesh.across`."""
+
+
+def check_use(mesh: "MeshConfig", use: str) -> None:
+    """Refuse an axis larger than 1, or one across slices, that a command cannot have.
 
     Args:
-      sizes: mesh axis to its size; -1 for what is left.
+      mesh: axis sizes, -1 for what is left, and what crosses slices.
       use: one of `USES`.
 
     Raises:
       ConfigError: naming the axis, and what to do instead.
     """
+    sizes = mesh.axis_sizes()
     for axis, support in _AXES.items():
         if sizes[axis] != 1 and use not in support.uses:
             raise ConfigError(
                 f"mesh.{axis}={sizes[axis]}: the axis {axis!r} ({support.divides}) is not "
                 f"supported yet ({use}); {support.instead}"
             )
+    crossing = ACROSS[mesh.across]
+    if use not in crossing.uses:
+        raise ConfigError(
+            f"mesh.across={mesh.across}: stages across slices are not supported yet ({use}); "
+            f"{crossing.instead}"
+        )
 
 
 def axes_table() -> list[tuple[str, ...]]:
@@ -80,6 +126,19 @@ def axes_table() -> list[tuple[str, ...]]:
     return [
         (f"`{axis}`", each.divides, *("yes" if use in each.uses else "no" for use in USES))
         for axis, each in _AXES.items()
+    ]
+
+
+def across_table() -> list[tuple[str, ...]]:
+    """Rows of the documentation's table: `mesh.across`, what slices divide, what crosses, uses."""
+    return [
+        (
+            f"`{across}`",
+            each.divides,
+            each.crosses,
+            *("yes" if use in each.uses else "no" for use in USES),
+        )
+        for across, each in ACROSS.items()
     ]
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import numpy as np
@@ -11,8 +12,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from fornax.config.errors import ConfigError, ShardingError
-from fornax.mesh.capabilities import MESH_AXES
-from fornax.mesh.rules import DEFAULT_RULES, Rules, merge_rules
+from fornax.mesh.capabilities import ACROSS, MESH_AXES
+from fornax.mesh.rules import DEFAULT_RULES, Rules, merge_rules, stage_axes
 
 __all__ = ["MeshConfig", "make_mesh"]
 
@@ -24,7 +25,7 @@ class MeshConfig:
     Where parameters do not divide over all that `fsdp` would take so, `data` takes the others."""
 
     slice: int = 1
-    """Groups of devices joined only by the data-centre network; data parallel between them."""
+    """Groups of devices joined only by the data-centre network; what they divide is `across`."""
     data: int = 1
     """Data parallelism: parameters replicated, batch divided."""
     stage: int = 1
@@ -37,6 +38,9 @@ class MeshConfig:
     """Sequence parallelism: the length of a batch divided."""
     tensor: int = 1
     """Tensor parallelism: heads, hidden width and vocabulary divided."""
+    across: Literal["data", "stage"] = "data"
+    """What crosses between slices: `data`, each slice has a part of the batch and all parameters;
+    `stage`, each has `stage` of the `slice` x `stage` stages of one pipeline, neighbours in it."""
     rules: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Overrides of the rule table: logical axis to the mesh axes that divide it."""
 
@@ -51,15 +55,35 @@ class MeshConfig:
             raise ConfigError(
                 f"{' and '.join(left)} are both -1; only one mesh axis can take what is left"
             )
-        merge_rules(DEFAULT_RULES, self.rules)
+        rules = self.resolved_rules()
+        if self.across == "stage" and self.slice == 1:
+            raise ConfigError(
+                "mesh.across=stage is for several slices and mesh.slice is 1; set mesh.slice to "
+                "the number of slices, or leave mesh.across out"
+            )
+        if ("slice" in stage_axes(rules)) != (self.across == "stage"):
+            raise ConfigError(
+                f"mesh.rules.layers={list(rules['layers'])} and mesh.across={self.across} disagree "
+                "on whether slices divide layers; leave the rule out and set mesh.across, to stage "
+                "or to data"
+            )
 
     def axis_sizes(self) -> dict[str, int]:
         """Mesh axis to its configured size, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def resolved_rules(self) -> Rules:
-        """The default rule table with this config's overrides."""
-        return merge_rules(DEFAULT_RULES, self.rules)
+        """The default rule table, as `across` has it, with this config's overrides."""
+        return merge_rules({**DEFAULT_RULES, **ACROSS[self.across].rules}, self.rules)
+
+    def stage_slices(self) -> int:
+        """Over how many slices the stages of a pipeline lie."""
+        return self.slice if self.across == "stage" else 1
+
+    def num_stages(self) -> int:
+        """Stages of the pipeline, in all its slices; -1 where that is what is left of devices."""
+        sizes = (self.stage, self.stage_slices())
+        return -1 if -1 in sizes else math.prod(sizes)
 
     def resolved_sizes(self, num_devices: int) -> dict[str, int]:
         """Axis sizes with -1 replaced, for `num_devices` devices.

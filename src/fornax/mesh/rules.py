@@ -26,6 +26,7 @@ __all__ = [
     "named_sharding",
     "partition_spec",
     "shards",
+    "stage_axes",
     "use_mesh",
 ]
 
@@ -197,6 +198,12 @@ def axes_in_use(*logical: str) -> tuple[str, ...]:
     if mesh is None:
         return ()
     return tuple(axis for name in logical for axis in rules[name] if mesh.shape[axis] > 1)
+
+
+def stage_axes(rules: Rules) -> tuple[str, ...]:
+    """The mesh axes that the stages of a pipeline lie along, the slowest first: `stage`, and before
+    it `slice` where slices divide layers."""
+    return tuple(axis for axis in ("slice", "stage") if axis == "stage" or axis in rules["layers"])
 
 
 def shards(axes: Iterable[str] | None) -> int:

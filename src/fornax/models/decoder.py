@@ -20,8 +20,10 @@ from fornax.mesh import (
     balance_length,
     balances,
     constrain,
+    current_rules,
     restore_length,
     shards,
+    stage_axes,
 )
 from fornax.models.attend import KeyValueCache
 from fornax.models.cache import Cache
@@ -192,7 +194,7 @@ class Decoder(nnx.Module):
             x_BTD = balance_length(x_BTD) if balanced else x_BTD
         x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
         run: Callable[..., tuple[jax.Array, Routing | None]] = run_layers
-        if shards(("stage",)) > 1:
+        if shards(stage_axes(current_rules())) > 1:
             run = functools.partial(run_pipeline, pipeline=pipeline or PipelineConfig())
         kinds = self.config.layer_kinds()
         x_BTD, routing = run(self.layers, kinds, x_BTD, context, remat=remat, unroll=unroll)

@@ -1,5 +1,7 @@
 """A stack of layers as a circular pipeline over the mesh axis `stage`, in one program.
 
+Where slices divide layers too, the stages lie along `slice` and `stage`: neighbours in one slice.
+
 The stack is cut into P R parts of consecutive layers, equal in kinds (what is too much of it at its
 beginning runs before), of which stage p has p, p + P, and so on. M
 microbatches of the batch circulate: at tick t stage p takes microbatch (t - p) mod M through its
@@ -37,6 +39,7 @@ from fornax.mesh import (
     dividing,
     partition_spec,
     shards,
+    stage_axes,
     use_mesh,
 )
 from fornax.models.config import LayerKind
@@ -48,8 +51,6 @@ from fornax.models.routing import Routing
 from fornax.models.scan import run_stacks
 
 __all__ = ["run_pipeline"]
-
-_STAGE = "stage"
 
 
 def run_pipeline(
@@ -73,9 +74,10 @@ def run_pipeline(
     mesh, outer = current_mesh(), current_rules()
     if mesh is None:
         raise ValueError("a pipeline needs the mesh of `use_mesh`")
-    stages, repeats = mesh.shape[_STAGE], pipeline.repeats
+    along, repeats = stage_axes(outer), pipeline.repeats
+    stages = shards(along)
     microbatches = pipeline.count(stages)
-    outside = layers_outside(kinds, stages, pipeline)
+    outside = layers_outside(kinds, stages, pipeline, slices=shards(along[:-1]))
     split = {part: nnx.split(module) for part, module in layers.parts().items()}
     graphdefs = {part: graphdef for part, (graphdef, _) in split.items()}
     before, states = _cut({part: state for part, (_, state) in split.items()}, kinds[:outside])
@@ -86,8 +88,8 @@ def run_pipeline(
         )
         routings.append(routing)
     own_kinds = kinds[outside : outside + (len(kinds) - outside) // (stages * repeats)]
-    with use_mesh(mesh, _inside(outer)):
-        ring = _make_ring(mesh, outer, x_BTD, stages, microbatches)
+    with use_mesh(mesh, _inside(outer, along)):
+        ring = _make_ring(mesh, outer, along, x_BTD, microbatches)
         stacks = _deal_layers(states, ring, repeats)
         arrays, tree = jax.tree.flatten((x_BTD, _arrays(context)))
 
@@ -107,7 +109,7 @@ def run_pipeline(
         def tick(carry: Any, number: jax.Array) -> tuple[Any, Routing | None]:
             waiting, items = carry
             turn_P = jnp.clip((number - jnp.arange(stages)) // microbatches, 0, repeats - 1)
-            x_PbTD, routing = jax.vmap(run, spmd_axis_name=_STAGE)(stacks, turn_P, items)
+            x_PbTD, routing = jax.vmap(run, spmd_axis_name=along)(stacks, turn_P, items)
             return ring.advance(number, waiting, [x_PbTD, *items[1:]]), routing
 
         waiting = ring.deal(arrays)
@@ -135,9 +137,9 @@ def _cut(
     return before, after
 
 
-def _inside(rules: Rules) -> Rules:
+def _inside(rules: Rules, along: tuple[str, ...]) -> Rules:
     """The rules within a stage."""
-    return {name: tuple(a for a in axes if a != _STAGE) for name, axes in rules.items()}
+    return {name: tuple(a for a in axes if a not in along) for name, axes in rules.items()}
 
 
 def _arrays(context: LayerContext) -> dict[str, Any]:
@@ -191,19 +193,19 @@ def _deal_layers(states: dict[str, Any], ring: "_Ring", repeats: int) -> dict[st
     ]
 
     def deal(leaves: list[jax.Array]) -> list[list[jax.Array]]:
-        return [_own_parts(leaf, ring.stages, repeats) for leaf in leaves]
+        return [_own_parts(leaf, ring, repeats) for leaf in leaves]
 
     dealt = jax.shard_map(
         deal,
         mesh=ring.mesh,
-        in_specs=([PartitionSpec(_STAGE, *spec) for spec in specs],),
-        out_specs=[[PartitionSpec(_STAGE, None, *spec)] * repeats for spec in specs],
+        in_specs=([PartitionSpec(ring.along, *spec) for spec in specs],),
+        out_specs=[[PartitionSpec(ring.along, None, *spec)] * repeats for spec in specs],
     )(leaves)
     of_repeats = [jax.tree.unflatten(tree, [parts[r] for parts in dealt]) for r in range(repeats)]
     return {part: tuple(of_repeat[part] for of_repeat in of_repeats) for part in states}
 
 
-def _own_parts(leaf: jax.Array, stages: int, repeats: int) -> list[jax.Array]:
+def _own_parts(leaf: jax.Array, ring: "_Ring", repeats: int) -> list[jax.Array]:
     """From a stage's R consecutive parts [R layers, ...], all stages', to those that it runs.
 
     Each stage sends one part and receives one at a time, R times. Part n goes in round
@@ -211,14 +213,14 @@ def _own_parts(leaf: jax.Array, stages: int, repeats: int) -> list[jax.Array]:
     """
     if repeats == 1:
         return [leaf[None]]
-    parts = leaf.reshape(repeats, -1, *leaf.shape[1:])
-    stage, cycle = jax.lax.axis_index(_STAGE), math.lcm(stages, repeats)
+    stages, parts = ring.stages, leaf.reshape(repeats, -1, *leaf.shape[1:])
+    stage, cycle = jax.lax.axis_index(ring.along), math.lcm(stages, repeats)
     received = []
     for number in range(repeats):
         sends = [(number - p * repeats // cycle) % repeats for p in range(stages)]
         pairs = [(p, (p * repeats + sends[p]) % stages) for p in range(stages)]
         part = jax.lax.dynamic_index_in_dim(parts, jnp.asarray(sends)[stage], keepdims=False)
-        received.append(jax.lax.ppermute(part, _STAGE, pairs))
+        received.append(jax.lax.ppermute(part, ring.along, pairs))
     rounds = jnp.stack(received)
     wanted = [stage + r * stages for r in range(repeats)]
     return [jax.lax.dynamic_index_in_dim(rounds, (n + n // cycle) % repeats) for n in wanted]
@@ -229,6 +231,8 @@ class _Ring:
     """Where microbatches lie and how they move; arrays are those of rows [B, T, ...]."""
 
     mesh: Mesh
+    along: tuple[str, ...]
+    """Axes of the mesh that the stages lie along."""
     stages: int
     slots: int
     """m, microbatches of each stage."""
@@ -282,17 +286,17 @@ class _Ring:
         self, tick: jax.Array, slots: jax.Array, new: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """`advance` on one stage: its slots [m, ...] and what it made [...]."""
-        P, m, stage = self.stages, self.slots, jax.lax.axis_index(_STAGE)
+        P, m, stage = self.stages, self.slots, jax.lax.axis_index(self.along)
         left = [(p, (p - 1) % P) for p in range(P)]
-        turned = jax.lax.ppermute(_get(slots, tick % m), _STAGE, left)
+        turned = jax.lax.ppermute(_get(slots, tick % m), self.along, left)
         slots = _put(slots, tick % m, turned)
         # The slot that the microbatch was taken from has turned so often since.
         home = P - 1 - (P - 1) // m
         done, taken = tick - (P - 1), (tick - (P - 1)) % m
-        back = new if home == P - 1 else jax.lax.ppermute(new, _STAGE, [(P - 1, home)])
+        back = new if home == P - 1 else jax.lax.ppermute(new, self.along, [(P - 1, home)])
         is_there = (stage == home) & (done >= 0)
         slots = _put(slots, taken, jnp.where(is_there, back, _get(slots, taken)))
-        onward = jax.lax.ppermute(new, _STAGE, [(p, p + 1) for p in range(P - 1)])
+        onward = jax.lax.ppermute(new, self.along, [(p, p + 1) for p in range(P - 1)])
         return slots, jnp.where(stage == 0, _get(slots, (tick + 1) % m), onward)
 
     def collect(self, slots: jax.Array) -> jax.Array:
@@ -304,7 +308,7 @@ class _Ring:
                 turns = (1 + (P - 2 - slot) // self.slots) % P
                 pairs = [((p - turns) % P, p) for p in range(P)]
                 part = slots[0, slot]
-                found.append(jax.lax.ppermute(part, _STAGE, pairs) if turns else part)
+                found.append(jax.lax.ppermute(part, self.along, pairs) if turns else part)
             return jnp.concatenate(found)
 
         return jax.shard_map(
@@ -319,18 +323,20 @@ class _Ring:
 
     def _moving(self, trailing: int, *, slots: bool) -> PartitionSpec:
         """Of arrays [P, b, T, ...] or [P, m, b, T, ...] with so many trailing dimensions."""
-        rows = tuple(axis for axis in self.batch if axis != _STAGE)
+        rows = tuple(axis for axis in self.batch if axis not in self.along)
         moving = (rows or None, self.length or None, *[None] * trailing)
-        return PartitionSpec(_STAGE, None, *moving) if slots else PartitionSpec(_STAGE, *moving)
+        return PartitionSpec(self.along, *((None,) if slots else ()), *moving)
 
 
-def _make_ring(mesh: Mesh, outer: Rules, x_BTD: jax.Array, stages: int, microbatches: int) -> _Ring:
+def _make_ring(
+    mesh: Mesh, outer: Rules, along: tuple[str, ...], x_BTD: jax.Array, microbatches: int
+) -> _Ring:
     """Where a batch lies, by the rules within a stage (in use) and outside.
 
     Raises:
       ConfigError: for a batch that does not divide.
     """
-    rows, shared = x_BTD.shape[0], axes_in_use("batch")
+    rows, shared, stages = x_BTD.shape[0], axes_in_use("batch"), shards(along)
     if rows % (microbatches * shards(shared)):
         over = f" over {shards(shared)} data shards" if shared else ""
         raise ConfigError(
@@ -338,12 +344,13 @@ def _make_ring(mesh: Mesh, outer: Rules, x_BTD: jax.Array, stages: int, microbat
             f"(pipeline.microbatches, of {stages} stages); make batch_size / accumulate a multiple "
             f"of {microbatches * shards(shared)}, or change pipeline.microbatches"
         )
-    batch = tuple(axis for axis in outer["batch"] if axis in (_STAGE, *shared))
+    batch = tuple(axis for axis in outer["batch"] if axis in (*along, *shared))
     return _Ring(
         mesh=mesh,
+        along=along,
         stages=stages,
         slots=microbatches // stages,
-        batch=batch if _STAGE in batch else (_STAGE, *batch),
+        batch=(*(axis for axis in along if axis not in batch), *batch),
         length=dividing("length", x_BTD.shape[1]) or (),
     )
 

@@ -142,7 +142,7 @@ def _more_remat(config: TrainConfig, topology: Topology) -> Iterator[_Change]:
 
 
 def _smaller_batches(config: TrainConfig) -> Iterator[_Change]:
-    stages = config.mesh.stage
+    stages = config.mesh.num_stages()
     together = config.pipeline.count(stages) if stages > 1 else 1
     for factor in _SPLITS:
         micro = config.accumulate * factor

@@ -78,7 +78,7 @@ def plan_train(
 
 def _fitted(config: TrainConfig, topology: Topology) -> TrainConfig:
     """The config with the mesh that the trainer would make of it."""
-    check_use(config.mesh.axis_sizes(), "plan")
+    check_use(config.mesh, "plan")
     if config.model is None:
         return config
     check_model(config.model, "plan")

@@ -15,11 +15,10 @@ import numpy as np
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import ShardingError, dump_yaml
-from fornax.mesh import MeshConfig
 from fornax.optim.tree import flatten
 from fornax.preflight.harness import Case, CheckFailed, CheckSkipped, Harness
 from fornax.preflight.programs import Program
-from fornax.preflight.shrink import DEVICES, describe_mesh, float32, on_mesh
+from fornax.preflight.shrink import DEVICES, describe_mesh, float32, with_mesh
 from fornax.preflight.tolerance import Comparison
 from fornax.train import Hosts, TrainConfig
 from fornax.train.session import Start, start
@@ -91,11 +90,12 @@ def _elsewhere(harness: Harness, program: Program) -> Program:
     """
     config = program.config
     for sizes in _OTHERS:
-        mesh = MeshConfig(**{"fsdp": 1, **sizes}, rules=config.mesh.rules)
+        elsewhere = with_mesh(config, **sizes)
+        mesh = elsewhere.mesh
         if math.prod(mesh.axis_sizes().values()) > DEVICES or mesh == config.mesh:
             continue
         try:
-            other = harness.program(dataclasses.replace(on_mesh(config, mesh), accumulate=1))
+            other = harness.program(dataclasses.replace(elsewhere, accumulate=1))
         except ShardingError:
             continue
         if _layouts(other) != _layouts(program):

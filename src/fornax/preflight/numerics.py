@@ -127,7 +127,7 @@ def _meshes(harness: Harness) -> Iterator[Case]:
     groups += list(itertools.combinations(axes, 2)) if len(axes) > 2 else []
     for some in groups:
         config = with_mesh(harness.single, **dict.fromkeys(some, 2))
-        if "stage" in some:
+        if config.mesh.num_stages() > 1:
             config = dataclasses.replace(config, pipeline=harness.config.pipeline)
         yield Case(
             group="mesh",

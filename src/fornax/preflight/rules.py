@@ -94,9 +94,10 @@ def _used(config: TrainConfig, harness: Harness) -> str:
         count *= size
     programs = prepare(config, pretrain_task(config), Ledger(), jax.devices()[:count])
     asked, activations = _trace(programs, harness)
-    if config.mesh.stage > 1:  # a pipeline copies the table, and looks up all of it
+    if config.mesh.num_stages() > 1:  # a pipeline copies the table, and looks up all of it
         wider = config.mesh.fsdp * config.mesh.stage
-        flat = on_mesh(config, dataclasses.replace(config.mesh, stage=1, fsdp=wider))
+        mesh = dataclasses.replace(config.mesh, stage=1, fsdp=wider, across="data")
+        flat = on_mesh(config, mesh)
         flat_programs = prepare(flat, pretrain_task(flat), Ledger(), jax.devices()[:count])
         asked, _ = _trace(flat_programs, harness)
     params = list(_params(programs))

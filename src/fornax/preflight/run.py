@@ -131,7 +131,7 @@ def check(
             "process of its own, or set XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
     began = time.monotonic()
-    check_use(config.mesh.axis_sizes(), "preflight")
+    check_use(config.mesh, "preflight")
     if config.model is not None:
         check_model(config.model, "preflight")
     shrunk = shrink(config, depth="quick" if quick else "whole")

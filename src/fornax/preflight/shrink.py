@@ -18,7 +18,7 @@ import numpy as np
 
 from fornax.config.errors import ConfigError
 from fornax.data import Prefetch, PythonSource
-from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig, Rules
+from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig, Rules, stage_axes
 from fornax.models import (
     DecoderConfig,
     ExpertsConfig,
@@ -95,7 +95,7 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
         return math.lcm(*(math.prod(widest[axis] for axis in rules[name]) for name in logical))
 
     pipeline = _shrink_pipeline(config)
-    parts = widest["stage"] * pipeline.repeats
+    parts = max(mesh.num_stages() for mesh in meshes) * pipeline.repeats
     model = shrink_model(
         _with_exchange(config.model, sizes, rules),
         pieces=pieces,
@@ -108,10 +108,11 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
         model = dataclasses.replace(model, num_layers=model.num_layers + 1)
     accumulate = min(config.accumulate, 2)
     shards = min(config.data.virtual_shards, _MOST_SHARDS)
+    along = stage_axes(rules)
     together = math.lcm(
         *(
-            math.prod(getattr(mesh, axis) for axis in rules["batch"] if axis != "stage")
-            * (pipeline.count(mesh.stage) if mesh.stage > 1 else 1)
+            math.prod(getattr(mesh, axis) for axis in rules["batch"] if axis not in along)
+            * (pipeline.count(mesh.num_stages()) if mesh.num_stages() > 1 else 1)
             for mesh in meshes
         )
     )
@@ -130,7 +131,7 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
         batch_size=rows,
         accumulate=accumulate,
         mesh=meshes[0],
-        pipeline=pipeline if meshes[0].stage > 1 else PipelineConfig(),
+        pipeline=pipeline if meshes[0].num_stages() > 1 else PipelineConfig(),
         optim=_shrink_optim(config.optim, config.model, model),
         data=dataclasses.replace(
             config.data,
@@ -169,19 +170,20 @@ def float32(config: TrainConfig) -> TrainConfig:
 
 def with_mesh(config: TrainConfig, **sizes: int) -> TrainConfig:
     """The config on a mesh of these sizes, all other axes 1, under its own rules."""
-    return on_mesh(config, MeshConfig(**{"fsdp": 1, **sizes}, rules=config.mesh.rules))
+    return on_mesh(config, _mesh(config, sizes))
 
 
 def on_mesh(config: TrainConfig, mesh: MeshConfig) -> TrainConfig:
     """The config on another mesh; without stages there is no pipeline to describe."""
-    pipeline = config.pipeline if mesh.stage != 1 else PipelineConfig()
+    pipeline = config.pipeline if mesh.num_stages() != 1 else PipelineConfig()
     return dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
 
 
 def describe_mesh(mesh: MeshConfig) -> str:
     """The axes that have several devices: `data=2 x tensor=2`."""
     sizes = (f"{axis}={size}" for axis, size in mesh.axis_sizes().items() if size != 1)
-    return " x ".join(sizes) or "one device"
+    stages = ", stages across slices" if mesh.across == "stage" else ""
+    return f"{' x '.join(sizes)}{stages}" or "one device"
 
 
 def _meshes(config: TrainConfig, axes: tuple[str, ...]) -> Iterator[MeshConfig]:
@@ -192,7 +194,13 @@ def _meshes(config: TrainConfig, axes: tuple[str, ...]) -> Iterator[MeshConfig]:
         rest = next((axis for axis in some if getattr(config.mesh, axis) == -1), None)
         if rest is not None:
             sizes[rest] = _rest(config, rest, DEVICES // 2 ** (len(some) - 1))
-        yield MeshConfig(**{"fsdp": 1, **sizes}, rules=config.mesh.rules)
+        yield _mesh(config, sizes)
+
+
+def _mesh(config: TrainConfig, sizes: Mapping[str, int]) -> MeshConfig:
+    """A mesh of these sizes; where it has slices, with what the user's have across them."""
+    across = config.mesh.across if sizes.get("slice", 1) > 1 else "data"
+    return MeshConfig(**{"fsdp": 1, **sizes}, rules=config.mesh.rules, across=across)
 
 
 def _rest(config: TrainConfig, axis: str, devices: int) -> int:
@@ -214,19 +222,21 @@ def _rest(config: TrainConfig, axis: str, devices: int) -> int:
 
 def _shrink_pipeline(config: TrainConfig) -> PipelineConfig:
     """One or two microbatches for each stage, and one repeat or two, as the user has."""
-    stages, microbatches = config.mesh.stage, config.pipeline.microbatches
+    mesh, microbatches = config.mesh, config.pipeline.microbatches
+    stages = mesh.num_stages()
     each = 2 if microbatches is None or stages < 2 else min(microbatches // stages, 2)
+    small = 4 if mesh.stage_slices() > 1 and mesh.stage > 1 else 2
     return PipelineConfig(
-        microbatches=2 * each if stages != -1 else None, repeats=min(config.pipeline.repeats, 2)
+        microbatches=small * each if stages != -1 else None, repeats=min(config.pipeline.repeats, 2)
     )
 
 
 def _has_layers_before(config: TrainConfig) -> bool:
     """Whether layers that repeat are too many for the parts of a pipeline."""
-    model, stages = config.model, config.mesh.stage
+    model, stages, slices = config.model, config.mesh.num_stages(), config.mesh.stage_slices()
     if model is None or stages < 2 or len(_pattern(model)) == model.num_layers:
         return False
-    return layers_outside(model.layer_kinds(), stages, config.pipeline) > 0
+    return layers_outside(model.layer_kinds(), stages, config.pipeline, slices=slices) > 0
 
 
 def _shrink_optim(config: OptimConfig, old: DecoderConfig, new: DecoderConfig) -> OptimConfig:

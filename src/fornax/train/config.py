@@ -181,11 +181,16 @@ class TrainConfig(TrainerConfig):
                 "without the others; remove spikes, and use skip.outlier_factor to leave single "
                 "updates out"
             )
+        if self.diloco is not None and self.mesh.across == "stage":
+            raise ConfigError(
+                "diloco is set and mesh.across=stage: the slices of a DiLoCo run are launches of "
+                "their own, each with all stages; set mesh.across to data, or remove diloco"
+            )
         self.resolved_remat()
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
-        stages = self.mesh.stage
+        stages = self.mesh.num_stages()
         if stages == 1 and self.pipeline != PipelineConfig():
             raise ConfigError(
                 "pipeline is for the stages of mesh.stage, which is 1; leave it out, or give "
@@ -194,7 +199,8 @@ class TrainConfig(TrainerConfig):
         if stages == 1 or stages == -1:  # what is left is known with the devices
             return
         if self.model is not None:
-            layers_outside(self.model.layer_kinds(), stages, self.pipeline)
+            slices = self.mesh.stage_slices()
+            layers_outside(self.model.layer_kinds(), stages, self.pipeline, slices=slices)
         multiple = self.accumulate * self.pipeline.count(stages)
         if self.batch_size % multiple:
             raise ConfigError(

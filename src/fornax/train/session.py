@@ -1,5 +1,6 @@
 """Everything a run needs before its first step: mesh, model, optimizer, state, data, programs."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from fornax import kernels, optim
 from fornax.checkpoint import Checkpointer
 from fornax.config.errors import ConfigError, ShardingError
-from fornax.mesh import MeshConfig, fit_mesh, hosts, make_mesh, use_mesh
+from fornax.mesh import MeshConfig, fit_mesh, hosts, make_mesh, stage_axes, use_mesh
 from fornax.models import DecoderConfig, PipelineConfig, layers_outside
 from fornax.train.compile_service import CompileService
 from fornax.train.config import TrainConfig, TrainerConfig
@@ -230,14 +232,12 @@ def prepare(
         abstract_frozen=abstract_frozen(model, mesh, rules),
         hosts=find_hosts(mesh, rules, config.accumulate),
         ledger=ledger,
-        notes=_notes(
-            config, fitted, task, data_shards(mesh.shape, rules), slices, mesh.shape["stage"]
-        ),
+        notes=_notes(config, fitted, task, data_shards(mesh.shape, rules), slices, mesh),
     )
 
 
 def _notes(
-    config: TrainerConfig, fitted: MeshConfig, task: Task, shards: int, slices: int, stages: int
+    config: TrainerConfig, fitted: MeshConfig, task: Task, shards: int, slices: int, mesh: Mesh
 ) -> tuple[str, ...]:
     """What the layout costs, a line each."""
     found = []
@@ -246,8 +246,10 @@ def _notes(
             f"the parameters do not divide over all devices that are left: mesh.fsdp is "
             f"{fitted.fsdp} and mesh.data {fitted.data}, each with a whole copy of them"
         )
+    along = stage_axes(fitted.resolved_rules())
+    stages, over = (math.prod(mesh.shape[axis] for axis in axes) for axes in (along, along[:-1]))
     if stages > 1 and isinstance(config, TrainConfig) and config.model is not None:
-        found.append(_pipeline_text(config.pipeline, config.model, stages))
+        found.append(_pipeline_text(config.pipeline, config.model, stages, over))
     # A stream of samples packs rows of its own.
     padding = padding_text(config.batch_size // slices, shards, config.accumulate)
     if padding and task.post.follow is None:
@@ -255,16 +257,17 @@ def _notes(
     return tuple(found)
 
 
-def _pipeline_text(pipeline: PipelineConfig, model: DecoderConfig, stages: int) -> str:
+def _pipeline_text(pipeline: PipelineConfig, model: DecoderConfig, stages: int, slices: int) -> str:
     count = pipeline.count(stages)
-    outside = layers_outside(model.layer_kinds(), stages, pipeline)
+    outside = layers_outside(model.layer_kinds(), stages, pipeline, slices=slices)
+    across = f", {stages // slices} in each of {slices} slices," if slices > 1 else ""
     idle = (stages - 1) / (pipeline.repeats * count + stages - 1)
     first = f"; {outside} of {model.num_layers} layers run before it, on all devices" * (
         outside > 0
     )
     return (
-        f"a pipeline of {stages} stages for {count} microbatches, of whose time {idle:.0%} is the "
-        f"bubble{first}"
+        f"a pipeline of {stages} stages{across} for {count} microbatches, of whose time {idle:.0%} "
+        f"is the bubble{first}"
     )
 
 

@@ -122,6 +122,47 @@ def test_between_two_slices_go_shards_of_gradients_and_little_else(tmp_path, cap
     assert 0.9 * shard < crossing < 1.2 * shard
 
 
+@pytest.mark.tpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"
+)
+def test_between_stages_of_two_slices_go_microbatches_and_what_all_slices_hold(tmp_path, capsys):
+    """Four stages, two in each slice. Gradients of layers are added up over `fsdp`, in a slice;
+    of embeddings, final norm and output projection between slices too, and so are the loss's
+    sums."""
+    model = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_layers": 4}
+    model |= {"num_heads": 4, "num_kv_heads": 2}
+    mesh = {"slice": 2, "stage": 2, "fsdp": 2, "across": "stage"}
+    run = {"model": model, "batch_size": 32, "seq_len": 256, "mesh": mesh}
+    run["dtypes"] = {"compute": "bfloat16"}
+    config, topology = from_mapping(TrainConfig, run), parse_topology("2*v5e:2x2")
+    (tmp_path / "run.yaml").write_text(dump_yaml(config))
+    words = ["--topology", topology.name, "--programs", "train", "--json", str(tmp_path / "plan")]
+    assert main(["plan", "--config", str(tmp_path / "run.yaml"), *words]) == 0
+    capsys.readouterr()
+    found = json.loads((tmp_path / "plan").read_text())
+    assert found["origin"] == "compiled"
+    collectives = found["programs"][0]["collectives"]
+    crossing = [one for one in collectives if one["link"] == "dcn"]
+    assert all((one["link"] == "dcn") == ("slice" in one["axes"]) for one in collectives)
+    assert {one["kind"] for one in crossing} == {"send-recv", "all-reduce"}
+
+    def moved(rows, kind):
+        return sum(round(one["bytes"] * one["count"]) for one in rows if one["kind"] == kind)
+
+    guess = [row for row in estimate(config, topology).step.collectives if row.link == "dcn"]
+    assert {row.axes for row in guess if row.kind == "collective-permute"} == {("slice", "stage")}
+    passed = sum(row.bytes * row.count for row in guess if row.kind == "collective-permute")
+    assert moved(crossing, "send-recv") == pytest.approx(passed, rel=0.02)
+    outside = (2 * model["vocab_size"] + 1) * model["hidden_size"]
+    layers = found["run"]["parameters"] - outside
+    assert layers > 10 * outside
+    # Shares of one device of four in float32; XLA adds up the embedding's in halves.
+    assert outside * 4 / 4 < moved(crossing, "all-reduce") < 1.6 * outside * 4 / 4
+    inside = [one for one in collectives if "fsdp" in one["axes"] and one["link"] != "dcn"]
+    assert moved(inside, "all-reduce") + moved(inside, "reduce-scatter") > layers * 2 / 4
+
+
 def test_without_libtpu_the_extra_is_named(capsys):
     import importlib.util
 

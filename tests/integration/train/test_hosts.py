@@ -156,6 +156,52 @@ def test_two_slices_of_two_devices_train_as_one_device(start: Any, finish: Any, 
         assert series(two, name) == pytest.approx(expected, rel=1e-6), name
 
 
+@pytest.mark.fault
+def test_stages_over_two_slices_train_as_one_device_and_a_kill_changes_no_number(
+    start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
+):
+    """Each process is a slice with two of four stages. Killed and started again, the bits are those
+    of the run that went on."""
+
+    def variables(port: int, count: int, number: int) -> dict[str, str]:
+        flags = "--xla_force_host_platform_device_count=2"
+        return {**by_hand(port, count, number), "XLA_FLAGS": flags}
+
+    changes: dict[str, Any] = {
+        "steps": 6,
+        "save_every": 2,
+        "eval": {},
+        "optim": {"schedule": {"type": "constant"}},
+        "model": {**settings["model"], "num_layers": 4},
+    }
+    staged = {
+        **changes,
+        "mesh": {"slice": 2, "stage": 2, "across": "stage"},
+        "pipeline": {"microbatches": 4},
+    }
+    run_dir, whole, one = (tmp_path / name for name in ("killed", "whole", "one"))
+    outputs = finish_all(start_hosts(start, whole, 2, variables=variables, **staged))
+    said = "a pipeline of 4 stages, 2 in each of 2 slices, for 4 microbatches"
+    assert said in " ".join(outputs[0].split())
+    processes = start_hosts(start, run_dir, 2, variables=variables, **staged)
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 90
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        assert all(p.poll() is None for p in processes), [p.communicate()[0] for p in processes]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for process in reversed(processes):
+        process.kill()
+        process.communicate()
+    finish_all(start_hosts(start, run_dir, 2, variables=variables, **staged))
+    for name in ("loss", "grad_norm", "tokens"):
+        assert series(run_dir, name) == series(whole, name), name
+    code, output = finish(one, **changes)
+    assert code == 0, output
+    assert series(run_dir, "tokens") == series(one, "tokens")
+    for name in ("loss", "grad_norm"):
+        assert series(run_dir, name) == pytest.approx(series(one, name), rel=1e-6), name
+
+
 def positions(run_dir: Path, step: int) -> dict[int, Any]:
     """The data's position in a checkpoint, of all processes that saved it."""
     records = read_records(run_dir / "checkpoints" / str(step))

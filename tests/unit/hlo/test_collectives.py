@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fornax.hlo.collectives import parse_groups, parse_pairs, spanned_axes
+from fornax.hlo import parse
+from fornax.hlo.collectives import parse_groups, parse_pairs, spanned_axes, transfer
 from fornax.hlo.module import split_attributes
 
 
@@ -50,6 +51,26 @@ def test_the_order_of_devices_stays_with_its_mesh() -> None:
     attributes = split_attributes(line)
     assert list(attributes) == ["channel_id", "replica_groups", "x"]
     assert parse_groups(attributes["replica_groups"], 8) is not None
+
+
+_ACROSS = """HloModule step, num_partitions=2
+
+ENTRY %main (p: f32[8]) -> (f32[8], u32[], token[]) {
+  %p = f32[8]{0} parameter(0)
+  %t = token[] after-all()
+  ROOT %send = (f32[8]{0}, u32[], token[]) send(%p, %t), channel_id=1, is_host_transfer=true, \
+frontend_attributes={_xla_megascale_target={{100001->200000},{200001->300000}},\
+_xla_megascale_transfer_type="ONE_TO_ONE"}
+}
+"""
+
+
+def test_a_permutation_between_slices_joins_the_slices_of_its_pairs() -> None:
+    """Stages 1 to 2 and 3 to 4 of six, two in a slice: not slice 1 with slice 3."""
+    send = parse(_ACROSS).entry.root
+    found = transfer(send, {"slice": 3, "stage": 2})
+    assert (found.kind, found.axes, found.bytes) == ("send-recv", ("slice",), 32)
+    assert found.groups == ((0, 2), (1, 3), (2, 4), (3, 5))
 
 
 def test_axes_are_those_along_which_members_differ() -> None:

@@ -7,7 +7,14 @@ import pytest
 from fornax.cli.main import main
 from fornax.cli.reference import config_page
 from fornax.config.errors import ClusterError
-from fornax.mesh import DEFAULT_RULES, MESH_AXES, check_processes, processes_table
+from fornax.mesh import (
+    ACROSS,
+    DEFAULT_RULES,
+    MESH_AXES,
+    across_table,
+    check_processes,
+    processes_table,
+)
 
 NAMES = ("--model", "model", "--data", "data.jsonl")
 
@@ -43,6 +50,19 @@ def test_a_command_refuses_an_axis_that_only_others_have(
     said = " ".join(capsys.readouterr().err.split())
     assert f"mesh.{axis}=2: the axis '{axis}' (" in said
     assert f"is not supported yet ({use}); give its devices to mesh.fsdp" in said
+
+
+def test_stages_across_slices_are_in_the_table_and_refused_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", "sft", *NAMES, "--mesh.slice", "2", "--mesh.across", "stage"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "mesh.across=stage: stages across slices are not supported yet (tune); set mes" in said
+    assert [name for name, *_ in across_table()] == [f"`{name}`" for name in ACROSS]
+    rows = [line for line in config_page().splitlines() if line.startswith("| `stage` |")]
+    assert [row.endswith("| yes | no | yes | yes | no |") for row in rows] == [True, True]
+    assert any("what stages pass on; gradients of embeddings" in row for row in rows)
 
 
 def test_work_of_one_process_is_refused_by_name_and_listed() -> None:

@@ -1,13 +1,15 @@
 """Meshes over several slices, whose devices are described rather than there."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 from jax.experimental import mesh_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
-from fornax.config.errors import ShardingError
-from fornax.mesh import MeshConfig, make_mesh
+from fornax.config.errors import ConfigError, ShardingError
+from fornax.mesh import MeshConfig, make_mesh, named_sharding, stage_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,38 @@ def test_only_the_axis_slice_crosses_between_slices():
     assert mesh.devices.shape == (2, 1, 1, 2, 1, 1, 2)
     for number, part in enumerate(mesh.devices):
         assert {device.slice_index for device in part.flat} == {number}
+
+
+def test_stages_across_slices_are_neighbours_in_one_slice():
+    """Of the four stages two are in each slice, so that one boundary and the way back cross."""
+    config = MeshConfig(slice=2, stage=2, fsdp=2, across="stage")
+    mesh = make_mesh(config, described(2))
+    rules = config.resolved_rules()
+    assert stage_axes(rules) == ("slice", "stage")
+    where = NamedSharding(mesh, PartitionSpec(stage_axes(rules))).devices_indices_map((4,))
+    slices = {spans[0].start: set() for spans in where.values()}
+    for device, spans in where.items():
+        slices[spans[0].start].add(device.slice_index)
+    assert slices == {0: {0}, 1: {0}, 2: {1}, 3: {1}}
+    layers = named_sharding(mesh, ("layers", "embed", "mlp"), rules, shape=(8, 4, 4))
+    assert layers.shard_shape((8, 4, 4)) == (2, 2, 4)
+    assert "slice" not in str(named_sharding(mesh, ("vocab", "embed"), rules).spec)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stage": 2, "across": "stage"}, "mesh.across=stage is for several slices and mesh.slice"),
+        (
+            {"slice": 2, "across": "stage", "rules": {"layers": ("stage",)}},
+            r"mesh.rules.layers=\['stage'\] and mesh.across=stage disagree .* leave the rule out",
+        ),
+        ({"slice": 2, "rules": {"layers": ("slice",)}}, "and mesh.across=data disagree"),
+    ],
+)
+def test_what_slices_divide_is_said_once(given: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        MeshConfig(**given)
 
 
 @pytest.mark.parametrize("size", [1, 4])

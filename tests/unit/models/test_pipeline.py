@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 from tests.unit.models.conftest import CONFIGS, tokens_of
 
 from fornax.config.errors import ConfigError
 from fornax.hlo import analyse, parse
 from fornax.mesh import (
-    DEFAULT_RULES,
     MeshConfig,
+    Rules,
     make_mesh,
     named_sharding,
     tree_shardings,
@@ -31,6 +33,7 @@ from fornax.models import (
     router_losses,
 )
 from fornax.train import TrainConfig
+from fornax.train.diloco.config import DilocoConfig
 
 B, T = 16, 12
 MODELS = {
@@ -79,6 +82,14 @@ def _compute(
     return jax.value_and_grad(loss, has_aux=True)(state)
 
 
+def _laid_out(sizes: Mapping[str, int]) -> tuple[Mesh, Rules]:
+    """A mesh of these sizes and its rules; slices divide layers."""
+    across = "stage" if "slice" in sizes else "data"
+    config = MeshConfig(**{"fsdp": 1, **sizes}, across=across)
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return make_mesh(config, devices), config.resolved_rules()
+
+
 @functools.cache
 def _model(name: str) -> tuple[Any, Any]:
     return nnx.split(create_decoder(MODELS[name]))
@@ -115,6 +126,15 @@ def _one_device(name: str) -> Any:
             marks=pytest.mark.exhaustive,
         ),
         ("latent", {"stage": 2, "fsdp": 2}, None, 1, "dots"),
+        ("windowed", {"slice": 2, "stage": 2, "fsdp": 2}, None, 1, "dots"),
+        pytest.param(
+            "experts",
+            {"slice": 2, "stage": 1, "expert": 2, "data": 2},
+            4,
+            2,
+            "full",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )
@@ -125,16 +145,15 @@ def test_losses_and_gradients_are_those_of_one_device(
     repeats: int,
     remat: str | Remat,
 ) -> None:
-    config = MeshConfig(**{"fsdp": 1, **sizes})
-    mesh = make_mesh(config, jax.devices()[: int(np.prod(list(sizes.values())))])
+    mesh, rules = _laid_out(sizes)
     graphdef, state = _model(name)
-    shardings = tree_shardings(state, mesh, DEFAULT_RULES)
-    rows = named_sharding(mesh, ("batch", "length"), DEFAULT_RULES)
+    shardings = tree_shardings(state, mesh, rules)
+    rows = named_sharding(mesh, ("batch", "length"), rules)
     pipeline = PipelineConfig(microbatches=microbatches, repeats=repeats)
     run = jax.jit(
         functools.partial(_compute, graphdef, remat, pipeline), out_shardings=(None, shardings)
     )
-    with use_mesh(mesh):
+    with use_mesh(mesh, rules):
         found = run(
             jax.device_put(state, shardings), *jax.device_put((tokens_of(B, T), _ids()), rows)
         )
@@ -152,10 +171,11 @@ def test_losses_and_gradients_are_those_of_one_device(
         np.testing.assert_array_equal(routing.tokens, expected_routing.tokens)
     attention = "latent" if name == "latent" else "attention"
     kernel = gradients["layers"][attention]["o"]["kernel"].get_value()
-    share = sizes["stage"] * sizes.get("fsdp", 1) * sizes.get("tensor", 1) * sizes.get("expert", 1)
+    stages = sizes["stage"] * sizes.get("slice", 1)
+    share = stages * sizes.get("fsdp", 1) * sizes.get("tensor", 1) * sizes.get("expert", 1)
     assert kernel.addressable_shards[0].data.size * share == kernel.size
     if kernel.shape[0] == 8:
-        assert kernel.addressable_shards[0].data.shape[0] == 8 // sizes["stage"]
+        assert kernel.addressable_shards[0].data.shape[0] == 8 // stages
 
 
 TINY = DecoderConfig(
@@ -182,22 +202,22 @@ def _tiny_on_one() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "repeats"),
-    [(2, 2, 3), (3, 6, 2), (4, 12, 3), (6, 12, 2)],
+    ("slices", "stages", "microbatches", "repeats"),
+    [(1, 2, 2, 3), (1, 3, 6, 2), (1, 4, 12, 3), (1, 6, 12, 2), (2, 3, 12, 2), (3, 1, 3, 1)],
 )
 def test_every_microbatch_meets_every_layer_in_order(
-    stages: int, microbatches: int, repeats: int
+    slices: int, stages: int, microbatches: int, repeats: int
 ) -> None:
     """For numbers that share factors or none, and rings that turn less and more than once."""
-    mesh = make_mesh(MeshConfig(stage=stages, fsdp=1), jax.devices()[:stages])
+    mesh, rules = _laid_out({"stage": stages, **({"slice": slices} if slices > 1 else {})})
     pipeline = PipelineConfig(microbatches=microbatches, repeats=repeats)
     _, state = _tiny()
-    placed = jax.device_put(state, tree_shardings(state, mesh, {**DEFAULT_RULES, "embed": ()}))
+    placed = jax.device_put(state, tree_shardings(state, mesh, {**rules, "embed": ()}))
     if stages != 2:  # gradients once: they are most of the compiler's work
         run = jax.jit(lambda state: _tiny_loss(state, pipeline)[1])
     else:
         run = jax.jit(jax.grad(functools.partial(_tiny_loss, pipeline=pipeline), has_aux=True))
-    with use_mesh(mesh):
+    with use_mesh(mesh, rules):
         found = run(placed)
     expected = _tiny_on_one() if stages == 2 else _tiny_on_one()[1]
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -216,10 +236,9 @@ def _flops(layers: int, remat: str, sizes: tuple[tuple[str, int], ...], repeats:
         num_layers=layers,
     )
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    devices = int(np.prod([size for _, size in sizes]))
-    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **dict(sizes)}), jax.devices()[:devices])
-    shardings = tree_shardings(state, mesh, DEFAULT_RULES)
-    rows = named_sharding(mesh, ("batch", "length"), DEFAULT_RULES)
+    mesh, rules = _laid_out(dict(sizes))
+    shardings = tree_shardings(state, mesh, rules)
+    rows = named_sharding(mesh, ("batch", "length"), rules)
     tokens = jax.ShapeDtypeStruct((B, 16), jnp.int32, sharding=rows)
     put = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
@@ -235,7 +254,7 @@ def _flops(layers: int, remat: str, sizes: tuple[tuple[str, int], ...], repeats:
         )
         return jnp.sum(jax.nn.logsumexp(model.logits(x_BTD), axis=-1))
 
-    with use_mesh(mesh):
+    with use_mesh(mesh, rules):
         compiled = jax.jit(jax.grad(loss), out_shardings=shardings).lower(put, tokens).compile()
     text = compiled.as_text()
     assert text is not None
@@ -250,6 +269,7 @@ def _flops(layers: int, remat: str, sizes: tuple[tuple[str, int], ...], repeats:
         ({"stage": 4, "data": 2}, 1, 8),
         ({"stage": 2, "tensor": 2, "fsdp": 2}, 2, 8),
         ({"stage": 4, "data": 2}, 1, 9),
+        pytest.param({"slice": 2, "stage": 2, "fsdp": 2}, 1, 8, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -261,7 +281,7 @@ def test_a_device_computes_its_share_and_the_bubble(
     one = (("data", 1),)
     eight, four = _flops(8, remat, one, 1), _flops(4, remat, one, 1)
     layers = 2 * (eight - four)
-    bubble = (sizes["stage"] - 1) / (8 * repeats)
+    bubble = (sizes["stage"] * sizes.get("slice", 1) - 1) / (8 * repeats)
     ideal = (eight + bubble * layers + (depth - 8) * layers / 8) / 8
     assert layers > 0.7 * eight
     assert _flops(depth, remat, tuple(sizes.items()), repeats) <= 1.1 * ideal
@@ -346,6 +366,46 @@ def test_numbers_that_do_not_fit_are_refused_with_the_fix(
                 "mesh": MeshConfig(**given["mesh"]),
                 "pipeline": PipelineConfig(**given["pipeline"]),
             }
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "microbatches", "said"),
+    [
+        (
+            6,
+            None,
+            r"mesh.slice=2 x mesh.stage=2 x .* cuts the 6 layers into 4 parts, .* order, with",
+        ),
+        (
+            6,
+            None,
+            r"with none left over between slices; products that fit are 2, 6; change them, or",
+        ),
+        (5, None, r"none left over between slices; set mesh.across to data"),
+        (8, 6, r"microbatches=6 is not a multiple of mesh.slice=2 x mesh.stage=2; use 8, or null"),
+    ],
+)
+def test_stages_that_do_not_fit_slices_are_refused_with_the_fix(
+    num_layers: int, microbatches: int | None, said: str
+) -> None:
+    """What is left over would run in all slices, and its gradients cross between them."""
+    with pytest.raises(ConfigError, match=said):
+        TrainConfig(
+            model=DecoderConfig(num_layers=num_layers),
+            batch_size=48,
+            mesh=MeshConfig(slice=2, stage=2, across="stage"),
+            pipeline=PipelineConfig(microbatches=microbatches),
+        )
+
+
+def test_slices_of_diloco_have_all_stages() -> None:
+    with pytest.raises(ConfigError, match=r"diloco is set and mesh.across=stage: .* to data, or"):
+        TrainConfig(
+            batch_size=64,
+            model=DecoderConfig(num_layers=8),
+            mesh=MeshConfig(slice=2, stage=2, across="stage"),
+            diloco=DilocoConfig(),
         )
 
 

@@ -22,7 +22,7 @@ from fornax.train import step as train_step
 from fornax.train.step import sum_gradients
 from fornax.train.tasks import pretrain
 
-from .conftest import EXPERTS, LATENT, RunChecks
+from .conftest import EXPERTS, LATENT, QWEN3, RunChecks
 
 TENSOR = {"mesh": {"fsdp": 1, "tensor": 2}}
 DATA = {"mesh": {"fsdp": 1, "data": 2}}
@@ -536,3 +536,12 @@ def test_a_fault_in_a_pipeline(
     assert not failed(run_checks("mesh", **STAGED))
     plant(monkeypatch)
     assert "stage=2" in failed(run_checks("mesh", **STAGED))
+
+
+@pytest.mark.exhaustive
+def test_stages_across_slices_pass(run_checks: RunChecks):
+    mesh = {"fsdp": 1, "slice": 2, "stage": 2, "across": "stage"}
+    model = {**QWEN3, "num_layers": 4}
+    report = run_checks("rules", "mesh", model=model, **{**STAGED, "mesh": mesh, "batch_size": 16})
+    assert not failed(report)
+    assert any("slice=2 x stage=2, stages across slices" in check.name for check in report.checks)

@@ -7,7 +7,7 @@ import pytest
 from fornax.models import DecoderConfig
 from fornax.models.rope_config import LongRopeScaling
 from fornax.optim import Adafactor
-from fornax.preflight.shrink import DEVICES, shrink
+from fornax.preflight.shrink import DEVICES, shrink, with_mesh
 
 from .conftest import EXPERTS, GEMMA3, LATENT, LLAMA, QWEN3, configure
 
@@ -80,6 +80,20 @@ def test_the_open_axis_divides_the_heads():
     assert model.kv_heads == 8
     two = {**LLAMA, "num_kv_heads": 2}
     assert shrink(configure(two, mesh={"fsdp": 1, "tensor": -1})).config.mesh.tensor == 2
+
+
+def test_stages_across_slices_stay_across_slices():
+    """Four stages of eight are left, of which layers and microbatches are multiples; of one axis
+    alone two."""
+    mesh = {"slice": 4, "stage": 2, "fsdp": -1, "across": "stage"}
+    shrunk = shrink(configure({**LLAMA, "num_layers": 16}, mesh=mesh, batch_size=64))
+    (mesh,) = shrunk.meshes
+    assert (mesh.slice, mesh.stage, mesh.fsdp, mesh.across) == (2, 2, 2, "stage")
+    assert shrunk.config.model is not None
+    assert shrunk.config.model.num_layers % 4 == 0
+    assert shrunk.config.pipeline.count(4) == 8
+    assert with_mesh(shrunk.config, slice=2).mesh.num_stages() == 2
+    assert with_mesh(shrunk.config, stage=2).mesh.across == "data"
 
 
 def test_a_long_rope_has_a_factor_for_each_frequency():

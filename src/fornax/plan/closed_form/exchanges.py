@@ -88,12 +88,12 @@ def _gathers(local: LocalStep, array: StateArray) -> Iterable[tuple[_Gathered, i
     dividing = [axis for dim in array.axes[1:] for axis in dim]
     size = math.prod(array.shape[1:])
     for section in sections(local):
-        own = tuple(a for a in data if not (section.staged and a == "stage"))
+        own = tuple(a for a in data if not (section.staged and a in local.stage_axes))
         axes = tuple(axis for axis in dividing if axis in own and axis not in stays)
         reduced = tuple(axis for axis in own if axis not in dividing)
         held = size * (local.mesh["stage"] if section.staged and "stage" in dividing else 1)
-        if not section.staged and "stage" in array.axes[0]:
-            reduced = tuple(axis for axis in reduced if axis != "stage")
+        if not section.staged:
+            reduced = tuple(axis for axis in reduced if axis not in array.axes[0])
         runs = section.runs * sum(part in kind.parts() for kind in section.kinds) * accumulate
         yield _Gathered(place, axes, reduced, runs), held
 
@@ -395,32 +395,39 @@ def _pipeline(local: LocalStep, state: tuple[StateArray, ...]) -> Iterable[Excha
 
 def _microbatches(staged: Section) -> Iterable[Exchange]:
     """At each tick a slot turns, the last stage's output goes home, all others go on; so does what
-    belongs to the rows: positions, documents, rotations. Gradients of rows go back."""
+    belongs to the rows: positions, documents, rotations. Gradients of rows go back. Where slices
+    divide layers, the way home crosses between them only if it leads to another one."""
     local = staged.local
     model, accumulate = local.model, local.config.accumulate
-    stages = local.mesh["stage"]
+    stages = local.stages
     each = local.config.pipeline.count(stages) // stages
     home = stages - 1 - (stages - 1) // each
     tables = 2 if model.local_rope is not None else 1
     beside = 2 * 4 + tables * 2 * 4 * (model.rotated_width(model.rope) // 2)
     rows = model.hidden_size * local.compute_bytes
-    for name, size, times in (
-        ("pass microbatches between stages", rows, 2),
-        ("pass positions and rotations between stages", beside, 1),
-    ):
-        yield Exchange(
-            name=name,
-            kind="collective-permute",
-            axes=("stage",),
-            bytes=local.tokens * size,
-            count=times * (2 if home == stages - 1 else 3) * staged.runs * accumulate,
-            blocking=True,
-        )
+    inside = home >= stages - local.mesh["stage"]
+    for what, size, times in (("microbatches", rows, 2), ("positions and rotations", beside, 1)):
+        for name, axes, moves in (
+            (f"pass {what} between stages", local.stage_axes, 2),
+            (
+                f"pass {what} back from the last stage",
+                ("stage",) if inside else local.stage_axes,
+                int(home != stages - 1),
+            ),
+        ):
+            yield Exchange(
+                name=name,
+                kind="collective-permute",
+                axes=axes,
+                bytes=local.tokens * size,
+                count=times * moves * staged.runs * accumulate,
+                blocking=True,
+            )
     turned = sum((1 + (stages - 2 - slot) // each) % stages > 0 for slot in range(each))
     yield Exchange(
         name="bring microbatches home after the last stage",
         kind="collective-permute",
-        axes=("stage",),
+        axes=local.stage_axes,
         bytes=local.tokens * rows,
         count=2 * turned * accumulate,
         blocking=True,
@@ -431,14 +438,14 @@ def _dealt(staged: Section, params: list[StateArray]) -> Iterable[Exchange]:
     """Parameters to the stages that use them and gradients back, once a micro-batch: of layers that
     do not divide over the stages, or of which some run before, and of stages with several parts."""
     local = staged.local
-    repeats, stages = local.config.pipeline.repeats, local.mesh["stage"]
+    repeats, stages = local.config.pipeline.repeats, local.stages
     parts, uneven = dealt_elements(staged, params)
     runs = 2 * local.config.accumulate
     if repeats > 1:
         yield Exchange(
             name="deal parts of the layers to stages",
             kind="collective-permute",
-            axes=("stage",),
+            axes=local.stage_axes,
             bytes=parts * local.param_bytes,
             count=repeats * runs,
             blocking=True,
@@ -446,7 +453,7 @@ def _dealt(staged: Section, params: list[StateArray]) -> Iterable[Exchange]:
     yield Exchange(
         name="bring layers that do not divide to their stages",
         kind="all-to-all",
-        axes=("stage",),
+        axes=local.stage_axes,
         bytes=uneven * stages * local.param_bytes,
         count=runs,
         blocking=True,

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from fornax.config.errors import ConfigError
-from fornax.mesh import MESH_AXES, Rules, balances
+from fornax.mesh import MESH_AXES, Rules, balances, stage_axes
 from fornax.models import DecoderConfig, layers_outside
 from fornax.models.config import LayerKind
 from fornax.plan.topology import Topology
@@ -131,6 +131,16 @@ class LocalStep:
         """Whether each of them has early and late tokens."""
         return balances(self.config.seq_len, self.context)
 
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The mesh axes, larger than one, that the stages of a pipeline lie along."""
+        return tuple(axis for axis in stage_axes(self.rules) if self.mesh[axis] > 1)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline; 1 without."""
+        return math.prod(self.mesh[axis] for axis in self.stage_axes)
+
     def size(self, logical: str) -> int:
         """Over how many devices a logical axis is divided."""
         return math.prod(self.mesh[axis] for axis in self.rules[logical])
@@ -175,12 +185,13 @@ def sections(local: LocalStep) -> tuple[Section, ...]:
     A stage runs its part of the layers at each of M R + P - 1 ticks (`fornax.models.pipeline`), on
     P / M times the rows that a device has of all else.
     """
-    kinds, stages = local.model.layer_kinds(), local.mesh["stage"]
+    kinds, stages = local.model.layer_kinds(), local.stages
     if stages == 1:
         return (Section(local=local, kinds=kinds, runs=1, staged=False),)
     pipeline = local.config.pipeline
     count, parts = pipeline.count(stages), stages * pipeline.repeats
-    outside = layers_outside(kinds, stages, pipeline)
+    slices = math.prod(local.mesh[axis] for axis in stage_axes(local.rules)[:-1])
+    outside = layers_outside(kinds, stages, pipeline, slices=slices)
     own = kinds[outside : outside + (len(kinds) - outside) // parts]
     ticks = count * pipeline.repeats + stages - 1
     inside = dataclasses.replace(local, rows=local.rows * stages // count)
@@ -265,13 +276,15 @@ def _check_microbatches(config: TrainConfig, sizes: Mapping[str, int], rows: int
     Raises:
       ConfigError: with the multiple that would do.
     """
-    stages = sizes["stage"]
+    rules = config.mesh.resolved_rules()
+    along = stage_axes(rules)
+    stages, slices = (math.prod(sizes[axis] for axis in axes) for axes in (along, along[:-1]))
     if stages == 1:
         return
     each = config.pipeline.count(stages) // stages
     assert config.model is not None
-    layers_outside(config.model.layer_kinds(), stages, config.pipeline)
-    shards = math.prod(sizes[axis] for axis in config.mesh.resolved_rules()["batch"])
+    layers_outside(config.model.layer_kinds(), stages, config.pipeline, slices=slices)
+    shards = math.prod(sizes[axis] for axis in rules["batch"])
     multiple = shards * each * config.accumulate
     if rows % each or config.batch_size % multiple:
         raise ConfigError(

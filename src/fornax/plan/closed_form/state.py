@@ -131,7 +131,7 @@ def dealt_elements(staged: Section, params: list[StateArray]) -> tuple[int, int]
     that lie elsewhere: of layers that do not divide over the stages, or of which some run before.
     """
     local = staged.local
-    stages, outside = local.mesh["stage"], len(sections(local)) > 1
+    stages, outside = local.stages, len(sections(local)) > 1
     part = uneven = 0
     for array in params:
         if array.name.startswith("layers/"):

@@ -30,7 +30,7 @@ def step_facts(config: TrainConfig, topology: Topology, expert_load: float = EVE
         name, a remat policy that is not known here.
       ShardingError: when model, batch or length do not divide over the mesh.
     """
-    check_use(config.mesh.axis_sizes(), "plan")
+    check_use(config.mesh, "plan")
     check_slices(config, topology)
     local = local_step(config, topology, expert_load)
     state = state_arrays(local)
@@ -61,7 +61,7 @@ def _notes(local: LocalStep, expert_load: float) -> Iterator[str]:
         yield f"{text}; grouped products are taken at the rate of dense ones"
     staged = sections(local)[-1]
     if staged.staged:
-        stages = local.mesh["stage"]
+        stages = local.stages
         yield (
             f"a pipeline of {stages} stages for {config.pipeline.count(stages)} microbatches: its "
             f"layers run {staged.runs} times, {stages - 1} of them for nobody "

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from fornax.mesh import Rules
+from fornax.mesh import Rules, stage_axes
 from fornax.plan.artifact import ArrayFact, Artifact
 from fornax.plan.facts import CollectiveTime, Finding
 from fornax.plan.format import format_axes
@@ -97,7 +97,7 @@ def unasked(
     a time beside a product; to reductions of gradients over the axes that divide the batch, and of
     activations over those that divide a contracted dimension (as a scatter, and a gather of the
     residual stream later); to gathers and permutations of keys and values over `context`; to ragged
-    exchanges of tokens over the axes that divide experts, and permutations over `stage`.
+    exchanges of tokens over the axes that divide experts, and permutations between stages.
 
     Args:
       collectives: the program's.
@@ -138,7 +138,7 @@ def _asked(one: CollectiveTime, rules: Rules, residual: int) -> bool:
         case "all-to-all":
             return axes <= {*rules["expert"]} and "ragged_all_to_all" in one.what
         case "collective-permute":
-            return axes <= {"context", "stage"} or "dot_general" in one.what
+            return axes <= {"context", *stage_axes(rules)} or "dot_general" in one.what
         case _:
             if one.bytes in (2 * residual, 4 * residual):
                 return axes <= {"context", *rules["mlp"], *rules["heads"], *rules["vocab"]}

@@ -289,7 +289,8 @@ def _plan_text(config: TrainConfig) -> str:
     """A plan in one line: mesh, micro-batches, what is kept."""
     sizes = config.mesh.axis_sizes()
     mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
-    text = f"{mesh}, batch {config.batch_size}"
+    stages = ", stages across slices" if config.mesh.across == "stage" else ""
+    text = f"{mesh}{stages}, batch {config.batch_size}"
     if config.accumulate > 1:
         text += f" in {config.accumulate} micro-batches"
     text += f", remat {config.remat}"

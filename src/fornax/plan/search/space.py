@@ -2,7 +2,8 @@
 
 Only whole divisions are made: heads, widths, vocabulary and length by their axes, rows by the axes
 of the batch. Tensor and context parallelism stay inside a slice (a TPU's torus, a server's GPUs);
-slices are data parallel. Of each mesh the plans stay that no other one beats.
+slices are data parallel; stages over slices are estimated where the config has them. Of each mesh
+the plans stay that no other one beats.
 """
 
 import dataclasses
@@ -257,7 +258,7 @@ def _walk(
 
 def _pipeline(config: TrainConfig, mesh: MeshConfig) -> PipelineConfig:
     """The config's own for its own stages, else one of enough microbatches."""
-    if mesh.stage == config.mesh.stage:
+    if mesh.num_stages() == config.mesh.num_stages():
         return config.pipeline
     if mesh.stage == 1:
         return PipelineConfig()

@@ -67,7 +67,7 @@ class TuneConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_use(self.mesh.axis_sizes(), "tune")
+        check_use(self.mesh, "tune")
         if self.max_length < 2:
             raise ConfigError(f"max_length={self.max_length} must be 2 or more")
         if self.epochs is not None and not self.epochs > 0:

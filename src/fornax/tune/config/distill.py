@@ -101,7 +101,7 @@ class DistillConfig(TuneConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.teacher_mesh is not None:
-            check_use(self.teacher_mesh.axis_sizes(), "tune")
+            check_use(self.teacher_mesh, "tune")
         if self.on_policy is not None:
             refuse_rewinds(self.spikes, "on-policy distillation")
         if not 0 < self.beta < 1:

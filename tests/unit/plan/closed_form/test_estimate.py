@@ -173,6 +173,30 @@ def test_slower_links_cost_more() -> None:
     assert {row.link for row in between.step.collectives} == {"dcn"}
 
 
+def test_stages_across_slices_pass_microbatches_over_the_network_and_no_layers() -> None:
+    """Beside them the gradients of what all slices hold; a slice holds half of the layers."""
+    mesh = {"slice": 2, "stage": 2, "fsdp": 4, "across": "stage"}
+    staged = _estimate("2*v5e:2x4", mesh=mesh, batch_size=64)
+    copies = _estimate("2*v5e:2x4", mesh={"slice": 2, "fsdp": 8}, batch_size=64)
+    crossing = [row for row in staged.step.collectives if row.link == "dcn"]
+    assert all("slice" in row.axes for row in crossing)
+    assert {row.what for row in crossing if row.kind == "all-reduce"} == {
+        f"add up {place} gradients over replicas"
+        for place in ("embedding", "final norm", "output projection")
+    }
+    passed = next(row for row in crossing if row.what == "pass microbatches between stages")
+    assert (passed.kind, passed.axes) == ("collective-permute", ("slice", "stage"))
+    inside = _estimate("v5e:2x4", mesh={"stage": 4, "fsdp": 2}, batch_size=32)
+    near = next(row for row in inside.step.collectives if row.what == passed.what)
+    assert (near.bytes, near.count, near.link) == (passed.bytes, passed.count, "ici")
+    assert passed.seconds > 2 * near.seconds
+    assert any(
+        row.link == "dcn" and "layer" in row.what and row.kind == "all-reduce"
+        for row in copies.step.collectives
+    )
+    assert any("a pipeline of 4 stages for 8 micro" in note for note in staged.step.notes)
+
+
 def test_mistakes_are_named() -> None:
     """The mesh, the slices, the stages, the model."""
     with pytest.raises(ConfigError, match=r"mesh\.slice=1"):
