@@ -15,6 +15,7 @@ from fornax.cluster.local import Engine
 from fornax.cluster.status import Status, read_status
 from fornax.config.errors import ClusterError, ConfigError
 from fornax.config.jsonl import read_json_lines
+from fornax.config.run_paths import default_run_dir
 
 if TYPE_CHECKING:
     from fornax.cluster.routing import RoutingConfig, Server, Service
@@ -92,7 +93,7 @@ class Cluster:
           ConfigError: when the directory cannot be written.
           ClusterError: when another launch uses it.
         """
-        folder = Path(run_dir or Path("runs") / Path(config).stem).expanduser()
+        folder = Path(run_dir or default_run_dir("train", config)).expanduser()
         return self._run(
             ("train", "--config", str(config), "--run-dir", str(folder), *flags), folder
         )
@@ -127,7 +128,7 @@ class Cluster:
             raise ConfigError(
                 f"method={method!r} is none of {', '.join(METHODS)}; give one of them"
             )
-        folder = Path(run_dir or Path("runs") / method).expanduser()
+        folder = Path(run_dir or default_run_dir(method)).expanduser()
         given = () if config is None else ("--config", str(config))
         words = ("tune", method, *given, "--out", str(folder), *flags)
         if samplers < 0:
