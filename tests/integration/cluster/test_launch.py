@@ -153,8 +153,9 @@ def test_a_run_without_a_directory_goes_where_the_command_alone_would_write(
     environment: dict[str, str], settings: dict[str, Any], tmp_path: Path
 ):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**settings, **CHANGES, "steps": 2}))
+    words = ["launch", "--no-spares", "--", "train", "--config", "mine.yaml"]
     ended = subprocess.run(
-        [sys.executable, "-c", COMMAND, *"launch --no-spares -- train --config mine.yaml".split()],
+        [sys.executable, "-c", COMMAND, *words],
         env={**environment, "JAX_PLATFORMS": "cpu"},
         cwd=tmp_path,
         capture_output=True,

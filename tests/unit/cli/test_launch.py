@@ -29,7 +29,8 @@ PLANNED = [
     "fornax launch drill runs/four --kill 2",
     "fornax launch drill --stop 0 --slow 1 --partition 3 --preempt 2",
     *(
-        f"fornax launch manifest {system} --hosts 16 --topology v5p:4x4x4 -- train --config run.yaml"
+        f"fornax launch manifest {system} --hosts 16 --topology v5p:4x4x4 -- "
+        "train --config run.yaml"
         for system in ("kuberay", "jobset", "slurm", "skypilot")
     ),
     "fornax plan goodput --hosts 4096 --mtbf 25000h --step 12s --state 1.2TB",
