@@ -5,16 +5,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fornax.cluster.drill import Fault, drill
-from fornax.cluster.files import ClusterFiles
+from fornax.cluster.drill import Fault, drill, drill_beside
+from fornax.cluster.files import ClusterFiles, RoleName
 from fornax.cluster.verdict import Limits
 from fornax.config import worker_record
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import read_json_lines
 
-__all__ = ["LIMITS", "STORM", "FaultLimits", "Weathered", "drills", "follow", "storm"]
+__all__ = [
+    "LIMITS",
+    "STORM",
+    "FaultLimits",
+    "Replaced",
+    "Target",
+    "Weathered",
+    "drills",
+    "follow",
+    "storm",
+]
+
+Target = RoleName | Literal["rank"]
+"""What a fault is done to."""
 
 STORM: tuple[Fault, ...] = ("kill", "kill", "stop", "lose", "preempt", "partition", "slow")
 """What a storm draws from: a kill as often as two of the others."""
@@ -114,6 +127,25 @@ class Weathered:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replaced:
+    """A sampler or data worker that another one took the place of."""
+
+    fault: Fault
+    role: RoleName
+    number: int
+    pid: int
+    """The process that got the signal."""
+    seconds: float
+    """From the signal until the other one worked."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fault} {self.role} {self.number}, process {self.pid}: another took its place "
+            f"after {self.seconds:.1f} s"
+        )
+
+
 def storm(
     run_dir: str | Path, count: int, seed: int, faults: Sequence[Fault] = STORM
 ) -> Iterator[Weathered]:
@@ -137,21 +169,27 @@ def storm(
         yield run.follow(draw.choice(faults), draw.randrange(hosts))
 
 
-def drills(run_dir: str | Path, faults: Iterable[tuple[Fault, int]]) -> Iterator[Weathered]:
+def drills(
+    run_dir: str | Path, faults: Iterable[tuple[Fault, Target, int]]
+) -> Iterator[Weathered | Replaced]:
     """Inject these faults, with five steps or more between two, and yield each it got over.
 
     Args:
       run_dir: the run.
-      faults: each with its rank.
+      faults: each with what it is done to, and the number of that. A sampler or data worker is
+        killed or stopped.
 
     Raises:
       ClusterError: when the run ends before, or see `drill`.
     """
     run = _Run(ClusterFiles(Path(run_dir).expanduser()))
-    for number, (fault, rank) in enumerate(faults):
-        if number:
+    for position, (fault, target, number) in enumerate(faults):
+        if position:
             run.wait_for_steps(_GOOD_STEPS)
-        yield run.follow(fault, rank)
+        if target == "rank":
+            yield run.follow(fault, number)
+        else:
+            yield run.follow_beside(fault, target, number)
 
 
 def follow(run_dir: str | Path, fault: Fault, rank: int) -> Weathered:
@@ -160,8 +198,7 @@ def follow(run_dir: str | Path, fault: Fault, rank: int) -> Weathered:
     Raises:
       ClusterError: when the run ends before, or see `drill`.
     """
-    [weathered] = drills(run_dir, [(fault, rank)])
-    return weathered
+    return _Run(ClusterFiles(Path(run_dir).expanduser())).follow(fault, rank)
 
 
 _TOLD: Mapping[Fault, str] = {"preempt": "going", "slow": "slow"}
@@ -216,6 +253,21 @@ class _Run:
             steps=max(0, named_at - at["step"]),
             again=max(0, entered + 1 - began),
         )
+
+    def follow_beside(self, fault: Fault, role: RoleName, number: int) -> Replaced:
+        """Kill or stop a sampler or data worker, and wait until another works in its place."""
+        began = time.time()
+        pid = drill_beside(self.files.run_dir, fault, role, number)
+        while True:
+            path = self.files.beside_records(role).get(number)
+            state = None if path is None else worker_record.read(path)
+            if state is not None and state.pid not in (0, pid):
+                break
+            self._tick()
+        ranks = [worker_record.read(path) for path in self.files.records().values()]
+        entered = max((state.entered_step for state in ranks if state is not None), default=0)
+        self.wait_for_steps(0, begins=entered)
+        return Replaced(fault=fault, role=role, number=number, pid=pid, seconds=time.time() - began)
 
     def events(self) -> list[dict[str, Any]]:
         return read_json_lines(self.files.events)

@@ -183,7 +183,8 @@ def test_data_workers_make_the_batches_of_the_hosts_themselves(
     assert [worker.number for worker in seen] == [0, 1]
     assert sum(worker.records for worker in seen) > 0
     said = fornax("launch", "drill", str(run.run_dir), "--kill", "data:1")
-    assert said.stdout.startswith("killed data 1, process"), said
+    assert said.stdout.startswith("kill data 1, process"), said
+    assert "another took its place after" in said.stdout
     run.wait_for_event(lambda e: e.get("data") == 1 and "another takes" in e.get("why", ""))
     code, output = run.finish()
     assert code == 0, output
