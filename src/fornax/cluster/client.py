@@ -318,8 +318,9 @@ class Run:
     def resize(self, hosts: int) -> None:
         """Go on with another number of hosts; returns when they train.
 
-        All finish a step and save it, and a group of `hosts` goes on from there: the same global
-        batches, every record once, losses equal up to the order of the sums over hosts.
+        All finish a step and keep it in their agents' memory, and a group of `hosts` goes on from
+        there: the same global batches, every record once, losses equal up to the order of the sums
+        over hosts.
 
         Raises:
           ClusterError: for fewer than one, or when the run ends before.

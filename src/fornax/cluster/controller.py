@@ -3,9 +3,10 @@
 One state machine. `forming`: a coordination service and a worker on every host, until all are in
 their training loop. `running`. `suspect`: something is wrong; evidence is gathered. `teardown`: the
 worker at fault is ended; the others leave the group in their processes, or are ended when they do
-not in time. Then the next epoch forms and goes on from the newest checkpoint. For a change of the
-number of hosts, or a host that is to go, those that come are made ready first; then all keep one
-step in the agents' memory and leave. Each change is a line of events.jsonl.
+not in time. Then the next epoch forms and goes on from the newest step that is whole: in the
+agents' memory, else in a checkpoint. For a change of the number of hosts, or a host that is to go,
+those that come are made ready first; then all keep one step in the agents' memory and leave. Each
+change is a line of events.jsonl.
 """
 
 import contextlib
