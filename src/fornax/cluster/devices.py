@@ -10,8 +10,12 @@ __all__ = ["device_variables", "host_variables", "require_cpu"]
 _TPUS = ("/dev/accel0", "/dev/vfio/0")
 
 
-def host_variables(hosts: int) -> list[dict[str, str | None]]:
+def host_variables(hosts: int, what: str = "hosts") -> list[dict[str, str | None]]:
     """What each host of a run needs in its environment, so that they divide this machine's GPUs.
+
+    Args:
+      hosts: how many, or how many slices.
+      what: they are, in errors.
 
     Returns:
       Of each host, by rank; nothing where there is nothing to divide: all share the cores.
@@ -27,9 +31,9 @@ def host_variables(hosts: int) -> list[dict[str, str | None]]:
         fewer = len(gpus) // hosts * hosts
         leave = f"name {fewer} of them in CUDA_VISIBLE_DEVICES, " if fewer else ""
         raise ClusterError(
-            f"{hosts} hosts cannot divide the {len(gpus)} GPUs of this machine "
-            f"({', '.join(gpus)}) evenly; use as many hosts as divide them ({fits}), {leave}or set "
-            "JAX_PLATFORMS=cpu to run the hosts on its cores"
+            f"{hosts} {what} cannot divide the {len(gpus)} GPUs of this machine "
+            f"({', '.join(gpus)}) evenly; use as many {what} as divide them ({fits}), {leave}or "
+            f"set JAX_PLATFORMS=cpu to run the {what} on its cores"
         )
     return device_variables(1, 0, hosts)[0]
 

@@ -68,7 +68,7 @@ class _Slices:
         count: int,
     ) -> None:
         self._files, self._program, self._words = files, program, words
-        self._shares = host_variables(count)
+        self._shares = host_variables(count, "slices")
         self._events = JsonLines(files.events)
         self._token = secrets.token_hex(16)
         self._exchange = Exchange(slices=count, token=self._token, announce=self._announce)

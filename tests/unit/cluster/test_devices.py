@@ -10,6 +10,7 @@ from fornax.cluster.beside_process import SAMPLER, BesideJob
 from fornax.cluster.devices import device_variables, host_variables
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import LocalEngine
+from fornax.cluster.slices import launch_slices
 from fornax.config.errors import ClusterError
 
 
@@ -96,3 +97,14 @@ def test_a_host_and_what_it_runs_see_their_own_gpus(four_gpus, tmp_path):
         job = BesideJob(run_dir=tmp_path, role=SAMPLER, number=0, token="t", order={}, stall=5.0)
         with pytest.raises(ClusterError, match="leaves none for a sampler"):
             launcher.start_beside(job)
+
+
+def test_slices_divide_the_gpus(four_gpus, tmp_path):
+    def words(directory: Path) -> list[str]:
+        return ["sh", "-c", f"echo $CUDA_VISIBLE_DEVICES > {directory}/seen"]
+
+    assert launch_slices("subprocess:call", words, tmp_path, 2) == 0
+    seen = [(tmp_path / f"slice-{number}" / "seen").read_text() for number in range(2)]
+    assert seen == ["0,2\n", "5,GPU-7\n"]
+    with pytest.raises(ClusterError, match="3 slices cannot divide the 4 GPUs"):
+        launch_slices("subprocess:call", words, tmp_path, 3)
