@@ -17,10 +17,10 @@ from fornax.config.jsonl import read_json_lines
 __all__ = [
     "LIMITS",
     "STORM",
+    "DrillOutcome",
     "FaultLimits",
     "Replaced",
     "Target",
-    "Weathered",
     "drills",
     "follow",
     "storm",
@@ -75,15 +75,15 @@ host that is to go, or is slow, is named first, and left when another is ready."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weathered:
-    """A fault that the run got over; seconds after the signal."""
+class DrillOutcome:
+    """What a run did about a fault; seconds after the signal."""
 
     fault: Fault
     rank: int
     step: int
     """The step that the rank worked on."""
     verdict: str
-    guilty: int
+    faulty: int
     """The rank that the run named."""
     named: float
     """When it did: when the rank was torn down, or, of one that is slow or to go, was told."""
@@ -99,8 +99,8 @@ class Weathered:
         """What is over the limits that hold on any machine, in words."""
         limit = LIMITS[self.fault]
         found = []
-        if (self.verdict, self.guilty) != (limit.verdict, self.rank):
-            found.append(f"the verdict is {self.verdict} of rank {self.guilty}")
+        if (self.verdict, self.faulty) != (limit.verdict, self.rank):
+            found.append(f"the verdict is {self.verdict} of rank {self.faulty}")
         if limit.steps is not None and self.steps > limit.steps:
             found.append(f"named {self.steps} steps later, limit {limit.steps}")
         if limit.again is not None and self.again > limit.again:
@@ -148,7 +148,7 @@ class Replaced:
 
 def storm(
     run_dir: str | Path, count: int, seed: int, faults: Sequence[Fault] = STORM
-) -> Iterator[Weathered]:
+) -> Iterator[DrillOutcome]:
     """Inject random faults into a launched run of this machine, and yield each it got over.
 
     At least five steps are made by all ranks between two faults, and up to five more.
@@ -171,7 +171,7 @@ def storm(
 
 def drills(
     run_dir: str | Path, faults: Iterable[tuple[Fault, Target, int]]
-) -> Iterator[Weathered | Replaced]:
+) -> Iterator[DrillOutcome | Replaced]:
     """Inject these faults, with five steps or more between two, and yield each it got over.
 
     Args:
@@ -192,7 +192,7 @@ def drills(
             yield run.follow_beside(fault, target, number)
 
 
-def follow(run_dir: str | Path, fault: Fault, rank: int) -> Weathered:
+def follow(run_dir: str | Path, fault: Fault, rank: int) -> DrillOutcome:
     """Inject a fault and wait until the run makes steps again; see `drill`.
 
     Raises:
@@ -213,7 +213,7 @@ class _Run:
         self._epoch = self._after = 0
         """Where all were when this last waited for steps."""
 
-    def follow(self, fault: Fault, rank: int) -> Weathered:
+    def follow(self, fault: Fault, rank: int) -> DrillOutcome:
         """Inject a fault and wait until the run is over it."""
         before = len(self.events())
         drill(self.files.run_dir, fault, rank)
@@ -242,12 +242,12 @@ class _Run:
             )
             began = later["step"]
             self.wait_for_steps(1, after=epoch)
-        return Weathered(
+        return DrillOutcome(
             fault=fault,
             rank=rank,
             step=at["step"],
             verdict="slow" if stays else said["kind"],
-            guilty=said["slow"] if stays else said["rank"],
+            faulty=said["slow"] if stays else said["rank"],
             named=told["time"] - at["time"],
             stepped=time.time() - at["time"],
             steps=max(0, named_at - at["step"]),

@@ -300,8 +300,8 @@ def _storm(run_dir: Path, count: int, seed: int, *, serves: bool) -> int:
         raise ConfigError(f"--storm {count} is 1 or more faults, and for training runs")
     from fornax.cluster import storm
 
-    for number, weathered in enumerate(storm(run_dir, count, seed), start=1):
-        _say(f"{number}/{count}  {weathered}")
+    for number, outcome in enumerate(storm(run_dir, count, seed), start=1):
+        _say(f"{number}/{count}  {outcome}")
     return 0
 
 
