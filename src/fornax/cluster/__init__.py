@@ -6,17 +6,17 @@ from fornax.cluster.drill import drill
 from fornax.cluster.launch import launch, open_engine
 from fornax.cluster.slices import launch_slices
 from fornax.cluster.status import Status, hosts_at_work, read_events, read_status, resize
-from fornax.cluster.storm import Weathered, drills, storm
+from fornax.cluster.storm import DrillOutcome, drills, storm
 from fornax.cluster.verdict import Limits, Verdict
 
 __all__ = [
     "Cluster",
+    "DrillOutcome",
     "Job",
     "Limits",
     "Run",
     "Status",
     "Verdict",
-    "Weathered",
     "drill",
     "drills",
     "hosts_at_work",

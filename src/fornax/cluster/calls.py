@@ -5,7 +5,7 @@ import pickle
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -27,8 +27,14 @@ class LocalCalls:
     inherits: nothing listens, and nothing but this process can send it code.
     """
 
-    def __init__(self, hosts: int) -> None:
-        """Start nothing yet."""
+    def __init__(self, hosts: int, variables: Sequence[Mapping[str, str | None]] = ()) -> None:
+        """Start nothing yet.
+
+        Args:
+          hosts: how many.
+          variables: changes to the environment of each; none: no changes.
+        """
+        self._environment = variables or [{}] * hosts
         self._workers: list[WorkerProcess | None] = [None] * hosts
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -69,7 +75,9 @@ class LocalCalls:
     def _worker(self, host: int) -> WorkerProcess:
         worker = self._workers[host]
         if worker is None:
-            worker = self._workers[host] = WorkerProcess("fornax.cluster.calls:serve")
+            worker = self._workers[host] = WorkerProcess(
+                "fornax.cluster.calls:serve", environment=self._environment[host]
+            )
             worker.send(sys.path)
         return worker
 

@@ -15,6 +15,7 @@ from fornax.cluster.local import Engine
 from fornax.cluster.status import Status, read_status
 from fornax.config.errors import ClusterError, ConfigError
 from fornax.config.jsonl import read_json_lines
+from fornax.config.run_paths import default_run_dir
 
 if TYPE_CHECKING:
     from fornax.cluster.routing import RoutingConfig, Server, Service
@@ -92,7 +93,7 @@ class Cluster:
           ConfigError: when the directory cannot be written.
           ClusterError: when another launch uses it.
         """
-        folder = Path(run_dir or Path("runs") / Path(config).stem).expanduser()
+        folder = Path(run_dir or default_run_dir("train", config)).expanduser()
         return self._run(
             ("train", "--config", str(config), "--run-dir", str(folder), *flags), folder
         )
@@ -127,7 +128,7 @@ class Cluster:
             raise ConfigError(
                 f"method={method!r} is none of {', '.join(METHODS)}; give one of them"
             )
-        folder = Path(run_dir or Path("runs") / method).expanduser()
+        folder = Path(run_dir or default_run_dir(method)).expanduser()
         given = () if config is None else ("--config", str(config))
         words = ("tune", method, *given, "--out", str(folder), *flags)
         if samplers < 0:
@@ -317,8 +318,9 @@ class Run:
     def resize(self, hosts: int) -> None:
         """Go on with another number of hosts; returns when they train.
 
-        All finish a step and save it, and a group of `hosts` goes on from there: the same global
-        batches, every record once, losses equal up to the order of the sums over hosts.
+        All finish a step and keep it in their agents' memory, and a group of `hosts` goes on from
+        there: the same global batches, every record once, losses equal up to the order of the sums
+        over hosts.
 
         Raises:
           ClusterError: for fewer than one, or when the run ends before.

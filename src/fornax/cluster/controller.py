@@ -3,9 +3,10 @@
 One state machine. `forming`: a coordination service and a worker on every host, until all are in
 their training loop. `running`. `suspect`: something is wrong; evidence is gathered. `teardown`: the
 worker at fault is ended; the others leave the group in their processes, or are ended when they do
-not in time. Then the next epoch forms and goes on from the newest checkpoint. For a change of the
-number of hosts, or a host that is to go, those that come are made ready first; then all keep one
-step in the agents' memory and leave. Each change is a line of events.jsonl.
+not in time. Then the next epoch forms and goes on from the newest step that is whole: in the
+agents' memory, else in a checkpoint. For a change of the number of hosts, or a host that is to go,
+those that come are made ready first; then all keep one step in the agents' memory and leave. Each
+change is a line of events.jsonl.
 """
 
 import contextlib
@@ -316,7 +317,7 @@ class Controller:
             if self._service is not None and not self._service.alive():  # all workers abort of it
                 return lost_service("jax's coordination service ended")
             if verdict := self._judge():
-                return self._convict(verdict)
+                return self._gather_evidence(verdict)
             if self._departures.leave_by and time.monotonic() > self._departures.leave_by:
                 return self._departures.verdict(self._seen, "not all left in time")
             if self._state == "running" and not self._departures.leave_by and self._paces.judge():
@@ -405,7 +406,7 @@ class Controller:
         others = [each for rank, each in self._seen.items() if rank not in self._ended]
         return judge([*ended, *others], self._job.limits, self._step_seconds)
 
-    def _convict(self, verdict: Verdict) -> Verdict:
+    def _gather_evidence(self, verdict: Verdict) -> Verdict:
         """Gather what else there is to know before the evidence is gone."""
         self._enter("suspect", verdict.text, rank=verdict.rank, kind=verdict.kind)
         until = time.monotonic() + _EVIDENCE_SECONDS
@@ -453,15 +454,15 @@ class Controller:
         before = dict(self._agents)
         self._take_over(verdict)
         for rank, agent in list(self._agents.items()):
-            guilty = (
+            faulty = (
                 agent is before[rank]
                 and rank == verdict.rank
                 and verdict.kind not in ("group", "service")
             )
-            if guilty and verdict.takes_agent:
+            if faulty and verdict.takes_agent:
                 self._forget(rank)
             else:
-                seconds = 0.0 if guilty else self._job.limits.leave
+                seconds = 0.0 if faulty else self._job.limits.leave
                 agent.send({"kind": "leave", "seconds": seconds})
         self._free = 0
         for rank in list(self._agents):

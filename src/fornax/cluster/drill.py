@@ -85,11 +85,17 @@ def _relay(files: ClusterFiles, state: worker_record.WorkerState) -> int:
 
 def drill_beside(
     run_dir: str | Path,
-    fault: Literal["kill", "stop"],
+    fault: Fault,
     role: RoleName,
     number: int,
 ) -> int:
-    """The same to a process beside the hosts, a sampler or a data worker; see `drill`."""
+    """Kill or stop a process beside the hosts, a sampler or a data worker; see `drill`.
+
+    Raises:
+      ClusterError: for another fault, or when the run has no such process now.
+    """
+    if fault not in ("kill", "stop"):
+        raise ClusterError(f"a {role} has no drill {fault}; kill or stop it")
     files = ClusterFiles(Path(run_dir).expanduser())
     title = "sampler" if role == "sampler" else "data worker"
     state = _running(files, files.beside_records(role), number, title)

@@ -53,7 +53,7 @@ def open_engine(
     Raises:
       ConfigError: for an address without Ray, or when Ray is not installed.
       ClusterError: when Ray does not start or is not there, or nodes on other machines; for
-        an accelerator that processes of this machine would share.
+        accelerators that the hosts cannot divide.
     """
     if name == "ray":
         return open_ray(hosts, address, private_network=private_network)
@@ -108,8 +108,8 @@ def launch(
       when a worker ended with an error that the user can mend.
 
     Raises:
-      ClusterError: for an accelerator that the processes would share, or a run that fails again
-        and again without getting further.
+      ClusterError: for accelerators that the hosts cannot divide, or a run that fails again and
+        again without getting further.
       ConfigError: when the directory cannot be written or is in use.
     """
     engine = engine or LocalEngine(job.hosts)

@@ -4,13 +4,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from fornax.cluster.beside_process import BesideJob, BesideProcess, Event
 from fornax.cluster.calls import LocalCalls
+from fornax.cluster.devices import host_variables
 from fornax.cluster.files import ClusterFiles
-from fornax.config import environment
 from fornax.config.errors import ClusterError
 from fornax.config.worker_process import WorkerProcess
 
@@ -21,7 +20,6 @@ __all__ = [
     "Launcher",
     "LocalEngine",
     "LocalLauncher",
-    "require_cpu",
 ]
 
 T = TypeVar("T")
@@ -122,7 +120,7 @@ class Engine(Protocol):
 
 
 class LocalEngine(LocalCalls):
-    """Every host is a process of this machine, for CPU devices."""
+    """Every host is a process of this machine, on its cores or with a share of its GPUs."""
 
     def __init__(self, hosts: int) -> None:
         """Start nothing yet.
@@ -131,19 +129,19 @@ class LocalEngine(LocalCalls):
           hosts: how many.
 
         Raises:
-          ClusterError: see `require_cpu`.
+          ClusterError: see `host_variables`.
         """
-        require_cpu()
-        super().__init__(hosts)
+        self._variables = host_variables(hosts)
+        super().__init__(hosts, self._variables)
 
     def launcher(self, files: ClusterFiles, *, spare: bool) -> "LocalLauncher":
         """See `Engine`."""
-        return LocalLauncher(files=files, spare=spare)
+        return LocalLauncher(files=files, spare=spare, variables=self._variables)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalLauncher:
-    """Every host is a process of this machine, for CPU devices.
+    """Every host is a process of this machine.
 
     Agent and controller talk over an inherited socket pair: nothing listens, so no other process
     can speak to them. The kernel ends an agent with its controller, and workers with their agent.
@@ -154,11 +152,13 @@ class LocalLauncher:
     """Whether each agent keeps a process for the next assignment."""
     imports: tuple[str, ...] = ("fornax.train",)
     """Modules that such a process has imported."""
+    variables: Sequence[Mapping[str, str | None]] = ()
+    """Changes to the environment of each host, by rank; none: any number of hosts is there."""
     address: str = "127.0.0.1"
 
     def capacity(self) -> int:
-        """As many as are asked for."""
-        return sys.maxsize
+        """As many as are asked for, or as accelerators were divided over."""
+        return len(self.variables) or sys.maxsize
 
     def start(self, ranks: Sequence[int]) -> dict[int, WorkerProcess]:
         """See `Launcher`."""
@@ -166,26 +166,21 @@ class LocalLauncher:
 
     def start_beside(self, job: BesideJob) -> BesideProcess:
         """See `Launcher`."""
+        if job.role.computes and self.variables:
+            raise ClusterError(
+                f"the hosts take all accelerators of this machine, which leaves none for a "
+                f"{job.role.title}; set JAX_PLATFORMS=cpu, or have Ray place it on a host of its "
+                "own with --engine ray --address auto"
+            )
         return BesideProcess(job)
 
     def _agent(self, rank: int) -> WorkerProcess:
         with self.files.services.open("ab") as log:
-            agent = WorkerProcess("fornax.cluster.agent:run", log=log)
+            agent = WorkerProcess(
+                "fornax.cluster.agent:run",
+                log=log,
+                environment=self.variables[rank] if self.variables else {},
+            )
         run_dir = str(self.files.run_dir.absolute())
         agent.send({"run_dir": run_dir, "rank": rank, "spare": self.spare, "imports": self.imports})
         return agent
-
-
-def require_cpu() -> None:
-    """Refuse to share this machine's accelerators between processes.
-
-    Raises:
-      ClusterError: when there is one and JAX_PLATFORMS does not say cpu.
-    """
-    found = [path for path in ("/dev/nvidia0", "/dev/accel0", "/dev/vfio/0") if Path(path).exists()]
-    if found and not environment.only_cpu():
-        raise ClusterError(
-            f"this machine has an accelerator ({found[0]}), and the hosts of fornax launch are "
-            "processes that would each take all of it; set JAX_PLATFORMS=cpu to run them on its "
-            "cores, or train on the accelerator in one process with fornax train"
-        )

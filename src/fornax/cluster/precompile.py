@@ -51,7 +51,7 @@ def precompile(memory: Path, hosts: int) -> list[str]:
     if plan is None:
         return []
     config = from_yaml(TrainConfig, plan["config"])
-    clients = _pose_as(hosts)
+    clients = _impersonate(hosts)
     programs = prepare(config, pretrain_task(config, read_data=False), Ledger())
     batch = programs.shapes_of(row_shapes(config, programs.hosts))
     wanted = {"step": programs.lower_step}
@@ -69,7 +69,7 @@ def precompile(memory: Path, hosts: int) -> list[str]:
     return made
 
 
-def _pose_as(hosts: int) -> list[object]:
+def _impersonate(hosts: int) -> list[object]:
     """Be process 0 of a group whose other processes are clients in threads of this one."""
     import jax
 

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 from fornax.cluster.beside_process import BesideJob
 from fornax.cluster.calls import attempt, pack, unwrap
+from fornax.cluster.devices import require_cpu
 from fornax.cluster.files import ClusterFiles
-from fornax.cluster.local import require_cpu
 from fornax.cluster.ray_beside import RayBeside, Room
 from fornax.cluster.ray_nodes import (
     HOST,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from fornax.cluster.devices import host_variables
 from fornax.cluster.exchange import Exchange
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.messages import CLEAN
@@ -49,7 +50,7 @@ def launch_slices(
 
     Raises:
       ConfigError: when the directory cannot be written.
-      ClusterError: when it is in use, or no port is free.
+      ClusterError: when it is in use, or no port is free; see `host_variables`.
     """
     files = ClusterFiles(Path(run_dir).expanduser())
     with files.held(), contextlib.closing(_Slices(files, program, words, count)) as slices:
@@ -67,6 +68,7 @@ class _Slices:
         count: int,
     ) -> None:
         self._files, self._program, self._words = files, program, words
+        self._shares = host_variables(count, "slices")
         self._events = JsonLines(files.events)
         self._token = secrets.token_hex(16)
         self._exchange = Exchange(slices=count, token=self._token, announce=self._announce)
@@ -117,11 +119,12 @@ class _Slices:
     def _start(self, number: int) -> None:
         directory = self._files.run_dir / f"slice-{number}"
         directory.mkdir(parents=True, exist_ok=True)
-        variables = {
+        variables: dict[str, str | None] = {
             "FORNAX_SLICE": str(number),
             "FORNAX_NUM_SLICES": str(len(self._starts)),
             "FORNAX_EXCHANGE": self._exchange.address,
             "FORNAX_EXCHANGE_TOKEN": self._token,
+            **(self._shares[number] if self._shares else {}),
         }
         with contextlib.ExitStack() as stack:
             log = stack.enter_context((directory / "launch.log").open("ab")) if number else None

@@ -5,16 +5,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fornax.cluster.drill import Fault, drill
-from fornax.cluster.files import ClusterFiles
+from fornax.cluster.drill import Fault, drill, drill_beside
+from fornax.cluster.files import ClusterFiles, RoleName
 from fornax.cluster.verdict import Limits
 from fornax.config import worker_record
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import read_json_lines
 
-__all__ = ["LIMITS", "STORM", "FaultLimits", "Weathered", "drills", "follow", "storm"]
+__all__ = [
+    "LIMITS",
+    "STORM",
+    "DrillOutcome",
+    "FaultLimits",
+    "Replaced",
+    "Target",
+    "drills",
+    "follow",
+    "storm",
+]
+
+Target = RoleName | Literal["rank"]
+"""What a fault is done to."""
 
 STORM: tuple[Fault, ...] = ("kill", "kill", "stop", "lose", "preempt", "partition", "slow")
 """What a storm draws from: a kill as often as two of the others."""
@@ -62,15 +75,15 @@ host that is to go, or is slow, is named first, and left when another is ready."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weathered:
-    """A fault that the run got over; seconds after the signal."""
+class DrillOutcome:
+    """What a run did about a fault; seconds after the signal."""
 
     fault: Fault
     rank: int
     step: int
     """The step that the rank worked on."""
     verdict: str
-    guilty: int
+    faulty: int
     """The rank that the run named."""
     named: float
     """When it did: when the rank was torn down, or, of one that is slow or to go, was told."""
@@ -86,8 +99,8 @@ class Weathered:
         """What is over the limits that hold on any machine, in words."""
         limit = LIMITS[self.fault]
         found = []
-        if (self.verdict, self.guilty) != (limit.verdict, self.rank):
-            found.append(f"the verdict is {self.verdict} of rank {self.guilty}")
+        if (self.verdict, self.faulty) != (limit.verdict, self.rank):
+            found.append(f"the verdict is {self.verdict} of rank {self.faulty}")
         if limit.steps is not None and self.steps > limit.steps:
             found.append(f"named {self.steps} steps later, limit {limit.steps}")
         if limit.again is not None and self.again > limit.again:
@@ -114,9 +127,28 @@ class Weathered:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replaced:
+    """A sampler or data worker that another one took the place of."""
+
+    fault: Fault
+    role: RoleName
+    number: int
+    pid: int
+    """The process that got the signal."""
+    seconds: float
+    """From the signal until the other one worked."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fault} {self.role} {self.number}, process {self.pid}: another took its place "
+            f"after {self.seconds:.1f} s"
+        )
+
+
 def storm(
     run_dir: str | Path, count: int, seed: int, faults: Sequence[Fault] = STORM
-) -> Iterator[Weathered]:
+) -> Iterator[DrillOutcome]:
     """Inject random faults into a launched run of this machine, and yield each it got over.
 
     At least five steps are made by all ranks between two faults, and up to five more.
@@ -137,31 +169,36 @@ def storm(
         yield run.follow(draw.choice(faults), draw.randrange(hosts))
 
 
-def drills(run_dir: str | Path, faults: Iterable[tuple[Fault, int]]) -> Iterator[Weathered]:
+def drills(
+    run_dir: str | Path, faults: Iterable[tuple[Fault, Target, int]]
+) -> Iterator[DrillOutcome | Replaced]:
     """Inject these faults, with five steps or more between two, and yield each it got over.
 
     Args:
       run_dir: the run.
-      faults: each with its rank.
+      faults: each with what it is done to, and the number of that. A sampler or data worker is
+        killed or stopped.
 
     Raises:
       ClusterError: when the run ends before, or see `drill`.
     """
     run = _Run(ClusterFiles(Path(run_dir).expanduser()))
-    for number, (fault, rank) in enumerate(faults):
-        if number:
+    for position, (fault, target, number) in enumerate(faults):
+        if position:
             run.wait_for_steps(_GOOD_STEPS)
-        yield run.follow(fault, rank)
+        if target == "rank":
+            yield run.follow(fault, number)
+        else:
+            yield run.follow_beside(fault, target, number)
 
 
-def follow(run_dir: str | Path, fault: Fault, rank: int) -> Weathered:
+def follow(run_dir: str | Path, fault: Fault, rank: int) -> DrillOutcome:
     """Inject a fault and wait until the run makes steps again; see `drill`.
 
     Raises:
       ClusterError: when the run ends before, or see `drill`.
     """
-    [weathered] = drills(run_dir, [(fault, rank)])
-    return weathered
+    return _Run(ClusterFiles(Path(run_dir).expanduser())).follow(fault, rank)
 
 
 _TOLD: Mapping[Fault, str] = {"preempt": "going", "slow": "slow"}
@@ -176,7 +213,7 @@ class _Run:
         self._epoch = self._after = 0
         """Where all were when this last waited for steps."""
 
-    def follow(self, fault: Fault, rank: int) -> Weathered:
+    def follow(self, fault: Fault, rank: int) -> DrillOutcome:
         """Inject a fault and wait until the run is over it."""
         before = len(self.events())
         drill(self.files.run_dir, fault, rank)
@@ -205,17 +242,32 @@ class _Run:
             )
             began = later["step"]
             self.wait_for_steps(1, after=epoch)
-        return Weathered(
+        return DrillOutcome(
             fault=fault,
             rank=rank,
             step=at["step"],
             verdict="slow" if stays else said["kind"],
-            guilty=said["slow"] if stays else said["rank"],
+            faulty=said["slow"] if stays else said["rank"],
             named=told["time"] - at["time"],
             stepped=time.time() - at["time"],
             steps=max(0, named_at - at["step"]),
             again=max(0, entered + 1 - began),
         )
+
+    def follow_beside(self, fault: Fault, role: RoleName, number: int) -> Replaced:
+        """Kill or stop a sampler or data worker, and wait until another works in its place."""
+        began = time.time()
+        pid = drill_beside(self.files.run_dir, fault, role, number)
+        while True:
+            path = self.files.beside_records(role).get(number)
+            state = None if path is None else worker_record.read(path)
+            if state is not None and state.pid not in (0, pid):
+                break
+            self._tick()
+        ranks = [worker_record.read(path) for path in self.files.records().values()]
+        entered = max((state.entered_step for state in ranks if state is not None), default=0)
+        self.wait_for_steps(0, begins=entered)
+        return Replaced(fault=fault, role=role, number=number, pid=pid, seconds=time.time() - began)
 
     def events(self) -> list[dict[str, Any]]:
         return read_json_lines(self.files.events)

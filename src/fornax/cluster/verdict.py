@@ -1,4 +1,4 @@
-"""Which worker is at fault, judged from outside: the process that exits is often innocent."""
+"""Which worker is at fault, judged from outside: the one that exits first is often not it."""
 
 import statistics
 import time
@@ -150,14 +150,14 @@ def _dead(seen: Sequence[Observation]) -> Verdict | None:
     if not dead:
         return None
     aborted = -6
-    innocent = (aborted, GroupLostError.exit_code)
-    others = [each for each in dead if each.code not in innocent]
+    consequences = (aborted, GroupLostError.exit_code)
+    others = [each for each in dead if each.code not in consequences]
     killed = [each for each in others if each.code is not None and each.code < 0]
-    guilty = next(iter(killed or others or dead))
-    assert guilty.code is not None
-    if guilty.code < 0:
-        return _verdict("killed", guilty, f"was ended by {ending(guilty.code)}")
-    return _verdict("failed", guilty, f"ended with {ending(guilty.code)}")
+    faulty = next(iter(killed or others or dead))
+    assert faulty.code is not None
+    if faulty.code < 0:
+        return _verdict("killed", faulty, f"was ended by {ending(faulty.code)}")
+    return _verdict("failed", faulty, f"ended with {ending(faulty.code)}")
 
 
 def _stopped(seen: Sequence[Observation]) -> Verdict | None:

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from tests.integration.cluster.conftest import CHANGES
 from tests.integration.train.conftest import COMMAND
 
 from fornax.checkpoint import Checkpointer
 from fornax.cluster import read_status
+from fornax.config.jsonl import read_json_lines
 
 pytestmark = [pytest.mark.slow]
 
@@ -111,7 +114,7 @@ def test_what_cannot_be_launched_or_drilled_is_refused(tmp_path: Path):
     for words, said in (
         (["launch"], "no command is named"),
         (["launch", "--", "serve", "DIR"], "serve is launched with --replicas"),
-        (["launch", "--", "train", "--config", "x.yaml"], "add --run-dir DIR"),
+        (["launch", "--", "train", "--config", "x.yaml"], "x.yaml cannot be read"),
         (["launch", "--hosts", "0", "--", "train", "--run-dir", "r"], "must be 1 or more"),
         (["launch", "--hosts", "4..3", "--", "train", "--run-dir", "r"], "from fewer to more"),
         (["launch", "--engine", "slurm", "--", "train"], "engine"),
@@ -146,6 +149,26 @@ def text_data(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
+def test_a_run_without_a_directory_goes_where_the_command_alone_would_write(
+    environment: dict[str, str], settings: dict[str, Any], tmp_path: Path
+):
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**settings, **CHANGES, "steps": 2}))
+    words = ["launch", "--no-spares", "--", "train", "--config", "mine.yaml"]
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMAND, *words],
+        env={**environment, "JAX_PLATFORMS": "cpu"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    run_dir = tmp_path / "runs" / "mine"
+    assert [each["step"] for each in read_json_lines(run_dir / "metrics.jsonl")] == [1, 2]
+    assert (run_dir / "cluster" / "rank-1.log").is_file()
+    assert read_status(run_dir).state == "ended"
+
+
 @pytest.mark.fault
 def test_data_workers_make_the_batches_of_the_hosts_themselves(
     launch: Any, settings: dict[str, Any], tmp_path: Path
@@ -160,7 +183,8 @@ def test_data_workers_make_the_batches_of_the_hosts_themselves(
     assert [worker.number for worker in seen] == [0, 1]
     assert sum(worker.records for worker in seen) > 0
     said = fornax("launch", "drill", str(run.run_dir), "--kill", "data:1")
-    assert said.stdout.startswith("killed data 1, process"), said
+    assert said.stdout.startswith("kill data 1, process"), said
+    assert "another took its place after" in said.stdout
     run.wait_for_event(lambda e: e.get("data") == 1 and "another takes" in e.get("why", ""))
     code, output = run.finish()
     assert code == 0, output

@@ -272,16 +272,16 @@ def test_fifty_random_faults_change_no_number(launch: Any):
     settings: dict[str, Any] = {"steps": 700, "save_every": 50, **LARGER}
     run = launch("stormy", hosts=4, flags=SAVED_EACH_STEP, **settings)
     run.wait_for_step(0, 2)
-    weathered = []
+    outcomes = []
     for each in storm(run.run_dir, 50, seed=15):
         logging.getLogger(__name__).info("%s", each)
         assert not each.over, each
-        weathered.append(each)
+        outcomes.append(each)
     code, output = run.finish(1800)
     assert code == 0, output
-    replaced = [(each.verdict, each.rank) for each in weathered if each.fault != "slow"]
+    replaced = [(each.verdict, each.rank) for each in outcomes if each.fault != "slow"]
     assert run.faults() == replaced
-    assert {each.fault for each in weathered} == set(STORM)
+    assert {each.fault for each in outcomes} == set(STORM)
     calm = launch("calm", hosts=4, flags=("--no-spares",), **settings)
     code, output = calm.finish(1800)
     assert code == 0, output

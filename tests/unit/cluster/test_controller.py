@@ -1,5 +1,6 @@
 """The controller with real agents, workers and faults; the workers compute nothing."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 
 from fornax.cli.main import main
 from fornax.cluster import Job, Limits, drill, read_status
+from fornax.cluster.beside import Beside
+from fornax.cluster.beside_process import DATA_WORKER
 from fornax.cluster.controller import Controller
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import LocalLauncher
@@ -28,7 +31,12 @@ class Run:
     """A launch of `ranks.py` in this process; `when` runs beside it."""
 
     def __init__(
-        self, folder: Path, steps: int = 60, spare: bool = False, name: str = "run"
+        self,
+        folder: Path,
+        steps: int = 60,
+        spare: bool = False,
+        name: str = "run",
+        data_workers: int = 0,
     ) -> None:
         self.folder, self.files = folder, ClusterFiles(folder / name)
         self.files.directory.mkdir(parents=True, exist_ok=True)
@@ -40,7 +48,23 @@ class Run:
             limits=Limits(stall=1.0, leave=0.5, lease=6.0),
         )
         launcher = LocalLauncher(files=self.files, spare=spare, imports=("ranks",))
-        self.controller = Controller(job, self.files, launcher, announce=self.said.append)
+        beside = Beside(
+            files=self.files,
+            role=DATA_WORKER,
+            count=data_workers,
+            launcher=launcher,
+            order={},
+            announce=self.said.append,
+            stall=1.0,
+        )
+        self.close = beside.close
+        self.controller = Controller(
+            job,
+            self.files,
+            launcher,
+            announce=self.said.append,
+            tick=lambda step: beside.check(),
+        )
 
     def code(self, *when: tuple[int, Callable[[], object]]) -> int:
         """Run to the end; each of `when` is called once rank 1 has entered a step."""
@@ -197,6 +221,63 @@ def test_drills_are_followed_to_their_ends(
         *("kill 0", "stop 2", "lose 1", "preempt 0")
     ]
     assert not [line for line in lines if "verdict" in line or "steps later" in line]
+
+
+def test_a_drill_of_a_data_worker_is_followed_before_that_of_a_rank(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = Run(folder, steps=100_000, data_workers=2)
+    words = ["launch", "drill", str(run.files.run_dir), "--kill", "data:1", "--stop", "2"]
+    codes: list[int] = []
+
+    def user() -> None:
+        codes.append(main(words))
+        run.controller.stop()
+
+    with run.files.held(), contextlib.closing(run):
+        assert run.code((10, user)) == 143, run.said
+    assert codes == [0]
+    data, rank = capsys.readouterr().out.splitlines()
+    assert data.startswith("kill data 1, process ")
+    assert "another took its place after" in data
+    assert rank.startswith("stop 2 at step ")
+    assert run.faults() == [("stopped", 2)]
+    events = read_json_lines(run.files.events)
+    order = [n for n, e in enumerate(events) if "drill" in e or "another takes" in e.get("why", "")]
+    killed, replaced, stopped = (events[n] for n in order)
+    assert (killed["drill"], killed["data"]) == ("kill", 1)
+    assert replaced["data"] == 1
+    assert (stopped["drill"], stopped["rank"]) == ("stop", 2)
+
+
+def test_events_are_followed_while_a_run_goes_on(folder: Path):
+    run = Run(folder, steps=100_000)
+    code = "import sys; from fornax.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = [code, "launch", "events", str(run.files.run_dir), "--follow"]
+    lines: list[str] = []
+
+    def user() -> None:
+        with subprocess.Popen([sys.executable, "-c", *words], stdout=-1, text=True) as following:
+            assert following.stdout is not None
+            for line in following.stdout:
+                lines.append(line)
+                if "epoch 1  running: " in line:  # it is there, and the run goes on
+                    drill(run.files.run_dir, "kill", 0)
+                if "epoch 2  running: " in line:
+                    run.controller.stop()
+        codes.append(following.returncode)
+
+    codes: list[int] = []
+    with run.files.held():
+        follower = threading.Thread(target=user, daemon=True)
+        assert run.code((10, follower.start)) == 143, run.said
+        follower.join(60)
+    assert codes == [0]
+    said = [line.split("  ", 1)[1] for line in lines]
+    assert said[0].startswith("epoch 1  forming: 3 hosts")
+    assert any(line.startswith("epoch 1  drill: kill rank 0") for line in said)
+    assert any(line.startswith("epoch 1  teardown: ") for line in said)
+    assert said[-1].startswith("epoch 2  ended: exit code 143")
 
 
 def test_others_are_ready_before_hosts_that_are_to_go_are_left(folder: Path):

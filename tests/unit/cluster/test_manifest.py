@@ -22,7 +22,8 @@ SCHEMAS = Path(__file__).parent / "schemas"
 CONFIG = "steps: 20\nmesh: {fsdp: -1}\n"
 TOPOLOGIES = [(16, "v5p:4x4x4"), (8, "2*v6e:4x4"), (1, "v5e:2x4"), (4, "h100:4x8")]
 
-# SkyPilot's task schema: the fields that sky.Task.from_yaml reads, as far as manifests go.
+# The fields that manifests use, with their names and types in SkyPilot 0.14.1's schemas of tasks,
+# resources and storage (sky/utils/schemas.py), which take more types for some of them.
 SKYPILOT: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
@@ -68,7 +69,11 @@ SKYPILOT: dict[str, Any] = {
                 ]
             },
         },
-        "envs": {"type": "object", "additionalProperties": {"type": "string"}},
+        "envs": {
+            "type": "object",
+            "patternProperties": {"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}},
+            "additionalProperties": False,
+        },
         "setup": {"type": "string"},
         "run": {"type": "string"},
     },

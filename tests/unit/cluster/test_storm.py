@@ -5,22 +5,22 @@ from typing import Any
 
 import pytest
 
-from fornax.cluster import Weathered
+from fornax.cluster import DrillOutcome
 from fornax.cluster.storm import LIMITS
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "recovery.md"
 
 
-def weathered(**changes: Any) -> Weathered:
-    of = {"fault": "kill", "rank": 1, "step": 40, "verdict": "killed", "guilty": 1, "named": 0.4}
-    return Weathered(**{**of, "stepped": 2.0, "steps": 0, "again": 3, **changes})
+def outcome(**changes: Any) -> DrillOutcome:
+    of = {"fault": "kill", "rank": 1, "step": 40, "verdict": "killed", "faulty": 1, "named": 0.4}
+    return DrillOutcome(**{**of, "stepped": 2.0, "steps": 0, "again": 3, **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "over", "late"),
     [
         ({}, "", ""),
-        ({"guilty": 2}, "the verdict is killed of rank 2", ""),
+        ({"faulty": 2}, "the verdict is killed of rank 2", ""),
         ({"verdict": "group"}, "the verdict is group of rank 1", ""),
         ({"steps": 2}, "named 2 steps later, limit 1", ""),
         ({"named": 1.1}, "", "named after 1.1 s, limit 1 s"),
@@ -30,7 +30,7 @@ def weathered(**changes: Any) -> Weathered:
     ],
 )
 def test_what_is_over_a_limit_is_said(changes: dict[str, Any], over: str, late: str):
-    found = weathered(**changes)
+    found = outcome(**changes)
     assert "; ".join(found.over) == over
     assert "; ".join(found.late) == late
     ending = f"OVER: {over or late}" if over or late else "within its limits"

@@ -25,68 +25,68 @@ def rank(number: int, **facts: object) -> Observation:
     return replace(usual, **facts)
 
 
-def guilty(*seen: Observation, steps: tuple[float, ...] = (0.1, 0.1)) -> tuple | None:
+def faulty(*seen: Observation, steps: tuple[float, ...] = (0.1, 0.1)) -> tuple | None:
     verdict = judge(seen, LIMITS, steps)
     return None if verdict is None else (verdict.kind, verdict.rank)
 
 
 def test_nothing_is_wrong_with_those_that_work_or_are_done():
-    assert guilty(rank(0), rank(1)) is None
-    assert guilty(rank(0, code=0), rank(1)) is None
-    assert guilty(rank(0, code=143), rank(1, code=143)) is None
+    assert faulty(rank(0), rank(1)) is None
+    assert faulty(rank(0, code=0), rank(1)) is None
+    assert faulty(rank(0, code=143), rank(1, code=143)) is None
 
 
 def test_the_killed_one_is_at_fault_and_not_those_that_end_because_of_it():
-    assert guilty(rank(1, code=1), rank(0, code=-6), rank(2, code=-9)) == ("killed", 2)
-    assert guilty(rank(1, code=1), rank(0, code=2)) == ("failed", 1)
+    assert faulty(rank(1, code=1), rank(0, code=-6), rank(2, code=-9)) == ("killed", 2)
+    assert faulty(rank(1, code=1), rank(0, code=2)) == ("failed", 1)
 
 
 def test_an_abort_after_an_error_is_the_errors_doing():
     """jax's client aborts in C++ when a peer is gone."""
-    assert guilty(rank(1, code=1), rank(0, code=-6)) == ("failed", 1)
-    assert guilty(rank(0, code=-6), rank(1)) == ("killed", 0)
+    assert faulty(rank(1, code=1), rank(0, code=-6)) == ("failed", 1)
+    assert faulty(rank(0, code=-6), rank(1)) == ("killed", 0)
 
 
 def test_those_that_only_lost_another_are_never_at_fault_before_it():
-    assert guilty(rank(0, code=75), rank(1, code=-9)) == ("killed", 1)
-    assert guilty(rank(0, code=75), rank(1, code=1)) == ("failed", 1)
-    assert guilty(rank(0, left=True), rank(1, code=2)) == ("failed", 1)
-    assert guilty(rank(0, left=True), rank(1, stopped=1.5)) == ("stopped", 1)
-    assert guilty(rank(0), rank(1, left=True)) == ("group", 1)
+    assert faulty(rank(0, code=75), rank(1, code=-9)) == ("killed", 1)
+    assert faulty(rank(0, code=75), rank(1, code=1)) == ("failed", 1)
+    assert faulty(rank(0, left=True), rank(1, code=2)) == ("failed", 1)
+    assert faulty(rank(0, left=True), rank(1, stopped=1.5)) == ("stopped", 1)
+    assert faulty(rank(0), rank(1, left=True)) == ("group", 1)
 
 
 def test_a_stopped_one_is_at_fault_after_a_second():
     waiting = rank(0, unchanged=3.0)
-    assert guilty(waiting, rank(1, stopped=0.5, silent=0.5, unchanged=3.0)) is None
-    assert guilty(waiting, rank(1, stopped=1.2, silent=1.2, unchanged=3.0)) == ("stopped", 1)
+    assert faulty(waiting, rank(1, stopped=0.5, silent=0.5, unchanged=3.0)) is None
+    assert faulty(waiting, rank(1, stopped=1.2, silent=1.2, unchanged=3.0)) == ("stopped", 1)
 
 
 def test_one_whose_heart_stands_still_holds_its_interpreter():
-    assert guilty(rank(0, unchanged=2.5), rank(1, silent=2.1)) == ("frozen", 1)
-    assert guilty(rank(0, unchanged=2.5), rank(1, silent=1.9)) is None
+    assert faulty(rank(0, unchanged=2.5), rank(1, silent=2.1)) == ("frozen", 1)
+    assert faulty(rank(0, unchanged=2.5), rank(1, silent=1.9)) is None
 
 
 def test_one_that_waits_for_data_while_others_wait_in_the_step():
     late = rank(1, phase="wait_for_data", unchanged=2.5)
-    assert guilty(rank(0, unchanged=2.4), late) == ("stuck", 1)
-    assert guilty(rank(0, phase="wait_for_data", unchanged=2.4), late) is None
+    assert faulty(rank(0, unchanged=2.4), late) == ("stuck", 1)
+    assert faulty(rank(0, phase="wait_for_data", unchanged=2.4), late) is None
 
 
 def test_slow_steps_make_the_limit_longer():
     late = rank(1, phase="wait_for_data", unchanged=4.0)
-    assert guilty(rank(0, unchanged=4.0), late, steps=(1.0, 1.0)) is None
-    assert guilty(rank(0, unchanged=4.0), late, steps=(0.5, 0.5)) == ("stuck", 1)
+    assert faulty(rank(0, unchanged=4.0), late, steps=(1.0, 1.0)) is None
+    assert faulty(rank(0, unchanged=4.0), late, steps=(0.5, 0.5)) == ("stuck", 1)
 
 
 @pytest.mark.parametrize("phase", ["compile", "checkpoint", "restore", "evaluate", "start"])
 def test_slow_phases_have_their_own_limit(phase: str):
-    assert guilty(rank(0, unchanged=50.0), rank(1, phase=phase, unchanged=50.0)) is None
-    assert guilty(rank(0, unchanged=50.0), rank(1, phase=phase, unchanged=101.0)) == ("stuck", 1)
+    assert faulty(rank(0, unchanged=50.0), rank(1, phase=phase, unchanged=50.0)) is None
+    assert faulty(rank(0, unchanged=50.0), rank(1, phase=phase, unchanged=101.0)) == ("stuck", 1)
 
 
 def test_when_all_wait_in_one_step_the_last_to_enter_is_named():
-    assert guilty(rank(0, unchanged=59.0), rank(1, unchanged=59.0)) is None
-    assert guilty(rank(0, unchanged=61.0), rank(1, unchanged=61.0)) == ("waiting", 1)
+    assert faulty(rank(0, unchanged=59.0), rank(1, unchanged=59.0)) is None
+    assert faulty(rank(0, unchanged=61.0), rank(1, unchanged=61.0)) == ("waiting", 1)
 
 
 def test_a_verdict_says_who_where_and_what():
@@ -103,7 +103,7 @@ def test_a_message_comes_back_as_it_was_sent():
 
 
 def test_who_is_to_go_is_no_fault_until_all_have_saved():
-    assert guilty(rank(0), rank(1, preempted=True)) is None
-    assert guilty(rank(0, code=143, left=True), rank(1, code=143, preempted=True)) is None
+    assert faulty(rank(0), rank(1, preempted=True)) is None
+    assert faulty(rank(0, code=143, left=True), rank(1, code=143, preempted=True)) is None
     verdict = departed(rank(1, code=143, preempted=True), "all left at one step", slow=False)
     assert (verdict.kind, verdict.rank) == ("preempted", 1)

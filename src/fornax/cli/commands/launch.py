@@ -12,6 +12,7 @@ from tyro.conf import arg
 
 from fornax.cli.arguments import NO_DEFAULT
 from fornax.config import ConfigError
+from fornax.config.run_paths import default_run_dir
 
 if TYPE_CHECKING:
     from fornax.cluster.ray_engine import RayEngine
@@ -24,15 +25,15 @@ _PROGRAM = "fornax.cli.main:main"
 class Arguments:
     """Run a command as several processes, one a host, and go on after a fault.
 
-    The words after -- are a command, train or tune, with its run directory; each process is one
-    host of its run. One that dies, stops or hangs is named, and all go on from memory or the newest
+    The words after -- are a command, train or tune, as for one process; each process is one host
+    of its run. One that dies, stops or hangs is named, and all go on from memory or the newest
     checkpoint, to the same losses. Ctrl-C and SIGTERM save and stop; the same command resumes.
     Logs are in RUN/cluster, events in RUN/events.jsonl; those of a slice in RUN/slice-K.
 
     examples:
       fornax launch --hosts 4 -- train --config recipes/stdlib.yaml --run-dir runs/four
       fornax launch --slices 2 -- train --config run.yaml --diloco.sync-every 50 --run-dir runs/two
-      fornax launch --engine ray --hosts 3..8 -- train --config run.yaml --run-dir runs/ray
+      fornax launch --engine ray --hosts 3..8 -- train --config run.yaml
       fornax launch --hosts 2 --samplers 2 -- tune grpo --model DIR --data p.jsonl --reward r.py:f
       fornax launch status runs/four        (also events, drill, resize, rolling-restart)
       fornax launch --replicas 3 -- serve DIR --port 8000
@@ -93,8 +94,9 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
         raise ConfigError(f"--stall-limit {stall_limit:g} must be 1 or more")
     if arguments.data_workers is not None:
         _check_data_workers(arguments.data_workers, words)
+    words, run_dir = _with_run_dir(words)
     if arguments.slices is not None:
-        return _slices(arguments.slices, arguments, words)
+        return _slices(arguments.slices, arguments, words, run_dir)
     if arguments.samplers is not None:
         _check_samplers(arguments.samplers, arguments, words)
     job = Job(
@@ -105,7 +107,6 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
         mtbf=parse_time("mtbf", arguments.mtbf or "24h"),
         slow=arguments.slow or "report",
     )
-    run_dir = _run_dir(words)
     bar = None
     if sys.stderr.isatty():
         from fornax.train.progress import Bar
@@ -197,7 +198,7 @@ def _ray(arguments: Arguments) -> "Callable[[int], RayEngine]":
     )
 
 
-def _slices(count: int, arguments: Arguments, words: Sequence[str]) -> int:
+def _slices(count: int, arguments: Arguments, words: Sequence[str], run_dir: Path) -> int:
     from fornax.cluster import launch_slices
 
     if count < 1:
@@ -209,7 +210,7 @@ def _slices(count: int, arguments: Arguments, words: Sequence[str]) -> int:
     return launch_slices(
         _PROGRAM,
         lambda directory: ["launch", *_flags(arguments), "--", *_moved(words, directory)],
-        _run_dir(words),
+        run_dir,
         count,
     )
 
@@ -253,27 +254,38 @@ def _method(words: Sequence[str]) -> str:
     return words[1]
 
 
-def _run_dir(words: Sequence[str]) -> Path:
-    """The run directory that the command names.
+def _with_run_dir(words: Sequence[str]) -> tuple[list[str], Path]:
+    """The command with its run directory named, its own default where it names none; and that.
 
     Raises:
-      ConfigError: for a command that cannot be launched, or that names none.
+      ConfigError: for a command that cannot be launched, or whose config is not there.
     """
     if not words or words[0] not in _LAUNCHED:
         what = f"{words[0]} cannot be launched" if words else "no command is named"
         raise ConfigError(
             f"{what}; fornax launch runs {', '.join(_LAUNCHED)}, written after two dashes: fornax "
-            "launch --hosts 4 -- train --config run.yaml --run-dir runs/four; and serve and host "
-            "with --replicas"
+            "launch --hosts 4 -- train --config run.yaml; and serve and host with --replicas"
         )
-    wanted = "--out" if words[0] == "tune" else "--run-dir"
+    config = _value(words, "--config")
+    if config is not None and not Path(config).is_file():
+        raise ConfigError(f"the config file {config} cannot be read: no such file; check the path")
+    if words[0] == "tune":
+        verb, flag, default = words[:2], "--out", default_run_dir(_method(words))
+    else:
+        verb, flag, default = words[:1], "--run-dir", default_run_dir("train", config)
+    named = _value(words, flag)
+    if named is not None:
+        return list(words), Path(named)
+    return [*verb, flag, str(default), *words[len(verb) :]], default
+
+
+def _value(words: Sequence[str], wanted: str) -> str | None:
+    """What a flag of the launched command says; None where it is not there."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, inline, value = word.partition("=")
-        if flag.replace("_", "-") == wanted and (value or following):
-            return Path(value if inline else following)
-    if words[0] == "tune":
-        return Path("runs") / _method(words)
-    raise ConfigError(
-        "the launched command names no run directory, where logs and events go; add --run-dir DIR "
-        "to it"
-    )
+        if flag.replace("_", "-") == wanted:
+            found = value if inline else following
+            if not found or found.startswith("--"):
+                raise ConfigError(f"{wanted} needs a value; write {wanted}=PATH")
+            return found
+    return None

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -14,16 +14,11 @@ from fornax.config import ConfigError
 
 if TYPE_CHECKING:
     from fornax.cluster.drill import Fault
+    from fornax.cluster.storm import Target
 
 _FOLLOW_SECONDS = 0.2
-_DONE: dict["Fault", str] = {
-    "kill": "killed",
-    "stop": "stopped",
-    "lose": "lost the host of",
-    "slow": "slowed down, until it was named or gone,",
-    "partition": "cut off",
-    "preempt": "preempted",
-}
+_FAULTS: tuple["Fault", ...] = ("kill", "stop", "lose", "slow", "partition", "preempt")
+_DONE = {"kill": "killed", "stop": "stopped"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,8 +114,9 @@ class DrillArguments:
 class ResizeArguments:
     """Let a launched training run go on with another number of hosts, and wait until it does.
 
-    All finish a step and save it; a group of so many goes on from there within the same launch,
-    with the same global batches. Of a run with --hosts 3..8 it is the most that it takes.
+    All finish a step and keep it in their agents' memory; a group of so many goes on from there
+    within the same launch, with the same global batches. Of a run with --hosts 3..8 it is the most
+    that it takes.
 
     example:
       fornax launch resize runs/four --hosts 3
@@ -252,10 +248,10 @@ def _resize(arguments: ResizeArguments) -> int:
 
 def _drill(arguments: DrillArguments) -> int:
     run_dir = _named(arguments.run_dir)
-    asked = {fault: getattr(arguments, fault) for fault in _DONE}
+    asked = {fault: getattr(arguments, fault) for fault in _FAULTS}
     named = {fault: rank for fault, rank in asked.items() if rank is not None}
     if bool(named) == (arguments.storm is not None):
-        flags = ", ".join(f"--{fault} RANK" for fault in _DONE)
+        flags = ", ".join(f"--{fault} RANK" for fault in _FAULTS)
         raise ConfigError(
             f"a drill is named faults or a storm; write one of {flags}, several of them, or "
             "--storm N alone"
@@ -265,34 +261,30 @@ def _drill(arguments: DrillArguments) -> int:
     serves = _serves(run_dir)
     if arguments.storm is not None:
         return _storm(run_dir, arguments.storm, arguments.seed or 0, serves=serves)
-    targets = {fault: _target(fault, target) for fault, target in named.items()}
-    ranks = {fault: number for fault, (whom, number) in targets.items() if whom == "rank"}
-    if not serves and len(ranks) == len(targets):
-        from fornax.cluster import drills
+    faults = [(fault, *_target(fault, target)) for fault, target in named.items()]
+    if serves:
+        return _drill_replicas(run_dir, faults)
+    from fornax.cluster import drills
 
-        for weathered in drills(run_dir, ranks.items()):
-            _say(str(weathered))
-        return 0
-    for fault, (whom, number) in targets.items():
-        if fault not in ("kill", "stop"):
-            raise ConfigError(f"--{fault} is for ranks; what else there is has --kill and --stop")
-        if whom != "rank":
-            from fornax.cluster.drill import drill_beside
-
-            pid = drill_beside(run_dir, fault, whom, number)
-        elif serves:
-            from fornax.cluster.routing import drill_replica
-
-            pid, whom = drill_replica(run_dir, fault, number), "replica"
-        else:
-            from fornax.cluster import drill
-
-            pid = drill(run_dir, fault, number)
-        _say(f"{_DONE[fault]} {whom} {number}, process {pid}")
+    for outcome in drills(run_dir, faults):
+        _say(str(outcome))
     return 0
 
 
-def _target(fault: str, target: str | int) -> tuple[Literal["rank", "sampler", "data"], int]:
+def _drill_replicas(run_dir: Path, faults: "Sequence[tuple[Fault, Target, int]]") -> int:
+    from fornax.cluster.routing import drill_replica
+
+    for fault, target, _ in faults:
+        if fault not in ("kill", "stop") or target != "rank":
+            what = f"--{fault}" if target == "rank" else f"--{fault} {target}"
+            raise ConfigError(f"{what} is for training; a replica has --kill N and --stop N")
+    for fault, _, number in faults:
+        pid = drill_replica(run_dir, fault, number)
+        _say(f"{_DONE[fault]} replica {number}, process {pid}")
+    return 0
+
+
+def _target(fault: str, target: str | int) -> "tuple[Target, int]":
     """What is meant, and its number."""
     role, colon, number = str(target).rpartition(":")
     for known in ("sampler", "data"):
@@ -308,8 +300,8 @@ def _storm(run_dir: Path, count: int, seed: int, *, serves: bool) -> int:
         raise ConfigError(f"--storm {count} is 1 or more faults, and for training runs")
     from fornax.cluster import storm
 
-    for number, weathered in enumerate(storm(run_dir, count, seed), start=1):
-        _say(f"{number}/{count}  {weathered}")
+    for number, outcome in enumerate(storm(run_dir, count, seed), start=1):
+        _say(f"{number}/{count}  {outcome}")
     return 0
 
 

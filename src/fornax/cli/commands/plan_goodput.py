@@ -92,7 +92,7 @@ _SOURCES = {
     "store": "assumed, 200 Gbit/s; look at your bucket's quota",
     "store_interval": "assumed: traffic is paid",
     "detection": "limit of the stall drill",
-    "recovery": "limit of the kill drill on CPU; 5.2 to 6.2 s were measured there",
+    "recovery": "limit of the kill drill on CPU; 2.2 s were measured there",
     "compile": "in recovery",
     "repair": "assumed",
 }

@@ -9,6 +9,7 @@ from tyro.conf import arg
 
 from fornax.cli.configured import ConfigArguments, read_config
 from fornax.config import ConfigError
+from fornax.config.run_paths import default_run_dir
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,7 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Train; 0 when the run is done, 128 + signal when it was asked to stop."""
     from fornax.train import TrainConfig
 
-    run_dir = arguments.run_dir or Path("runs") / (
-        arguments.config.stem if arguments.config else "train"
-    )
+    run_dir = arguments.run_dir or default_run_dir("train", arguments.config)
     from fornax.train import RunDirectory, train
 
     saved = RunDirectory(run_dir).config

@@ -10,6 +10,7 @@ from tyro.conf import arg
 
 from fornax.cli.configured import ConfigArguments, read_config
 from fornax.config import ConfigError
+from fornax.config.run_paths import default_run_dir
 from fornax.tune.methods import METHODS, Method
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Tune:
         from fornax.train import RunDirectory
 
         name = self.method.name
-        out = arguments.out or Path("runs") / name
+        out = arguments.out or default_run_dir(name)
         saved = RunDirectory(out).config
         known = saved if saved.is_file() and arguments.config is None else None
         if not (arguments.config or known or overrides or arguments.help_config):

@@ -6,13 +6,10 @@ and Ray (`ray_replicas.py`).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.replica_process import Ended, ReplicaProcess, free_ports
-from fornax.config import environment
-from fornax.config.errors import ClusterError
 
 __all__ = [
     "Handle",
@@ -20,7 +17,6 @@ __all__ = [
     "Placer",
     "ProcessGroup",
     "Program",
-    "device_variables",
     "group_variables",
 ]
 
@@ -230,45 +226,3 @@ class ProcessGroup:
     def stacks(self) -> str:
         """See `Handle`."""
         return self._processes[0].stacks()
-
-
-def device_variables(replicas: int, each: int, hosts: int = 1) -> list[list[dict[str, str | None]]]:
-    """What each process of each replica needs in its environment to have GPUs of its own.
-
-    Args:
-      each: GPUs of a replica; 0: an equal share of all.
-      hosts: processes of a replica, which divide its GPUs evenly.
-
-    Raises:
-      ClusterError: when there are too few, or the accelerators are TPUs.
-    """
-    plain: list[list[dict[str, str | None]]] = [[{} for _ in range(hosts)] for _ in range(replicas)]
-    if environment.only_cpu():
-        return plain
-    for path in ("/dev/accel0", "/dev/vfio/0"):
-        if Path(path).exists() and replicas * hosts > 1:
-            raise ClusterError(
-                f"this machine has TPUs ({path}), of which one process takes all; launch one "
-                "replica a host, or set JAX_PLATFORMS=cpu to run them on its cores"
-            )
-    gpus = environment.visible_gpus()
-    if not gpus:
-        return plain
-    each = each or max(1, len(gpus) // replicas)
-    if replicas * each > len(gpus):
-        raise ClusterError(
-            f"{replicas} replicas of {each} GPUs need {replicas * each}, and this machine has "
-            f"{len(gpus)} ({', '.join(gpus)}); launch fewer replicas, divide each over fewer GPUs, "
-            "or set JAX_PLATFORMS=cpu to run them on its cores"
-        )
-    if each % hosts:
-        raise ClusterError(
-            f"{each} GPUs of a replica cannot be divided over {hosts} processes; give it a number "
-            "of GPUs that --hosts divides: of serve, --tensor-parallel-size"
-        )
-    part = each // hosts
-    shares = [gpus[first * part : (first + 1) * part] for first in range(replicas * hosts)]
-    found: list[dict[str, str | None]] = [
-        {"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares
-    ]
-    return [found[number * hosts : (number + 1) * hosts] for number in range(replicas)]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvloop
 
+from fornax.cluster.devices import device_variables
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.ray_engine import RayEngine
 from fornax.cluster.routing.changes import Changes
@@ -21,7 +22,7 @@ from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import ReplicaPool, RoutingConfig
 from fornax.cluster.routing.proxy import Proxy, client_session
 from fornax.cluster.routing.ray_replicas import RayReplicas
-from fornax.cluster.routing.replica import LocalReplicas, Placer, Program, device_variables
+from fornax.cluster.routing.replica import LocalReplicas, Placer, Program
 from fornax.cluster.routing.service import Service
 from fornax.cluster.routing.supervisor import Events, Supervisor
 from fornax.config.errors import ConfigError

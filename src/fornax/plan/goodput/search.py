@@ -69,7 +69,7 @@ class GoodputPlan:
     intervals: Sequence[Outcome]
     """The chosen tiers at other intervals."""
     spares: Sequence[Outcome]
-    """The chosen tiers and interval with other numbers of spares."""
+    """The chosen tiers and interval with more and more spares, until no more can pay."""
     minutely: Outcome
     """A snapshot in memory, at a peer and to the store as often as allowed, each minute."""
 
@@ -120,8 +120,11 @@ def plan_goodput(
     if steps is None:
         near = [outcome(p) for p in _neighbours(run, best.policy, store_interval)]
         best = max(near, key=lambda one: one.goodput.mean)
-    numbers = _spares(run) if spares is None else [spares]
-    counts = [outcome(replace(best.policy, spares=number)) for number in numbers]
+    counts: list[Outcome] = []
+    for number in _spares(run) if spares is None else [spares]:
+        if counts and best.goodput.mean * _share(run, number) <= max(c.effective for c in counts):
+            break  # not even spares that are always there would pay for so many
+        counts.append(outcome(replace(best.policy, spares=number)))
     minute = ("memory", "peer", "store") if run.hosts > 1 else ("memory", "store")
     return GoodputPlan(
         run=run,
@@ -186,24 +189,30 @@ def _simplest(found: Sequence[Outcome]) -> Outcome:
     return next(one for one in found if one.goodput.mean >= best - _CLOSE)
 
 
-def _repairing(run: RunSpec) -> float:
-    """Hosts under repair at a time, on average."""
-    lost = run.rates.get("host", 0.0) + run.slice_hosts * run.rates.get("slice", 0.0)
-    return lost * run.repair
+def _repairing(run: RunSpec) -> tuple[float, float]:
+    """Single hosts and whole slices under repair at a time, on average; each is Poisson's."""
+    return run.rates.get("host", 0.0) * run.repair, run.rates.get("slice", 0.0) * run.repair
 
 
 def _plenty(run: RunSpec) -> int:
     """Spares that practically never run out: four slices and 6 deviations over the mean."""
-    mean = _repairing(run)
-    return math.ceil(mean + 6 * math.sqrt(mean) + 4 * run.slice_hosts)
+    hosts, slices = _repairing(run)
+    mean, variance = hosts + run.slice_hosts * slices, hosts + run.slice_hosts**2 * slices
+    return math.ceil(mean + 6 * math.sqrt(variance) + 4 * run.slice_hosts)
 
 
 def _spares(run: RunSpec) -> list[int]:
-    """Numbers of spares worth a look: single hosts, then whole slices besides."""
-    mean = run.rates.get("host", 0.0) * run.repair
+    """Numbers of spares worth a look, in order: single hosts, then whole slices besides."""
+    mean, _ = _repairing(run)
     single = {math.ceil(mean + k * math.sqrt(mean)) for k in (0, 1, 2, 3, 4)}
-    slices = {number + k * run.slice_hosts for k in (0, 1, 2) for number in single}
+    most = math.ceil(_plenty(run) / run.slice_hosts)
+    slices = {number + k * run.slice_hosts for k in range(most + 1) for number in single}
     return sorted({0, *slices})
+
+
+def _share(run: RunSpec, spares: int) -> float:
+    """The share of the hosts that are no spares."""
+    return run.hosts / (run.hosts + spares)
 
 
 def _outcome(
@@ -215,7 +224,7 @@ def _outcome(
     return Outcome(
         policy=policy,
         goodput=goodput,
-        effective=goodput.mean * run.hosts / (run.hosts + policy.spares),
+        effective=goodput.mean * _share(run, policy.spares),
         closed_form=closed_form(run, policy),
         causes={cause: float(share.mean()) for cause, share in shares.items()},
         tiers={k: restoring_tier(run, policy, k)[0] for k in KINDS if run.rates.get(k)},

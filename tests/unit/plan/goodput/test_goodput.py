@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -300,6 +301,22 @@ def test_memory_each_minute_loses_on_64_hosts_and_wins_on_4096():
         best = max(plan.spares, key=lambda one: one.effective)
         assert plan.chosen.policy.spares == best.policy.spares
     assert plans[4096].chosen.policy.spares > 0
+
+
+def test_spares_are_added_until_no_more_pay():
+    """Slices that fail ten times as often: several are under repair at a time."""
+    run = large(8192)
+    run = dataclasses.replace(run, rates={**run.rates, "slice": 40 * run.rates["slice"]})
+    flags: dict[str, Any] = {"horizon": 10 * DAY, "seeds": 2, "store_interval": 600.0}
+    plan = plan_goodput(run, **flags)
+    chosen = plan.chosen
+    policy = {"tiers": tuple(chosen.policy.every), "interval": chosen.policy.steps * run.step}
+    assert chosen.policy.spares > 4 * run.slice_hosts
+    assert chosen.goodput.mean > 0.85
+    for spares in range(0, 2 * chosen.policy.spares, run.slice_hosts):
+        other = plan_goodput(run, **flags, **policy, spares=spares).chosen
+        assert other.effective <= chosen.effective
+        assert spares > chosen.policy.spares or other.goodput.mean <= chosen.goodput.mean
 
 
 def test_what_is_given_is_kept():
