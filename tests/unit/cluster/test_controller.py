@@ -231,6 +231,8 @@ def test_a_drill_of_a_data_worker_is_followed_before_that_of_a_rank(
     codes: list[int] = []
 
     def user() -> None:
+        while not all(each.pid for each in read_status(run.files.run_dir).data_workers):
+            time.sleep(0.01)
         codes.append(main(words))
         run.controller.stop()
 
