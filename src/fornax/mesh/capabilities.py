@@ -87,7 +87,8 @@ ACROSS: Mapping[str, CrossingSupport] = {
     ),
     "stage": CrossingSupport(
         "layers, `slice` x `stage` stages of a pipeline; the batch outside them",
-        "what stages pass on; gradients of embeddings, final norm and output projection",
+        "what stages pass on; gradients of embeddings, final norm and output projection; with "
+        "`pipeline.repeats`, parts of the layers",
         ("train", "plan", "preflight"),
         {"layers": ("slice", "stage")},
         "set mesh.across to data",
