@@ -20,11 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fornax.cluster import stacks
 from fornax.cluster.credentials import Credentials, own_address
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
 from fornax.cluster.peer_memory import PeerMemory, memory_files
-from fornax.cluster.process_state import ProcessState
+from fornax.cluster.process_state import ProcessState, is_stopped
 from fornax.config import worker_record
 from fornax.config.jsonl import append_json_line
 from fornax.config.worker_process import WorkerProcess, receive, send
@@ -36,7 +37,6 @@ _LOOK_SECONDS = 0.15
 _SOON_SECONDS = 0.03
 _REPORT_SECONDS = 0.25
 _ALIVE_SECONDS = 1.0
-_STACK_SECONDS = 0.5
 
 
 def run(controller: Connection) -> None:
@@ -159,7 +159,8 @@ class Agent:
                 if self._job is not None:
                     worker_record.ask_to_leave(self._files.record(self._job.rank))
             case "stacks":
-                return [{"kind": "stacks", "text": self.stacks()}]
+                text, why_not = self.stacks()
+                return [{"kind": "stacks", "text": text, "why_not": why_not}]
         return []
 
     def preempt(self) -> None:
@@ -427,18 +428,19 @@ class Agent:
             "program_seconds": record.busy_ns / 1e9 + process.taken,
             "unsaved": record.unsaved,
             "kept": record.kept,
+            "batch": record.batch,
+            "record": record.record,
+            "part": record.part,
         }
 
-    def stacks(self) -> str:
-        """The Python stacks of the worker's threads; empty when it cannot write them."""
-        if self._worker is None or self._job is None:
-            return ""
-        path = self._files.stacks(self._job.rank)
-        if not path.exists():  # the worker has not installed the handler: the signal would end it
-            return ""
-        os.kill(self._worker.pid, signal.SIGUSR1)
-        time.sleep(_STACK_SECONDS)
-        return path.read_text(encoding="utf-8", errors="replace")
+    def stacks(self) -> tuple[str, str]:
+        """The Python stacks of the worker's threads, and why there are none."""
+        if self._worker is None or self._job is None or self._worker.poll() is not None:
+            return "", "shows no stack: the process has ended"
+        pid, path = self._worker.pid, self._files.stacks(self._job.rank)
+        # Before there is a file no handler is installed, and the signal would end the worker.
+        text = stacks.ask(pid, path) if path.exists() and not is_stopped(pid) else ""
+        return (text, "") if text else stacks.read(pid)
 
     def _process(self) -> WorkerProcess:
         with self._files.log(self._rank).open("ab") as log:

@@ -20,16 +20,19 @@ _POLL_SECONDS = 0.05
 class AgentLostError(Exception):
     """The agent of a rank is no more, or says nothing."""
 
-    def __init__(self, rank: int, what: str, *, cut: bool = False) -> None:
+    def __init__(self, rank: int, what: str, *, silent: float = 0.0, cut: bool = False) -> None:
         """Of one agent.
 
         Args:
           rank: whose.
           what: how it was noticed.
+          silent: seconds since something was heard of it.
           cut: whether it may run, out of reach.
         """
         super().__init__(what)
         self.rank, self.what, self.cut = rank, what, cut
+        self.since = time.time() - silent
+        """Wall time at which something was heard of it last."""
 
 
 class Agents(Mapping[int, AgentProcess]):
@@ -99,7 +102,8 @@ class Agents(Mapping[int, AgentProcess]):
         now = time.monotonic()
         for rank in self._agents:
             if now - self._heard[rank] > silence:
-                raise AgentLostError(rank, f"nothing was heard of it for {silence:g} s", cut=True)
+                why = f"nothing was heard of it for {silence:g} s"
+                raise AgentLostError(rank, why, silent=now - self._heard[rank], cut=True)
 
     def ask(self, rank: int, message: object, kind: str, seconds: float = 0.0) -> Mapping[str, Any]:
         """An agent's answer of a kind; the others are heard meanwhile.
@@ -120,7 +124,8 @@ class Agents(Mapping[int, AgentProcess]):
         ranks = {agent.connection: other for other, agent in self._agents.items()}
         while self._answers.get(rank, {}).get("kind") != kind:
             if time.monotonic() > until:
-                raise AgentLostError(rank, f"it does not answer within {seconds:g} s", cut=True)
+                why = f"it does not answer within {seconds:g} s"
+                raise AgentLostError(rank, why, silent=seconds, cut=True)
             for connection in wait(list(ranks), _POLL_SECONDS):
                 assert isinstance(connection, Connection)
                 try:

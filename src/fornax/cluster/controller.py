@@ -28,7 +28,15 @@ from fornax.cluster.relay import Relayed
 from fornax.cluster.signals import signals_to
 from fornax.cluster.slow import Paces
 from fornax.cluster.snapshot_places import SnapshotPlaces
-from fornax.cluster.verdict import Limits, Verdict, judge, lost_agent, lost_service
+from fornax.cluster.verdict import (
+    Limits,
+    Verdict,
+    departed,
+    judge,
+    lost_agent,
+    lost_service,
+    without_room,
+)
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import JsonLines, read_json_lines
 from fornax.config.worker_process import WorkerProcess
@@ -120,6 +128,7 @@ class Controller:
         self._attempts = Attempts()
         self._free = 0
         self._unsaved = -1
+        self._stack = ""
 
     def run(self) -> int:
         """Run to the end; returns the exit code of the command.
@@ -321,7 +330,10 @@ class Controller:
             if self._departures.leave_by and time.monotonic() > self._departures.leave_by:
                 return self._departures.verdict(self._seen, "not all left in time")
             if self._state == "running" and not self._departures.leave_by and self._paces.judge():
-                self._tell_slow(evict=settled)
+                try:
+                    self._tell_slow(evict=settled)
+                except AgentLostError as lost:
+                    return self._lost(lost)
 
     def _resize(self, hosts: int) -> None:
         """Have all keep one step in memory and leave, once those that come are ready."""
@@ -347,7 +359,9 @@ class Controller:
         evict = evict and self._job.slow == "evict" and slow.rank not in self._evicted
         what = "; another host is made ready to take its place" if evict else ""
         why = f"rank {slow.rank} {slow.text}{what}"
-        self._enter("running", why, slow=slow.rank, evict=evict, **slow.facts)
+        found = departed(self._seen[slow.rank], "", slow=True, since=time.time())
+        told = {**found.meanwhile, **slow.facts, **self._said(found), **self._stacks(found)}
+        self._enter("running", why, slow=slow.rank, evict=evict, **told)
         if evict:
             self._evicted.add(slow.rank)
             self._departures.begin(slow.rank, slow=True)
@@ -371,7 +385,9 @@ class Controller:
         for rank, seen in self._seen.items():
             if seen.preempted and rank not in departures.ranks and not departures.leave_by:
                 why = f"rank {rank} is on a host that is to go (SIGTERM): another is made ready"
-                self._enter("running", why, going=rank, entered=self._step)
+                found = departed(seen, "", slow=False, since=time.time())
+                told = {**found.meanwhile, **self._said(found)}
+                self._enter("running", why, going=rank, entered=self._step, **told)
                 departures.begin(rank)
         if departures.leave_by or not departures.are_due():
             return
@@ -408,14 +424,18 @@ class Controller:
 
     def _gather_evidence(self, verdict: Verdict) -> Verdict:
         """Gather what else there is to know before the evidence is gone."""
-        self._enter("suspect", verdict.text, rank=verdict.rank, kind=verdict.kind)
+        self._enter("suspect", verdict.text, **verdict.facts, **self._said(verdict))
         until = time.monotonic() + _EVIDENCE_SECONDS
         try:
             while time.monotonic() < until or self._waits_for_one(verdict):
                 self._pump(_TICK_SECONDS)
             if not verdict.hangs:
-                return self._judge() or verdict
-            self._stacks(verdict)
+                verdict = self._judge() or verdict
+            if verdict.has_stacks:
+                told = self._stacks(verdict)
+                self._stack = told.get("stack", "")
+                where = f"is at {self._stack}" if self._stack else told["no_stack"]
+                self._enter("suspect", f"rank {verdict.rank} {where}", **verdict.facts, **told)
         except AgentLostError as lost:
             return self._lost(lost)
         return verdict
@@ -424,33 +444,35 @@ class Controller:
         """Whether ranks lost another and one is not heard of: it is that one if it stays so."""
         return verdict.kind == "group" and self._agents.silent > _SILENT_SECONDS
 
-    def _stacks(self, verdict: Verdict) -> None:
-        """Have the hanging worker write its stacks, and tell them."""
-        text = self._agents.ask(verdict.rank, {"kind": "stacks"}, "stacks")["text"]
-        if text:
-            main = text.rpartition("(most recent call first):")[2].strip().splitlines()
-            top = " < ".join(line.strip() for line in main[:3])
-            self._enter("suspect", f"rank {verdict.rank} is at {top}", stacks=text)
+    def _stacks(self, verdict: Verdict) -> dict[str, str]:
+        """A worker's stacks and the innermost calls of its main thread; or why there are none.
+
+        Raises:
+          AgentLostError: for the worker's agent.
+        """
+        answer = self._agents.ask(verdict.rank, {"kind": "stacks"}, "stacks")
+        if not answer["text"]:
+            return {"no_stack": answer["why_not"]}
+        main = answer["text"].rpartition("(most recent call first):")[2].strip().splitlines()
+        top = " < ".join(line.strip() for line in main[:3])
+        return {"stack": top, "stacks": answer["text"]}
+
+    def _said(self, verdict: Verdict) -> dict[str, str]:
+        """The last line of a rank's log, for a line of the events."""
+        return {"last_line": self._files.last_line(verdict.rank)}
 
     def _teardown(self, verdict: Verdict) -> None:
         """End the worker at fault, have the others leave, and end this epoch's service.
 
         The service comes last: it takes whoever is still connected with it.
         """
-        last = self._files.last_line(verdict.rank)
+        told = self._said(verdict)
+        last = told["last_line"]
         said = f'; its last line: "{last}"' if last and verdict.kind == "failed" else ""
-        self._enter(
-            "teardown",
-            f"{verdict.text}{said}",
-            rank=verdict.rank,
-            host=verdict.host,
-            kind=verdict.kind,
-            phase=verdict.phase,
-            step=verdict.step,
-            entered=self._step,
-            since=round(verdict.since, 3),
-            last_line=last,
-        )
+        if verdict.has_stacks and self._stack:
+            told["stack"] = self._stack
+        why, self._stack = f"{verdict.text}{said}", ""
+        self._enter("teardown", why, entered=self._step, **verdict.facts, **told)
         before = dict(self._agents)
         self._take_over(verdict)
         for rank, agent in list(self._agents.items()):
@@ -470,7 +492,17 @@ class Controller:
                 self._free += self._agents.ask(rank, None, "left", self._job.limits.leave)["free"]
             except AgentLostError:
                 self._forget(rank)
+        if verdict.rank in self._agents and self._attempts.needs_another_host(verdict):
+            self._move(verdict.rank)
         self._end_service()
+
+    def _move(self, rank: int) -> None:
+        """Have a rank's next agent be another: on another host, where one is free, which takes the
+        snapshots over."""
+        if self._launcher.capacity() > len(self._agents):
+            self._departures.keep(rank, self._agents.release(rank))
+        else:
+            self._forget(rank)
 
     def _count(self, verdict: Verdict) -> None:
         """Refuse to try again what does not get further."""
@@ -478,7 +510,7 @@ class Controller:
         if why is not None:
             self._enter("ended", why, code=1)
             raise ClusterError(
-                f"{why}. Look at {self._files.log(verdict.rank)}, mend it, and run the same "
+                f"{why}. Look at {self._files.log(verdict.rank)}, fix it, and run the same "
                 "command again: it goes on from the newest checkpoint"
             )
 
@@ -512,10 +544,9 @@ class Controller:
             self._ended.append(rank)
         if seen.unsaved > self._unsaved and self._state is not None:
             self._unsaved = seen.unsaved
-            why = (
-                f"no room on the disk for a checkpoint after step {seen.unsaved}; training goes on"
-            )
-            self._enter(self._state, why, unsaved=seen.unsaved)
+            found = without_room(seen)
+            told = {**found.meanwhile, **self._said(found)}
+            self._enter(self._state, found.text, unsaved=seen.unsaved, **told)
 
     def _follow(self) -> None:
         """Notice the first step, and how long steps take."""
@@ -537,7 +568,8 @@ class Controller:
         self._attempts.reach(step)
 
     def _lost(self, lost: AgentLostError) -> Verdict:
-        return lost_agent(lost.rank, self._seen.get(lost.rank), lost.what, cut=lost.cut)
+        seen = self._seen.get(lost.rank)
+        return lost_agent(lost.rank, seen, lost.what, cut=lost.cut, since=lost.since)
 
     def _forget(self, rank: int) -> None:
         self._places.forget(rank)

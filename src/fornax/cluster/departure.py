@@ -38,6 +38,8 @@ class Departure:
           slow: whether the host goes because it is slow, and not by a scheduler's notice.
         """
         self.rank, self.slow = rank, slow
+        self.since = time.time()
+        """When the notice came, or the rank was named as slow."""
         self.agent: AgentProcess | None = None
         """The agent that takes the place, once there is one."""
         self.address: str | None = None
@@ -181,15 +183,14 @@ class Departures:
     def verdict(self, seen: Mapping[int, Observation], what: str) -> Verdict:
         """Of the first of the hosts that are to go."""
         first = next(iter(self._each.values()))
-        return departed(seen[first.rank], what, slow=first.slow)
+        return departed(seen[first.rank], what, slow=first.slow, since=first.since)
 
     def of(self, verdict: Verdict) -> dict[int, Departure]:
         """Those that a verdict ends, once their agents are placed, or are not."""
-        leave = verdict.kind in ("preempted", "slow")
         ended = {
             rank: each
             for rank, each in self._each.items()
-            if leave or (verdict.takes_agent and rank == verdict.rank)
+            if verdict.leaves or (verdict.takes_agent and rank == verdict.rank)
         }
         for rank, each in ended.items():
             del self._each[rank]

@@ -83,6 +83,12 @@ class Observation:
     """The step after which a checkpoint last had no room on the disk; -1 for none."""
     kept: int = -1
     """The step after which it stopped, kept in the agents' memory only; -1 for none."""
+    batch: int = -1
+    """The number of the step's batch, as in `data.skip_steps`; -1 where none is known."""
+    record: int = -1
+    """The index in its source of the record of data that a function of the user's has; -1: none."""
+    part: str = ""
+    """The name of that record's part of a mixture."""
 
 
 def encode(kind: str, value: object | None = None) -> dict[str, object]:

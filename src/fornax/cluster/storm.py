@@ -228,7 +228,7 @@ class _Run:
         told = said
         if fault in _TOLD:  # before the group leaves it
             told = self._wait_for(lambda e: e.get(_TOLD[fault]) == rank, before)
-        named_at = told["at_step"] if "at_step" in told else told["entered"]
+        named_at = told["entered"] if "entered" in told else told["at_step"]
         stays = said["state"] == "running"
         epoch = said["epoch"]
         if stays:

@@ -1,15 +1,16 @@
 """Which worker is at fault, judged from outside: the one that exits first is often not it."""
 
+import socket
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fornax.cluster.messages import CLEAN, Observation
 from fornax.config.errors import GroupLostError
 from fornax.config.worker_process import ending
 
-__all__ = ["Limits", "Verdict", "departed", "judge", "lost_agent", "lost_service"]
+__all__ = ["Limits", "Verdict", "departed", "judge", "lost_agent", "lost_service", "without_room"]
 
 _USUALLY_QUICK = ("step", "wait_for_data")
 _STOPPED_SECONDS = 1.0
@@ -45,35 +46,79 @@ class Verdict:
 
     kind: str
     """`killed`, `failed`, `stopped`, `frozen`, `stuck`, `waiting`, `preempted`, `slow`,
-    `partition`, `group`, `service` or `agent`."""
+    `partition`, `group`, `service`, `agent`, or `disk` of a checkpoint that had no room."""
     rank: int
     host: str
     pid: int
     phase: str
     step: int
     since: float
-    """Wall time of the worker's last change of phase or step, seconds since 1970."""
+    """Wall time of the worker's last change of phase or step, seconds since 1970; of a notice, when
+    it came; of a slow worker, when it was named; of an agent, when it was heard last."""
     code: int | None
     what: str
     """In words, without the rank."""
+    agent: int = 0
+    """The process of the host's agent; 0 where it is not known."""
+    batch: int = -1
+    """The number of the step's batch, as in `data.skip_steps`; -1 where it is not known."""
+    record: int = -1
+    """The index in its source of the record of data that a function of the user's had; -1: none."""
+    part: str = ""
+    """The name of that record's part of a mixture."""
 
     @property
     def text(self) -> str:
         """One line."""
         at = f" in phase {self.phase}" if self.phase else ""
         step = f" of step {self.step}" if self.step >= 0 else ""
-        return f"rank {self.rank} on {self.host} (process {self.pid}) {self.what}{at}{step}"
+        process = f" (process {self.pid})" if self.pid else ""
+        return f"rank {self.rank} on {self.host}{process} {self.what}{at}{step}"
+
+    @property
+    def meanwhile(self) -> dict[str, object]:
+        """For a line of the events while the run goes on, where `step` is the first of a group."""
+        facts = self.facts
+        return {"at_step": facts.pop("step"), **facts}
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """For a line of the events."""
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "kind": self.kind,
+            "phase": self.phase,
+            "step": self.step,
+            "batch": self.batch,
+            "since": round(self.since, 3),
+        }
 
     @property
     def hangs(self) -> bool:
-        """Whether the process lives and could be asked for its stacks."""
+        """Whether the process lives, and would for long if it were left."""
         return self.kind in ("frozen", "stuck", "waiting")
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether the process is there, with stacks to be read."""
+        return self.hangs or self.kind == "stopped"
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the host is to go by request or policy, without a step being lost."""
+        return self.kind in ("preempted", "slow")
+
+    @property
+    def of_rank(self) -> bool:
+        """Whether it is a fault of one rank or its host, and not of the group."""
+        return not self.leaves and self.kind not in ("group", "service")
 
     @property
     def takes_agent(self) -> bool:
         """Whether the host's agent is lost too, or to go; one that ended its worker stays."""
         cut_off = self.kind == "partition" and self.code is None
-        return cut_off or self.kind in ("agent", "preempted", "slow")
+        return cut_off or self.leaves or self.kind == "agent"
 
 
 def judge(
@@ -89,14 +134,30 @@ def judge(
     return ended or _stopped(seen) or _lost(seen) or _hanging(seen, limits, step_seconds)
 
 
-def departed(each: Observation, what: str, *, slow: bool) -> Verdict:
-    """Of a worker whose host is to go: it holds the others up, or a scheduler takes it."""
+def departed(each: Observation, what: str, *, slow: bool, since: float) -> Verdict:
+    """Of a worker whose host is to go: it holds the others up, or a scheduler takes it.
+
+    Args:
+      each: the latest of the worker.
+      what: became of it; may be empty.
+      slow: whether it goes because it is slow.
+      since: wall time at which it was named, or its notice came.
+    """
     if slow:
-        return _verdict("slow", each, f"is slow; {what}")
-    return _verdict("preempted", each, f"is on a host that is to go (SIGTERM); {what}")
+        return _verdict("slow", each, "; ".join(filter(None, ("is slow", what))), since)
+    why = "is on a host that is to go (SIGTERM)"
+    return _verdict("preempted", each, "; ".join(filter(None, (why, what))), since)
 
 
-def lost_agent(rank: int, seen: Observation | None, what: str, *, cut: bool) -> Verdict:
+def without_room(each: Observation) -> Verdict:
+    """Of a worker whose last checkpoint had no room on its disk; it trains on."""
+    what = f"found no room on the disk for a checkpoint after step {each.unsaved}; training goes on"
+    return _verdict("disk", each, what)
+
+
+def lost_agent(
+    rank: int, seen: Observation | None, what: str, *, cut: bool, since: float
+) -> Verdict:
     """Of a worker whose agent is no more, or is out of reach.
 
     Args:
@@ -104,17 +165,22 @@ def lost_agent(rank: int, seen: Observation | None, what: str, *, cut: bool) -> 
       seen: the last that was heard of the worker.
       what: how it was noticed.
       cut: whether the agent may run, out of reach.
+      since: wall time at which the agent was heard last.
     """
+    kind, what = "partition" if cut else "agent", f"lost its agent: {what}"
+    if seen is not None:
+        lost = replace(seen, code=None, pid=seen.agent_pid)
+        return _verdict(kind, lost, what, since)
     return Verdict(
-        kind="partition" if cut else "agent",
+        kind=kind,
         rank=rank,
-        host=seen.host if seen else "this host",
-        pid=seen.agent_pid if seen else 0,
+        host="a host that has said nothing yet",
+        pid=0,
         phase="",
         step=-1,
-        since=seen.changed_at if seen else time.time(),
+        since=since,
         code=None,
-        what=f"lost its agent: {what}",
+        what=what,
     )
 
 
@@ -123,7 +189,7 @@ def lost_service(what: str) -> Verdict:
     return Verdict(
         kind="service",
         rank=0,
-        host="this host",
+        host=socket.gethostname(),
         pid=0,
         phase="",
         step=-1,
@@ -200,7 +266,7 @@ def _hanging(
     return None
 
 
-def _verdict(kind: str, each: Observation, what: str) -> Verdict:
+def _verdict(kind: str, each: Observation, what: str, since: float | None = None) -> Verdict:
     return Verdict(
         kind=kind,
         rank=each.rank,
@@ -208,7 +274,11 @@ def _verdict(kind: str, each: Observation, what: str) -> Verdict:
         pid=each.pid,
         phase=each.phase,
         step=each.step,
-        since=each.changed_at,
+        since=each.changed_at if since is None else since,
         code=each.code,
         what=what,
+        agent=each.agent_pid,
+        batch=each.batch,
+        record=each.record,
+        part=each.part,
     )

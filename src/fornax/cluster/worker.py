@@ -50,7 +50,7 @@ def _attempt(job: Mapping[str, Any]) -> int:
     try:
         return getattr(importlib.import_module(module), name)(job["words"])
     finally:
-        record.change("exit", -1)  # from here on no heartbeat counts
+        record.change("exit", record.step)  # from here on no heartbeat counts
 
 
 def _leave() -> bool:

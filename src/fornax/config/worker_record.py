@@ -4,9 +4,9 @@ The worker writes 96 bytes at each change of phase or step, and a thread of it s
 times a second. Whoever watches the worker reads the file, without the worker's help: it says where
 a process stands that is stopped, that hangs, or that is no more.
 
-Layout, little-endian, 160 bytes:
+Layout, little-endian, 208 bytes:
 
-    0   4s  b"FXW2"
+    0   4s  b"FXW3"
     4   u32 hosts; 8 rank; 12 epoch; 16 process id
     24  u64 count of changes, written before the rest of a change and at 112 again after it; a
         reader takes 112, the rest, then 24, and reads again when they are unequal
@@ -25,6 +25,10 @@ Layout, little-endian, 160 bytes:
     144 u64 set from outside: 1 once the worker is asked to keep its last step in memory only, 2
         once its group is to be left, as another worker is gone
     152 i64 that step, once it is kept, + 1; 0 for none
+    160 i64 number of the batch of the step at 32, + 1; 0 for none
+    168 i64 index in its source of the record of data that a function of the user's has, + 1; 0
+        while none has one
+    176 32s name of that record's part of a mixture, cut off where it is longer
 """
 
 import contextlib
@@ -50,6 +54,7 @@ __all__ = [
     "ask_to_leave",
     "create",
     "current",
+    "opened",
     "read",
     "renew",
 ]
@@ -57,8 +62,8 @@ __all__ = [
 HEARTBEAT_SECONDS = 0.25
 
 _ATTEMPTS = 1000
-_MAGIC = b"FXW2"
-_SIZE = 160
+_MAGIC = b"FXW3"
+_SIZE = 208
 _HEAD = struct.Struct("<4sIIII")
 _PID = struct.Struct("<I")
 _PID_AT = 16
@@ -66,9 +71,10 @@ _COUNT = struct.Struct("<Q")
 _CHANGE = struct.Struct("<q16sqqqqqqq")
 _BEAT = struct.Struct("<q")
 _FLAG = struct.Struct("<Q")
-_REST = struct.Struct("<qQqQq")
+_REST = struct.Struct("<qQqQqqq32s")
 _BEFORE, _FIRST, _AFTER, _BEAT_AT, _PROGRAM_AT, _UNSAVED_AT = 24, 32, 112, 120, 128, 136
-_ASKED_AT, _KEPT_AT = 144, 152
+_ASKED_AT, _KEPT_AT, _BATCH_AT, _RECORD_AT, _PART_AT = 144, 152, 160, 168, 176
+_PART_BYTES = 32
 _KEEP, _LEAVE = 1, 2
 
 
@@ -103,6 +109,13 @@ class WorkerState:
     """The step after which a checkpoint last had no room on the disk; -1 for none."""
     kept: int
     """The step after which the worker stopped, kept in memory only; -1 for none."""
+    batch: int
+    """The number of the step's batch, from 0, as in `data.skip_steps`; -1 where none is known."""
+    record: int
+    """The index in its source of the record that a function of the user's transforms, maybe for a
+    later batch; -1 while it has none."""
+    part: str
+    """The name of that record's part of a mixture."""
 
 
 class WorkerRecord:
@@ -126,6 +139,8 @@ class WorkerRecord:
         self._closed = threading.Event()
         self._entered, self._entered_ns = -1, 0
         self._phase, self._since = "start", 0
+        self.step = -1
+        """The step that it says is worked on."""
         self._data_ns = self._code_ns = self._busy_ns = 0
         self._spent = 0, 0, 0
         self.change("start", -1)
@@ -145,7 +160,7 @@ class WorkerRecord:
             self._code_ns += now - self._since
         elif self._phase == "wait_for_data":
             self._data_ns += now - self._since
-        self._phase, self._since = phase, now
+        self._phase, self._since, self.step = phase, now, step
         if phase == "step" and step != self._entered:
             self._entered, self._entered_ns = step, now
             self._spent = self._data_ns, self._code_ns, self._busy_ns
@@ -185,6 +200,21 @@ class WorkerRecord:
         """Say that the state after a step is kept in memory only."""
         self._map[_KEPT_AT : _KEPT_AT + _BEAT.size] = _BEAT.pack(step + 1)
 
+    def set_batch(self, number: int) -> None:
+        """Say which batch the step is, from 0; -1 for none."""
+        self._map[_BATCH_AT : _BATCH_AT + _BEAT.size] = _BEAT.pack(number + 1)
+
+    def set_transformed(self, part: str, index: int) -> None:
+        """Say which record of the data a function of the user's gets now; under a microsecond.
+
+        Args:
+          part: of a mixture.
+          index: in the part's source; -1 once it is done.
+        """
+        name = part.encode()[:_PART_BYTES]
+        self._map[_PART_AT : _PART_AT + _PART_BYTES] = name.ljust(_PART_BYTES, b"\0")
+        self._map[_RECORD_AT : _RECORD_AT + _BEAT.size] = _BEAT.pack(index + 1)
+
     def _beat(self) -> None:
         self._map[_BEAT_AT : _BEAT_AT + _BEAT.size] = _BEAT.pack(time.monotonic_ns())
 
@@ -219,6 +249,11 @@ def current() -> WorkerRecord | None:
     """The record of this process, where a launcher asked for one; the same until `renew`."""
     path = environment.worker_record()
     return None if path is None else WorkerRecord(path)
+
+
+def opened() -> WorkerRecord | None:
+    """The record of this process, if it has taken one up; its helpers have none of their own."""
+    return current() if current.cache_info().currsize else None
 
 
 def create(path: Path, *, rank: int, hosts: int, epoch: int) -> None:
@@ -270,7 +305,9 @@ class RecordReader:
         magic, hosts, rank, epoch, pid = _HEAD.unpack_from(self._map, 0)
         if magic != _MAGIC:
             return None
-        beat, in_program, unsaved, _, kept = _REST.unpack_from(self._map, _BEAT_AT)
+        beat, in_program, unsaved, _, kept, batch, index, part = _REST.unpack_from(
+            self._map, _BEAT_AT
+        )
         step, phase, wall_ns, changed_ns, entered, entered_ns, *spent = _CHANGE.unpack(change)
         return WorkerState(
             rank=rank,
@@ -290,6 +327,9 @@ class RecordReader:
             in_program=bool(in_program),
             unsaved=unsaved - 1,
             kept=kept - 1,
+            batch=batch - 1,
+            record=index - 1,
+            part=part.rstrip(b"\0").decode(errors="ignore"),
         )
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from fornax.config import worker_record
 from fornax.config.errors import DataError, FornaxError
 from fornax.data.order import Order, Places
 from fornax.data.packing import Document
@@ -189,6 +190,12 @@ class ShardStream:
         def where(slot: int) -> str:
             return f"{part.name}: {part.source.locate(indices[slot])} (index {indices[slot]})"
 
+        told = worker_record.opened()
+
+        def note(slot: int) -> None:
+            assert told is not None
+            told.set_transformed(part.name, indices[slot])
+
         began = time.perf_counter()
         wanted = [i for i, index in enumerate(indices) if not part.is_skipped(index)]
         found = self._fetch(part, [indices[i] for i in wanted])
@@ -199,9 +206,11 @@ class ShardStream:
         for stage in range(len(part.chain)):
             began = time.perf_counter()
             before = sum(record is not None for record in records)
-            records = part.chain.stage(stage, records, seeds, where)
+            records = part.chain.stage(stage, records, seeds, where, note if told else None)
             after = sum(record is not None for record in records)
             self._note(part.name, part.chain.names[stage], began, before, after)
+        if told is not None:
+            told.set_transformed("", -1)
         return [self._tokens(record, where, i) for i, record in enumerate(records)]
 
     def _fetch(self, part: PartReader, indices: list[int]) -> list[Record]:

@@ -199,6 +199,7 @@ class Chain:
     def __init__(self, transforms: Sequence[Transform]):
         self.names = [transform_name(t) for t in transforms]
         self._apply = [t.build() for t in transforms]
+        self._of_users = [isinstance(t, Python) for t in transforms]
 
     def __len__(self) -> int:
         return len(self._apply)
@@ -209,13 +210,28 @@ class Chain:
         records: Sequence[Record | None],
         seeds: Sequence[tuple[int, ...]],
         where: Callable[[int], str],
+        note: Callable[[int], None] | None = None,
     ) -> list[Record | None]:
-        """Apply transform `number`; `where(slot)` tells where the record in a slot comes from."""
+        """Apply transform `number`.
+
+        Args:
+          number: which of the chain's.
+          records: the records; None where one was dropped.
+          seeds: of each.
+          where: tells where the record in a slot comes from.
+          note: told the slot of each record before a function of the user's gets it.
+        """
         slots = [i for i, record in enumerate(records) if record is not None]
         kept = [record for record in records if record is not None]
         apply = self._apply[number]
         try:
-            results = apply(kept, [(*seeds[i], number) for i in slots])
+            if note is None or not self._of_users[number]:
+                results = apply(kept, [(*seeds[i], number) for i in slots])
+            else:
+                results = []
+                for slot, record in zip(slots, kept, strict=True):
+                    note(slot)
+                    results += apply([record], [(*seeds[slot], number)])
         except Exception as error:
             slot, cause = self._culprit(apply, kept, [(*seeds[i], number) for i in slots], error)
             raise _failure(self.names[number], where(slots[slot]), cause) from cause

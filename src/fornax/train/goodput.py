@@ -60,9 +60,16 @@ class Ledger:
             self._record.change(category, self._step)
         self._since, self._category = now, category
 
-    def begin(self, step: int) -> None:
-        """From now on time is spent on the way to `step`."""
+    def begin(self, step: int, batch: int = -1) -> None:
+        """From now on time is spent on the way to `step`.
+
+        Args:
+          step: the step.
+          batch: the number of its batch; -1 for none.
+        """
         self._step = step
+        if self._record is not None:
+            self._record.set_batch(batch)
 
     @contextmanager
     def phase(self, category: Category) -> Iterator[None]:

@@ -115,7 +115,7 @@ class Loop:
             if self.signal is not None and not self._exchanging:
                 reason = "signal"
                 break
-            self.ledger.begin(self.step + 1)
+            self.ledger.begin(self.step + 1, self.batches.upcoming)
             with self.ledger.phase("wait_for_data"):
                 rows = self._next_rows()
             if rows is None:

@@ -122,6 +122,12 @@ class NumberedBatches(Iterator[Rows]):
         self.position = 0
         """The number that follows on the last batch given or passed over."""
 
+    @property
+    def upcoming(self) -> int:
+        """The number of the next batch that is given."""
+        numbers = _counted_from(self.position)
+        return next(n for n in numbers if n not in self.skip.batches and not self._is_left_out(n))
+
     def __next__(self) -> Rows:
         rows, number = self._following()
         while number in self.skip.batches:

@@ -119,7 +119,7 @@ def launch(
     environment: dict[str, str], settings: dict[str, Any], tmp_path: Path
 ) -> Iterator[Launch]:
     """Start `fornax launch`, or a script with the hosts, the run directory and the config as its
-    arguments; other keyword arguments change the run's settings."""
+    arguments; `words` end those of the run; other keyword arguments change its settings."""
     started: list[Launched] = []
 
     def begin(
@@ -128,18 +128,19 @@ def launch(
         flags: Sequence[str] = (),
         env: dict[str, str] | None = None,
         script: str = "",
+        words: Sequence[str] = (),
         **changes: Any,
     ) -> Launched:
         file, run_dir = tmp_path / f"{name}.yaml", tmp_path / name
         file.write_text(yaml.safe_dump({**settings, **CHANGES, **changes}))
-        words = ["launch", "--hosts", str(hosts), *flags, "--", "train"]
-        words += ["--config", str(file), "--run-dir", str(run_dir)]
+        command = ["launch", "--hosts", str(hosts), *flags, "--", "train"]
+        command += ["--config", str(file), "--run-dir", str(run_dir), *words]
         if script:
-            words = [str(hosts), str(run_dir), str(file)]
+            command = [str(hosts), str(run_dir), str(file), *words]
         variables = {**environment, "JAX_PLATFORMS": "cpu", "FORNAX_TEST_RUN": str(run_dir)}
         with run_dir.with_suffix(".output").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", script or COMMAND, *words],
+                [sys.executable, "-c", script or COMMAND, *command],
                 env={**variables, **(env or {})},
                 stdout=output,
                 stderr=output,

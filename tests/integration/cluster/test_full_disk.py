@@ -1,5 +1,6 @@
 """A launched run on a real file system that is full: it trains on, and says what is not saved."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -39,7 +40,13 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(launch: Any, run_dir: Pa
     filler = run_dir / "filler"
     fill(filler, leave=200_000)  # a checkpoint takes 480 kB, the lines of a step 400 bytes
     run.wait_for_event(lambda e: "unsaved" in e)
-    at = next(e["unsaved"] for e in run.events() if "unsaved" in e)
+    told = next(e for e in run.events() if "unsaved" in e)
+    at = told["unsaved"]
+    assert told["rank"] in (0, 1)
+    assert told["host"] == os.uname().nodename
+    assert told["at_step"] >= at
+    assert {"phase", "since", "last_line"} <= told.keys()
+    assert f"rank {told['rank']} on {told['host']}" in told["why"]
     if freed:
         fill(filler, leave=0)  # now lines have no room either, and wait in memory
     run.wait_for_step(1, at + 50)

@@ -168,6 +168,11 @@ def test_a_slow_rank_is_named_and_replaced_where_that_is_the_policy(launch: Any,
     at = next(e["step"] for e in run.events() if e.get("drill") == "slow")
     assert named["slow"] == 1
     assert named["own_seconds"] - named["others_seconds"] > named["step_seconds"] / 3
+    assert (named["rank"], named["host"]) == (1, os.uname().nodename)
+    assert named["phase"]
+    assert abs(named["since"] - named["time"]) < 30
+    assert "loop.py" in named.get("stacks", "loop.py")  # held at that moment, it may show none
+    assert "stack" in named or "shows no stack" in named["no_stack"]
     if policy == "evict":
         run.wait_for_epoch(2)
         assert run.faults() == [("slow", 1)]

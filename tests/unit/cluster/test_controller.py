@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,12 @@ from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import LocalLauncher
 from fornax.config import ClusterError, worker_record
 from fornax.config.jsonl import read_json_lines
+from fornax.config.worker_process import WorkerProcess
 
 pytestmark = [pytest.mark.fault]
 
 HOSTS = 3
+FACTS = {"rank", "host", "kind", "phase", "step", "since", "last_line"}
 
 
 class Run:
@@ -37,6 +40,7 @@ class Run:
         spare: bool = False,
         name: str = "run",
         data_workers: int = 0,
+        launcher: type[LocalLauncher] = LocalLauncher,
     ) -> None:
         self.folder, self.files = folder, ClusterFiles(folder / name)
         self.files.directory.mkdir(parents=True, exist_ok=True)
@@ -47,12 +51,12 @@ class Run:
             words=(str(folder), str(steps)),
             limits=Limits(stall=1.0, leave=0.5, lease=6.0),
         )
-        launcher = LocalLauncher(files=self.files, spare=spare, imports=("ranks",))
+        placed = launcher(files=self.files, spare=spare, imports=("ranks",))
         beside = Beside(
             files=self.files,
             role=DATA_WORKER,
             count=data_workers,
-            launcher=launcher,
+            launcher=placed,
             order={},
             announce=self.said.append,
             stall=1.0,
@@ -61,7 +65,7 @@ class Run:
         self.controller = Controller(
             job,
             self.files,
-            launcher,
+            placed,
             announce=self.said.append,
             tick=lambda step: beside.check(),
         )
@@ -97,8 +101,11 @@ class Run:
 
     def faults(self) -> list[tuple[str, int]]:
         """What was at fault, as it was torn down."""
-        events = read_json_lines(self.files.events)
-        return [(e["kind"], e["rank"]) for e in events if e.get("state") == "teardown"]
+        return [(e["kind"], e["rank"]) for e in self.teardowns()]
+
+    def teardowns(self) -> list[dict]:
+        """The events that name what was at fault."""
+        return [e for e in read_json_lines(self.files.events) if e.get("state") == "teardown"]
 
     def steps(self) -> list[list[int]]:
         """What each rank did."""
@@ -108,7 +115,7 @@ class Run:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("FORNAX_TEST_RUN", str(tmp_path))
     yield tmp_path
     left = [pid for pid in processes(tmp_path) if pid != os.getpid()]
@@ -168,6 +175,19 @@ def test_killed_and_stopped_ranks_are_named_and_the_run_goes_on(folder: Path, sp
         assert set(done) == set(range(1, 61))
         assert len(done) <= 60 + 2 * 2  # a fault repeats the step it met, at most two
     assert any("was ended by SIGKILL" in line for line in run.said)
+    killed, stopped = run.teardowns()
+    for named, host in ((killed, 0), (stopped, 2)):
+        assert named.keys() >= FACTS
+        assert named["host"] == os.uname().nodename
+        assert f"rank {host} on {named['host']} (process " in named["why"]
+        assert named["step"] >= 9
+    told = [e for e in read_json_lines(run.files.events) if "stacks" in e or "no_stack" in e]
+    assert [e["rank"] for e in told] == [2]
+    if shutil.which("py-spy"):  # of the extra [cluster]
+        assert "in main" in stopped["stack"] or "in met" in stopped["stack"]
+        assert "in run_worker" in told[0]["stacks"]
+    else:
+        assert "py-spy, which reads stopped processes, is not installed" in told[0]["why"]
 
 
 @pytest.mark.parametrize(("kind", "verdict"), [("lock", "frozen"), ("data", "stuck")])
@@ -177,6 +197,11 @@ def test_a_hanging_rank_is_named_with_its_stack(folder: Path, kind: str, verdict
     assert run.faults() == [(verdict, 1)]
     stacks = "".join(event.get("stacks", "") for event in read_json_lines(run.files.events))
     assert "in told" in stacks
+    named = run.teardowns()[0]
+    assert "in told" in named["stack"]
+    assert named["phase"] == "wait_for_data"
+    assert named["step"] >= 10
+    assert 1.0 <= named["time"] - named["since"] < 30.0
 
 
 def test_a_dead_agent_is_replaced_with_its_worker(folder: Path):
@@ -187,6 +212,11 @@ def test_a_dead_agent_is_replaced_with_its_worker(folder: Path):
 
     assert run.code((10, kill_agent)) == 0, run.said
     assert run.faults() == [("agent", 1)]
+    named = run.teardowns()[0]
+    assert named.keys() >= FACTS
+    assert named["host"] == os.uname().nodename
+    assert named["step"] >= 1  # as it was heard last
+    assert named["phase"] in ("step", "wait_for_data")
 
 
 def test_drills_are_followed_to_their_ends(
@@ -302,6 +332,15 @@ def test_others_are_ready_before_hosts_that_are_to_go_are_left(folder: Path):
         assert done == list(range(1, len(done) + 1))  # none again, none left out
     ready = next(n for n, line in enumerate(run.said) if "all finish this step" in line)
     assert any("another is made ready" in line for line in run.said[:ready])
+    notices = [e for e in read_json_lines(run.files.events) if "going" in e]
+    left = run.teardowns()[0]
+    assert {e["going"] for e in notices} == {0, 2}
+    for notice in notices:
+        assert notice["at_step"] >= 10
+        assert {"rank", "host", "phase", "since", "last_line"} <= notice.keys()
+        assert abs(notice["since"] - notice["time"]) < 1.0
+    assert left["step"] >= notices[0]["at_step"]
+    assert left["since"] == pytest.approx(notices[0]["since"], abs=1.0)
 
 
 def test_a_stop_amid_that_waits_until_what_is_in_memory_can_be_saved(folder: Path):
@@ -334,8 +373,12 @@ def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(folder:
 
     assert run.code((10, watch)) == 143, run.said
     assert run.faults() == [("partition", 1)]
-    events = read_json_lines(run.files.events)
-    assert ended[0] < next(e["time"] for e in events if e.get("state") == "teardown")
+    named = run.teardowns()[0]
+    assert ended[0] < named["time"]
+    assert named.keys() >= FACTS
+    assert named["step"] >= 1  # as it was heard last
+    assert named["phase"]
+    assert 7.0 < named["time"] - named["since"] < 30.0  # since when nothing was heard
     for done in run.steps():
         assert len(done) <= len(set(done)) + 1  # the step that it met
     assert any("nothing was heard of it for 7.5 s" in line for line in run.said)
@@ -386,11 +429,42 @@ def test_a_mistake_of_the_user_is_not_tried_again(folder: Path):
     assert any("error: a bad config" in line for line in run.said)
 
 
-def test_what_fails_without_getting_further_stops_and_is_named(folder: Path):
-    run = Run(folder)
-    with pytest.raises(ClusterError, match=r"failed 3 times .* rank 1 .*exit status 1"):
+class NoOther(LocalLauncher):
+    """Places for the hosts of a run and no more: an agent is started once another has ended."""
+
+    def capacity(self) -> int:
+        return HOSTS
+
+    def start(self, ranks: Sequence[int]) -> dict[int, WorkerProcess]:
+        agents = [pid for pid in processes(self.files.run_dir.parent) if "agent:run" in words(pid)]
+        assert len(agents) + len(ranks) <= HOSTS, agents
+        return super().start(ranks)
+
+
+def words(pid: int) -> str:
+    """The command of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+
+@pytest.mark.parametrize("launcher", [LocalLauncher, NoOther])
+def test_what_fails_without_getting_further_stops_and_is_named(
+    folder: Path, launcher: type[LocalLauncher]
+):
+    """After the second time it is tried by another agent, though no other host is free."""
+    run = Run(folder, launcher=launcher)
+    with pytest.raises(ClusterError, match=r"failed 3 times.* rank 1 .*exit status 1") as caught:
         run.code((10, lambda: (folder / "1.fault-always").touch()))
     assert run.faults() == [("failed", 1)] * 3
+    steps = {e["step"] for e in run.teardowns()}
+    agents = [int(pid) for pid in (folder / "1.agents").read_text().split()]
+    assert len(agents) == 3
+    assert agents[0] == agents[1] != agents[2]  # another host after the second
+    text = str(caught.value)
+    assert len(steps) == 1
+    assert text.startswith(f"step {steps.pop()} failed 3 times, on ")
+    assert f"(agent {agents[0]}) and " in text
+    assert f"(agent {agents[2]})" in text
+    assert str(run.files.log(1)) in text
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fornax.cluster.messages import Observation, decode, encode
-from fornax.cluster.verdict import Limits, departed, judge
+from fornax.cluster.verdict import Limits, departed, judge, lost_agent, without_room
 
 LIMITS = Limits(stall=2.0, slow=100.0)
 
@@ -105,5 +105,35 @@ def test_a_message_comes_back_as_it_was_sent():
 def test_who_is_to_go_is_no_fault_until_all_have_saved():
     assert faulty(rank(0), rank(1, preempted=True)) is None
     assert faulty(rank(0, code=143, left=True), rank(1, code=143, preempted=True)) is None
-    verdict = departed(rank(1, code=143, preempted=True), "all left at one step", slow=False)
-    assert (verdict.kind, verdict.rank) == ("preempted", 1)
+    verdict = departed(
+        rank(1, code=143, preempted=True), "all left at one step", slow=False, since=4.0
+    )
+    assert (verdict.kind, verdict.rank, verdict.since) == ("preempted", 1, 4.0)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_of_a_lost_agent_what_was_heard_last_is_known(cut: bool):
+    seen = rank(1, phase="compile", changed_at=3.0, batch=9, code=-9)
+    verdict = lost_agent(1, seen, "it is silent", cut=cut, since=5.0)
+    assert verdict.facts == {
+        "rank": 1,
+        "host": "here",
+        "kind": "partition" if cut else "agent",
+        "phase": "compile",
+        "step": 8,
+        "batch": 9,
+        "since": 5.0,
+    }
+    assert verdict.takes_agent
+    text = "rank 1 on here (process 201) lost its agent: it is silent in phase compile of step 8"
+    assert verdict.text == text
+    unheard = lost_agent(2, None, "it ended", cut=cut, since=5.0)
+    assert unheard.text.startswith("rank 2 on a host that has said nothing yet lost its agent")
+
+
+def test_a_full_disk_is_told_of_a_rank_and_its_host():
+    verdict = without_room(rank(1, unsaved=7, phase="checkpoint", changed_at=3.0))
+    assert (verdict.kind, verdict.rank, verdict.host, verdict.since) == ("disk", 1, "here", 3.0)
+    assert "no room on the disk for a checkpoint after step 7" in verdict.text
+    assert verdict.meanwhile["at_step"] == 8
+    assert "step" not in verdict.meanwhile  # which says that a group has begun

@@ -53,6 +53,23 @@ def test_a_record_says_who_writes_it_and_what_it_does(path: Path):
     assert abs(state.changed_at - time.time()) < 5
 
 
+def test_a_record_says_on_which_data_it_works(path: Path):
+    record = WorkerRecord(path)
+    before = read(path)
+    record.set_batch(0)
+    record.set_transformed("code of " + "many " * 9, 2**40)
+    during = read(path)
+    record.set_transformed("", -1)
+    record.set_kept(3)
+    after = read(path)
+    assert before is not None
+    assert during is not None
+    assert after is not None
+    assert (before.batch, before.record, before.part) == (-1, -1, "")
+    assert (during.batch, during.record, during.part) == (0, 2**40, ("code of " + "many " * 9)[:32])
+    assert (after.batch, after.record, after.part, after.kept) == (0, -1, "", 3)
+
+
 def test_going_back_into_a_step_is_not_entering_it_again(path: Path):
     """An evaluation ends in the phase of the step before it."""
     record = WorkerRecord(path)

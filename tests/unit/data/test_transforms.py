@@ -1,6 +1,7 @@
 """Transforms: your own by import path, exact repetition, and failures that name the record."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fornax.config import worker_record
 from fornax.config.errors import ConfigError, DataError
 from fornax.data import (
     DataConfig,
@@ -184,6 +186,42 @@ def jsonl(tmp_path: Path, lines: list[str]) -> DataConfig:
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     source = Jsonl(path=str(tmp_path / "d.jsonl"))
     return DataConfig(source=source, virtual_shards=1, shuffle=False, prefetch=Prefetch(buffer=2))
+
+
+def see_what_is_told(record):
+    state = worker_record.read(Path(os.environ["FORNAX_WORKER_RECORD"]))
+    SEEN.append((record["text"], state.part, state.record))
+    return record
+
+
+SEEN: list[tuple[str, str, int]] = []
+
+
+def test_a_worker_tells_which_record_a_function_of_the_users_has(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also while it makes batches ahead; none is told once the functions are done."""
+    path = tmp_path / "record"
+    monkeypatch.setenv("FORNAX_WORKER_RECORD", str(path))
+    worker_record.create(path, rank=0, hosts=1, epoch=1)
+    tokenizer.save(tmp_path)
+    chain = (FilterRegex(pattern="b", drop=True), user("see_what_is_told"))
+    chain = (*chain, Tokenize(tokenizer=tmp_path))
+    config = jsonl(tmp_path, [f'{{"text": "{each}"}}' for each in "abcd"])
+    config = dataclasses.replace(config, transforms=chain, epochs=1)
+    SEEN.clear()
+    list(open_batches(config, batch_size=1, seq_len=4))
+    assert {each[1:] for each in SEEN} == {("", -1)}  # no record was taken up
+    assert worker_record.current() is not None
+    try:
+        SEEN.clear()
+        list(open_batches(config, batch_size=1, seq_len=4))
+        assert SEEN == [("a", "main", 0), ("c", "main", 2), ("d", "main", 3)]
+        state = worker_record.read(path)
+        assert state is not None
+        assert state.record == -1
+    finally:
+        worker_record.renew()
 
 
 def test_a_failure_in_a_pipeline_names_source_line_and_transform(
