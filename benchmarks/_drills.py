@@ -4,6 +4,7 @@ A row is a drill, its limits and the test that does it. The ranks run `train`, w
 line of Fornax and, when told by a signal, waits for data for ever or keeps Python's lock.
 """
 
+import ast
 import contextlib
 import ctypes
 import itertools
@@ -29,6 +30,7 @@ from fornax.config import worker_record
 from fornax.config.errors import ClusterError
 from fornax.config.jsonl import read_json_lines
 
+TESTS = Path(__file__).parents[1] / "tests"
 SECONDS = 600
 STEPS = 40
 """Good steps between two drills."""
@@ -65,6 +67,19 @@ def hang(number: int, frame: object) -> None:
         began.touch()
         time.sleep(SECONDS)
     signal.setitimer(signal.ITIMER_REAL, 0.0005)
+
+
+def make_hang(files: ClusterFiles, rank: int, what: str) -> Path:
+    """Have a rank that runs `train` hang, in `data` or in `lock`; the file that is there once it
+    does."""
+    record = files.record(rank)
+    state = worker_record.read(record)
+    assert state is not None
+    began = record.with_suffix(".hung")
+    began.unlink(missing_ok=True)
+    record.with_suffix(".hang").write_text(what)
+    os.kill(state.pid, signal.SIGUSR2)
+    return began
 
 
 class Drilled:
@@ -125,13 +140,7 @@ class Drilled:
 
     def hang(self, rank: int, what: str) -> float:
         """Have a rank hang; returns when it began to, seconds since 1970."""
-        record = self.files.record(rank)
-        state = worker_record.read(record)
-        assert state is not None
-        began = record.with_suffix(".hung")
-        began.unlink(missing_ok=True)
-        record.with_suffix(".hang").write_text(what)
-        os.kill(state.pid, signal.SIGUSR2)
+        began = make_hang(self.files, rank, what)
         self.until(began.exists)
         return began.stat().st_mtime
 
@@ -161,9 +170,8 @@ class Row:
 
     name: str
     do: Callable[[Drilled], Times]
-    test: str
-    """Its name, of tests/integration/cluster/test_recovery.py where no other file is said, and when
-    it runs."""
+    tests: tuple[str, ...]
+    """`file.py::name` of tests/."""
     title: str = ""
     named: float | None = None
     steps: int | None = None
@@ -363,7 +371,7 @@ def disk_full(folder: Path, config: Path) -> Times:
         subprocess.run(["umount", "--lazy", str(run_dir)], check=True)
 
 
-def _row(fault: Fault, rank: int, test: str) -> Row:
+def _row(fault: Fault, rank: int, *tests: str) -> Row:
     limit = LIMITS[fault]
     return Row(
         name=f"{fault} {rank}",
@@ -372,78 +380,97 @@ def _row(fault: Fault, rank: int, test: str) -> Row:
         named=limit.named,
         steps=limit.steps if limit.named is None else None,
         stepped=limit.stepped,
-        test=test,
+        tests=tests,
     )
 
 
-_STAYS = "`test_the_survivor_stays_in_its_process_and_no_number_changes`, CI"
-_HANGS = "controller: `test_a_hanging_rank_is_named_with_its_stack`, always"
-_TWICE = "`test_memory_is_enough_for_a_second_death_while_the_group_forms`, CI"
-_SAVING = "`test_a_death_while_saving_and_that_of_the_coordination_service`, CI"
-_SLOW = "`test_a_slow_rank_is_named_and_replaced_where_that_is_the_policy`, CI"
-_CUT = (
-    "controller: `test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced`, always; "
-    "`test_a_host_that_is_cut_off_saves_nothing_once_others_took_over`, exhaustive"
+_RECOVERY = "integration/cluster/test_recovery.py::"
+_CONTROLLER = "unit/cluster/test_controller.py::"
+_MANY = "integration/cluster/test_drills.py::test_faults_of_many_kinds_change_no_number"
+_SOON = (
+    "integration/cluster/test_drills.py::"
+    "test_data_that_never_comes_and_two_deaths_soon_after_each_other"
 )
-_NOTICE = "`test_a_host_that_is_taken_away_with_notice_loses_no_step`, CI"
-_LOST = (
-    "`test_the_state_of_a_host_that_is_lost_comes_from_the_memory_of_another`, CI; controller: "
-    "`test_a_dead_agent_is_replaced_with_its_worker`, always"
+_STAYS = f"{_RECOVERY}test_the_survivor_stays_in_its_process_and_no_number_changes"
+_HANGS = f"{_CONTROLLER}test_a_hanging_rank_is_named_with_its_stack"
+_TWICE = f"{_RECOVERY}test_memory_is_enough_for_a_second_death_while_the_group_forms"
+_SAVING = f"{_RECOVERY}test_a_death_while_saving_and_that_of_the_coordination_service"
+_SLOW = f"{_RECOVERY}test_a_slow_rank_is_named_and_replaced_where_that_is_the_policy"
+_CUT = f"{_CONTROLLER}test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced"
+_SAVES = (
+    "integration/cluster/test_drills.py::"
+    "test_a_host_that_is_cut_off_saves_nothing_once_others_took_over"
 )
-_BOTH = "`test_when_a_host_and_its_replica_are_lost_the_newest_checkpoint_is_taken`, CI"
-_ENDED = (
-    "controller: `test_nothing_is_left_when_the_controller_is_killed`, always; `test_launch.py`, CI"
+_NOTICE = f"{_RECOVERY}test_a_host_that_is_taken_away_with_notice_loses_no_step"
+_LOST = f"{_RECOVERY}test_the_state_of_a_host_that_is_lost_comes_from_the_memory_of_another"
+_DEAD = f"{_CONTROLLER}test_a_dead_agent_is_replaced_with_its_worker"
+_BOTH = f"{_RECOVERY}test_when_a_host_and_its_replica_are_lost_the_newest_checkpoint_is_taken"
+_RESIZED = "integration/cluster/test_client.py::test_other_numbers_of_hosts_train_as_one_process"
+_NOTHING = f"{_CONTROLLER}test_nothing_is_left_when_the_controller_is_killed"
+_AGAIN = (
+    "integration/cluster/test_launch.py::test_signals_save_one_step_and_the_same_command_goes_on"
 )
-_STALL = Limits().stall
+_FULL = "integration/cluster/test_full_disk.py::test_a_full_disk_costs_checkpoints_and_nothing_else"
+_FROZEN, _STALL = Limits().frozen, Limits().stall
 
 ROWS: tuple[Row, ...] = (
-    _row("kill", 1, _STAYS),
-    _row("kill", 0, _STAYS),
-    _row("stop", 1, _STAYS),
-    _row("lose", 1, _LOST),
-    _row("preempt", 2, _NOTICE),
-    _row("partition", 3, _CUT),
+    _row("kill", 1, _MANY, _STAYS),
+    _row("kill", 0, _MANY, _STAYS),
+    _row("stop", 1, _MANY, _STAYS),
+    _row("lose", 1, _MANY, _LOST, _DEAD),
+    _row("preempt", 2, _MANY, _NOTICE),
+    _row("partition", 3, _MANY, _CUT, _SAVES),
     _row("slow", 1, _SLOW),
     Row(
-        name="data stuck", do=hanging(1, "data"), named=_STALL + 1, stepped=_STALL + 11, test=_HANGS
+        name="data stuck",
+        do=hanging(1, "data"),
+        named=_STALL + 1,
+        stepped=_STALL + 11,
+        tests=(_SOON, _HANGS),
     ),
     Row(
-        name="lock held", do=hanging(2, "lock"), named=_STALL + 1, stepped=_STALL + 11, test=_HANGS
+        name="lock held",
+        do=hanging(2, "lock"),
+        named=_FROZEN + 1,
+        stepped=_FROZEN + 11,
+        tests=(_MANY, _HANGS),
     ),
     Row(
         name="coordination service killed",
         do=faults(end_services),
         named=1.0,
         stepped=20.0,
-        test=_SAVING,
+        tests=(_SAVING,),
     ),
     Row(
         name="a host and the one with its replica",
         do=faults(drilled("lose", 1), drilled("lose", 2)),
         named=1.0,
         stepped=20.0,
-        test=_BOTH,
+        tests=(_BOTH,),
     ),
     Row(
         name="a second death while the group forms",
         do=faults(drilled("kill", 1), while_forming, drilled("kill", 0)),
         named=1.0,
         stepped=20.0,
-        test=_TWICE,
+        tests=(_MANY, _TWICE),
     ),
     Row(
         name="twice within 5 s",
         do=faults(drilled("kill", 1), once_steps_are_made, drilled("kill", 2)),
         named=1.0,
         stepped=20.0,
-        test=_TWICE,
+        tests=(_SOON,),
     ),
-    Row(name="death while saving", do=faults(while_saving), test=_SAVING),
-    Row(name="4 hosts to 3 to 4", do=resized, stepped=10.0, test="`test_client.py`, CI"),
-    Row(name="controller killed, and launched again", do=controller_killed, test=_ENDED),
+    Row(name="death while saving", do=faults(while_saving), tests=(_SAVING,)),
+    Row(name="4 hosts to 3 to 4", do=resized, stepped=10.0, tests=(_RESIZED,)),
+    Row(
+        name="controller killed, and launched again", do=controller_killed, tests=(_NOTHING, _AGAIN)
+    ),
 )
 
-FULL = Row(name="disk full", do=lambda run: Times(), test="`test_full_disk.py`, CI")
+FULL = Row(name="disk full", do=lambda run: Times(), tests=(_FULL,))
 """Of a run of its own; see `disk_full`."""
 
 HEAD = (
@@ -471,7 +498,57 @@ def shown(row: Row, found: Times) -> list[str]:
     if row.steps is not None:
         first = f"{row.steps} steps"
     again = "" if found.again is None else str(found.again)
-    return [row.title or row.name, named, first, stepped, second, again, found.said, row.test]
+    return [row.title or row.name, named, first, stepped, second, again, found.said, tested(row)]
+
+
+def tested(row: Row) -> str:
+    """The tests of a row, and when each runs, in words."""
+    found = []
+    for test in row.tests:
+        file, _, name = test.partition("::")
+        found.append(f"{Path(file).stem}: `{name}`, {runs(test)}")
+    return "; ".join(found)
+
+
+def runs(test: str) -> str:
+    """When a test runs, by its markers: `always`, `CI`, or `exhaustive`.
+
+    Args:
+      test: `file.py::name` of tests/; one with parameters runs when the first of them does.
+
+    Raises:
+      ValueError: where there is no such test, or it does not say that it is a fault's.
+    """
+    file, _, name = test.partition("::")
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    functions = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name)
+    function = next(functions, None)
+    if function is None:
+        raise ValueError(f"tests/{file} has no test {name}; see the rows of _drills.py")
+    for_all = (x.value for x in tree.body if isinstance(x, ast.Assign) and _sets_marks(x))
+    marks, alternatives = set[str](), [set[str]()]
+    for node in (*for_all, *function.decorator_list):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("parametrize"):
+            assert isinstance(node.args[1], ast.List)
+            some = [_marks(each) for each in node.args[1].elts]
+            alternatives = [one | other for one in alternatives for other in some]
+        else:
+            marks |= _marks(node)
+    if "fault" not in marks:
+        raise ValueError(f"tests/{file} {name} lacks the marker `fault`")
+    if all("exhaustive" in marks | each for each in alternatives):
+        return "exhaustive"
+    return "CI" if "slow" in marks else "always"
+
+
+def _sets_marks(node: ast.Assign) -> bool:
+    return any(ast.unparse(target) == "pytestmark" for target in node.targets)
+
+
+def _marks(node: ast.AST) -> set[str]:
+    """The markers that an expression names."""
+    names = (ast.unparse(x) for x in ast.walk(node) if isinstance(x, ast.Attribute))
+    return {name.removeprefix("pytest.mark.") for name in names if "pytest.mark." in name}
 
 
 def table_of_faults(folder: Path, config: Path, only: Sequence[str] = ()) -> list[list[str]]:

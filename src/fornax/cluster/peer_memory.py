@@ -70,6 +70,7 @@ class PeerMemory:
         self._stirred = threading.Event()
         self._heads: list[bytes] = []
         self._fetching: threading.Thread | None = None
+        self._sends: tuple[tuple[int, str], socket.socket] | None = None
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         """host:port."""
@@ -86,6 +87,10 @@ class PeerMemory:
                 self._newest_then = None if newest is None else newest[1]
                 self._report({"kind": "holds", "ranks": []})
             self._peers, self._hosts = dict(peers), hosts
+        sends = self._sends
+        if sends is not None and sends[0] != self._target():  # it may wait for an answer for long
+            with contextlib.suppress(OSError):
+                sends[1].shutdown(socket.SHUT_RDWR)
         self._stirred.set()
 
     def look(self) -> None:
@@ -251,12 +256,14 @@ class PeerMemory:
             if target is None:
                 continue
             with contextlib.suppress(LinkError, OSError), self._connected(target[1]) as connection:
+                self._sends = target, connection
                 for file, found in self._whole():  # an agent that is new there has none of them
-                    if found.peer == target[0]:
+                    if found.peer == target[0] and self._target() == target:
                         _give_one(connection, file, found, self._rank)
                         file.set_replicated(found)
                 while self._is_stirred() and self._target() == target:
                     self._send_newest(connection, target[0])
+            self._sends = None
             self._closed.wait(_RETRY_SECONDS)
             self._stirred.set()
 

@@ -107,19 +107,22 @@ class DrillOutcome:
             found.append(f"{self.again} steps made again, limit {limit.again}")
         return tuple(found)
 
-    @property
-    def late(self) -> tuple[str, ...]:
-        """What is over the limits of a machine that does nothing else, in words."""
+    def late(self, slowdown: float = 1.0) -> tuple[str, ...]:
+        """What is over the limits in seconds, in words.
+
+        Args:
+          slowdown: how many times as long everything takes as on a machine that does nothing else.
+        """
         limit = LIMITS[self.fault]
         times = (("named", self.named, limit.named), ("a step", self.stepped, limit.stepped))
         return tuple(
-            f"{what} after {seconds:.1f} s, limit {most:g} s"
+            f"{what} after {seconds:.1f} s, limit {most * slowdown:.3g} s"
             for what, seconds, most in times
-            if most is not None and seconds > most
+            if most is not None and seconds > most * slowdown
         )
 
     def __str__(self) -> str:
-        wrong = (*self.over, *self.late)
+        wrong = (*self.over, *self.late())
         return (
             f"{self.fault} {self.rank} at step {self.step}: named after {self.named:.1f} s, "
             f"a step made after {self.stepped:.1f} s, {self.again} made again; "

@@ -23,9 +23,12 @@ _WAITING_SECONDS = 60.0
 class Limits:
     """How long what may take before a worker counts as hanging, in seconds."""
 
+    frozen: float = 1.0
+    """Without heartbeat between steps whose length is known; at least five median steps."""
     stall: float = 5.0
-    """Without heartbeat, or waiting for data while others wait in the step; at least five median
-    steps."""
+    """Without heartbeat in other phases, in which calls that hold Python's lock for seconds are
+    usual, or waiting for data while others wait in the step; at least five median steps. The record
+    does not tell a slow read from one that has no end, so it is longer than `frozen`."""
     slow: float = 900.0
     """In a phase that may take long: joining, compiling, restoring, evaluating, saving."""
     leave: float = 5.0
@@ -246,11 +249,13 @@ def _hanging(
     alive = [each for each in seen if each.code is None and not each.stopped and not each.left]
     median = statistics.median(step_seconds) if step_seconds else 0.0
     stall = max(limits.stall, _MEDIANS * median)
+    frozen = max(limits.frozen, _MEDIANS * median) if len(step_seconds) >= _MEDIANS else stall
     for each in alive:
-        if each.silent > stall and each.phase != "exit":
+        quick = each.phase in _USUALLY_QUICK
+        if each.silent > (frozen if quick else stall) and each.phase != "exit":
             what = f"does not run Python for {each.silent:.1f} s: something holds its interpreter"
             return _verdict("frozen", each, what)
-        if each.phase not in _USUALLY_QUICK and each.unchanged > limits.slow:
+        if not quick and each.unchanged > limits.slow:
             return _verdict("stuck", each, f"has made no progress for {each.unchanged:.0f} s")
     waiting = [each for each in alive if each.phase == "step" and each.unchanged > stall]
     for each in alive:

@@ -59,6 +59,7 @@ LARGER = {"batch_size": 24, "seq_len": 128}
 """Steps that take long enough for a host to be made ready meanwhile."""
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "hosts", [(3, 2, 3), pytest.param((4, 3, 5), marks=pytest.mark.exhaustive)], ids=str
 )

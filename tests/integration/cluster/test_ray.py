@@ -129,7 +129,11 @@ engine = RayEngine(1, nodes.address)
 print("map", sorted(set(engine.map(lambda n: n + 1, range(4)))))
 launcher = RayLauncher(engine.ray, files, spare=False, imports=("ranks",))
 job = Job(
-    hosts=3, least=2, program="ranks:main", words=(str(folder), "2000"), limits=Limits(stall=20)
+    hosts=3,
+    least=2,
+    program="ranks:main",
+    words=(str(folder), "2000"),
+    limits=Limits(frozen=20, stall=20),
 )
 controller = Controller(job, files, launcher, announce=lambda line: print(line, flush=True))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.cluster.load import OtherLoad
 
 from fornax.checkpoint import Checkpointer
 from fornax.checkpoint.records import read_records, record_path
@@ -21,6 +22,7 @@ SAVED_EACH_STEP = ("--mtbf", "0.01s")
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
 
+@pytest.mark.exhaustive
 def test_the_survivor_stays_in_its_process_and_no_number_changes(
     launch: Any, undisturbed: list[tuple]
 ):
@@ -125,6 +127,7 @@ def test_memory_is_enough_for_a_second_death_while_the_group_forms(
     assert not run.descendants()
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_is_taken_away_with_notice_loses_no_step(launch: Any, undisturbed: list[tuple]):
     """Nothing is on disk: the new agent has the step from the memory of the one that goes."""
     run = launch(save_every=None, steps=2000)
@@ -190,6 +193,7 @@ def test_a_slow_rank_is_named_and_replaced_where_that_is_the_policy(launch: Any,
     assert "rank 1 is slow: it holds each step up by" in output
 
 
+@pytest.mark.exhaustive
 def test_the_state_of_a_host_that_is_lost_comes_from_the_memory_of_another(
     launch: Any, undisturbed: list[tuple]
 ):
@@ -270,29 +274,38 @@ def stop_while_saving(run: Any, rank: int) -> int:
 
 
 @pytest.mark.exhaustive
-def test_fifty_random_faults_change_no_number(launch: Any):
+@pytest.mark.parametrize("count", [6, 50])
+def test_random_faults_change_no_number(launch: Any, count: int):
     """Four hosts; every number of every step is that of a run without any, each step is done once,
-    and both end at the same position in the data. Limits in seconds are not for a machine that
-    runs other tests: those in steps are, and who is named."""
-    settings: dict[str, Any] = {"steps": 700, "save_every": 50, **LARGER}
+    and both end at the same position in the data.
+
+    Each fault is within its limits. Those in seconds are of a machine that does nothing else: what
+    other programs took of it while the fault was got over is measured, and they are so many times
+    as long.
+    """
+    steps = 220 + 10 * count
+    settings: dict[str, Any] = {"steps": steps, "save_every": 50, **LARGER}
     run = launch("stormy", hosts=4, flags=SAVED_EACH_STEP, **settings)
     run.wait_for_step(0, 2)
     outcomes = []
-    for each in storm(run.run_dir, 50, seed=15):
-        logging.getLogger(__name__).info("%s", each)
-        assert not each.over, each
-        outcomes.append(each)
+    with OtherLoad(run.descendants) as load:
+        for each in storm(run.run_dir, count, seed=15):
+            slowdown = load.slowdown(each.stepped)
+            logging.getLogger(__name__).info("%s; %.2f times as slow", each, slowdown)
+            assert not each.over, each
+            assert not each.late(slowdown), (each, slowdown)
+            outcomes.append(each)
     code, output = run.finish(1800)
     assert code == 0, output
     replaced = [(each.verdict, each.rank) for each in outcomes if each.fault != "slow"]
     assert run.faults() == replaced
-    assert {each.fault for each in outcomes} == set(STORM)
+    assert count < 50 or {each.fault for each in outcomes} == set(STORM)
     calm = launch("calm", hosts=4, flags=("--no-spares",), **settings)
     code, output = calm.finish(1800)
     assert code == 0, output
     assert run.exact() == calm.exact()
-    assert [step for step, *_ in run.exact()] == list(range(1, 701))
-    assert positions(run.run_dir, 700) == positions(calm.run_dir, 700)
+    assert [step for step, *_ in run.exact()] == list(range(1, steps + 1))
+    assert positions(run.run_dir, steps) == positions(calm.run_dir, steps)
     assert not run.descendants()
 
 
@@ -300,40 +313,3 @@ def positions(run_dir: Path, step: int) -> dict[int, Any]:
     """Where each virtual shard is in its records, as a checkpoint has it."""
     records = read_records(run_dir / "checkpoints" / str(step))
     return {shard: at for record in records for shard, at in record.data.items()}
-
-
-@pytest.mark.exhaustive
-def test_a_host_that_is_cut_off_saves_nothing_once_others_took_over(launch: Any):
-    """Its agent ends it before it is replaced, and what is on disk says which group saved it."""
-    run = launch(save_every=1, checkpoint={"keep_last": 100}, steps=2000)
-    cut = run.wait_for_step(1, 6)
-    drill(run.run_dir, "partition", 1)
-    ended = wait_for_end(cut)
-    run.wait_for_epoch(2)
-    run.wait_for_step(1, run.events()[-1]["step"] + 3)
-    run.process.send_signal(signal.SIGINT)
-    code, output = run.finish()
-    assert code == 130, output
-    assert run.faults() == [("partition", 1)], output
-    assert ended < next(e["time"] for e in run.events() if e.get("state") == "teardown")
-    steps = [step for step, *_ in run.exact()]
-    assert steps == list(range(1, len(steps) + 1))
-    records = [read_records(path) for path in step_folders(run.run_dir)]
-    for each in (record for step in records for record in step):
-        assert each.epoch == 2 or each.saved_at < ended
-    assert {each.epoch for step in records for each in step} == {1, 2}
-    assert not run.descendants()
-
-
-def wait_for_end(pid: int) -> float:
-    """Until a process has ended; when that was."""
-    with contextlib.suppress(OSError):
-        while Path(f"/proc/{pid}/maps").read_text():  # a zombie has none
-            time.sleep(0.005)
-    return time.time()
-
-
-def step_folders(run_dir: Path) -> list[Path]:
-    """Of the complete checkpoints."""
-    steps = Checkpointer(run_dir / "checkpoints").all_steps()
-    return [run_dir / "checkpoints" / str(step) for step in steps]

@@ -98,6 +98,23 @@ def test_a_newcomer_gets_the_two_newest_from_the_peer_of_the_one_that_is_lost(ho
     assert fetched["steps"] == [5, 8]
 
 
+def test_one_that_is_cut_off_is_not_waited_for_once_another_has_its_place(hosts: Any):
+    """It took the connection and says nothing, as a host that no packet reaches any more."""
+    host, new = hosts(1), hosts(2)
+    with socket.create_server(("127.0.0.1", 0)) as cut:
+        host.memory.connect({2: f"127.0.0.1:{cut.getsockname()[1]}"}, 3)
+        host.write(0, 3, b"state", peer=2)
+        host.memory.look()
+        connection, _ = cut.accept()
+        with connection:
+            until(lambda: receive(connection, longest=0).kind is Kind.OFFER)
+            began = time.monotonic()
+            host.memory.connect({2: new.memory.address}, 3)
+            until(lambda: host.is_replicated(0))
+            assert time.monotonic() - began < 10
+    assert {"kind": "holds", "ranks": [1]} in new.said
+
+
 def test_those_that_stay_hold_what_the_leaving_have_until_they_have_snapshots_of_their_own(
     hosts: Any,
 ):

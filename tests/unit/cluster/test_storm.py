@@ -32,9 +32,14 @@ def outcome(**changes: Any) -> DrillOutcome:
 def test_what_is_over_a_limit_is_said(changes: dict[str, Any], over: str, late: str):
     found = outcome(**changes)
     assert "; ".join(found.over) == over
-    assert "; ".join(found.late) == late
+    assert "; ".join(found.late()) == late
     ending = f"OVER: {over or late}" if over or late else "within its limits"
     assert str(found).endswith(ending)
+
+
+def test_a_slow_machine_has_more_seconds():
+    assert weathered(named=1.9, stepped=15.9).late(2.0) == ()
+    assert weathered(named=2.1).late(2.0) == ("named after 2.1 s, limit 2 s",)
 
 
 @pytest.mark.parametrize("fault", LIMITS)

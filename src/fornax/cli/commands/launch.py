@@ -54,7 +54,8 @@ class Arguments:
     data_workers: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Processes that read and transform the input."""
     stall_limit: Annotated[
-        float | None, arg(metavar="SECONDS", help_behavior_hint="(default: 5, of replicas 30)")
+        float | None,
+        arg(metavar="SECONDS", help_behavior_hint="(default: 1 in steps, else 5; of replicas 30)"),
     ] = None
     """A process hangs after so long without a sign of life; at least five median steps."""
     mtbf: Annotated[str | None, arg(metavar="TIME", help_behavior_hint="(default: 24h)")] = None
@@ -89,9 +90,11 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
     from fornax.plan.goodput.inputs import parse_time
 
     least, most = _hosts(arguments.hosts or "2")
-    stall_limit = 5.0 if arguments.stall_limit is None else arguments.stall_limit
-    if stall_limit < 1:
-        raise ConfigError(f"--stall-limit {stall_limit:g} must be 1 or more")
+    limits = Limits()
+    if (given := arguments.stall_limit) is not None:
+        if given < 1:
+            raise ConfigError(f"--stall-limit {given:g} must be 1 or more")
+        limits = Limits(frozen=given, stall=given)
     if arguments.data_workers is not None:
         _check_data_workers(arguments.data_workers, words)
     words, run_dir = _with_run_dir(words)
@@ -103,7 +106,7 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
         hosts=most,
         least=least,
         words=tuple(words),
-        limits=Limits(stall=stall_limit),
+        limits=limits,
         mtbf=parse_time("mtbf", arguments.mtbf or "24h"),
         slow=arguments.slow or "report",
     )
