@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -11,6 +11,7 @@ from fornax.cluster.beside_process import BesideJob, BesideProcess, Event
 from fornax.cluster.calls import LocalCalls
 from fornax.cluster.files import ClusterFiles
 from fornax.config import environment
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ClusterError
 from fornax.config.worker_process import WorkerProcess
 
@@ -72,6 +73,11 @@ class Launcher(Protocol):
     @property
     def address(self) -> str:
         """Where the hosts reach this machine: loopback where they are on it."""
+        ...
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the processes of the run know each other by."""
         ...
 
     def capacity(self) -> int:
@@ -155,6 +161,7 @@ class LocalLauncher:
     imports: tuple[str, ...] = ("fornax.train",)
     """Modules that such a process has imported."""
     address: str = "127.0.0.1"
+    credentials: Credentials = field(default_factory=Credentials.make)
 
     def capacity(self) -> int:
         """As many as are asked for."""
