@@ -172,7 +172,7 @@ class _Secured(ssl.SSLSocket):
                 part = rest[at : at + _WRITE]
                 at += self._whenever_ready(functools.partial(super().send, part, flags))
 
-    def shutdown(self, how: int, /) -> None:
+    def shutdown(self, how: int) -> None:
         socket.socket.shutdown(self, how)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,24 @@ def launch(
         for pid in each.descendants():
             os.kill(pid, signal.SIGKILL)
         each.process.wait()
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A home directory and one for temporary files, in which nothing may be left; nor may memory
+    that processes shared. Caches stay."""
+    home, temporary = tmp_path / "home", Path(f"/tmp/fornax-test-{os.getpid()}")
+    home.mkdir()
+    temporary.mkdir()  # Ray's sockets need a short path
+    before = set(os.listdir("/dev/shm"))
+    yield {"HOME": str(home), "TMPDIR": str(temporary)}
+    left = [*temporary.iterdir(), *(p for p in home.iterdir() if p.name != ".cache")]
+    shutil.rmtree(temporary)
+    assert not left
+    deadline = time.monotonic() + SECONDS  # other programs of this machine share memory for a while
+    while found := set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")
