@@ -77,6 +77,9 @@ class Credentials:
 
         With TLS it takes the place of `connection`. The other end must have the certificate, else
         the first read or write raises `TlsError`. One thread may read while another writes.
+
+        Raises:
+          LinkError: when the other end is gone already.
         """
         return self._secured(connection, server=True)
 
@@ -88,7 +91,13 @@ class Credentials:
         if not self.key:
             return connection
         context = _context(self.certificate, self.key, server=server)
-        return context.wrap_socket(connection, server_side=server, do_handshake_on_connect=False)
+        try:
+            return context.wrap_socket(
+                connection, server_side=server, do_handshake_on_connect=False
+            )
+        except OSError as error:
+            connection.close()
+            raise LinkError(f"the other end is gone: {error}") from error
 
 
 def tell_refusal(peer: socket.socket, error: TlsError) -> None:

@@ -210,11 +210,12 @@ class RemoteReader:
         """Keep one connection to a worker, and have it read what is asked for."""
         while not self._closed and self._refused is None:
             try:
-                connection = connect(self._addresses[number], _CONNECT_SECONDS)
+                found = connect(self._addresses[number], _CONNECT_SECONDS)
+                connection = self._credentials.dial(found)
             except LinkError:
                 time.sleep(_RETRY_SECONDS)
                 continue
-            with self._credentials.dial(connection) as connection:
+            with connection:
                 try:
                     self._introduce(connection)
                     self._connected.add(connection)

@@ -370,6 +370,7 @@ nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "include_dash
 made = [nodes.add_node(num_cpus=1) for _ in range(2)]
 nodes.wait_for_nodes()
 hosts = ["--engine", "ray", "--address", nodes.address, "--hosts", "1", "--samplers", "1"]
+hosts.append("--private-network")  # the run has a certificate
 given = [sys.executable, "-m", "fornax", "launch", *hosts, "--no-spares", "--", *words]
 run = subprocess.Popen(given)
 

@@ -197,9 +197,9 @@ class RoundLink:
             listener.settimeout(_JOIN_SECONDS)
             while len(self._peers) < jax.process_count() - 1:
                 peer, _ = listener.accept()
-                peer = self._credentials.accept(peer)
-                peer.settimeout(_JOIN_SECONDS)
                 with contextlib.suppress(LinkError):
+                    peer = self._credentials.accept(peer)
+                    peer.settimeout(_JOIN_SECONDS)
                     first = receive(peer, longest=0)
                     given = str(first.facts.get("token", ""))
                     if hmac.compare_digest(given.encode(), token.encode()):

@@ -197,7 +197,10 @@ class SamplerServer:
             except OSError:
                 return
             if listener.family in (socket.AF_INET, socket.AF_INET6):
-                found = self._credentials.accept(found)
+                try:
+                    found = self._credentials.accept(found)
+                except LinkError:
+                    continue
             threading.Thread(target=self._serve, args=(_Connection(found),), daemon=True).start()
 
     def _serve(self, connection: "_Connection") -> None:

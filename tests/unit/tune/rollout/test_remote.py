@@ -470,6 +470,7 @@ def test_with_a_certificate_bits_are_the_same_and_nothing_is_readable(
         sampler.update(weights(value * (1 + version)), version)
         drawn = bits(sampler.sample(PROMPTS, SETTINGS, SEEDS))
         assert drawn == alone(value * (1 + version), version)
+    sampler.close()
     proxy.close()
     seen = bytes(proxy.seen)
     assert len(seen) > 1000
@@ -508,16 +509,21 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.seen = bytearray()
+        self._sockets = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        self._listener.close()
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 one, _ = self._listener.accept()
                 other = socket.create_connection(self._target)
+                self._sockets += [one, other]
                 for pair in ((one, other), (other, one)):
                     threading.Thread(target=self._pass, args=pair, daemon=True).start()
 
