@@ -25,12 +25,14 @@ from typing import Any
 import numpy as np
 
 from _harness import machine, table, versions, write_results
+from fornax.config.credentials import Credentials
 from fornax.data import DataConfig, Jsonl, Prefetch, Python, open_batches
 from fornax.data.remote import DataWorkers, pack_tokens, unpack_tokens
 
 WORD = re.compile(r"\w+|[^\w\s]")
 BATCH, LENGTH = 16, 512
 BUFFER = 8
+RUN = Credentials.make()
 
 
 def tokenize(record: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def main() -> None:
                 environment={"PYTHONPATH": str(Path(__file__).parent)},
                 inherit=[listener.fileno()],
             )
-            process.send({"listener": listener.fileno(), "token": "benchmark"})
+            process.send({"listener": listener.fileno(), "credentials": RUN.fields()})
             processes.append(process)
         for process in processes:
             process.receive(60)
@@ -122,7 +124,7 @@ def main() -> None:
         for count in (1, 2):
             ways[f"{count} data workers"] = (
                 config,
-                DataWorkers(tuple(addresses[:count]), "benchmark"),
+                DataWorkers(tuple(addresses[:count]), RUN),
             )
         for count in (1, 2):
             ways[f"{count} processes of Grain's"] = (

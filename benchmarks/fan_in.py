@@ -24,6 +24,7 @@ from fornax.cluster.controller import Controller, Job
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import AgentProcess, LocalLauncher
 from fornax.config import worker_record
+from fornax.config.credentials import Credentials
 from fornax.config.jsonl import read_json_lines
 
 PATIENCE = 300
@@ -91,6 +92,10 @@ class CountingLauncher:
     @property
     def address(self) -> str:
         return self._inner.address
+
+    @property
+    def credentials(self) -> Credentials:
+        return self._inner.credentials
 
     def capacity(self) -> int:
         return self._inner.capacity()

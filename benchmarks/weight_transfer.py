@@ -27,6 +27,7 @@ import numpy as np
 from jax.experimental import transfer
 
 from _harness import machine, table, versions, write_results
+from fornax.config.credentials import Credentials
 from fornax.config.worker_process import WorkerProcess, receive, send
 from fornax.tune.rollout import (
     Completion,
@@ -36,7 +37,7 @@ from fornax.tune.rollout import (
     SampleSettings,
 )
 
-TOKEN = "benchmark"
+PLAIN = Credentials.make()
 SETTINGS = SampleSettings(max_tokens=1)
 
 
@@ -72,9 +73,9 @@ class Taker:
 
 def sampler_process(parent: Connection) -> None:
     """A sampler on an inherited socket."""
-    descriptor, share = receive(parent)
+    descriptor, share, shown = receive(parent)
     listener = socket.socket(fileno=descriptor)
-    SamplerServer(listener, TOKEN, share=share).run(Taker())
+    SamplerServer(listener, Credentials(**shown), share=share).run(Taker())
 
 
 def pulling_process(parent: Connection) -> None:
@@ -98,20 +99,20 @@ Round = Callable[[int], float]
 """(number of the round) to what the other process found in the first array."""
 
 
-def by_samplers(arrays: Sequence[np.ndarray], *, share: bool) -> Round:
-    """Fornax: memory that both map, or TCP as between machines; CRC-32 either way."""
+def by_samplers(arrays: Sequence[np.ndarray], *, share: bool, run: Credentials = PLAIN) -> Round:
+    """Fornax: memory that both map, or TCP as between machines, with TLS or not; CRC-32 always."""
     listener = socket.create_server(("127.0.0.1", 0))
     process = WorkerProcess("weight_transfer:sampler_process", inherit=[listener.fileno()])
-    process.send([listener.fileno(), share])
+    process.send([listener.fileno(), share, run.fields()])
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    sampler = RemoteSampler([address], TOKEN, shards=1, max_model_len=1, versions=1)
+    sampler = RemoteSampler([address], run, shards=1, max_model_len=1, versions=1)
 
-    def run(number: int, held: object = process) -> float:
+    def send_round(number: int, held: object = process) -> float:
         weights = {("layer", place): array for place, array in enumerate(arrays)}
         sampler.update(weights, number)
         return float(sampler.sample([[1]], SETTINGS, [number])[0][0].tokens[0])
 
-    return run
+    return send_round
 
 
 def by_ray(arrays: Sequence[np.ndarray]) -> Round:
@@ -190,6 +191,7 @@ def main() -> None:
     made = {
         "Fornax, one machine": by_samplers(arrays, share=True),
         "Fornax, TCP": by_samplers(arrays, share=False),
+        "Fornax, TCP with TLS": by_samplers(arrays, share=False, run=Credentials.make(tls=True)),
         "Ray's object store": by_ray(arrays),
         "jax.experimental.transfer": by_jax(arrays),
         "limit: a copy within the process": by_copy(arrays),
@@ -218,7 +220,7 @@ def main() -> None:
         + table(["MB/s", "median", "best"], rows)
         + "\n\nFornax within one machine and Ray's store are memory that both processes map. "
         "Fornax copies once and reads all twice for its checksum, which Ray has not. Over TCP it "
-        "makes the same copy first, once for all samplers."
+        "makes the same copy first, once for all samplers. With `--private-network` TLS is added."
     )
     print(text)
     print(write_results("weight_transfer", text))

@@ -8,27 +8,28 @@ from fornax.cli.arguments import parse, split
 from fornax.cli.commands.tune import command
 from fornax.cli.failures import report
 from fornax.config import ConfigError, worker_record
+from fornax.config.credentials import Credentials
 from fornax.tune.methods import METHODS
 
 __all__ = ["serve"]
 
 
-def serve(words: Sequence[str], listener: int, token: str) -> int:
+def serve(words: Sequence[str], listener: int, credentials: Credentials) -> int:
     """Draw what the trainer asks until this process is ended; the exit code of a mistake.
 
     Args:
       words: the launched command, such as `tune grpo --model DIR`.
       listener: descriptor of a listening socket.
-      token: what connections must show.
+      credentials: what connections must show.
     """
     try:
-        _serve(words, listener, token)
+        _serve(words, listener, credentials)
     except (Exception, KeyboardInterrupt) as error:
         return report(error, None)
     return 0
 
 
-def _serve(words: Sequence[str], listener: int, token: str) -> None:
+def _serve(words: Sequence[str], listener: int, credentials: Credentials) -> None:
     from fornax.cluster.launch import check_sampled
     from fornax.mesh import ProcessConfig, initialize
     from fornax.tune.policy import fit_to_model, read_origin
@@ -51,4 +52,5 @@ def _serve(words: Sequence[str], listener: int, token: str) -> None:
     record.change("compile", -1)
     makers: dict[str, Callable[..., ShardSampler]] = {"distill": student_sampler}
     sampler = makers.get(method.name, shard_sampler)(fit_to_model(config, origin), origin)
-    SamplerServer(socket.socket(fileno=os.dup(listener)), token).run(sampler, record.change)
+    server = SamplerServer(socket.socket(fileno=os.dup(listener)), credentials)
+    server.run(sampler, record.change)

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from fornax.cluster import stacks
-from fornax.cluster.credentials import Credentials, own_address
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
 from fornax.cluster.peer_memory import PeerMemory, memory_files
 from fornax.cluster.process_state import ProcessState, is_stopped
 from fornax.config import worker_record
+from fornax.config.addresses import own_address
+from fornax.config.credentials import Credentials
 from fornax.config.jsonl import append_json_line
 from fornax.config.worker_process import WorkerProcess, receive, send
 from fornax.config.worker_record import RecordReader, WorkerState
@@ -272,6 +273,7 @@ class Agent:
                 "program": job.program,
                 "words": job.words,
                 "stacks": str(stacks),
+                "credentials": job.credentials,
                 "environment": {
                     "FORNAX_EPOCH": str(job.epoch),
                     "FORNAX_COORDINATOR": job.coordinator,

@@ -1,6 +1,5 @@
 """The processes beside the hosts of a run, samplers and data workers, wherever they are placed."""
 
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -24,7 +23,7 @@ class Beside:
     launcher: Launcher
     """Places them."""
     order: Mapping[str, object] = field(default_factory=dict)
-    """What each is sent besides its socket and token."""
+    """What each is sent besides its socket and credentials."""
     announce: Callable[[str], None]
     """Shows a line."""
     stall: float
@@ -36,7 +35,6 @@ class Beside:
         Raises:
           ClusterError: when there is no place for one.
         """
-        token = secrets.token_hex(16)
         self._places = []
         try:
             for number in range(self.count):
@@ -44,7 +42,7 @@ class Beside:
                     run_dir=self.files.run_dir.absolute(),
                     role=self.role,
                     number=number,
-                    token=token,
+                    credentials=self.launcher.credentials,
                     order=self.order,
                     stall=self.stall,
                 )
@@ -54,7 +52,7 @@ class Beside:
             raise
         self._addresses = [place.address for place in self._places]
         where = write_addresses(self.files.beside_addresses(self.role.name), self._addresses)
-        self.environment: Mapping[str, str] = {self.role.addresses: where, self.role.token: token}
+        self.environment: Mapping[str, str] = {self.role.addresses: where}
         """What workers must find in theirs."""
 
     def check(self) -> None:

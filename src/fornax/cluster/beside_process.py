@@ -20,6 +20,7 @@ from typing import Any
 from fornax.cluster.files import ClusterFiles, RoleName
 from fornax.cluster.process_state import ProcessState
 from fornax.config import worker_record
+from fornax.config.credentials import Credentials
 from fornax.config.worker_process import WorkerProcess, ending, last_line, receive
 
 __all__ = ["DATA_WORKER", "SAMPLER", "BesideJob", "BesideProcess", "Event", "Role", "run_program"]
@@ -45,11 +46,9 @@ class Role:
     """In sentences."""
     entry: str
     """`package.module:NAME` of a worker process. It is sent `listener`, the descriptor of its
-    listening socket, `token`, which connections must show, and the job's order."""
+    listening socket, `credentials`, which connections must show, and the job's order."""
     addresses: str
     """The variable in which the run's workers find where each is."""
-    token: str
-    """The variable in which they find the token."""
     at_work: str | None = None
     """Phase of the record without which the run gets no further: the run ends when one fails again
     and again before it. None: the run goes on without these processes."""
@@ -62,7 +61,6 @@ SAMPLER = Role(
     title="sampler",
     entry="fornax.cluster.beside_process:run_program",
     addresses="FORNAX_SAMPLERS",
-    token="FORNAX_SAMPLERS_TOKEN",
     at_work="generate",
     computes=True,
 )
@@ -71,7 +69,6 @@ DATA_WORKER = Role(
     title="data worker",
     entry="fornax.data.worker:run",
     addresses="FORNAX_DATA_WORKERS",
-    token="FORNAX_DATA_TOKEN",
 )
 
 
@@ -83,9 +80,9 @@ class BesideJob:
     """Absolute."""
     role: Role
     number: int
-    token: str
+    credentials: Credentials
     order: Mapping[str, object]
-    """What it is sent besides its socket and token."""
+    """What it is sent besides its socket and credentials."""
     stall: float
     """Seconds without a heartbeat after which it counts as hanging."""
 
@@ -185,7 +182,8 @@ class BesideProcess:
             )
         self._process_state = ProcessState(self._process.pid)
         listener = self._listener.fileno()
-        self._process.send({"listener": listener, "token": job.token, **job.order})
+        shown = job.credentials.fields()
+        self._process.send({"listener": listener, "credentials": shown, **job.order})
         self._started = time.monotonic()
         self._starts += 1
 
@@ -210,13 +208,13 @@ class BesideProcess:
 def run_program(parent: Connection) -> None:
     """A process that runs `program`, `package.module:NAME`, with `words`, the launched command.
 
-    It is called with the words, the listening socket's descriptor and the token, and returns an
-    exit code.
+    It is called with the words, the listening socket's descriptor and the run's credentials, and
+    returns an exit code.
     """
     order = receive(parent)
     module, _, name = order["program"].partition(":")
     program = getattr(importlib.import_module(module), name)
-    code = program(order["words"], order["listener"], order["token"])
+    code = program(order["words"], order["listener"], Credentials(**order["credentials"]))
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)  # threads that read connections must not hold it up

@@ -116,7 +116,7 @@ class Controller:
         self._state: State | None = None
         self._seen: dict[int, Observation] = {}
         self._ended: list[int] = []
-        self._places = SnapshotPlaces()
+        self._places = SnapshotPlaces(launcher.credentials)
         self._departures = Departures(launcher, self._places)
         self._arrivals = Arrivals(launcher, self._places)
         self._signals: list[int] = []
@@ -211,6 +211,7 @@ class Controller:
                 mtbf=mtbf,
                 lease=self._job.limits.lease,
                 environment=dict(self._job.environment),
+                credentials=self._launcher.credentials.fields(),
                 holders=self._places.holders(rank),
                 leaving=self._places.leaving(rank, self._hosts),
             )

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Protocol, TypeVar
 
@@ -10,6 +10,8 @@ from fornax.cluster.beside_process import BesideJob, BesideProcess, Event
 from fornax.cluster.calls import LocalCalls
 from fornax.cluster.devices import host_variables
 from fornax.cluster.files import ClusterFiles
+from fornax.config import environment
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ClusterError
 from fornax.config.worker_process import WorkerProcess
 
@@ -70,6 +72,11 @@ class Launcher(Protocol):
     @property
     def address(self) -> str:
         """Where the hosts reach this machine: loopback where they are on it."""
+        ...
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the processes of the run know each other by."""
         ...
 
     def capacity(self) -> int:
@@ -155,6 +162,7 @@ class LocalLauncher:
     variables: Sequence[Mapping[str, str | None]] = ()
     """Changes to the environment of each host, by rank; none: any number of hosts is there."""
     address: str = "127.0.0.1"
+    credentials: Credentials = field(default_factory=Credentials.make)
 
     def capacity(self) -> int:
         """As many as are asked for, or as accelerators were divided over."""

@@ -5,7 +5,7 @@ Each message names the epoch it belongs to; the controller drops those of an ear
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 __all__ = ["CLEAN", "Assignment", "Observation", "decode", "encode"]
@@ -34,6 +34,8 @@ class Assignment:
     """Seconds without an answer of the controller after which the agent ends the worker."""
     environment: dict[str, str]
     """Further variables of the worker's environment."""
+    credentials: dict[str, str] = field(repr=False)
+    """Of the run, for what the worker connects to: fields of `Credentials`."""
     holders: list[str]
     """host:port of the agents that hold snapshots of a rank whose host has none: where to fetch
     them before the worker starts, the first to be asked first."""

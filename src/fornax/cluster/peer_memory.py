@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fornax.cluster.credentials import Credentials
+from fornax.config.credentials import Credentials
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.config.snapshot_file import FIRST, Snapshot, SnapshotFile
 

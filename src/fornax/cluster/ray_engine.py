@@ -39,6 +39,7 @@ from fornax.cluster.ray_nodes import (
     own_address,
 )
 from fornax.config import environment
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ClusterError
 from fornax.config.worker_process import WorkerProcess
 
@@ -248,6 +249,8 @@ class RayLauncher:
           ClusterError: see `address_for`.
         """
         self._private_network = private_network
+        self.credentials = Credentials.make(tls=private_network)
+        """See `Launcher`: with a certificate, as a node of another machine may come at any time."""
         self._own = own
         self._choosing = threading.Lock()
         self._taken: list[str] = []  # nodes, by processes beside hosts and agents that start

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fornax.cluster.credentials import Credentials
 from fornax.cluster.local import AgentProcess
+from fornax.config.credentials import Credentials
 
 __all__ = ["SnapshotPlaces"]
 
@@ -12,9 +12,9 @@ __all__ = ["SnapshotPlaces"]
 class SnapshotPlaces:
     """What the controller knows of the agents' memory, by rank."""
 
-    def __init__(self) -> None:
-        """Nothing is known."""
-        self._credentials: Credentials | None = None
+    def __init__(self, credentials: Credentials) -> None:
+        """Nothing is known; agents show each other `credentials`."""
+        self._credentials = credentials
         self._addresses: dict[int, str] = {}
         self._before: dict[int, str] = {}
         self._holds: dict[int, list[int]] = {}
@@ -28,8 +28,6 @@ class SnapshotPlaces:
           agent: a new one.
           towards: address of this machine, as the hosts reach it.
         """
-        if self._credentials is None:
-            self._credentials = Credentials.make(towards)
         shown = self._credentials.fields()
         agent.send({"kind": "listen", "credentials": shown, "towards": towards})
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fornax.config import environment, worker_record
+from fornax.config import credentials, environment, worker_record
 from fornax.config.errors import GroupLostError
 from fornax.config.worker_process import receive, send
 
@@ -42,6 +42,7 @@ def _attempt(job: Mapping[str, Any]) -> int:
     SIGUSR1 writes the stacks of all threads to the file named, whatever the process is doing.
     """
     environment.become(job["environment"])
+    credentials.set_of_run(credentials.Credentials(**job["credentials"]))
     stacks = Path(job["stacks"]).open("w")  # noqa: SIM115 - the handler holds it to the end
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     record = worker_record.current()

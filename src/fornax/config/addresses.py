@@ -1,12 +1,13 @@
 """Where the processes beside a run listen, which may change while it goes on."""
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import overload
 
 from fornax.config.files import write_whole
 
-__all__ = ["FileAddresses", "read_addresses", "write_addresses"]
+__all__ = ["FileAddresses", "own_address", "read_addresses", "write_addresses"]
 
 
 class FileAddresses(Sequence[str]):
@@ -52,3 +53,12 @@ def write_addresses(path: Path, addresses: Sequence[str]) -> str:
     """Write such a file whole; returns the text that `read_addresses` takes."""
     write_whole(path, "".join(f"{each}\n" for each in addresses))
     return f"@{path.absolute()}"
+
+
+def own_address(towards: str) -> str:
+    """This machine's address, as others that reach `towards` reach it; loopback for loopback."""
+    if towards == "localhost" or towards.startswith("127."):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((towards, 9))
+        return str(probe.getsockname()[0])

@@ -62,7 +62,6 @@ _DOCUMENTED = {
     "FORNAX_PROGRAM_MEMORY": "Set by fornax launch: a file of memory for compiled programs.",
     "FORNAX_DATA_WORKERS": "Set by fornax launch --data-workers: host:port of each, with commas "
     "between, or @ and a file with one a line.",
-    "FORNAX_DATA_TOKEN": "Set by fornax launch --data-workers: what they ask for.",
     "FORNAX_SNAPSHOT_MTBF": "Set by fornax launch: mean seconds between failures of the run.",
     "FORNAX_WORKER_RECORD": "Set by fornax launch: the file in which a process says what it does; "
     "the coordination service is then the launcher's.",
@@ -75,7 +74,6 @@ _DOCUMENTED = {
     "FORNAX_EXCHANGE_TOKEN": "Set by fornax launch --slices: the token of that exchange.",
     "FORNAX_SAMPLERS": "Set by fornax launch --samplers: host:port of each sampler, with commas "
     "between, or @ and a file with one a line.",
-    "FORNAX_SAMPLERS_TOKEN": "Set by fornax launch --samplers: the token that samplers want.",
     "JAX_COORDINATOR_ADDRESS": "With JAX_NUM_PROCESSES and JAX_PROCESS_ID, the same as the three "
     "above where those are not set. Next come MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK; what "
     "SLURM, Cloud TPU and Kubernetes set; fornax doctor shows what was found.",
@@ -171,9 +169,9 @@ def slices() -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def samplers() -> tuple[str, str]:
-    """Where the samplers of reinforcement learning are, and the token that they ask for."""
-    return os.environ.get("FORNAX_SAMPLERS", ""), os.environ.get("FORNAX_SAMPLERS_TOKEN", "")
+def samplers() -> str:
+    """Where the samplers of reinforcement learning are."""
+    return os.environ.get("FORNAX_SAMPLERS", "")
 
 
 def snapshot_memory() -> tuple[list[Path], float] | None:
@@ -192,10 +190,9 @@ def snapshot_replicas() -> list[Path]:
     return [Path(each) for each in paths.split(":") if each]
 
 
-def data_workers() -> tuple[str, str]:
-    """Where the processes are that `fornax launch` started to read the input, and the token that
-    they ask for."""
-    return os.environ.get("FORNAX_DATA_WORKERS", ""), os.environ.get("FORNAX_DATA_TOKEN", "")
+def data_workers() -> str:
+    """Where the processes are that `fornax launch` started to read the input."""
+    return os.environ.get("FORNAX_DATA_WORKERS", "")
 
 
 def program_memory() -> Path | None:

@@ -9,7 +9,6 @@ in network byte order, then the JSON and the body. The checksum covers header, J
 comes from the network is neither unpickled nor run.
 """
 
-import contextlib
 import json
 import socket
 import struct
@@ -144,6 +143,8 @@ def send(to: socket.socket, frame: Frame) -> None:
     try:
         to.sendall(head + _SUM.pack(checksum) + facts)
         to.sendall(frame.body)
+    except LinkError:
+        raise
     except OSError as error:
         raise LinkError(f"the other end cannot be reached: {error}") from error
 
@@ -188,7 +189,7 @@ def receive(
 def _exactly(source: socket.socket, size: int, found: bytearray) -> bytearray:
     """Fill `found`, which is as long as `size` or grows to it."""
     have = 0
-    with contextlib.suppress(OSError):
+    try:
         while have < size:
             if have == len(found):
                 found.extend(bytes(min(_CHUNK, size - have)))
@@ -196,6 +197,10 @@ def _exactly(source: socket.socket, size: int, found: bytearray) -> bytearray:
             if not got:
                 break
             have += got
+    except LinkError:
+        raise
+    except OSError as error:
+        raise LinkError(f"the connection ended: {error}") from error
     if have < size:
         raise LinkError("the connection ended")
     return found

@@ -28,6 +28,7 @@ import numpy as np
 
 from fornax.config import environment, to_mapping
 from fornax.config.addresses import read_addresses
+from fornax.config.credentials import Credentials, TlsError, of_run
 from fornax.config.errors import ConfigError, DataError
 from fornax.config.frames import Frame, Kind, LinkError, connect, receive, send
 from fornax.data.pipeline import Pipeline
@@ -53,7 +54,7 @@ class DataWorkers:
 
     addresses: Sequence[str]
     """host:port of each; looked up again for each connection."""
-    token: str
+    credentials: Credentials
     """What they ask for."""
 
 
@@ -61,22 +62,23 @@ def find_workers() -> DataWorkers | None:
     """The data workers that the environment names, if any.
 
     Raises:
-      ConfigError: for addresses that are none, or no token.
+      ConfigError: for addresses that are none, or a process that has not what they ask for.
     """
-    text, token = environment.data_workers()
+    text, credentials = environment.data_workers(), of_run()
     if not text:
         return None
     addresses = read_addresses(text)
     if (
-        not token
+        credentials is None
         or not addresses
         or not all(each.rpartition(":")[2].isdigit() for each in addresses)
     ):
         raise ConfigError(
             f"FORNAX_DATA_WORKERS={text} must be host:port with commas between, or @FILE, and "
-            "FORNAX_DATA_TOKEN what they ask for; fornax launch --data-workers sets both"
+            "this process must have the token that they ask for, which fornax launch "
+            "--data-workers gives to the processes that it starts: run the command by it"
         )
-    return DataWorkers(addresses, token)
+    return DataWorkers(addresses, credentials)
 
 
 def pack_tokens(tokens: Sequence[np.ndarray | None]) -> tuple[list[list[Any] | None], bytes]:
@@ -139,7 +141,7 @@ class RemoteReader:
         """
         config = pipeline.config
         self._join = {
-            "token": workers.token,
+            "token": workers.credentials.token,
             "config": to_mapping(config),
             "split": split,
             "batch_size": pipeline.batch_size,
@@ -154,7 +156,7 @@ class RemoteReader:
         self._slowest = 0.0
         self._alone_since = time.monotonic()
         self._closed = False
-        self._addresses = workers.addresses
+        self._addresses, self._credentials = workers.addresses, workers.credentials
         for number in range(len(workers.addresses)):
             for _ in range(_CONNECTIONS):
                 threading.Thread(
@@ -208,7 +210,8 @@ class RemoteReader:
         """Keep one connection to a worker, and have it read what is asked for."""
         while not self._closed and self._refused is None:
             try:
-                connection = connect(self._addresses[number], _CONNECT_SECONDS)
+                found = connect(self._addresses[number], _CONNECT_SECONDS)
+                connection = self._credentials.dial(found)
             except LinkError:
                 time.sleep(_RETRY_SECONDS)
                 continue
@@ -217,6 +220,9 @@ class RemoteReader:
                     self._introduce(connection)
                     self._connected.add(connection)
                     self._read_by(connection)
+                except TlsError as error:
+                    where = self._addresses[number]
+                    self._refused = DataError(f"the data worker at {where}: {error}")
                 except LinkError:
                     time.sleep(_RETRY_SECONDS / 10)
                 finally:

@@ -1,11 +1,11 @@
 """A data worker: a process that reads and transforms the records that readers ask for.
 
-It knows nothing of the run: each connection says what to open, after it has shown the token.
+It knows nothing of the run: each connection says what to open, after it has shown the run's
+credentials.
 """
 
 import contextlib
 import functools
-import hmac
 import json
 import socket
 import threading
@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from fornax.config import from_mapping, worker_record
+from fornax.config.credentials import Credentials, TlsError, tell_refusal
 from fornax.config.errors import DataError, FornaxError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.config.worker_process import receive as hear
@@ -31,13 +32,14 @@ _OPENED = 8
 def run(parent: Connection) -> None:
     """The process: serves until its parent is no more.
 
-    It is given `token`, and `listener`, the number of a listening socket's descriptor that it
+    It is given `credentials`, and `listener`, the number of a listening socket's descriptor that it
     inherited: connections that came before it are served too. It says `ready`.
     """
     order = hear(parent)
     record = worker_record.current()
     change = (lambda phase, count: None) if record is None else record.change
-    server = DataServer(socket.socket(fileno=order["listener"]), order["token"], change)
+    listener = socket.socket(fileno=order["listener"])
+    server = DataServer(listener, Credentials(**order["credentials"]), change)
     threading.Thread(target=server.run, name="data server", daemon=True).start()
     with contextlib.suppress(EOFError):
         tell(parent, "ready")
@@ -50,17 +52,17 @@ class DataServer:
     def __init__(
         self,
         listener: socket.socket,
-        token: str,
+        credentials: Credentials,
         change: Callable[[str, int], None] = lambda phase, count: None,
     ) -> None:
         """Serve nothing yet.
 
         Args:
           listener: a listening socket.
-          token: what a connection must show first.
+          credentials: what a connection must show first.
           change: told what is done, `idle` or `read`, and of how many records so far.
         """
-        self._listener, self._token, self._change = listener, token, change
+        self._listener, self._credentials, self._change = listener, credentials, change
         self._reading = threading.Lock()
         self._records = 0
         self._open = functools.lru_cache(_OPENED)(_open)
@@ -82,14 +84,20 @@ class DataServer:
         self._listener.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(LinkError):
+        with (
+            contextlib.suppress(LinkError),
+            connection,
+            self._credentials.accept(connection) as connection,
+        ):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(_JOIN_SECONDS)
-            first = receive(connection, longest=0)
-            given = str(first.facts.get("token", ""))
-            if first.kind is not Kind.JOIN or not hmac.compare_digest(
-                given.encode(), self._token.encode()
-            ):
+            try:
+                first = receive(connection, longest=0)
+            except TlsError as error:
+                tell_refusal(connection, error)
+                raise
+            known = self._credentials.admit(first.facts.get("token", ""))
+            if first.kind is not Kind.JOIN or not known:
                 return
             connection.settimeout(None)
             try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,26 @@ def launch(
         for pid in each.descendants():
             os.kill(pid, signal.SIGKILL)
         each.process.wait()
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A home directory and one for temporary files, in which nothing may be left; nor may memory
+    that processes shared. Caches stay."""
+    home, temporary = tmp_path / "home", Path(f"/tmp/fornax-test-{os.getpid()}")
+    home.mkdir()
+    temporary.mkdir()  # Ray's sockets need a short path
+    before = set(os.listdir("/dev/shm"))
+    yield {"HOME": str(home), "TMPDIR": str(temporary)}
+    kept = {home / ".cache", home / ".config"}  # the second is matplotlib's, empty
+    left = [*temporary.iterdir(), *(p for p in home.iterdir() if p not in kept)]
+    left += [each for each in (home / ".config").rglob("*") if each.is_file()]
+    shutil.rmtree(temporary)
+    assert not left
+    deadline = time.monotonic() + SECONDS  # other programs of this machine share memory for a while
+    while found := set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")

@@ -172,13 +172,14 @@ def test_a_run_without_a_directory_goes_where_the_command_alone_would_write(
 
 @pytest.mark.fault
 def test_data_workers_make_the_batches_of_the_hosts_themselves(
-    launch: Any, settings: dict[str, Any], tmp_path: Path
+    launch: Any, settings: dict[str, Any], tmp_path: Path, places: dict[str, str]
 ):
-    """From text, tokenized elsewhere: also when a worker dies, and with none at all."""
+    """From text, tokenized elsewhere: also when a worker dies, and with none at all. Nothing is
+    left in the home directory, in that for temporary files or in shared memory."""
     data = text_data(settings, tmp_path)
     plain = launch("plain", flags=("--no-spares",), data=data)
     assert plain.finish()[0] == 0
-    run = launch("apart", flags=("--no-spares", "--data-workers", "2"), data=data)
+    run = launch("apart", flags=("--no-spares", "--data-workers", "2"), data=data, env=places)
     run.wait_for_step(0, 3)
     seen = read_status(run.run_dir).data_workers
     assert [worker.number for worker in seen] == [0, 1]

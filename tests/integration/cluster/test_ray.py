@@ -2,12 +2,11 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,6 @@ from fornax.config.jsonl import read_json_lines
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fornax-ai[cluster]'")
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
-
-
-@pytest.fixture
-def places(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A home directory and one for temporary files, in which nothing may be left."""
-    home, temporary = tmp_path / "home", Path(f"/tmp/fornax-test-{os.getpid()}")
-    home.mkdir()
-    temporary.mkdir()  # Ray's sockets need a short path
-    yield {"HOME": str(home), "TMPDIR": str(temporary)}
-    left = [*temporary.iterdir(), *(p for p in home.rglob("*") if p.name in (".ray", "auth_token"))]
-    shutil.rmtree(temporary)
-    assert not left
 
 
 def test_a_killed_rank_changes_no_number_and_ray_leaves_nothing(
@@ -388,6 +375,7 @@ nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "include_dash
 made = [nodes.add_node(num_cpus=1) for _ in range(2)]
 nodes.wait_for_nodes()
 hosts = ["--engine", "ray", "--address", nodes.address, "--hosts", "1", "--samplers", "1"]
+hosts.append("--private-network")  # the run has a certificate
 given = [sys.executable, "-m", "fornax", "launch", *hosts, "--no-spares", "--", *words]
 run = subprocess.Popen(given)
 

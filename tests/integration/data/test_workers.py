@@ -1,5 +1,6 @@
 """Records read by other processes: the same batches and positions to the bit, whatever dies."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -7,12 +8,14 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ConfigError, DataError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.config.worker_process import WorkerProcess
@@ -21,7 +24,7 @@ from fornax.data.batches import Batches
 from fornax.data.remote import DataWorkers, pack_tokens, unpack_tokens
 from fornax.data.worker import DataServer
 
-TOKEN = "a token of the test"
+RUN = Credentials.make(tls=True)
 BATCHES = 12
 RECORDS = 400
 
@@ -83,7 +86,7 @@ class Workers:
             self._listeners.append(socket.create_server(("127.0.0.1", 0)))
             self.processes.append(self._process(len(self.processes)))
         ports = [listener.getsockname()[1] for listener in self._listeners]
-        return DataWorkers(tuple(f"127.0.0.1:{port}" for port in ports), TOKEN)
+        return DataWorkers(tuple(f"127.0.0.1:{port}" for port in ports), RUN)
 
     def again(self, number: int) -> None:
         """Start one anew at its address."""
@@ -92,7 +95,7 @@ class Workers:
     def _process(self, number: int) -> WorkerProcess:
         listener = self._listeners[number].fileno()
         process = WorkerProcess("fornax.data.worker:run", log=self._log, inherit=[listener])
-        process.send({"listener": listener, "token": TOKEN})
+        process.send({"listener": listener, "credentials": RUN.fields()})
         assert process.receive(60) == "ready"
         return process
 
@@ -189,14 +192,14 @@ def test_without_any_worker_this_process_reads(config: DataConfig, local: Seen):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
     pids(config)
-    with opened(config, DataWorkers((address,), TOKEN)) as batches:
+    with opened(config, DataWorkers((address,), RUN)) as batches:
         assert_same(take(batches, 3), local[:3])
     assert pids(config) == {os.getpid()}
 
 
 @pytest.fixture
 def server() -> Iterator[DataServer]:
-    made = DataServer(socket.create_server(("127.0.0.1", 0)), TOKEN)
+    made = DataServer(socket.create_server(("127.0.0.1", 0)), RUN)
     threading.Thread(target=made.run, daemon=True).start()
     yield made
     made.close()
@@ -209,7 +212,12 @@ def server_address(server: DataServer) -> str:
 def test_a_stranger_gets_nothing(config: DataConfig, server: DataServer):
     host, _, port = server_address(server).rpartition(":")
     with socket.create_connection((host, int(port)), 60) as stranger:
-        send(stranger, Frame(kind=Kind.JOIN, facts={"token": "a guess"}))
+        send(stranger, Frame(kind=Kind.JOIN, facts={"token": RUN.token}))  # in the clear
+        with pytest.raises(LinkError):
+            receive(stranger)
+    guess = replace(RUN, token="a guess")
+    with guess.dial(socket.create_connection((host, int(port)), 60)) as stranger:
+        send(stranger, Frame(kind=Kind.JOIN, facts={"token": guess.token}))
         with pytest.raises(LinkError):
             receive(stranger)
     with socket.create_connection((host, int(port)), 60) as stranger:
@@ -218,10 +226,28 @@ def test_a_stranger_gets_nothing(config: DataConfig, server: DataServer):
             receive(stranger)
 
 
+@pytest.mark.parametrize("serves", [RUN, Credentials.make()])
+def test_another_runs_worker_is_refused_and_gets_no_token(config: DataConfig, serves: Credentials):
+    """Its certificate is another, or it has none."""
+    made = DataServer(socket.create_server(("127.0.0.1", 0)), serves)
+    threading.Thread(target=made.run, daemon=True).start()
+    other = Credentials.make(tls=True)
+    with (
+        contextlib.closing(made),
+        opened(config, DataWorkers((server_address(made),), other)) as batches,
+    ):
+        if serves.key:
+            with pytest.raises(DataError, match=r"this run's certificate, .*same fornax launch"):
+                take(batches, BATCHES)
+        else:  # it speaks no TLS: nobody's worker, as one that is not there
+            take(batches, 1)
+            assert pids(config) == {os.getpid()}
+
+
 def test_a_worker_with_other_data_is_refused(config: DataConfig, server: DataServer):
     assert isinstance(config.source, Mixture)
     file = Path(str(config.source.parts[0].source.path))  # pyrefly: ignore[missing-attribute]
-    batches = opened(config, DataWorkers((server_address(server),), TOKEN))
+    batches = opened(config, DataWorkers((server_address(server),), RUN))
     text = file.read_text()
     try:
         file.write_text(text + json.dumps({"text": "one more"}) + "\n")
@@ -240,12 +266,10 @@ def broken(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_an_error_names_the_record_as_it_does_here(config: DataConfig, server: DataServer):
-    from dataclasses import replace
-
     bad = Python(target="tests.integration.data.test_workers:broken")
     failing = replace(config, transforms=(bad, config.transforms[1]))
     said = []
-    for given in (None, DataWorkers((server_address(server),), TOKEN)):
+    for given in (None, DataWorkers((server_address(server),), RUN)):
         with opened(failing, given) as batches, pytest.raises(DataError) as error:
             take(batches, BATCHES)
         said.append(str(error.value))
@@ -255,10 +279,8 @@ def test_an_error_names_the_record_as_it_does_here(config: DataConfig, server: D
 
 @pytest.mark.parametrize("change", [{"prefetch": Prefetch(workers=2)}, {"debug": True}])
 def test_two_places_to_read_are_refused(config: DataConfig, change: dict[str, Any]):
-    from dataclasses import replace
-
     with pytest.raises(ConfigError, match="leave one of them out"):
-        opened(replace(config, **change), DataWorkers(("127.0.0.1:1",), TOKEN))
+        opened(replace(config, **change), DataWorkers(("127.0.0.1:1",), RUN))
 
 
 def test_no_more_is_asked_for_than_the_window(config: DataConfig, server: DataServer):
@@ -271,7 +293,7 @@ def test_no_more_is_asked_for_than_the_window(config: DataConfig, server: DataSe
 
     server._change = count
     small = DataConfig(**{**vars(config), "prefetch": Prefetch(buffer=1), "read_batch": 8})
-    with opened(small, DataWorkers((server_address(server),), TOKEN)) as batches:
+    with opened(small, DataWorkers((server_address(server),), RUN)) as batches:
         next(batches)
         settled = threading.Event()
         before = -1

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from fornax.cluster.credentials import Credentials, own_address
 from fornax.cluster.peer_memory import PeerMemory, memory_files
+from fornax.config.addresses import own_address
+from fornax.config.credentials import Credentials
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.config.snapshot_file import FIRST, SnapshotFile
 
@@ -230,7 +231,7 @@ def test_strangers_get_and_give_nothing(hosts: Any):
 
 
 def test_beyond_loopback_only_those_with_the_runs_certificate_are_heard(hosts: Any):
-    run, other = Credentials.make("10.1.2.3"), Credentials.make("10.1.2.3")
+    run, other = Credentials.make(tls=True), Credentials.make(tls=True)
     assert run.token not in repr(run)
     assert run.key not in repr(run)
     lost, peer = hosts(1, run), hosts(2, run)
@@ -254,4 +255,4 @@ def test_beyond_loopback_only_those_with_the_runs_certificate_are_heard(hosts: A
 
 def test_on_one_machine_all_listen_on_loopback():
     assert own_address("127.0.0.1") == "127.0.0.1"
-    assert not Credentials.make("127.0.0.1").key
+    assert not Credentials.make().key

@@ -38,8 +38,8 @@ def test_what_is_over_a_limit_is_said(changes: dict[str, Any], over: str, late: 
 
 
 def test_a_slow_machine_has_more_seconds():
-    assert weathered(named=1.9, stepped=15.9).late(2.0) == ()
-    assert weathered(named=2.1).late(2.0) == ("named after 2.1 s, limit 2 s",)
+    assert outcome(named=1.9, stepped=15.9).late(2.0) == ()
+    assert outcome(named=2.1).late(2.0) == ("named after 2.1 s, limit 2 s",)
 
 
 @pytest.mark.parametrize("fault", LIMITS)

@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 from fornax.config import load_name
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ConfigError, DataError
 from fornax.llm import EngineConfig
 from fornax.mesh import make_mesh
@@ -380,11 +381,11 @@ def _shards(config: RLConfig) -> int:
     return config.rollout.shards or _SHARDS
 
 
-def _remote(config: RLConfig, addresses: Sequence[str], token: str) -> RemoteSampler:
+def _remote(config: RLConfig, addresses: Sequence[str], credentials: Credentials) -> RemoteSampler:
     ahead = 0 if config.asynchronous is None else config.asynchronous.max_staleness
     return RemoteSampler(
         addresses,
-        token,
+        credentials,
         shards=_shards(config),
         max_model_len=config.max_length,
         versions=ahead + 2,

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fornax.config import environment, errors
 from fornax.config.addresses import read_addresses
+from fornax.config.credentials import Credentials, of_run
 from fornax.config.errors import ClusterError, ConfigError, FornaxError, GroupLostError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.mesh import hosts
@@ -36,27 +37,27 @@ Make = Callable[[Sampler, int], T]
 """(sampler, number) to a round."""
 
 
-def find_samplers() -> tuple[Sequence[str], str] | None:
-    """Addresses and token of the samplers that `fornax launch --samplers` started, if it did.
+def find_samplers() -> tuple[Sequence[str], Credentials] | None:
+    """Addresses and credentials of the samplers that `fornax launch --samplers` started, if it did.
 
     Raises:
       ConfigError: for variables that are not complete.
     """
-    text, token = environment.samplers()
-    if not text and not token:
+    text, credentials = environment.samplers(), of_run()
+    if not text:
         return None
     addresses = read_addresses(text)
     if (
         not addresses
-        or not token
+        or credentials is None
         or not all(each.rpartition(":")[2].isdigit() for each in addresses)
     ):
         raise ConfigError(
-            "samplers need FORNAX_SAMPLERS (host:port, with commas between, or @FILE) and "
-            f"FORNAX_SAMPLERS_TOKEN, and FORNAX_SAMPLERS is {text!r}; fornax launch --samplers "
-            "sets both"
+            f"FORNAX_SAMPLERS={text} must be host:port, with commas between, or @FILE, and this "
+            "process must have the token that they ask for, which fornax launch --samplers gives "
+            "to the processes that it starts: run the command by it"
         )
-    return addresses, token
+    return addresses, credentials
 
 
 def host_weights(state: nnx.State, *, keep: bool) -> HostWeights:
@@ -130,6 +131,7 @@ class RoundLink:
           GroupLostError: when another process does not come.
         """
         self._first = jax.process_index() == 0
+        self._credentials = of_run() or Credentials(token="")  # of this meeting is the token below
         self._peers: list[socket.socket] = []
         self._lost = False
         self._closed = False
@@ -195,8 +197,9 @@ class RoundLink:
             listener.settimeout(_JOIN_SECONDS)
             while len(self._peers) < jax.process_count() - 1:
                 peer, _ = listener.accept()
-                peer.settimeout(_JOIN_SECONDS)
                 with contextlib.suppress(LinkError):
+                    peer = self._credentials.accept(peer)
+                    peer.settimeout(_JOIN_SECONDS)
                     first = receive(peer, longest=0)
                     given = str(first.facts.get("token", ""))
                     if hmac.compare_digest(given.encode(), token.encode()):
@@ -208,6 +211,7 @@ class RoundLink:
 
     def _join(self, met: Mapping[str, str]) -> None:
         peer = socket.create_connection((met["host"], int(met["port"])), timeout=_JOIN_SECONDS)
+        peer = self._credentials.dial(peer)
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._peers.append(peer)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import cast
 
+from fornax.config.credentials import Credentials, TlsError
 from fornax.config.errors import ClusterError, EngineError
 from fornax.config.frames import Frame, Kind, LinkError, connect, receive, send
 from fornax.tune.rollout.sampler import (
@@ -50,7 +51,7 @@ class RemoteSampler:
 
     Example:
       addresses = ["127.0.0.1:4001", "127.0.0.1:4002"]
-      sampler = RemoteSampler(addresses, token, shards=8, max_model_len=2048)
+      sampler = RemoteSampler(addresses, credentials, shards=8, max_model_len=2048)
       sampler.update(weights, version=0)
       groups = sampler.sample([[1, 5, 9]], SampleSettings(n=4, max_tokens=32), seeds=[7])
     """
@@ -58,7 +59,7 @@ class RemoteSampler:
     def __init__(
         self,
         addresses: Sequence[str],
-        token: str,
+        credentials: Credentials,
         *,
         shards: int,
         max_model_len: int,
@@ -69,7 +70,7 @@ class RemoteSampler:
 
         Args:
           addresses: host:port of each sampler; looked up again for each connection.
-          token: what they want to see.
+          credentials: what they want to see.
           shards: parts in which prompts are drawn, each in one sampler.
           max_model_len: tokens of a prompt and its completion together, at most, of the samplers.
           versions: how many of the newest are kept for samplers that have them not, or not yet.
@@ -85,6 +86,8 @@ class RemoteSampler:
         self.weights: dict[int, Segment] = {}
         """What may still be asked for, by version."""
         self.closed = False
+        self.refused = ""
+        """Why a sampler cannot be spoken to, ever."""
         self._waiting: deque[_Task] = deque()
         self._interrupted = False
         self._version: int | None = None
@@ -93,7 +96,7 @@ class RemoteSampler:
         self._drawing, self._began = 0, 0.0
         self.bytes = 0
         """Bytes of weights that were sent."""
-        self._links = [_Link(self, addresses, n, token) for n in range(len(addresses))]
+        self._links = [_Link(self, addresses, n, credentials) for n in range(len(addresses))]
 
     def sample(
         self, prompts: Sequence[Sequence[int]], settings: SampleSettings, seeds: Sequence[int]
@@ -252,6 +255,8 @@ class RemoteSampler:
             while not all(task.done for task in tasks):
                 if self._interrupted or self.closed:
                     raise EngineError("sampling was interrupted; it goes on after the next update")
+                if self.refused:
+                    raise ClusterError(self.refused)
                 if any(link.connected for link in self._links):
                     seen = time.monotonic()
                 elif time.monotonic() - seen > self._lost_seconds:
@@ -328,9 +333,13 @@ class _Link:
     """One sampler: a thread that has it draw, and one that sends it weights."""
 
     def __init__(
-        self, owner: RemoteSampler, addresses: Sequence[str], number: int, token: str
+        self,
+        owner: RemoteSampler,
+        addresses: Sequence[str],
+        number: int,
+        credentials: Credentials,
     ) -> None:
-        self._owner, self._token = owner, token
+        self._owner, self._credentials = owner, credentials
         self._addresses, self._number = addresses, number
         self.task: _Task | None = None
         self.connected = False
@@ -366,7 +375,8 @@ class _Link:
           LinkError: when the sampler is not there, or wants another token.
         """
         with contextlib.ExitStack() as stack:
-            connection = stack.enter_context(connect(self.address, _CONNECT_SECONDS))
+            found = connect(self.address, _CONNECT_SECONDS)
+            connection = stack.enter_context(self._credentials.dial(found))
             stack.callback(self._sockets.pop, role, None)
             hello = self._join(connection, role)
             if role == "weights" and (near := _dial_here(hello.facts.get("local"))) is not None:
@@ -380,13 +390,17 @@ class _Link:
 
     def _join(self, connection: socket.socket, role: str) -> Frame:
         """Say who this is; what the sampler answers."""
-        facts = {"token": self._token, "role": role, "session": self._owner.session}
-        send(connection, Frame(kind=Kind.JOIN, facts=facts))
+        facts = {"token": self._credentials.token, "role": role, "session": self._owner.session}
         # A sampler that starts has the connection in its backlog: it answers when it is ready.
         self._sockets[role] = connection
         if self._owner.closed:
             raise LinkError("closed")
-        return receive(connection)
+        try:
+            send(connection, Frame(kind=Kind.JOIN, facts=facts))
+            return receive(connection)
+        except TlsError as error:
+            self._owner.refused = f"the sampler at {self.address}: {error}"
+            raise
 
     def _work(self) -> None:
         while not self._owner.closed:

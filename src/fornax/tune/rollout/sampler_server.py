@@ -10,7 +10,6 @@ and passes memory on. It writes to that again once told that nothing older than 
 """
 
 import contextlib
-import hmac
 import mmap
 import queue
 import secrets
@@ -23,6 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
+from fornax.config.credentials import Credentials, TlsError, tell_refusal
 from fornax.config.errors import EngineError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.tune.rollout.sampler import SamplerStats, SampleSettings, Weights
@@ -70,15 +70,17 @@ class ShardSampler(Protocol):
 class SamplerServer:
     """Serves one trainer at a time; a newer one takes the place of the one before."""
 
-    def __init__(self, listener: socket.socket, token: str, *, share: bool = True) -> None:
+    def __init__(
+        self, listener: socket.socket, credentials: Credentials, *, share: bool = True
+    ) -> None:
         """Serve nothing yet.
 
         Args:
           listener: a listening socket; connections wait in its backlog until `run`.
-          token: what a connection must show first.
+          credentials: what a connection must show first; of TLS what comes over the network.
           share: whether a trainer on this machine may pass weights on in memory.
         """
-        self._token = token
+        self._credentials = credentials
         self._process = secrets.token_hex(8)
         self._local = f"fornax-sampler-{secrets.token_hex(16)}"
         self._listeners = [listener]
@@ -194,6 +196,11 @@ class SamplerServer:
                 found, _ = listener.accept()
             except OSError:
                 return
+            if listener.family in (socket.AF_INET, socket.AF_INET6):
+                try:
+                    found = self._credentials.accept(found)
+                except LinkError:
+                    continue
             threading.Thread(target=self._serve, args=(_Connection(found),), daemon=True).start()
 
     def _serve(self, connection: "_Connection") -> None:
@@ -201,9 +208,12 @@ class SamplerServer:
         try:
             with contextlib.suppress(LinkError):
                 connection.socket.settimeout(_JOIN_SECONDS)
-                first = receive(connection.socket, longest=0)
-                given = str(first.facts.get("token", ""))
-                known = hmac.compare_digest(given.encode(), self._token.encode())
+                try:
+                    first = receive(connection.socket, longest=0)
+                except TlsError as error:
+                    tell_refusal(connection.socket, error)
+                    raise
+                known = self._credentials.admit(first.facts.get("token", ""))
                 if first.kind is not Kind.JOIN or not known:
                     return
                 connection.socket.settimeout(None)

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from fornax import adapters
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ConfigError
 from fornax.llm import EngineConfig
 from fornax.mesh import check_processes
@@ -109,7 +110,9 @@ class Student:
         shards = _on_policy_shards(self._config)
         return _engine_sampler(self._config, self._origin, nnx.merge(graphdef, state), shards)
 
-    def _distant(self, addresses: Sequence[str], token: str, *, first: bool) -> Sampler:
+    def _distant(
+        self, addresses: Sequence[str], credentials: Credentials, *, first: bool
+    ) -> Sampler:
         if jax.process_count() > 1:
             self._link = RoundLink(loopback=all(each.startswith("127.") for each in addresses))
         if not first:
@@ -117,7 +120,7 @@ class Student:
             return NoSampler(self._link.close)
         made = RemoteSampler(
             addresses,
-            token,
+            credentials,
             shards=_on_policy_shards(self._config) or _SHARDS,
             max_model_len=self._config.max_length,
         )

@@ -1,6 +1,7 @@
 """Samplers behind sockets: versions, shards, samplers that are lost, bytes that are wrong."""
 
 import contextlib
+import dataclasses
 import mmap
 import os
 import random
@@ -10,14 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from fornax.config import EngineError
+from fornax.config import ClusterError, ConfigError, EngineError, credentials
 from fornax.config.addresses import write_addresses
+from fornax.config.credentials import Credentials
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.data import Tokenizer
 from fornax.models import Decoder
@@ -42,7 +45,7 @@ from fornax.tune.rollout import (
 from fornax.tune.rollout.segments import HostWeights, SegmentPool, map_segment
 from fornax.tune.rollout.shards import array_frames
 
-TOKEN = "a token"
+PLAIN, SECURED = Credentials.make(), Credentials.make(tls=True)
 SETTINGS = SampleSettings(n=2, max_tokens=5, stop=("x",))
 PROMPTS = [[n, n + 1, *range(n)] for n in range(1, 12)]
 SEEDS = [10**15 + n for n in range(len(PROMPTS))]
@@ -117,11 +120,13 @@ class Drawer:
 class Served:
     """A drawer behind a server on a thread."""
 
-    def __init__(self, listener: socket.socket | None = None, *, share: bool = True) -> None:
+    def __init__(
+        self, listener: socket.socket | None = None, *, share: bool = True, run: Credentials = PLAIN
+    ) -> None:
         self.listener = listener or socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.drawer = Drawer()
-        self.server = SamplerServer(self.listener.dup(), TOKEN, share=share)
+        self.server = SamplerServer(self.listener.dup(), run, share=share)
         self.versions: list[int] = []
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -137,8 +142,8 @@ def serve() -> Iterator[Serve]:
     """Begin servers, which end with the test."""
     made: list[Served] = []
 
-    def begin(listener: socket.socket | None = None, *, share: bool = True) -> Served:
-        made.append(Served(listener, share=share))
+    def begin(listener: socket.socket | None = None, **options: Any) -> Served:
+        made.append(Served(listener, **options))
         return made[-1]
 
     yield begin
@@ -152,9 +157,11 @@ def remote() -> Iterator[Callable[..., RemoteSampler]]:
     """Connect to servers, until the test ends."""
     made: list[RemoteSampler] = []
 
-    def begin(*served: Served, token: str = TOKEN, shards: int = 4, **options: float):
+    def begin(
+        *served: "Served | Proxy", run: Credentials = PLAIN, shards: int = 4, **options: float
+    ):
         addresses = [each.address for each in served]
-        made.append(RemoteSampler(addresses, token, shards=shards, max_model_len=192, **options))  # pyrefly: ignore
+        made.append(RemoteSampler(addresses, run, shards=shards, max_model_len=192, **options))  # pyrefly: ignore
         return made[-1]
 
     yield begin
@@ -363,7 +370,10 @@ def test_a_sampler_that_begins_again_elsewhere_is_found(
     """The launch's file has its new address."""
     before, file = serve(), tmp_path / "sampler.addresses"
     monkeypatch.setenv("FORNAX_SAMPLERS", write_addresses(file, [before.address]))
-    monkeypatch.setenv("FORNAX_SAMPLERS_TOKEN", TOKEN)
+    monkeypatch.setattr(credentials, "_of_run", None)
+    with pytest.raises(ConfigError, match="run the command by it"):
+        find_samplers()
+    credentials.set_of_run(PLAIN)
     found = find_samplers()
     assert found is not None
     with contextlib.closing(RemoteSampler(*found, shards=4, max_model_len=192)) as sampler:
@@ -447,11 +457,89 @@ def test_nobody_without_the_token_is_heard(
     assert bits(sampler.sample(PROMPTS, SETTINGS, SEEDS)) == alone(1.0, 0)
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_with_a_certificate_bits_are_the_same_and_nothing_is_readable(
+    serve: Serve, remote: Callable[..., RemoteSampler], share: bool
+) -> None:
+    """All that passes is recorded by a proxy; answers come while the next prompts are sent."""
+    each = serve(share=share, run=SECURED)
+    proxy = Proxy(each.listener.getsockname())
+    sampler = remote(proxy, run=SECURED)
+    value = float(np.frombuffer(b"visi", np.float32)[0])
+    for version in (0, 1):
+        sampler.update(weights(value * (1 + version)), version)
+        drawn = bits(sampler.sample(PROMPTS, SETTINGS, SEEDS))
+        assert drawn == alone(value * (1 + version), version)
+    sampler.close()
+    proxy.close()
+    seen = bytes(proxy.seen)
+    assert len(seen) > 1000
+    for secret in (SECURED.token.encode(), b"token", b"visivisi", b"FXO1", b"session"):
+        assert secret not in seen
+
+
+@pytest.mark.parametrize("trainer", [PLAIN, Credentials.make(tls=True)])
+def test_nobody_without_the_certificate_is_heard(
+    serve: Serve, remote: Callable[..., RemoteSampler], trainer: Credentials
+) -> None:
+    """With the token in the clear, or another run's certificate; the run's own trainer is."""
+    each = serve(run=SECURED)
+    shown = dataclasses.replace(trainer, token=SECURED.token)
+    with shown.dial(socket.create_connection(each.listener.getsockname())) as stranger:
+        facts = {"token": shown.token, "role": "weights", "session": "x"}
+        with contextlib.suppress(LinkError):  # it may be refused with the first bytes already
+            send(stranger, Frame(kind=Kind.JOIN, facts=facts))
+        with pytest.raises(LinkError):
+            receive(stranger)
+    sampler = remote(each, run=shown, lost_seconds=3)
+    sampler.update(weights(1.0), 0)
+    said = "has not this run's certificate.*same fornax launch" if shown.key else "no sampler at"
+    with pytest.raises(ClusterError, match=said):
+        sampler.sample(PROMPTS, SETTINGS, SEEDS)
+    own = remote(each, run=SECURED)
+    own.update(weights(1.0), 0)
+    assert bits(own.sample(PROMPTS, SETTINGS, SEEDS)) == alone(1.0, 0)
+
+
+class Proxy:
+    """Passes connections on, and keeps what it sees."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.seen = bytearray()
+        self._sockets = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one, _ = self._listener.accept()
+                other = socket.create_connection(self._target)
+                self._sockets += [one, other]
+                for pair in ((one, other), (other, one)):
+                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while found := source.recv(1 << 16):
+                self.seen += found
+                target.sendall(found)
+            target.shutdown(socket.SHUT_WR)
+
+
 def test_a_version_that_is_not_whole_is_not_taken(serve: Serve) -> None:
     each = serve()
     good = list(array_frames(5, weights(1.0), 5))
     with socket.create_connection(each.listener.getsockname()) as trainer:
-        facts = {"token": TOKEN, "role": "weights", "session": "x"}
+        facts = {"token": PLAIN.token, "role": "weights", "session": "x"}
         send(trainer, Frame(kind=Kind.JOIN, facts=facts))
         assert receive(trainer).facts["versions"] == []
         for frame in (good[0], good[-1]):  # an array is missing
@@ -481,11 +569,11 @@ def test_a_version_that_is_not_whole_is_not_taken(serve: Serve) -> None:
 def far(model: Decoder, sampler: LLMSampler) -> Iterator[RemoteSampler]:
     """The engine of these tests behind a socket, with weights of its own as version 4."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = SamplerServer(listener, TOKEN)
+    server = SamplerServer(listener, SECURED)
     thread = threading.Thread(target=server.run, args=(sampler,), daemon=True)
     thread.start()
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    made = RemoteSampler([address], TOKEN, shards=3, max_model_len=192)
+    made = RemoteSampler([address], SECURED, shards=3, max_model_len=192)
     made.update(
         {
             path: np.array(leaf.get_value()) * np.float32(1.25)
