@@ -129,17 +129,13 @@ def in_a_launch(kind: str, folder: Path, width: int) -> list[list[object]]:
 
 def memory_tier(mtbf: float = 86400.0 / 2) -> MemoryTier:
     """The memory that this rank's agent holds, with a replica in that of rank 1's."""
-    found = environment.snapshot_memory()
-    assert found is not None
-    return MemoryTier(found[0], mtbf, "", peer=1)
+    return MemoryTier(environment.snapshot_memory(), mtbf, "", peer=1)
 
 
 def replicated() -> bool:
     """Whether the agent of rank 1 has the newest snapshot."""
-    found = environment.snapshot_memory()
-    assert found is not None
     whole = []
-    for path in found[0]:
+    for path in environment.snapshot_memory():
         with path.open("rb") as file:
             slot = SnapshotFile(file.fileno())
             if (snapshot := slot.found()) is not None:

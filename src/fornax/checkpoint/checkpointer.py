@@ -100,6 +100,8 @@ class Checkpointer:
         self._together = SavingTogether(self.directory)
         self._claimed = False
         self._epoch: int | None = None
+        self.seconds = 0.0
+        """What the last save took until it was complete and copied to the mirror; 0 before one."""
 
     def __enter__(self) -> Self:
         return self
@@ -435,6 +437,7 @@ class Checkpointer:
 
     def _finish(self, path: Path, response: Any, record: Record, at: str) -> None:
         """The background part: Orbax's commit, checksums, the record, then retention."""
+        began = time.monotonic()
         failure = None
         try:
             seconds = self._config.timeout_seconds
@@ -466,6 +469,7 @@ class Checkpointer:
             self._prune(record.step)
             if self._mirror is not None:
                 self._mirror.put(record.step, self._config)
+        self.seconds = time.monotonic() - began
 
     def _prune(self, saved: int) -> None:
         """Delete the steps that no rule keeps."""
