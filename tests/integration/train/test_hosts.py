@@ -140,7 +140,7 @@ def test_any_number_of_hosts_goes_on_where_others_stopped(
 @pytest.mark.fault
 def test_two_hosts_agree_on_computed_checkpoints_and_go_on_from_one(start: Any, tmp_path: Path):
     """Each measures other times than the other; a save that only one began would end nowhere."""
-    fixed: dict[str, Any] = {"steps": 10, "save_every": None, "eval": {}}
+    fixed: dict[str, Any] = {"steps": 6, "save_every": None, "eval": {}}
     often = {"mtbf_hours": 1e-7, "keep_last": 20}
     auto = {**fixed, "save_every": "auto", "checkpoint": often}
     finish_all(start_hosts(start, tmp_path / "whole", 2, **fixed))
