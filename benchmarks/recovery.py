@@ -44,7 +44,8 @@ from fornax.config import environment, from_mapping, worker_record
 from fornax.config.snapshot_file import SnapshotFile
 from fornax.data import BuildConfig, Hosts, Jsonl, TrainBpe, build
 from fornax.train import Ledger, TrainConfig, pretrain_task
-from fornax.train.memory_tier import MemoryTier, interval
+from fornax.train.interval import young
+from fornax.train.memory_tier import MemoryTier
 from fornax.train.session import first_state, prepare
 from fornax.train.state import TrainState, as_tree
 
@@ -221,7 +222,7 @@ def overhead(folder: Path, width: int) -> list[list[object]]:
         idle = agent * len(agents) * (time.monotonic() - at)
         costs.append(mine + max(0.0, processor_seconds(agents) - theirs - idle))
         walls.append(stood)
-    every = interval(statistics.median(walls), 86400.0 / 2)
+    every = young(statistics.median(walls), 86400.0 / 2)
     share = [100 * cost / every / rate for cost in costs]
     rows_of.append((f"a snapshot and its replica, each {every:.1f} s", *bounded(share)))
     rows_of.append(("all", sum(row[1] for row in rows_of), sum(row[2] for row in rows_of)))
