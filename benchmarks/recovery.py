@@ -44,7 +44,8 @@ from fornax.config import environment, from_mapping, worker_record
 from fornax.config.snapshot_file import SnapshotFile
 from fornax.data import BuildConfig, Hosts, Jsonl, TrainBpe, build
 from fornax.train import Ledger, TrainConfig, pretrain_task
-from fornax.train.memory_tier import MemoryTier, interval
+from fornax.train.interval import young
+from fornax.train.memory_tier import MemoryTier
 from fornax.train.session import first_state, prepare
 from fornax.train.state import TrainState, as_tree
 
@@ -129,17 +130,13 @@ def in_a_launch(kind: str, folder: Path, width: int) -> list[list[object]]:
 
 def memory_tier(mtbf: float = 86400.0 / 2) -> MemoryTier:
     """The memory that this rank's agent holds, with a replica in that of rank 1's."""
-    found = environment.snapshot_memory()
-    assert found is not None
-    return MemoryTier(found[0], mtbf, "", peer=1)
+    return MemoryTier(environment.snapshot_memory(), mtbf, "", peer=1)
 
 
 def replicated() -> bool:
     """Whether the agent of rank 1 has the newest snapshot."""
-    found = environment.snapshot_memory()
-    assert found is not None
     whole = []
-    for path in found[0]:
+    for path in environment.snapshot_memory():
         with path.open("rb") as file:
             slot = SnapshotFile(file.fileno())
             if (snapshot := slot.found()) is not None:
@@ -225,7 +222,7 @@ def overhead(folder: Path, width: int) -> list[list[object]]:
         idle = agent * len(agents) * (time.monotonic() - at)
         costs.append(mine + max(0.0, processor_seconds(agents) - theirs - idle))
         walls.append(stood)
-    every = interval(statistics.median(walls), 86400.0 / 2)
+    every = young(statistics.median(walls), 86400.0 / 2)
     share = [100 * cost / every / rate for cost in costs]
     rows_of.append((f"a snapshot and its replica, each {every:.1f} s", *bounded(share)))
     rows_of.append(("all", sum(row[1] for row in rows_of), sum(row[2] for row in rows_of)))

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,36 @@ def save_arrays(directory: Path, state: object, *, timeout_seconds: int) -> Any:
     # Trained weights hardly compress, and compressing them is what makes a save slow.
     context.array.saving.use_compression = False
     with context:
-        return ocp.save_checkpointables_async(str(directory), {_NAME: state})
+        return ocp.save_checkpointables_async(str(directory), {_NAME: _staged(state)})
+
+
+def _staged(state: object) -> Any:
+    """The state in memory that no program owns, for what a CPU's devices hold.
+
+    Orbax writes such arrays from where they are. The next step could not reuse them meanwhile, and
+    would wait for the kernel to hand out as much memory anew, in pages of 4 KiB; a copy made here,
+    by all cores and in large pages, takes a fraction of that. Arrays of other devices stay as they
+    are: Orbax copies them before it returns.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="stage") as pool:
+        return structure.unflatten(pool.map(_copied, leaves))
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    if next(iter(leaf.sharding.device_set)).platform != "cpu":
+        return leaf
+    pieces: dict[str, np.ndarray] = {}
+    shards = []
+    for shard in leaf.addressable_shards:
+        place = str(shard.index)
+        if place not in pieces:
+            pieces[place] = _aligned(shard.data.shape, leaf.dtype)
+            np.copyto(pieces[place], np.asarray(shard.data))
+        shards.append(jax.device_put(pieces[place], shard.device))
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
 def forget_group() -> None:

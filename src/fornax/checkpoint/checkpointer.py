@@ -100,6 +100,8 @@ class Checkpointer:
         self._together = SavingTogether(self.directory)
         self._claimed = False
         self._epoch: int | None = None
+        self.seconds = 0.0
+        """What the last save took until it was complete and copied to the mirror; 0 before one."""
 
     def __enter__(self) -> Self:
         return self
@@ -361,7 +363,7 @@ class Checkpointer:
     def restore(
         self, abstract_state: object, step: int | None = None, *, partial: bool = False
     ) -> Restored:
-        """Verify a step's files and load it.
+        """Load a step while its files are verified; nothing is returned of one that is damaged.
 
         Args:
           abstract_state: tree of `jax.ShapeDtypeStruct` with the shardings and dtypes wanted; they
@@ -374,29 +376,32 @@ class Checkpointer:
             not those asked for. The message names the step, the file and what to do.
         """
         path = self._stored.existing(self.resume_step() if step is None else step)
-        records = self._stored.verified(path)
+        records = self._stored.records(path)
         check_fits(abstract_state, records[0].arrays, partial=partial, where=str(path))
+        with ThreadPoolExecutor(1, thread_name_prefix="verify") as verifier:
+            damage = verifier.submit(self._stored.damage, path, records)
+            state, failure = self._load(path, abstract_state)
+        raise_anywhere(damage.result())
+        raise_anywhere(failure)
         return Restored(
             step=int(path.name),
-            state=self._load(path, abstract_state),
+            state=state,
             data={shard: position for record in records for shard, position in record.data.items()},
             config_yaml=records[0].config_yaml,
             metadata=dict(records[0].metadata),
         )
 
-    def _load(self, path: Path, abstract_state: object) -> Any:
-        state = failure = None
+    def _load(self, path: Path, abstract_state: object) -> tuple[Any, str | None]:
+        """The state, or why there is none."""
         try:
-            state = load_arrays(path, abstract_state)
+            return load_arrays(path, abstract_state), None
         except CheckpointError:
             raise
         except Exception as error:
-            failure = (
+            return None, (
                 f"step {path.name} in {self.directory} cannot be loaded: {first_line(error)}. "
                 f"{self._stored.advice(int(path.name))}"
             )
-        raise_anywhere(failure)
-        return state
 
     def _make_room(self, path: Path, size: int) -> str | None:
         """Process 0 before a save: make its place free.
@@ -435,6 +440,7 @@ class Checkpointer:
 
     def _finish(self, path: Path, response: Any, record: Record, at: str) -> None:
         """The background part: Orbax's commit, checksums, the record, then retention."""
+        began = time.monotonic()
         failure = None
         try:
             seconds = self._config.timeout_seconds
@@ -466,6 +472,7 @@ class Checkpointer:
             self._prune(record.step)
             if self._mirror is not None:
                 self._mirror.put(record.step, self._config)
+        self.seconds = time.monotonic() - began
 
     def _prune(self, saved: int) -> None:
         """Delete the steps that no rule keeps."""

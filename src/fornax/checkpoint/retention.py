@@ -35,12 +35,16 @@ class CheckpointConfig:
     """An address such as gs://bucket/run or s3://bucket/run to which each complete step is copied,
     and from which the run goes on where its directory has no newer step."""
 
+    mtbf_hours: float | None = None
+    """Mean hours between failures of the whole run, for `save_every: auto`; null takes what
+    `fornax launch` has measured, starting from its `--mtbf`, and 24 without it."""
+
     def __post_init__(self) -> None:
         if self.keep_last < 1:
             raise ConfigError(
                 f"keep_last={self.keep_last} would leave nothing to resume from; use 1 or more"
             )
-        for name in ("keep_every_steps", "keep_every_minutes", "timeout_seconds"):
+        for name in ("keep_every_steps", "keep_every_minutes", "timeout_seconds", "mtbf_hours"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value} must be greater than 0")

@@ -62,30 +62,38 @@ class StoredSteps:
             )
         return step_path(self._directory, step)
 
-    def verified(self, path: Path) -> list[Record]:
-        """The records of a step, after all processes found their share of its files intact.
+    def records(self, path: Path) -> list[Record]:
+        """The records of a step, whose files are all there in their sizes.
 
         Raises:
-          CheckpointError: in all processes, when one found a file damaged.
+          CheckpointError: in all processes, when one found a record or a size damaged.
         """
+        records = []
         try:
-            damage = None
             records = read_records(path)
+            damage = self._damage(path, records, contents=False)
         except CheckpointError as error:
-            damage, records = str(error), []
-        damage = damage or self._damage(path, records)
-        raise_anywhere(None if damage is None else str(self._damaged(path, damage)))
+            damage = str(self._damaged(path, str(error)))
+        raise_anywhere(damage)
         return records
 
-    def _damage(self, path: Path, records: list[Record]) -> str | None:
-        """What is wrong with this process's share of a step's files."""
+    def damage(self, path: Path, records: list[Record]) -> str | None:
+        """What checksums say against this process's share of a step's files, and what to do.
+
+        None when nothing, or when sizes are enough. Asks no other process, so that any thread may
+        call it.
+        """
+        return self._damage(path, records, contents=True) if self._contents else None
+
+    def _damage(self, path: Path, records: list[Record], *, contents: bool) -> str | None:
         files = dict(pair for record in records for pair in record.files.items())
         share = sorted(files)[jax.process_index() :: jax.process_count()]
-        return find_damage(
+        found = find_damage(
             path,
             {name: files[name] for name in share},
-            contents=self._contents,
+            contents=contents,
         )
+        return None if found is None else str(self._damaged(path, found))
 
     def _damaged(self, path: Path, what: str) -> CheckpointError:
         return CheckpointError(f"step {path.name}: {what}. {self.advice(int(path.name))}")

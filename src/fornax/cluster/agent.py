@@ -287,7 +287,7 @@ class Agent:
                         self._path(number)
                         for number in (self._peers.replicas() if self._peers is not None else ())
                     ),
-                    "FORNAX_SNAPSHOT_MTBF": str(job.mtbf),
+                    "FORNAX_MTBF": str(job.mtbf),
                     "FORNAX_PROGRAM_MEMORY": self._path(self._programs),
                     **job.environment,
                 },

@@ -10,7 +10,6 @@ from fornax.cluster.beside_process import BesideJob, BesideProcess, Event
 from fornax.cluster.calls import LocalCalls
 from fornax.cluster.devices import host_variables
 from fornax.cluster.files import ClusterFiles
-from fornax.config import environment
 from fornax.config.credentials import Credentials
 from fornax.config.errors import ClusterError
 from fornax.config.worker_process import WorkerProcess

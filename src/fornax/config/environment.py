@@ -62,7 +62,7 @@ _DOCUMENTED = {
     "FORNAX_PROGRAM_MEMORY": "Set by fornax launch: a file of memory for compiled programs.",
     "FORNAX_DATA_WORKERS": "Set by fornax launch --data-workers: host:port of each, with commas "
     "between, or @ and a file with one a line.",
-    "FORNAX_SNAPSHOT_MTBF": "Set by fornax launch: mean seconds between failures of the run.",
+    "FORNAX_MTBF": "Set by fornax launch: mean seconds between failures of the run.",
     "FORNAX_WORKER_RECORD": "Set by fornax launch: the file in which a process says what it does; "
     "the coordination service is then the launcher's.",
     "FORNAX_EPOCH": "Set by fornax launch: the number of the group that this process belongs to; "
@@ -174,14 +174,15 @@ def samplers() -> str:
     return os.environ.get("FORNAX_SAMPLERS", "")
 
 
-def snapshot_memory() -> tuple[list[Path], float] | None:
-    """The files `fornax launch` keeps snapshots in, and the mean time between failures, seconds."""
+def snapshot_memory() -> list[Path]:
+    """The files `fornax launch` keeps snapshots in; none without it."""
     paths = os.environ.get("FORNAX_SNAPSHOT_MEMORY", "")
-    if not paths:
-        return None
-    return [Path(p) for p in paths.split(":")], float(
-        os.environ.get("FORNAX_SNAPSHOT_MTBF", "86400")
-    )
+    return [Path(each) for each in paths.split(":") if each]
+
+
+def mtbf() -> float:
+    """Mean seconds between failures of the run, as `fornax launch` found it; a day without it."""
+    return float(os.environ.get("FORNAX_MTBF", "86400"))
 
 
 def snapshot_replicas() -> list[Path]:

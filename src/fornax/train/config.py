@@ -98,8 +98,11 @@ class TrainerConfig:
     """The processes of the run."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
-    save_every: int | None = 500
-    """Steps between two checkpoints; null saves only at the end and when asked to stop."""
+    save_every: int | Literal["auto"] | None = 500
+    """Steps between two checkpoints; null saves only at the end and when asked to stop. `auto`
+    computes them again with each save: the interval that loses the least (Young 1974), of the
+    seconds that a save stops training and the mean time between failures; an hour at most, and
+    at least what a save takes until it is complete, with its copy in `checkpoint.mirror`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Which checkpoints to keep, and how they are verified."""
     log: LogConfig = field(default_factory=LogConfig)
@@ -113,8 +116,14 @@ class TrainerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be 1 or more")
-        if self.save_every is not None and self.save_every < 1:
-            raise ConfigError(f"save_every={self.save_every} must be 1 or more, or null")
+        if isinstance(self.save_every, int) and self.save_every < 1:
+            raise ConfigError(f"save_every={self.save_every} must be 1 or more, auto, or null")
+        if self.checkpoint.mtbf_hours is not None and self.save_every != "auto":
+            raise ConfigError(
+                f"checkpoint.mtbf_hours={self.checkpoint.mtbf_hours} is for save_every: auto, and "
+                f"save_every is {'null' if self.save_every is None else self.save_every}; set it "
+                "to auto, or leave mtbf_hours out"
+            )
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed} must lie in [0, 2**32)")
         if self.batch_size % self.accumulate:

@@ -9,7 +9,8 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from fornax.train.config import TrainerConfig
 from fornax.train.diloco.sync import SliceSync
 from fornax.train.evaluate import evaluate
 from fornax.train.goodput import Ledger
+from fornax.train.interval import Interval
 from fornax.train.memory_tier import MemoryTier
 from fornax.train.recorder import Recorder
 from fornax.train.rewind import LossSpikeError, SpikeGuard
@@ -55,6 +57,8 @@ class Loop:
     """What exchanges parameters with the other slices of a DiLoCo run; None: there are none."""
     memory: MemoryTier | None = None
     """Where snapshots go that outlive the process; None: nowhere."""
+    interval: Interval | None = None
+    """When the next checkpoint is due with `save_every: auto`; None: `save_every` says it."""
 
     def __post_init__(self) -> None:
         """Stand before the first step."""
@@ -71,8 +75,7 @@ class Loop:
         self._save_due = False
         self._turns = self.start.step
         self._profiling = False
-        if self.memory is not None:
-            self.memory.begin(self.step)
+        self._begin_intervals()
         self._in_flight = 0 if _devices_share_threads() else 1
 
     def run(self) -> Reason:
@@ -151,7 +154,7 @@ class Loop:
         evaluates = self._due(self.config.eval.every) or (
             self.config.eval.every is not None and self.step == self.config.steps
         )
-        self._save_due = self._save_due or self._due(self.config.save_every)
+        self._save_due = self._save_is_due() or self._save_due
         saves = self._save_due and not self._exchanging
         if evaluates:
             self._drain(1)
@@ -228,8 +231,34 @@ class Loop:
         self.state, self.step, self.evaluation = start.state, start.step, None
         self._saved = start.step if rewind.source == "checkpoint" else None
         self.recorder.rewind(start.step, start.total)
-        if self.memory is not None:
-            self.memory.begin(self.step)
+        self._begin_intervals()
+
+    def _begin_intervals(self) -> None:
+        for tier in (self.memory, self.interval):
+            if tier is not None:
+                tier.begin(self.step)
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Around a save, also one for which there is no room: when the next is due."""
+        if self.interval is None:
+            yield
+            return
+        self.interval.start(self.step)
+        full: DiskFullError | None = None
+        try:
+            yield
+        except DiskFullError as error:
+            full = error
+        self.interval.finish(self.step, least=self.checkpointer.seconds)
+        if full is not None:
+            raise full
+
+    def _save_is_due(self) -> bool:
+        if self.interval is not None:
+            return self.interval.is_due(self.step)
+        every = self.config.save_every
+        return isinstance(every, int) and self._due(every)
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
@@ -271,7 +300,7 @@ class Loop:
         if self._saved == self.step:
             return
         outer = {} if self.sync is None else {"outer": self.sync.outer}
-        with self.ledger.phase("checkpoint"):
+        with self.ledger.phase("checkpoint"), self._measured():
             self.checkpointer.save(
                 self.step,
                 state=as_tree(self.state) | outer,

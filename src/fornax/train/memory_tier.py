@@ -12,13 +12,10 @@ The interval between snapshots follows from what one costs and how often the run
 import contextlib
 import hashlib
 import json
-import math
 import mmap
 import os
 import socket
-import statistics
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,26 +29,16 @@ from jax.sharding import Mesh
 from fornax.checkpoint.arrays import table
 from fornax.config.snapshot_file import FIRST, SnapshotFile
 from fornax.mesh import hosts
+from fornax.train.interval import Interval
 from fornax.train.regroup import Held, complete_steps, gathered
 from fornax.train.snapshot import Snapshot, free_bytes, local_bytes
 from fornax.train.state import TrainState, as_tree
 
-__all__ = ["MemoryTier", "Remembered", "interval", "peer_of"]
+__all__ = ["MemoryTier", "Remembered", "peer_of"]
 
 _ALIGNMENT = 64
-_RECENT = 20
 _PATIENCE = 4
 """Times that a snapshot is put off for the replica of the one before, a quarter interval each."""
-
-
-def interval(cost: float, mtbf: float) -> float:
-    """Seconds between snapshots that lose the least: Young, CACM 17(9), 1974, sqrt(2 C M).
-
-    Args:
-      cost: seconds that training stands still for one.
-      mtbf: mean seconds between failures of the whole run.
-    """
-    return math.sqrt(2 * cost * mtbf)
 
 
 def peer_of(process: int, mesh: Mesh) -> int | None:
@@ -116,17 +103,13 @@ class MemoryTier:
             those are not looked at.
         """
         self._slots = [_Slot(path) for path in paths]
-        self._mtbf = mtbf
+        self._interval = Interval(mtbf)
         self._peer = peer
-        self._every = 1
         self._put_off = 0
         self._config = hashlib.blake2b(config_yaml.encode(), digest_size=16).hexdigest()
         self._replicas, self._shared = replicas, shared
         self._found: dict[int, tuple[_Slot, Remembered]] = {}
         self._regrouped: dict[int, list[Held]] = {}
-        self._next = 0
-        self._timed: tuple[float, int] | None = None  # the end of a snapshot, and its step
-        self._step_seconds: deque[float] = deque(maxlen=_RECENT)
 
     @staticmethod
     def room(abstract: TrainState) -> tuple[bool, bool]:
@@ -211,12 +194,11 @@ class MemoryTier:
         for slot in self._slots:
             if slot.step > step:  # of what is not done again the same way
                 slot.erase()
-        self._next = step + 2
-        self._timed = None
+        self._interval.begin(step)
 
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` is to be kept; called after each step."""
-        return step >= self._next
+        return self._interval.is_due(step)
 
     def write(
         self, state: TrainState, step: int, data: Mapping[int, dict], metadata: Mapping[str, Any]
@@ -227,7 +209,7 @@ class MemoryTier:
         one, a host that is lost would leave no step that all have.
         """
         if self._waits():
-            self._next = step + max(1, self._every // _PATIENCE)
+            self._interval.put_off(step, max(1, self._interval.steps // _PATIENCE))
             return
         self.write_now(state, step, data, metadata)
 
@@ -235,11 +217,7 @@ class MemoryTier:
         self, state: TrainState, step: int, data: Mapping[int, dict], metadata: Mapping[str, Any]
     ) -> None:
         """As `write`, without regard to replicas."""
-        began = (
-            time.monotonic()
-        )  # all steps are done: a single one may be under way when it returns
-        if self._timed is not None and step > self._timed[1]:
-            self._step_seconds.append((began - self._timed[0]) / (step - self._timed[1]))
+        self._interval.start(step)  # all steps are done
         tree = as_tree(state)
         slot = min(self._slots, key=lambda each: each.step)
         memory = slot.begin(_room(tree))
@@ -260,10 +238,7 @@ class MemoryTier:
             "metadata": dict(metadata),
         }
         slot.finish(json.dumps(header).encode(), step, self._peer)
-        now = time.monotonic()
-        self._every = hosts.decide(lambda: self._steps(now - began))
-        self._next = step + self._every
-        self._timed = time.monotonic(), step
+        self._interval.finish(step)
 
     def _waits(self) -> bool:
         """Whether a replica is missing, in any process, that may still come."""
@@ -273,13 +248,6 @@ class MemoryTier:
         missing = hosts.most(int(not newer.is_replicated()))
         self._put_off = self._put_off + 1 if missing and self._put_off < _PATIENCE else 0
         return self._put_off > 0
-
-    def _steps(self, cost: float) -> int:
-        """Steps until the next snapshot; two, where no step was timed yet."""
-        if not self._step_seconds:
-            return 2
-        step = statistics.median(self._step_seconds)
-        return max(1, round(interval(cost, self._mtbf) / max(step, 1e-6)))
 
 
 class _Slot:

@@ -24,6 +24,7 @@ from fornax.train.compile_service import CompileService, Event, why_off
 from fornax.train.config import TrainConfig, TrainerConfig
 from fornax.train.diloco.slices import slice_run
 from fornax.train.goodput import Ledger
+from fornax.train.interval import Interval
 from fornax.train.loop import Loop, Reason
 from fornax.train.memory_tier import MemoryTier, peer_of
 from fornax.train.metrics import MetricsFile, Sink, Wandb, read_metrics
@@ -44,6 +45,9 @@ from fornax.train.tasks import pretrain_task
 from fornax.train.weights import with_model
 
 __all__ = ["TrainResult", "train"]
+
+_MOST_SECONDS = 3600.0
+"""Between two checkpoints whose interval is computed, so that no more is lost, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +170,7 @@ def train(
             guard=guard,
             sync=sync,
             memory=memory,
+            interval=_disk_interval(config),
         )
         try:
             reason = loop.run()
@@ -280,8 +285,8 @@ def _memory(
     config: TrainerConfig, programs: Programs, directory: RunDirectory, shown: Progression
 ) -> MemoryTier | None:
     """Where snapshots go that outlive this process, if a launcher gave a place."""
-    found = environment.snapshot_memory()
-    if found is None:
+    paths = environment.snapshot_memory()
+    if not paths:
         return None
     own, both = MemoryTier.room(programs.abstract)
     if not own:
@@ -294,15 +299,22 @@ def _memory(
             "would give them more than half of its free memory"
         )
         peer = None
-    paths, mtbf = found
     return MemoryTier(
         paths,
-        mtbf,
+        environment.mtbf(),
         dump_yaml(config),
         peer,
         replicas=environment.snapshot_replicas(),
         shared=directory.snapshots,
     )
+
+
+def _disk_interval(config: TrainerConfig) -> Interval | None:
+    """What says when the next checkpoint is due; None where `save_every` is a number or null."""
+    if config.save_every != "auto":
+        return None
+    hours = config.checkpoint.mtbf_hours
+    return Interval(environment.mtbf() if hours is None else hours * 3600, most=_MOST_SECONDS)
 
 
 def _program_memory(

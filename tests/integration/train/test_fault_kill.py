@@ -147,3 +147,20 @@ def test_a_kill_in_a_pipeline_changes_no_number_and_one_device_goes_on(
         assert [one[name] for one in found] == pytest.approx(
             [one[name] for one in expected], rel=1e-3
         )
+
+
+def test_kills_between_checkpoints_of_a_computed_interval_change_no_number(
+    start: Any, finish: Any, uninterrupted: list[dict[str, Any]], tmp_path: Path
+):
+    """Fails every 0.4 ms, by the config: each save is due as soon as the one before is complete."""
+    run_dir = tmp_path / "run"
+    changes = {"save_every": "auto", "checkpoint": {"mtbf_hours": 1e-7, "keep_last": 20}}
+    assert kill_after(start(run_dir, **changes), run_dir, 8, 0.0)
+    before = Checkpointer(run_dir / "checkpoints").all_steps()
+    assert before[0] == 2
+    code, output = finish(run_dir, **changes)
+    assert code == 0, output
+    after = Checkpointer(run_dir / "checkpoints").all_steps()
+    assert set(before) < set(after)
+    assert after[-1] == 20
+    assert exact(records(run_dir)) == exact(uninterrupted)

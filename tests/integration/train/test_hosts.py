@@ -137,6 +137,31 @@ def test_any_number_of_hosts_goes_on_where_others_stopped(
             }
 
 
+@pytest.mark.fault
+def test_two_hosts_agree_on_computed_checkpoints_and_go_on_from_one(start: Any, tmp_path: Path):
+    """Each measures other times than the other; a save that only one began would end nowhere."""
+    fixed: dict[str, Any] = {"steps": 6, "save_every": None, "eval": {}}
+    often = {"mtbf_hours": 1e-7, "keep_last": 20}
+    auto = {**fixed, "save_every": "auto", "checkpoint": often}
+    finish_all(start_hosts(start, tmp_path / "whole", 2, **fixed))
+    run_dir = tmp_path / "run"
+    processes = start_hosts(start, run_dir, 2, **auto)
+    deadline = time.monotonic() + 120
+    while not Checkpointer(run_dir / "checkpoints").all_steps():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for process in processes:
+        process.kill()
+        process.communicate()
+    kept = Checkpointer(run_dir / "checkpoints").all_steps()
+    assert kept[0] == 2
+    finish_all(start_hosts(start, run_dir, 2, **auto))
+    checkpoints = Checkpointer(run_dir / "checkpoints").all_steps()
+    assert set(kept) < set(checkpoints)
+    assert all(len(read_records(run_dir / "checkpoints" / str(n))) == 2 for n in checkpoints)
+    assert series(run_dir, "loss") == series(tmp_path / "whole", "loss")
+
+
 def test_two_slices_of_two_devices_train_as_one_device(start: Any, finish: Any, tmp_path: Path):
     """Each process is a slice: FSDP inside it, the batch over both."""
 

@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     with (folder / "mtbf").open("a") as file:
-        file.write(os.environ["FORNAX_SNAPSHOT_MTBF"] + "\n")
+        file.write(os.environ["FORNAX_MTBF"] + "\n")
     saved = folder / "saved"
     step = int(saved.read_text()) if saved.exists() else 0
     while step < steps:
