@@ -70,23 +70,23 @@ KNOWN = (0.1,) * 5
 
 
 def test_between_steps_of_known_length_a_second_of_silence_is_enough():
-    assert guilty(rank(0), rank(1, silent=1.1), steps=KNOWN) == ("frozen", 1)
+    assert faulty(rank(0), rank(1, silent=1.1), steps=KNOWN) == ("frozen", 1)
     waits = rank(1, silent=1.1, phase="wait_for_data")
-    assert guilty(rank(0), waits, steps=KNOWN) == ("frozen", 1)
-    assert guilty(rank(0), rank(1, silent=0.9), steps=KNOWN) is None
-    assert guilty(rank(0), rank(1, silent=1.1), steps=KNOWN[1:]) is None
-    assert guilty(rank(0), rank(1, silent=1.1), steps=(0.3,) * 5) is None
+    assert faulty(rank(0), waits, steps=KNOWN) == ("frozen", 1)
+    assert faulty(rank(0), rank(1, silent=0.9), steps=KNOWN) is None
+    assert faulty(rank(0), rank(1, silent=1.1), steps=KNOWN[1:]) is None
+    assert faulty(rank(0), rank(1, silent=1.1), steps=(0.3,) * 5) is None
 
 
 @pytest.mark.parametrize("phase", ["compile", "restore", "snapshot"])
 def test_calls_that_hold_the_interpreter_for_a_while_are_usual_outside_of_steps(phase: str):
-    assert guilty(rank(0), rank(1, silent=1.9, phase=phase), steps=KNOWN) is None
-    assert guilty(rank(0), rank(1, silent=2.1, phase=phase), steps=KNOWN) == ("frozen", 1)
+    assert faulty(rank(0), rank(1, silent=1.9, phase=phase), steps=KNOWN) is None
+    assert faulty(rank(0), rank(1, silent=2.1, phase=phase), steps=KNOWN) == ("frozen", 1)
 
 
 def test_a_slow_read_is_given_longer_than_a_silence():
     reads = rank(1, phase="wait_for_data", unchanged=1.9)
-    assert guilty(rank(0, unchanged=1.9), reads, steps=KNOWN) is None
+    assert faulty(rank(0, unchanged=1.9), reads, steps=KNOWN) is None
 
 
 def test_one_that_waits_for_data_while_others_wait_in_the_step():
