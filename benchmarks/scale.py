@@ -39,7 +39,7 @@ CPU_ONLY = (
     "Several machines: Ray's emulated nodes on one machine, with loopback between them. Manifests "
     "were checked against schemas and not run on clusters.",
     "Samplers, data workers and replicas of servers: processes of one machine, or those nodes.",
-    "Hosts that divide the GPUs of one machine: what each is given was checked, and none was there.",
+    "Hosts that divide the GPUs of one machine: what each is given was checked, on no GPU.",
     "The bandwidths in the simulator's defaults; its other defaults are published or assumed.",
 )
 """What no accelerator and no second machine has run."""

@@ -1,7 +1,7 @@
 """Tiers, interval and spares: the closed form proposes, the simulator decides."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -120,11 +120,10 @@ def plan_goodput(
     if steps is None:
         near = [outcome(p) for p in _neighbours(run, best.policy, store_interval)]
         best = max(near, key=lambda one: one.goodput.mean)
-    counts: list[Outcome] = []
-    for number in _spares(run) if spares is None else [spares]:
-        if counts and best.goodput.mean * _share(run, number) <= max(c.effective for c in counts):
-            break  # not even spares that are always there would pay for so many
-        counts.append(outcome(replace(best.policy, spares=number)))
+    if spares is None:
+        counts = _with_spares(run, best, outcome)
+    else:
+        counts = [outcome(replace(best.policy, spares=spares))]
     minute = ("memory", "peer", "store") if run.hosts > 1 else ("memory", "store")
     return GoodputPlan(
         run=run,
@@ -201,13 +200,33 @@ def _plenty(run: RunSpec) -> int:
     return math.ceil(mean + 6 * math.sqrt(variance) + 4 * run.slice_hosts)
 
 
-def _spares(run: RunSpec) -> list[int]:
-    """Numbers of spares worth a look, in order: single hosts, then whole slices besides."""
+def _with_spares(
+    run: RunSpec, best: Outcome, outcome: Callable[[Policy], Outcome]
+) -> list[Outcome]:
+    """More and more whole slices of spares, then single hosts more and less, in order.
+
+    It ends where `best`, whose spares are always there, would not pay for so many.
+    """
+    found: dict[int, Outcome] = {}
+
+    def look(number: int) -> bool:
+        most = max((one.effective for one in found.values()), default=0.0)
+        if number not in found and best.goodput.mean * _share(run, number) > most:
+            found[number] = outcome(replace(best.policy, spares=number))
+        return number in found
+
     mean, _ = _repairing(run)
-    single = {math.ceil(mean + k * math.sqrt(mean)) for k in (0, 1, 2, 3, 4)}
-    most = math.ceil(_plenty(run) / run.slice_hosts)
-    slices = {number + k * run.slice_hosts for k in range(most + 1) for number in single}
-    return sorted({0, *slices})
+    single = [math.ceil(mean + k * math.sqrt(mean)) for k in (0, 1, 2, 3, 4)]
+    look(0)
+    slices = 0
+    while single[2] + slices * run.slice_hosts < _plenty(run) + run.slice_hosts:
+        if not look(single[2] + slices * run.slice_hosts):
+            break
+        slices += 1
+    top = max(found, key=lambda number: found[number].effective)
+    for number in single:
+        look(max(0, top - single[2]) + number)
+    return [found[number] for number in sorted(found)]
 
 
 def _share(run: RunSpec, spares: int) -> float:
