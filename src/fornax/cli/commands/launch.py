@@ -85,7 +85,7 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
             "directory of a training command after them"
         )
     from fornax.cluster import Job, Limits, launch, open_engine
-    from fornax.plan.goodput.inputs import parse_time
+    from fornax.config.quantities import parse_time
 
     least, most = _hosts(arguments.hosts or "2")
     stall_limit = 5.0 if arguments.stall_limit is None else arguments.stall_limit
@@ -108,7 +108,7 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
     run_dir = _run_dir(words)
     bar = None
     if sys.stderr.isatty():
-        from fornax.train.progress import Bar
+        from fornax.config.progress import Bar
 
         bar = Bar()
     engine = open_engine(
