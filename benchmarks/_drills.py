@@ -171,7 +171,7 @@ class Row:
     stepped: float | None = None
 
 
-def of_rank(fault: Fault, rank: int) -> Callable[[Drilled], Times]:
+def of_rank(fault: Fault, rank: int | None) -> Callable[[Drilled], Times]:
     """A drill of `fornax launch drill`."""
 
     def do(run: Drilled) -> Times:
@@ -308,7 +308,7 @@ def gaps(run: Drilled, since: float = 0.0) -> list[float]:
     return [b - a for a, b in itertools.pairwise(times)]
 
 
-def controller_killed(run: Drilled) -> Times:
+def launch_killed(run: Drilled) -> Times:
     """All processes end with it; the same command goes on from the newest checkpoint."""
     pids, at = run.processes(), time.time()
     entered = max(
@@ -363,11 +363,12 @@ def disk_full(folder: Path, config: Path) -> Times:
         subprocess.run(["umount", "--lazy", str(run_dir)], check=True)
 
 
-def _row(fault: Fault, rank: int, test: str) -> Row:
+def _row(fault: Fault, rank: int | None, test: str) -> Row:
     limit = LIMITS[fault]
+    name = fault if rank is None else f"{fault} {rank}"
     return Row(
-        name=f"{fault} {rank}",
-        title=f"`--{fault} {rank}`",
+        name=name,
+        title=f"`--{name}`",
         do=of_rank(fault, rank),
         named=limit.named,
         steps=limit.steps if limit.named is None else None,
@@ -391,8 +392,12 @@ _LOST = (
     "`test_a_dead_agent_is_replaced_with_its_worker`, always"
 )
 _BOTH = "`test_when_a_host_and_its_replica_are_lost_the_newest_checkpoint_is_taken`, CI"
+_CONTROLLER = (
+    "`test_a_run_goes_on_from_memory_when_its_controller_is_killed`, CI; controller: "
+    "`test_a_controller_that_is_lost_again_and_again_ends_the_launch`, always"
+)
 _ENDED = (
-    "controller: `test_nothing_is_left_when_the_controller_is_killed`, always; `test_launch.py`, CI"
+    "controller: `test_nothing_is_left_when_the_launch_is_killed`, always; `test_launch.py`, CI"
 )
 _STALL = Limits().stall
 
@@ -404,6 +409,7 @@ ROWS: tuple[Row, ...] = (
     _row("preempt", 2, _NOTICE),
     _row("partition", 3, _CUT),
     _row("slow", 1, _SLOW),
+    _row("controller", None, _CONTROLLER),
     Row(
         name="data stuck", do=hanging(1, "data"), named=_STALL + 1, stepped=_STALL + 11, test=_HANGS
     ),
@@ -440,7 +446,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(name="death while saving", do=faults(while_saving), test=_SAVING),
     Row(name="4 hosts to 3 to 4", do=resized, stepped=10.0, test="`test_client.py`, CI"),
-    Row(name="controller killed, and launched again", do=controller_killed, test=_ENDED),
+    Row(name="launch killed, and launched again", do=launch_killed, test=_ENDED),
 )
 
 FULL = Row(name="disk full", do=lambda run: Times(), test="`test_full_disk.py`, CI")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from fornax.config.errors import ClusterError
 
-__all__ = ["Credentials", "own_address"]
+__all__ = ["Credentials", "is_loopback", "own_address"]
 
 _VALID = datetime.timedelta(days=365)
 _SLACK = datetime.timedelta(days=1)  # clocks of hosts differ
@@ -37,7 +37,7 @@ class Credentials:
           ClusterError: where they are on other machines and `cryptography` is not installed.
         """
         token = secrets.token_hex(32)
-        return cls(token=token) if _is_loopback(address) else cls(token=token, **_certificate())
+        return cls(token=token) if is_loopback(address) else cls(token=token, **_certificate())
 
     def __repr__(self) -> str:
         """Without secrets: it may end in a log."""
@@ -87,14 +87,14 @@ class Credentials:
 
 def own_address(towards: str) -> str:
     """This machine's address, as others that reach `towards` reach it; loopback for loopback."""
-    if _is_loopback(towards):
+    if is_loopback(towards):
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         probe.connect((towards, 9))
         return str(probe.getsockname()[0])
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     return address == "localhost" or address.startswith("127.")
 
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from fornax.cluster.credentials import Credentials, own_address
-from fornax.cluster.peer_memory import PeerMemory, memory_files
+from fornax.cluster.kept_memory import memory_files
+from fornax.cluster.peer_memory import PeerMemory
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.config.snapshot_file import FIRST, SnapshotFile
 
