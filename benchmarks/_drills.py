@@ -179,7 +179,7 @@ class Row:
     stepped: float | None = None
 
 
-def of_rank(fault: Fault, rank: int) -> Callable[[Drilled], Times]:
+def of_rank(fault: Fault, rank: int | None) -> Callable[[Drilled], Times]:
     """A drill of `fornax launch drill`."""
 
     def do(run: Drilled) -> Times:
@@ -316,7 +316,7 @@ def gaps(run: Drilled, since: float = 0.0) -> list[float]:
     return [b - a for a, b in itertools.pairwise(times)]
 
 
-def controller_killed(run: Drilled) -> Times:
+def launch_killed(run: Drilled) -> Times:
     """All processes end with it; the same command goes on from the newest checkpoint."""
     pids, at = run.processes(), time.time()
     entered = max(
@@ -371,11 +371,12 @@ def disk_full(folder: Path, config: Path) -> Times:
         subprocess.run(["umount", "--lazy", str(run_dir)], check=True)
 
 
-def _row(fault: Fault, rank: int, *tests: str) -> Row:
+def _row(fault: Fault, rank: int | None, *tests: str) -> Row:
     limit = LIMITS[fault]
+    name = fault if rank is None else f"{fault} {rank}"
     return Row(
-        name=f"{fault} {rank}",
-        title=f"`--{fault} {rank}`",
+        name=name,
+        title=f"`--{name}`",
         do=of_rank(fault, rank),
         named=limit.named,
         steps=limit.steps if limit.named is None else None,
@@ -406,7 +407,9 @@ _LOST = f"{_RECOVERY}test_the_state_of_a_host_that_is_lost_comes_from_the_memory
 _DEAD = f"{_CONTROLLER}test_a_dead_agent_is_replaced_with_its_worker"
 _BOTH = f"{_RECOVERY}test_when_a_host_and_its_replica_are_lost_the_newest_checkpoint_is_taken"
 _RESIZED = "integration/cluster/test_client.py::test_other_numbers_of_hosts_train_as_one_process"
-_NOTHING = f"{_CONTROLLER}test_nothing_is_left_when_the_controller_is_killed"
+_NOTHING = f"{_CONTROLLER}test_nothing_is_left_when_the_launch_is_killed"
+_KILLED = f"{_RECOVERY}test_a_run_goes_on_from_memory_when_its_controller_is_killed"
+_LOST_AGAIN = f"{_CONTROLLER}test_a_controller_that_is_lost_again_and_again_ends_the_launch"
 _AGAIN = (
     "integration/cluster/test_launch.py::test_signals_save_one_step_and_the_same_command_goes_on"
 )
@@ -421,6 +424,7 @@ ROWS: tuple[Row, ...] = (
     _row("preempt", 2, _MANY, _NOTICE),
     _row("partition", 3, _MANY, _CUT, _SAVES),
     _row("slow", 1, _SLOW),
+    _row("controller", None, _KILLED, _LOST_AGAIN),
     Row(
         name="data stuck",
         do=hanging(1, "data"),
@@ -465,9 +469,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(name="death while saving", do=faults(while_saving), tests=(_SAVING,)),
     Row(name="4 hosts to 3 to 4", do=resized, stepped=10.0, tests=(_RESIZED,)),
-    Row(
-        name="controller killed, and launched again", do=controller_killed, tests=(_NOTHING, _AGAIN)
-    ),
+    Row(name="launch killed, and launched again", do=launch_killed, tests=(_NOTHING, _AGAIN)),
 )
 
 FULL = Row(name="disk full", do=lambda run: Times(), tests=(_FULL,))

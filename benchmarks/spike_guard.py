@@ -20,12 +20,12 @@ import numpy as np
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import dump_yaml
+from fornax.config.progress import Quiet
 from fornax.data import DataConfig, Dataset
 from fornax.models import DecoderConfig
 from fornax.train import Ledger, RunDirectory, SpikeConfig, TrainConfig, pretrain_task
 from fornax.train.loop import Loop
 from fornax.train.metrics import MetricsFile
-from fornax.train.progress import Quiet
 from fornax.train.recorder import Recorder
 from fornax.train.rewind import SpikeGuard
 from fornax.train.session import prepare, start

@@ -9,7 +9,6 @@ a spare process, its imports done, takes over.
 import contextlib
 import os
 import queue
-import select
 import selectors
 import signal
 import socket
@@ -22,14 +21,15 @@ from typing import Any
 
 from fornax.cluster import stacks
 from fornax.cluster.files import ClusterFiles
+from fornax.cluster.kept_memory import adopt, memory_files, name_of, path_of, whole_steps
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
-from fornax.cluster.peer_memory import PeerMemory, memory_files
+from fornax.cluster.peer_memory import PeerMemory
 from fornax.cluster.process_state import ProcessState, is_stopped
 from fornax.config import worker_record
-from fornax.config.addresses import own_address
+from fornax.config.addresses import is_loopback, own_address
 from fornax.config.credentials import Credentials
 from fornax.config.jsonl import append_json_line
-from fornax.config.worker_process import WorkerProcess, receive, send
+from fornax.config.worker_process import WorkerProcess, has_room, receive, send
 from fornax.config.worker_record import RecordReader, WorkerState
 
 __all__ = ["Agent", "run"]
@@ -61,23 +61,18 @@ def run(controller: Connection) -> None:
             waiting += agent.advance(ready)
             agent.fence()
             seen, now = agent.observe(), time.monotonic()
-            if now - asked_at > _ALIVE_SECONDS and _has_room(controller):
+            if now - asked_at > _ALIVE_SECONDS and has_room(controller):
                 send(controller, {"kind": "alive", "at": now})
                 asked_at = now
-            while waiting and _has_room(controller):
+            while waiting and has_room(controller):
                 send(controller, waiting.popleft())
             due = now - sent_at > _REPORT_SECONDS
-            if seen is not None and (due or _is_news(seen, sent)) and _has_room(controller):
+            if seen is not None and (due or _is_news(seen, sent)) and has_room(controller):
                 send(controller, encode("observation", seen))
                 sent_at, sent = now, seen
             agent.prepare()
     finally:
         agent.close()
-
-
-def _has_room(connection: Connection) -> bool:
-    """Whether a message can be sent without waiting for whoever reads: an agent must not hang."""
-    return bool(select.select([], [connection], [], 0)[1])
 
 
 def _is_news(seen: Observation, sent: Observation | None) -> bool:
@@ -123,6 +118,7 @@ class Agent:
         self._leave_by: float | None = None
         self._memory = memory_files("fornax")
         self._peers: PeerMemory | None = None
+        self._beside_launch = False
         self._reports: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self._programs = os.memfd_create("fornax-programs") if self._memory else None
         self._helper: WorkerProcess | None = None
@@ -132,19 +128,13 @@ class Agent:
         """Do what a message says; returns the answers to send."""
         match message["kind"]:
             case "listen" if self._memory:
-                self._peers = PeerMemory(
-                    self._rank,
-                    self._memory,
-                    credentials=Credentials(**message["credentials"]),
-                    report=self._reports.put,
-                    host=own_address(message["towards"]),
-                )
-                return [{"kind": "listening", "address": self._peers.address}]
+                return self._listen(message)
             case "peers" if self._peers is not None:
                 addresses = {int(rank): each for rank, each in message["addresses"].items()}
                 self._peers.connect(addresses, message["hosts"])
             case "start":
                 self.start(decode(Assignment, message))
+                return self._has()
             case "signal":
                 self._ask_to_stop(message["number"])
             case "lease":
@@ -163,6 +153,39 @@ class Agent:
                 text, why_not = self.stacks()
                 return [{"kind": "stacks", "text": text, "why_not": why_not}]
         return []
+
+    def _listen(self, message: Mapping[str, Any]) -> list[dict[str, object]]:
+        """Take up the memory that an earlier agent of this rank left, and listen for others."""
+        answers: list[dict[str, object]] = []
+        if (kept := message["kept"]) is not None:
+            adopt(self._memory, kept["files"])
+            if steps := whole_steps(self._memory):
+                answers.append({"kind": "kept", "steps": steps})
+            if kept["programs"] and self._programs is not None:
+                with contextlib.suppress(OSError):
+                    found = os.open(kept["programs"], os.O_RDWR | os.O_CLOEXEC)
+                    os.close(self._programs)
+                    self._programs = found
+        former = {int(rank): adopt([], files) for rank, files in message["former"].items()}
+        self._peers = PeerMemory(
+            self._rank,
+            self._memory,
+            credentials=Credentials(**message["credentials"]),
+            report=self._reports.put,
+            host=own_address(message["towards"]),
+            former=former,
+        )
+        answers.append({"kind": "listening", "address": self._peers.address})
+        self._beside_launch = is_loopback(message["towards"])
+        return answers
+
+    def _has(self) -> list[dict[str, object]]:
+        """What memory this holds, for the launch to hold it too; nothing on another machine."""
+        if not self._beside_launch:
+            return []
+        files = [name_of(each) for each in self._memory]
+        programs = None if self._programs is None else name_of(self._programs)
+        return [{"kind": "memory", "agent": os.getpid(), "files": files, "programs": programs}]
 
     def preempt(self) -> None:
         """The host is to go, which the controller is told: it says when the worker is to stop."""
@@ -280,24 +303,19 @@ class Agent:
                     "FORNAX_NUM_PROCESSES": str(job.hosts),
                     "FORNAX_PROCESS_ID": str(job.rank),
                     "FORNAX_WORKER_RECORD": str(record),
-                    "FORNAX_SNAPSHOT_MEMORY": ":".join(
-                        self._path(number) for number in self._memory
-                    ),
+                    "FORNAX_SNAPSHOT_MEMORY": ":".join(map(path_of, self._memory)),
                     "FORNAX_SNAPSHOT_REPLICAS": ":".join(
-                        self._path(number)
+                        path_of(number)
                         for number in (self._peers.replicas() if self._peers is not None else ())
                     ),
                     "FORNAX_MTBF": str(job.mtbf),
-                    "FORNAX_PROGRAM_MEMORY": self._path(self._programs),
+                    "FORNAX_PROGRAM_MEMORY": ""
+                    if self._programs is None
+                    else path_of(self._programs),
                     **job.environment,
                 },
             }
         )
-
-    @staticmethod
-    def _path(number: int | None) -> str:
-        """Where other processes find a file of this one; nowhere without one."""
-        return "" if number is None else f"/proc/{os.getpid()}/fd/{number}"
 
     def kill(self) -> None:
         """End the worker, if there is one, and whatever it started."""
@@ -361,7 +379,7 @@ class Agent:
         if self._helper is None:
             with self._files.services.open("ab") as log:
                 self._helper = WorkerProcess("fornax.cluster.precompile:run", log=log)
-            self._helper.send({"memory": self._path(self._programs), "hosts": fewer})
+            self._helper.send({"memory": path_of(self._programs), "hosts": fewer})
         elif self._helper.poll() is not None or self._helper.connection.poll():
             self._made_for.add(fewer)
             self._note_made(self._helper, self._job.epoch, fewer)

@@ -15,17 +15,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal
 
 from fornax.cluster.agents import AgentLostError, Agents
 from fornax.cluster.attempts import Attempts
 from fornax.cluster.coordination import CoordinationService
 from fornax.cluster.departure import Arrivals, Departures
-from fornax.cluster.files import ClusterFiles, Request
+from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import Launcher
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
 from fornax.cluster.relay import Relayed
-from fornax.cluster.signals import signals_to
 from fornax.cluster.slow import Paces
 from fornax.cluster.snapshot_places import SnapshotPlaces
 from fornax.cluster.verdict import (
@@ -90,15 +90,20 @@ class Controller:
         *,
         announce: Callable[[str], None],
         tick: Callable[[int], None] = lambda step: None,
+        tell: Callable[[Mapping[str, Any]], None] = lambda message: None,
+        kept: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         """Start nothing yet.
 
         Args:
           job: what to run.
-          files: of the run.
+          files: of the run, which the caller holds.
           launcher: places agents.
           announce: shows a line a change of state.
           tick: called many times a second with the newest step that all ranks have entered.
+          tell: takes what another controller needs to take this one's place: `memory` of an agent,
+            the number of hosts that is `wanted`, and that a group has `settled`.
+          kept: what an earlier one told of the agents' memory, by rank: `KeptMemory.places`.
         """
         self._job = job
         self._files = files
@@ -108,6 +113,7 @@ class Controller:
         self._counted_at = 0.0
         self._announce = announce
         self._tick = tick
+        self._tell = tell
         self._events = JsonLines(files.events)
         self._agents = Agents(self._take)
         self._service: CoordinationService | None = None
@@ -116,7 +122,7 @@ class Controller:
         self._state: State | None = None
         self._seen: dict[int, Observation] = {}
         self._ended: list[int] = []
-        self._places = SnapshotPlaces(launcher.credentials)
+        self._places = SnapshotPlaces(launcher.credentials, kept)
         self._departures = Departures(launcher, self._places)
         self._arrivals = Arrivals(launcher, self._places)
         self._signals: list[int] = []
@@ -131,7 +137,7 @@ class Controller:
         self._stack = ""
 
     def run(self) -> int:
-        """Run to the end; returns the exit code of the command.
+        """Run to the end, or until `stop`; returns the exit code of the command.
 
         0 when the run is done, 128 + signal when it was asked to stop, 2 when a worker ended with a
         mistake of the user's.
@@ -139,11 +145,9 @@ class Controller:
         Raises:
           ClusterError: when the run fails again and again at one step.
         """
-        with signals_to(self._signals), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             stack.callback(self._events.close)
             stack.callback(self._close)
-            for request in get_args(Request):
-                self._files.asked(request)  # of a run that ended before it looked
             while True:
                 self._form()
                 found = self._watch()
@@ -181,9 +185,9 @@ class Controller:
         """How many hosts train; None while a group forms or ends."""
         return self._hosts if self._state == "running" and not self._resizes else None
 
-    def stop(self) -> None:
-        """Ask for a stop as SIGTERM does: all finish the step and save. From any thread."""
-        self._signals.append(signal.SIGTERM)
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Ask for a stop as a signal does: all finish the step and save. From any thread."""
+        self._signals.append(number)
 
     def _form(self) -> None:
         """Begin an epoch: a service, and a worker on every host."""
@@ -198,6 +202,7 @@ class Controller:
         self._free = min(self._free, self._hosts)
         stayed = f", {self._free} in their processes" if self._free else ""
         self._enter("forming", f"{self._hosts} hosts{stayed}", hosts=self._hosts, free=self._free)
+        self._tell({"kind": "wanted", "hosts": self._most})
         self._service = self._take_service()
         mtbf = self._attempts.mtbf(self._job.mtbf / self._hosts)
         for rank, agent in self._agents.items():
@@ -243,7 +248,7 @@ class Controller:
         until = time.monotonic() + self._job.limits.slow
         why = ""
         while not self._signals or (self._departures.in_memory and len(self._signals) == 1):
-            self._most = self._files.asked("hosts") or self._most
+            self._take_request()
             there = min(self._most, self._launcher.capacity())
             if there >= self._least:
                 self._take_leave([rank for rank in self._agents if rank >= there], there)
@@ -256,7 +261,7 @@ class Controller:
                     started = self._launcher.start(missing)
                     self._agents.renew()
                     for rank, agent in started.items():
-                        self._places.let_listen(agent, self._launcher.address)
+                        self._places.let_listen(agent, self._launcher.address, rank, there)
                         self._agents.put(rank, agent)
                     return
                 except ClusterError as error:
@@ -273,13 +278,19 @@ class Controller:
                 )
             time.sleep(_TICK_SECONDS)
 
+    def _take_request(self) -> None:
+        """Want as many hosts as were asked for since the last look."""
+        if hosts := self._files.asked("hosts"):
+            self._most = hosts
+            self._tell({"kind": "wanted", "hosts": hosts})
+
     def _next_hosts(self) -> int | None:
         """Another number of hosts to go on with, now that a step boundary can be agreed."""
         now = time.monotonic()
         if self._state != "running" or now - self._counted_at < _COUNT_SECONDS:
             return None
         self._counted_at = now
-        self._most = self._files.asked("hosts") or self._most
+        self._take_request()
         there = self._most
         if there > self._hosts:
             there = min(there, self._launcher.capacity())
@@ -529,11 +540,13 @@ class Controller:
 
     def _take(self, rank: int, message: Mapping[str, Any]) -> None:
         """What an agent says of its host's memory and of its worker."""
-        if message["kind"] in ("listening", "holds", "fetched"):
+        if message["kind"] in ("listening", "holds", "fetched", "kept"):
             said = self._places.hear(rank, message)
             if said is not None and self._state is not None:
-                self._enter(self._state, said, fetched=message["steps"], rank=rank)
+                self._enter(self._state, said, **{message["kind"]: message["steps"]}, rank=rank)
             return
+        if message["kind"] == "memory":
+            self._tell({**message, "rank": rank})
         if message["kind"] != "observation":
             return
         seen = decode(Observation, message)
@@ -561,6 +574,9 @@ class Controller:
             self._attempts.begin(step)
             self._enter("running", f"from step {step}", step=step)
             self._departures.settle(self._hosts)
+            agents = [each.agent_pid for each in self._seen.values()]
+            settled = {"agents": agents, "hosts": self._hosts, "step": step}
+            self._tell({"kind": "settled", **settled})
             if self._standby is None:  # a second less to wait for after a fault
                 self._standby = self._new_service(self._hosts)
         elif self._step > 0:

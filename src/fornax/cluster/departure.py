@@ -5,6 +5,7 @@ needs, so that the steps stop only while all leave one group and form the next.
 """
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -108,7 +109,9 @@ class Arrivals:
                 self._each[rank] = Departure(
                     rank,
                     self._launcher,
-                    lambda agent: self._places.let_listen(agent, towards),
+                    lambda agent, rank=rank: self._places.let_listen(
+                        agent, towards, rank, sys.maxsize
+                    ),
                     slow=False,
                 )
             self._each[rank].advance()
@@ -156,7 +159,7 @@ class Departures:
         self._each[rank] = Departure(
             rank,
             self._launcher,
-            lambda agent: self._places.let_listen(agent, towards),
+            lambda agent: self._places.let_listen(agent, towards, rank, sys.maxsize),
             slow=slow,
         )
 

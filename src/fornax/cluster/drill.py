@@ -15,7 +15,7 @@ from fornax.config.jsonl import append_json_line, read_json_lines
 
 __all__ = ["SIGNALS", "Fault", "drill", "drill_beside", "note"]
 
-Fault = Literal["kill", "stop", "lose", "preempt", "partition", "slow"]
+Fault = Literal["kill", "stop", "lose", "preempt", "partition", "slow", "controller"]
 
 _STOPPED_SECONDS = 0.3
 _RUNNING_SECONDS = 0.1
@@ -28,11 +28,13 @@ SIGNALS: Mapping[Fault, signal.Signals] = {
     "lose": signal.SIGKILL,
     "preempt": signal.SIGTERM,
     "partition": signal.SIGSTOP,
+    "controller": signal.SIGKILL,
 }
 
 
-def drill(run_dir: str | Path, fault: Fault, rank: int) -> int:
-    """Do something bad to a rank of a launched run on this machine; a line of events.jsonl says so.
+def drill(run_dir: str | Path, fault: Fault, rank: int | None = None) -> int:
+    """Do something bad to a rank of a launched run on this machine, or to its controller; a line of
+    events.jsonl says so.
 
     Args:
       run_dir: the run.
@@ -40,17 +42,20 @@ def drill(run_dir: str | Path, fault: Fault, rank: int) -> int:
         in its memory (SIGKILL to the agent, which the worker does not outlive), or `preempt` it
         (SIGTERM to the agent); cut it off by a `partition` (SIGSTOP to a relay, through which the
         controller reaches it from then on); or make the worker `slow`: stopped for three quarters
-        of the time, until the run has named it or it is gone.
-      rank: whose.
+        of the time, until the run has named it or it is gone. `controller` (SIGKILL) takes that,
+        and with it the agents and workers of all ranks.
+      rank: whose; None for the controller.
 
     Returns:
       The process that got the signal.
 
     Raises:
-      ClusterError: when the run has no such worker now, is to be partitioned and its hosts are
-        Ray's, or does not name a worker that is slow.
+      ClusterError: when the run has no such worker or controller now, is to be partitioned and
+        its hosts are Ray's, or does not name a worker that is slow.
     """
     files = ClusterFiles(Path(run_dir).expanduser())
+    if fault == "controller" or rank is None:
+        return _kill_controller(files)
     state = _running(files, files.records(), rank, "rank")
     pid = _target(files, state, fault)
     note(files, {"epoch": state.epoch, "drill": fault, "rank": rank, "step": state.step})
@@ -58,6 +63,22 @@ def drill(run_dir: str | Path, fault: Fault, rank: int) -> int:
         _slow_down(files, rank, pid)
     else:
         os.kill(pid, SIGNALS[fault])
+    return pid
+
+
+def _kill_controller(files: ClusterFiles) -> int:
+    pid = files.controller_pid()
+    if pid is None:
+        raise ClusterError(
+            f"{files.run_dir} has no controller in a process of its own: it is not launched now, "
+            "or from Python, where the controller is a thread of the process that has the Cluster"
+        )
+    states = (worker_record.read(path) for path in files.records().values())
+    known = [state for state in states if state is not None]
+    step = min((state.step for state in known), default=-1)
+    epoch = max((state.epoch for state in known), default=0)
+    note(files, {"epoch": epoch, "drill": "controller", "step": step})
+    os.kill(pid, SIGNALS["controller"])
     return pid
 
 
@@ -108,7 +129,7 @@ def _running(
     files: ClusterFiles, records: Mapping[int, Path], number: int, what: str
 ) -> worker_record.WorkerState:
     state = worker_record.read(records[number]) if number in records else None
-    if state is None or not _maps(state.pid, records[number]):
+    if state is None or not worker_record.is_written_by(state.pid, records[number]):
         there = ", ".join(map(str, sorted(records))) or "none"
         raise ClusterError(
             f"{files.run_dir} has no running worker of {what} {number} on this machine; its "
@@ -145,11 +166,3 @@ def note(files: ClusterFiles, drill: Mapping[str, object]) -> None:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _maps(pid: int, record: Path) -> bool:
-    """Whether the process is the one that writes the record, and not another of its number."""
-    try:
-        return str(record.resolve()) in Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return False

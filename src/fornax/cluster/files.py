@@ -9,6 +9,7 @@ runs/<name>/events.jsonl            one line a change of state, by the controlle
             cluster/relay           the rank that a drill asked a relay for, until the run looks
             cluster/snapshots/      what hosts give each other of a group of another size
             cluster/agents.log      what agents and coordination service printed
+            cluster/controller.log  what the controller printed, such as why it crashed
             cluster/replica-N.log   what each replica of a server printed
             cluster/sampler-N.log   what each sampler of reinforcement learning printed
             cluster/sampler-N.record  what each sampler is doing, while it runs
@@ -25,14 +26,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from fornax.config.errors import ClusterError, ConfigError
+from fornax.config.jsonl import read_json_lines
 
-__all__ = ["ClusterFiles", "Request", "RoleName"]
+__all__ = ["CONTROLLER", "ClusterFiles", "Request", "RoleName"]
 
 RoleName = Literal["sampler", "data"]
 """Processes beside the hosts: samplers of reinforcement learning, data workers."""
+
+CONTROLLER = "fornax.cluster.launch:control"
+"""What the process of a controller runs."""
 
 _NOISE = re.compile(r"^\[Gloo\] |^[IWE]\d{4} [\d:.]+ ")
 _TAIL_BYTES = 8192
@@ -61,6 +66,20 @@ class ClusterFiles:
     def services(self) -> Path:
         """What agents and coordination services printed."""
         return self.directory / "agents.log"
+
+    @property
+    def controller(self) -> Path:
+        """What the controller printed."""
+        return self.directory / "controller.log"
+
+    def controller_pid(self) -> int | None:
+        """The process of a launch's controller; None where there is none now."""
+        said = [e["controller"] for e in read_json_lines(self.events) if "controller" in e]
+        try:
+            words = Path(f"/proc/{said[-1]}/cmdline").read_bytes()
+        except (IndexError, OSError):
+            return None
+        return said[-1] if CONTROLLER.encode() in words else None
 
     def ask(self, what: Request, number: int) -> None:
         """Leave word for the controller: how many hosts the run is to have, or the rank whose
@@ -153,7 +172,8 @@ class ClusterFiles:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Make the directory, and keep other launches out of it.
+        """Make the directory, keep other launches out of it, and forget what one that ended was
+        asked for.
 
         Raises:
           ClusterError: when another launch has it.
@@ -175,6 +195,8 @@ class ClusterFiles:
                     f"{self.run_dir} is in use by another fornax launch; wait for it, stop it, or "
                     "choose another directory with --run-dir"
                 ) from error
+            for request in get_args(Request):
+                self.asked(request)
             yield
         finally:
             os.close(descriptor)

@@ -1,18 +1,25 @@
 """`launch`: a command as many ranks, in one run directory, to its end."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 from fornax.cluster.beside import Beside
 from fornax.cluster.beside_process import DATA_WORKER, SAMPLER
 from fornax.cluster.controller import Controller, Job
+from fornax.cluster.controller_process import ControllerProcesses, ToLaunch
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import Engine, LocalEngine
+from fornax.cluster.signals import signals_to
 from fornax.cluster.terminal import Bar, Terminal
-from fornax.config.errors import ConfigError
+from fornax.cluster.verdict import Limits
+from fornax.config.errors import ConfigError, FornaxError
+from fornax.config.worker_process import receive
 
 if TYPE_CHECKING:
     from fornax.cluster.ray_engine import RayEngine
@@ -21,6 +28,7 @@ __all__ = [
     "SAMPLED",
     "EngineName",
     "check_sampled",
+    "control",
     "launch",
     "open_engine",
     "open_ray",
@@ -57,11 +65,7 @@ def open_engine(
     """
     if name == "ray":
         return open_ray(hosts, address, private_network=private_network)
-    if address is not None or private_network:
-        raise ConfigError(
-            "an address, and what network it is on, is of a Ray cluster; add --engine ray, or "
-            "leave --address and --private-network out"
-        )
+    _check_engine(name, address, private_network=private_network)
     return LocalEngine(hosts)
 
 
@@ -69,16 +73,28 @@ def open_ray(hosts: int, address: str | None, *, private_network: bool) -> "RayE
     """The engine `ray`; see `open_engine`."""
     from fornax.cluster.ray_engine import RayEngine
 
+    _check_engine("ray", address, private_network=private_network)
+    return RayEngine(hosts, address, private_network=private_network)
+
+
+def _check_engine(name: EngineName, address: str | None, *, private_network: bool) -> None:
+    """Refuse an address without Ray, or a network without an address."""
+    if name == "local" and (address is not None or private_network):
+        raise ConfigError(
+            "an address, and what network it is on, is of a Ray cluster; add --engine ray, or "
+            "leave --address and --private-network out"
+        )
     if private_network and address is None:
         raise ConfigError("a Ray that is started here has one machine; name one by --address")
-    return RayEngine(hosts, address, private_network=private_network)
 
 
 def launch(
     job: Job,
     run_dir: str | Path,
     *,
-    engine: Engine | None = None,
+    engine: EngineName = "local",
+    address: str | None = None,
+    private_network: bool = False,
     spare: bool = True,
     bar: Bar | None = None,
     samplers: int = 0,
@@ -87,13 +103,17 @@ def launch(
 ) -> int:
     """Run a command as `job.hosts` processes, one a host; after a fault they go on.
 
-    Every rank prints into `cluster/rank-R.log` of the run directory, and rank 0 to standard error
-    too. Nothing that was started is left when this returns, or when its process is killed.
+    The controller is a process of its own: when it is lost another goes on, on this machine from
+    the snapshots that this process holds in memory besides the agents. Every rank prints into
+    `cluster/rank-R.log` of the run directory, and rank 0 to standard error too. Nothing that was
+    started is left when this returns, or when its process is killed.
 
     Args:
       job: the command, which must train in `run_dir`.
       run_dir: the run directory, which all hosts share.
-      engine: the hosts; None: processes of this machine.
+      engine: see `open_engine`.
+      address: see `open_engine`.
+      private_network: see `open_engine`.
       spare: whether every host keeps a process with jax imported, which takes over after a fault
         two to three seconds earlier; it holds about 250 MB.
       bar: shows the progress; None: lines.
@@ -108,29 +128,66 @@ def launch(
       when a worker ended with an error that the user can mend.
 
     Raises:
-      ClusterError: for accelerators that the hosts cannot divide, or a run that fails again and
-        again without getting further.
-      ConfigError: when the directory cannot be written or is in use.
+      ClusterError: for accelerators that the hosts cannot divide, or a run that fails, or whose
+        controller is lost, again and again without getting further.
+      ConfigError: when the directory cannot be written or is in use; see `open_engine`.
     """
-    engine = engine or LocalEngine(job.hosts)
+    _check_engine(engine, address, private_network=private_network)
+    if engine == "local":
+        open_engine(engine, job.hosts).close()  # what it refuses is refused before all else
     files = ClusterFiles(Path(run_dir).expanduser())
-    with files.held(), contextlib.ExitStack() as stack:
-        terminal = Terminal(files, bar)
-        stack.callback(terminal.close)
-        controller = stack.enter_context(
+    order = {
+        "run_dir": str(files.run_dir),
+        "job": asdict(job),
+        "engine": {"name": engine, "address": address, "private_network": private_network},
+        "opened": {
+            "spare": spare,
+            "samplers": samplers,
+            "sampler_program": sampler_program,
+            "data_workers": data_workers,
+        },
+    }
+    with files.held(), contextlib.closing(Terminal(files, bar)) as terminal:
+        return ControllerProcesses(order, files, terminal).run()
+
+
+def control(launch: Connection) -> None:
+    """The process of a controller: one run, until it ends or is to go on in another process."""
+    order = receive(launch)
+    fields = order["job"]
+    fields |= {"words": tuple(fields["words"]), "limits": Limits(**fields["limits"])}
+    job = Job(**fields)
+    kept = {int(rank): place for rank, place in order["kept"].items()}
+    files, towards = ClusterFiles(Path(order["run_dir"])), ToLaunch(launch)
+    try:
+        with (
+            signals_to([]),  # the launch passes its own on, also where all processes get one
+            contextlib.closing(open_engine(hosts=job.hosts, **order["engine"])) as engine,
             opened_run(
                 job,
                 files,
                 engine,
-                spare=spare,
-                announce=terminal.announce,
-                tick=terminal.tick,
-                samplers=samplers,
-                sampler_program=sampler_program,
-                data_workers=data_workers,
-            )
-        )
-        return controller.run()
+                announce=towards.say,
+                tick=towards.tick,
+                tell=towards.tell,
+                kept=kept,
+                **order["opened"],
+            ) as controller,
+        ):
+            towards.tell({"kind": "ready"})
+            threading.Thread(target=_obey, args=(launch, controller), daemon=True).start()
+            code = controller.run()
+    except FornaxError as error:
+        towards.end({"kind": "error", "error": type(error).__name__, "text": str(error)})
+    else:
+        towards.end({"kind": "ended", "code": code})
+
+
+def _obey(launch: Connection, controller: Controller) -> None:
+    """Stop as signals to the launch say."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            controller.stop(receive(launch)["number"])
 
 
 @contextlib.contextmanager
@@ -145,6 +202,8 @@ def opened_run(
     samplers: int = 0,
     sampler_program: str = "",
     data_workers: int = 0,
+    tell: Callable[[Mapping[str, Any]], None] = lambda message: None,
+    kept: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Iterator[Controller]:
     """The controller of a run, and the processes beside its hosts while it is there; see `launch`.
 
@@ -152,6 +211,8 @@ def opened_run(
       files: of the run, which the caller holds.
       announce: shows a line an event.
       tick: called many times a second with the newest step that all ranks have entered.
+      tell: see `Controller`.
+      kept: see `Controller`.
     """
     with contextlib.ExitStack() as stack:
         launcher = engine.launcher(files, spare=spare)
@@ -178,7 +239,7 @@ def opened_run(
             for each in beside:
                 each.check()
 
-        yield Controller(job, files, launcher, announce=announce, tick=ticked)
+        yield Controller(job, files, launcher, announce=announce, tick=ticked, tell=tell, kept=kept)
 
 
 def check_sampled(words: Sequence[str]) -> None:

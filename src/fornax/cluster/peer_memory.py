@@ -13,12 +13,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+from fornax.cluster.kept_memory import memory_files
 from fornax.config.credentials import Credentials
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.config.snapshot_file import FIRST, Snapshot, SnapshotFile
 
-__all__ = ["PeerMemory", "memory_files"]
+__all__ = ["PeerMemory"]
 
 _PIECE = 8 << 20
 _RETRY_SECONDS = 0.5
@@ -26,14 +28,6 @@ _CONNECT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
 
 Report = Callable[[dict[str, object]], None]
-
-
-def memory_files(name: str) -> list[int]:
-    """Descriptors of two files without a name: nothing is left of them after this process. None
-    where the system has no such files."""
-    if not hasattr(os, "memfd_create"):
-        return []
-    return [os.memfd_create(f"{name}-{number}") for number in range(2)]
 
 
 class PeerMemory:
@@ -47,6 +41,7 @@ class PeerMemory:
         credentials: Credentials,
         report: Report,
         host: str = "127.0.0.1",
+        former: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         """Listen, and send nothing before `connect`.
 
@@ -56,12 +51,13 @@ class PeerMemory:
           credentials: what everybody who connects has to show.
           report: called from any thread with a message for the controller.
           host: address to listen on.
+          former: descriptors of snapshots of ranks of a larger group, which become this object's.
         """
         self._rank, self._credentials, self._report = rank, credentials, report
         self._own = [SnapshotFile(each) for each in memory]
-        self._replicas: dict[int, list[SnapshotFile]] = {}
+        self._replicas = {r: [SnapshotFile(each) for each in held] for r, held in former.items()}
         # Ranks of a group of another size, until the next has snapshots of its own.
-        self._former: set[int] = set()
+        self._former = set(former)
         self._newest_then: Snapshot | None = None
         self._lock = threading.Lock()
         self._peers: dict[int, str] = {}

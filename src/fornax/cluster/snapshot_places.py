@@ -1,6 +1,7 @@
 """Where the agents of a run listen for each other's snapshots, and who holds those of whom."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fornax.cluster.local import AgentProcess
@@ -12,24 +13,41 @@ __all__ = ["SnapshotPlaces"]
 class SnapshotPlaces:
     """What the controller knows of the agents' memory, by rank."""
 
-    def __init__(self, credentials: Credentials) -> None:
-        """Nothing is known; agents show each other `credentials`."""
-        self._credentials = credentials
+    def __init__(
+        self,
+        credentials: Credentials,
+        kept: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> None:
+        """Nothing is known but what the launch has.
+
+        Args:
+          credentials: what agents show each other.
+          kept: by rank, what the agents of an earlier controller had: `KeptMemory.places`.
+        """
+        self._credentials, self._kept = credentials, dict(kept)
         self._addresses: dict[int, str] = {}
         self._before: dict[int, str] = {}
         self._holds: dict[int, list[int]] = {}
         self._settled: set[int] = set()
         self._new = False
 
-    def let_listen(self, agent: AgentProcess, towards: str) -> None:
+    def let_listen(self, agent: AgentProcess, towards: str, rank: int, hosts: int) -> None:
         """Have an agent take what others send for its memory; where it listens, it says.
 
         Args:
           agent: a new one.
           towards: address of this machine, as the hosts reach it.
+          rank: whose agent it is.
+          hosts: of its group; what is kept of ranks that this has not, its agents share.
         """
         shown = self._credentials.fields()
-        agent.send({"kind": "listen", "credentials": shown, "towards": towards})
+        rest = {
+            str(each): kept["files"]
+            for each, kept in self._kept.items()
+            if each >= hosts and each % hosts == rank
+        }
+        message = {"kind": "listen", "credentials": shown, "towards": towards}
+        agent.send({**message, "kept": self._kept.get(rank), "former": rest})
 
     def hear(self, rank: int, message: Mapping[str, Any]) -> str | None:
         """Take what an agent says of its memory; in words, what it has fetched."""
@@ -37,6 +55,9 @@ class SnapshotPlaces:
             self._holds[rank] = list(message["ranks"])
         elif message["kind"] == "listening":
             self.add(rank, message["address"])
+        elif message["kind"] == "kept":
+            steps = ", ".join(map(str, message["steps"]))
+            return f"rank {rank} has its snapshots of steps {steps} from this machine's memory"
         else:
             steps = ", ".join(map(str, message["steps"]))
             whose = "its" if message["of"] == rank else f"rank {message['of']}'s"
@@ -89,6 +110,7 @@ class SnapshotPlaces:
     def settle(self, hosts: int) -> None:
         """The agents of all ranks have what there was, and those that they replaced may go."""
         self._before.clear()
+        self._kept.clear()
         self._settled = set(range(hosts))
 
     def forget(self, rank: int) -> None:

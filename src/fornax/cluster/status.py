@@ -90,6 +90,9 @@ class Status:
     why: str
     ranks: tuple[RankStatus, ...]
     """Of the workers there are; none after the end."""
+    controller: int | None = None
+    """The process of the controller; None after the end, and where it is a thread of a `Cluster`'s
+    process."""
     data_workers: tuple[DataWorkerStatus, ...] = ()
     """Processes that read the input of the hosts, where there are any."""
     goodput: Goodput | None = None
@@ -102,6 +105,8 @@ class Status:
         age = time.time() - self.since
         epoch = f"epoch {self.epoch}, " if self.epoch else ""
         yield f"{self.run_dir}: {epoch}{self.state} for {age:.0f} s: {self.why}"
+        if self.controller is not None:
+            yield f"controller: process {self.controller}"
         if self.ranks:
             yield "rank     pid  phase           step    since  heartbeat     late"
         for r in self.ranks:
@@ -187,6 +192,7 @@ def read_status(run_dir: str | Path) -> Status:
         since=latest["time"],
         why=latest["why"],
         ranks=tuple(ranks),
+        controller=files.controller_pid(),
         data_workers=tuple(_data_workers(files)),
         goodput=goodput,
         samplers=tuple(_samplers(files, states)),

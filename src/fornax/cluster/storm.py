@@ -29,7 +29,10 @@ __all__ = [
 Target = RoleName | Literal["rank"]
 """What a fault is done to."""
 
-STORM: tuple[Fault, ...] = ("kill", "kill", "stop", "lose", "preempt", "partition", "slow")
+STORM: tuple[Fault, ...] = (
+    *("kill", "kill", "stop", "lose", "preempt", "partition", "slow"),
+    "controller",
+)
 """What a storm draws from: a kill as often as two of the others."""
 
 _GOOD_STEPS = 5
@@ -68,6 +71,7 @@ LIMITS: Mapping[Fault, FaultLimits] = {
         stepped=Limits().silence + 11.0,
         steps=None,
     ),
+    "controller": FaultLimits(verdict="controller", named=1.0, stepped=20.0, steps=1),
     "slow": FaultLimits(verdict="slow", named=None, stepped=None, steps=20, again=0),
 }
 """By drill. A partition's seconds begin with those in which the host's own agent ends its worker; a
@@ -79,11 +83,12 @@ class DrillOutcome:
     """What a run did about a fault; seconds after the signal."""
 
     fault: Fault
-    rank: int
+    rank: int | None
+    """None of the controller."""
     step: int
     """The step that the rank worked on."""
     verdict: str
-    faulty: int
+    faulty: int | None
     """The rank that the run named."""
     named: float
     """When it did: when the rank was torn down, or, of one that is slow or to go, was told."""
@@ -100,7 +105,8 @@ class DrillOutcome:
         limit = LIMITS[self.fault]
         found = []
         if (self.verdict, self.faulty) != (limit.verdict, self.rank):
-            found.append(f"the verdict is {self.verdict} of rank {self.faulty}")
+            whose = "" if self.faulty is None else f" of rank {self.faulty}"
+            found.append(f"the verdict is {self.verdict}{whose}")
         if limit.steps is not None and self.steps > limit.steps:
             found.append(f"named {self.steps} steps later, limit {limit.steps}")
         if limit.again is not None and self.again > limit.again:
@@ -123,8 +129,9 @@ class DrillOutcome:
 
     def __str__(self) -> str:
         wrong = (*self.over, *self.late())
+        whose = "" if self.rank is None else f" {self.rank}"
         return (
-            f"{self.fault} {self.rank} at step {self.step}: named after {self.named:.1f} s, "
+            f"{self.fault}{whose} at step {self.step}: named after {self.named:.1f} s, "
             f"a step made after {self.stepped:.1f} s, {self.again} made again; "
             f"{'OVER: ' + '; '.join(wrong) if wrong else 'within its limits'}"
         )
@@ -166,21 +173,24 @@ def storm(
       ClusterError: when the run ends before.
     """
     run = _Run(ClusterFiles(Path(run_dir).expanduser()))
+    if run.files.controller_pid() is None:  # it is a thread of a Cluster's process
+        faults = [fault for fault in faults if fault != "controller"]
     draw = random.Random(seed)
     for _ in range(count):
         hosts = run.wait_for_steps(_GOOD_STEPS + draw.randint(0, _MORE_STEPS))
-        yield run.follow(draw.choice(faults), draw.randrange(hosts))
+        fault, rank = draw.choice(faults), draw.randrange(hosts)
+        yield run.follow(fault, None if fault == "controller" else rank)
 
 
 def drills(
-    run_dir: str | Path, faults: Iterable[tuple[Fault, Target, int]]
+    run_dir: str | Path, faults: Iterable[tuple[Fault, Target, int | None]]
 ) -> Iterator[DrillOutcome | Replaced]:
     """Inject these faults, with five steps or more between two, and yield each it got over.
 
     Args:
       run_dir: the run.
-      faults: each with what it is done to, and the number of that. A sampler or data worker is
-        killed or stopped.
+      faults: each with what it is done to, and the number of that, None of the controller. A
+        sampler or data worker is killed or stopped.
 
     Raises:
       ClusterError: when the run ends before, or see `drill`.
@@ -189,13 +199,13 @@ def drills(
     for position, (fault, target, number) in enumerate(faults):
         if position:
             run.wait_for_steps(_GOOD_STEPS)
-        if target == "rank":
+        if target == "rank" or number is None:
             yield run.follow(fault, number)
         else:
             yield run.follow_beside(fault, target, number)
 
 
-def follow(run_dir: str | Path, fault: Fault, rank: int) -> DrillOutcome:
+def follow(run_dir: str | Path, fault: Fault, rank: int | None = None) -> DrillOutcome:
     """Inject a fault and wait until the run makes steps again; see `drill`.
 
     Raises:
@@ -216,7 +226,7 @@ class _Run:
         self._epoch = self._after = 0
         """Where all were when this last waited for steps."""
 
-    def follow(self, fault: Fault, rank: int) -> DrillOutcome:
+    def follow(self, fault: Fault, rank: int | None) -> DrillOutcome:
         """Inject a fault and wait until the run is over it."""
         before = len(self.events())
         drill(self.files.run_dir, fault, rank)

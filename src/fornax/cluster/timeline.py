@@ -327,7 +327,8 @@ def _slow(named: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Faul
 
 def _what(fault: Fault) -> str:
     """In words: what was injected, else what was found."""
-    return f"{fault.drill or fault.kind} rank {fault.rank}"
+    whose = "" if fault.rank is None else f" rank {fault.rank}"
+    return f"{fault.drill or fault.kind}{whose}"
 
 
 def _shown(goodput: Goodput) -> list[tuple[Category, float]]:

@@ -10,7 +10,16 @@ from fornax.cluster.messages import CLEAN, Observation
 from fornax.config.errors import GroupLostError
 from fornax.config.worker_process import ending
 
-__all__ = ["Limits", "Verdict", "departed", "judge", "lost_agent", "lost_service", "without_room"]
+__all__ = [
+    "Limits",
+    "Verdict",
+    "departed",
+    "judge",
+    "lost_agent",
+    "lost_controller",
+    "lost_service",
+    "without_room",
+]
 
 _USUALLY_QUICK = ("step", "wait_for_data")
 _STOPPED_SECONDS = 1.0
@@ -49,8 +58,10 @@ class Verdict:
 
     kind: str
     """`killed`, `failed`, `stopped`, `frozen`, `stuck`, `waiting`, `preempted`, `slow`,
-    `partition`, `group`, `service`, `agent`, or `disk` of a checkpoint that had no room."""
+    `partition`, `group`, `service`, `agent`, `controller`, or `disk` of a checkpoint that had no
+    room."""
     rank: int
+    """-1 of the controller."""
     host: str
     pid: int
     phase: str
@@ -76,7 +87,8 @@ class Verdict:
         at = f" in phase {self.phase}" if self.phase else ""
         step = f" of step {self.step}" if self.step >= 0 else ""
         process = f" (process {self.pid})" if self.pid else ""
-        return f"rank {self.rank} on {self.host}{process} {self.what}{at}{step}"
+        who = "the controller" if self.rank < 0 else f"rank {self.rank} on {self.host}"
+        return f"{who}{process} {self.what}{at}{step}"
 
     @property
     def meanwhile(self) -> dict[str, object]:
@@ -199,6 +211,22 @@ def lost_service(what: str) -> Verdict:
         since=time.time(),
         code=None,
         what=f"and all others lost their group: {what}",
+    )
+
+
+def lost_controller(pid: int, code: int) -> Verdict:
+    """Of the run's controller, which ended with an exit code, or by the signal -code."""
+    by = "was ended by" if code < 0 else "crashed with"
+    return Verdict(
+        kind="controller",
+        rank=-1,
+        host="this host",
+        pid=pid,
+        phase="",
+        step=-1,
+        since=time.time(),
+        code=code,
+        what=f"{by} {ending(code)}",
     )
 
 

@@ -7,7 +7,7 @@ from typing import overload
 
 from fornax.config.files import write_whole
 
-__all__ = ["FileAddresses", "own_address", "read_addresses", "write_addresses"]
+__all__ = ["FileAddresses", "is_loopback", "own_address", "read_addresses", "write_addresses"]
 
 
 class FileAddresses(Sequence[str]):
@@ -57,8 +57,13 @@ def write_addresses(path: Path, addresses: Sequence[str]) -> str:
 
 def own_address(towards: str) -> str:
     """This machine's address, as others that reach `towards` reach it; loopback for loopback."""
-    if towards == "localhost" or towards.startswith("127."):
+    if is_loopback(towards):
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         probe.connect((towards, 9))
         return str(probe.getsockname()[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is of this machine alone."""
+    return address == "localhost" or address.startswith("127.")

@@ -91,7 +91,8 @@ class Fault:
 
     kind: str
     """That of the verdict, such as `killed`."""
-    rank: int
+    rank: int | None
+    """None of the controller."""
     epoch: int
     drill: str | None
     """What was injected; None for a fault that happened by itself."""

@@ -9,6 +9,7 @@ import fcntl
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -22,7 +23,15 @@ from typing import IO, Any
 
 from fornax.config.environment import for_child
 
-__all__ = ["WorkerProcess", "ending", "last_line", "receive", "run_worker", "send"]
+__all__ = [
+    "WorkerProcess",
+    "ending",
+    "has_room",
+    "last_line",
+    "receive",
+    "run_worker",
+    "send",
+]
 
 _MAIN = (
     "import sys; sys.path.append({root!r}); "
@@ -195,6 +204,11 @@ def _end_with_parent(held: int) -> None:
 def send(connection: Connection, message: object) -> None:
     """Send a message as JSON, from a worker."""
     connection.send_bytes(json.dumps(message).encode())
+
+
+def has_room(connection: Connection) -> bool:
+    """Whether a short message can be sent without waiting for whoever reads."""
+    return bool(select.select([], [connection], [], 0)[1])
 
 
 def receive(connection: Connection) -> Any:

@@ -54,6 +54,7 @@ __all__ = [
     "ask_to_leave",
     "create",
     "current",
+    "is_written_by",
     "opened",
     "read",
     "renew",
@@ -265,6 +266,14 @@ def create(path: Path, *, rank: int, hosts: int, epoch: int) -> None:
     _BEAT.pack_into(content, _BEAT_AT, now)
     path.unlink(missing_ok=True)  # the worker of before may still have it mapped
     path.write_bytes(content)
+
+
+def is_written_by(pid: int, path: Path) -> bool:
+    """Whether a process is the one that writes a record, and not another of its number."""
+    try:
+        return str(path.resolve()) in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
 
 
 def ask_to_keep(path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from fornax.config.errors import FornaxError
+from fornax.config.progress import Progression
 from fornax.train.goodput import Ledger
 from fornax.train.metrics import Sink
-from fornax.train.progress import Progression
 
 __all__ = ["Recorder"]
 

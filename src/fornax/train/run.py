@@ -14,6 +14,7 @@ from fornax.config import Change, dump_yaml, environment, to_mapping, worker_rec
 from fornax.config.errors import GroupLostError
 from fornax.config.goodput import Goodput, summarise
 from fornax.config.jsonl import append_json_line
+from fornax.config.progress import Progression, ProgressName, Quiet, choose
 from fornax.data import Dataset, Mixture, Part
 from fornax.data.remote import find_workers
 from fornax.mesh import hosts, initialize
@@ -29,7 +30,6 @@ from fornax.train.loop import Loop, Reason
 from fornax.train.memory_tier import MemoryTier, peer_of
 from fornax.train.metrics import MetricsFile, Sink, Wandb, read_metrics
 from fornax.train.program_memory import ProgramMemory
-from fornax.train.progress import Progression, ProgressName, Quiet, choose
 from fornax.train.recorder import Recorder
 from fornax.train.resume import check_changes, check_same
 from fornax.train.rewind import SpikeGuard, discard_stale

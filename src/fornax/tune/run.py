@@ -9,9 +9,9 @@ import jax
 
 from fornax.checkpoint import Checkpointer
 from fornax.config.errors import ConfigError
+from fornax.config.progress import Progression, ProgressName, Quiet, choose
 from fornax.mesh import hosts, initialize
 from fornax.train import RunDirectory, Task, TrainResult, train
-from fornax.train.progress import Progression, ProgressName, Quiet, choose
 from fornax.tune.config import TuneConfig
 from fornax.tune.methods import method_of
 from fornax.tune.policy import Origin, fit_to_model, read_origin

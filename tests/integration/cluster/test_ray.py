@@ -48,6 +48,25 @@ def test_a_killed_rank_changes_no_number_and_ray_leaves_nothing(
 
 
 @pytest.mark.exhaustive
+def test_a_killed_controller_takes_ray_with_it_and_the_run_goes_on_from_memory(
+    launch: Any, undisturbed: list[tuple], places: dict[str, str]
+):
+    flags = ["--engine", "ray", "--no-spares", "--mtbf", "0.01s"]
+    run = launch(flags=flags, env=places, save_every=None)
+    run.wait_for_step(1, 12)
+    drill(run.run_dir, "controller")
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.faults() == [("controller", None)], output
+    assert run.exact() == undisturbed
+    started = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e]
+    kept = [e for e in run.events() if "kept" in e]
+    assert {e["rank"] for e in kept} == {0, 1}
+    assert started[-1] >= 7, output
+    assert not run.descendants()
+
+
+@pytest.mark.exhaustive
 def test_a_stopped_actor_is_replaced_and_a_killed_launch_leaves_nothing(
     launch: Any, places: dict[str, str]
 ):

@@ -56,7 +56,9 @@ def test_the_survivor_stays_in_its_process_and_no_number_changes(
 SHRINKS = """
 import sys
 from pathlib import Path
-from fornax.cluster import Job, launch
+from fornax.cluster import Job
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.launch import opened_run
 from fornax.cluster.local import LocalEngine, LocalLauncher
 
 hosts, run_dir = int(sys.argv[1]), Path(sys.argv[2])
@@ -71,7 +73,12 @@ class Engine(LocalEngine):
 
 words = ("train", "--config", sys.argv[3], "--run-dir", str(run_dir))
 job = Job(hosts=hosts, least=hosts - 1, words=words, mtbf=0.01)
-sys.exit(launch(job, run_dir, engine=Engine(hosts)))
+files, engine = ClusterFiles(run_dir), Engine(hosts)
+announce = lambda line: print(line, flush=True)
+with files.held(), opened_run(job, files, engine, spare=True, announce=announce) as controller:
+    code = controller.run()
+    print(files.log(0).read_text())
+sys.exit(code)
 """
 
 
@@ -125,6 +132,51 @@ def test_memory_is_enough_for_a_second_death_while_the_group_forms(
     assert started[-1] >= 7, output  # four steps at most wait for the replica of one before
     assert "of 24, in memory" in output
     assert not run.descendants()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "deaths"),
+    [
+        (2, ["running"]),
+        pytest.param(4, ["running"], marks=pytest.mark.exhaustive),
+        pytest.param(2, ["running", "running"], marks=pytest.mark.exhaustive),
+        pytest.param(2, ["running", "forming"], marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_from_memory_when_its_controller_is_killed(
+    hosts: int, deaths: list[str], launch: Any, undisturbed: list[tuple]
+):
+    """Nothing is on disk; agents and workers end with it, and what is in memory does not."""
+    run = launch(hosts=hosts, flags=SAVED_EACH_STEP, save_every=None)
+    for number, state in enumerate(deaths):
+        if state == "running":
+            run.wait_for_step(1, 12 + 4 * number)
+        else:
+            run.wait_for_worker(1, number + 1)
+        at = time.time()
+        pid = drill(run.run_dir, "controller")
+        run.wait_for_event(lambda e, at=at: e.get("kind") == "controller" and e["time"] >= at)
+        assert f"the controller (process {pid}) was ended by SIGKILL" in run.output()
+        run.wait_for_event(
+            lambda e, number=number: e.get("kept") and e["epoch"] == number + 2,
+        )
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.faults() == [("controller", None)] * len(deaths), output
+    if hosts == 2:
+        assert run.exact() == undisturbed
+    else:
+        for found, wanted in zip(run.exact(), undisturbed, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4)
+    started = [e["step"] for e in run.events() if e.get("state") == "running" and "step" in e]
+    assert started[-1] >= 7, output  # four steps at most wait for the replica of one before
+    kept = [e for e in run.events() if "kept" in e]
+    assert {e["rank"] for e in kept} == set(range(hosts))
+    assert started[-1] - 1 in kept[-1]["kept"]
+    assert "of 24, in memory" in output
+    assert not run.descendants()
+    assert not list((run.run_dir / "cluster").glob("*.record"))
 
 
 @pytest.mark.exhaustive

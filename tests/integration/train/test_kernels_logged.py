@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from fornax.config import from_mapping
+from fornax.config.progress import Quiet
 from fornax.plan.closed_form import kernel_choices
 from fornax.plan.topology import named_or_local
 from fornax.train import TrainConfig, train
-from fornax.train.progress import Quiet
 
 
 class Lines(Quiet):

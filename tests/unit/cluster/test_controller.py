@@ -386,8 +386,10 @@ def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(folder:
 
 def test_a_controller_that_was_held_finds_all_ended_and_goes_on(folder: Path):
     """Their agents could not know whether it had replaced them; they stay, with their memory."""
-    code = "import sys; from pathlib import Path; from test_controller import Run\n"
-    code += "Run(Path(sys.argv[1]), steps=100_000).controller.run()"
+    code = "import signal, sys; from pathlib import Path; from test_controller import Run\n"
+    code += "controller = Run(Path(sys.argv[1]), steps=100_000).controller\n"
+    code += "signal.signal(signal.SIGTERM, lambda number, frame: controller.stop())\n"
+    code += "controller.run()"
     controller = subprocess.Popen([sys.executable, "-c", code, str(folder)])
     run = Run(folder)
     workers = [run.pid(rank, 10) for rank in range(HOSTS)]
@@ -406,19 +408,82 @@ def test_a_controller_that_was_held_finds_all_ended_and_goes_on(folder: Path):
     assert [kind for kind, _ in faults] == ["partition"]
 
 
-def test_nothing_is_left_when_the_controller_is_killed(folder: Path):
-    """The kernel ends agents and service with it, and workers with their agents."""
-    code = "import sys; from pathlib import Path; from test_controller import Run\n"
-    code += "Run(Path(sys.argv[1]), steps=100_000, spare=True).controller.run()"
-    controller = subprocess.Popen([sys.executable, "-c", code, str(folder)])
+LAUNCH = """
+import sys
+from pathlib import Path
+from fornax.cluster import Job, launch
+from fornax.config import ClusterError
+folder = Path(sys.argv[1])
+job = Job(hosts=2, program="ranks:main", words=(str(folder), "100000"))
+try:
+    code = launch(job, folder / "run", spare=False)
+except ClusterError as error:
+    sys.exit(str(error))
+assert not [name for name in sys.modules if name.partition(".")[0] in ("jax", "numpy")]
+sys.exit(code)
+"""
+
+
+def begin(folder: Path) -> subprocess.Popen[str]:
+    """A launch of `ranks.py` as a user has it, its controller in a process of its own."""
+    words = [sys.executable, "-c", LAUNCH, str(folder)]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+
+
+def test_nothing_is_left_when_the_launch_is_killed(folder: Path):
+    """The kernel ends the controller with it, agents and service with that, and so on."""
+    launch = begin(folder)
     Run(folder).pid(1, 10)
-    assert len(processes(folder)) >= 2 + 2 * HOSTS
-    controller.kill()
-    controller.wait()
+    assert len(processes(folder)) >= 2 + 1 + 2 * 2
+    launch.kill()
+    launch.communicate()
     deadline = time.monotonic() + 20
     while left := processes(folder):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def test_another_controller_takes_the_place_of_one_that_was_killed(folder: Path):
+    """Also of one that was held; what was asked of the run meanwhile is done, a stop too."""
+    launch, run = begin(folder), Run(folder)
+    first = run.pid(1, 10)
+    run.files.ask("hosts", 1)
+    controller = run.files.controller_pid()
+    assert controller is not None
+    os.kill(controller, signal.SIGSTOP)
+    os.kill(controller, signal.SIGKILL)
+    run.wait_for("running", 2)
+    assert not alive(first)
+    assert read_status(run.files.run_dir).controller == run.files.controller_pid() != controller
+    launch.send_signal(signal.SIGTERM)
+    _, said = launch.communicate()
+    assert launch.returncode == 143, said
+    assert f"the controller (process {controller}) was ended by SIGKILL" in said
+    events = [e for e in read_json_lines(run.files.events) if "state" in e]
+    assert [(e["kind"], e["rank"]) for e in events if e["state"] == "teardown"] == [
+        ("controller", None)
+    ]
+    assert [e["hosts"] for e in events if "free" in e] == [2, 1]
+    assert events[-1]["state"] == "ended"
+    assert read_status(run.files.run_dir).controller is None
+    done = [int(step) for step in (folder / "0.steps").read_text().split()]
+    assert set(done) == set(range(1, done[-1] + 1))
+
+
+def test_a_controller_that_is_lost_again_and_again_ends_the_launch(folder: Path):
+    launch, run = begin(folder), Run(folder)
+    for number in range(3):
+        while (pid := run.files.controller_pid()) is None:
+            assert launch.poll() is None
+            time.sleep(0.005)
+        os.kill(pid, signal.SIGKILL)
+        run.wait_for("teardown", number + 1)
+    _, said = launch.communicate()
+    assert launch.returncode == 1
+    assert "failed 3 times without getting beyond the first step" in said
+    assert "the controller (process" in said
+    assert "controller.log" in said
+    assert [e.get("code") for e in read_json_lines(run.files.events)][-1] == 1
 
 
 def test_a_mistake_of_the_user_is_not_tried_again(folder: Path):
@@ -470,7 +535,7 @@ def test_what_fails_without_getting_further_stops_and_is_named(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_stops_all_ranks_at_one_step(folder: Path, number: int, code: int):
     run = Run(folder, steps=100_000)
-    assert run.code((10, lambda: os.kill(os.getpid(), number))) == code
+    assert run.code((10, lambda: run.controller.stop(number))) == code
     assert len({done[-1] for done in run.steps()}) == 1
     assert read_status(run.files.run_dir).state == "ended"
 
@@ -507,7 +572,7 @@ def test_another_number_of_hosts_goes_on_from_the_step_that_all_saved(folder: Pa
 
 def test_a_signal_while_forming_ends_at_once(folder: Path):
     run = Run(folder)
-    beside = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    beside = threading.Timer(0.5, run.controller.stop)
     (folder / "1.fault-data").touch()  # it never enters the first step
     beside.start()
     assert run.code() == 143

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from fornax.cluster.peer_memory import PeerMemory, memory_files
+from fornax.cluster.kept_memory import memory_files
+from fornax.cluster.peer_memory import PeerMemory
 from fornax.config.addresses import own_address
 from fornax.config.credentials import Credentials
 from fornax.config.frames import Frame, Kind, LinkError, receive, send

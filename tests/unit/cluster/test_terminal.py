@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.terminal import Terminal
-from fornax.train.progress import Bar
+from fornax.config.progress import Bar
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from flax import nnx
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import ConfigError, FornaxError
+from fornax.config.progress import Quiet
 from fornax.mesh import MeshConfig
 from fornax.optim import SGD, Adafactor, AdamW, Muon, OptimConfig
 from fornax.train import (
@@ -32,7 +33,6 @@ from fornax.train import (
     summarise,
     train,
 )
-from fornax.train.progress import Quiet
 
 ROWS, WIDTH = 8, 4
 TRUTH = np.arange(WIDTH * WIDTH, dtype=np.float32).reshape(WIDTH, WIDTH) / 8

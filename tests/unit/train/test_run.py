@@ -17,6 +17,7 @@ from flax import nnx
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import ConfigError, DataError, FornaxError
+from fornax.config.progress import Quiet
 from fornax.mesh import MeshConfig
 from fornax.optim import SGD, OptimConfig
 from fornax.train import (
@@ -31,7 +32,6 @@ from fornax.train import (
     summarise,
     train,
 )
-from fornax.train.progress import Quiet
 
 ROWS = 16
 

@@ -1,6 +1,5 @@
 """`fornax launch`: a command as several processes that recover from faults."""
 
-import contextlib
 import dataclasses
 import re
 import sys
@@ -86,8 +85,8 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
             "--run-dir and --routing before the two dashes are for --replicas; write the run "
             "directory of a training command after them"
         )
-    from fornax.cluster import Job, Limits, launch, open_engine
-    from fornax.plan.goodput.inputs import parse_time
+    from fornax.cluster import Job, Limits, launch
+    from fornax.config.quantities import parse_time
 
     least, most = _hosts(arguments.hosts or "2")
     limits = Limits()
@@ -112,26 +111,21 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
     )
     bar = None
     if sys.stderr.isatty():
-        from fornax.train.progress import Bar
+        from fornax.config.progress import Bar
 
         bar = Bar()
-    engine = open_engine(
-        arguments.engine,
-        most,
-        arguments.address,
+    return launch(
+        job,
+        run_dir,
+        engine=arguments.engine,
+        address=arguments.address,
         private_network=arguments.private_network,
+        spare=not arguments.no_spares,
+        bar=bar,
+        samplers=arguments.samplers or 0,
+        sampler_program="fornax.cli.sampler:serve",
+        data_workers=arguments.data_workers or 0,
     )
-    with contextlib.closing(engine):
-        return launch(
-            job,
-            run_dir,
-            engine=engine,
-            spare=not arguments.no_spares,
-            bar=bar,
-            samplers=arguments.samplers or 0,
-            sampler_program="fornax.cli.sampler:serve",
-            data_workers=arguments.data_workers or 0,
-        )
 
 
 def _check_data_workers(count: int, words: Sequence[str]) -> None:

@@ -104,6 +104,8 @@ class DrillArguments:
     """Cut the host of this rank off from the rest."""
     preempt: Annotated[int | None, arg(metavar="RANK", help_behavior_hint="")] = None
     """Take the host of this rank away, with notice."""
+    controller: Annotated[bool, NO_DEFAULT] = False
+    """Kill the controller: agents and ranks end with it."""
     storm: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """So many random faults of all these kinds, five good steps or more between two."""
     seed: Annotated[int | None, arg(metavar="S", help_behavior_hint="(default: 0)")] = None
@@ -195,11 +197,11 @@ def _timeline(arguments: TimelineArguments) -> int:
 def _line(event: Mapping[str, Any]) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     if "drill" in event:
-        whom = next(each for each in ("rank", "sampler", "data", "replica") if each in event)
-        said = f"drill: {event['drill']} {whom} {event[whom]}"
+        whom = [each for each in ("rank", "sampler", "data", "replica") if each in event]
+        said = " ".join(["drill:", event["drill"], *(f"{each} {event[each]}" for each in whom)])
     elif "program" in event:
         said = f"{event['program']}: {event['how']} in {event['seconds']:.2f} s"
-    elif "sampler" in event or "data" in event:
+    elif "state" not in event:  # of a sampler, a data worker, or the controller
         said = event["why"]
     else:
         said = f"{event['state']}: {event['why']}"
@@ -250,11 +252,11 @@ def _drill(arguments: DrillArguments) -> int:
     run_dir = _named(arguments.run_dir)
     asked = {fault: getattr(arguments, fault) for fault in _FAULTS}
     named = {fault: rank for fault, rank in asked.items() if rank is not None}
-    if bool(named) == (arguments.storm is not None):
+    if bool(named or arguments.controller) == (arguments.storm is not None):
         flags = ", ".join(f"--{fault} RANK" for fault in _FAULTS)
         raise ConfigError(
-            f"a drill is named faults or a storm; write one of {flags}, several of them, or "
-            "--storm N alone"
+            f"a drill is named faults or a storm; write one of {flags}, --controller, several of "
+            "them, or --storm N alone"
         )
     if arguments.seed is not None and arguments.storm is None:
         raise ConfigError(f"--seed {arguments.seed} is of a storm; add --storm N")
@@ -262,11 +264,16 @@ def _drill(arguments: DrillArguments) -> int:
     if arguments.storm is not None:
         return _storm(run_dir, arguments.storm, arguments.seed or 0, serves=serves)
     faults = [(fault, *_target(fault, target)) for fault, target in named.items()]
+    if serves and arguments.controller:
+        raise ConfigError("--controller is for training; a replica has --kill N and --stop N")
     if serves:
         return _drill_replicas(run_dir, faults)
     from fornax.cluster import drills
 
-    for outcome in drills(run_dir, faults):
+    controller: list[tuple[Fault, Target, None]] = (
+        [("controller", "rank", None)] if arguments.controller else []
+    )
+    for outcome in drills(run_dir, [*faults, *controller]):
         _say(str(outcome))
     return 0
 

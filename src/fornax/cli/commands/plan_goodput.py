@@ -100,8 +100,8 @@ _SOURCES = {
 
 def run(arguments: Arguments) -> int:
     """Simulate, choose, print, write."""
+    from fornax.config.quantities import parse_time
     from fornax.plan.goodput import plan_goodput, print_goodput, write_goodput
-    from fornax.plan.goodput.inputs import parse_time
 
     measured = _measured(arguments)
     spec = run_spec(arguments, measured)
@@ -144,8 +144,8 @@ def _measured(arguments: Arguments) -> dict[str, float]:
 
 def run_spec(arguments: Arguments, measured: dict[str, float]) -> "RunSpec":
     """The run to simulate; `measured` as in `fornax.plan.goodput.Measured`."""
+    from fornax.config.quantities import parse_bytes, parse_rate, parse_time
     from fornax.plan.goodput import RunSpec
-    from fornax.plan.goodput.inputs import parse_bytes, parse_rate, parse_time
 
     def figure(name: str, parse: Callable[[str, str], float], default: float | None) -> float:
         """What is given, what was measured, or the default."""

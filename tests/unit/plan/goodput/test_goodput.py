@@ -9,9 +9,10 @@ import pytest
 from scipy.special import stdtrit
 
 from fornax.config import ConfigError
+from fornax.config.quantities import parse_bytes, parse_rate, parse_time
 from fornax.plan.goodput import RunSpec, plan_goodput
 from fornax.plan.goodput.closed_form import closed_form, young_interval
-from fornax.plan.goodput.inputs import Policy, parse_bytes, parse_rate, parse_time
+from fornax.plan.goodput.inputs import Policy
 from fornax.plan.goodput.simulate import CAUSES, Failure, draw_failures, simulate
 
 HOUR, DAY = 3600.0, 86_400.0

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from fornax.train.progress import Bar, Lines
+from fornax.config.progress import Bar, Lines
 
 RECORD = {"loss": 3.14159, "tokens_per_second": 12_345.0, "mfu": 0.42}
 
