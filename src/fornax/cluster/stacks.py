@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["ask", "read"]
+__all__ = ["ask", "py_spy", "read"]
 
 _WRITE_SECONDS = 0.5
 _POLL_SECONDS = 0.05
@@ -37,11 +37,16 @@ def ask(pid: int, path: Path) -> str:
         return file.read().decode("utf-8", errors="replace")
 
 
+def py_spy() -> str | None:
+    """The path of py-spy: that of this environment, or one on PATH; None where there is none."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
 def read(pid: int) -> tuple[str, str]:
     """The stacks of a process as faulthandler writes them, its main thread's last; and why there
     are none. One that is not stopped may move meanwhile."""
-    beside = Path(sys.executable).with_name("py-spy")
-    tool = str(beside) if beside.exists() else shutil.which("py-spy")
+    tool = py_spy()
     if tool is None:
         return "", "shows no stack: py-spy, which reads stopped processes, is not installed"
     words = [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)]

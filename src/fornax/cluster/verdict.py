@@ -127,7 +127,7 @@ class Verdict:
     @property
     def of_rank(self) -> bool:
         """Whether it is a fault of one rank or its host, and not of the group."""
-        return not self.leaves and self.kind not in ("group", "service")
+        return not self.leaves and self.kind not in ("group", "service", "controller")
 
     @property
     def takes_agent(self) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fornax.cli.main import main
-from fornax.cluster import Job, Limits, drill, read_status
+from fornax.cluster import Job, Limits, drill, read_status, stacks
 from fornax.cluster.beside import Beside
 from fornax.cluster.beside_process import DATA_WORKER
 from fornax.cluster.controller import Controller
@@ -183,7 +182,7 @@ def test_killed_and_stopped_ranks_are_named_and_the_run_goes_on(folder: Path, sp
         assert named["step"] >= 9
     told = [e for e in read_json_lines(run.files.events) if "stacks" in e or "no_stack" in e]
     assert [e["rank"] for e in told] == [2]
-    if shutil.which("py-spy"):  # of the extra [cluster]
+    if stacks.py_spy():  # of the extra [cluster]
         assert "in main" in stopped["stack"] or "in met" in stopped["stack"]
         assert "in run_worker" in told[0]["stacks"]
     else:

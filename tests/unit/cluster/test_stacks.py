@@ -1,7 +1,6 @@
 """Stacks of processes that cannot write them themselves."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fornax.cluster.process_state import is_stopped
-from fornax.cluster.stacks import ask, read
+from fornax.cluster.stacks import ask, py_spy, read
 
 SLEEPS = """
 import faulthandler, signal, sys, threading, time
@@ -40,7 +39,7 @@ def innermost(text: str) -> str:
     return text.rpartition("(most recent call first):")[2].strip().splitlines()[0]
 
 
-@pytest.mark.skipif(not shutil.which("py-spy"), reason="needs py-spy, of the extra [cluster]")
+@pytest.mark.skipif(py_spy() is None, reason="needs py-spy, of the extra [cluster]")
 def test_a_stopped_process_is_read_and_stays_stopped(process: subprocess.Popen):
     os.kill(process.pid, signal.SIGSTOP)
     while not is_stopped(process.pid):
