@@ -104,7 +104,8 @@ class Attention(nnx.Module):
         if cache is not None:
             o_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, options, sinks_N)
         else:
-            assert k_BTKH is not None and v_BTKH is not None, "shared keys need what holds them"
+            if k_BTKH is None or v_BTKH is None:
+                raise ValueError("a layer that shares keys needs a cache, or PassKeys")
             o_BTNH = attend_uncached(q_BTNH, k_BTKH, v_BTKH, context, options, sinks_N)
         return checkpoint_name(self.o(_gate(o_BTNH, gate_BTNH)), "attention_out"), cache
 

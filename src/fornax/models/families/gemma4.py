@@ -1,4 +1,4 @@
-"""Gemma 4 text: wider heads in full layers, shared keys, inputs of each layer, experts beside MLPs."""
+"""Gemma 4 text: other heads in full layers, shared keys, layer inputs, experts beside MLPs."""
 
 from collections.abc import Mapping
 from typing import Any
