@@ -1,4 +1,4 @@
-"""Layers that differ in heads, share keys and have inputs of their own: counts, memory, gradients."""
+"""Layers that differ in heads, share keys and have their own inputs: counts, memory, gradients."""
 
 import dataclasses
 
