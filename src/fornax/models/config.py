@@ -467,7 +467,8 @@ class DecoderConfig:
         sliding, linear = attends == "sliding", attends == "linear"
         chunked = attends == "chunked"
         rotates = not linear and self.rope_pattern[index % len(self.rope_pattern)]
-        where = "local" if sliding and self.local_rope is not None else "global"
+        other = self.local_rope is not None or self.global_heads is not None
+        where = "local" if sliding and other else "global"
         mlps = self.mlps
         first_shared = self.num_layers - self.shared_kv_layers
         shares, all_attend = index >= first_shared, self._attends()

@@ -48,10 +48,10 @@ def rotations(
         the batch's own.
     """
     used = {kind.rope for kind in config.layer_kinds()}
-    ropes = {"global": config.rope, "local": config.local_rope}
+    ropes = {"global": config.rope, "local": config.local_rope or config.rope}
     found: dict[str, Rotation] = {}
     for name, rope in ropes.items():
-        if rope is not None and name in used:
+        if name in used:
             width = config.rotated_width(rope, wide=name == "global")
             found[name] = _rotation(rope, config, width, positions_BT, longest)
     return found
