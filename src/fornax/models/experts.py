@@ -115,7 +115,7 @@ class Experts(nnx.Module):
         self.shared_gate = gate(std=config.initializer_range) if experts.shared_gate else None
 
     def __call__(
-        self, x_BTD: jax.Array, context: LayerContext, residual_BTD: jax.Array
+        self, x_BTD: jax.Array, context: LayerContext, residual_BTD: jax.Array | None = None
     ) -> tuple[jax.Array, Routing]:
         """Apply -> y [B, T, D], and what the router did.
 
@@ -127,6 +127,7 @@ class Experts(nnx.Module):
         """
         shared_input_BTD, routed_BTD = x_BTD, x_BTD
         if self.input_norm is not None:
+            assert residual_BTD is not None
             x_BTD, routed_BTD = self.input_norm(residual_BTD), self._router_input(residual_BTD)
         x_MD = routed_BTD.reshape(-1, x_BTD.shape[-1])
         segments_BT = context.segment_ids_BT
