@@ -26,6 +26,7 @@ _CLASSES: dict[str, Any] = {
     "qwen3": hf.Qwen3Config,
     "gemma2": hf.Gemma2Config,
     "gemma3": hf.Gemma3TextConfig,
+    "gemma4": hf.Gemma4TextConfig,
     "olmo2": hf.Olmo2Config,
     "olmo3": hf.Olmo3Config,
     "glm4": hf.Glm4Config,
@@ -73,6 +74,15 @@ _LLAMA3 = {
 _LONG = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.0, 2.0, 3.0, 4.5],
+}
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 5,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
 _GEMMA3 = {
     "head_dim": 16,
@@ -315,6 +325,64 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "smollm3-yarn": (
         "smollm3",
         _rope("yarn", factor=2.0, original_max_position_embeddings=32),
+        40,
+    ),
+    "gemma4": ("gemma4", _GEMMA4, 40),
+    "gemma4-inputs": (
+        "gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 101,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "attention_bias": True,
+            "final_logit_softcapping": 5.0,
+        },
+        40,
+    ),
+    "gemma4-moe": (
+        "gemma4",
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+        40,
+    ),
+    "gemma4-options": (
+        "gemma4",
+        {
+            **_GEMMA4,
+            "layer_types": ["full_attention"] * 3,
+            "hidden_activation": "silu",
+            "tie_word_embeddings": False,
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 24,
+            "use_bidirectional_attention": "vision",
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 500.0,
+                    "partial_rotary_factor": 0.5,
+                    "factor": 4.0,
+                }
+            },
+        },
+        24,
+    ),
+    "gemma4-one-width": (
+        "gemma4",
+        {**_GEMMA4, **_rope_by_kind(), "global_head_dim": 8, "attention_k_eq_v": False},
         40,
     ),
     "glm4": ("glm4", {"head_dim": 16}, 24),
@@ -590,6 +658,7 @@ GENERATION_CASES = (
     "qwen2-window",
     "gemma2",
     "gemma3",
+    "gemma4-inputs",
     "phi4-mini",
     "smollm3",
     "qwen3-moe-options",

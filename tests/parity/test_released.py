@@ -37,8 +37,8 @@ def test_tensors_have_the_same_names_and_shapes(name: str) -> None:
     blocks = any(".block_sparse_moe." in key for key in found)
     if any(".experts.0." in key for key in found):
         expected = dict(_each_expert(expected, ("w1", "w3", "w2") if blocks else _PROJECTIONS))
-    biases = {key: value for key, value in oracle.named_buffers() if "correction_bias" in key}
-    expected |= {key: tuple(value.shape) for key, value in biases.items()}
+    stored = {key: value for key, value in oracle.named_buffers() if key in oracle.state_dict()}
+    expected |= {key: tuple(value.shape) for key, value in stored.items()}
     if blocks:  # what older files call it, and transformers still writes
         expected = {key.replace(".mlp.", ".block_sparse_moe."): v for key, v in expected.items()}
     assert found == expected
@@ -100,8 +100,7 @@ def test_frequencies_agree(name: str) -> None:
 
 
 def _frequencies(config: DecoderConfig, rope: RopeConfig, length: int) -> np.ndarray:
-    rotated = config.head_width if config.latent is None else config.latent.rotated_dim
-    width = int(rotated * rope.fraction)
+    width = config.rotated_width(rope, wide=rope is config.rope)
     limit = config.max_position_embeddings
     return np.asarray(inverse_frequencies(rope, width, limit, jnp.int32(length)))
 
@@ -112,6 +111,8 @@ def _oracle_frequencies(
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
     kind = parameters["rope_type"]
     if kind == "default":
+        if layer_type and config.model_type == "gemma4_text":  # it differs from layer to layer
+            config = config.per_layer_config[layer_type]
         width = int(_head_width(config) * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
         return (1.0 / parameters["rope_theta"] ** exponents).numpy(), 1.0

@@ -45,7 +45,11 @@ _READ_DIRECTLY = ("lm_head",)
 """Modules of a Decoder whose kernel is read, not called: an adapter there would do nothing."""
 _DEFAULT_TARGETS = (
     "attention/*",
+    "global_attention/*",
+    "shared_attention/*",
+    "global_shared_attention/*",
     "mlp/*",
+    "wide_mlp/*",
     "experts/gate",
     "experts/up",
     "experts/down",

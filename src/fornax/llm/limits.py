@@ -39,10 +39,11 @@ class Limits:
     num_pages: tuple[int, ...]
     """Pages of each group of `cache_windows`, page 0, which is never given out, included."""
     cache_dtype: jnp.dtype
-    cache_heads: CacheHeads
+    cache_heads: tuple[CacheHeads, ...]
+    """The heads that pages of each group hold."""
     draft_pages: int = 0
     """Pages of each group of a draft model's cache, page 0 included; 0 without one."""
-    draft_heads: CacheHeads | None = None
+    draft_heads: tuple[CacheHeads, ...] | None = None
     """The heads that these hold."""
 
     @property
@@ -234,14 +235,19 @@ def pages_needed(model: DecoderConfig, length: int, tokens: int, page_size: int)
     return tuple(math.ceil(tokens / page_size) for tokens in kept)
 
 
-def cache_heads(model: DecoderConfig, platform: str, tensor_parallel_size: int) -> CacheHeads:
-    """The heads that the cache holds: one for each device at least, and on TPU as wide as it would
-    store them anyway."""
-    own = CacheHeads.of(model)
-    width = own.width
-    if platform == "tpu":
-        width = math.ceil(width / TPU_LANES) * TPU_LANES
-    return own._replace(count=max(own.count, tensor_parallel_size), width=width)
+def cache_heads(
+    model: DecoderConfig, platform: str, tensor_parallel_size: int
+) -> tuple[CacheHeads, ...]:
+    """The heads that the cache holds in each group: one for each device at least, and on TPU as
+    wide as it would store them anyway."""
+    lanes = TPU_LANES if platform == "tpu" else 1
+    return tuple(
+        own._replace(
+            count=max(own.count, tensor_parallel_size),
+            width=math.ceil(own.width / lanes) * lanes,
+        )
+        for own in CacheHeads.of(model)
+    )
 
 
 def _budget(config: EngineConfig, other_bytes: int, wanted: int, target: DeviceSpec) -> int:

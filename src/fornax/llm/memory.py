@@ -125,7 +125,8 @@ def guessed_temporaries(weights: Weights, sizes: Sizes) -> int:
     """
     model, where = weights.config, weights.placement
     parts = 1 if where.mesh is None else where.mesh.size
-    heads = (2 * model.num_heads + 2 * model.kv_heads) * model.head_width // parts
+    shapes = {model.kv_shape(kind) for kind in model.layer_kinds()}
+    heads = max((2 * model.num_heads + 2 * count) * width for count, width in shapes) // parts
     if model.latent is not None:  # queries and results as wide as the latents, which are one head
         heads = (2 * model.num_heads // parts + 1) * model.latent.cached_dim
     delta, step = model.gated_delta, 0

@@ -209,13 +209,15 @@ def _rules(model: DecoderConfig, size: int) -> Rules:
                 f"tensor_parallel_size={size} does not divide the model's {name}, {count}; use a "
                 "divisor of both"
             )
-    if model.kv_heads % size and size % model.kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_size={size} neither divides the model's {model.kv_heads} key/value "
-            "heads nor is a multiple of them; use a size that is one of the two"
-        )
+    key_heads = {model.kv_shape(kind)[0] for kind in model.layer_kinds()}
+    for count in key_heads:
+        if count % size and size % count:
+            raise ConfigError(
+                f"tensor_parallel_size={size} neither divides the model's {count} key/value "
+                "heads nor is a multiple of them; use a size that is one of the two"
+            )
     whole: dict[str, tuple[str, ...]] = {}
-    if model.kv_heads % size:
+    if any(count % size for count in key_heads):
         whole |= {"kv_heads": (), "activation_kv_heads": ()}
     if model.vocab_size % size:
         whole |= {"vocab": (), "activation_vocab": ()}

@@ -46,6 +46,7 @@ DEFAULT_RULES: Rules = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "conv": (),
+    "layer_input": ("stage", "fsdp", "expert"),
     "latent": ("stage", "fsdp", "expert"),
     "mlp": ("tensor",),
     "vocab": ("tensor",),

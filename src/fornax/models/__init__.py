@@ -2,7 +2,7 @@
 
 from fornax.models.cache import Cache, DeltaState, init_cache
 from fornax.models.capabilities import MODEL_USES, check_model, models_table, takes
-from fornax.models.config import DecoderConfig, QueryScaling
+from fornax.models.config import DecoderConfig, GlobalHeads, LayerInputConfig, QueryScaling
 from fornax.models.cost import flops_per_token, num_parameters
 from fornax.models.create import abstract_decoder, create_decoder
 from fornax.models.decoder import Decoder
@@ -50,7 +50,9 @@ __all__ = [
     "DynamicNTKScaling",
     "ExpertsConfig",
     "GatedDeltaConfig",
+    "GlobalHeads",
     "LatentConfig",
+    "LayerInputConfig",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",

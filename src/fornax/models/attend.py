@@ -4,6 +4,7 @@ Legend: B batch, T query tokens, N query heads, K key/value heads, H head width,
 V value width.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ __all__ = [
     "AttendOptions",
     "KeyValueCache",
     "LayerCache",
+    "PassKeys",
     "Place",
     "attend_uncached",
     "grow_queries",
@@ -43,6 +45,8 @@ class AttendOptions:
     softcap: float | None
     chunked: bool = False
     """Whether windows lie side by side; see `LayerKind`."""
+    kv_heads: int = 1
+    """Key/value heads of the layer; of one that takes another's keys, that layer's."""
 
     def documents(
         self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None
@@ -96,13 +100,39 @@ def grow_queries(q_BTNH: jax.Array, positions_BT: jax.Array, scaling: QueryScali
     return q_BTNH * factor_BT[:, :, None, None].astype(q_BTNH.dtype)
 
 
+@dataclass(frozen=True)
+class PassKeys:
+    """Stands in a cache's place in a pass without one, and hands keys and values to later layers.
+
+    It holds those of the pass's own tokens, by the window of the layers that take them, 0 for none.
+    """
+
+    context: LayerContext
+    kept: Mapping[int, tuple[jax.Array, jax.Array]]
+
+    def attend(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array | None,
+        v_BTKH: jax.Array | None,
+        options: AttendOptions,
+        sinks_N: jax.Array | None = None,
+    ) -> tuple[jax.Array, "PassKeys"]:
+        """Attend, and keep what is given; without keys, attend to what was kept."""
+        window = options.window or 0
+        if k_BTKH is None or v_BTKH is None:
+            k_BTKH, v_BTKH = self.kept[window]
+        o_BTNH = attend_uncached(q_BTNH, k_BTKH, v_BTKH, self.context, options, sinks_N)
+        return o_BTNH, PassKeys(self.context, {**self.kept, window: (k_BTKH, v_BTKH)})
+
+
 class KeyValueCache(Protocol):
     """A pytree that keeps keys and values of all layers."""
 
     def attend(
         self,
         q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
+        k_BTKH: jax.Array | None,
         v_BTKH: jax.Array | None,
         place: Place,
         options: AttendOptions,
@@ -111,6 +141,7 @@ class KeyValueCache(Protocol):
         """Add this pass's keys and values of a layer; return o [B, T, N, H] and the new cache.
 
         Without values the keys are values too, in a cache of a model with latent attention.
+        Without keys nothing is added: the place is that of the layer whose keys are taken.
         Sinks are a logit a query head, in the softmax without a value.
         """
         ...
@@ -126,7 +157,7 @@ class LayerCache:
     def attend(
         self,
         q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
+        k_BTKH: jax.Array | None,
         v_BTKH: jax.Array | None,
         options: AttendOptions,
         sinks_N: jax.Array | None = None,

@@ -88,15 +88,16 @@ class Cache:
     def attend(
         self,
         q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
+        k_BTKH: jax.Array | None,
         v_BTKH: jax.Array | None,
         place: Place,
         options: AttendOptions,
         sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, "Cache"]:
         """Write the last T slots of one layer and attend to all that are written."""
-        k_LBSKH = self._put(self.k_LBSKH, k_BTKH, place)
-        v_LBSKH = self.v_LBSKH
+        k_LBSKH, v_LBSKH = self.k_LBSKH, self.v_LBSKH
+        if k_BTKH is not None:
+            k_LBSKH = self._put(k_LBSKH, k_BTKH, place)
         if v_LBSKH is not None and v_BTKH is not None:
             v_LBSKH = self._put(v_LBSKH, v_BTKH, place)
         length = q_BTNH.shape[1]
@@ -104,8 +105,8 @@ class Cache:
         assert documents_BS is not None
         o_BTNH = kernels.attention(
             q_BTNH,
-            _layer(k_LBSKH, place).astype(q_BTNH.dtype),
-            _layer(k_LBSKH if v_LBSKH is None else v_LBSKH, place).astype(q_BTNH.dtype),
+            self._read(k_LBSKH, q_BTNH, place, options),
+            self._read(k_LBSKH if v_LBSKH is None else v_LBSKH, q_BTNH, place, options),
             scale=options.scale,
             causal=True,
             positions_q_BT=self._last(self.positions_BS, length),
@@ -120,7 +121,19 @@ class Cache:
 
     def _put(self, stack: jax.Array, new: jax.Array, place: Place) -> jax.Array:
         start = (place.layer, 0, self.used - new.shape[1], 0, 0)
+        if new.shape[2:] != stack.shape[3:]:  # layers of several shapes: heads side by side
+            new = new.reshape(*new.shape[:2], 1, -1)
+            new = jnp.pad(new, [(0, 0)] * 3 + [(0, stack.shape[4] - new.shape[3])])
         return jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), start)
+
+    def _read(
+        self, stack: jax.Array, q_BTNH: jax.Array, place: Place, options: AttendOptions
+    ) -> jax.Array:
+        """A layer's keys or values [B, S, K, H], in the dtype of its queries."""
+        kept, width = _layer(stack, place).astype(q_BTNH.dtype), q_BTNH.shape[3]
+        if kept.shape[3] != width:
+            kept = kept[..., : options.kv_heads * width].reshape(*kept.shape[:2], -1, width)
+        return kept
 
     def _last(self, row_BS: jax.Array, length: int) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(row_BS, self.used - length, length, axis=1)
@@ -150,9 +163,13 @@ def init_cache(
     """
     latent = config.latent
     heads = (config.kv_heads, config.head_width) if latent is None else (1, latent.cached_dim)
-    kinds = [kind.attention for kind in config.layer_kinds()]
-    linear = kinds.count("gated_delta")
-    shape = (len(kinds) - linear, batch, length, *heads)
+    kinds = config.layer_kinds()
+    shapes = {config.kv_shape(kind) for kind in kinds}
+    if len(shapes) > 1:
+        heads = (1, max(number * width for number, width in shapes))
+    linear = sum(kind.attention == "gated_delta" for kind in kinds)
+    keeping = sum(kind.keys != "shared" for kind in kinds) - linear
+    shape = (keeping, batch, length, *heads)
     delta = config.gated_delta
     return Cache(
         k_LBSKH=jnp.zeros(shape, dtype),

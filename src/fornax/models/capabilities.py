@@ -19,10 +19,10 @@ _ENGINE_USES = (
 )
 """What only the engine does."""
 
-MODEL_USES = ("train", "tune", *_ENGINE_USES, "plan", "preflight", "context axis")
+MODEL_USES = ("train", "tune", *_ENGINE_USES, "plan", "preflight", "context axis", "stage axis")
 """What is done with a model. Prefix reuse: prompts that begin alike are read once; where a model
 does not take it, the engine reads them anew. Plan serve: the plan of an engine; plan: of training.
-Context axis: a mesh whose `context` divides the length of rows."""
+Context axis: a mesh whose `context` divides the length of rows. Stage axis: a pipeline."""
 
 
 class _Part(NamedTuple):
@@ -43,6 +43,10 @@ _ONLY_FORNAX = {
     "serve in int8": "serve it in bfloat16",
     "vLLM plugin": "serve it with `fornax serve`",
 }
+_SERVED_UNPLANNED = _NOT_PLANNED | {
+    "plan serve": "start the engine: it accounts for its memory before it makes anything"
+}
+_NO_PIPELINE = {"stage axis": "give its devices to mesh.fsdp or mesh.tensor"}
 _WHOLE_ROWS = {"context axis": "give its devices to mesh.fsdp or mesh.tensor"}
 
 _PARTS = (
@@ -79,6 +83,39 @@ _PARTS = (
         | _ONLY_FORNAX
         | _NOT_PLANNED
         | _WHOLE_ROWS,
+    ),
+    _Part(
+        "heads of their own in full layers",
+        lambda config: config.global_heads is not None,
+        {"serve adapters": "merge the adapter into the model and serve that"}
+        | _ONLY_FORNAX
+        | _SERVED_UNPLANNED,
+    ),
+    _Part(
+        "layers that share keys and values",
+        lambda config: config.shared_kv_layers > 0,
+        {"serve adapters": "merge the adapter into the model and serve that"}
+        | _ONLY_FORNAX
+        | _SERVED_UNPLANNED
+        | _NO_PIPELINE,
+    ),
+    _Part(
+        "inputs of each layer",
+        lambda config: config.layer_inputs is not None,
+        {"serve adapters": "merge the adapter into the model and serve that"}
+        | _ONLY_FORNAX
+        | _SERVED_UNPLANNED
+        | _NO_PIPELINE,
+    ),
+    _Part(
+        "experts beside MLPs, with norms of their own",
+        lambda config: config.experts is not None and config.experts.separate_norms,
+        _ONLY_FORNAX | _SERVED_UNPLANNED,
+    ),
+    _Part(
+        "normalised values or scaled layers",
+        lambda config: config.value_norm or config.layer_scale,
+        _ONLY_FORNAX | _SERVED_UNPLANNED,
     ),
     _Part(
         "attention with an output gate",

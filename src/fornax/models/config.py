@@ -10,7 +10,7 @@ from fornax.models.experts_config import ExpertsConfig
 from fornax.models.latent_config import LatentConfig
 from fornax.models.rope_config import DynamicNTKScaling, LongRopeScaling, RopeConfig, YarnScaling
 
-__all__ = ["DecoderConfig", "LayerKind", "QueryScaling"]
+__all__ = ["DecoderConfig", "GlobalHeads", "LayerInputConfig", "LayerKind", "QueryScaling"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,39 @@ class QueryScaling:
         _positive("query_scaling.length", self.length)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GlobalHeads:
+    """Heads of the layers that see everything, where sliding layers have others (Gemma 4)."""
+
+    head_dim: int
+    """Width of a head."""
+    num_kv_heads: int
+    """Number of key/value heads, a divisor of `num_heads`."""
+    keys_as_values: bool = False
+    """Whether one projection gives keys and values; the key's norm and rotation are its own."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        _positive("global_heads.head_dim", self.head_dim)
+        _positive("global_heads.num_kv_heads", self.num_kv_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputConfig:
+    """A further input of each layer: embeddings of the tokens in a table of its own, summed with a
+    projection of the first layer's input (per-layer embeddings, Gemma 3n and Gemma 4)."""
+
+    vocab_size: int
+    """Number of token ids in the table, at least the model's."""
+    width: int
+    """Width of each layer's input."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        _positive("layer_inputs.vocab_size", self.vocab_size)
+        _positive("layer_inputs.width", self.width)
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """What may differ from layer to layer, all of it static: the parts a kernel specialises on."""
@@ -49,14 +82,38 @@ class LayerKind:
     chunked: bool = False
     """Whether windows lie side by side, so that a query sees no key before its own window's first,
     instead of behind each query."""
+    global_heads: bool = False
+    """Whether its heads are those of `DecoderConfig.global_heads`."""
+    keys: Literal["own", "kept", "shared"] = "own"
+    """Whose keys and values it attends to: its own, its own that later layers take too, or those
+    of the layer before it that kept them and has the same window."""
+    wide_mlp: bool = False
+    """Whether its MLP has twice the width."""
+    layer_input: bool = False
+    """Whether it has an input of its own beside the residual stream."""
+    layer_scale: bool = False
+    """Whether its output is multiplied by a learned number."""
+
+    @property
+    def attention_part(self) -> str:
+        """The attribute of `DecoderLayer` that attends: attention of another form is another."""
+        if self.attention != "attention":
+            return self.attention
+        return "global_" * self.global_heads + "shared_" * (self.keys == "shared") + "attention"
+
+    @property
+    def mlp_part(self) -> str:
+        """The attribute of `DecoderLayer` that is its second branch."""
+        return "wide_mlp" if self.wide_mlp else self.mlp
 
     def parts(self) -> tuple[str, ...]:
         """What the layer consists of: its attributes of `DecoderLayer`, in order."""
         before = self.placement in ("pre", "sandwich")
         after = self.placement in ("post", "sandwich")
         found: list[str] = []
-        for branch, norm in ((self.attention, "attention"), (self.mlp, "mlp")):
+        for branch, norm in ((self.attention_part, "attention"), (self.mlp_part, "mlp")):
             found += [f"{norm}_norm"] * before + [branch] + [f"post_{norm}_norm"] * after
+        found += ["layer_input"] * self.layer_input + ["layer_scale"] * self.layer_scale
         return tuple(found)
 
 
@@ -78,6 +135,17 @@ class DecoderConfig:
     """Number of key/value heads, a divisor of `num_heads`; None means as many as query heads."""
     head_dim: int | None = None
     """Width of a head; None means `hidden_size // num_heads`, or what `latent` says."""
+    global_heads: GlobalHeads | None = None
+    """Heads of the full layers, where sliding layers alone have those above; None for the same."""
+    shared_kv_layers: int = 0
+    """How many of the last layers have no keys and values: they attend to those of the last layer
+    before them with the same window."""
+    wide_shared_mlp: bool = False
+    """Whether the MLPs of those layers have twice the width."""
+    layer_inputs: LayerInputConfig | None = None
+    """A further input of each layer, made of the tokens; None for none."""
+    layer_scale: bool = False
+    """Whether each layer's output is multiplied by a learned number."""
     latent: LatentConfig | None = None
     """Latent attention in all layers that attend; None for grouped-query attention."""
     gated_delta: GatedDeltaConfig | None = None
@@ -112,6 +180,8 @@ class DecoderConfig:
     qk_norm: Literal["none", "head", "full", "unweighted"] = "none"
     """RMSNorm of queries and keys: over each head, over all heads' width together, or over each
     head without a weight, after rotation and only in layers that rotate (Llama 4)."""
+    value_norm: bool = False
+    """Whether values are normalised over each head, without a weight (Gemma 4)."""
     qkv_clip: float | None = None
     """Queries, keys and values are cut to within -c and c, before rotation; None leaves them."""
     query_pre_attn_scalar: float | None = None
@@ -164,6 +234,7 @@ class DecoderConfig:
                 _positive(name, value)
         self._check_heads()
         self._check_pattern()
+        self._check_sharing()
         self._check_tokens()
 
     def _check_heads(self) -> None:
@@ -194,6 +265,9 @@ class DecoderConfig:
             "num_kv_heads": self.kv_heads == self.num_heads,
             "qkv_bias": not self.qkv_bias,
             "qk_norm": self.qk_norm == "none",
+            "value_norm": not self.value_norm,
+            "global_heads": self.global_heads is None,
+            "shared_kv_layers": not self.shared_kv_layers,
             "qkv_clip": self.qkv_clip is None,
             "attention_sinks": not self.attention_sinks,
             "attention_gate": not self.attention_gate,
@@ -205,8 +279,52 @@ class DecoderConfig:
                 "does not have; leave it out"
             )
 
+    def _check_sharing(self) -> None:
+        if self.global_heads is not None:
+            attends = set(self._attends())
+            if "full" not in attends or not attends <= {"full", "sliding"}:
+                raise ConfigError(
+                    f"global_heads is set and attention_pattern={self.attention_pattern!r}; it "
+                    "needs full layers, whose heads they are, beside sliding layers at most"
+                )
+            if self.num_heads % self.global_heads.num_kv_heads:
+                raise ConfigError(
+                    f"num_heads={self.num_heads} is not a multiple of global_heads.num_kv_heads="
+                    f"{self.global_heads.num_kv_heads}"
+                )
+        inputs = self.layer_inputs
+        if inputs is not None and inputs.vocab_size < self.vocab_size:
+            raise ConfigError(
+                f"layer_inputs.vocab_size={inputs.vocab_size} is below vocab_size="
+                f"{self.vocab_size}; every token needs a row"
+            )
+        if not 0 <= self.shared_kv_layers < self.num_layers:
+            raise ConfigError(
+                f"shared_kv_layers={self.shared_kv_layers} must be at least 0 and less than "
+                f"num_layers={self.num_layers}"
+            )
+        if self.wide_shared_mlp and (not self.shared_kv_layers or "experts" in self.mlps):
+            raise ConfigError(
+                "wide_shared_mlp widens the dense MLPs of the layers of shared_kv_layers="
+                f"{self.shared_kv_layers}; set some, and no experts"
+            )
+        if not self.shared_kv_layers:
+            return
+        attends = self._attends()
+        first = self.num_layers - self.shared_kv_layers
+        if "linear" in attends or not set(attends[first:]) <= set(attends[:first]):
+            raise ConfigError(
+                f"shared_kv_layers={self.shared_kv_layers} needs before the last layers one of "
+                f"each kind that they are of ({', '.join(sorted(set(attends[first:])))}), and no "
+                "linear layer; share fewer"
+            )
+
+    def _attends(self) -> list[str]:
+        pattern = self.attention_pattern
+        return [pattern[index % len(pattern)] for index in range(self.num_layers)]
+
     def _check_rope(self, name: str, rope: RopeConfig) -> None:
-        width = self.rotated_width(rope)
+        width = self.rotated_width(rope, wide=name == "rope")
         if width % 2 or width == 0:
             raise ConfigError(
                 f"{name}.fraction={rope.fraction} of head_dim={self.head_width} rotates {width} "
@@ -310,9 +428,19 @@ class DecoderConfig:
         """Width of a head's value."""
         return self.head_width if self.latent is None else self.latent.value_dim
 
-    def rotated_width(self, rope: RopeConfig) -> int:
-        """How many dimensions of a head a rotary embedding rotates."""
+    def kv_shape(self, kind: LayerKind) -> tuple[int, int]:
+        """Number and width of the key/value heads of a layer with grouped-query attention."""
+        wide = self.global_heads
+        if wide is not None and kind.global_heads:
+            return wide.num_kv_heads, wide.head_dim
+        return self.kv_heads, self.head_width
+
+    def rotated_width(self, rope: RopeConfig, *, wide: bool = False) -> int:
+        """How many dimensions of a head a rotary embedding rotates; `wide`: of `global_heads`,
+        where the model has them."""
         whole = self.head_width if self.latent is None else self.latent.rotated_dim
+        if wide and self.global_heads is not None:
+            whole = self.global_heads.head_dim
         return int(whole * rope.fraction)
 
     @property
@@ -339,8 +467,13 @@ class DecoderConfig:
         sliding, linear = attends == "sliding", attends == "linear"
         chunked = attends == "chunked"
         rotates = not linear and self.rope_pattern[index % len(self.rope_pattern)]
-        where = "local" if sliding and self.local_rope is not None else "global"
+        other = self.local_rope is not None or self.global_heads is not None
+        where = "local" if sliding and other else "global"
         mlps = self.mlps
+        first_shared = self.num_layers - self.shared_kv_layers
+        shares, all_attend = index >= first_shared, self._attends()
+        is_last = attends not in all_attend[index + 1 : first_shared]
+        keeps = not shares and is_last and attends in all_attend[first_shared:]
         return LayerKind(
             window=self.attention_chunk if chunked else self.sliding_window if sliding else None,
             chunked=chunked,
@@ -348,6 +481,11 @@ class DecoderConfig:
             attention="gated_delta" if linear else "latent" if self.latent else "attention",
             mlp=mlps[index % len(mlps)],
             placement=self.norm_placement,
+            global_heads=self.global_heads is not None and not sliding,
+            keys="shared" if shares else "kept" if keeps else "own",
+            wide_mlp=self.wide_shared_mlp and shares,
+            layer_input=self.layer_inputs is not None,
+            layer_scale=self.layer_scale,
         )
 
     def part_layers(self) -> dict[str, tuple[int, ...]]:

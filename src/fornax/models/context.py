@@ -23,5 +23,9 @@ class LayerContext:
     """Whether positions count up by one with the index inside each document."""
     balanced: bool = False
     """Whether tokens lie in balanced order over the devices that divide the length."""
+    layer_inputs_LBTP: jax.Array | None = None
+    """Further inputs of all layers, P wide each; None where there are none."""
+    layer_input_BTP: jax.Array | None = None
+    """That of the layer at hand."""
     implementation: str | None = None
     """Attention implementation to force; None lets `kernels.attention` choose."""

@@ -14,13 +14,22 @@ def num_parameters(config: DecoderConfig, *, active: bool = False) -> int:
     """
     D, V = config.hidden_size, config.vocab_size
     tables = V * D if config.tie_embeddings else 2 * V * D
-    layers = sum(
+    inputs = config.layer_inputs
+    if inputs is not None:
+        tables += inputs.vocab_size * config.num_layers * inputs.width + inputs.width
+    layers = _input_products(config) + sum(
         _attention_products(config, kind)
         + _mlp_products(config, kind, active=active)
         + _layer_vectors(config, kind, active=active)
         for kind in config.layer_kinds()
     )
     return tables + D + layers
+
+
+def _input_products(config: DecoderConfig) -> int:
+    """Weights that make the layers' further inputs and take them in."""
+    inputs = config.layer_inputs
+    return 0 if inputs is None else 3 * config.hidden_size * config.num_layers * inputs.width
 
 
 def _attention_products(config: DecoderConfig, kind: LayerKind) -> int:
@@ -35,15 +44,24 @@ def _attention_products(config: DecoderConfig, kind: LayerKind) -> int:
         queries = D * N * H if Q is None else Q * (D + N * H)
         up = R * N * (latent.unrotated_dim + latent.value_dim)
         return queries + D * latent.cached_dim + up + N * latent.value_dim * D
-    heads = (3 if config.attention_gate else 2) * config.num_heads + 2 * config.kv_heads
-    return config.hidden_size * config.head_width * heads
+    K, H = config.kv_shape(kind)
+    queries = (3 if config.attention_gate else 2) * config.num_heads
+    return config.hidden_size * H * (queries + _key_projections(config, kind) * K)
+
+
+def _key_projections(config: DecoderConfig, kind: LayerKind) -> int:
+    """How many projections a layer has for its keys and values."""
+    if kind.keys == "shared":
+        return 0
+    wide = config.global_heads if kind.global_heads else None
+    return 1 if wide is not None and wide.keys_as_values else 2
 
 
 def _mlp_products(config: DecoderConfig, kind: LayerKind, *, active: bool) -> int:
     """Those of its MLP, or of its router and experts."""
     D, experts = config.hidden_size, config.experts
     if kind.mlp == "mlp" or experts is None:
-        return 3 * D * config.intermediate_size
+        return 3 * D * config.intermediate_size * (2 if kind.wide_mlp else 1)
     shared = 3 * D * (experts.shared_intermediate_size or 0) + D * experts.shared_gate
     count = experts.experts_per_token if active else experts.num_experts
     return 3 * D * experts.intermediate_size * count + D * experts.num_experts + shared
@@ -54,9 +72,12 @@ def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> i
     D, experts = config.hidden_size, config.experts
     count = D * (4 if config.norm_placement == "sandwich" else 2)
     count += _attention_vectors(config, kind)
+    count += (D if kind.layer_input else 0) + kind.layer_scale
     if kind.mlp == "mlp" or experts is None:
-        return count + (2 * config.intermediate_size + D if config.mlp_bias else 0)
+        width = config.intermediate_size * (2 if kind.wide_mlp else 1)
+        return count + (2 * width + D if config.mlp_bias else 0)
     count += experts.num_experts * (experts.router_bias + experts.selection_bias)
+    count += (4 * D + experts.num_experts) * experts.separate_norms
     width, number = experts.intermediate_size, experts.num_experts
     number = experts.experts_per_token if active else number
     count += number * (2 * width + D) if experts.bias else 0
@@ -66,19 +87,28 @@ def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> i
 
 def _attention_vectors(config: DecoderConfig, kind: LayerKind) -> int:
     """Those of its attention, and the weights of convolutions."""
-    D, H, N, K = config.hidden_size, config.head_width, config.num_heads, config.kv_heads
+    D, N, (K, H) = config.hidden_size, config.num_heads, config.kv_shape(kind)
     delta, latent = config.gated_delta, config.latent
     if kind.attention == "gated_delta" and delta is not None:
         convolutions = delta.conv_width * (2 * delta.key_width + delta.value_width)
         return convolutions + 2 * delta.num_value_heads + delta.value_dim
-    count = {"none": 0, "unweighted": 0, "head": 2 * H, "full": (N + K) * H}[config.qk_norm]
+    projections = _key_projections(config, kind)
+    of_head, of_all = (2 * H, (N + K) * H) if projections else (H, N * H)
+    count = {"none": 0, "unweighted": 0, "head": of_head, "full": of_all}[config.qk_norm]
     queries = 2 * N if config.attention_gate else N
-    count += (queries + 2 * K) * H if config.qkv_bias else 0
+    count += (queries + projections * K) * H if config.qkv_bias else 0
     count += D if config.attention_output_bias else 0
     if latent is not None:
         Q = latent.query_rank or 0
         count += Q + latent.key_value_rank + (Q + latent.cached_dim) * latent.bias
     return count + (N if config.attention_sinks else 0)
+
+
+def _score_widths(config: DecoderConfig, kind: LayerKind) -> int:
+    """Widths of a head's query and of its value together."""
+    if config.latent is not None:
+        return config.head_width + config.value_width
+    return 2 * config.kv_shape(kind)[1]
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = True) -> int:
@@ -99,11 +129,14 @@ def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = Tru
     kinds = config.layer_kinds()
     products = sum(_mlp_products(config, kind, active=True) for kind in kinds)
     products += sum(_attention_products(config, kind) for kind in kinds)
-    products += config.vocab_size * config.hidden_size
+    products += config.vocab_size * config.hidden_size + _input_products(config)
     linear = sum(kind.attention == "gated_delta" for kind in kinds)
-    keys = sum(min(seq_len, kind.window or seq_len) for kind in kinds) - linear * seq_len
-    widths = config.head_width + config.value_width
-    forward = 2 * products + 2 * config.num_heads * widths * keys
+    scored = sum(
+        min(seq_len, kind.window or seq_len) * _score_widths(config, kind)
+        for kind in kinds
+        if kind.attention != "gated_delta"
+    )
+    forward = 2 * products + 2 * config.num_heads * scored
     if config.gated_delta is not None:
         forward += linear * 6 * config.gated_delta.state_size
     return 3 * forward if training else forward

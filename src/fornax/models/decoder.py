@@ -5,6 +5,7 @@ Legend: B batch, T query tokens, S cache tokens, D model width, V vocabulary.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import jax
@@ -30,6 +31,7 @@ from fornax.models.cache import Cache
 from fornax.models.capabilities import check_model
 from fornax.models.config import DecoderConfig
 from fornax.models.context import LayerContext
+from fornax.models.layer_inputs import LayerInputs
 from fornax.models.norm import RMSNorm
 from fornax.models.paged_cache import PagedCache
 from fornax.models.pipeline import run_pipeline
@@ -51,6 +53,7 @@ class Decoder(nnx.Module):
 
     Attributes:
       embed: token embeddings.
+      layer_inputs: further inputs of each layer, or None.
       layers: all layers as one module; each part's parameters have a leading "layers" axis over
         the layers that have it.
       final_norm: the norm before the output projection.
@@ -78,6 +81,8 @@ class Decoder(nnx.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.embed = Embed(config, rngs=rngs, **make)
+        has_inputs = config.layer_inputs is not None
+        self.layer_inputs = LayerInputs(config, rngs=rngs, **make) if has_inputs else None
         self.layers = stack_decoder_layers(config, rngs=rngs, **make)
         self.final_norm = RMSNorm((config.hidden_size,), config, dtype=dtype)
         self.lm_head = None if config.tie_embeddings else _lm_head(config, rngs=rngs, **make)
@@ -170,6 +175,8 @@ class Decoder(nnx.Module):
         """
         if axes_in_use("length"):
             check_model(self.config, "context axis")
+        if shards(("stage",)) > 1:
+            check_model(self.config, "stage axis")
         if consecutive is None:
             consecutive = positions_BT is None
         if positions_BT is None:
@@ -186,13 +193,14 @@ class Decoder(nnx.Module):
             balanced=balanced,
             implementation=implementation,
         )
-        if balanced and disturb is None:
-            tokens_BT = balance_ids(tokens_BT)
-        x_BTD = self.embed(tokens_BT)
-        if disturb is not None:  # of the tokens in order, on any mesh
-            x_BTD = disturb(x_BTD)
+        own_BT = balance_ids(tokens_BT) if balanced else tokens_BT
+        if disturb is None:
+            x_BTD = self.embed(own_BT)
+        else:  # of the tokens in order, on any mesh
+            x_BTD = disturb(self.embed(tokens_BT))
             x_BTD = balance_length(x_BTD) if balanced else x_BTD
         x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
+        context = self._with_inputs(context, own_BT, x_BTD)
         run: Callable[..., tuple[jax.Array, Routing | None]] = run_layers
         if shards(stage_axes(current_rules())) > 1:
             run = functools.partial(run_pipeline, pipeline=pipeline or PipelineConfig())
@@ -275,6 +283,13 @@ class Decoder(nnx.Module):
         cache = cache.append(positions_BT, segment_ids_BT)
         return self._through(cache, tokens_BT, positions_BT, segment_ids_BT)
 
+    def _with_inputs(
+        self, context: LayerContext, tokens_BT: jax.Array, x_BTD: jax.Array
+    ) -> LayerContext:
+        if self.layer_inputs is None:
+            return context
+        return replace(context, layer_inputs_LBTP=self.layer_inputs(tokens_BT, x_BTD))
+
     def _through(
         self,
         cache: CacheT,
@@ -289,6 +304,7 @@ class Decoder(nnx.Module):
             rotations=dict(rotations(self.config, positions_BT, longest)),
         )
         x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))
+        context = self._with_inputs(context, tokens_BT, x_BTD)
         kinds = self.config.layer_kinds()
         x_BTD, cache = run_layers_cached(self.layers, kinds, x_BTD, context, cache)
         return self.final_norm(x_BTD), cache

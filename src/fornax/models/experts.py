@@ -4,6 +4,7 @@ Legend: B batch, T tokens, D model width, F width of an expert, E experts, k exp
 M = B T, A = M k assignments of a token to an expert.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -13,10 +14,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from fornax import kernels
 from fornax.models.config import DecoderConfig
 from fornax.models.context import LayerContext
 from fornax.models.dispatch import ExpertArrays, ExpertWeight, run_experts
 from fornax.models.mlp import ACTIVATIONS, MLP
+from fornax.models.norm import RMSNorm
 from fornax.models.projection import Projection, draw, residual_std
 from fornax.models.routing import Choice, Routing, choose, count_routing
 
@@ -99,11 +102,34 @@ class Experts(nnx.Module):
         width = experts.shared_intermediate_size
         self.shared = None if width is None else MLP(config, width=width, **make)
         gate = functools.partial(Projection, {"embed": D}, {"router": 1}, bias=False, **make)
+        separate = experts.separate_norms
+        norm = functools.partial(RMSNorm, (D,), config, dtype=dtype)
+        self.eps = config.norm_eps
+        self.input_norm = norm() if separate else None
+        self.output_norm = norm() if separate else None
+        self.shared_norm = norm() if separate else None
+        scale = functools.partial(nnx.Param, jnp.ones((D,), dtype), axes=("norm",))
+        self.router_scale = scale() if separate else None
+        ones = functools.partial(nnx.Param, jnp.ones((E,), dtype), axes=("router",))
+        self.expert_scale = ones() if separate else None
         self.shared_gate = gate(std=config.initializer_range) if experts.shared_gate else None
 
-    def __call__(self, x_BTD: jax.Array, context: LayerContext) -> tuple[jax.Array, Routing]:
-        """Apply -> y [B, T, D], and what the router did."""
-        x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    def __call__(
+        self, x_BTD: jax.Array, context: LayerContext, residual_BTD: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing]:
+        """Apply -> y [B, T, D], and what the router did.
+
+        Args:
+          x_BTD: the layer's normalised input.
+          context: what the layers share.
+          residual_BTD: the residual stream, which router and experts read instead where the config
+            says `separate_norms`.
+        """
+        shared_input_BTD, routed_BTD = x_BTD, x_BTD
+        if self.input_norm is not None:
+            assert residual_BTD is not None
+            x_BTD, routed_BTD = self.input_norm(residual_BTD), self._router_input(residual_BTD)
+        x_MD = routed_BTD.reshape(-1, x_BTD.shape[-1])
         segments_BT = context.segment_ids_BT
         is_token_M = jnp.ones(len(x_MD), bool) if segments_BT is None else segments_BT.ravel() != 0
         choice, routing = self.route(x_MD, is_token_M)
@@ -120,17 +146,29 @@ class Experts(nnx.Module):
         )
         y_BTD = checkpoint_name(y_BTD, "mlp_down")
         if self.shared is not None:
-            shared_BTD = self.shared(x_BTD)
+            shared_BTD = self.shared(shared_input_BTD)
             if self.shared_gate is not None:
                 shared_BTD = shared_BTD * jax.nn.sigmoid(self.shared_gate(x_BTD))
+            if self.output_norm is not None and self.shared_norm is not None:
+                y_BTD, shared_BTD = self.output_norm(y_BTD), self.shared_norm(shared_BTD)
             y_BTD = y_BTD + shared_BTD
         return y_BTD, routing
+
+    def _router_input(self, residual_BTD: jax.Array) -> jax.Array:
+        assert self.router_scale is not None
+        D = residual_BTD.shape[-1]
+        scale_D = self.router_scale[...].astype(jnp.float32) * D**-0.5
+        return kernels.rms_norm(residual_BTD.astype(jnp.float32), scale_D, eps=self.eps)
 
     def route(self, x_MD: jax.Array, is_token_M: jax.Array) -> tuple[Choice, Routing]:
         """Choose the experts of tokens x [M, D]; `is_token_M` is False for padding."""
         logits_ME = self.router(x_MD)
         bias_E = None if self.selection_bias is None else self.selection_bias[...]
         choice = choose(logits_ME, self.config, bias_E)
+        if self.expert_scale is not None:
+            scale_E = self.expert_scale[...].astype(jnp.float32)
+            weights_Mk = choice.weights_Mk * scale_E[choice.experts_Mk]
+            choice = dataclasses.replace(choice, weights_Mk=weights_Mk)
         return choice, count_routing(logits_ME, choice, is_token_M)
 
     def _arrays(self) -> ExpertArrays:

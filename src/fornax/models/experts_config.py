@@ -54,6 +54,12 @@ class ExpertsConfig:
     """a of the clipped activation."""
     shared_intermediate_size: int | None = None
     """Width of an MLP beside the experts that every token runs through; None for none."""
+    separate_norms: bool = False
+    """Whether router, experts and shared MLP stand side by side in the residual stream (Gemma 4):
+    the router reads the stream through an RMSNorm without a weight, times a learned vector and
+    hidden_size^-1/2, and its weights are multiplied by a learned number for each expert; the
+    experts read the stream through a norm of their own; and each result has a norm before the sum.
+    The shared MLP reads what the layer's norm gives."""
     shared_gate: bool = False
     """Whether its output is multiplied by the sigmoid of a projection of the token."""
 
@@ -92,6 +98,8 @@ class ExpertsConfig:
             raise ConfigError("experts.group_score='top2' needs two experts in each group")
         if self.shared_gate and self.shared_intermediate_size is None:
             raise ConfigError("experts.shared_gate needs shared_intermediate_size")
+        if self.separate_norms and self.shared_intermediate_size is None:
+            raise ConfigError("experts.separate_norms needs shared_intermediate_size")
         for name in ("normalize_eps", "balance_loss", "router_z_loss", "bias_update_rate"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"experts.{name}={getattr(self, name)} must be at least 0")

@@ -13,13 +13,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax.mesh import constrain
-from fornax.models.attend import LayerCache
+from fornax.models.attend import LayerCache, PassKeys
 from fornax.models.attention import Attention
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.experts import Experts
 from fornax.models.gated_delta import GatedDeltaNet
 from fornax.models.latent import LatentAttention
+from fornax.models.layer_inputs import LayerInput, LayerScale
 from fornax.models.mlp import MLP
 from fornax.models.norm import RMSNorm
 from fornax.models.routing import Routing
@@ -37,13 +38,19 @@ class DecoderLayer(nnx.Module):
         """Put a layer together of the parts that its kind has; the others are None."""
         self.attention_norm: Any = parts.get("attention_norm")
         self.attention: Any = parts.get("attention")
+        self.global_attention: Any = parts.get("global_attention")
+        self.shared_attention: Any = parts.get("shared_attention")
+        self.global_shared_attention: Any = parts.get("global_shared_attention")
         self.latent: Any = parts.get("latent")
         self.gated_delta: Any = parts.get("gated_delta")
         self.post_attention_norm: Any = parts.get("post_attention_norm")
         self.mlp_norm: Any = parts.get("mlp_norm")
         self.mlp: Any = parts.get("mlp")
+        self.wide_mlp: Any = parts.get("wide_mlp")
         self.experts: Any = parts.get("experts")
         self.post_mlp_norm: Any = parts.get("post_mlp_norm")
+        self.layer_input: Any = parts.get("layer_input")
+        self.layer_scale: Any = parts.get("layer_scale")
 
     def parts(self) -> dict[str, nnx.Module]:
         """The parts that there are, by attribute."""
@@ -54,20 +61,24 @@ class DecoderLayer(nnx.Module):
         x_BTD: jax.Array,
         kind: LayerKind,
         context: LayerContext,
-        cache: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None, Routing | None]:
+        cache: LayerCache | PassKeys | None = None,
+    ) -> tuple[jax.Array, Any, Routing | None]:
         """Run the layer; returns x [B, T, D], the updated cache layer, and what its router did."""
         x_BTD = checkpoint_name(x_BTD, "layer_input")
-        branch, cache = getattr(self, kind.attention)(
+        branch, cache = getattr(self, kind.attention_part)(
             _maybe(self.attention_norm, x_BTD), kind, context, cache
         )
         x_BTD = x_BTD + _maybe(self.post_attention_norm, branch)
         normed, routing = _maybe(self.mlp_norm, x_BTD), None
         if kind.mlp == "experts":
-            branch, routing = self.experts(normed, context)
+            branch, routing = self.experts(normed, context, x_BTD)
         else:
-            branch = self.mlp(normed)
+            branch = getattr(self, kind.mlp_part)(normed)
         x_BTD = x_BTD + _maybe(self.post_mlp_norm, branch)
+        if self.layer_input is not None:
+            x_BTD = x_BTD + self.layer_input(x_BTD, context.layer_input_BTP)
+        if self.layer_scale is not None:
+            x_BTD = self.layer_scale(x_BTD)
         return constrain(x_BTD, ("batch", "length", "activation_embed")), cache, routing
 
 
@@ -82,14 +93,21 @@ def make_layer(
     """A layer of a kind with fresh parameters."""
     make = {"rngs": rngs, "dtype": dtype, "compute_dtype": compute_dtype}
     norm = functools.partial(RMSNorm, (config.hidden_size,), config, dtype=dtype)
+    wide = 2 * config.intermediate_size
     makers: dict[str, Callable[[], nnx.Module]] = {
-        "attention": functools.partial(Attention, config, **make),
+        **dict.fromkeys(_ATTENTION, functools.partial(Attention, config, kind, **make)),
         "latent": functools.partial(LatentAttention, config, **make),
         "gated_delta": functools.partial(GatedDeltaNet, config, **make),
         "mlp": functools.partial(MLP, config, **make),
+        "wide_mlp": functools.partial(MLP, config, width=wide, **make),
+        "layer_input": functools.partial(LayerInput, config, **make),
+        "layer_scale": functools.partial(LayerScale, dtype=dtype),
         "experts": functools.partial(Experts, config, **make),
     }
     return DecoderLayer({part: makers.get(part, norm)() for part in kind.parts()})
+
+
+_ATTENTION = ("attention", "global_attention", "shared_attention", "global_shared_attention")
 
 
 def _maybe(norm: RMSNorm | None, x: jax.Array) -> jax.Array:

@@ -17,9 +17,11 @@ from fornax.checkpoint.safetensors_file import StoredTensor, find_tensors
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.config.suggest import first_few
 from fornax.mesh import DEFAULT_RULES, Rules, named_sharding, parse_dtype, tree_shardings
+from fornax.models.config import DecoderConfig
 from fornax.models.create import abstract_decoder
 from fornax.models.decoder import Decoder
 from fornax.models.families import config_from_hf, family_by_name, unwrap_tensors
+from fornax.models.families.family import TensorName
 from fornax.models.layout import Block, TensorLayout, flat_variables, plan_layout
 
 __all__ = ["StoredModel", "load_pretrained", "open_pretrained", "read_config"]
@@ -97,6 +99,7 @@ def open_pretrained(
     family = family_by_name(str(config.family))
     names = family.names
     stored = _without_further_heads(stored, values, family.left_out)
+    stored = _without_unread_keys(stored, config, names)
     bias = names.get(_BIAS)
     dtype = _choose_dtype(dtype, stored, bias if isinstance(bias, str) else None)
     compute = None if compute_dtype is None else _as_dtype(compute_dtype)
@@ -246,6 +249,19 @@ def _without_further_heads(
         return stored
     extra = tuple(f"model.layers.{layer}." for layer in range(first, first + heads))
     return {name: tensor for name, tensor in stored.items() if not name.startswith(extra)}
+
+
+def _without_unread_keys(
+    stored: Mapping[str, StoredTensor], config: DecoderConfig, names: Mapping[str, TensorName]
+) -> dict[str, StoredTensor]:
+    """Leave out what would make keys and values in layers that take another's."""
+    layers = range(config.num_layers - config.shared_kv_layers, config.num_layers)
+    unread = {
+        str(names.get(f"layers/attention/{path}")).format(layer=layer)
+        for path in ("k/kernel", "k/bias", "v/kernel", "v/bias", "k_norm/scale")
+        for layer in layers
+    }
+    return {name: tensor for name, tensor in stored.items() if name not in unread}
 
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:

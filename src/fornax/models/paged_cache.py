@@ -46,8 +46,9 @@ def cache_layers(config: DecoderConfig) -> tuple[int, ...]:
 
 
 def _paged_kinds(config: DecoderConfig) -> list[LayerKind]:
-    """Of the layers that keep keys and values; the others keep a state."""
-    return [kind for kind in config.layer_kinds() if kind.attention != "gated_delta"]
+    """Of the layers that keep keys and values; the others keep a state, or take another's."""
+    kinds = config.layer_kinds()
+    return [kind for kind in kinds if kind.attention != "gated_delta" and kind.keys != "shared"]
 
 
 @functools.partial(
@@ -134,7 +135,7 @@ class PagedCache:
     def attend(
         self,
         q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
+        k_BTKH: jax.Array | None,
         v_BTKH: jax.Array | None,
         place: Place,
         options: AttendOptions,
@@ -148,11 +149,12 @@ class PagedCache:
         group = self.windows.index(options.window)
         tables, kv = self.tables[group], self.kv[group]
         table_RW, start_R1, context_R = self._rows(tables)
-        shared = v_BTKH is None
-        width, repeats = kv.shape[4], kv.shape[3] // ((1 if shared else 2) * k_BTKH.shape[2])
-        k_TKH = _fit(k_BTKH[0], width, repeats)
-        v_TKH = None if v_BTKH is None else _fit(v_BTKH[0], width, repeats)
-        kv = kernels.paged_write(kv, k_TKH, v_TKH, layer=place.among, slots_T=tables.slots_T)
+        shared, width = k_BTKH is not None and v_BTKH is None, kv.shape[4]
+        if k_BTKH is not None:
+            repeats = kv.shape[3] // ((1 if shared else 2) * k_BTKH.shape[2])
+            k_TKH = _fit(k_BTKH[0], width, repeats)
+            v_TKH = None if v_BTKH is None else _fit(v_BTKH[0], width, repeats)
+            kv = kernels.paged_write(kv, k_TKH, v_TKH, layer=place.among, slots_T=tables.slots_T)
         o_TNH = kernels.paged_attention(
             _fit(q_BTNH[0], width),
             kv,
@@ -225,11 +227,14 @@ class CacheHeads(NamedTuple):
         return self.parts * self.count * self.width
 
     @staticmethod
-    def of(config: DecoderConfig) -> "CacheHeads":
-        """The model's own: latent attention keeps one latent a token."""
+    def of(config: DecoderConfig) -> "tuple[CacheHeads, ...]":
+        """The model's own for each group of `cache_windows`: latent attention keeps one latent a
+        token."""
+        windows = cache_windows(config)
         if config.latent is not None:
-            return CacheHeads(1, config.latent.cached_dim, parts=1)
-        return CacheHeads(config.kv_heads, config.head_width)
+            return (CacheHeads(1, config.latent.cached_dim, parts=1),) * len(windows)
+        shapes = {kind.window: config.kv_shape(kind) for kind in _paged_kinds(config)}
+        return tuple(CacheHeads(*shapes[window]) for window in windows)
 
 
 def describe_pages(
@@ -239,7 +244,7 @@ def describe_pages(
     dtype: DTypeLike,
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = ("tensor",),
-    heads: CacheHeads | None = None,
+    heads: Sequence[CacheHeads] | None = None,
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The pages kv_LPSCH of each group of `cache_windows`, and how they are divided over a mesh.
 
@@ -250,21 +255,24 @@ def describe_pages(
       dtype: of keys and values.
       mesh: where they will lie; key/value heads are divided over `axes` where they divide.
       axes: mesh axes for the heads.
-      heads: as the pages hold them; None for the model's own.
+      heads: of each group, as the pages hold them; None for the model's own.
     """
     heads = heads or CacheHeads.of(config)
-    where = None
-    if mesh is not None:
+
+    def where(own: CacheHeads) -> NamedSharding | None:
+        if mesh is None:
+            return None
         shards = math.prod(mesh.shape[axis] for axis in axes)
-        divided = axes if heads.count % shards == 0 else None
-        where = NamedSharding(mesh, PartitionSpec(None, None, None, divided, None))
+        divided = axes if own.count % shards == 0 else None
+        return NamedSharding(mesh, PartitionSpec(None, None, None, divided, None))
+
     return tuple(
         jax.ShapeDtypeStruct(
-            (layers, pages, page_size, heads.parts * heads.count, heads.width),
+            (layers, pages, page_size, own.parts * own.count, own.width),
             dtype,
-            sharding=where,
+            sharding=where(own),
         )
-        for layers, pages in zip(cache_layers(config), num_pages, strict=True)
+        for layers, pages, own in zip(cache_layers(config), num_pages, heads, strict=True)
     )
 
 
@@ -275,7 +283,7 @@ def init_pages(
     dtype: DTypeLike,
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = ("tensor",),
-    heads: CacheHeads | None = None,
+    heads: Sequence[CacheHeads] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Empty pages, as `describe_pages` says."""
 
@@ -290,9 +298,13 @@ def init_pages(
 
 
 def page_bytes(
-    config: DecoderConfig, page_size: int, dtype: DTypeLike, heads: CacheHeads | None = None
+    config: DecoderConfig,
+    page_size: int,
+    dtype: DTypeLike,
+    heads: Sequence[CacheHeads] | None = None,
 ) -> tuple[int, ...]:
     """Bytes of one page of each group, over all its layers and heads."""
     heads = heads or CacheHeads.of(config)
-    per_layer = page_size * heads.numbers * jnp.dtype(dtype).itemsize
-    return tuple(per_layer * layers for layers in cache_layers(config))
+    of_number = page_size * jnp.dtype(dtype).itemsize
+    groups = zip(cache_layers(config), heads, strict=True)
+    return tuple(of_number * own.numbers * layers for layers, own in groups)

@@ -48,18 +48,22 @@ def rotations(
         the batch's own.
     """
     used = {kind.rope for kind in config.layer_kinds()}
-    ropes = {"global": config.rope, "local": config.local_rope}
+    ropes = {"global": config.rope, "local": config.local_rope or config.rope}
     found: dict[str, Rotation] = {}
     for name, rope in ropes.items():
-        if rope is not None and name in used:
-            found[name] = _rotation(rope, config, positions_BT, longest)
+        if name in used:
+            width = config.rotated_width(rope, wide=name == "global")
+            found[name] = _rotation(rope, config, width, positions_BT, longest)
     return found
 
 
 def _rotation(
-    rope: RopeConfig, config: DecoderConfig, positions_BT: jax.Array, longest: int | None
+    rope: RopeConfig,
+    config: DecoderConfig,
+    width: int,
+    positions_BT: jax.Array,
+    longest: int | None,
 ) -> Rotation:
-    width = config.rotated_width(rope)
     limit = config.max_position_embeddings
     longest_seen = jnp.max(positions_BT) + 1 if longest is None else jnp.int32(longest)
     inverse = inverse_frequencies(rope, width, limit, longest_seen)
@@ -85,6 +89,8 @@ def inverse_frequencies(
     """
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     base = np.float32(1.0) / np.float32(rope.theta) ** exponents
+    if rope.turning != 1:
+        base[int(rope.turning * width // 2) :] = 0
     match rope.scaling:
         case None:
             return base

@@ -136,6 +136,9 @@ class RopeConfig:
     """Base of the wavelengths."""
     fraction: float = 1.0
     """Share of each head's width that is rotated; the rest passes unrotated."""
+    turning: float = 1.0
+    """Share of the rotated pairs that turn, those of the highest frequencies; the others stand
+    still (the "proportional" rope of Gemma 4)."""
     interleaved: bool = False
     """Whether a pair that rotates lies side by side in a head, not half the rotated width apart."""
     scaling: RopeScaling | None = None
@@ -145,6 +148,13 @@ class RopeConfig:
         _positive("theta", self.theta)
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction={self.fraction} must be above 0 and at most 1")
+        if not 0 < self.turning <= 1:
+            raise ConfigError(f"turning={self.turning} must be above 0 and at most 1")
+        if self.turning != 1 and not isinstance(self.scaling, LinearScaling | None):
+            raise ConfigError(
+                f"turning={self.turning} goes with linear scaling or none, not with "
+                f"{self.scaling.type}"
+            )
 
 
 def _positive(name: str, value: float) -> None:

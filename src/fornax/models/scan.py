@@ -7,14 +7,14 @@ kernels need. A pattern that does not repeat evenly becomes several scans over p
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fornax.models.attend import KeyValueCache, LayerCache, Place
+from fornax.models.attend import KeyValueCache, LayerCache, PassKeys, Place
 from fornax.models.config import LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.layers import DecoderLayer
@@ -67,6 +67,13 @@ def _period(kinds: tuple[LayerKind, ...]) -> int:
 Stacks = dict[str, Any]
 """By part of a layer: its arrays with a leading axis over the layers that have it, in a tuple with
 those that they are chosen from."""
+
+
+_INPUTS = "layer inputs"
+"""Beside the parts of a period: what its layers take in beside the residual stream."""
+
+Kept = dict[int, tuple[jax.Array, jax.Array]]
+"""Keys and values that later layers take, by their window; see `PassKeys`."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +158,16 @@ def run_stacks(
     """
     routings: list[Routing] = []
 
+    kept: Kept = {}
+
     def body(
         segment: Segment, x_BTD: jax.Array, period: Stacks
-    ) -> tuple[jax.Array, list[Routing | None]]:
+    ) -> tuple[jax.Array, tuple[list[Routing | None], Kept]]:
         # A scan of one step is no loop once compiled.
         lone = segment.repeats == 1 or unroll is True
         stretches, found = _stretches(kinds, segment), []
+        own_inputs = period.pop(_INPUTS, None)
+        handed: Kept = {}
         for index, kind in enumerate(segment.kinds):
             # What the loop hands over as it is stays where it is; what is cut from it would be
             # saved for the backward pass, a second copy of the stack.
@@ -173,9 +184,11 @@ def run_stacks(
             elif set(cuts.values()) != {None}:
                 layer = keep_uncut(layer)
             layer = rematerialise(layer, remat, prevent_cse=lone, stages=turn is not None)
-            x_BTD, routing = layer(own, x_BTD)
+            own_input = None if own_inputs is None else own_inputs[index]
+            x_BTD, routing, new = layer(own, x_BTD, own_input, {**kept, **handed})
+            handed |= new
             found.append(routing)
-        return x_BTD, found
+        return x_BTD, (found, handed)
 
     for segment in plan_segments(kinds):
         own = {
@@ -184,7 +197,14 @@ def run_stacks(
             )
             for part, stretch in _stretches(kinds, segment).items()
         }
-        x_BTD, found = jax.lax.scan(functools.partial(body, segment), x_BTD, own, unroll=unroll)
+        if context.layer_inputs_LBTP is not None:
+            inputs_LBTP = context.layer_inputs_LBTP[segment.start : segment.stop]
+            shape = (segment.repeats, len(segment.kinds), *inputs_LBTP.shape[1:])
+            own[_INPUTS] = inputs_LBTP.reshape(shape)
+        run = functools.partial(body, segment)
+        x_BTD, (found, handed) = jax.lax.scan(run, x_BTD, own, unroll=unroll)
+        # A layer that keeps keys is the only one of its kind, in a scan of one step.
+        kept |= jax.tree.map(lambda stacked: stacked[0], handed)
         of_period = [routing for routing in found if routing is not None]
         if of_period:
             routings.append(jax.tree.map(_in_order, *of_period))
@@ -206,7 +226,9 @@ def _run_layer(
     turn: jax.Array | None,
     period: Stacks,
     x_BTD: jax.Array,
-) -> tuple[jax.Array, Routing | None]:
+    input_BTP: jax.Array | None,
+    kept: Kept,
+) -> tuple[jax.Array, Routing | None, Kept]:
     """Run one layer of a period, whose part is the cut-th of those of the period, or the only one,
     of the stack whose turn it is.
 
@@ -221,8 +243,11 @@ def _run_layer(
         if turn is not None and len(choice) > 1:
             one = jax.tree.map(lambda *leaves: jax.lax.select_n(turn, *leaves), *choice)
         parts[part] = nnx.merge(graphdefs[part], one)
-    x_BTD, _, routing = DecoderLayer(parts)(x_BTD, kind, context)
-    return x_BTD, routing
+    context = replace(context, layer_input_BTP=input_BTP)
+    keys = None if kind.keys == "own" else PassKeys(context, kept)
+    x_BTD, keys, routing = DecoderLayer(parts)(x_BTD, kind, context, keys)
+    new = {kind.window or 0: keys.kept[kind.window or 0]} if kind.keys == "kept" else {}
+    return x_BTD, routing, new
 
 
 def _part(leaf: jax.Array, stretch: _Stretch, repeats: int) -> jax.Array:
@@ -260,8 +285,11 @@ def run_layers_cached(
                 one = jax.tree.map(functools.partial(_pick, at=at), stack, is_leaf=_is_weight)
                 parts[part] = nnx.merge(graphdef, one)
             view = LayerCache(cache, _place(segment, kinds, index, repeat))
-            x_BTD, after, _ = DecoderLayer(parts)(x_BTD, kind, context, view)
-            assert after is not None
+            own = context
+            if context.layer_inputs_LBTP is not None:
+                at = segment.start + repeat * len(segment.kinds) + index
+                own = replace(context, layer_input_BTP=_pick(context.layer_inputs_LBTP, at))
+            x_BTD, after, _ = DecoderLayer(parts)(x_BTD, kind, own, view)
             cache = after.cache
         return (x_BTD, cache), None
 
@@ -275,6 +303,9 @@ def run_layers_cached(
 def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: jax.Array) -> Place:
     """Where the segment's `index`-th layer of a repeat stands in the model."""
     kind = segment.kinds[index]
+    if kind.keys == "shared":
+        kept = kinds.index(replace(kind, keys="kept", wide_mlp=False))
+        segment, index, repeat = Segment(kept, kinds[kept : kept + 1], 1), 0, jnp.int32(0)
 
     def among(same: Callable[[LayerKind], bool]) -> jax.Array:
         own = [same(each) for each in segment.kinds]
@@ -282,8 +313,13 @@ def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: j
         return before + repeat * sum(own) + sum(own[:index])
 
     return Place(
-        layer=among(lambda each: each.attention == kind.attention),
-        among=among(lambda each: (each.attention, each.window) == (kind.attention, kind.window)),
+        layer=among(lambda each: each.attention == kind.attention and each.keys != "shared"),
+        among=among(
+            lambda each: (
+                (each.attention, each.window) == (kind.attention, kind.window)
+                and each.keys != "shared"
+            )
+        ),
     )
 
 

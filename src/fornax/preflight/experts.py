@@ -20,7 +20,9 @@ __all__ = ["PlainExperts"]
 class PlainExperts(Experts):
     """The formula, in float32."""
 
-    def __call__(self, x_BTD: jax.Array, context: LayerContext) -> tuple[jax.Array, Routing]:
+    def __call__(
+        self, x_BTD: jax.Array, context: LayerContext, residual_BTD: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing]:
         """Apply -> y [B, T, D], and what the router did."""
         x_MD = x_BTD.reshape(-1, x_BTD.shape[-1]).astype(jnp.float32)
         logits_ME = x_MD @ _matrix(self.router.kernel)

@@ -84,8 +84,8 @@ class FornaxWorker(WorkerBase):
         model = self._weights.config
         spec = FullAttentionSpec(
             block_size=self._limits.page_size,
-            num_kv_heads=self._limits.cache_heads.count,
-            head_size=self._limits.cache_heads.width,
+            num_kv_heads=self._limits.cache_heads[0].count,
+            head_size=self._limits.cache_heads[0].width,
             dtype=STR_DTYPE_TO_TORCH_DTYPE[str(self._limits.cache_dtype)],
         )
         return {f"layers.{index}": spec for index in range(model.num_layers)}

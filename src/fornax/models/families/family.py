@@ -10,6 +10,7 @@ from fornax.models.families.reader import ConfigReader
 __all__ = [
     "BASE_NAMES",
     "PRE_NORM_NAMES",
+    "SANDWICH_NAMES",
     "ExpertsTensor",
     "Family",
     "GroupedRows",
@@ -91,6 +92,14 @@ PRE_NORM_NAMES = {
     "layers/attention_norm/scale": "model.layers.{layer}.input_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
 }
+
+SANDWICH_NAMES = {
+    "layers/attention_norm/scale": "model.layers.{layer}.input_layernorm.weight",
+    "layers/post_attention_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "layers/mlp_norm/scale": "model.layers.{layer}.pre_feedforward_layernorm.weight",
+    "layers/post_mlp_norm/scale": "model.layers.{layer}.post_feedforward_layernorm.weight",
+}
+"""Of layers with norms before and after both branches (Gemma)."""
 
 
 def expert_names(

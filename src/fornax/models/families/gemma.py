@@ -10,7 +10,7 @@ from fornax.models.families.common import (
     read_layer_types,
     write_common,
 )
-from fornax.models.families.family import BASE_NAMES, Family
+from fornax.models.families.family import BASE_NAMES, SANDWICH_NAMES, Family
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.rope_keys import read_rope, read_two_ropes, write_rope
 
@@ -99,13 +99,7 @@ def _write_gemma3(config: DecoderConfig) -> dict[str, object]:
     }
 
 
-_SANDWICH_NAMES = {
-    "layers/attention_norm/scale": "model.layers.{layer}.input_layernorm.weight",
-    "layers/post_attention_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "layers/mlp_norm/scale": "model.layers.{layer}.pre_feedforward_layernorm.weight",
-    "layers/post_mlp_norm/scale": "model.layers.{layer}.post_feedforward_layernorm.weight",
-}
-_NAMES = {**BASE_NAMES, **_SANDWICH_NAMES}
+_NAMES = {**BASE_NAMES, **SANDWICH_NAMES}
 
 GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, _NAMES)
 GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", _read_gemma3, _write_gemma3, _NAMES)

@@ -74,7 +74,12 @@ def read_rope(
 
 
 def read_two_ropes(
-    reader: ConfigReader, max_positions: int, *, theta: float, local_theta: float
+    reader: ConfigReader,
+    max_positions: int,
+    *,
+    theta: float,
+    local_theta: float,
+    turning: float | None = None,
 ) -> tuple[RopeConfig, RopeConfig]:
     """The rope of full layers and that of sliding ones.
 
@@ -86,33 +91,48 @@ def read_two_ropes(
       max_positions: its `max_position_embeddings`.
       theta: the base of full layers where the file has none.
       local_theta: that of sliding layers.
+      turning: the share of pairs that turn in full layers of a file without `rope_parameters`, in
+        a family that has the "proportional" type; None in others.
 
     Raises:
       ConfigError: for a scaling, or a key of one, that is not supported.
     """
-    if "rope_parameters" not in reader:
-        return read_rope(reader, max_positions, theta=theta), RopeConfig(theta=local_theta)
-    found = reader.nested("rope_parameters", reader.take("rope_parameters"))
+    given = reader.take("rope_parameters", None)
+    if given is None:
+        rope = read_rope(reader, max_positions, theta=theta)
+        return replace(rope, turning=turning or 1.0), RopeConfig(theta=local_theta)
+    found = reader.nested("rope_parameters", given)
     reader.expect("rope_scaling", None)
     reader.take("rope_theta", None)
     ropes = []
     for key, base in (("full_attention", theta), ("sliding_attention", local_theta)):
         mapping = found.nested(key, {"rope_theta": base, **(found.take(key, None) or {})})
-        ropes.append(read_rope_mapping(mapping, max_positions))
+        ropes.append(read_rope_mapping(mapping, max_positions, turning=turning is not None))
     found.finish()
     return ropes[0], ropes[1]
 
 
 def read_rope_mapping(
-    reader: ConfigReader, max_positions: int, *, partial: bool = False
+    reader: ConfigReader, max_positions: int, *, partial: bool = False, turning: bool = False
 ) -> RopeConfig:
     """A rotary embedding from one flat mapping (the newer `rope_parameters`).
+
+    Args:
+      reader: the mapping.
+      max_positions: the file's `max_position_embeddings`.
+      partial: whether the family can rotate a part of each head.
+      turning: whether it has the "proportional" type, where a part of the pairs turns.
 
     Raises:
       ConfigError: for a scaling, or a key of one, that is not supported.
     """
     theta = reader.take("rope_theta")
     fraction = reader.take("partial_rotary_factor", 1.0)
+    if turning and reader.take("rope_type", None) == "proportional":
+        factor = reader.take("factor", 1.0)
+        reader.finish()
+        scaling = None if factor == 1 else LinearScaling(factor=factor)
+        return RopeConfig(theta=theta, turning=fraction, scaling=scaling)
     if fraction != 1.0 and not partial:
         raise ConfigError(
             f"{reader.source}: partial_rotary_factor={fraction} is not supported for this "
@@ -183,6 +203,10 @@ def write_two_ropes(rope: RopeConfig, local: RopeConfig) -> dict[str, Any]:
 
 def write_rope_mapping(rope: RopeConfig) -> dict[str, Any]:
     """The inverse of `read_rope_mapping`."""
+    if rope.turning != 1.0:
+        keys = {"rope_type": "proportional", "partial_rotary_factor": rope.turning}
+        factor = {"factor": rope.scaling.factor} if isinstance(rope.scaling, LinearScaling) else {}
+        return {"rope_theta": rope.theta, **keys, **factor}
     scaling = _write_scaling(rope.scaling) or {"rope_type": "default"}
     partial = {"partial_rotary_factor": rope.fraction} if rope.fraction != 1.0 else {}
     return {"rope_theta": rope.theta, **scaling, **partial}

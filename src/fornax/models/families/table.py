@@ -4,6 +4,7 @@ from fornax.config.errors import ConfigError
 from fornax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from fornax.models.families.family import Family
 from fornax.models.families.gemma import GEMMA2, GEMMA3
+from fornax.models.families.gemma4 import GEMMA4
 from fornax.models.families.glm import GLM4
 from fornax.models.families.glm_moe import GLM4_MOE
 from fornax.models.families.gpt_oss import GPT_OSS
@@ -32,6 +33,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     MINISTRAL3,
     MIXTRAL,
     QWEN2_MOE,

@@ -94,7 +94,8 @@ def _limits(values: Mapping[str, Any]) -> Limits:
     changed: dict[str, Any] = {
         "num_pages": tuple(values["num_pages"]),
         "cache_dtype": jnp.dtype(values["cache_dtype"]),
-        "cache_heads": CacheHeads(*values["cache_heads"]),
-        "draft_heads": values["draft_heads"] and CacheHeads(*values["draft_heads"]),
+        "cache_heads": tuple(CacheHeads(*heads) for heads in values["cache_heads"]),
+        "draft_heads": values["draft_heads"]
+        and tuple(CacheHeads(*heads) for heads in values["draft_heads"]),
     }
     return Limits(**{**values, **changed})

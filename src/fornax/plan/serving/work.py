@@ -192,7 +192,8 @@ def _sum(flops: float, moved: float, linear: Work | None) -> Work:
 def attention_of(engine: Engine, tokens: int) -> Attention:
     """How steps of `tokens` tokens attend."""
     model, size, limits = engine.model.config, engine.devices, engine.limits
-    local_kv, width = limits.cache_heads.count // size, limits.cache_heads.width
+    heads = limits.cache_heads[0]  # those of all groups, in the models that are planned
+    local_kv, width = heads.count // size, heads.width
     call = PagedCall(
         platform=engine.target.platform,
         tokens=tokens,
@@ -207,13 +208,13 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
         window=None,
         softcap=model.attention_logit_softcap,
         sinks=model.attention_sinks,
-        shared=limits.cache_heads.parts == 1,
+        shared=heads.parts == 1,
     )
     choice = paged_attention_operation.choice(call)
     return Attention(
         choice=choice,
         layers=tuple(zip(cache_layers(model), cache_windows(model), strict=True)),
-        key_bytes=limits.cache_heads.parts * local_kv * width * limits.cache_dtype.itemsize,
+        key_bytes=heads.parts * local_kv * width * limits.cache_dtype.itemsize,
         pair_flops=4 * width * (model.num_heads // size),
         page_size=limits.page_size,
         queries=_queries(choice.implementation, tokens),

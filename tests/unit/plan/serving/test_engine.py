@@ -152,7 +152,7 @@ def test_an_engine_for_an_accelerator_takes_its_share() -> None:
     # 256 sequences need less than nine tenths of the memory: no more is taken
     assert plan.limits.num_pages == (256 * math.ceil(512 / 16) + 1,)
     # as TPUs store them: heads 128 wide
-    assert plan.limits.cache_heads == CacheHeads(4, 128)
+    assert plan.limits.cache_heads == (CacheHeads(4, 128),)
 
 
 def test_parallelism_prefers_to_divide_the_cache() -> None:
