@@ -1,4 +1,4 @@
-"""Gemma 3, Llama 4, Mistral 3, Qwen3.5 with vision towers: the decoder alone is loaded."""
+"""Gemma 3 and 4, Llama 4, Mistral 3, Qwen3.5 with vision towers: the decoder alone is loaded."""
 
 import json
 from pathlib import Path
@@ -26,6 +26,7 @@ TEXT = {
     "initializer_range": 0.3,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
+_GEMMA3_ONLY = ("query_pre_attn_scalar", "rope_scaling")
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -199,6 +200,23 @@ def test_llama4_with_a_vision_tower_is_its_text_model(tmp_path: Path) -> None:
     _compare(model, tmp_path / "whole")
     ours = load_pretrained(tmp_path / "whole")
     _save_as_text(ours, model, tmp_path / "text", "llama4_text")
+
+
+def test_gemma4_with_a_vision_tower_is_its_text_model(tmp_path: Path) -> None:
+    text = {
+        **{key: value for key, value in TEXT.items() if key not in _GEMMA3_ONLY},
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+    }
+    vision = {**VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    model = transformers.Gemma4ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "whole")
+    _compare(model, tmp_path / "whole")
+    ours = load_pretrained(tmp_path / "whole")
+    _save_as_text(ours, model, tmp_path / "text", "gemma4_text")
 
 
 def _save_as_text(ours: Decoder, model: Any, folder: Path, kind: str) -> None:

@@ -89,6 +89,20 @@ _LLAMA4 = Wrapper(
     names=_NAMES,
     left_out=("vision_model.", "multi_modal_projector."),
 )
+_GEMMA4 = Wrapper(
+    architecture="Gemma4ForConditionalGeneration",
+    decoder="Gemma4ForCausalLM",
+    key="text_config",
+    defaults={},
+    shared=("eos_token_id", "tie_word_embeddings"),
+    names={"model.language_model.": "model.", "lm_head.": "lm_head."},
+    left_out=(
+        "model.vision_tower.",
+        "model.audio_tower.",
+        "model.embed_vision.",
+        "model.embed_audio.",
+    ),
+)
 
 
 def _qwen(architecture: str, decoder: str) -> Wrapper:
@@ -108,6 +122,7 @@ WRAPPERS: tuple[Wrapper, ...] = (
     _GEMMA3,
     _MISTRAL3,
     _LLAMA4,
+    _GEMMA4,
     _qwen("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     _qwen("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
 )
