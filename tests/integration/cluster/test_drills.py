@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[3]
 PROXIED = """
 import sys
 from pathlib import Path
-from fornax.cluster import Job, Limits, launch
+from fornax.cluster import Job, Limits
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.launch import opened_run
 from fornax.cluster.local import LocalEngine
 from tests.integration.cluster.tcp_proxy import ProxiedLauncher
 
@@ -37,7 +39,10 @@ class Engine(LocalEngine):
 hosts, run_dir, config = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 words = ("train", "--config", config, "--run-dir", str(run_dir))
 job = Job(hosts=hosts, program="_drills:train", words=words, limits=Limits(lease=6.0), mtbf=0.01)
-sys.exit(launch(job, run_dir, engine=Engine(hosts)))
+files, engine = ClusterFiles(run_dir), Engine(hosts)
+announce = lambda line: print(line, flush=True)
+with files.held(), opened_run(job, files, engine, spare=True, announce=announce) as controller:
+    sys.exit(controller.run())
 """
 """Ranks that hang when told, one of them behind TCP proxies, and a snapshot of nearly each step."""
 

@@ -48,14 +48,13 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from fornax.cluster import Job, launch
-from fornax.cluster.local import LocalEngine
 from fornax.config import ClusterError
 
 hosts, run_dir = int(sys.argv[1]), Path(sys.argv[2])
 words = ("train", "--config", sys.argv[3], "--run-dir", str(run_dir), *sys.argv[4:])
 job = Job(hosts=hosts, words=words, program="program:main")
 try:
-    sys.exit(launch(job, run_dir, engine=LocalEngine(hosts)))
+    sys.exit(launch(job, run_dir))
 except ClusterError as error:
     print("error:", error)
     sys.exit(2)
@@ -91,6 +90,7 @@ def test_a_batch_that_ends_its_process_on_every_host(launch: Any, tmp_path: Path
     assert not again.descendants()
 
 
+@pytest.mark.exhaustive
 def test_a_record_that_ends_its_process_in_a_transform(
     launch: Any, settings: dict[str, Any], tmp_path: Path
 ):

@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow]
 LAUNCH = """
 import sys
 from pathlib import Path
-from fornax.cluster import Job, launch
+from fornax.cluster import Job
+from fornax.cluster.files import ClusterFiles
+from fornax.cluster.launch import opened_run
 from fornax.cluster.local import LocalEngine, LocalLauncher
 from fornax.config.worker_process import WorkerProcess
 
@@ -38,7 +40,11 @@ class Engine(LocalEngine):
         return Launcher(files=files, spare=spare)
 
 words = ("train", "--config", sys.argv[3], "--run-dir", str(run_dir))
-sys.exit(launch(Job(hosts=hosts, words=words), run_dir, engine=Engine(hosts)))
+job = Job(hosts=hosts, words=words)
+files, engine = ClusterFiles(run_dir), Engine(hosts)
+announce = lambda line: print(line, flush=True)
+with files.held(), opened_run(job, files, engine, spare=True, announce=announce) as controller:
+    sys.exit(controller.run())
 """
 
 
