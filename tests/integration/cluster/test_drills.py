@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[3]
 PROXIED = """
+import signal
 import sys
 from pathlib import Path
 from fornax.cluster import Job, Limits
@@ -42,6 +43,7 @@ job = Job(hosts=hosts, program="_drills:train", words=words, limits=Limits(lease
 files, engine = ClusterFiles(run_dir), Engine(hosts)
 announce = lambda line: print(line, flush=True)
 with files.held(), opened_run(job, files, engine, spare=True, announce=announce) as controller:
+    signal.signal(signal.SIGINT, lambda number, frame: controller.stop(number))
     sys.exit(controller.run())
 """
 """Ranks that hang when told, one of them behind TCP proxies, and a snapshot of nearly each step."""
