@@ -34,7 +34,7 @@ with Cluster(hosts=first, spares=False) as cluster:
         run.resize(hosts)
         assert len(run.status().ranks) == hosts, run.status()
         begun = len(run.metrics())
-        while len(run.metrics()) < min(begun + 3, 60):
+        while len(run.metrics()) < min(begun + 3, 150):
             time.sleep(0.02)
     print("totals", cluster.map(lambda shard: sum(shard), [[1, 2], [3], []]), flush=True)
     print("code", run.wait(), flush=True)
@@ -54,9 +54,9 @@ def run_python(program: str, words: list[str], env: dict[str, str]) -> str:
     return ended.stdout
 
 
-STEPS = 60
+STEPS = 150
 LARGER = {"batch_size": 24, "seq_len": 128}
-"""Steps that take long enough for a host to be made ready meanwhile."""
+"""Steps that take long enough, all together, for a host to be made ready meanwhile."""
 
 
 @pytest.mark.fault

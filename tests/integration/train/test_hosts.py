@@ -182,6 +182,7 @@ def test_two_slices_of_two_devices_train_as_one_device(start: Any, finish: Any, 
 
 
 @pytest.mark.fault
+@pytest.mark.exhaustive
 def test_stages_over_two_slices_train_as_one_device_and_a_kill_changes_no_number(
     start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
 ):
