@@ -1,5 +1,6 @@
 """Tiers, interval and spares: the closed form proposes, the simulator decides."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -203,7 +204,7 @@ def _plenty(run: RunSpec) -> int:
 def _with_spares(
     run: RunSpec, best: Outcome, outcome: Callable[[Policy], Outcome]
 ) -> list[Outcome]:
-    """More and more whole slices of spares, then single hosts more and less, in order.
+    """Spares for single hosts, then more and more whole slices besides; in order of their number.
 
     It ends where `best`, whose spares are always there, would not pay for so many.
     """
@@ -217,15 +218,14 @@ def _with_spares(
 
     mean, _ = _repairing(run)
     single = [math.ceil(mean + k * math.sqrt(mean)) for k in (0, 1, 2, 3, 4)]
-    look(0)
-    slices = 0
-    while single[2] + slices * run.slice_hosts < _plenty(run) + run.slice_hosts:
-        if not look(single[2] + slices * run.slice_hosts):
-            break
-        slices += 1
-    top = max(found, key=lambda number: found[number].effective)
-    for number in single:
-        look(max(0, top - single[2]) + number)
+    for number in (0, *single):
+        look(number)
+    whole = range(run.slice_hosts, _plenty(run) + run.slice_hosts, run.slice_hosts)
+    paid = list(itertools.takewhile(lambda hosts: look(hosts + single[2]), whole))
+    if paid:
+        top = max(paid, key=lambda hosts: found[hosts + single[2]].effective)
+        for number in single:
+            look(top + number)
     return [found[number] for number in sorted(found)]
 
 

@@ -321,6 +321,21 @@ def test_spares_are_added_until_no_more_pay():
         assert spares > most or other.goodput.mean <= chosen.goodput.mean
 
 
+@pytest.mark.parametrize(("hosts", "often"), [(1024, 1), (4096, 0)])
+def test_no_slice_is_paid_for_where_single_spares_are_enough(hosts, often):
+    """A second slice of spares wins time, and costs more of the hosts than it wins."""
+    run = large(hosts)
+    run = dataclasses.replace(run, rates={**run.rates, "slice": often * run.rates["slice"]})
+    flags: dict[str, Any] = {"horizon": 10 * DAY, "seeds": 2, "store_interval": 600.0}
+    plan = plan_goodput(run, **flags)
+    chosen = plan.chosen
+    assert chosen.policy.spares < run.slice_hosts
+    policy = {"tiers": tuple(chosen.policy.every), "interval": chosen.policy.steps * run.step}
+    for spares in (*range(8), run.slice_hosts, run.slice_hosts + 4):
+        other = plan_goodput(run, **flags, **policy, spares=spares).chosen
+        assert other.effective <= chosen.effective + 1e-3
+
+
 def test_what_is_given_is_kept():
     plan = plan_goodput(
         large(512),
