@@ -11,6 +11,7 @@ from fornax.cluster.devices import device_variables, host_variables
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.local import LocalEngine
 from fornax.cluster.slices import launch_slices
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ClusterError
 
 
@@ -94,7 +95,14 @@ def test_a_host_and_what_it_runs_see_their_own_gpus(four_gpus, tmp_path):
             0: [b"CUDA_VISIBLE_DEVICES=0,2"],
             1: [b"CUDA_VISIBLE_DEVICES=5,GPU-7"],
         }
-        job = BesideJob(run_dir=tmp_path, role=SAMPLER, number=0, token="t", order={}, stall=5.0)
+        job = BesideJob(
+            run_dir=tmp_path,
+            role=SAMPLER,
+            number=0,
+            credentials=Credentials.make(),
+            order={},
+            stall=5.0,
+        )
         with pytest.raises(ClusterError, match="leaves none for a sampler"):
             launcher.start_beside(job)
 

@@ -28,7 +28,7 @@ def outcome(**changes: Any) -> DrillOutcome:
         ({"fault": "preempt", "verdict": "preempted"}, "3 steps made again, limit 0", ""),
         ({"fault": "slow", "verdict": "slow", "again": 0, "steps": 20, "named": 60.0}, "", ""),
         (
-            {"fault": "controller", "rank": None, "guilty": None, "verdict": "service"},
+            {"fault": "controller", "rank": None, "faulty": None, "verdict": "service"},
             "the verdict is service",
             "",
         ),
