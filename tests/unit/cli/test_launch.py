@@ -61,11 +61,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What would be started, instead of starting it."""
-    made = SimpleNamespace(engine=None, job=None, run_dir=None, flags={}, trained=None)
-
-    def open_engine(name: str, hosts: int, address: str | None, *, private_network: bool) -> Any:
-        made.engine = (name, hosts, address, private_network)
-        return SimpleNamespace(close=lambda: None)
+    made = SimpleNamespace(job=None, run_dir=None, flags={}, trained=None)
 
     def launch(job: Any, run_dir: Path, **flags: Any) -> int:
         made.job, made.run_dir, made.flags = job, run_dir, flags
@@ -83,7 +79,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         made.trained = run_dir
         return SimpleNamespace(exit_code=0)
 
-    monkeypatch.setattr(fornax.cluster, "open_engine", open_engine)
     monkeypatch.setattr(fornax.cluster, "launch", launch)
     monkeypatch.setattr(fornax.cluster, "launch_slices", launch_slices)
     monkeypatch.setattr(fornax.cluster.routing, "launch_replicas", launch_replicas)
@@ -111,7 +106,7 @@ def test_a_command_is_taken_as_it_is_written(line: str, here: None, started: Any
 def test_a_command_without_a_run_directory_has_that_of_the_command_alone(here: None, started: Any):
     words = "fornax launch --engine ray --hosts 3..8 -- train --config run.yaml --steps 9"
     assert main(words.split()[1:]) == 0
-    assert started.engine == ("ray", 8, None, False)
+    assert (started.flags["engine"], started.flags["address"]) == ("ray", None)
     assert (started.job.least, started.job.hosts) == (3, 8)
     assert started.run_dir == Path("runs/run")
     assert started.job.words == (
@@ -150,5 +145,5 @@ def test_a_mistake_is_told_before_anything_starts(
 ):
     assert main(["launch", "--", *words.split()]) == 2
     assert said in capsys.readouterr().err
-    assert started.engine is None
+    assert started.job is None
     assert started.run_dir is None
