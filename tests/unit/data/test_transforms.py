@@ -204,6 +204,7 @@ def test_a_worker_tells_which_record_a_function_of_the_users_has(
     path = tmp_path / "record"
     monkeypatch.setenv("FORNAX_WORKER_RECORD", str(path))
     worker_record.create(path, rank=0, hosts=1, epoch=1)
+    worker_record.renew()  # that of a test before
     tokenizer.save(tmp_path)
     chain = (FilterRegex(pattern="b", drop=True), user("see_what_is_told"))
     chain = (*chain, Tokenize(tokenizer=tmp_path))
