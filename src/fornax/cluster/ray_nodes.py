@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fornax.config import environment
+from fornax.config.addresses import is_loopback
 from fornax.config.errors import ClusterError, ConfigError
 
 __all__ = [
@@ -86,7 +87,7 @@ def address_for(addresses: Iterable[str], own: str, *, private_network: bool) ->
     Raises:
       ClusterError: for an address that is not this machine's, where the network is not private.
     """
-    others = sorted({each for each in addresses if each != own and not each.startswith("127.")})
+    others = sorted({each for each in addresses if each != own and not is_loopback(each)})
     if not others:
         return "127.0.0.1"
     if not private_network:

@@ -65,5 +65,5 @@ def own_address(towards: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is of this machine alone."""
+    """Whether a host, or host:port of an IPv4 address, is of this machine alone."""
     return address == "localhost" or address.startswith("127.")

@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 from fornax.config import load_name
+from fornax.config.addresses import is_loopback
 from fornax.config.credentials import Credentials
 from fornax.config.errors import ConfigError, DataError
 from fornax.llm import EngineConfig
@@ -275,7 +276,7 @@ def make_components(config: RLConfig, origin: Origin, out: Path) -> Components:
         rewards=rewards,
         sampler=functools.partial(_sampler, engine, devices, origin, config.rollout.shards),
         remote=None if samplers is None else functools.partial(_remote, config, *samplers),
-        loopback=samplers is None or all(each.startswith("127.") for each in samplers[0]),
+        loopback=samplers is None or all(map(is_loopback, samplers[0])),
         decode=lambda tokens: origin.tokenizer.decode(tokens, special=True),
         draw=draw,
         notes=(loaded.summary.text(), made.text, described),

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from fornax import adapters
+from fornax.config.addresses import is_loopback
 from fornax.config.credentials import Credentials
 from fornax.config.errors import ConfigError
 from fornax.llm import EngineConfig
@@ -114,7 +115,7 @@ class Student:
         self, addresses: Sequence[str], credentials: Credentials, *, first: bool
     ) -> Sampler:
         if jax.process_count() > 1:
-            self._link = RoundLink(loopback=all(each.startswith("127.") for each in addresses))
+            self._link = RoundLink(loopback=all(map(is_loopback, addresses)))
         if not first:
             assert self._link is not None
             return NoSampler(self._link.close)
