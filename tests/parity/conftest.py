@@ -14,13 +14,18 @@ import torch
 import transformers
 
 transformers.logging.set_verbosity_error()
-torch.manual_seed(0)
 # The library has this class and its automatic classes do not know it.
 transformers.AutoModelForCausalLM.register(
     transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
 )
 
 HfModel = Any
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws does not depend on which others ran before it in its process."""
+    torch.manual_seed(0)
 
 
 def make_oracle(config: transformers.PreTrainedConfig) -> HfModel:

@@ -25,6 +25,7 @@ from tests.parity.test_llm_families import (
     untied_oracle,
 )
 
+from fornax.config.errors import ConfigError
 from fornax.llm import LLM, SamplingParams
 
 pytestmark = pytest.mark.parity
@@ -121,8 +122,23 @@ def write_adapter(folder: Path, oracle: HfModel, kind: Kind, seed: int) -> HfMod
     return merged
 
 
-MERGED = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mistral4")
-"""Models whose adapters are merged before they are served: the engine says so."""
+MERGED = (
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "gemma4",
+    "gemma4-inputs",
+    "gemma4-moe",
+    "mistral4",
+)
+"""Models whose adapters are merged before they are served."""
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_the_engine_says_which_adapters_to_merge(name: str, tmp_path: Path) -> None:
+    untied_oracle(name).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"\(serve adapters\); merge the adapter into the model"):
+        LLM(tmp_path, enable_lora=True)
 
 
 @pytest.fixture(scope="module", params=[name for name in SERVED if name not in MERGED])
