@@ -26,7 +26,7 @@ class Progression(Protocol):
         ...
 
     def update(self, record: Mapping[str, object], seconds_left: float | None) -> None:
-        """A step is done; `record` is its metrics. None: it is too early to say how long it takes."""
+        """A step is done; `record` is its metrics. None: the rate is not known yet."""
         ...
 
     def log(self, text: str) -> None:
