@@ -48,6 +48,7 @@ SERVED = (
     "deepseek-v2-lite",
     "deepseek-v3",
     "glm4-moe",
+    "glm4-moe-lite",
     "llama4",
     "llama4-options",
     "minimax-m2-options",

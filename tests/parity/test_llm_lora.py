@@ -129,6 +129,7 @@ MERGED = (
     "gemma4",
     "gemma4-inputs",
     "gemma4-moe",
+    "glm4-moe-lite",
     "mistral4",
 )
 """Models whose adapters are merged before they are served."""

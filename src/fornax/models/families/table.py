@@ -6,7 +6,7 @@ from fornax.models.families.family import Family
 from fornax.models.families.gemma import GEMMA2, GEMMA3
 from fornax.models.families.gemma4 import GEMMA4
 from fornax.models.families.glm import GLM4
-from fornax.models.families.glm_moe import GLM4_MOE
+from fornax.models.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from fornax.models.families.gpt_oss import GPT_OSS
 from fornax.models.families.llama import LLAMA
 from fornax.models.families.llama4 import LLAMA4
@@ -44,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3,
     MISTRAL4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT_OSS,
     LLAMA4,
     QWEN3_NEXT,
