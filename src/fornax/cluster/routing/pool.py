@@ -59,7 +59,7 @@ class Replica:
 
     number: int
     url: str
-    """`http://127.0.0.1:PORT`."""
+    """`http://HOST:PORT`, of TLS `https`."""
     grpc: str = ""
     """`127.0.0.1:PORT`, where it speaks gRPC."""
     phase: Phase = "starting"

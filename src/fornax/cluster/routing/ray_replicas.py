@@ -132,16 +132,17 @@ class RayReplicas:
         together = len(set(hosts)) == 1
         http, grpc, coordinator = processes[0].ports(hosts[0], 3)
         meeting = f"{_LOCAL if together else places[0].address}:{coordinator}"
-        files = self.program.files
+        files, credentials = self.program.files, self.program.credentials
         for rank, process in enumerate(processes):
             process.begin(
                 self.program.entry,
                 list(self.program.words(hosts[rank], http, grpc)),
+                credentials=credentials.fields(),
                 log=str(files.replica_log(number, rank).absolute()),
                 stacks=str(files.replica_stacks(number, rank).absolute()),
                 variables=group_variables(self.hosts, rank, meeting),
             )
-        return ProcessGroup(hosts[0], http, grpc, processes)
+        return ProcessGroup(hosts[0], http, grpc, processes, secure=bool(credentials.key))
 
 
 class _RayProcess:

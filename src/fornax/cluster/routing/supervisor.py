@@ -213,7 +213,7 @@ class Supervisor:
             return _End("unplaced", f"has no place: {error}")
         replica = slot.replica = Replica(number=slot.number, url=process.url, grpc=process.grpc)
         self._pool.add(replica)
-        address = process.url.removeprefix("http://")
+        address = process.url.partition("://")[2]
         self._tell(slot, "starts", address=address, pids=process.pids)
         try:
             end = await self._watch(slot, process, replica)
