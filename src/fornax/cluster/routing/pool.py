@@ -61,7 +61,7 @@ class Replica:
     url: str
     """`http://HOST:PORT`, of TLS `https`."""
     grpc: str = ""
-    """`127.0.0.1:PORT`, where it speaks gRPC."""
+    """`HOST:PORT`, where it speaks gRPC."""
     phase: Phase = "starting"
     answers: bool = False
     """Whether it answered the last probe, ready or not."""
