@@ -2,7 +2,11 @@
 
 Cost: one replica of a small model is asked directly and through its router, in turns, by the same
 load generator on the same processors: requests/s, latency, processor time of the router a request.
-So is `fornax host` with a small bundle, over HTTP and over gRPC, beside a server without a router.
+So is `fornax host` with a small bundle, over HTTP and over gRPC. What is asked directly is a server
+without a router, since replicas answer theirs alone.
+
+TLS: the same requests through two routers, one of which speaks TLS to its replica, as it does to
+other machines.
 
 Choice: prompts of a few long documents, each asked about several times in random order, go to three
 replicas whose caches hold a part of the documents each. The share of prompt tokens that the engines
@@ -50,6 +54,21 @@ LOADS: dict[str, dict[str, object]] = {
 }
 _TICKS = os.sysconf("SC_CLK_TCK")
 _START_SECONDS = 600
+_COMMAND = ("-m", "fornax")
+_WITH_TLS = (
+    "-c",
+    """
+import functools, sys
+from fornax.cli.main import main
+from fornax.cluster import routing
+from fornax.config.credentials import Credentials
+routing.launch_replicas = functools.partial(
+    routing.launch_replicas, credentials=Credentials.make(tls=True)
+)
+sys.exit(main())
+""",
+)
+"""The command, whose replicas are guarded as if they were on other machines."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,7 @@ class Turn:
 def main() -> None:
     args = arguments()
     model = _random_llama.make("tiny", args.folder)
-    lines = [*cost(model, args), *cost_of_host(args), "", *choice(model, args)]
+    lines = [*cost(model, args), "", *cost_of_tls(model, args), "", *choice(model, args)]
     busy = f"Load average of the machine's {os.cpu_count()} processors: {os.getloadavg()[1]:.1f}."
     text = "\n".join([*lines, "", busy])
     _harness.write_results("router", text)
@@ -92,23 +111,26 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def launched(
-    words: Sequence[str], replicas: int, routing: Sequence[str] = ()
+    words: Sequence[str], replicas: int, routing: Sequence[str] = (), *, tls: bool = False
 ) -> Iterator[tuple[str, Path]]:
     """A router before replicas that are ready: its address and its run directory."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         given = ["launch", "--replicas", str(replicas), "--run-dir", str(run_dir)]
         given += ["--routing", *routing] if routing else []
-        with started([*given, "--", *words], lambda: all_ready(run_dir, replicas)):
+        program = _WITH_TLS if tls else _COMMAND
+        with started([*given, "--", *words], lambda: all_ready(run_dir, replicas), program):
             yield read_serving_status(run_dir).url, run_dir
 
 
 @contextmanager
-def started(words: Sequence[str], ready: Callable[[], bool]) -> Iterator[None]:
+def started(
+    words: Sequence[str], ready: Callable[[], bool], program: Sequence[str] = _COMMAND
+) -> Iterator[None]:
     """A command of `fornax` that runs and is ready."""
     with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fornax", *words],
+            [sys.executable, *program, *words],
             stdout=log,
             stderr=log,
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -125,8 +147,8 @@ def started(words: Sequence[str], ready: Callable[[], bool]) -> Iterator[None]:
             process.wait()
 
 
-def serve_words(model: Path, pages: int) -> list[str]:
-    words = ["serve", str(model), "--port", "0", "--disable-access-log"]
+def serve_words(model: Path, pages: int, port: int = 0) -> list[str]:
+    words = ["serve", str(model), "--port", str(port), "--disable-access-log"]
     words += ["--max-model-len", "1024", "--max-num-seqs", "8", "--step-sizes", "coarse"]
     return [*words, "--num-gpu-blocks-override", str(pages)]
 
@@ -138,27 +160,67 @@ def all_ready(run_dir: Path, replicas: int) -> bool:
     return phases == ["ready"] * replicas
 
 
+HEAD = (
+    "| load | {0} req/s | {1} req/s | ratio | {0} p50 / p99 ms | {1} p50 / p99 ms | p50 ratio "
+    "| p99 ratio | CPU ms a request of {2} |"
+)
+RULE = "|---|---|---|---|---|---|---|---|---|"
+
+
 def cost(model: Path, args: argparse.Namespace) -> Iterator[str]:
-    """The rows of the table of costs."""
-    yield "One replica, asked directly and through the router; medians of the rounds' ratios."
+    """The table of costs."""
+    yield "One replica behind its router, and a server without one; medians of the rounds' ratios."
     yield ""
-    yield (
-        "| load | direct req/s | router req/s | ratio | direct p50 / p99 ms | router p50 / p99 ms "
-        "| p50 ratio | p99 ratio | router CPU ms a request |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|"
-    with launched(serve_words(model, 600), 1) as (url, run_dir):
-        status = read_serving_status(run_dir)
-        direct = f"http://{status.replicas[0].address}"
+    yield HEAD.format("direct", "router", "the router")
+    yield RULE
+    (port,) = free_ports(1)
+    with (
+        started(serve_words(model, 600, port), lambda: answers(f"http://127.0.0.1:{port}/ready")),
+        launched(serve_words(model, 600), 1) as (url, run_dir),
+    ):
+        pids = {"router": read_serving_status(run_dir).pid}
         for name, fields in LOADS.items():
-            ways = {
-                way: Completions(at, fields) for way, at in (("direct", direct), ("router", url))
-            }
-            yield compared(f"serve: {name}", ways, args, status.pid)
+            places = {"direct": f"http://127.0.0.1:{port}", "router": url}
+            ways = {way: Completions(at, fields) for way, at in places.items()}
+            yield compared(f"serve: {name}", ways, args, pids)
+    http, grpc = free_ports(2)
+    with small_models() as words:
+        bare = [*words, "--http", str(http), "--grpc", str(grpc)]
+        with (
+            started(bare, lambda: answers(f"http://127.0.0.1:{http}/v2/health/ready")),
+            launched([*words, "--http", "0", "--grpc", "0"], 1) as (_, run_dir),
+        ):
+            pids = {"router": read_serving_status(run_dir).pid}
+            direct = {"http": f"127.0.0.1:{http}", "grpc": f"127.0.0.1:{grpc}"}
+            yield from of_host({"direct": direct, "router": addresses(run_dir)}, args, pids)
 
 
-def cost_of_host(args: argparse.Namespace) -> Iterator[str]:
-    """The rows of the model server."""
+def cost_of_tls(model: Path, args: argparse.Namespace) -> Iterator[str]:
+    """The table of what TLS between router and replica adds."""
+    yield "One replica behind its router, with TLS between them and without."
+    yield ""
+    yield HEAD.format("plain", "TLS", "the routers")
+    yield RULE
+    served = serve_words(model, 600)
+    with (
+        launched(served, 1) as (plain, first),
+        launched(served, 1, tls=True) as (secure, second),
+    ):
+        pids = {"plain": read_serving_status(first).pid, "TLS": read_serving_status(second).pid}
+        for name, fields in LOADS.items():
+            ways = {"plain": Completions(plain, fields), "TLS": Completions(secure, fields)}
+            yield compared(f"serve: {name}", ways, args, pids)
+    with small_models() as words:
+        hosted = [*words, "--http", "0", "--grpc", "0"]
+        with launched(hosted, 1) as (_, first), launched(hosted, 1, tls=True) as (_, second):
+            pids = {"plain": read_serving_status(first).pid, "TLS": read_serving_status(second).pid}
+            places = {"plain": addresses(first), "TLS": addresses(second)}
+            yield from of_host(places, args, pids)
+
+
+@contextmanager
+def small_models() -> Iterator[list[str]]:
+    """The words of a model server with one small bundle."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         export.save(
@@ -169,23 +231,26 @@ def cost_of_host(args: argparse.Namespace) -> Iterator[str]:
             buckets={"b": [1, 8]},
             platforms=("cpu",),
         )
-        words = ["host", str(Path(folder) / "models"), "--access-log", "none"]
-        http, grpc = free_ports(2)
-        bare = [*words, "--http", str(http), "--grpc", str(grpc)]
-        with (
-            started(bare, lambda: answers(f"http://127.0.0.1:{http}/v2/health/ready")),
-            launched([*words, "--http", "0", "--grpc", "0"], 1) as (_, run_dir),
-        ):
-            status = read_serving_status(run_dir)
-            routed = {"http": status.url, "grpc": str(status.grpc).removeprefix("grpc://")}
-            direct = {"http": f"127.0.0.1:{http}", "grpc": f"127.0.0.1:{grpc}"}
-            for protocol, kind in (("http", HttpTarget), ("grpc", GrpcTarget)):
-                ways = {}
-                for way, at in (("direct", direct), ("router", routed)):
-                    config = HostBenchConfig(model="small", protocol=protocol, url=at[protocol])
-                    ways[way] = Inferences(lambda kind=kind, config=config: kind(config))
-                name = {"http": "HTTP", "grpc": "gRPC"}[protocol]
-                yield compared(f"host: 64 numbers, {name}", ways, args, status.pid)
+        yield ["host", str(Path(folder) / "models"), "--access-log", "none"]
+
+
+def addresses(run_dir: Path) -> dict[str, str]:
+    """Where a launched model server listens, by protocol."""
+    status = read_serving_status(run_dir)
+    return {"http": status.url, "grpc": str(status.grpc).removeprefix("grpc://")}
+
+
+def of_host(
+    places: Mapping[str, Mapping[str, str]], args: argparse.Namespace, pids: Mapping[str, int]
+) -> Iterator[str]:
+    """The rows of the model server."""
+    for protocol, kind in (("http", HttpTarget), ("grpc", GrpcTarget)):
+        ways = {}
+        for way, at in places.items():
+            config = HostBenchConfig(model="small", protocol=protocol, url=at[protocol])
+            ways[way] = Inferences(lambda kind=kind, config=config: kind(config))
+        name = {"http": "HTTP", "grpc": "gRPC"}[protocol]
+        yield compared(f"host: 64 numbers, {name}", ways, args, pids)
 
 
 class Asking(Protocol):
@@ -239,18 +304,24 @@ class Inferences:
         await self._target.close()
 
 
-def compared(name: str, ways: Mapping[str, Asking], args: argparse.Namespace, pid: int) -> str:
-    """A row: both ways in turns; the first turn of each is for warming up."""
+def compared(
+    name: str, ways: Mapping[str, Asking], args: argparse.Namespace, pids: Mapping[str, int]
+) -> str:
+    """A row: both ways in turns; the first turn of each is for warming up.
+
+    Args:
+      pids: of the routers, by way.
+    """
     turns: dict[str, list[Turn]] = {way: [] for way in ways}
     for number in range(args.rounds + 1):
         for way in sorted(turns, reverse=bool(number % 2)):
-            turns[way].append(asyncio.run(turn(ways[way], args, pid)))
+            turns[way].append(asyncio.run(turn(ways[way], args, pids.get(way))))
     for each in turns.values():
         del each[0]
-    return row(name, turns)
+    return row(name, turns, list(pids))
 
 
-async def turn(asking: Asking, args: argparse.Namespace, pid: int) -> Turn:
+async def turn(asking: Asking, args: argparse.Namespace, pid: int | None) -> Turn:
     """Ask as often as a turn has requests, so many at once."""
     left, latencies = args.requests, []
 
@@ -284,33 +355,38 @@ def free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int | None) -> float:
+    if pid is None:
+        return 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def row(name: str, turns: dict[str, list[Turn]]) -> str:
-    direct, router = turns["direct"], turns["router"]
+def row(name: str, turns: dict[str, list[Turn]], routers: Sequence[str]) -> str:
+    first, second = turns.values()
 
     def ratio(of) -> float:
-        pairs = zip(direct, router, strict=True)
-        return statistics.median(of(through) / of(straight) for straight, through in pairs)
+        pairs = zip(first, second, strict=True)
+        return statistics.median(of(later) / of(earlier) for earlier, later in pairs)
 
     def shown(of, which: list[Turn]) -> str:
         return f"{statistics.median(of(each) for each in which):.1f}"
 
+    def cpu(which: list[Turn]) -> float:
+        answered = sum(len(each.latencies) for each in which)
+        return 1e3 * sum(each.router_cpu for each in which) / answered
+
     p50, p99 = (lambda t: t.percentile(0.5)), (lambda t: t.percentile(0.99))
-    cpu = sum(each.router_cpu for each in router) / sum(len(each.latencies) for each in router)
     cells = [
         name,
-        shown(lambda t: t.rate, direct),
-        shown(lambda t: t.rate, router),
+        shown(lambda t: t.rate, first),
+        shown(lambda t: t.rate, second),
         f"{ratio(lambda t: t.rate):.2f}",
-        f"{shown(p50, direct)} / {shown(p99, direct)}",
-        f"{shown(p50, router)} / {shown(p99, router)}",
+        f"{shown(p50, first)} / {shown(p99, first)}",
+        f"{shown(p50, second)} / {shown(p99, second)}",
         f"{ratio(p50):.2f}",
         f"{ratio(p99):.2f}",
-        f"{1e3 * cpu:.2f}",
+        " / ".join(f"{cpu(turns[way]):.2f}" for way in routers),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -93,7 +93,7 @@ def address_for(addresses: Iterable[str], own: str, *, private_network: bool) ->
     if not private_network:
         raise ClusterError(
             f"the Ray cluster has nodes on other machines ({', '.join(others[:3])}), and between "
-            "machines neither jax's traffic nor the requests to replicas are encrypted; where "
+            "machines jax's traffic is not encrypted, nor Ray's without RAY_USE_TLS=1; where "
             "nobody else reaches that network, say so with --private-network, else use Ray on one "
             "machine"
         )

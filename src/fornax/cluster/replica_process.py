@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fornax.cluster.process_state import is_stopped
 from fornax.cluster.ray_nodes import own_address, own_node
+from fornax.config.credentials import Credentials, set_of_run
 from fornax.config.worker_process import WorkerProcess, ending, last_line, receive
 
 __all__ = ["Ended", "Place", "ReplicaHost", "ReplicaProcess", "free_ports", "run"]
@@ -50,6 +51,7 @@ class ReplicaProcess:
         program: str,
         words: Sequence[str],
         *,
+        credentials: Credentials,
         log: Path,
         stacks: Path,
         variables: Mapping[str, str | None],
@@ -58,6 +60,7 @@ class ReplicaProcess:
 
         Args:
           program: `package.module:NAME`, called with `words` there; it returns an exit code.
+          credentials: what whoever asks it must show.
           log: file to which what it prints is appended.
           stacks: where it writes its stacks when it is asked.
           variables: changes to the environment.
@@ -68,7 +71,14 @@ class ReplicaProcess:
             self._process = WorkerProcess(
                 "fornax.cluster.replica_process:run", log=file, environment=variables
             )
-        self._process.send({"program": program, "words": list(words), "stacks": str(stacks)})
+        self._process.send(
+            {
+                "program": program,
+                "words": list(words),
+                "credentials": credentials.fields(),
+                "stacks": str(stacks),
+            }
+        )
 
     @property
     def pid(self) -> int:
@@ -112,6 +122,7 @@ class ReplicaProcess:
 def run(parent: Connection) -> None:
     """The replica's process: SIGUSR1 writes the stacks of all threads to the file named."""
     job = receive(parent)
+    set_of_run(Credentials(**job["credentials"]))
     with Path(job["stacks"]).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         module, _, name = job["program"].partition(":")
@@ -158,13 +169,21 @@ class ReplicaHost:
         return free_ports(host, count)
 
     def begin(
-        self, entry: str, words: list[str], *, log: str, stacks: str, variables: dict[str, str]
+        self,
+        entry: str,
+        words: list[str],
+        *,
+        credentials: dict[str, str],
+        log: str,
+        stacks: str,
+        variables: dict[str, str],
     ) -> int:
         """Start the process; its number."""
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         self._process = ReplicaProcess(
             entry,
             words,
+            credentials=Credentials(**credentials),
             log=Path(log),
             stacks=Path(stacks),
             variables={**self._variables, **variables},

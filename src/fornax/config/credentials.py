@@ -26,9 +26,21 @@ from typing import Any, TypeVar
 from fornax.config.errors import ClusterError
 from fornax.config.frames import LinkError
 
-__all__ = ["Credentials", "TlsError", "of_run", "set_of_run", "tell_refusal"]
+__all__ = [
+    "HOST_NAME",
+    "TOKEN_HEADER",
+    "Credentials",
+    "TlsError",
+    "of_run",
+    "set_of_run",
+    "tell_refusal",
+]
 
-_VALID = datetime.timedelta(days=365)
+HOST_NAME = "fornax-run"
+"""The name in every certificate, for clients that insist on comparing one, such as gRPC's."""
+TOKEN_HEADER = "x-fornax-token"
+"""The header of HTTP, and the metadatum of gRPC, that has the token."""
+_VALID = datetime.timedelta(days=3650)  # no launch is longer; it knows one certificate, its own
 _SLACK = datetime.timedelta(days=1)  # clocks of hosts differ
 _WRITE = 1 << 20
 
@@ -72,6 +84,13 @@ class Credentials:
         """Whether somebody showed the token; takes as long for any other of its length."""
         return hmac.compare_digest(str(given).encode(), self.token.encode())
 
+    def context(self, *, server: bool) -> ssl.SSLContext | None:
+        """How the listening or the connecting side speaks TLS in an event loop; None: it does not.
+
+        Both ends show the certificate and accept no other.
+        """
+        return _context(self.certificate, self.key, server=server) if self.key else None
+
     def accept(self, connection: socket.socket) -> socket.socket:
         """The listening side of a connection.
 
@@ -88,9 +107,9 @@ class Credentials:
         return self._secured(connection, server=False)
 
     def _secured(self, connection: socket.socket, *, server: bool) -> socket.socket:
-        if not self.key:
+        context = self.context(server=server)
+        if context is None:
             return connection
-        context = _context(self.certificate, self.key, server=server)
         try:
             return context.wrap_socket(
                 connection, server_side=server, do_handshake_on_connect=False
@@ -246,6 +265,7 @@ def _certificate() -> dict[str, str]:
         .not_valid_before(now - _SLACK)
         .not_valid_after(now + _VALID)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST_NAME)]), critical=False)
         .sign(key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM

@@ -18,6 +18,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from fornax.config.credentials import TOKEN_HEADER, Credentials
+
 __all__ = [
     "ConnectionLimits",
     "HttpServer",
@@ -36,6 +38,8 @@ _LEAST = 64 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
 _CROWDED = "this server has as many connections as it takes; try again later"
 _LONG_HEAD = "the head of the request is larger than this server reads"
+_STRANGER = "this is a replica, which answers the router of its launch alone; ask the router"
+_TOKEN = TOKEN_HEADER.encode()
 _STATE = "fornax.connection"
 """Where a request's ASGI state has its connection."""
 
@@ -195,10 +199,17 @@ class _Connection(asyncio.Protocol):
 class _BoundedApp:
     """An app within the limits of its connections: tells each of its requests' ends."""
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits, error_body: ErrorBody):
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: ConnectionLimits,
+        error_body: ErrorBody,
+        credentials: Credentials | None,
+    ):
         self._app = app
         self._limits = limits
-        self._crowded = error_body(503, _CROWDED)
+        self._credentials = credentials
+        self._refusals = {503: error_body(503, _CROWDED), 401: error_body(401, _STRANGER)}
         self._long_head = error_body(431, _LONG_HEAD)
         self._open: set[_Connection] = set()
 
@@ -222,19 +233,32 @@ class _BoundedApp:
         crowded = len(self._open) > self._limits.max_connections
         connection.begin()
         try:
-            await (self._refuse if crowded else self._app)(scope, receive_and_tell, send)
+            if crowded:
+                await self._refuse(503, send)
+            elif not self._admits(scope):
+                await self._refuse(401, send)
+            else:
+                await self._app(scope, receive_and_tell, send)
         finally:
             connection.end()
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _admits(self, scope: Scope) -> bool:
+        if self._credentials is None:
+            return True
+        given = next((value for name, value in scope["headers"] if name == _TOKEN), b"")
+        return self._credentials.admit(given.decode("latin-1"))
+
+    async def _refuse(self, status: int, send: Send) -> None:
+        body = self._refusals[status]
         headers = [
             (b"content-type", b"application/json"),
-            (b"retry-after", b"2"),
-            (b"content-length", b"%d" % len(self._crowded)),
+            (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": self._crowded})
+        if status == 503:
+            headers.append((b"retry-after", b"2"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
 
 def server_config(
@@ -248,18 +272,22 @@ def server_config(
     certificate: str | Path | None = None,
     key: str | Path | None = None,
     client_ca: str | Path | None = None,
+    credentials: Credentials | None = None,
 ) -> uvicorn.Config:
     """Uvicorn's configuration for an app whose connections are bounded.
 
     Args:
-      error_body: the JSON of 431 and 503, in the form of the app's own errors.
+      error_body: the JSON of 401, 431 and 503, in the form of the app's own errors.
       keep_alive: seconds that an idle connection is kept.
       root_path: the path under which a proxy shows the app.
       proxy_headers: whether a proxy on this machine says who the client is.
       certificate: the TLS certificate chain; None for plain text.
       client_ca: the authority of the clients' certificates; None: they need none.
+      credentials: of a launch whose router alone is answered, over TLS with their certificate,
+        where they have one, instead of the above; None: everybody is.
     """
-    bounded = _BoundedApp(app, limits, error_body)
+    bounded = _BoundedApp(app, limits, error_body, credentials)
+    context = None if credentials is None else credentials.context(server=True)
     return uvicorn.Config(
         bounded,
         http=bounded.protocol,  # pyrefly: ignore[bad-argument-type]
@@ -276,6 +304,7 @@ def server_config(
         ssl_keyfile=key,  # pyrefly: ignore[bad-argument-type]
         ssl_ca_certs=None if client_ca is None else str(client_ca),
         ssl_cert_reqs=ssl.CERT_NONE if client_ca is None else ssl.CERT_REQUIRED,
+        ssl_context_factory=None if context is None else lambda config, default: context,
     )
 
 

@@ -3,6 +3,7 @@
 All processes hold their part of the same arrays and run the same programs in the same order. What a
 program needs of the host, an operation's name and its arrays, goes from process 0 to the others
 over TCP, as frames (`fornax.config.frames`): a secret first, then operations; nothing is unpickled.
+In a launch between machines that is TLS with the run's certificate.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import numpy as np
 
 from fornax import __version__
 from fornax.config import frames
+from fornax.config.credentials import Credentials, of_run
 from fornax.config.errors import ClusterError
 from fornax.config.frames import Frame, Kind, LinkError
 from fornax.mesh.hosts import decide, gather
@@ -45,8 +47,11 @@ class Operation(NamedTuple):
 class Leader:
     """Process 0's connections to the others. Methods may be called in any thread."""
 
-    def __init__(self, listener: socket.socket, token: str, count: int):
+    def __init__(self, listener: socket.socket, token: str, count: int, credentials: Credentials):
         """Take the connections of the others, of which each brings the token.
+
+        Args:
+          credentials: of TLS, where they have a certificate.
 
         Raises:
           ClusterError: one does not come.
@@ -70,10 +75,12 @@ class Leader:
                     f"{count - len(self._peers)} of {count} processes did not connect to process 0 "
                     f"within {_JOIN_SECONDS:g} s; see what they printed"
                 ) from None
-            if _is_member(peer, token):
-                self._peers.append(peer)
-            else:
-                peer.close()
+            with contextlib.suppress(LinkError):
+                peer = credentials.accept(peer)
+                if _is_member(peer, token):
+                    self._peers.append(peer)
+                    continue
+            peer.close()
 
     def watch(self, lost: Callable[[LinkError], None]) -> None:
         """Listen to the others in threads; `lost` is called in one, once, when a process ends."""
@@ -225,12 +232,14 @@ def join_group(facts: Mapping[str, object]) -> Leader | Member:
         return host, port, secrets.token_hex(32)
 
     host, port, token = decide(listen)
+    credentials = of_run() or Credentials(token="")  # of this meeting is the token above
     if listener is not None:
         with listener:
-            return Leader(listener, token, jax.process_count() - 1)
+            return Leader(listener, token, jax.process_count() - 1, credentials)
     connection = socket.create_connection((host, port), timeout=_JOIN_SECONDS)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = credentials.dial(connection)
     frames.send(connection, Frame(kind=Kind.JOIN, facts={"token": token}))
     return Member(connection)
 
@@ -238,10 +247,7 @@ def join_group(facts: Mapping[str, object]) -> Leader | Member:
 def _is_member(peer: socket.socket, token: str) -> bool:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.settimeout(_JOIN_SECONDS / 4)
-    try:
-        given = str(frames.receive(peer, longest=0).facts.get("token", ""))
-    except LinkError:
-        return False
+    given = str(frames.receive(peer, longest=0).facts.get("token", ""))
     peer.settimeout(None)
     return hmac.compare_digest(given.encode(), token.encode())
 

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from fornax import __version__
 from fornax.config import ConfigError, environment
+from fornax.config.credentials import of_run
 from fornax.config.frames import LinkError
 from fornax.config.http_server import HttpServer, raise_file_limit
 from fornax.mesh.group import Leader, Member
@@ -117,6 +118,7 @@ class HostServer:
         self.host = Host(config, devices=self._devices, events=self.events, backends=backends)
         self._profiler = Profiler(config.profile_dir, config.profile_max_seconds)
         self._metrics = Metrics(self.host, self._devices.memory)
+        self._launched = of_run()
         self._http, self._grpc = self._fronts()
         self._access: AccessLog | None = None
         self._tracer: Tracer | None = None
@@ -129,7 +131,7 @@ class HostServer:
 
     def _fronts(self) -> tuple[HttpServer | None, GrpcServer | None]:
         config, limits, tls = self.config, self.config.limits(), self.config.tls()
-        auth, admin = config.auth(), config.admin_auth()
+        auth, admin, launched = config.auth(), config.admin_auth(), self._launched
         traced = config.trace_sample_rate if config.trace_endpoint else 0.0
         memory = SharedMemory(
             enabled=config.shared_memory_allowed(), prefixes=config.shared_memory_prefixes
@@ -146,7 +148,7 @@ class HostServer:
                 metrics=self._metrics.exposition,
                 trace_sample_rate=traced,
             )
-            http = http_server(app, address, limits, tls)
+            http = http_server(app, address, limits, tls, launched)
         if (address := config.grpc_address()) is not None:
             grpc = GrpcServer(
                 self.host,
@@ -155,6 +157,7 @@ class HostServer:
                 auth=auth,
                 admin=admin,
                 tls=tls,
+                credentials=launched,
                 shared_memory=memory,
                 trace_sample_rate=traced,
                 compression=config.grpc_compression,
@@ -183,7 +186,7 @@ class HostServer:
         self._watch()
         self._trimming = asyncio.create_task(give_back_memory(self._busy))
         where = []
-        secure = "s" if self.config.tls_cert else ""
+        secure = "s" if self.config.tls_cert or (self._launched and self._launched.key) else ""
         for name, front, address in (
             ("http", self._http, self.config.http_address()),
             ("grpc", self._grpc, self.config.grpc_address()),

@@ -1,7 +1,8 @@
 """Replicas of `fornax serve` over an engine without a model, and their router.
 
 As a program its arguments are the run directory, how many replicas, and JSON: fields of
-`ServeConfig`, of `RoutingConfig` under `routing`, and `_step_seconds` of the engine.
+`ServeConfig`, of `RoutingConfig` under `routing`, `_step_seconds` of the engine, and `_tls`:
+whether they are guarded as on several machines.
 """
 
 import json
@@ -14,6 +15,7 @@ from tests.mock_engine import MockEngine
 
 from fornax.cluster.routing import RoutingConfig, launch_replicas, serve_service
 from fornax.config import load
+from fornax.config.credentials import Credentials
 from fornax.data import train_bpe
 from fornax.llm.server import ServeConfig, serve_model
 
@@ -46,6 +48,7 @@ def main() -> int:
     run_dir, count, given = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
     os.environ["FORNAX_TEST_STEP"] = str(given.pop("_step_seconds", 0.002))
     routing = RoutingConfig(**given.pop("routing", {}))
+    credentials = Credentials.make(tls=given.pop("_tls", False))
     config = ServeConfig(port=0, **given)
     return launch_replicas(
         lambda folder: serve_service("mock", config, folder),
@@ -53,6 +56,7 @@ def main() -> int:
         replicas=count,
         config=routing,
         program="tests.integration.cluster.replica_process:replica",
+        credentials=credentials,
     )
 
 

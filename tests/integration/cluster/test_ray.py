@@ -27,6 +27,7 @@ from fornax.cluster.drill import drill_beside
 from fornax.cluster.ray_nodes import address_for
 from fornax.cluster.status import read_status
 from fornax.config import ClusterError, worker_record
+from fornax.config.environment import for_child
 from fornax.config.jsonl import read_json_lines
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fornax-ai[cluster]'")
@@ -272,7 +273,7 @@ def test_a_server_on_ray_restarts_in_turn_replaces_what_dies_and_leaves_nothing(
 
 
 NODES = """
-import sys, time
+import dataclasses, sys, time
 from ray.cluster_utils import Cluster as Nodes
 
 import httpx
@@ -288,7 +289,7 @@ config = ServeConfig(
     step_sizes="coarse", served_model_name=("m",), disable_access_log=True,
 )
 try:
-    with Cluster(engine="ray", address=nodes.address) as cluster:
+    with Cluster(engine="ray", address=nodes.address, private_network=True) as cluster:
         server = cluster.serve(sys.argv[1], config, replicas=2, run_dir=sys.argv[2])
         server.wait_ready(seconds=400)
         print("starts", [each.starts for each in server.status().replicas], flush=True)
@@ -300,7 +301,12 @@ try:
         while sorted(each.starts for each in server.status().replicas) != [1, 2]:
             time.sleep(0.1)
         server.wait_ready(seconds=400)
-    print("code", server.wait())
+        print("code", server.stop())
+        config = dataclasses.replace(config, tensor_parallel_size=2)
+        pair = cluster.serve(sys.argv[1], config, replicas=1, hosts=2, run_dir=sys.argv[2] + "-2")
+        pair.wait_ready(seconds=400)
+        found = httpx.post(pair.address + "/v1/completions", json=body, timeout=300).json()
+        print("tokens", found["usage"]["completion_tokens"])
 finally:
     nodes.shutdown()
 """
@@ -308,21 +314,28 @@ finally:
 
 @pytest.mark.exhaustive
 def test_a_replica_whose_node_dies_is_replaced_on_another(tmp_path: Path):
-    """Each node has room for one replica: the new one waits for a node that comes later."""
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": "5e" * 32,
-        "HOME": str(tmp_path),
-    }
+    """Each node has room for one replica: the new one waits for a node that comes later.
+
+    As on a private network, everything has the certificate: also the two processes of a replica.
+    """
+    env = for_child(
+        {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": None,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "5e" * 32,
+            "HOME": str(tmp_path),
+        }
+    )
     run_dir = tmp_path / "served"
     said = run_python(NODES, [str(small_model(tmp_path)), str(run_dir)], env)
     assert "starts [1, 1]" in said
     assert "asked {200}" in said
     assert "code 0" in said
-    kinds = [e["kind"] for e in read_json_lines(run_dir / "events.jsonl") if "kind" in e]
-    assert kinds == ["lost"]
+    assert "tokens 4" in said
+    events = read_json_lines(run_dir / "events.jsonl")
+    assert [e["kind"] for e in events if "kind" in e] == ["lost"]
+    assert {e["url"][:8] for e in events if "url" in e and "replica" in e} == {"https://"}
 
 
 @pytest.mark.fault

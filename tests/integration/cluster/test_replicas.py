@@ -86,7 +86,7 @@ Start = Callable[..., Router]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts routers; keywords are the config of `replica_process`, or words of `fornax`."""
+    """Starts routers; keywords are those of `replica_process`, or words of `fornax`."""
     started: list[Router] = []
 
     def begin(
@@ -203,11 +203,16 @@ def test_a_replica_killed_under_load_fails_no_whole_request_and_is_replaced(star
     ]  # fmt: skip
 
 
-def test_a_rolling_restart_under_load_fails_no_request(start: Start):
-    router = start(replicas=2, _step_seconds=0.01)
+def test_a_rolling_restart_under_load_and_tls_fails_no_request(start: Start):
+    """The replicas are guarded as on several machines."""
+    router = start(replicas=2, _step_seconds=0.01, _tls=True)
     with Load(router.wait_ready(2), clients=8) as load:
         router.wait(lambda: load.complete > 4)
         before = router.pids()
+        for each in read_serving_status(router.run_dir).replicas:
+            for scheme in ("http", "https"):  # no TLS, or without the certificate
+                with pytest.raises(httpx.TransportError):
+                    httpx.get(f"{scheme}://{each.address}/health", verify=False)
         request_rolling_restart(router.run_dir)
         router.wait(lambda: router.events(rolling="done"))
         streams = load.complete
@@ -424,6 +429,9 @@ def test_host_answers_through_its_router_over_http_and_grpc(start: Start, doubli
         assert reply.json()["outputs"][0]["data"] == [3.0, 8.0]
         places.add(reply.headers["x-fornax-replica"])
     assert places == {"0", "1"}
+    for each in read_serving_status(router.run_dir).replicas:  # on loopback by the token
+        refused = httpx.get(f"http://{each.address}/v2/health/live")
+        assert (refused.status_code, "ask the router" in refused.text) == (401, True)
     address = str(read_serving_status(router.run_dir).grpc).removeprefix("grpc://")
     with GrpcLoad(address) as load:
         router.wait(lambda: load.answered > 50)

@@ -1,32 +1,45 @@
 """Operations that one process tells others, over real connections."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from fornax.config import frames
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ClusterError
 from fornax.config.frames import Frame, Kind, LinkError
 from fornax.mesh.group import Leader, Member, Operation
 
 TOKEN = "secret"
+PLAIN = Credentials(token="")
 
 
-@pytest.fixture
-def group() -> Iterator[tuple[Leader, list[Member]]]:
+@pytest.fixture(params=[False, True], ids=["loopback", "TLS"])
+def group(request: pytest.FixtureRequest) -> Iterator[tuple[Leader, list[Member]]]:
     """A leader, and the two members that it tells."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        stranger, *own = (socket.create_connection(listener.getsockname()) for _ in range(3))
-        frames.send(stranger, Frame(kind=Kind.JOIN, facts={"token": "another"}))
-        for each in own:
-            frames.send(each, Frame(kind=Kind.JOIN, facts={"token": TOKEN}))
-        leader = Leader(listener, TOKEN, 2)
-    with stranger, own[0], own[1]:
-        assert not stranger.recv(1), "who does not know the secret is sent away"
+    run, other = Credentials.make(tls=request.param), Credentials.make(tls=True)
+    strangers = [(run, "another"), *([(other, TOKEN), (PLAIN, TOKEN)] if request.param else [])]
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+
+        def join(known: Credentials, token: str) -> socket.socket:
+            link = known.dial(socket.create_connection(listener.getsockname(), timeout=60))
+            with contextlib.suppress(LinkError):  # it was sent away amid the handshake
+                frames.send(link, Frame(kind=Kind.JOIN, facts={"token": token}))
+            return link
+
+        leading = pool.submit(Leader, listener, TOKEN, 2, run)
+        for stranger in strangers:
+            with join(*stranger) as link, pytest.raises(LinkError):
+                frames.receive(link)  # who does not know the secret is sent away
+        own = [join(run, TOKEN) for _ in range(2)]
+        leader = leading.result()
+    with own[0], own[1]:
         yield leader, [Member(each) for each in own]
         leader.close()
 

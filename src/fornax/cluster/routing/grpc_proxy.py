@@ -22,8 +22,8 @@ from fornax.cluster.routing.upstreams import (
     Upstreams,
     is_broken,
     is_refusal,
-    sent_metadata,
 )
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.config import Address
 from fornax.serving.grpc import inference_pb2 as pb
@@ -41,12 +41,20 @@ _Answer = Callable[[bytes, Context], Awaitable[bytes]]
 class GrpcProxy:
     """Serves a pool's replicas over gRPC, on the loop that `start` is called in."""
 
-    def __init__(self, front: Front, pool: ReplicaPool, changes: Changes, metrics: RouterMetrics):
+    def __init__(
+        self,
+        front: Front,
+        pool: ReplicaPool,
+        changes: Changes,
+        metrics: RouterMetrics,
+        credentials: Credentials,
+    ):
+        """`credentials`: see `client_session`."""
         self._front = front
         self._pool = pool
         self._changes = changes
         self._metrics = metrics
-        self._upstreams = Upstreams(pool, metrics)
+        self._upstreams = Upstreams(pool, metrics, credentials)
         self._streams = StreamProxy(self._upstreams, front.limits.send_timeout)
         self._send_timeout = SendTimeout(front.limits.send_timeout)
         self._health = RoutedHealth(pool, self.ask)
@@ -149,7 +157,7 @@ class GrpcProxy:
         """
         tried: list[Replica] = []
         breaks, refusal = 0, None
-        metadata = sent_metadata(context)
+        metadata = self._upstreams.metadata(context)
         while True:
             found = await self._upstreams.choose(context, tried)
             if found is None:
@@ -174,7 +182,7 @@ class GrpcProxy:
 
     async def _to_all(self, path: str, data: bytes, context: Context) -> bytes:
         """Have every replica make a change; the first failure is the answer."""
-        metadata = sent_metadata(context)
+        metadata = self._upstreams.metadata(context)
 
         async def change(replica: Replica) -> bytes | grpc.aio.AioRpcError:
             try:

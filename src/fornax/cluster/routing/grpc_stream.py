@@ -20,7 +20,6 @@ from fornax.cluster.routing.upstreams import (
     Upstreams,
     is_broken,
     is_refusal,
-    sent_metadata,
 )
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.grpc import inference_pb2 as pb
@@ -73,7 +72,7 @@ class _Stream:
         self._upstreams = upstreams
         self._client = client
         self._context = client.context
-        self._metadata = sent_metadata(client.context)
+        self._metadata = upstreams.metadata(client.context)
         self._requests: list[_Request] = []
         """Those not answered, in order."""
         self._sent = 0

@@ -59,9 +59,9 @@ class Replica:
 
     number: int
     url: str
-    """`http://127.0.0.1:PORT`."""
+    """`http://HOST:PORT`, of TLS `https`."""
     grpc: str = ""
-    """`127.0.0.1:PORT`, where it speaks gRPC."""
+    """`HOST:PORT`, where it speaks gRPC."""
     phase: Phase = "starting"
     answers: bool = False
     """Whether it answered the last probe, ready or not."""

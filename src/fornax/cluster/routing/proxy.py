@@ -21,6 +21,7 @@ from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool
 from fornax.cluster.routing.prefixes import block_keys, prompt_of
 from fornax.cluster.routing.service import Service
+from fornax.config.credentials import TOKEN_HEADER, Credentials
 from fornax.llm.server.generation import CancelOnDisconnect
 from fornax.serving.http.gate import path_of
 from fornax.serving.http.responses import Headers, Response, send_response
@@ -32,6 +33,7 @@ _HOP_BY_HOP = frozenset(
     b"transfer-encoding upgrade content-length expect".split()
 )
 """Headers of one connection (RFC 9110, 7.6.1), and those that the client makes anew."""
+_NOT_SENT = _HOP_BY_HOP | {TOKEN_HEADER.encode()}
 _REPLACED = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
 _WHOLE = 8 * 2**20
 """Largest response of known length that is held until it is whole, so that it can be retried."""
@@ -67,10 +69,18 @@ class Request:
     """Of the prompt's blocks."""
 
 
-def client_session() -> aiohttp.ClientSession:
-    """Connections to replicas: kept, uncounted, without a limit of time on a response."""
+def client_session(credentials: Credentials) -> aiohttp.ClientSession:
+    """Connections to replicas: kept, uncounted, without a limit of time on a response.
+
+    Args:
+      credentials: what the replicas know the router by, and it them where they have a certificate.
+    """
+    context = credentials.context(server=False)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=10.0),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=10.0, ssl=True if context is None else context
+        ),
+        headers={TOKEN_HEADER: credentials.token},
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
@@ -140,7 +150,7 @@ class Proxy:
         headers = [
             (name.decode(), value.decode(errors="replace"))  # aiohttp writes UTF-8 alone
             for name, value in scope["headers"]
-            if name not in _HOP_BY_HOP and not (context is not None and name == b"x-request-id")
+            if name not in _NOT_SENT and not (context is not None and name == b"x-request-id")
         ]
         if context is not None:
             headers.append(("x-request-id", context.id))

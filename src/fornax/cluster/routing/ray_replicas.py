@@ -88,21 +88,24 @@ class RayReplicas:
         """An actor a process; what takes their room back."""
         ray, given = self.engine.ray, (os.getcwd(), environment.of_server())
         others = {name: amount for name, amount in share.items() if name not in ("CPU", "GPU")}
-        kind = ray.remote(concurrency_groups={"watch": 1})(ReplicaHost).options(
-            num_cpus=share.get("CPU", 0),
-            num_gpus=share.get("GPU", 0),
-            resources=others,
-            max_restarts=0,
-            scheduling_strategy="SPREAD",
-        )
+        kind = ray.remote(concurrency_groups={"watch": 1})(ReplicaHost)
+
+        def placed(strategy: Any) -> Any:
+            options = kind.options(
+                num_cpus=share.get("CPU", 0),
+                num_gpus=share.get("GPU", 0),
+                resources=others,
+                max_restarts=0,
+                scheduling_strategy=strategy,
+            )
+            return options.remote(*given)
+
         if self.hosts == 1:
-            actor = kind.remote(*given)
+            actor = placed("SPREAD")
             return [actor], lambda: ray.kill(actor, no_restart=True)
         group, on = room(ray, share, self.hosts)
-        placed = [kind.options(scheduling_strategy=on(rank)) for rank in range(self.hosts)]
-        return [each.remote(*given) for each in placed], lambda: ray.util.remove_placement_group(
-            group
-        )
+        actors = [placed(on(rank)) for rank in range(self.hosts)]
+        return actors, lambda: ray.util.remove_placement_group(group)
 
     def _placed(self, replies: list[Any], share: Mapping[str, float]) -> list["Place"]:
         """Where the actors are, once all have a place."""
@@ -132,16 +135,17 @@ class RayReplicas:
         together = len(set(hosts)) == 1
         http, grpc, coordinator = processes[0].ports(hosts[0], 3)
         meeting = f"{_LOCAL if together else places[0].address}:{coordinator}"
-        files = self.program.files
+        files, credentials = self.program.files, self.program.credentials
         for rank, process in enumerate(processes):
             process.begin(
                 self.program.entry,
                 list(self.program.words(hosts[rank], http, grpc)),
+                credentials=credentials.fields(),
                 log=str(files.replica_log(number, rank).absolute()),
                 stacks=str(files.replica_stacks(number, rank).absolute()),
                 variables=group_variables(self.hosts, rank, meeting),
             )
-        return ProcessGroup(hosts[0], http, grpc, processes)
+        return ProcessGroup(hosts[0], http, grpc, processes, secure=bool(credentials.key))
 
 
 class _RayProcess:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.replica_process import Ended, ReplicaProcess, free_ports
+from fornax.config.credentials import Credentials
 
 __all__ = [
     "Handle",
@@ -62,7 +63,7 @@ class Handle(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it answers HTTP, `http://HOST:PORT`."""
+        """Where it answers HTTP: `http://HOST:PORT`, of TLS `https`."""
         ...
 
     @property
@@ -135,6 +136,8 @@ class Program:
     words: Callable[[str, int, int], Sequence[str]]
     """A replica's words, of the address that it listens on and its ports for HTTP and gRPC."""
     files: ClusterFiles
+    credentials: Credentials
+    """What the router and the processes of a replica know each other by."""
 
 
 def group_variables(hosts: int, rank: int, coordinator: str) -> dict[str, str]:
@@ -174,13 +177,14 @@ class LocalReplicas:
             ReplicaProcess(
                 program.entry,
                 program.words(_LOCAL, http, grpc),
+                credentials=program.credentials,
                 log=files.replica_log(number, rank),
                 stacks=files.replica_stacks(number, rank),
                 variables={**each, **group_variables(self.hosts, rank, f"{_LOCAL}:{coordinator}")},
             )
             for rank, each in enumerate(self.variables[number])
         ]
-        return ProcessGroup(_LOCAL, http, grpc, processes)
+        return ProcessGroup(_LOCAL, http, grpc, processes, secure=bool(program.credentials.key))
 
     def give_up(self) -> None:
         """See `Placer`: here nothing waits."""
@@ -189,9 +193,11 @@ class LocalReplicas:
 class ProcessGroup:
     """The processes of one replica; see `Handle`."""
 
-    def __init__(self, host: str, http: int, grpc: int, processes: Sequence[Process]):
-        """The first process listens on these ports of `host`."""
-        self.url = f"http://{host}:{http}"
+    def __init__(
+        self, host: str, http: int, grpc: int, processes: Sequence[Process], *, secure: bool
+    ):
+        """The first process listens on these ports of `host`, with TLS where it is `secure`."""
+        self.url = f"http{'s' if secure else ''}://{host}:{http}"
         self.grpc = f"{host}:{grpc}"
         self._processes = processes
 

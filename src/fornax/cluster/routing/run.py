@@ -25,6 +25,7 @@ from fornax.cluster.routing.ray_replicas import RayReplicas
 from fornax.cluster.routing.replica import LocalReplicas, Placer, Program
 from fornax.cluster.routing.service import Service
 from fornax.cluster.routing.supervisor import Events, Supervisor
+from fornax.config.credentials import Credentials
 from fornax.config.errors import ConfigError
 from fornax.config.http_server import HttpServer, raise_file_limit, shown_address
 from fornax.config.jsonl import JsonLines, read_json_lines
@@ -46,6 +47,7 @@ def launch_replicas(
     config: RoutingConfig | None = None,
     engine: RayEngine | None = None,
     program: str = _COMMAND,
+    credentials: Credentials | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> int:
     """Serve by `replicas` processes behind one address, until a signal.
@@ -63,6 +65,8 @@ def launch_replicas(
       engine: the Ray cluster that finds room for the replicas; None: they are processes of this
         machine.
       program: `package.module:NAME`, called with a replica's words in its process.
+      credentials: what router and replicas know each other by; None: new ones, with a certificate
+        where the replicas may be on other machines.
       announce: shows a line an event; None: standard error.
 
     Returns:
@@ -82,6 +86,7 @@ def launch_replicas(
         config=config,
         engine=engine,
         program=program,
+        credentials=credentials,
         announce=announce or _say,
     ) as router:
         router.service.configure_logging()
@@ -99,6 +104,7 @@ def opened_router(
     engine: RayEngine | None,
     announce: Callable[[str], None],
     program: str = _COMMAND,
+    credentials: Credentials | None = None,
     in_process: bool = False,
 ) -> Iterator["Router"]:
     """A router, and its run directory while it is there; see `launch_replicas`.
@@ -114,7 +120,9 @@ def opened_router(
         made = service(files.directory.absolute())
         stack.callback(_tidy, files, replicas, hosts)
         raise_file_limit()
-        runs = Program(entry=program, words=made.words, files=files)
+        if credentials is None:
+            credentials = Credentials.make(tls=engine is not None and engine.private_network)
+        runs = Program(entry=program, words=made.words, files=files, credentials=credentials)
         placer: Placer
         if engine is None:
             shares = device_variables(replicas, made.devices, hosts)
@@ -131,6 +139,7 @@ def opened_router(
             service=made,
             placer=placer,
             files=files,
+            credentials=credentials,
             config=config or RoutingConfig(),
             events=Events(lines, epoch, announce),
             in_process=in_process,
@@ -144,6 +153,7 @@ class Router:
     service: Service
     placer: Placer
     files: ClusterFiles
+    credentials: Credentials
     config: RoutingConfig
     events: Events
     in_process: bool
@@ -168,13 +178,13 @@ class Router:
         pool = ReplicaPool(self.config, partial=service.partial)
         metrics = RouterMetrics(pool)
         async with contextlib.AsyncExitStack() as stack:
-            session = await stack.enter_async_context(client_session())
+            session = await stack.enter_async_context(client_session(self.credentials))
             changes = Changes(pool)
             fronts: list[HttpServer | GrpcProxy] = [
                 service.server(Proxy(service, pool, session, changes, metrics))
             ]
             if service.grpc is not None:
-                fronts.append(GrpcProxy(service.grpc, pool, changes, metrics))
+                fronts.append(GrpcProxy(service.grpc, pool, changes, metrics, self.credentials))
             supervisor = self._supervisor = Supervisor(
                 self.placer,
                 service,

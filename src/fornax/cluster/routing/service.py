@@ -1,8 +1,8 @@
 """What differs between the replicas of `fornax serve` and those of `fornax host`.
 
 The front of a router is the one of the server behind it: the same address, TLS, tokens, limits of
-bodies and connections, and form of errors. Its replicas listen on loopback, or on an address of a
-private network, without TLS.
+bodies and connections, and form of errors. Its replicas answer the router alone: on loopback with
+the token of the launch, on an address of a private network over TLS with its certificate too.
 """
 
 import dataclasses

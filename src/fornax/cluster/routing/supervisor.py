@@ -213,7 +213,7 @@ class Supervisor:
             return _End("unplaced", f"has no place: {error}")
         replica = slot.replica = Replica(number=slot.number, url=process.url, grpc=process.grpc)
         self._pool.add(replica)
-        address = process.url.removeprefix("http://")
+        address = process.url.partition("://")[2]
         self._tell(slot, "starts", address=address, pids=process.pids)
         try:
             end = await self._watch(slot, process, replica)
@@ -288,7 +288,8 @@ class Supervisor:
         """The status of the readiness probe; 0 where there is no answer."""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                async with self._session.get(replica.url + self._service.ready) as response:
+                url = replica.url + self._service.ready
+                async with self._session.get(url, allow_redirects=False) as response:
                     await response.read()
                     return response.status
         except (aiohttp.ClientError, OSError, TimeoutError):

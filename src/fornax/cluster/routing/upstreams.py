@@ -8,10 +8,11 @@ import grpc.aio
 
 from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool
+from fornax.config.credentials import HOST_NAME, TOKEN_HEADER, Credentials
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.grpc.methods import CODE, Context
 
-__all__ = ["REPLICA", "Metadata", "Upstreams", "is_broken", "is_refusal", "sent_metadata"]
+__all__ = ["REPLICA", "Metadata", "Upstreams", "is_broken", "is_refusal"]
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -23,8 +24,9 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # ports come again with other replicas
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
+    ("grpc.ssl_target_name_override", HOST_NAME),  # the certificate is the run's, of no address
 )
-_OWN = frozenset(("user-agent", "x-forwarded-for"))
+_OWN = frozenset(("user-agent", "x-forwarded-for", TOKEN_HEADER))
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 _REFUSALS = (ServingCode.UNAVAILABLE.name, ServingCode.RESOURCE_EXHAUSTED.name)
 
@@ -32,9 +34,13 @@ _REFUSALS = (ServingCode.UNAVAILABLE.name, ServingCode.RESOURCE_EXHAUSTED.name)
 class Upstreams:
     """The channels to the replicas of a pool."""
 
-    def __init__(self, pool: ReplicaPool, metrics: RouterMetrics):
+    def __init__(self, pool: ReplicaPool, metrics: RouterMetrics, credentials: Credentials):
+        """`credentials`: see `client_session`."""
         self.pool = pool
         self.metrics = metrics
+        self._token = (TOKEN_HEADER, credentials.token)
+        shown, key = credentials.certificate.encode(), credentials.key.encode()
+        self._secure = grpc.ssl_channel_credentials(shown, key, shown) if key else None
         self._channels: dict[Replica, grpc.aio.Channel] = {}
 
     async def close(self) -> None:
@@ -65,12 +71,22 @@ class Upstreams:
         """A replica's channel; closes those of replicas that are no more."""
         channel = self._channels.get(replica)
         if channel is None:
-            channel = grpc.aio.insecure_channel(replica.grpc, _OPTIONS)
+            channel = self._opened(replica.grpc)
             gone = [each for each in self._channels if each.phase == "ended"]
             closing = [self._channels.pop(each).close() for each in gone]
             self._channels[replica] = channel
             await asyncio.gather(*closing)
         return channel
+
+    def _opened(self, address: str) -> grpc.aio.Channel:
+        if self._secure is None:
+            return grpc.aio.insecure_channel(address, _OPTIONS)
+        return grpc.aio.secure_channel(address, self._secure, _OPTIONS)
+
+    def metadata(self, context: Context) -> Metadata:
+        """What a client's call brings, as a replica gets it, and the token."""
+        found = context.invocation_metadata() or ()
+        return *((name, value) for name, value in found if name not in _OWN), self._token
 
     def broke(self, replica: Replica, breaks: int, why: str) -> None:
         """A replica ended under a call, for the `breaks`th time: it may be made anew.
@@ -86,12 +102,6 @@ class Upstreams:
                 "tried again",
             )
         self.metrics.retry("broken")
-
-
-def sent_metadata(context: Context) -> Metadata:
-    """What a client's call brings, as a replica gets it."""
-    found = context.invocation_metadata() or ()
-    return tuple((name, value) for name, value in found if name not in _OWN)
 
 
 def is_broken(error: grpc.aio.AioRpcError) -> bool:

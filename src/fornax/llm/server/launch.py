@@ -21,6 +21,7 @@ from pydantic_core import to_json
 from starlette.types import ASGIApp
 
 from fornax.config import ConfigError, environment
+from fornax.config.credentials import Credentials, of_run
 from fornax.config.http_server import listen, raise_file_limit, server_config, shown_address
 from fornax.llm.config import EngineConfig
 from fornax.llm.server.app import asgi_app, create_app, create_server
@@ -179,8 +180,14 @@ def bind(config: ServerConfig) -> socket.socket:
     return listen(config.host, config.port, config.send_timeout)
 
 
-def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """How `app` is served: bounded connections, TLS, errors of connections as OpenAI's."""
+def uvicorn_config(
+    app: ASGIApp, config: ServerConfig, credentials: Credentials | None = None
+) -> uvicorn.Config:
+    """How `app` is served: bounded connections, TLS, errors of connections as OpenAI's.
+
+    Args:
+      credentials: see `server_config`.
+    """
     return server_config(
         app,
         config,
@@ -190,6 +197,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         proxy_headers=True,
         certificate=config.ssl_certfile,
         key=config.ssl_keyfile,
+        credentials=credentials,
     )
 
 
@@ -228,12 +236,12 @@ async def serve(app: FastAPI, listener: socket.socket) -> int:
     """
     server: Server = app.state.server
     config = server.config
-    bounded = uvicorn_config(asgi_app(app), config)
+    bounded = uvicorn_config(asgi_app(app), config, of_run())
     bounded.timeout_graceful_shutdown = round(config.shutdown_timeout)
     http = _Uvicorn(bounded, server)
     watch = asyncio.create_task(_watch(server, http))
     adapters = asyncio.create_task(_load_adapters(server, http))
-    _log.info("listening on %s", _address(config, listener))
+    _log.info("listening on %s", _address(config, listener, secure=bounded.is_ssl))
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again
     try:
@@ -274,8 +282,8 @@ async def _watch(server: Server, http: uvicorn.Server) -> None:
     http.should_exit = True
 
 
-def _address(config: ServerConfig, listener: socket.socket) -> str:
+def _address(config: ServerConfig, listener: socket.socket, *, secure: bool) -> str:
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]
-    return f"{'https' if config.ssl_certfile else 'http'}://{shown_address(host, port)}"
+    return f"{'https' if secure else 'http'}://{shown_address(host, port)}"

@@ -11,6 +11,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
+from fornax.config.credentials import TOKEN_HEADER, Credentials
 from fornax.config.errors import ConfigError, ServingCode, ServingError
 from fornax.serving.access import Auth, Limits, Tls
 from fornax.serving.config import Address
@@ -50,6 +51,9 @@ class Front:
     admin: Auth | None = None
     """The tokens for calls that change the server; None: those of `auth`."""
     tls: Tls | None = None
+    credentials: Credentials | None = None
+    """Of a launch whose router alone is answered, over TLS with their certificate, where they have
+    one, instead of `tls`; None: everybody is."""
     compression: Compression = "none"
     """Of answers; requests come as their client likes."""
 
@@ -79,23 +83,33 @@ class Front:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         _add_reflection(server)
-        credentials = None if self.tls is None else _credentials(self.tls)
-        port = _bind(server, self.address, credentials)
+        port = _bind(server, self.address, self._certificate())
         await server.start()
         return Listening(server, Address(self.address.host, port))
 
+    def _certificate(self) -> grpc.ServerCredentials | None:
+        """What TLS stands on; None for plain text."""
+        if self.credentials is None:
+            return None if self.tls is None else _credentials(self.tls)
+        if not self.credentials.key:
+            return None
+        shown = self.credentials.certificate.encode()
+        pair = self.credentials.key.encode(), shown
+        return grpc.ssl_server_credentials([pair], shown, require_client_auth=True)
+
     def _interceptors(self, refused: Refused) -> list[grpc.aio.ServerInterceptor]:
-        """The token check, where there are tokens. Health.List needs one: it names the models."""
+        """The token checks, where there are tokens. Health.List needs one: it names the models."""
+        router = [] if self.credentials is None else [_RouterOnly(self.credentials, refused)]
         admin = self.admin or self.auth
         if not any(auth is not None and auth.enabled for auth in (self.auth, admin)):
-            return []
+            return [*router]
         auths = {
             **{METHODS[name].path: None for name in OPEN},
             **{METHODS[name].path: admin for name in ADMIN},
             "/grpc.health.v1.Health/Check": None,
             "/grpc.health.v1.Health/Watch": None,
         }
-        return [_Tokens(auths, self.auth, refused)]
+        return [*router, _Tokens(auths, self.auth, refused)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,21 +147,47 @@ class _Tokens(grpc.aio.ServerInterceptor):
         if auth.admits(sent):
             return handler
         why = "none was sent" if sent is None else "it is none that this server knows"
-        return self._refused(handler, why)
-
-    def _refused(self, handler: _Handler, why: str) -> _Handler:
-        error = ServingError(
-            ServingCode.UNAUTHENTICATED,
+        return _refusing(
+            handler,
+            self._refuse,
             f"this call needs a token, and {why}; send metadata `authorization: Bearer TOKEN`",
         )
-        self._refuse(error)
 
-        async def refuse_call(_: object, context: Context) -> None:
-            await abort(context, error)
 
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(refuse_call)
-        return grpc.unary_unary_rpc_method_handler(refuse_call)
+class _RouterOnly(grpc.aio.ServerInterceptor):
+    """Refuses calls, of whatever service, that do not come from the router of the launch."""
+
+    def __init__(self, credentials: Credentials, refused: Refused):
+        self._credentials, self._refuse = credentials, refused
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "_Handler | None":
+        """The handler of a call, or one that refuses it."""
+        handler = await continuation(handler_call_details)
+        sent = dict(handler_call_details.invocation_metadata).get(TOKEN_HEADER, "")
+        if handler is None or self._credentials.admit(sent):
+            return handler
+        return _refusing(
+            handler,
+            self._refuse,
+            "this is a replica, which answers the router of its launch alone; call the router",
+        )
+
+
+def _refusing(handler: _Handler, refused: Refused, why: str) -> _Handler:
+    """A handler in the place of another one, which refuses the call."""
+    error = ServingError(ServingCode.UNAUTHENTICATED, why)
+    refused(error)
+
+    async def refuse_call(_: object, context: Context) -> None:
+        await abort(context, error)
+
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(refuse_call)
+    return grpc.unary_unary_rpc_method_handler(refuse_call)
 
 
 def _add_reflection(server: grpc.aio.Server) -> None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from fornax.config.credentials import Credentials
 from fornax.serving.access import Auth, Limits, Tls
 from fornax.serving.config import Address
 from fornax.serving.grpc.front import Compression, Front, Listening
@@ -30,6 +31,7 @@ class GrpcServer:
         auth: Auth | None = None,
         admin: Auth | None = None,
         tls: Tls | None = None,
+        credentials: Credentials | None = None,
         shared_memory: SharedMemory | None = None,
         trace_sample_rate: float = 0.0,
         compression: Compression = "none",
@@ -41,6 +43,7 @@ class GrpcServer:
           address: where to listen; port 0 for any.
           auth: the tokens of which a call must present one, liveness and readiness excepted.
           admin: the tokens for calls that change the server; None: those of `auth`.
+          credentials: see `Front`.
           shared_memory: the registry that HTTP has too; None: shared memory is refused.
           trace_sample_rate: share of requests that is traced, for clients that ask.
           compression: of answers; requests come as their client likes.
@@ -52,6 +55,7 @@ class GrpcServer:
             auth=auth,
             admin=admin,
             tls=tls,
+            credentials=credentials,
             compression=compression,
         )
         self._host = host

@@ -15,6 +15,7 @@ from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool, RoutingConfig
 from fornax.cluster.routing.proxy import Proxy, client_session
 from fornax.cluster.routing.service import Service, host_service, serve_service
+from fornax.config.credentials import Credentials
 from fornax.config.http_server import HttpServer, listen, server_config
 from fornax.llm.server import ServeConfig
 from fornax.serving.access import Limits
@@ -43,16 +44,18 @@ async def piece(send: Send, body: bytes, more: bool = True) -> None:
 
 
 class Upstream:
-    """A server that notes what it is asked, and answers as it is told."""
+    """A server that notes what its router asks, and answers as it is told."""
 
-    def __init__(self, number: int, answer: Answer):
+    def __init__(self, number: int, answer: Answer, credentials: Credentials):
         self.number = number
         self.answer = answer
         self.seen: list[Request] = []
         self.bodies: list[bytes] = []
         self.left = asyncio.Event()
         limits = Limits(max_connections=100)
-        config = server_config(self, limits, lambda status, text: b"", keep_alive=60.0)
+        config = server_config(
+            self, limits, lambda _, text: text.encode(), keep_alive=60.0, credentials=credentials
+        )
         self.server = HttpServer(config, lambda: listen("127.0.0.1", 0, 60.0))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,6 +92,7 @@ async def routed(
     *answers: Answer,
     routing: RoutingConfig | None = None,
     host: HostConfig | None = None,
+    credentials: Credentials | None = None,
     **options: object,
 ) -> AsyncIterator[Routed]:
     """A router before an upstream for each answer."""
@@ -99,16 +103,17 @@ async def routed(
         service = host_service(host, folder)
     pool = ReplicaPool(routing or RoutingConfig(), partial=service.partial)
     metrics = RouterMetrics(pool)
+    known = credentials or Credentials.make()
     async with contextlib.AsyncExitStack() as stack:
-        session = await stack.enter_async_context(client_session())
+        session = await stack.enter_async_context(client_session(known))
         changes = Changes(pool)
         proxy = Proxy(service, pool, session, changes, metrics)
         upstreams = []
         for number, answer in enumerate(answers):
-            upstreams.append(Upstream(number, answer))
+            upstreams.append(Upstream(number, answer, known))
             address, port = await upstreams[-1].server.start()
             stack.push_async_callback(upstreams[-1].server.stop)
-            url = f"http://{address}:{port}"
+            url = f"http{'s' if known.key else ''}://{address}:{port}"
             pool.add(Replica(number=number, url=url, phase="ready"))
         front = service.server(proxy)
         address, port = await front.start()

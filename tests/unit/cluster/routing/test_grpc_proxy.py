@@ -18,6 +18,7 @@ from fornax.cluster.routing.grpc_proxy import GrpcProxy
 from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool, RoutingConfig
 from fornax.config import ServingCode, ServingError
+from fornax.config.credentials import HOST_NAME, TOKEN_HEADER, Credentials
 from fornax.serving.access import Auth
 from fornax.serving.config import Address
 from fornax.serving.grpc import Client
@@ -33,7 +34,9 @@ SECONDS = 60
 class Routed:
     """A router on the first upstream's loop, and its upstreams."""
 
-    def __init__(self, upstreams: int = 2, front: Any = None, **server: Any):
+    def __init__(self, upstreams: int = 2, front: Any = None, tls: bool = False, **server: Any):
+        self.credentials = Credentials.make(tls=tls)
+        server["credentials"] = self.credentials
         self.upstreams = [Served(**server) for _ in range(upstreams)]
         self.run = self.upstreams[0].run
         self.run(self._start(Front(address=Address("127.0.0.1", 0), limits=LIMITS, **front or {})))
@@ -42,7 +45,7 @@ class Routed:
         config = RoutingConfig(queue_timeout=1.0, policy="round-robin")
         self.pool = ReplicaPool(config, partial=True)
         self.changes, self.metrics = Changes(self.pool), RouterMetrics(self.pool)
-        self.proxy = GrpcProxy(front, self.pool, self.changes, self.metrics)
+        self.proxy = GrpcProxy(front, self.pool, self.changes, self.metrics, self.credentials)
         for number, each in enumerate(self.upstreams):
             self.add(number, each)
         self.address = str(await self.proxy.start())
@@ -125,6 +128,53 @@ def test_calls_reach_the_replicas_in_turn_and_answers_come_back_whole(router: Ro
         assert found.value.code is ServingCode.NOT_FOUND
         assert router.run(refuses(router, client)) == ServingCode.UNAVAILABLE
     assert router.metric('fornax_router_requests_total{code="NOT_FOUND"') == 1
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_replica_answers_its_router_alone(tls: bool):
+    router, other = Routed(tls=tls), Credentials.make(tls=True)
+    replica, known = router.upstreams[0], router.credentials
+    options = [("grpc.ssl_target_name_override", HOST_NAME)]
+
+    def ask(shown: Credentials, roots: str, *metadata: tuple[str, str]) -> grpc.StatusCode:
+        channel = grpc.insecure_channel(replica.address)
+        if roots:
+            pair = (shown.key.encode(), shown.certificate.encode()) if shown.key else (None, None)
+            secure = grpc.ssl_channel_credentials(roots.encode(), *pair)
+            channel = grpc.secure_channel(replica.address, secure, options)
+        with channel:
+            message = infer_message("echo", X).SerializeToString()
+            call = channel.unary_unary(METHODS["ModelInfer"].path)
+            health = health_pb2_grpc.HealthStub(channel)
+            try:
+                call(message, metadata=metadata, timeout=SECONDS)
+                health.Check(health_pb2.HealthCheckRequest(), metadata=metadata)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    with pytest.raises(grpc.RpcError, match="the router of its launch alone"):
+                        health.Check(health_pb2.HealthCheckRequest(), metadata=metadata)
+                return error.code()
+        return grpc.StatusCode.OK
+
+    try:
+        with Client(router.address) as client, Stream(router.address) as stream:
+            np.testing.assert_array_equal(client.infer("echo", X)["x"], X["x"])
+            for number in range(8):
+                stream.send("echo", str(number))
+            assert [stream.read().infer_response.id for _ in range(8)] == list("01234567")
+        before, token = router.asked(), (TOKEN_HEADER, known.token)
+        roots = known.certificate
+        for metadata in ((), ((TOKEN_HEADER, "guess"),)):
+            assert ask(known, roots, *metadata) is grpc.StatusCode.UNAUTHENTICATED
+        if tls:
+            for stranger in (other, Credentials(token="")):
+                assert ask(stranger, roots, token) is grpc.StatusCode.UNAVAILABLE
+            assert ask(known, other.certificate, token) is grpc.StatusCode.UNAVAILABLE
+            assert ask(known, "", token) is grpc.StatusCode.UNAVAILABLE
+        assert router.asked() == before
+        assert ask(known, roots, token) is grpc.StatusCode.OK
+    finally:
+        router.close()
 
 
 async def refuses(router: Routed, client: Client) -> ServingCode:

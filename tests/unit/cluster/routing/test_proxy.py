@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import ssl
 
 import httpx
 import orjson
@@ -13,6 +14,7 @@ from tests.unit.cluster.routing.conftest import piece, reply, routed, start
 from fornax.cluster.routing.pool import Replica, RoutingConfig
 from fornax.cluster.routing.service import host_service
 from fornax.config import ConfigError, load
+from fornax.config.credentials import TOKEN_HEADER, Credentials
 from fornax.llm.server import ServeConfig
 from fornax.serving.config import HostConfig
 
@@ -165,6 +167,51 @@ def test_a_client_that_leaves_is_noticed_by_the_replica(tmp_path):
             while router.pool.replicas[0].running:
                 await asyncio.sleep(0.01)
             assert len(router.upstreams[0].seen) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_replica_answers_its_router_alone(tmp_path, tls):
+    known, other = Credentials.make(tls=tls), Credentials.make(tls=True)
+    shown = {TOKEN_HEADER: known.token}
+
+    async def events(upstream, request, send):
+        await start(send)
+        for number in range(100):
+            await piece(send, EVENT % number)
+        await piece(send, b"", more=False)
+
+    async def ask(url, **options):
+        async with httpx.AsyncClient(**options) as client:
+            return await client.get(f"{url}/v1/models")
+
+    async def test():
+        async with routed(tmp_path, events, credentials=known) as router:
+            url, [upstream] = router.pool.replicas[0].url, router.upstreams
+            forged = await router.client.post("/v1/x", headers={TOKEN_HEADER: "guess"})
+            assert forged.content == b"".join(EVENT % number for number in range(100))
+            assert upstream.seen[0].headers.getlist(TOKEN_HEADER) == [known.token]
+            context = known.context(server=False) if tls else None
+            for headers in ({}, {TOKEN_HEADER: "guess"}):
+                refused = await ask(url, headers=headers, verify=context or True)
+                assert refused.status_code == 401
+                assert "the router of its launch alone" in refused.text
+            if tls:
+                unsigned = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+                unsigned.check_hostname, unsigned.verify_mode = False, ssl.CERT_NONE
+                foreign = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+                foreign.check_hostname, foreign.verify_mode = False, ssl.CERT_NONE
+                certificate = tmp_path / "foreign.pem"
+                certificate.write_text(other.key + other.certificate)
+                foreign.load_cert_chain(certificate)
+                for each in (unsigned, foreign, other.context(server=False)):
+                    with pytest.raises(httpx.TransportError):
+                        await ask(url, headers=shown, verify=each)
+                with pytest.raises(httpx.TransportError):
+                    await ask(url.replace("https", "http"), headers=shown)
+            assert len(upstream.seen) == 1
+            assert (await ask(url, headers=shown, verify=context or True)).status_code == 200
 
     run(test())
 
