@@ -22,6 +22,7 @@ from typing import Any
 from fornax.cluster import stacks
 from fornax.cluster.files import ClusterFiles
 from fornax.cluster.kept_memory import adopt, memory_files, name_of, path_of, whole_steps
+from fornax.cluster.local_checkpoints import LocalCheckpoints
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
 from fornax.cluster.peer_memory import PeerMemory
 from fornax.cluster.process_state import ProcessState, is_stopped
@@ -44,7 +45,13 @@ def run(controller: Connection) -> None:
     """The agent's process: does what the controller says until it says `end`, or is no more."""
     setup = receive(controller)
     files = ClusterFiles(Path(setup["run_dir"]))
-    agent = Agent(files, setup["rank"], imports=setup["imports"], spare=setup["spare"])
+    agent = Agent(
+        files,
+        setup["rank"],
+        place=setup["place"],
+        imports=setup["imports"],
+        spare=setup["spare"],
+    )
     signal.signal(signal.SIGTERM, lambda number, frame: agent.preempt())
     sent_at = asked_at = 0.0
     sent: Observation | None = None
@@ -89,18 +96,19 @@ class Agent:
     """One host's worker and its spare."""
 
     def __init__(
-        self, files: ClusterFiles, rank: int, *, imports: Sequence[str], spare: bool
+        self, files: ClusterFiles, rank: int, *, place: int, imports: Sequence[str], spare: bool
     ) -> None:
         """Start nothing yet.
 
         Args:
           files: where logs, records and stacks go.
           rank: which of the run's hosts this is.
+          place: which of the hosts that one machine plays, from 0.
           imports: modules that a worker imports before it has an assignment.
           spare: whether to keep such a process for the next assignment.
         """
         self._files = files
-        self._rank, self._host = rank, socket.gethostname()
+        self._rank, self._place, self._host = rank, place, socket.gethostname()
         self._imports = list(imports)
         self._keeps_spare = spare
         self._spare: WorkerProcess | None = None
@@ -118,6 +126,7 @@ class Agent:
         self._leave_by: float | None = None
         self._memory = memory_files("fornax")
         self._peers: PeerMemory | None = None
+        self._local: LocalCheckpoints | None = None
         self._beside_launch = False
         self._reports: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self._programs = os.memfd_create("fornax-programs") if self._memory else None
@@ -175,6 +184,9 @@ class Agent:
             host=own_address(message["towards"]),
             former=former,
         )
+        if message["local"] is not None and self._local is None:
+            directory = Path(message["local"]) / f"host-{self._place}"
+            self._local = LocalCheckpoints(directory, self._rank, self._reports.put)
         answers.append({"kind": "listening", "address": self._peers.address})
         self._beside_launch = is_loopback(message["towards"])
         return answers
@@ -229,6 +241,8 @@ class Agent:
             self._begin()
         if self._peers is not None:
             self._peers.look()
+            if self._local is not None:
+                self._local.look(self._peers.held())
         reports: list[dict[str, object]] = []
         if self._tells_ready and self._spare is not None and self._spare.connection.poll():
             self._tells_ready = False  # or it ended, which is no reason to wait for it
@@ -308,6 +322,9 @@ class Agent:
                         path_of(number)
                         for number in (self._peers.replicas() if self._peers is not None else ())
                     ),
+                    "FORNAX_LOCAL_CHECKPOINTS": ""
+                    if self._local is None
+                    else str(self._local.directory),
                     "FORNAX_MTBF": str(job.mtbf),
                     "FORNAX_PROGRAM_MEMORY": ""
                     if self._programs is None
@@ -347,9 +364,12 @@ class Agent:
                 os.close(key.fd)
 
     def close(self) -> None:
-        """End worker and spare, and remove the record and the memory."""
+        """End worker and spare, and remove the record and the memory; once the run is done, what
+        is on this host's disk too."""
         self.kill()
         self.wakes.close()
+        if self._local is not None:
+            self._local.close(remove=self._ended == 0)
         if self._peers is not None:
             self._peers.close()
         if self._spare is not None:

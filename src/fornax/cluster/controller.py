@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -51,6 +52,7 @@ _EVIDENCE_SECONDS = 0.3
 _COUNT_SECONDS = 1.0
 _SILENT_SECONDS = 3.0
 _USER_ERROR = 2
+_OF_SNAPSHOTS = ("listening", "holds", "fetched", "kept", "on_disk", "local_checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,9 @@ class Job:
     far apart as loses the least."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that every worker finds in its environment."""
+    local_checkpoints: str | None = None
+    """A directory of each host's own disk to which its agent copies snapshots from memory, for a
+    launch after this one; None: they are in memory only."""
     slow: SlowPolicy = "report"
     """What becomes of a worker that holds the others up: it is named in the events, or its host is
     replaced too, once."""
@@ -122,7 +127,9 @@ class Controller:
         self._state: State | None = None
         self._seen: dict[int, Observation] = {}
         self._ended: list[int] = []
-        self._places = SnapshotPlaces(launcher.credentials, kept)
+        local = job.local_checkpoints
+        local = None if local is None else str(Path(local) / files.run_id())
+        self._places = SnapshotPlaces(launcher.credentials, kept, local)
         self._departures = Departures(launcher, self._places)
         self._arrivals = Arrivals(launcher, self._places)
         self._signals: list[int] = []
@@ -540,10 +547,11 @@ class Controller:
 
     def _take(self, rank: int, message: Mapping[str, Any]) -> None:
         """What an agent says of its host's memory and of its worker."""
-        if message["kind"] in ("listening", "holds", "fetched", "kept"):
+        if message["kind"] in _OF_SNAPSHOTS:
             said = self._places.hear(rank, message)
             if said is not None and self._state is not None:
-                self._enter(self._state, said, **{message["kind"]: message["steps"]}, rank=rank)
+                fact = message["written" if "written" in message else "steps"]
+                self._enter(self._state, said, **{message["kind"]: fact}, rank=rank)
             return
         if message["kind"] == "memory":
             self._tell({**message, "rank": rank})

@@ -6,6 +6,7 @@ runs/<name>/events.jsonl            one line a change of state, by the controlle
             cluster/rank-R.goodput.jsonl  where the time of a rank but the first went
             cluster/rank-R.stacks   the stacks of a rank that hung
             cluster/hosts           how many hosts were asked for since, until the run looks
+            cluster/run-id          what tells its snapshots on hosts' disks from another run's
             cluster/relay           the rank that a drill asked a relay for, until the run looks
             cluster/snapshots/      what hosts give each other of a group of another size
             cluster/agents.log      what agents and coordination service printed
@@ -23,12 +24,14 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from fornax.config.errors import ClusterError, ConfigError
+from fornax.config.files import write_whole
 from fornax.config.jsonl import read_json_lines
 
 __all__ = ["CONTROLLER", "ClusterFiles", "Request", "RoleName"]
@@ -80,6 +83,13 @@ class ClusterFiles:
         except (IndexError, OSError):
             return None
         return said[-1] if CONTROLLER.encode() in words else None
+
+    def run_id(self) -> str:
+        """What tells this run from one that had this directory before it."""
+        path = self.directory / "run-id"
+        if not path.exists():
+            write_whole(path, secrets.token_hex(8), durable=True)
+        return path.read_text()
 
     def ask(self, what: Request, number: int) -> None:
         """Leave word for the controller: how many hosts the run is to have, or the rank whose

@@ -1,6 +1,7 @@
 """`launch`: a command as many ranks, in one run directory, to its end."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -133,6 +134,11 @@ def launch(
       ConfigError: when the directory cannot be written or is in use; see `open_engine`.
     """
     _check_engine(engine, address, private_network=private_network)
+    if job.local_checkpoints is not None and not hasattr(os, "memfd_create"):
+        raise ConfigError(
+            "--local-checkpoints has copies of snapshots in memory (memfd), which this system does "
+            "not have; leave it out"
+        )
     if engine == "local":
         open_engine(engine, job.hosts).close()  # what it refuses is refused before all else
     files = ClusterFiles(Path(run_dir).expanduser())

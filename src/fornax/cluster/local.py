@@ -189,5 +189,6 @@ class LocalLauncher:
                 environment=self.variables[rank] if self.variables else {},
             )
         run_dir = str(self.files.run_dir.absolute())
-        agent.send({"run_dir": run_dir, "rank": rank, "spare": self.spare, "imports": self.imports})
+        setup = {"run_dir": run_dir, "rank": rank, "place": rank}
+        agent.send({**setup, "spare": self.spare, "imports": self.imports})
         return agent

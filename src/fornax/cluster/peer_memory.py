@@ -105,6 +105,13 @@ class PeerMemory:
         with self._lock:
             return [file.descriptor for pair in self._replicas.values() for file in pair]
 
+    def held(self) -> dict[int, list[int]]:
+        """Descriptors of all that is in this host's memory, by the rank whose it is; of use to the
+        thread that calls `look` and `close`, which close some."""
+        with self._lock:
+            pairs = {self._rank: self._own, **self._replicas}
+            return {rank: [file.descriptor for file in pair] for rank, pair in pairs.items()}
+
     def fetch(self, holders: Sequence[str], leaving: Mapping[int, str] | None = None) -> None:
         """Begin to fetch snapshots.
 
@@ -311,7 +318,8 @@ def _give_one(connection: socket.socket, file: SnapshotFile, found: Snapshot, ra
     Raises:
       LinkError: when the connection ends, or the worker wrote another snapshot meanwhile.
     """
-    facts = {"at": found.at, "length": found.length, "crc": found.crc, "peer": found.peer}
+    names = ("at", "length", "crc", "peer", "to_disk")
+    facts = {name: getattr(found, name) for name in names}
     send(connection, Frame(kind=Kind.OFFER, rank=rank, round=found.step, facts=facts))
     if not _answer(connection):
         return
@@ -338,8 +346,9 @@ def _take(connection: socket.socket, files: Sequence[SnapshotFile], offer: Frame
       LinkError: when the connection ends before it is whole, or it is not what was offered.
       KeyError, TypeError, ValueError: for an offer that lacks something.
     """
-    at, length, crc, peer = (offer.facts[name] for name in ("at", "length", "crc", "peer"))
-    offered = Snapshot(step=offer.round, at=int(at), length=int(length), crc=int(crc), peer=peer)
+    at, length, crc = (int(offer.facts[name]) for name in ("at", "length", "crc"))
+    peer, to_disk = offer.facts["peer"], bool(offer.facts["to_disk"])
+    offered = Snapshot(step=offer.round, at=at, length=length, crc=crc, peer=peer, to_disk=to_disk)
     held = [file.found() for file in files]
     if any(each is not None and (each.step, each.crc) == (offered.step, crc) for each in held):
         send(connection, Frame(kind=Kind.ANSWER, facts={"wanted": False}))

@@ -289,7 +289,11 @@ class RayLauncher:
         return dict(zip(ranks, started, strict=True))
 
     def _started(self, ranks: Sequence[int], nodes: Sequence[Node]) -> list["RayAgent"]:
-        actors = [self._actor(rank, node) for rank, node in zip(ranks, nodes, strict=True)]
+        places = self._free_places(nodes)
+        actors = [
+            self._actor(rank, node, place)
+            for rank, node, place in zip(ranks, nodes, places, strict=True)
+        ]
         replies = [actor.pid.remote() for actor in actors]
         pids: list[int] = []
         try:
@@ -303,9 +307,18 @@ class RayLauncher:
             text = str(error).strip().splitlines()[0]
             raise ClusterError(f"Ray started no agent at {node.address}: {text:.300}") from error
         return [
-            RayAgent(self._ray, actor, pid, node)
-            for actor, pid, node in zip(actors, pids, nodes, strict=True)
+            RayAgent(self._ray, actor, pid, node, place)
+            for actor, pid, node, place in zip(actors, pids, nodes, places, strict=True)
         ]
+
+    def _free_places(self, nodes: Sequence[Node]) -> list[int]:
+        """For each agent that starts, a number that no other of its node has."""
+        used = {(agent.node, agent.place) for agent in self._agents if agent.alive}
+        found = []
+        for node in nodes:
+            found.append(next(n for n in itertools.count() if (node.id, n) not in used))
+            used.add((node.id, found[-1]))
+        return found
 
     def start_beside(self, job: BesideJob) -> RayBeside:
         """See `Launcher`; a sampler has a host for itself, with its accelerators."""
@@ -346,10 +359,11 @@ class RayLauncher:
             raise ClusterError(f"Ray has {len(free)} free hosts, and {count} more are needed")
         return free[-count:] if last else free[:count]
 
-    def _actor(self, rank: int, node: Node) -> Any:
+    def _actor(self, rank: int, node: Node, place: int) -> Any:
         setup = {
             "run_dir": str(self._files.run_dir.absolute()),
             "rank": rank,
+            "place": place,
             "spare": self._spare,
             "imports": self._imports,
             "environment": environment.of_computation(),
@@ -372,9 +386,9 @@ def _whole(node: Node) -> dict[str, Any]:
 class RayAgent:
     """An agent behind an actor: messages come out of a local pipe, which a thread fills."""
 
-    def __init__(self, ray: Any, actor: Any, pid: int, node: Node) -> None:
+    def __init__(self, ray: Any, actor: Any, pid: int, node: Node, place: int) -> None:
         """Follow an actor that runs."""
-        self.node = node.id
+        self.node, self.place = node.id, place
         self.alive = True
         self._ray = ray
         self._actor = actor

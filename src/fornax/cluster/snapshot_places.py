@@ -17,14 +17,16 @@ class SnapshotPlaces:
         self,
         credentials: Credentials,
         kept: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+        local: str | None = None,
     ) -> None:
         """Nothing is known but what the launch has.
 
         Args:
           credentials: what agents show each other.
           kept: by rank, what the agents of an earlier controller had: `KeptMemory.places`.
+          local: the directory of each host in which its agents copy snapshots to disk.
         """
-        self._credentials, self._kept = credentials, dict(kept)
+        self._credentials, self._kept, self._local = credentials, dict(kept), local
         self._addresses: dict[int, str] = {}
         self._before: dict[int, str] = {}
         self._holds: dict[int, list[int]] = {}
@@ -46,7 +48,12 @@ class SnapshotPlaces:
             for each, kept in self._kept.items()
             if each >= hosts and each % hosts == rank
         }
-        message = {"kind": "listen", "credentials": shown, "towards": towards}
+        message = {
+            "kind": "listen",
+            "credentials": shown,
+            "towards": towards,
+            "local": self._local,
+        }
         agent.send({**message, "kept": self._kept.get(rank), "former": rest})
 
     def hear(self, rank: int, message: Mapping[str, Any]) -> str | None:
@@ -58,6 +65,11 @@ class SnapshotPlaces:
         elif message["kind"] == "kept":
             steps = ", ".join(map(str, message["steps"]))
             return f"rank {rank} has its snapshots of steps {steps} from this machine's memory"
+        elif message["kind"] == "on_disk":
+            steps = ", ".join(map(str, message["steps"]))
+            return f"rank {rank} finds steps {steps} on its host's disk, in {message['directory']}"
+        elif message["kind"] == "local_checkpoints":
+            return f"rank {rank}'s {message['text']}"
         else:
             steps = ", ".join(map(str, message["steps"]))
             whose = "its" if message["of"] == rank else f"rank {message['of']}'s"

@@ -99,12 +99,17 @@ class Status:
     """Where the time went; None before the first process has a record of it."""
     samplers: tuple[SamplerStatus, ...] = ()
     """Of reinforcement learning, where there are any."""
+    restored: str = ""
+    """From which tier the latest group that was not at the run's beginning went on, and from which
+    step; in words."""
 
     def lines(self) -> Iterator[str]:
         """For a terminal."""
         age = time.time() - self.since
         epoch = f"epoch {self.epoch}, " if self.epoch else ""
         yield f"{self.run_dir}: {epoch}{self.state} for {age:.0f} s: {self.why}"
+        if self.restored:
+            yield self.restored
         if self.controller is not None:
             yield f"controller: process {self.controller}"
         if self.ranks:
@@ -155,7 +160,10 @@ def read_status(run_dir: str | Path) -> Status:
             ranks=(),
             goodput=goodput,
         )
-    events = [event for event in read_events(run_dir) if "state" in event]
+    said = read_events(run_dir)
+    events = [event for event in said if "state" in event]
+    restored = [e for e in said if "restored" in e]
+    from_where = f"epoch {restored[-1]['epoch']} {restored[-1]['why']}" if restored else ""
     latest = events[-1]
     if latest["state"] != "ended" and not files.is_held():
         return Status(
@@ -166,6 +174,7 @@ def read_status(run_dir: str | Path) -> Status:
             why="the launch was killed, and its processes with it; the same command goes on",
             ranks=(),
             goodput=goodput,
+            restored=from_where,
         )
     of_epoch = [e for e in events if e["epoch"] == latest["epoch"] and "slow" in e]
     slow = of_epoch[-1] if of_epoch else {"slow": None}
@@ -196,6 +205,7 @@ def read_status(run_dir: str | Path) -> Status:
         data_workers=tuple(_data_workers(files)),
         goodput=goodput,
         samplers=tuple(_samplers(files, states)),
+        restored=from_where,
     )
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "host_tokens",
     "launcher_variables",
     "limit_cpu_threads",
+    "local_checkpoints",
     "marked",
     "of_computation",
     "one_cpu_thread",
@@ -59,6 +60,8 @@ _DOCUMENTED = {
     "that outlives the process, for snapshots of its state.",
     "FORNAX_SNAPSHOT_REPLICAS": "Set by fornax launch: files, with colons between, of snapshots of "
     "other processes that this host holds.",
+    "FORNAX_LOCAL_CHECKPOINTS": "Set by fornax launch --local-checkpoints: the directory of this "
+    "host to which its agent copies snapshots.",
     "FORNAX_PROGRAM_MEMORY": "Set by fornax launch: a file of memory for compiled programs.",
     "FORNAX_DATA_WORKERS": "Set by fornax launch --data-workers: host:port of each, with commas "
     "between, or @ and a file with one a line.",
@@ -189,6 +192,12 @@ def snapshot_replicas() -> list[Path]:
     """The files in which `fornax launch` keeps snapshots of other processes on this host."""
     paths = os.environ.get("FORNAX_SNAPSHOT_REPLICAS", "")
     return [Path(each) for each in paths.split(":") if each]
+
+
+def local_checkpoints() -> Path | None:
+    """The directory of this host to which `fornax launch` copies snapshots; None: nowhere."""
+    path = os.environ.get("FORNAX_LOCAL_CHECKPOINTS", "")
+    return Path(path) if path else None
 
 
 def data_workers() -> str:

@@ -6,20 +6,25 @@ process writes its parts of the state into the older of them, so that one is alw
 the newer file is kept until the other host has it, so that there is a step that all can go on from
 when a host is lost with its memory.
 
-The interval between snapshots follows from what one costs and how often the run fails.
+The interval between snapshots follows from what one costs and how often the run fails. So does
+that between those which are marked, for agents to copy to the disks of their hosts: where nothing
+in memory is left, the run goes on from there.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import mmap
 import os
 import socket
+import time
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -29,16 +34,19 @@ from jax.sharding import Mesh
 from fornax.checkpoint.arrays import table
 from fornax.config.snapshot_file import FIRST, SnapshotFile
 from fornax.mesh import hosts
-from fornax.train.interval import Interval
+from fornax.train.interval import Interval, young
 from fornax.train.regroup import Held, complete_steps, gathered
 from fornax.train.snapshot import Snapshot, free_bytes, local_bytes
 from fornax.train.state import TrainState, as_tree
 
-__all__ = ["MemoryTier", "Remembered", "peer_of"]
+__all__ = ["MemoryTier", "Remembered", "Tier", "peer_of"]
+
+Tier = Literal["memory", "local disk"]
 
 _ALIGNMENT = 64
 _PATIENCE = 4
-"""Times that a snapshot is put off for the replica of the one before, a quarter interval each."""
+"""Times that a snapshot is put off for the replica of the one before, or for the copy of the one in
+whose place it goes, a quarter interval each."""
 
 
 def peer_of(process: int, mesh: Mesh) -> int | None:
@@ -60,7 +68,7 @@ def peer_of(process: int, mesh: Mesh) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Remembered:
-    """A snapshot of this process's parts, as it lies in memory."""
+    """A snapshot of this process's parts, as it lies in memory or on the host's disk."""
 
     step: int
     process: int
@@ -76,6 +84,7 @@ class Remembered:
     """The position in the data, of this host's virtual shards."""
     metadata: dict[str, Any]
     """What a checkpoint has there."""
+    tier: Tier = "memory"
 
 
 class MemoryTier:
@@ -90,6 +99,7 @@ class MemoryTier:
         *,
         replicas: Sequence[Path] = (),
         shared: Path | None = None,
+        disk: Path | None = None,
     ) -> None:
         """Open the memory.
 
@@ -101,9 +111,15 @@ class MemoryTier:
           replicas: files of other ranks' snapshots that this host holds, which are read only.
           shared: a directory of all hosts, to exchange snapshots of a group of another size; None:
             those are not looked at.
+          disk: the directory to which this host's agent copies snapshots that are marked; None: of
+            all hosts none does.
         """
         self._slots = [_Slot(path) for path in paths]
         self._interval = Interval(mtbf)
+        self._mtbf, self._disk = mtbf, disk
+        self._marked_at, self._copy_seconds = -math.inf, 0.0
+        self.passed_over: list[str] = []
+        """What is on the disk and of no use, and why; in words."""
         self._peer = peer
         self._put_off = 0
         self._config = hashlib.blake2b(config_yaml.encode(), digest_size=16).hexdigest()
@@ -127,9 +143,19 @@ class MemoryTier:
         )
         return own, both
 
-    def newest(self, abstract: TrainState) -> Mapping[int, Remembered]:
-        """The snapshots that every process has whole, of a state like `abstract`, by step; where
-        there are none, those of which all parts are held by some process."""
+    def newest(
+        self,
+        abstract: TrainState,
+        contradicts: Callable[[Mapping[str, Any]], bool] = lambda metadata: False,
+    ) -> Mapping[int, Remembered]:
+        """The snapshots that every process has whole in memory, of a state like `abstract`, by
+        step; where there are none, those of which all parts are held by some process, or a later
+        one that the hosts' disks have.
+
+        Args:
+          abstract: of the state.
+          contradicts: says of what a checkpoint has as metadata that it is not to be used.
+        """
         wanted = _json(table(as_tree(abstract)))
         same = [
             (slot, held)
@@ -144,22 +170,83 @@ class MemoryTier:
         }
         everywhere = [set(steps) for steps in hosts.gather(sorted(self._found))]
         common = set.intersection(*everywhere)
-        if common or self._shared is None:
+        self._regrouped = {}
+        if common:
             return {step: self._found[step][1] for step in sorted(common)}
-        for slot in _opened(self._replicas):
-            held = slot.read()
-            if held is not None and held.config == self._config and held.arrays == wanted:
-                same.append((slot, held))
-        return self._of_another_group(same)
+        found: Mapping[int, Remembered] = {}
+        if self._shared is not None:
+            for slot in _opened(self._replicas):
+                held = slot.read()
+                if held is not None and held.config == self._config and held.arrays == wanted:
+                    same.append((slot, held))
+            found = self._of_another_group(same)
+        if self._disk is None:
+            return found
+        there = [
+            each
+            for each in self._on_disk(self._disk)
+            if each[1].arrays == wanted and not contradicts(each[1].metadata)
+        ]
+        return self._newest_with(there, same, max(found, default=-1)) or found
+
+    def _on_disk(self, directory: Path) -> Iterator[tuple["_Slot", Remembered]]:
+        """The snapshots there, by their headers."""
+        for path in sorted(directory.glob("[0-9]*")):
+            for slot in _opened([path]):
+                held = slot.header()
+                if held is None:
+                    self.passed_over.append(f"{path} is damaged")
+                elif held.config != self._config:
+                    self.passed_over.append(f"{path} was made with another config")
+                else:
+                    yield slot, replace(held, tier="local disk")
+
+    def _newest_with(
+        self,
+        there: Sequence[tuple["_Slot", Remembered]],
+        same: Sequence[tuple["_Slot", Remembered]],
+        after: int,
+    ) -> Mapping[int, Remembered]:
+        """The newest step beyond `after` that the hosts have whole, by what is on their disks.
+
+        Only what is given is read: a process's own where all have that, else whatever they have.
+
+        Args:
+          there: on this host's disk, by their headers.
+          same: in its memory, whole.
+          after: a step that they have without.
+        """
+        own = (jax.process_index(), jax.process_count())
+        said = hosts.gather(sorted({held.step for _, held in there}))
+        for step in sorted({each for mine in said for each in mine if each > after}, reverse=True):
+            at = [each for each in there if each[1].step == step]
+            mine = [each for each in at if _group(each[1]) == own and self._is_whole(*each)]
+            if not hosts.most(int(not mine)):
+                self._found = {step: mine[0]}
+                return {step: mine[0][1]}
+            if self._shared is None:
+                continue
+            rest = [each for each in at if _group(each[1]) != own and self._is_whole(*each)]
+            in_memory = [each for each in same if each[1].step == step]
+            if found := self._of_another_group([*mine, *rest, *in_memory]):
+                return {each: replace(held, tier="local disk") for each, held in found.items()}
+        return {}
+
+    def _is_whole(self, slot: "_Slot", held: Remembered) -> bool:
+        if slot.is_whole(held):
+            return True
+        self.passed_over.append(f"{slot.path} is damaged")
+        return False
 
     def _of_another_group(
         self, held: Sequence[tuple["_Slot", Remembered]]
     ) -> Mapping[int, Remembered]:
         """The steps of which this host and the others hold all parts, each with what it gives."""
         by_name = {(each.step, each.processes, each.process): (slot, each) for slot, each in held}
-        self._regrouped = complete_steps([slot.held(each) for slot, each in by_name.values()])
+        complete = complete_steps([slot.held(each) for slot, each in by_name.values()])
+        self._regrouped |= complete
         found: dict[int, Remembered] = {}
-        for step, given in self._regrouped.items():
+        for step, given in complete.items():
             mine = [by_name[each.step, each.processes, each.process][1] for each in given]
             said = hosts.gather([each.metadata for each in mine])
             found[step] = Remembered(
@@ -194,6 +281,11 @@ class MemoryTier:
         for slot in self._slots:
             if slot.step > step:  # of what is not done again the same way
                 slot.erase()
+        self._found, self._regrouped = {}, {}  # what is open keeps the room of what is deleted
+        if self._disk is not None:
+            for slot in _opened(sorted(self._disk.glob("[0-9]*"))):
+                if slot.step > step:
+                    slot.path.unlink(missing_ok=True)
         self._interval.begin(step)
 
     def is_due(self, step: int) -> bool:
@@ -206,7 +298,8 @@ class MemoryTier:
         """Keep the state after `step`, in place of the older snapshot. All processes call it.
 
         Where the replica of the newer one is not whole yet, it is put off: in place of the older
-        one, a host that is lost would leave no step that all have.
+        one, a host that is lost would leave no step that all have. So it is where the older one is
+        being copied to disk.
         """
         if self._waits():
             self._interval.put_off(step, max(1, self._interval.steps // _PATIENCE))
@@ -216,8 +309,9 @@ class MemoryTier:
     def write_now(
         self, state: TrainState, step: int, data: Mapping[int, dict], metadata: Mapping[str, Any]
     ) -> None:
-        """As `write`, without regard to replicas."""
+        """As `write`, without regard to replicas and copies."""
         self._interval.start(step)  # all steps are done
+        to_disk = self._disk is not None and self._is_copy_due()
         tree = as_tree(state)
         slot = min(self._slots, key=lambda each: each.step)
         memory = slot.begin(_room(tree))
@@ -237,15 +331,30 @@ class MemoryTier:
             "data": sorted(data.items()),
             "metadata": dict(metadata),
         }
-        slot.finish(json.dumps(header).encode(), step, self._peer)
+        slot.finish(json.dumps(header).encode(), step, self._peer, to_disk=to_disk)
         self._interval.finish(step)
 
-    def _waits(self) -> bool:
-        """Whether a replica is missing, in any process, that may still come."""
-        if self._peer is None:
+    def _is_copy_due(self) -> bool:
+        """Whether hosts are to copy the next snapshot to their disks: so long after the last one as
+        loses the least, and not while one of them copies."""
+        now, copies = time.monotonic(), [slot.copy_seconds() for slot in self._slots]
+        self._copy_seconds = max((each for each in copies if each), default=self._copy_seconds)
+        age = min(now - self._marked_at, 1e9)
+        said = hosts.gather([None in copies, self._copy_seconds, age])
+        seconds = max(each for _, each, _ in said)
+        if any(busy for busy, *_ in said) or said[0][2] < young(seconds, self._mtbf):
             return False
-        newer = max(self._slots, key=lambda each: each.step)
-        missing = hosts.most(int(not newer.is_replicated()))
+        self._marked_at = now
+        return True
+
+    def _waits(self) -> bool:
+        """Whether a replica, or a copy of what would be overwritten, is missing in any process, and
+        may still come."""
+        if self._peer is None and self._disk is None:
+            return False
+        older, newer = sorted(self._slots, key=lambda each: each.step)
+        alone = self._peer is not None and not newer.is_replicated()
+        missing = hosts.most(int(alone or older.copy_seconds() is None))
         self._put_off = self._put_off + 1 if missing and self._put_off < _PATIENCE else 0
         return self._put_off > 0
 
@@ -254,10 +363,12 @@ class _Slot:
     """One of the files, mapped."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = SnapshotFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        weakref.finalize(self, os.close, self._file.descriptor)
         self._map: mmap.mmap | None = None
-        held = self.read()
-        self.step = -1 if held is None else held.step
+        found = self._file.found()
+        self.step = -1 if found is None else found.step
 
     def begin(self, size: int) -> "_Memory":
         """Make what is there not whole, and room for `size` bytes of parts."""
@@ -267,10 +378,10 @@ class _Slot:
             self._map = mmap.mmap(self._file.descriptor, size)
         return _Memory(self._map)
 
-    def finish(self, header: bytes, step: int, peer: int | None) -> None:
+    def finish(self, header: bytes, step: int, peer: int | None, *, to_disk: bool) -> None:
         """Write the header after the parts, then that all is whole."""
         assert self._map is not None
-        self._file.finish(header, len(self._map), step, peer)
+        self._file.finish(header, len(self._map), step, peer, to_disk=to_disk)
         self.step = step
 
     def erase(self) -> None:
@@ -283,17 +394,33 @@ class _Slot:
         found = self._file.found()
         return found is None or self._file.is_replicated(found)
 
+    def copy_seconds(self) -> float | None:
+        """What the copy of what is there to the host's disk took, 0.0 where there is none; None
+        while it is being made."""
+        found = self._file.found()
+        return 0.0 if found is None or not found.to_disk else self._file.copied(found)
+
     def read(self) -> Remembered | None:
         """What is there; None where it is not whole, by its marker or its checksums."""
+        held = self.header()
+        if held is not None and self.is_whole(held):
+            return held
+        self.step = -1
+        return None
+
+    def header(self) -> Remembered | None:
+        """What is there, by its marker and the checksum of its header."""
         found = self._file.found()
         header = None if found is None else self._file.header(found)
         if found is None or header is None:
             return None
-        held = Remembered(**json.loads(header))
         self._map = mmap.mmap(self._file.descriptor, found.at)
+        return Remembered(**json.loads(header))
+
+    def is_whole(self, held: Remembered) -> bool:
+        """Whether the parts that `header` found have their checksums."""
         parts = [part for each in held.parts for part in each.values()]
-        whole = all(crc32(_bytes(self.part(*part[:3]))) == part[3] for part in parts)
-        return held if whole else None
+        return all(crc32(_bytes(self.part(*part[:3]))) == part[3] for part in parts)
 
     def held(self, found: Remembered) -> Held:
         """What `read` found, for other processes."""
@@ -338,6 +465,11 @@ def _room(tree: object) -> int:
     """Bytes that the parts of `tree` take, each filled up to a multiple of the alignment."""
     counts = [len({str(s.index) for s in x.addressable_shards}) for x in jax.tree.leaves(tree)]
     return FIRST + local_bytes(tree) + sum(counts) * _ALIGNMENT
+
+
+def _group(held: Remembered) -> tuple[int, int]:
+    """Whose it is, and of how many."""
+    return held.process, held.processes
 
 
 def _json(value: object) -> Any:

@@ -140,11 +140,12 @@ def train(
         else:
             sync, begun = slice_.begin(programs, checkpointer, lambda outer: begin(outer=outer))
             stack.callback(sync.close)
+        _tell_source(begun, memory, directory)
         agree(begun.step, begun.state, begun.batches.state())
         guard = _guard(config, programs, checkpointer, directory, begun)
         if first:
             directory.save_config(dump_yaml(config))
-        _open_ledger(ledger, directory, programs, begun.step)
+        _open_ledger(ledger, directory, programs, begun)
         recorder = _recorder(config, task, directory, begun, ledger, shown, first=first)
         stack.callback(lambda: [sink.close() for sink in recorder.sinks])
         stack.callback(shown.close)
@@ -154,7 +155,7 @@ def train(
             shown.log(why)
         if begun.step:
             done = " and is done" if begun.step >= config.steps else ""
-            where = f", {begun.source}" if begun.source else ""
+            where = {"memory": ", in memory", "local disk": ", on local disk"}.get(begun.source, "")
             shown.log(f"the run stands at step {begun.step} of {config.steps}{where}{done}")
         shown.start(begun.step, config.steps, task.unit)
         loop = Loop(
@@ -198,7 +199,7 @@ def train(
     )
 
 
-def _open_ledger(ledger: Ledger, directory: RunDirectory, programs: Programs, step: int) -> None:
+def _open_ledger(ledger: Ledger, directory: RunDirectory, programs: Programs, begun: Start) -> None:
     """Write where the time goes: of the first process for the run, of others beside their record
     where a launcher keeps one."""
     path, record = directory.goodput, environment.worker_record()
@@ -208,7 +209,8 @@ def _open_ledger(ledger: Ledger, directory: RunDirectory, programs: Programs, st
         path = record.with_suffix(".goodput.jsonl")
     count = jax.process_count()
     state = local_bytes(as_tree(programs.abstract)) * count
-    ledger.open(path, step, {"hosts": count, "state_bytes": state})
+    facts = {"hosts": count, "state_bytes": state, "restored": begun.source}
+    ledger.open(path, begun.step, facts)
 
 
 @contextmanager
@@ -290,7 +292,11 @@ def _memory(
         return None
     own, both = MemoryTier.room(programs.abstract)
     if not own:
-        shown.log("no snapshots in memory: two of them would take more than half of what is free")
+        shown.log(
+            "no snapshots in memory"
+            + (", nor copies of them on local disks" if environment.local_checkpoints() else "")
+            + ": two of them would take more than half of what is free"
+        )
         return None
     peer = peer_of(jax.process_index(), programs.parts.mesh)
     if peer is not None and not both:
@@ -306,7 +312,22 @@ def _memory(
         peer,
         replicas=environment.snapshot_replicas(),
         shared=directory.snapshots,
+        disk=environment.local_checkpoints(),
     )
+
+
+def _tell_source(begun: Start, memory: MemoryTier | None, directory: RunDirectory) -> None:
+    """Note in the events of a launch from which tier it goes on, and what is passed over."""
+    rank, events = jax.process_index(), []
+    for each in () if memory is None else memory.passed_over:
+        events.append({"why": f"rank {rank}: {each}, and is not used", "rank": rank})
+    if begun.source and not rank:
+        why = f"goes on after step {begun.step}, from {begun.source}"
+        events.append({"why": why, "restored": begun.source, "step": begun.step})
+    if worker_record.current() is not None:
+        for event in events:
+            with suppress(OSError):  # a line less
+                append_json_line(directory.events, {"epoch": environment.epoch(), **event})
 
 
 def _disk_interval(config: TrainerConfig) -> Interval | None:

@@ -182,7 +182,7 @@ class Start:
     """The position of the stream at its beginning, of this host's virtual shards; empty where no
     rewind may need it."""
     source: str = ""
-    """Where it comes from, in words: "in memory" or nothing."""
+    """Where it comes from: `memory`, `local disk` or `checkpoint`; nothing where a run begins."""
 
 
 def prepare(
@@ -311,7 +311,7 @@ def start(
     outer: OuterState | None = None,
 ) -> Start:
     """The state, the data position and the counts to begin with: of the newest snapshot in memory
-    that all processes have, or of a checkpoint that is newer, else fresh.
+    or on their hosts' disks that all processes have, or of a checkpoint that is newer, else fresh.
 
     The stream passes over the batches of `skip` (None: of an empty list), to which those of the
     checkpoint are added. `outer` is what the state of the outer optimizer looks like, where a
@@ -378,12 +378,13 @@ def from_checkpoint(
         batches=batches,
         window=metadata.get("spikes", {}),
         outer=found,
+        source="checkpoint",
     )
 
 
 def _remembered(memory: MemoryTier, programs: Programs, skip: SkipList) -> Remembered | None:
     """The newest snapshot that was not trained on a batch of the skip list."""
-    found = memory.newest(programs.abstract).values()
+    found = memory.newest(programs.abstract, skip.contradicts).values()
     return max(
         (each for each in found if not skip.contradicts(each.metadata)),
         key=lambda each: each.step,
@@ -404,7 +405,7 @@ def _from_memory(
         batches=batches,
         window=metadata.get("spikes", {}),
         saved=False,
-        source="in memory",
+        source=held.tier,
     )
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,46 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(
         assert f"the run is at step {steps[-1]} of 100000, and that is not saved" in output
         assert run.faults() == [("failed", 0)] or run.faults() == [("failed", 1)]
         assert "not saved" in next(e for e in run.events() if "last_line" in e)["last_line"]
+
+
+@pytest.mark.exhaustive
+def test_a_full_local_disk_costs_copies_and_nothing_else(launch: Any, run_dir: Path | None):
+    """Each host says once that it is full, and once that copies go on."""
+    if run_dir is None:
+        return
+    flags = ("--local-checkpoints", str(run_dir / "local"), "--mtbf", "0.01s")
+    run = launch(flags=flags, save_every=None, steps=100_000)
+
+    def said(rank: int) -> list[bool]:
+        events = [e for e in run.events() if "local_checkpoints" in e and e["rank"] == rank]
+        return [e["local_checkpoints"] for e in events]
+
+    step, filler = 10, run_dir / "filler"
+    run.wait_for_step(1, step)
+    for rank in (0, 1):
+        while not list(run_dir.glob(f"local/*/host-{rank}/{rank}-*")):
+            run.wait_for_step(1, step := step + 1)
+    full = 0
+    while full < 3:  # what a copy that had begun gives back is filled too
+        fill(filler, leave=100_000)
+        run.wait_for_step(1, step := step + 10)
+        full = full + 1 if all(said(rank)[-1:] == [False] for rank in (0, 1)) else 0
+        assert step < 2000, run.events()
+    before = {path.name for path in run_dir.glob("local/*/*/*")}
+    run.wait_for_step(1, step := step + 20)
+    assert {path.name for path in run_dir.glob("local/*/*/*")} == before
+    filler.unlink()
+    while not all(said(rank)[-1:] == [True] for rank in (0, 1)):
+        run.wait_for_step(1, step := step + 1)
+    run.wait_for_step(1, step := step + 20)
+    assert {path.name for path in run_dir.glob("local/*/*/*")} != before
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.finish()
+    assert code == 130, output
+    assert not run.faults()
+    for rank in (0, 1):
+        assert all(a != b for a, b in pairwise([True, *said(rank)]))
+    assert "have no room or fail: it has less than" in output
+    steps = [step for step, *_ in run.exact()]
+    assert steps == list(range(1, len(steps) + 1)), output
+    assert not run.descendants()

@@ -124,6 +124,19 @@ def test_what_cannot_be_launched_or_drilled_is_refused(tmp_path: Path):
         (["launch", "drill", str(tmp_path), "--kill", "0"], "has no running worker of rank 0"),
         (["launch", "resize", str(tmp_path), "--hosts", "2"], "nothing was launched there"),
         (["launch", "resize", str(tmp_path)], "say how many hosts are to train"),
+        (
+            ["launch", "--local-checkpoints", "/dev/null/x", "--", "train", "--run-dir", "r"],
+            "--local-checkpoints /dev/null/x cannot be written (Not a directory)",
+        ),
+        (
+            ["launch", "--slices", "2", "--local-checkpoints", str(tmp_path), "--", "train"],
+            "slices do not make",
+        ),
+        (
+            ["launch", "--replicas", "2", "--local-checkpoints", "d", "--", "serve", "D"],
+            "are for training commands",
+        ),
+        (["train", "--local-checkpoints", "d"], "local-checkpoints"),
         (["launch", "--private-network", "--", "train", "--run-dir", "r"], "add --engine ray"),
         (
             ["launch", "--replicas", "2", "--engine", "ray", "--slow", "evict", "--", "serve", "D"],

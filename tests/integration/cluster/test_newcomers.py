@@ -32,7 +32,8 @@ class Launcher(LocalLauncher):
         with self.files.services.open("ab") as log:
             changed = {"PYTHONPATH": other}
             agent = WorkerProcess("fornax.cluster.agent:run", log=log, environment=changed)
-        agent.send({"run_dir": str(run_dir), "rank": rank, "spare": False, "imports": []})
+        setup = {"run_dir": str(run_dir), "rank": rank, "place": rank}
+        agent.send({**setup, "spare": False, "imports": []})
         return agent
 
 class Engine(LocalEngine):

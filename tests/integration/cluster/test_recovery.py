@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from fornax.checkpoint import Checkpointer
 from fornax.checkpoint.records import read_records, record_path
 from fornax.cluster import drill, read_status, storm
 from fornax.cluster.storm import STORM
+from fornax.config.snapshot_file import FIRST
 
 LARGER: dict[str, Any] = {"batch_size": 24, "seq_len": 128}
 SAVED_EACH_STEP = ("--mtbf", "0.01s")
@@ -284,6 +286,84 @@ def test_when_a_host_and_its_replica_are_lost_the_newest_checkpoint_is_taken(
     assert started[1] in (6, 11), output
     assert "in memory" not in output
     assert not run.descendants()
+
+
+def on_disk(directory: Path, host: int, rank: int) -> set[int]:
+    """The steps of a rank's snapshots on a host's disk."""
+    return {int(path.name.partition("-")[2]) for path in directory.glob(f"*/host-{host}/{rank}-*")}
+
+
+def complete(directory: Path) -> set[int]:
+    """The steps of which each rank's snapshot is on some host's disk."""
+    return set.intersection(
+        *({step for host in (0, 1) for step in on_disk(directory, host, rank)} for rank in (0, 1))
+    )
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "nothing",
+        pytest.param("a disk", marks=pytest.mark.exhaustive),
+        pytest.param("all disks", marks=pytest.mark.exhaustive),
+        pytest.param("a bit", marks=pytest.mark.exhaustive),
+        pytest.param("the run directory", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_launch_that_is_killed_goes_on_from_the_disks_of_its_hosts(
+    launch: Any, undisturbed: list[tuple], tmp_path: Path, lost: str
+):
+    """All processes at once, and with them all memory; on disk are later steps than in the newest
+    checkpoint, of which each host has the other's too."""
+    disk = tmp_path / "disk"
+    flags = ("--no-spares", "--local-checkpoints", str(disk), *SAVED_EACH_STEP)
+    run = launch(flags=flags, save_every=10)
+    run.wait_for_step(1, 3)
+    started = run.descendants()
+    places = [(host, rank) for host in (0, 1) for rank in (0, 1)]
+    deadline = time.monotonic() + 120
+    while max(set.intersection(*(found := [on_disk(disk, *at) for at in places])), default=0) < 12:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.005)
+    for pid in started:
+        os.kill(pid, signal.SIGKILL)
+    run.process.wait()
+    saved = Checkpointer(run.run_dir / "checkpoints").all_steps()[-1]
+    (own,) = disk.iterdir()
+    newest = max(complete(disk))
+    assert newest > saved
+    damaged = []
+    if lost == "a disk":
+        shutil.rmtree(own / "host-1")
+    elif lost == "all disks":
+        shutil.rmtree(disk)
+    elif lost == "a bit":
+        for path in own.glob(f"host-*/1-{newest}"):
+            whole = bytearray(path.read_bytes())
+            whole[FIRST + 70_000] ^= 1
+            path.write_bytes(whole)
+            damaged.append(path)
+    elif lost == "the run directory":
+        shutil.rmtree(run.run_dir)
+        saved = 0
+    left = complete(disk) - ({newest} if damaged else set()) if saved else set()
+    expected, tier = max((step, "local disk") for step in left) if left else (saved, "checkpoint")
+    assert (tier == "local disk") == (lost in ("nothing", "a disk", "a bit"))
+    again = launch(flags=flags, save_every=10)
+    code, output = again.finish()
+    assert code == 0, output
+    assert again.exact() == undisturbed
+    restored = [(e["step"], e["restored"]) for e in again.events() if "restored" in e]
+    assert restored == ([(expected, tier)] if expected else []), output
+    named = [e["why"] for e in again.events() if " is damaged, and is not used" in e.get("why", "")]
+    assert {str(path) for path in damaged} <= {each.split()[2] for each in named}
+    if lost == "nothing":
+        assert f"the run stands at step {expected} of 24, on local disk" in output
+        said = f"goes on after step {expected}, from local disk"
+        assert said in read_status(again.run_dir).restored
+        assert {e["rank"] for e in again.events() if expected in e.get("on_disk", [])} == {0, 1}
+        assert not list(disk.iterdir())  # of a run that is done nobody needs them
+    assert not again.descendants()
 
 
 def test_a_death_while_saving_and_that_of_the_coordination_service(

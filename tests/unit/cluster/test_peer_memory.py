@@ -199,7 +199,7 @@ def test_a_replica_that_was_cut_short_or_damaged_is_not_used(hosts: Any):
         with socket.create_connection((name, int(port))) as agent:
             agent.settimeout(SECONDS)
             send(agent, Frame(kind=Kind.JOIN, facts={"token": "secret"}))
-            facts = {"at": FIRST + 4, "length": 2, "crc": 7, "peer": 1}
+            facts = {"at": FIRST + 4, "length": 2, "crc": 7, "peer": 1, "to_disk": True}
             send(agent, Frame(kind=Kind.OFFER, rank=0, round=9, facts=facts))
             assert receive(agent).facts["wanted"]
             if damage:  # whole, and not what was offered

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fornax.config.snapshot_file import SnapshotFile
+from fornax.config.snapshot_file import FIRST, SnapshotFile
 from fornax.train.memory_tier import MemoryTier, peer_of
 from fornax.train.state import TrainState
 
@@ -89,9 +89,9 @@ def test_what_is_not_whole_or_of_another_run_is_passed_over(paths: list[Path]):
         TrainState(**{**vars(other), "params": {"w": wider}})  # a model of another width
     )
     with paths[1].open("r+b") as file:  # one bit of the second array
-        file.seek(64 + 64 + 5)
+        file.seek(FIRST + 64 + 5)
         byte = file.read(1)[0]
-        file.seek(64 + 64 + 5)
+        file.seek(FIRST + 64 + 5)
         file.write(bytes([byte ^ 4]))
     assert list(tier(paths).newest(abstract())) == [3]
     with paths[0].open("r+b") as file:  # killed while it wrote: the marker comes last
@@ -147,6 +147,95 @@ def test_a_run_that_goes_on_from_an_earlier_step_forgets_the_later_ones(paths: l
     memory.write(state(8), 8, {}, METADATA)
     memory.begin(3)
     assert list(tier(paths).newest(abstract())) == [3]
+
+
+def copied(paths: list[Path], directory: Path, seconds: float = 1.0) -> list[int]:
+    """As an agent does: the steps of the marked snapshots, of which there are files now."""
+    found = []
+    for path in paths:
+        with path.open("r+b") as memory:
+            file = SnapshotFile(memory.fileno())
+            each = file.found()
+            if each is not None and each.to_disk and file.copied(each) is None:
+                directory.mkdir(exist_ok=True)
+                (directory / f"0-{each.step}").write_bytes(path.read_bytes())
+                file.set_copied(each, seconds)
+                found.append(each.step)
+    return found
+
+
+def forget(paths: list[Path]) -> None:
+    """As when the agent is gone with its memory."""
+    for path in paths:
+        with path.open("r+b") as file:
+            SnapshotFile(file.fileno()).erase()
+
+
+def test_where_memory_is_lost_the_newest_on_disk_that_is_whole_comes_back(
+    paths: list[Path], tmp_path: Path
+):
+    disk = tmp_path / "disk"
+
+    def on_disk(config: str = "steps: 9") -> MemoryTier:
+        return MemoryTier(paths, 0.0, config, disk=disk)
+
+    first = on_disk()
+    for step in (3, 5, 8):
+        first.write(state(step), step, {0: {"at": step}}, METADATA)
+        assert copied(paths, disk) == [step]
+    assert {found.tier for found in on_disk().newest(abstract()).values()} == {"memory"}
+    forget(paths)
+    second = on_disk()
+    found = second.newest(abstract())
+    assert [(step, each.tier) for step, each in found.items()] == [(8, "local disk")]
+    assert found[8].metadata == METADATA
+    assert dict(found[8].data) == {0: {"at": 8}}
+    jax.tree.map(np.testing.assert_array_equal, second.restore(8, abstract()), state(8))
+    assert not second.passed_over
+    assert list(on_disk().newest(abstract(), lambda metadata: metadata["total"] > 0)) == []
+    another = on_disk("steps: 10")
+    assert not another.newest(abstract())
+    assert another.passed_over == [f"{disk}/0-{n} was made with another config" for n in (3, 5, 8)]
+    for step, where in ((8, FIRST + 64 + 5), (5, -3)):  # of an array, and of the header
+        whole = bytearray((disk / f"0-{step}").read_bytes())
+        whole[where] ^= 4
+        (disk / f"0-{step}").write_bytes(whole)
+    third = on_disk()
+    assert list(third.newest(abstract())) == [3]
+    assert third.passed_over == [f"{disk}/0-{step} is damaged" for step in (5, 8)]
+    third.begin(3)  # what comes after is not done again the same way
+    assert [each.name for each in disk.iterdir()] == ["0-3"]
+
+
+def test_copies_are_as_far_apart_as_they_cost_and_never_two_at_a_time(
+    paths: list[Path], tmp_path: Path
+):
+    memory = MemoryTier(paths, 50.0, "", disk=tmp_path)
+    memory.write_now(state(1), 1, {}, METADATA)
+    memory.write_now(state(2), 2, {}, METADATA)
+    memory.begin(2)
+    for step in (3, 4, 5, 6):
+        memory.write(state(step), step, {}, METADATA)  # in place of the one that is being copied
+        assert copied([], tmp_path) == []
+        assert steps_in(paths) == {1, 2}
+    assert copied(paths, tmp_path, seconds=1e-4) == [1]
+    memory.write(state(7), 7, {}, METADATA)  # 0.1 s after the last: sqrt(2 x 0.0001 s x 50 s)
+    assert copied(paths, tmp_path) == []
+    time.sleep(0.11)
+    memory.write(state(8), 8, {}, METADATA)
+    assert copied(paths, tmp_path, seconds=1e4) == [8]
+    time.sleep(0.11)
+    memory.write(state(9), 9, {}, METADATA)
+    assert copied(paths, tmp_path) == []
+
+
+def steps_in(paths: list[Path]) -> set[int]:
+    found = set()
+    for path in paths:
+        with path.open("rb") as file:
+            if (each := SnapshotFile(file.fileno()).found()) is not None:
+                found.add(each.step)
+    return found
 
 
 class _Device:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -59,6 +60,8 @@ class Arguments:
     """A process hangs after so long without a sign of life; at least five median steps."""
     mtbf: Annotated[str | None, arg(metavar="TIME", help_behavior_hint="(default: 24h)")] = None
     """Between failures of a host: how often to snapshot."""
+    local_checkpoints: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """On each host's own disk: copies of snapshots, for the next launch."""
     slow: Annotated[
         Literal["report", "evict"] | None,
         arg(metavar="report|evict", help_behavior_hint="(default: report)"),
@@ -107,6 +110,7 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
         words=tuple(words),
         limits=limits,
         mtbf=parse_time("mtbf", arguments.mtbf or "24h"),
+        local_checkpoints=_local_checkpoints(arguments),
         slow=arguments.slow or "report",
     )
     bar = None
@@ -126,6 +130,23 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
         sampler_program="fornax.cli.sampler:serve",
         data_workers=arguments.data_workers or 0,
     )
+
+
+def _local_checkpoints(arguments: Arguments) -> str | None:
+    """The directory as all hosts name it; one of this machine's is made."""
+    if arguments.local_checkpoints is None:
+        return None
+    path = arguments.local_checkpoints.expanduser().absolute()
+    if arguments.engine == "local":
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as error:
+            raise ConfigError(
+                f"--local-checkpoints {path} cannot be written ({error.strerror or error}); name "
+                "a directory on this machine's disk that can, or leave it out"
+            ) from error
+    return str(path)
 
 
 def _check_data_workers(count: int, words: Sequence[str]) -> None:
@@ -153,12 +174,12 @@ def _replicas(arguments: Arguments, words: Sequence[str]) -> int:
     of_training = (
         *(arguments.slices, arguments.mtbf, arguments.slow, arguments.samplers),
         arguments.no_spares or None,
-        arguments.data_workers,
+        *(arguments.data_workers, arguments.local_checkpoints),
     )
     if any(given is not None for given in of_training):
         raise ConfigError(
-            "--slices, --samplers, --data-workers, --mtbf, --slow and --no-spares are "
-            "for training commands; leave them out for serve and host"
+            "--slices, --samplers, --data-workers, --mtbf, --slow, --local-checkpoints and "
+            "--no-spares are for training commands; leave them out for serve and host"
         )
     if arguments.engine == "local" and (arguments.address or arguments.private_network):
         raise ConfigError(
@@ -202,6 +223,11 @@ def _slices(count: int, arguments: Arguments, words: Sequence[str], run_dir: Pat
         raise ConfigError(f"--slices {count} must be 1 or more")
     if arguments.engine != "local" or arguments.address or arguments.private_network:
         raise ConfigError("--slices works with processes of this machine; leave --engine out")
+    if arguments.local_checkpoints is not None:
+        raise ConfigError(
+            "--local-checkpoints has copies of snapshots in memory, which slices do not make: one "
+            "that is lost goes on from another's state; leave it out"
+        )
     if arguments.samplers is not None or words[:1] == ["tune"]:
         raise ConfigError("--slices is for train: tune has no slices; leave it out")
     return launch_slices(
