@@ -11,7 +11,14 @@ from fornax.config.errors import ConfigError, EngineError
 from fornax.kernels import TPU_LANES, paged_table_fits
 from fornax.llm.config import EngineConfig
 from fornax.llm.devices import DeviceSpec
-from fornax.models import CacheHeads, DecoderConfig, cache_windows, page_bytes
+from fornax.models import (
+    CacheHeads,
+    DecoderConfig,
+    cache_windows,
+    keeps_states,
+    page_bytes,
+    takes,
+)
 
 __all__ = [
     "Limits",
@@ -45,11 +52,22 @@ class Limits:
     """Pages of each group of a draft model's cache, page 0 included; 0 without one."""
     draft_heads: tuple[CacheHeads, ...] | None = None
     """The heads that these hold."""
+    state_versions: int = 0
+    """States of a row, so that proposed tokens can be taken back; 0 where no layer keeps any."""
+    state_checkpoints: int = 0
+    """States kept for prefix reuse."""
+    draft_state_versions: int = 0
+    """States of a row of the draft model."""
 
     @property
     def table_width(self) -> int:
         """Pages of the longest sequence."""
         return math.ceil(self.max_model_len / self.page_size)
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of layers' states, those of rows and those kept for prefix reuse."""
+        return self.max_num_seqs * self.state_versions + self.state_checkpoints
 
     def page_bytes(self, model: DecoderConfig) -> tuple[int, ...]:
         """Bytes of a page of each group of `model`, on all devices together."""
@@ -163,6 +181,8 @@ def draft_limits(limits: Limits, draft: DecoderConfig) -> Limits:
         limits,
         num_pages=(limits.draft_pages,) * len(cache_windows(draft)),
         cache_heads=limits.draft_heads,
+        state_versions=limits.draft_state_versions,
+        state_checkpoints=0,
     )
 
 
@@ -195,6 +215,7 @@ def limits_without_cache(
             f"block_size={page_size} does not divide the model's chunks of "
             f"{model.attention_chunk} positions; use one that does"
         )
+    versions = 1 + config.num_drafts
     return Limits(
         max_model_len=length,
         max_num_seqs=seqs,
@@ -204,7 +225,24 @@ def limits_without_cache(
         cache_dtype=_cache_dtype(config, weights_dtype),
         cache_heads=cache_heads(model, target.platform, size),
         draft_heads=None if draft is None else cache_heads(draft, target.platform, size),
+        state_versions=versions if keeps_states(model) else 0,
+        state_checkpoints=_state_checkpoints(config, model, seqs),
+        draft_state_versions=versions if draft is not None and keeps_states(draft) else 0,
     )
+
+
+def _state_checkpoints(config: EngineConfig, model: DecoderConfig, seqs: int) -> int:
+    given = config.num_state_checkpoints
+    if not keeps_states(model):
+        if given is not None:
+            raise ConfigError(
+                f"num_state_checkpoints={given} is for models with linear layers, and this one has "
+                "none: it reuses pages alone; leave it out"
+            )
+        return 0
+    if not config.enable_prefix_caching or not takes(model, "prefix reuse"):
+        return 0
+    return given or 2 * seqs
 
 
 def _page_size(platform: str, seqs: int, length: int) -> int:

@@ -84,7 +84,10 @@ class Sizes:
         return cls(
             steps,
             powers_of_four(samples) if coarse else powers_of_two(samples),
-            {n: StepLayout(n, min(n, rows), _changes(n, limits), groups) for n in steps},
+            {
+                n: StepLayout(n, min(n, rows), _changes(n, limits), groups, limits.state_versions)
+                for n in steps
+            },
         )
 
 
@@ -103,7 +106,7 @@ class Arrays:
     kv: tuple[Shape, ...]
     """The cache's pages, an array for each group."""
     states: DeltaState | None
-    """The states of linear layers, a slot for each row; None where there are none."""
+    """The states of linear layers, in slots; None where there are none."""
     tables: tuple[Shape, ...]
     """The page table of each group: int32 [R, W]."""
     hidden: Shape
@@ -132,7 +135,7 @@ def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes, places: int 
         heads=limits.cache_heads,
     )
     rows = limits.max_num_seqs
-    states = describe_states(model, rows, where.compute_dtype, where.mesh)
+    states = describe_states(model, limits.num_state_slots, where.compute_dtype, where.mesh)
     sampler = jax.eval_shape(lambda: init_sampler_state(rows, model.vocab_size))
     proposals = None
     if places:

@@ -36,7 +36,13 @@ from fornax.models.rope_config import (
 from fornax.models.routing import Routing, router_losses
 from fornax.models.save import save_pretrained
 from fornax.models.stack import stack_layers
-from fornax.models.state_slots import StateSlots, copy_states, describe_states, init_states
+from fornax.models.state_slots import (
+    StateSlots,
+    copy_states,
+    describe_states,
+    init_states,
+    keeps_states,
+)
 
 __all__ = [
     "MODEL_USES",
@@ -84,6 +90,7 @@ __all__ = [
     "init_cache",
     "init_pages",
     "init_states",
+    "keeps_states",
     "layers_outside",
     "load_pretrained",
     "logits_logprobs",

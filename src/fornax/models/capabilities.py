@@ -76,13 +76,7 @@ _PARTS = (
     _Part(
         "linear attention (gated DeltaNet)",
         lambda config: config.gated_delta is not None,
-        {
-            "prefix reuse": "leave enable_prefix_caching off",
-            "speculation": "leave out speculative_config: a state cannot be rolled back",
-        }
-        | _ONLY_FORNAX
-        | _NOT_PLANNED
-        | _WHOLE_ROWS,
+        _ONLY_FORNAX | _NOT_PLANNED | _WHOLE_ROWS,
     ),
     _Part(
         "heads of their own in full layers",
