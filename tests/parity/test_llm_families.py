@@ -253,9 +253,11 @@ def test_states_are_taken_back_with_proposed_tokens(name: str, tmp_path: Path) -
     prompts = [rng.integers(3, 97, length).tolist() * 2 for length in (4, 12, 7, 15, 9)]
     theirs = [greedy_tokens(oracle, prompt, NEW) for prompt in prompts]
     assert tokens_of(llm.generate(prompts, GREEDY)) == theirs
-    again = llm.generate([prompts[-1], prompts[-1] + theirs[-1]], GREEDY)
-    assert tokens_of(again) == [theirs[-1], greedy_tokens(oracle, prompts[-1] + theirs[-1], NEW)]
-    assert again[0].num_cached_tokens > 0
+    longer = prompts[-1] + theirs[-1]
+    expected = [theirs[-1], greedy_tokens(oracle, longer, NEW)]
+    outputs = [llm.generate([prompt], GREEDY)[0] for prompt in (prompts[-1], longer)]
+    assert tokens_of(outputs) == expected
+    assert outputs[1].num_cached_tokens > len(prompts[-1]), "no state of its output was kept"
     assert 0 < figures.accepted < figures.drafted
     assert figures.preemptions > 0
     assert not figures.compiled

@@ -142,8 +142,8 @@ class BlockManager:
 
     @property
     def usage(self) -> float:
-        """Share of the pages that sequences hold, 0 to 1, of the fullest group."""
-        return max(pool.used / (pool.num_pages - 1) for pool in self.pools)
+        """Share of the pages that sequences hold, 0 to 1, of the fullest group; 0 without one."""
+        return max((pool.used / (pool.num_pages - 1) for pool in self.pools), default=0.0)
 
     def shortage(self, num_tokens: int) -> str | None:
         """Say why a sequence of `num_tokens` could not run even alone; None if it can."""
@@ -227,9 +227,10 @@ class BlockManager:
     def room(self, sequence: Sequence, plan: SchedulerOutput) -> int:
         """Tokens after `num_computed` that pages can be had for now."""
         self._trim(sequence, sequence.num_computed, plan)
+        groups = zip(self.pools, sequence.pages, strict=True)
         pages = min(
-            len(pages) + pool.available
-            for pool, pages in zip(self.pools, sequence.pages, strict=True)
+            (len(pages) + pool.available for pool, pages in groups),
+            default=self._pages_of(sequence.length),
         )
         return pages * self.page_size - sequence.num_computed
 

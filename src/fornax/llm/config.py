@@ -91,7 +91,7 @@ class EngineConfig:
     states kept there."""
     num_state_checkpoints: int | None = None
     """Of models with linear layers: states kept for equal beginnings; None: twice as many as
-    sequences that run at once."""
+    sequences that run at once, in a tenth of a device's memory at most."""
 
     tensor_parallel_size: int = 1
     """Devices that each layer is divided over."""

@@ -280,8 +280,8 @@ def make_programs(
 
     Returns:
       By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group), of models with
-      linear layers ("copy states",), ("change tables",), ("pool",), ("score",); of a draft model
-      ("propose", M) for ("sample", M).
+      linear layers ("copy states",), of those with pages ("change tables",), ("pool",),
+      ("score",); of a draft model ("propose", M) for ("sample", M).
     """
     vocab = weights.config.vocab_size
     weights = replace(weights, state=nnx.State({}))
@@ -320,8 +320,9 @@ def make_programs(
     if states is not None:
         args = (states, ints((2, COPIES)))
         found["copy states",] = Program(weights, copy_states, args, (0,), state_places)
-    changes = (ints((3, CHANGES)),) * len(tables)
-    found["change tables",] = Program(weights, change_tables, (tables, changes), (0,))
+    if tables:
+        changes = (ints((3, CHANGES)),) * len(tables)
+        found["change tables",] = Program(weights, change_tables, (tables, changes), (0,))
     found["pool",] = Program(weights, _pool_rows, (hidden, ints((POOLED,))))
     args = (leaves, hidden, ints((2, SCORED)))
     found["score",] = Program(weights, functions.score_rows, args)

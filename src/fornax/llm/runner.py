@@ -277,7 +277,7 @@ class Runner:
             np.array([(*place, page) for place, page in each.items()], np.int32).reshape(-1, 3).T
             for each in found
         ]
-        longest = max(change_3U.shape[1] for change_3U in changes)
+        longest = max((change_3U.shape[1] for change_3U in changes), default=0)
         for first in range(most, longest, CHANGES):
             vectors = [np.full((3, CHANGES), NO_ROW, np.int32) for _ in changes]
             for vector, change_3U in zip(vectors, changes, strict=True):

@@ -42,6 +42,7 @@ from fornax.models.state_slots import (
     describe_states,
     init_states,
     keeps_states,
+    state_bytes,
 )
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
     "router_losses",
     "save_pretrained",
     "stack_layers",
+    "state_bytes",
     "stream",
     "takes",
     "token_logprobs",

@@ -69,9 +69,7 @@ _PARTS = (
     _Part(
         "linear attention in every layer",
         lambda config: all(kind.attention == "gated_delta" for kind in config.layer_kinds()),
-        dict.fromkeys(_ENGINE_USES, "complete prompts with `fornax generate`")
-        | _NOT_PLANNED
-        | _WHOLE_ROWS,
+        _ONLY_FORNAX | _SERVED_UNPLANNED | _WHOLE_ROWS,
     ),
     _Part(
         "linear attention (gated DeltaNet)",

@@ -22,7 +22,14 @@ from fornax import kernels
 from fornax.models.cache import DeltaState, no_state
 from fornax.models.config import DecoderConfig
 
-__all__ = ["StateSlots", "copy_states", "describe_states", "init_states", "keeps_states"]
+__all__ = [
+    "StateSlots",
+    "copy_states",
+    "describe_states",
+    "init_states",
+    "keeps_states",
+    "state_bytes",
+]
 
 
 @functools.partial(
@@ -179,6 +186,12 @@ def describe_states(
 
     inputs = jax.tree.map(functools.partial(put, 3), shapes.inputs)
     return DeltaState(inputs, jax.tree.map(functools.partial(put, 2), shapes.memory_BKRHV))
+
+
+def state_bytes(config: DecoderConfig, dtype: DTypeLike) -> int:
+    """Bytes of one slot, over all layers and devices; 0 where no layer keeps a state."""
+    leaves = jax.tree.leaves(describe_states(config, 1, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def init_states(

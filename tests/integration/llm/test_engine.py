@@ -46,15 +46,19 @@ def test_greedy_tokens_are_the_models_through_chunks_preemption_and_batches(
     assert figures.preemptions > 0, "the cache was large enough for all"
 
 
-def test_shared_beginnings_are_reused_and_change_nothing(name: str, llm: LLM) -> None:
+def test_shared_beginnings_are_reused_and_change_nothing(
+    name: str, llm: LLM, figures: Figures
+) -> None:
     first, other = prompts_of(21, 6)
-    prompts = [first, first[:14] + other, first]
+    prompts = [first, first[:14] + other, first, first[:14] + other[::-1]]
+    hits = figures.prefix_hits
     expected = generate(decoder_of(name), prompts, max_tokens=12, stop_tokens=())
     outputs = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
     assert completions(outputs) == expected
-    # A state is kept where a chunk ended, at 8 tokens, and at the last page's end, not at 12.
-    branch = 8 if keeps_states(CONFIGS[name]) else 12
-    assert [output.num_cached_tokens for output in outputs] == [0, branch, 20]
+    # States were kept where chunks ended, at 8 tokens, not at 12, until the second prompt had one.
+    parted = 8 if keeps_states(CONFIGS[name]) else 12
+    assert [output.num_cached_tokens for output in outputs] == [0, parted, 20, 12]
+    assert figures.prefix_hits - hits == parted + 32
 
 
 def test_a_seeded_request_returns_the_same_tokens_whatever_runs_beside_it(llm: LLM) -> None:

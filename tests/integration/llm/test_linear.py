@@ -44,28 +44,14 @@ def test_tokens_over_devices_are_those_of_one() -> None:
     assert states is not None
     assert states.memory_BKRHV.sharding.shard_shape(states.memory_BKRHV.shape)[2] == 1
     prompts = prompts_of(3, 21, 14, 9, 1, 30)
-    expected = generate(decoder_of("linear"), prompts, max_tokens=12, stop_tokens=())
-    assert completions(llm.generate(prompts, GREEDY)) == expected
+    expected = generate(decoder_of("linear"), prompts, max_tokens=30, stop_tokens=())
+    longer = dataclasses.replace(GREEDY, max_tokens=30)
+    assert completions(llm.generate(prompts, longer)) == expected
     assert figures.preemptions > 0
     assert not figures.compiled
 
 
-def test_a_beginning_is_read_once_more_where_prompts_part_and_then_never() -> None:
-    """A state is kept where a chunk ends, at 8 tokens, and where the second leaves the first."""
-    figures = Figures()
-    llm = LLM(decoder_of("linear"), **SIZES, step_sizes="coarse", observer=figures)
-    [shared, *others] = prompts_of(13, 9, 10, 11)
-    prompts = [shared + other for other in others]
-    expected = generate(decoder_of("linear"), prompts, max_tokens=12, stop_tokens=())
-    outputs = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
-    assert completions(outputs) == expected
-    assert [output.num_cached_tokens for output in outputs] == [0, 8, 12]
-    assert figures.prefix_hits == 20
-    assert figures.prefix_queries == sum(map(len, prompts))
-    assert not figures.compiled
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("drafts", ["ngram", "draft_model"])
 def test_proposed_tokens_change_none(drafts: str, tmp_path: Path) -> None:
     """Few pages, and fewer slots for states than sequences: preempted, resumed and run out of."""
@@ -85,9 +71,9 @@ def test_proposed_tokens_change_none(drafts: str, tmp_path: Path) -> None:
         observer=figures,
     )
     prompts = [prompt * 2 for prompt in prompts_of(4, 14, 6, 11, 3, 15)]
-    expected = generate(create_decoder(SAVED, seed=3), prompts, max_tokens=12, stop_tokens=())
+    expected = generate(create_decoder(SAVED, seed=3), prompts, max_tokens=30, stop_tokens=())
     for _ in range(2):
-        outputs = llm.generate(prompts, GREEDY)
+        outputs = llm.generate(prompts, dataclasses.replace(GREEDY, max_tokens=30))
         assert completions(outputs) == expected
     assert 0 < figures.accepted < figures.drafted
     assert figures.preemptions > 0
@@ -108,7 +94,6 @@ def _noisy() -> Decoder:
     return near
 
 
-@pytest.mark.slow
 def test_slots_are_copied_in_place() -> None:
     parts = build_engine(
         create_decoder(CONFIG),
@@ -171,10 +156,25 @@ def test_what_cannot_be_served_says_what_to_do_instead(
         LLM(decoder_of("linear"), **SIZES, **options)
 
 
-def test_a_model_without_pages_is_refused() -> None:
+def test_a_model_without_pages_is_served() -> None:
+    """States alone are kept, for running sequences and for beginnings."""
     linear = dataclasses.replace(CONFIG, attention_pattern=("linear",), num_layers=1)
-    with pytest.raises(ConfigError, match=r"every layer.*\(serve\); complete prompts with"):
-        LLM(create_decoder(linear), **SIZES)
+    figures, model = Figures(), create_decoder(linear, seed=3)
+    ngram = {"type": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+    sizes = {**SIZES, "step_sizes": "coarse"}
+    llm = LLM(model, **sizes, speculative_config=ngram, observer=figures)
+    [shared, *others] = prompts_of(17, 5, 9, 3, 11)
+    prompts = [shared + other for other in others]
+    expected = generate(model, prompts, max_tokens=12, stop_tokens=())
+    assert completions(llm.generate(prompts, GREEDY)) == expected
+    outputs = llm.generate(prompts, GREEDY)
+    assert completions(outputs) == expected
+    assert figures.prefix_hits > 0
+    assert figures.drafted > 0
+    assert not figures.compiled
+    for option in ({"num_gpu_blocks_override": 20}, {"kv_cache_dtype": "bfloat16"}):
+        with pytest.raises(ConfigError, match="no layer of the model keeps any"):
+            LLM(model, **SIZES, **option)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
