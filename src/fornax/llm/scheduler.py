@@ -33,7 +33,8 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step; 0 for no limit."""
     max_num_partial_prefills: int = 4
-    """Most prompts that are partly computed at once."""
+    """Most prompts that are partly computed at once, beside those of which less than a page is left
+    after the last state that is kept."""
     max_loras: int = 0
     """Most different adapters that run at once."""
     buckets: tuple[int, ...] = ()
