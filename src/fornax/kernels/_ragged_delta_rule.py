@@ -109,7 +109,7 @@ def _short(
         o_TKRV, state_UKRHV, states_LAKRHV = carry
         there_U, at_U = j < counts_U, jnp.minimum(rows.starts_U1[:-1] + j, T - 1)
         o_U1KRV, state_UKRHV = gated_delta_rule(
-            *(x[at_U][:, None] for x in inputs),
+            *jax.tree.map(lambda x: x[at_U][:, None], inputs),
             state_BKRHV=state_UKRHV,
             implementation="recurrent",
         )
@@ -132,10 +132,8 @@ def _longer(
     states_LAKRHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Sequences with more, one chunk after the other; states are written and never read."""
-    (T, U), (A, J) = (
-        (len(o_TKRV), len(before_UKRHV)),
-        (states_LAKRHV.shape[1], rows.kept_UJ.shape[1]),
-    )
+    T, A = len(o_TKRV), states_LAKRHV.shape[1]
+    U, J = rows.kept_UJ.shape
     C = min(CHUNK, 1 << (T - 1).bit_length())
     starts_U1, counts_U = rows.starts_U1, rows.counts_U
     token_T = jnp.arange(T, dtype=jnp.int32)
@@ -144,7 +142,7 @@ def _longer(
     offset_T = token_T - starts_U1[row_T]
     begins_T = (counts_U[row_T] > J) & (offset_T % C == 0) & (token_T < starts_U1[-1])
     [begin_V] = jnp.nonzero(begins_T, size=T // 2, fill_value=0)
-    padded = [jnp.pad(x, ((0, C), *((0, 0),) * (x.ndim - 1))) for x in inputs]
+    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, C), *((0, 0),) * (x.ndim - 1))), inputs)
 
     def chunk(turn: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         o_TKRV, states_LAKRHV, state_KRHV = carry
@@ -153,7 +151,7 @@ def _longer(
         own_C = jnp.arange(C) < starts_U1[row + 1] - begin
         state_KRHV = jnp.where(offset_T[begin] == 0, before_UKRHV[row], state_KRHV)
         o_1CKRV, [state_KRHV] = gated_delta_rule(
-            *(_cut(x, begin, own_C)[None] for x in padded),
+            *jax.tree.map(lambda x: _cut(x, begin, own_C)[None], padded),
             state_BKRHV=state_KRHV[None],
             implementation="chunked",
         )
