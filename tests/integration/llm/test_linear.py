@@ -17,6 +17,8 @@ from fornax.config.errors import ConfigError
 from fornax.llm import LLM, SamplingParams
 from fornax.llm.build import build_engine
 from fornax.llm.config import EngineConfig
+from fornax.llm.devices import DeviceSpec
+from fornax.llm.limits import limits_without_cache
 from fornax.llm.memory import account_of
 from fornax.llm.weights import local_bytes
 from fornax.models import (
@@ -26,6 +28,7 @@ from fornax.models import (
     generate,
     init_states,
     save_pretrained,
+    state_bytes,
 )
 
 CONFIG = CONFIGS["linear"]
@@ -175,6 +178,24 @@ def test_a_model_without_pages_is_served() -> None:
     for option in ({"num_gpu_blocks_override": 20}, {"kv_cache_dtype": "bfloat16"}):
         with pytest.raises(ConfigError, match="no layer of the model keeps any"):
             LLM(model, **SIZES, **option)
+
+
+def test_states_are_kept_in_a_share_of_memory_unless_their_number_is_given() -> None:
+    size = state_bytes(CONFIG, np.float32)
+
+    def kept(config: EngineConfig, memory: int) -> int:
+        target = DeviceSpec(platform="gpu", num_devices=1, memory=memory)
+        return limits_without_cache(config, CONFIG, np.dtype("float32"), target).state_checkpoints
+
+    four = EngineConfig(max_num_seqs=4)
+    assert [kept(four, 10 * count * size) for count in (100, 8, 5, 0)] == [8, 8, 5, 1]
+    given = dataclasses.replace(four, num_state_checkpoints=30)
+    assert kept(given, 10 * size) == 30
+    assert kept(dataclasses.replace(four, enable_prefix_caching=False), 100 * size) == 0
+    with pytest.raises(ConfigError, match=r"=30 is for prefix caching, .* leave one of them out"):
+        dataclasses.replace(given, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match=r"=30 is for models with linear layers"):
+        LLM(decoder_of("biased"), **SIZES, num_state_checkpoints=30)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
