@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 from tests.parity.conftest import HfModel, oracle_logits
 from tests.parity.test_llm_families import (
-    READ_ANEW,
     SERVED,
     greedy_tokens,
     tokens_of,
@@ -64,8 +63,6 @@ class Served:
     llm: LLM
     merged: dict[str | None, HfModel]
     folder: Path
-    reuses: bool
-    """Whether beginnings are."""
 
     def greedy(self, prompts: list[list[int]], names: list[str | None]) -> list[list[int]]:
         return [
@@ -165,7 +162,7 @@ def served(
     )
     for name in KINDS:
         llm.load_lora(name, folder / name)
-    yield Served(llm, merged, folder, request.param not in READ_ANEW)
+    yield Served(llm, merged, folder)
     assert llm.num_free_pages == llm.num_pages, "pages were not given back"
     torch.set_num_threads(threads)
 
@@ -193,8 +190,7 @@ def test_equal_prompts_do_not_share_pages_across_adapters(served: Served) -> Non
     for name, row in zip(names, expected, strict=True):
         outputs = [served.llm.generate([prompt], GREEDY, lora=name)[0] for _ in range(2)]
         assert tokens_of(outputs) == [row, row]
-        again = 20 if served.reuses else 0
-        assert [output.num_cached_tokens for output in outputs] == [0, again]
+        assert [output.num_cached_tokens for output in outputs] == [0, 20]
 
 
 def test_log_probabilities_are_the_merged_models(served: Served) -> None:

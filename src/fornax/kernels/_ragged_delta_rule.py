@@ -1,13 +1,15 @@
 """The gated delta rule over a ragged batch, whose sequences keep their states in slots.
 
-Sequences with one token take a step of the recurrence together. Those with more go in chunks, one
-chunk after the other, so that a batch costs what its tokens cost, however they are divided.
+Short sequences, of one token or of as many as there are slots to keep states in, take steps of the
+recurrence together. Those with more go in chunks, one chunk after the other, so that a batch costs
+what its tokens cost, however they are divided.
 
-Legend: T tokens of the batch, U sequences of the batch, L layers, A slots, K key heads, R value
-heads of a key head, H key width, V value width, C tokens of a chunk.
+Legend: T tokens of the batch, U sequences of the batch, L layers, A slots, J slots that a sequence
+writes, K key heads, R value heads of a key head, H key width, V value width, C tokens of a chunk.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ def ragged_gated_delta_rule(
     layer: jax.Array,
     query_start_U1: jax.Array,
     slots_U: jax.Array,
+    kept_UJ: jax.Array,
     fresh_U: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """`gated_delta_rule` of sequences that stand one after the other; computed in float32.
@@ -41,29 +44,38 @@ def ragged_gated_delta_rule(
       states_LAKRHV: float32, the states of all layers and slots.
       layer: int32, the layer whose states are read and written.
       query_start_U1: int32 [U + 1], first token of each sequence; padding comes after the last.
-      slots_U: int32, the slot of each sequence; no two that have tokens share one.
+      slots_U: int32, the slot that each sequence goes on from.
+      kept_UJ: int32, the slots that take states: of a sequence with at most J tokens that after
+        its j-th token, of one with more that after its last, in the first. What is no slot takes
+        nothing; no slot is named twice.
       fresh_U: bool, whether a sequence begins here: it finds an empty state, whatever its slot
         holds.
 
     Returns:
-      float32 o [T, K, R, V], which of padding means nothing, and the states, changed in the slots
-      of sequences with tokens alone.
+      float32 o [T, K, R, V], which of padding means nothing, and the states, changed in the kept
+      slots of sequences with tokens alone.
 
     Raises:
       KernelError: shapes that do not go together.
     """
-    counts_U = query_start_U1[1:] - query_start_U1[:-1]
     inputs = (q_TKH, k_TKH, v_TKRV, log_decay_TKR, beta_TKR)
     before_UKRHV = _held(states_LAKRHV, layer, slots_U, fresh_U)
-    carry = jnp.zeros(v_TKRV.shape, jnp.float32), before_UKRHV
-    # A loop of at most one turn: a condition would copy what it changes.
-    some = jnp.any(counts_U == 1).astype(jnp.int32)
-    single = functools.partial(_single, inputs, query_start_U1)
-    o_TKRV, after_UKRHV = jax.lax.fori_loop(0, some, lambda _, carry: single(*carry), carry)
-    if len(q_TKH) > 1:
-        o_TKRV, after_UKRHV = _longer(inputs, query_start_U1, before_UKRHV, o_TKRV, after_UKRHV)
-    slots_U = jnp.where(counts_U > 0, slots_U, states_LAKRHV.shape[1])
-    return o_TKRV, states_LAKRHV.at[layer, slots_U].set(after_UKRHV, mode="drop")
+    o_TKRV = jnp.zeros(v_TKRV.shape, jnp.float32)
+    counts_U = query_start_U1[1:] - query_start_U1[:-1]
+    rows = _Rows(query_start_U1, counts_U, kept_UJ, layer)
+    o_TKRV, states_LAKRHV = _short(inputs, rows, before_UKRHV, o_TKRV, states_LAKRHV)
+    if len(q_TKH) > kept_UJ.shape[1]:
+        o_TKRV, states_LAKRHV = _longer(inputs, rows, before_UKRHV, o_TKRV, states_LAKRHV)
+    return o_TKRV, states_LAKRHV
+
+
+class _Rows(NamedTuple):
+    """Where the batch's sequences lie, and where their states go."""
+
+    starts_U1: jax.Array
+    counts_U: jax.Array
+    kept_UJ: jax.Array
+    layer: jax.Array
 
 
 def _held(
@@ -82,61 +94,78 @@ def _held(
     return jnp.where(fresh_U[:, None, None, None, None], 0.0, held_UKRHV)
 
 
-def _single(
+def _short(
     inputs: tuple[jax.Array, ...],
-    starts_U1: jax.Array,
+    rows: _Rows,
+    before_UKRHV: jax.Array,
     o_TKRV: jax.Array,
-    states_UKRHV: jax.Array,
+    states_LAKRHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sequences with one token, all at once."""
-    T = len(o_TKRV)
-    single_U = starts_U1[1:] - starts_U1[:-1] == 1
-    first_U = jnp.minimum(starts_U1[:-1], T - 1)
-    o_U1KRV, after_UKRHV = gated_delta_rule(
-        *(x[first_U][:, None] for x in inputs), state_BKRHV=states_UKRHV, implementation="recurrent"
-    )
-    o_TKRV = o_TKRV.at[jnp.where(single_U, first_U, T)].set(o_U1KRV[:, 0], mode="drop")
-    return o_TKRV, after_UKRHV
+    """Sequences with at most J tokens: the j-th of all at once."""
+    T, A, J = len(o_TKRV), states_LAKRHV.shape[1], rows.kept_UJ.shape[1]
+    counts_U = jnp.where(rows.counts_U <= J, rows.counts_U, 0)
+
+    def turn(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        o_TKRV, state_UKRHV, states_LAKRHV = carry
+        there_U, at_U = j < counts_U, jnp.minimum(rows.starts_U1[:-1] + j, T - 1)
+        o_U1KRV, state_UKRHV = gated_delta_rule(
+            *jax.tree.map(lambda x: x[at_U][:, None], inputs),
+            state_BKRHV=state_UKRHV,
+            implementation="recurrent",
+        )
+        o_TKRV = o_TKRV.at[jnp.where(there_U, at_U, T)].set(o_U1KRV[:, 0], mode="drop")
+        slots_U = jnp.where(there_U, rows.kept_UJ[:, j], A)
+        states_LAKRHV = states_LAKRHV.at[rows.layer, slots_U].set(state_UKRHV, mode="drop")
+        return o_TKRV, state_UKRHV, states_LAKRHV
+
+    # A loop, of no turn if no sequence is short: a condition would copy what it changes.
+    carry = o_TKRV, before_UKRHV, states_LAKRHV
+    o_TKRV, _, states_LAKRHV = jax.lax.fori_loop(0, jnp.max(counts_U), turn, carry)
+    return o_TKRV, states_LAKRHV
 
 
 def _longer(
     inputs: tuple[jax.Array, ...],
-    starts_U1: jax.Array,
+    rows: _Rows,
     before_UKRHV: jax.Array,
     o_TKRV: jax.Array,
-    after_UKRHV: jax.Array,
+    states_LAKRHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sequences with more, one chunk after the other; `after` is written and never read."""
-    T, U = len(o_TKRV), len(before_UKRHV)
+    """Sequences with more, one chunk after the other; states are written and never read."""
+    T, A = len(o_TKRV), states_LAKRHV.shape[1]
+    U, J = rows.kept_UJ.shape
     C = min(CHUNK, 1 << (T - 1).bit_length())
+    starts_U1, counts_U = rows.starts_U1, rows.counts_U
     token_T = jnp.arange(T, dtype=jnp.int32)
     row_T = jnp.searchsorted(starts_U1[1:], token_T, side="right", method="compare_all")
     row_T = jnp.minimum(row_T, U - 1).astype(jnp.int32)
-    offset_T, counts_U = token_T - starts_U1[row_T], starts_U1[1:] - starts_U1[:-1]
-    begins_T = (counts_U[row_T] > 1) & (offset_T % C == 0) & (token_T < starts_U1[-1])
+    offset_T = token_T - starts_U1[row_T]
+    begins_T = (counts_U[row_T] > J) & (offset_T % C == 0) & (token_T < starts_U1[-1])
     [begin_V] = jnp.nonzero(begins_T, size=T // 2, fill_value=0)
-    padded = [jnp.pad(x, ((0, C), *((0, 0),) * (x.ndim - 1))) for x in inputs]
+    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, C), *((0, 0),) * (x.ndim - 1))), inputs)
 
     def chunk(turn: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        o_TKRV, after_UKRHV, state_KRHV = carry
+        o_TKRV, states_LAKRHV, state_KRHV = carry
         begin = begin_V[turn]
         row = row_T[begin]
         own_C = jnp.arange(C) < starts_U1[row + 1] - begin
         state_KRHV = jnp.where(offset_T[begin] == 0, before_UKRHV[row], state_KRHV)
         o_1CKRV, [state_KRHV] = gated_delta_rule(
-            *(_cut(x, begin, own_C)[None] for x in padded),
+            *jax.tree.map(lambda x: _cut(x, begin, own_C)[None], padded),
             state_BKRHV=state_KRHV[None],
             implementation="chunked",
         )
         there_CKRV = jax.lax.dynamic_slice_in_dim(o_TKRV, begin, C, 0)
         o_CKRV = jnp.where(own_C[:, None, None, None], o_1CKRV[0], there_CKRV)
         o_TKRV = jax.lax.dynamic_update_slice_in_dim(o_TKRV, o_CKRV, begin, 0)
-        return o_TKRV, after_UKRHV.at[row].set(state_KRHV), state_KRHV
+        slot = jnp.where(begin + C < starts_U1[row + 1], A, rows.kept_UJ[row, 0])
+        states_LAKRHV = states_LAKRHV.at[rows.layer, slot].set(state_KRHV, mode="drop")
+        return o_TKRV, states_LAKRHV, state_KRHV
 
     wide = functools.partial(jnp.pad, pad_width=((0, C), (0, 0), (0, 0), (0, 0)))
-    carry = wide(o_TKRV), after_UKRHV, jnp.zeros_like(before_UKRHV[0])
-    o_TKRV, after_UKRHV, _ = jax.lax.fori_loop(0, jnp.sum(begins_T), chunk, carry)
-    return o_TKRV[:T], after_UKRHV
+    carry = wide(o_TKRV), states_LAKRHV, jnp.zeros_like(before_UKRHV[0])
+    o_TKRV, states_LAKRHV, _ = jax.lax.fori_loop(0, jnp.sum(begins_T), chunk, carry)
+    return o_TKRV[:T], states_LAKRHV
 
 
 def _cut(x_T: jax.Array, begin: jax.Array, own_C: jax.Array) -> jax.Array:

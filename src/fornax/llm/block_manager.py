@@ -1,4 +1,7 @@
-"""The paged cache: prefix reuse, allocation, copy-on-write, sliding windows, release."""
+"""The paged cache: prefix reuse, allocation, copy-on-write, sliding windows, release.
+
+Of a model whose layers keep states a beginning is reused where its pages end and a state is kept.
+"""
 
 import hashlib
 from array import array
@@ -6,8 +9,9 @@ from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from fornax.llm.scheduler_output import PageCopy, PageUpdate, SchedulerOutput
-from fornax.llm.sequence import Sequence
+from fornax.llm.scheduler_output import Entry, PageCopy, PageUpdate, SchedulerOutput, StateCopy
+from fornax.llm.sequence import HeldState, Sequence
+from fornax.llm.state_pool import StatePool
 
 __all__ = ["BlockManager", "Match", "PagePool"]
 
@@ -21,13 +25,24 @@ class PagePool:
     the least recently released first.
     """
 
-    __slots__ = ("_blank", "_idle", "by_digest", "digests", "holders", "num_pages", "window")
+    __slots__ = (
+        "_blank",
+        "_idle",
+        "by_digest",
+        "digests",
+        "holders",
+        "num_pages",
+        "states",
+        "window",
+    )
 
     def __init__(self, num_pages: int, window: int | None = None) -> None:
         """Make a pool of `num_pages`, page 0 included, for layers whose queries see `window` keys,
         their own included, or all."""
         self.num_pages = num_pages
         self.window = window
+        self.states: StatePool | None = None
+        """Which lose a state with the page that it is after."""
         self.holders = [0] * num_pages
         self.digests: list[bytes | None] = [None] * num_pages
         self.by_digest: dict[bytes, int] = {}
@@ -54,6 +69,8 @@ class PagePool:
             assert digest is not None, "an idle page has a digest"
             del self.by_digest[digest]
             self.digests[page] = None
+            if self.states is not None:
+                self.states.drop(digest)
         self.holders[page] = 1
         return page
 
@@ -93,24 +110,40 @@ class Match:
     num_tokens: int
     pages: list[list[int]]
     """For each group; 0 where the next query does not see the page."""
+    num_shared: int
+    """Tokens whose pages are there, `num_tokens` or, where no state is kept, more."""
 
 
 class BlockManager:
     """Gives pages to sequences. A page is written only by its one holder, and only while it is
     not full: full pages of known tokens are registered under a digest that chains salt, all
     earlier tokens and their own, and from then on are only read.
+
+    States are kept at ends of pages: where a chunk of a prompt ends, which is cut so that it does;
+    at the last such place of a prompt; where a sequence leaves a beginning that others had before;
+    and the last one that a sequence passed while it decoded, in place of the one before.
     """
 
-    def __init__(self, pools: Items[PagePool], page_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        pools: Items[PagePool],
+        page_size: int,
+        prefix_caching: bool = True,
+        states: StatePool | None = None,
+    ) -> None:
+        """Manage the pages of each group, and the slots of layers' states if there are any."""
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.pools = pools
         """By group."""
+        self.states = states
+        for pool in pools:
+            pool.states = states
 
     @property
     def usage(self) -> float:
-        """Share of the pages that sequences hold, 0 to 1, of the fullest group."""
-        return max(pool.used / (pool.num_pages - 1) for pool in self.pools)
+        """Share of the pages that sequences hold, 0 to 1, of the fullest group; 0 without one."""
+        return max((pool.used / (pool.num_pages - 1) for pool in self.pools), default=0.0)
 
     def shortage(self, num_tokens: int) -> str | None:
         """Say why a sequence of `num_tokens` could not run even alone; None if it can."""
@@ -128,7 +161,7 @@ class BlockManager:
         """Find the longest prefix of whole pages in the cache; the last token is never part."""
         most = (len(sequence.tokens) - 1) // self.page_size
         if not self.prefix_caching or not sequence.reads_cache or most <= 0:
-            return Match(0, [[] for _ in self.pools])
+            return Match(0, [[] for _ in self.pools], 0)
         digests = self._digests(sequence, most)
         found = most
         for pool in self.pools:
@@ -137,12 +170,14 @@ class BlockManager:
                     if digests[index] not in pool.by_digest:
                         found = index
                         break
-        found = self._match_windows(digests, found)
+        shared = found = self._match_windows(digests, found)
+        if self.states is not None:
+            found = self._match_states(self.states, digests, found)
         pages = []
         for pool in self.pools:
             first = self._first_visible(found * self.page_size, pool.window)
             pages.append([0] * first + [pool.by_digest[digest] for digest in digests[first:found]])
-        return Match(found * self.page_size, pages)
+        return Match(found * self.page_size, pages, shared * self.page_size)
 
     def spare(self, headroom: int) -> list[int]:
         """Pages of each group that new sequences may claim, `headroom` left to running ones where
@@ -182,14 +217,20 @@ class BlockManager:
                 pages.extend(pool.take() for _ in range(total - len(pages)))
         sequence.num_computed = match.num_tokens
         sequence.num_registered = match.num_tokens // self.page_size
+        sequence.num_shared = match.num_shared
+        if self.states is not None and match.num_tokens:
+            slot = self.states.use(sequence.page_digests[sequence.num_registered - 1])
+            assert sequence.row is not None, "only running sequences are admitted"
+            plan.restored.append(StateCopy(slot, self.states.slot_of(sequence.row)))
         self._write_tables(sequence, plan)
 
     def room(self, sequence: Sequence, plan: SchedulerOutput) -> int:
         """Tokens after `num_computed` that pages can be had for now."""
         self._trim(sequence, sequence.num_computed, plan)
+        groups = zip(self.pools, sequence.pages, strict=True)
         pages = min(
-            len(pages) + pool.available
-            for pool, pages in zip(self.pools, sequence.pages, strict=True)
+            (len(pages) + pool.available for pool, pages in groups),
+            default=self._pages_of(sequence.length),
         )
         return pages * self.page_size - sequence.num_computed
 
@@ -226,9 +267,45 @@ class BlockManager:
         child.page_digests = list(parent.page_digests)
         self._write_tables(child, plan)
 
+    def chunk(self, sequence: Sequence, count: int) -> int:
+        """How many of the next `count` tokens of a prompt to compute in one step: they end where a
+        state is to be kept, if they can."""
+        if not self._keeps_states:
+            return count
+        size, start = self.page_size, sequence.num_computed
+        stop = start + count
+        ends = [sequence.num_shared, (sequence.length - 1) // size * size]
+        if stop < sequence.length:
+            ends.append(stop // size * size)
+        return min((end for end in ends if start < end < stop), default=stop) - start
+
+    def keep_state(self, sequence: Sequence, entry: Entry, plan: SchedulerOutput) -> None:
+        """Keep a copy of the state that a step leaves at the end of a page, if it passes one and a
+        slot can be had. To be called after `commit`: the copy is there for later steps only."""
+        if self.states is None or not self._keeps_states:
+            return
+        size, drafts = self.page_size, entry.drafts
+        end = (entry.start // size + 1) * size if drafts else entry.stop
+        if end % size or end > entry.stop:
+            return
+        decodes = entry.stop >= sequence.length
+        slot = self._slot_for(self.states, sequence, end // size, decodes)
+        if slot is None:
+            return
+        sequence.held_state = HeldState(slot, end // size, decodes)
+        version = end - entry.start - 1 if drafts else 0
+        plan.kept.append(StateCopy(self.states.slot_of(entry.row, version), slot))
+
     def commit(self, sequence: Sequence) -> None:
-        """Register the pages that are full of known and computed tokens."""
+        """Register the pages that are full of known and computed tokens, and the state kept after
+        one of them."""
         known = min(sequence.num_computed, len(sequence.tokens)) // self.page_size
+        held = sequence.held_state
+        if self.states is not None and held is not None and held.num_pages <= known:
+            digest = self._digests(sequence, known)[held.num_pages - 1]
+            self.states.name(held.slot, digest)
+            sequence.held_state = None
+            sequence.decode_state = digest if held.decodes else None
         if known <= sequence.num_registered or not self.prefix_caching:
             return
         digests = self._digests(sequence, known)
@@ -240,6 +317,11 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Release all pages, the last first, so that the cache loses the ends of prefixes first."""
+        if self.states is not None:
+            self.commit(sequence)
+            if sequence.held_state is not None:
+                self.states.give_back(sequence.held_state.slot)
+            sequence.held_state = sequence.decode_state = None
         for pool, pages, live in zip(self.pools, sequence.pages, sequence.first_live, strict=True):
             for index in range(len(pages) - 1, live - 1, -1):
                 pool.release(pages[index])
@@ -247,11 +329,34 @@ class BlockManager:
         sequence.first_live = []
         sequence.num_computed = 0
         sequence.num_registered = 0
+        sequence.num_shared = 0
 
     def reset_prefix_cache(self) -> None:
         """Forget every known prefix; pages in use stay with their sequences."""
         for pool in self.pools:
             pool.forget()
+        if self.states is not None:
+            self.states.forget()
+
+    @property
+    def _keeps_states(self) -> bool:
+        return self.prefix_caching and self.states is not None and self.states.num_kept > 0
+
+    def _slot_for(
+        self, states: StatePool, sequence: Sequence, num_pages: int, decodes: bool
+    ) -> int | None:
+        """A slot to keep a sequence's next state in; None if there is none, or no need of one."""
+        held = sequence.held_state
+        if held is not None:  # what it is of is not known yet, and the next one is worth more
+            return held.slot
+        if decodes:
+            if sequence.decode_state is not None:
+                states.drop(sequence.decode_state)
+                sequence.decode_state = None
+        elif (digest := self._digests(sequence, num_pages)[num_pages - 1]) in states:
+            states.use(digest)
+            return None
+        return states.take()
 
     def _take(self, sequence: Sequence, first: int, total: int, plan: SchedulerOutput) -> None:
         row = sequence.row
@@ -292,6 +397,14 @@ class BlockManager:
             plan.updates.extend(
                 PageUpdate(group, row, index, page) for index, page in enumerate(pages)
             )
+
+    def _match_states(self, states: StatePool, digests: list[bytes], found: int) -> int:
+        """The longest prefix of at most `found` pages after which a state is kept, and whose last
+        window every group has."""
+        for count in range(found, 0, -1):
+            if digests[count - 1] in states and self._match_windows(digests, count) == count:
+                return count
+        return 0
 
     def _match_windows(self, digests: list[bytes], found: int) -> int:
         """The longest prefix of at most `found` pages whose last window every group has."""

@@ -23,6 +23,7 @@ from fornax.llm.program_cache import ProgramCache, keep_compiled
 from fornax.llm.runner import Runner
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
 from fornax.llm.speculation import DraftProposer, NGramProposer, Proposer
+from fornax.llm.state_pool import StatePool
 from fornax.llm.stats import Observer
 from fornax.llm.text.chat_template import ChatTemplate
 from fornax.llm.weights import Weights, load_weights
@@ -125,6 +126,10 @@ def _scheduler(
         PagePool(pages, window)
         for pages, window in zip(limits.num_pages, cache_windows(model), strict=True)
     ]
+    states = None
+    if limits.state_versions:
+        kept = limits.state_checkpoints
+        states = StatePool(limits.max_num_seqs, limits.state_versions, kept)
     return Scheduler(
         SchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
@@ -139,6 +144,7 @@ def _scheduler(
             pools,
             limits.page_size,
             config.enable_prefix_caching and takes(model, "prefix reuse"),
+            states,
         ),
     )
 

@@ -87,8 +87,11 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     """Pages of the full-attention cache, whatever the memory."""
     enable_prefix_caching: bool = True
-    """Whether requests share the pages of equal beginnings. Models with linear layers, whose states
-    are of a whole prompt, read each one anew."""
+    """Whether requests share the pages of equal beginnings, and of models with linear layers the
+    states kept there."""
+    num_state_checkpoints: int | None = None
+    """Of models with linear layers: states kept for equal beginnings; None: twice as many as
+    sequences that run at once, in a tenth of a device's memory at most."""
 
     tensor_parallel_size: int = 1
     """Devices that each layer is divided over."""
@@ -138,6 +141,13 @@ class EngineConfig:
         _at_least(1, max_num_partial_prefills=self.max_num_partial_prefills)
         _at_least(0, max_logprobs=self.max_logprobs)
         _at_least(0, long_prefill_token_threshold=self.long_prefill_token_threshold)
+        if self.num_state_checkpoints is not None:
+            _at_least(1, num_state_checkpoints=self.num_state_checkpoints)
+            if not self.enable_prefix_caching:
+                raise ConfigError(
+                    f"num_state_checkpoints={self.num_state_checkpoints} is for prefix caching, "
+                    "which enable_prefix_caching=False leaves off; leave one of them out"
+                )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0, at most 1"

@@ -155,8 +155,8 @@ class Executor:
                 where.mesh,
                 heads=limits.cache_heads,
             )
-            rows, dtype = limits.max_num_seqs, where.compute_dtype
-            self.states = init_states(self._model, rows, dtype, where.mesh)
+            slots, dtype = limits.num_state_slots, where.compute_dtype
+            self.states = init_states(self._model, slots, dtype, where.mesh)
 
     def load_row(self, row: Host, *leaves: Host) -> None:
         """Put a row of the sampler's parameters in: the leaves of a `RowParams`."""
@@ -218,7 +218,7 @@ class Executor:
         self.kv = tuple(kv)
 
     def copy_states(self, vector: np.ndarray) -> None:
-        """Copy rows' states in all linear layers: int32 [2, most], sources and targets."""
+        """Copy slots of states in all layers: int32 [2, most], sources and targets."""
         self._tell("copy_states", vector)
         self.states = self._programs.get((self._name, "copy states"))(self.states, vector)
 

@@ -11,7 +11,15 @@ from fornax.config.errors import ConfigError, EngineError
 from fornax.kernels import TPU_LANES, paged_table_fits
 from fornax.llm.config import EngineConfig
 from fornax.llm.devices import DeviceSpec
-from fornax.models import CacheHeads, DecoderConfig, cache_windows, page_bytes
+from fornax.models import (
+    CacheHeads,
+    DecoderConfig,
+    cache_windows,
+    keeps_states,
+    page_bytes,
+    state_bytes,
+    takes,
+)
 
 __all__ = [
     "Limits",
@@ -26,6 +34,8 @@ __all__ = [
 _LARGEST_PAGE = 256
 _CPU_CACHE_SHARE = 0.25
 _CPU_CACHE_MOST = 4 << 30
+_STATES_SHARE = 0.1
+"""Of a device's memory, for states kept for prefix reuse, if their number is not given."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,22 @@ class Limits:
     """Pages of each group of a draft model's cache, page 0 included; 0 without one."""
     draft_heads: tuple[CacheHeads, ...] | None = None
     """The heads that these hold."""
+    state_versions: int = 0
+    """States of a row, so that proposed tokens can be taken back; 0 where no layer keeps any."""
+    state_checkpoints: int = 0
+    """States kept for prefix reuse."""
+    draft_state_versions: int = 0
+    """States of a row of the draft model."""
 
     @property
     def table_width(self) -> int:
         """Pages of the longest sequence."""
         return math.ceil(self.max_model_len / self.page_size)
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of layers' states, those of rows and those kept for prefix reuse."""
+        return self.max_num_seqs * self.state_versions + self.state_checkpoints
 
     def page_bytes(self, model: DecoderConfig) -> tuple[int, ...]:
         """Bytes of a page of each group of `model`, on all devices together."""
@@ -67,7 +88,7 @@ class Limits:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that fit in the cache, by its first group."""
+        """Tokens that fit in the cache, by its first group; there is one."""
         return (self.num_pages[0] - 1) * self.page_size
 
 
@@ -94,13 +115,14 @@ def resolve_limits(
     if draft is not None:  # one page more of every group, for all tokens
         needs = (*needs, limits.table_width)
         sizes = (*sizes, sum(draft_limits(limits, draft).page_bytes(draft)))
-    seqs, page_size = limits.max_num_seqs, limits.page_size
+    seqs, page_size, windows = limits.max_num_seqs, limits.page_size, cache_windows(model)
+    if not windows:
+        _check_pageless(config, draft, other_bytes, target)
     if config.num_gpu_blocks_override is not None:
         pages = [config.num_gpu_blocks_override for _ in needs]
     else:
         full = seqs * sum(need * size for need, size in zip(needs, sizes, strict=True))
         pages = divide_pages(_budget(config, other_bytes, full, target), needs, sizes, seqs)
-    windows = cache_windows(model)
     kinds = ["full attention" if w is None else f"a window of {w}" for w in windows]
     for kind, have, need in zip([*kinds, "the draft model"], pages, needs, strict=False):
         if have < need:
@@ -118,13 +140,38 @@ def resolve_limits(
     )
 
 
+def _check_pageless(
+    config: EngineConfig, draft: DecoderConfig | None, other_bytes: int, target: DeviceSpec
+) -> None:
+    """Refuse what says how large pages are that no layer keeps, or states that do not fit.
+
+    Raises:
+      ConfigError, EngineError: saying what to leave out or to lower.
+    """
+    names = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
+    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    if config.kv_cache_dtype != "auto":
+        given["kv_cache_dtype"] = config.kv_cache_dtype
+    if given and draft is None:
+        name, value = next(iter(given.items()))
+        raise ConfigError(
+            f"{name}={value} is for keys and values, and no layer of the model keeps any; leave it "
+            "out"
+        )
+    if target.memory is not None and other_bytes > target.memory:
+        raise EngineError(
+            f"the states of max_num_seqs={config.max_num_seqs or 'the default'} sequences do not "
+            f"fit{_beside(other_bytes, target)}"
+        )
+
+
 def _beside(other_bytes: int, target: DeviceSpec) -> str:
     if target.memory is None:
         return ""
     return (
         f": weights, adapters, sampler and steps take {other_bytes / 2**30:.2f} GiB of a device's "
-        f"{target.memory / 2**30:.2f} GiB (max_num_seqs, max_num_batched_tokens and max_loras "
-        "lower that)"
+        f"{target.memory / 2**30:.2f} GiB (max_num_seqs, max_num_batched_tokens, max_loras "
+        "and num_state_checkpoints lower that)"
     )
 
 
@@ -163,6 +210,8 @@ def draft_limits(limits: Limits, draft: DecoderConfig) -> Limits:
         limits,
         num_pages=(limits.draft_pages,) * len(cache_windows(draft)),
         cache_heads=limits.draft_heads,
+        state_versions=limits.draft_state_versions,
+        state_checkpoints=0,
     )
 
 
@@ -195,6 +244,7 @@ def limits_without_cache(
             f"block_size={page_size} does not divide the model's chunks of "
             f"{model.attention_chunk} positions; use one that does"
         )
+    versions = 1 + config.num_drafts
     return Limits(
         max_model_len=length,
         max_num_seqs=seqs,
@@ -204,7 +254,37 @@ def limits_without_cache(
         cache_dtype=_cache_dtype(config, weights_dtype),
         cache_heads=cache_heads(model, target.platform, size),
         draft_heads=None if draft is None else cache_heads(draft, target.platform, size),
+        state_versions=versions if keeps_states(model) else 0,
+        state_checkpoints=_state_checkpoints(config, model, weights_dtype, seqs, target),
+        draft_state_versions=versions if draft is not None and keeps_states(draft) else 0,
     )
+
+
+def _state_checkpoints(
+    config: EngineConfig,
+    model: DecoderConfig,
+    dtype: jnp.dtype,
+    seqs: int,
+    target: DeviceSpec,
+) -> int:
+    """States kept for prefix reuse: two for each sequence, in a share of a device's memory."""
+    given = config.num_state_checkpoints
+    if not keeps_states(model):
+        if given is not None:
+            raise ConfigError(
+                f"num_state_checkpoints={given} is for models with linear layers, and this one has "
+                "none: it reuses pages alone; leave it out"
+            )
+        return 0
+    if not config.enable_prefix_caching or not takes(model, "prefix reuse"):
+        return 0
+    memory = target.memory
+    if memory is None and target.attached:
+        memory = _host_memory()
+    if given is not None or memory is None:
+        return given or 2 * seqs
+    room = int(_STATES_SHARE * memory) * config.tensor_parallel_size
+    return max(1, min(2 * seqs, room // state_bytes(model, dtype)))
 
 
 def _page_size(platform: str, seqs: int, length: int) -> int:
@@ -280,5 +360,5 @@ def divide_pages(budget: int, needs: Sequence[int], sizes: Sequence[int], seqs: 
       seqs: sequences that pages are wanted for, at most.
     """
     per_sequence = sum(math.prod(pair) for pair in zip(needs, sizes, strict=True))
-    share = min(budget / per_sequence, float(seqs)) if per_sequence else 0.0
+    share = min(budget / per_sequence, float(seqs)) if per_sequence else float(seqs)
     return [max(int(share * need), min(need, 1)) for need in needs]

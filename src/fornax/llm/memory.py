@@ -29,7 +29,9 @@ class Account:
     sampler: int
     """Sampler state, hidden states, masks, page tables and proposals, the draft model's too."""
     states: int
-    """Of linear layers, a slot for each sequence that can run."""
+    """Of linear layers, the draft model's too: a slot for each sequence that can run, with
+    speculation one for each token that may be taken back beside it, and those kept for prefix
+    reuse."""
     temporaries: int
     """Of the largest step or choice of tokens, a guess; not held between steps."""
     cache: int
@@ -84,6 +86,7 @@ def account_of(
     arrays = describe_arrays(weights, limits, sizes)
     sampler = local_bytes((arrays.tables, arrays.hidden, arrays.sampler, arrays.masks))
     temporaries = guessed_temporaries(weights, sizes)
+    states = local_bytes(arrays.states)
     draft_cache = 0
     if draft is not None:
         own = draft_limits(limits, draft.config)
@@ -92,6 +95,7 @@ def account_of(
         kept = (small.tables, small.hidden, small.sampler, small.masks, small.proposals)
         sampler += local_bytes(kept)
         draft_cache = local_bytes(small.kv)
+        states += local_bytes(small.states)
         temporaries = max(temporaries, guessed_temporaries(draft, steps))
     adapters = 0
     if config.enable_lora:
@@ -102,7 +106,7 @@ def account_of(
         adapters=adapters,
         draft_weights=0 if draft is None else draft.nbytes,
         sampler=sampler,
-        states=local_bytes(arrays.states),
+        states=states,
         temporaries=temporaries,
         cache=local_bytes(arrays.kv),
         draft_cache=draft_cache,

@@ -84,7 +84,10 @@ class Sizes:
         return cls(
             steps,
             powers_of_four(samples) if coarse else powers_of_two(samples),
-            {n: StepLayout(n, min(n, rows), _changes(n, limits), groups) for n in steps},
+            {
+                n: StepLayout(n, min(n, rows), _changes(n, limits), groups, limits.state_versions)
+                for n in steps
+            },
         )
 
 
@@ -103,7 +106,7 @@ class Arrays:
     kv: tuple[Shape, ...]
     """The cache's pages, an array for each group."""
     states: DeltaState | None
-    """The states of linear layers, a slot for each row; None where there are none."""
+    """The states of linear layers, in slots; None where there are none."""
     tables: tuple[Shape, ...]
     """The page table of each group: int32 [R, W]."""
     hidden: Shape
@@ -132,7 +135,7 @@ def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes, places: int 
         heads=limits.cache_heads,
     )
     rows = limits.max_num_seqs
-    states = describe_states(model, rows, where.compute_dtype, where.mesh)
+    states = describe_states(model, limits.num_state_slots, where.compute_dtype, where.mesh)
     sampler = jax.eval_shape(lambda: init_sampler_state(rows, model.vocab_size))
     proposals = None
     if places:
@@ -277,8 +280,8 @@ def make_programs(
 
     Returns:
       By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group), of models with
-      linear layers ("copy states",), ("change tables",), ("pool",), ("score",); of a draft model
-      ("propose", M) for ("sample", M).
+      linear layers ("copy states",), of those with pages ("change tables",), ("pool",),
+      ("score",); of a draft model ("propose", M) for ("sample", M).
     """
     vocab = weights.config.vocab_size
     weights = replace(weights, state=nnx.State({}))
@@ -317,8 +320,9 @@ def make_programs(
     if states is not None:
         args = (states, ints((2, COPIES)))
         found["copy states",] = Program(weights, copy_states, args, (0,), state_places)
-    changes = (ints((3, CHANGES)),) * len(tables)
-    found["change tables",] = Program(weights, change_tables, (tables, changes), (0,))
+    if tables:
+        changes = (ints((3, CHANGES)),) * len(tables)
+        found["change tables",] = Program(weights, change_tables, (tables, changes), (0,))
     found["pool",] = Program(weights, _pool_rows, (hidden, ints((POOLED,))))
     args = (leaves, hidden, ints((2, SCORED)))
     found["score",] = Program(weights, functions.score_rows, args)

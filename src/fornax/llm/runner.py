@@ -157,6 +157,7 @@ class Runner:
         """
         slots = self._place_adapters(adapters or {})
         self._copy(plan)
+        self._copy_states(plan.restored)
         bucket = bucket_for(plan.num_tokens, self.buckets)
         layout = self._sizes.layouts[bucket]
         vector, parts = layout.empty()
@@ -164,7 +165,9 @@ class Runner:
         for group, change_3U in enumerate(self._changes(plan, layout.changes)):
             parts[f"changes_3U.{group}"][:, : change_3U.shape[1]] = change_3U
         self.executor.step(np.int32(bucket), vector)
-        self._fork(plan)
+        versions = self.limits.state_versions
+        forked = [(row * versions, child * versions) for child, row in plan.forks.items()]
+        self._copy_states([*plan.kept, *forked])
         return bucket
 
     def sample(
@@ -253,6 +256,13 @@ class Runner:
             parts["rows_R"][index] = entry.row
             starts[index + 1] = end
             lens[index] = entry.stop
+            if versions := self.limits.state_versions:
+                first, kept = entry.row * versions, parts["kept_RJ"][index]
+                parts["slots_R"][index] = first + entry.state
+                if entry.drafts:
+                    kept[:count] = np.arange(first, first + count)
+                else:  # of a long sequence the first, of a short one that of its last token
+                    kept[0 if count > versions else count - 1] = first + entry.next_state
             if index in adapters:
                 parts["adapters_T"][at:end] = adapters[index]
             at = end
@@ -267,7 +277,7 @@ class Runner:
             np.array([(*place, page) for place, page in each.items()], np.int32).reshape(-1, 3).T
             for each in found
         ]
-        longest = max(change_3U.shape[1] for change_3U in changes)
+        longest = max((change_3U.shape[1] for change_3U in changes), default=0)
         for first in range(most, longest, CHANGES):
             vectors = [np.full((3, CHANGES), NO_ROW, np.int32) for _ in changes]
             for vector, change_3U in zip(vectors, changes, strict=True):
@@ -285,9 +295,8 @@ class Runner:
                 vector[:, : len(part)] = np.array(part, np.int32).T
                 self.executor.copy_pages(np.int32(group), vector)
 
-    def _fork(self, plan: SchedulerOutput) -> None:
-        """Copy the states of rows after the step, where the model keeps any."""
-        pairs = [(source, target) for target, source in plan.forks.items()]
+    def _copy_states(self, pairs: Items[tuple[int, int]]) -> None:
+        """Copy slots of states, source and target each, where the model keeps any."""
         for first in range(0, len(pairs) if self.executor.states is not None else 0, COPIES):
             vector = np.full((2, COPIES), NO_ROW, np.int32)
             part = pairs[first : first + COPIES]

@@ -33,7 +33,8 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step; 0 for no limit."""
     max_num_partial_prefills: int = 4
-    """Most prompts that are partly computed at once."""
+    """Most prompts that are partly computed at once, beside those of which less than a page is left
+    after the last state that is kept."""
     max_loras: int = 0
     """Most different adapters that run at once."""
     buckets: tuple[int, ...] = ()
@@ -110,6 +111,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             if tokens:
                 sequence.num_computed -= 1 + drafts - len(tokens)
+                sequence.state = len(tokens) - 1 if drafts else 0
             self.manager.commit(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -292,6 +294,7 @@ class Scheduler:
         count = min(grant, sequence.remaining, self.manager.room(sequence, plan))
         if count < 1:
             return
+        count = self.manager.chunk(sequence, count)
         start = sequence.num_computed
         if self.manager.extend(sequence, start, start + count, plan):
             self._emit(plan, sequence, count, 0)
@@ -309,12 +312,14 @@ class Scheduler:
         entry = len(plan.entries)
         start = sequence.num_computed
         length = len(sequence.tokens) + sequence.num_pending
-        plan.entries.append(Entry(sequence, row, start, count, drafts))
+        plan.entries.append(Entry(sequence, row, start, count, drafts, sequence.state))
         plan.num_tokens += count
+        sequence.state = 0
         del sequence.drafts[drafts:]
         stop = start + count
         sequence.num_computed = stop
         self.manager.commit(sequence)
+        self.manager.keep_state(sequence, plan.entries[-1], plan)
         if stop - drafts < length:
             return
         if sequence.pooling:
@@ -360,6 +365,7 @@ class Scheduler:
         self._remove(self.running, sequence)
         heapq.heappush(self._rows, sequence.row)
         sequence.row = None
+        sequence.state = 0
         self.manager.free(sequence)
         if sequence.lora is not None:
             self._adapters[sequence.lora] -= 1

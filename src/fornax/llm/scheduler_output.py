@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fornax.llm.sequence import Sequence
 
-__all__ = ["Entry", "PageCopy", "PageUpdate", "Sample", "SchedulerOutput"]
+__all__ = ["Entry", "PageCopy", "PageUpdate", "Sample", "SchedulerOutput", "StateCopy"]
 
 
 @dataclass(slots=True)
@@ -21,6 +21,11 @@ class Entry:
     count: int
     drafts: int = 0
     """How many of them, the last ones, are `sequence.drafts[:drafts]`."""
+    state: int = 0
+    """Which of its row's states it goes on from, where layers keep any."""
+    next_state: int = 0
+    """Which of them takes the state after it; with drafts the one after each of its tokens goes to
+    another, from 0 on."""
 
     @property
     def stop(self) -> int:
@@ -59,6 +64,13 @@ class PageUpdate(NamedTuple):
     page: int
 
 
+class StateCopy(NamedTuple):
+    """A slot of layers' states to copy, in every layer."""
+
+    source: int
+    target: int
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step. Plans must run in the order they were made, and every plan must run."""
@@ -70,6 +82,10 @@ class SchedulerOutput:
     """Hidden rows that pooling sequences asked for."""
     copies: list[PageCopy] = field(default_factory=list)
     """Done before the step writes anything, in this order (or reading all before writing any)."""
+    restored: list[StateCopy] = field(default_factory=list)
+    """Kept states to rows, done before the step, one after the other."""
+    kept: list[StateCopy] = field(default_factory=list)
+    """States of rows to keep, done after the step, one after the other."""
     updates: list[PageUpdate] = field(default_factory=list)
     """Everything that changed in the page tables since the last plan, in order."""
     forks: dict[int, int] = field(default_factory=dict)

@@ -2,8 +2,9 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["Sequence", "Status"]
+__all__ = ["HeldState", "Sequence", "Status"]
 
 
 class Status(enum.Enum):
@@ -17,6 +18,16 @@ class Status(enum.Enum):
     """Lost its row and pages, waits to be computed again."""
     FINISHED = "finished"
     """Over: ended, aborted or failed."""
+
+
+class HeldState(NamedTuple):
+    """A slot with a copy of a sequence's state, until all tokens that it is of are known."""
+
+    slot: int
+    num_pages: int
+    """Whole pages of tokens that it is of."""
+    decodes: bool
+    """Whether the sequence decodes: its next state takes the place of this one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +81,13 @@ class Sequence:
     """Chained digests of its full pages, made on demand."""
     num_registered: int = field(init=False, default=0)
     """Of its pages, how many are registered in the prefix cache."""
+    num_shared: int = field(init=False, default=0)
+    """Tokens of which pages were there when it was admitted, also where no state was kept."""
+    state: int = field(init=False, default=0)
+    """Which of its row's states is the one after `num_computed` tokens."""
+    held_state: HeldState | None = field(init=False, default=None)
+    decode_state: bytes | None = field(init=False, default=None)
+    """Digest of the last page that a state was kept after while it decoded."""
     order: tuple[float, float, int] = field(init=False, default=(0.0, 0.0, 0))
     """Place in every queue: smaller runs sooner and is preempted later."""
     began: bool = field(init=False, default=False)

@@ -215,7 +215,8 @@ class DraftProposer(Proposer):
             going = [each for each in sequences if counts[each.id] > ahead]
             plan = self._plan()
             for sequence in going:
-                self._add(plan, sequence, len(sequence.tokens) - 1 + ahead, 1, sample=True)
+                at = len(sequence.tokens) - 1 + ahead
+                self._add(plan, sequence, range(at, at + 1), (ahead - 1, ahead), sample=True)
             steps.append((going, self._run(plan)))
         found: dict[int, list[int]] = {each.id: [] for each in sequences}
         for going, tokens in steps:
@@ -236,20 +237,22 @@ class DraftProposer(Proposer):
         """Compute all that the draft model has not seen; the last step samples for every one."""
         budget = self._runner.limits.max_num_batched_tokens
         done = {each.id: self._done(each) for each in sequences}
+        states = {each.id: self._state(each, done[each.id]) for each in sequences}
         while sum(len(each.tokens) - done[each.id] for each in sequences) > budget:
             plan, room = self._plan(), budget
             for sequence in sequences:  # all but the last token, which samples
                 start = done[sequence.id]
                 count = min(room, len(sequence.tokens) - 1 - start)
                 if count > 0:
-                    self._add(plan, sequence, start, count, sample=False)
-                    done[sequence.id] += count
+                    stop, state = start + count, states.pop(sequence.id, 0)
+                    self._add(plan, sequence, range(start, stop), (state, 0), sample=False)
+                    done[sequence.id] = stop
                     room -= count
             self._runner.forward(plan)
         plan = self._plan()
         for sequence in sequences:
-            start = done[sequence.id]
-            self._add(plan, sequence, start, len(sequence.tokens) - start, sample=True)
+            own = range(done[sequence.id], len(sequence.tokens))
+            self._add(plan, sequence, own, (states.pop(sequence.id, 0), 0), sample=True)
         return self._run(plan)
 
     def _plan(self) -> SchedulerOutput:
@@ -267,18 +270,34 @@ class DraftProposer(Proposer):
             lambda pair: pair[0] == pair[1],
             zip(seen.drafts, sequence.tokens[seen.known :], strict=False),
         )
-        return min(seen.known + len(list(stayed)), len(sequence.tokens) - 1)
+        done = min(seen.known + len(list(stayed)), len(sequence.tokens) - 1)
+        # Of a state that layers keep there is none before that of the tokens that were known.
+        return done if done >= seen.known or not self._runner.limits.state_versions else 0
+
+    def _state(self, sequence: Sequence, done: int) -> int:
+        """Which of its row's states is the one after `done` tokens: the first is of the tokens that
+        were known, and each one more has the next."""
+        seen = self._seen.get(sequence.id)
+        return done - seen.known if done and seen is not None else 0
 
     def _add(
-        self, plan: SchedulerOutput, sequence: Sequence, start: int, count: int, *, sample: bool
+        self,
+        plan: SchedulerOutput,
+        sequence: Sequence,
+        tokens: range,
+        states: tuple[int, int],
+        *,
+        sample: bool,
     ) -> None:
-        row = sequence.row
+        """Add an entry, which goes from one of its row's states to another."""
+        row, (state, after) = sequence.row, states
         assert row is not None, "only running sequences are drafted for"
-        plan.entries.append(Entry(sequence, row, start, count))
-        plan.num_tokens += count
+        entry = Entry(sequence, row, tokens.start, len(tokens), state=state, next_state=after)
+        plan.entries.append(entry)
+        plan.num_tokens += entry.count
         if sample:
-            position = start + count
-            plan.samples.append(Sample(sequence, row, len(plan.entries) - 1, count - 1, position))
+            last = Sample(sequence, row, len(plan.entries) - 1, entry.count - 1, entry.stop)
+            plan.samples.append(last)
 
     def _run(self, plan: SchedulerOutput) -> jax.Array:
         slots = {i: sample.position % self._places for i, sample in enumerate(plan.samples)}

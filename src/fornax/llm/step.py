@@ -4,7 +4,7 @@ All that the host tells the device about a step travels as one int32 vector, cut
 tables stay on the device; the vector brings what changed in them.
 
 Legend: T tokens of the bucket, R sequences of the bucket, A rows of the engine, W pages of a table,
-U changes of a table, S slots of a page, D model width.
+U changes of a table, S slots of a page, J slots that a sequence's states go to, D model width.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from fornax.models import (
 __all__ = ["NO_ROW", "StepLayout", "change_tables", "make_step", "placed"]
 
 NO_ROW = np.iinfo(np.int32).max
-"""Where a list of changes is filled up: a row that no page table has."""
+"""Where a list is filled up: a row that no page table has, a slot that no state has."""
 
 Bind = Callable[[nnx.State, jax.Array], nnx.State]
 """(state, adapters_T) to a state whose weights know each token's adapter."""
@@ -55,6 +55,8 @@ class StepLayout:
     changes: int
     """U, of each group's page table; what is more goes ahead of the step by itself."""
     groups: int
+    states: int = 0
+    """J, slots that take states of a sequence; 0 where no layer keeps any."""
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -69,6 +71,8 @@ class StepLayout:
             "query_start_R1": (self.rows + 1,),
             "context_lens_R": (self.rows,),
         }
+        if self.states:
+            shapes |= {"slots_R": (self.rows,), "kept_RJ": (self.rows, self.states)}
         for group in range(self.groups):
             shapes[f"changes_3U.{group}"] = (3, self.changes)
         return shapes
@@ -94,6 +98,8 @@ class StepLayout:
         parts["source_T"].fill(-1)
         parts["adapters_T"].fill(-1)
         parts["rows_T"].fill(-1)
+        if self.states:
+            parts["kept_RJ"].fill(NO_ROW)
         for group in range(self.groups):
             parts[f"changes_3U.{group}"].fill(NO_ROW)
         return vector, parts
@@ -178,10 +184,10 @@ def _of_step(table_AW: jax.Array, page_size: int, parts: dict[str, jax.Array]) -
 
 
 def _slots_of_step(states: DeltaState, parts: dict[str, jax.Array]) -> StateSlots:
-    """The rows' states as the step's sequences need them; a sequence's first token is at 0."""
+    """The states as the step's sequences need them; a sequence's first token is at 0."""
     starts_R1 = parts["query_start_R1"]
     fresh_R = parts["context_lens_R"] == starts_R1[1:] - starts_R1[:-1]
-    return StateSlots(states, parts["rows_R"], starts_R1, fresh_R)
+    return StateSlots(states, parts["slots_R"], parts["kept_RJ"], starts_R1, fresh_R)
 
 
 def placed(weights: Weights) -> contextlib.AbstractContextManager[None]:

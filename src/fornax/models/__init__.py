@@ -36,7 +36,14 @@ from fornax.models.rope_config import (
 from fornax.models.routing import Routing, router_losses
 from fornax.models.save import save_pretrained
 from fornax.models.stack import stack_layers
-from fornax.models.state_slots import StateSlots, copy_states, describe_states, init_states
+from fornax.models.state_slots import (
+    StateSlots,
+    copy_states,
+    describe_states,
+    init_states,
+    keeps_states,
+    state_bytes,
+)
 
 __all__ = [
     "MODEL_USES",
@@ -84,6 +91,7 @@ __all__ = [
     "init_cache",
     "init_pages",
     "init_states",
+    "keeps_states",
     "layers_outside",
     "load_pretrained",
     "logits_logprobs",
@@ -95,6 +103,7 @@ __all__ = [
     "router_losses",
     "save_pretrained",
     "stack_layers",
+    "state_bytes",
     "stream",
     "takes",
     "token_logprobs",

@@ -69,20 +69,12 @@ _PARTS = (
     _Part(
         "linear attention in every layer",
         lambda config: all(kind.attention == "gated_delta" for kind in config.layer_kinds()),
-        dict.fromkeys(_ENGINE_USES, "complete prompts with `fornax generate`")
-        | _NOT_PLANNED
-        | _WHOLE_ROWS,
+        _ONLY_FORNAX | _SERVED_UNPLANNED | _WHOLE_ROWS,
     ),
     _Part(
         "linear attention (gated DeltaNet)",
         lambda config: config.gated_delta is not None,
-        {
-            "prefix reuse": "leave enable_prefix_caching off",
-            "speculation": "leave out speculative_config: a state cannot be rolled back",
-        }
-        | _ONLY_FORNAX
-        | _NOT_PLANNED
-        | _WHOLE_ROWS,
+        _ONLY_FORNAX | _NOT_PLANNED | _WHOLE_ROWS,
     ),
     _Part(
         "heads of their own in full layers",

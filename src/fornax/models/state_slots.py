@@ -1,8 +1,12 @@
-"""The states of linear layers beside a paged cache: a slot of fixed size for each running sequence.
+"""The states of linear layers beside a paged cache, in slots of a fixed size.
 
-Legend: T tokens of the step, U sequences of the step, L linear layers, A slots, W width of the
-convolutions, K key heads, R value heads of a key head, H key width, V value width, X channels of a
-key head.
+A running sequence has a slot, or several where tokens are taken back: then each keeps the state
+after another of its last tokens. More slots keep states of beginnings. Which slot is for what the
+caller decides; a step reads one slot of each of its sequences and writes those that it is told.
+
+Legend: T tokens of the step, U sequences of the step, L linear layers, A slots, J slots that a
+sequence writes, W width of the convolutions, K key heads, R value heads of a key head, H key width,
+V value width, X channels of a key head.
 """
 
 import functools
@@ -18,12 +22,19 @@ from fornax import kernels
 from fornax.models.cache import DeltaState, no_state
 from fornax.models.config import DecoderConfig
 
-__all__ = ["StateSlots", "copy_states", "describe_states", "init_states"]
+__all__ = [
+    "StateSlots",
+    "copy_states",
+    "describe_states",
+    "init_states",
+    "keeps_states",
+    "state_bytes",
+]
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("stacks", "slots_U", "query_start_U1", "fresh_U"),
+    data_fields=("stacks", "slots_U", "kept_UJ", "query_start_U1", "fresh_U"),
     meta_fields=(),
 )
 @dataclass(frozen=True)
@@ -33,7 +44,10 @@ class StateSlots:
     stacks: DeltaState
     """Of all layers and slots: inputs [L, A, W - 1, K, X] and memory [L, A, K, R, H, V]."""
     slots_U: jax.Array
-    """int32: the slot of each sequence."""
+    """int32: the slot that each sequence goes on from."""
+    kept_UJ: jax.Array
+    """int32: the slots that take states: of a sequence with at most J tokens that after its j-th
+    token, of one with more that after its last, in the first. What is no slot takes nothing."""
     query_start_U1: jax.Array
     """int32 [U + 1]: first token of each sequence in the step; padding comes after the last."""
     fresh_U: jax.Array
@@ -92,20 +106,22 @@ class StateSlots:
           memory_LAKRHV: with the layer's new states in it.
         """
         starts_U = self.query_start_U1[:-1]
-        count_U = self.query_start_U1[1:] - starts_U
-        slots_U = jnp.where(count_U > 0, self.slots_U, memory_LAKRHV.shape[1])
+        count_U1 = (self.query_start_U1[1:] - starts_U)[:, None]
+        place_J = jnp.arange(self.kept_UJ.shape[1])
+        seen_UJ = jnp.where(count_U1 > len(place_J), count_U1, place_J + 1)
+        slots_UJ = jnp.where(count_U1 > place_J, self.kept_UJ, memory_LAKRHV.shape[1])
         kept: list[jax.Array] = []
         for x_TKX, before_UWKX, stack_LAWKX in zip(inputs, before, self.stacks.inputs, strict=True):
             size = before_UWKX.shape[1]
-            place_UW = count_U[:, None] + jnp.arange(size)
-            there_UW11 = jnp.minimum(place_UW, size - 1)[..., None, None]
-            own_UW = jnp.clip(starts_U[:, None] + place_UW - size, 0, len(x_TKX) - 1)
-            last_UWKX = jnp.where(
-                (place_UW >= size)[..., None, None],
-                x_TKX[own_UW].astype(stack_LAWKX.dtype),
-                jnp.take_along_axis(before_UWKX, there_UW11, axis=1),
+            place_UJW = seen_UJ[..., None] + jnp.arange(size)
+            there_UJW = jnp.minimum(place_UJW, size - 1)
+            own_UJW = jnp.clip(starts_U[:, None, None] + place_UJW - size, 0, len(x_TKX) - 1)
+            last_UJWKX = jnp.where(
+                (place_UJW >= size)[..., None, None],
+                x_TKX[own_UJW].astype(stack_LAWKX.dtype),
+                jnp.take_along_axis(before_UWKX[:, None], there_UJW[..., None, None], axis=2),
             )
-            kept.append(stack_LAWKX.at[layer, slots_U].set(last_UWKX, mode="drop"))
+            kept.append(stack_LAWKX.at[layer, slots_UJ].set(last_UJWKX, mode="drop"))
         return replace(self, stacks=DeltaState(tuple(kept), memory_LAKRHV))
 
     def read_and_write(
@@ -128,8 +144,14 @@ class StateSlots:
             layer=layer,
             query_start_U1=self.query_start_U1,
             slots_U=self.slots_U,
+            kept_UJ=self.kept_UJ,
             fresh_U=self.fresh_U,
         )
+
+
+def keeps_states(config: DecoderConfig) -> bool:
+    """Whether layers of a model keep a state of a fixed size in the place of keys and values."""
+    return config.gated_delta is not None
 
 
 def describe_states(
@@ -166,6 +188,12 @@ def describe_states(
     return DeltaState(inputs, jax.tree.map(functools.partial(put, 2), shapes.memory_BKRHV))
 
 
+def state_bytes(config: DecoderConfig, dtype: DTypeLike) -> int:
+    """Bytes of one slot, over all layers and devices; 0 where no layer keeps a state."""
+    leaves = jax.tree.leaves(describe_states(config, 1, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
 def init_states(
     config: DecoderConfig,
     slots: int,
@@ -182,15 +210,24 @@ def init_states(
 
 
 def copy_states(stacks: DeltaState, pairs: jax.Array) -> DeltaState:
-    """Copy slots in every layer, reading all before writing any.
+    """Copy slots in every layer, one pair after the other.
 
     Args:
       stacks: of all layers and slots.
-      pairs: int32 [2, n], sources and targets; a target that is no slot takes nothing.
+      pairs: int32 [2, n], sources and targets; those whose target is no slot come last, and copy
+        nothing.
     """
 
-    def copy(stack: jax.Array) -> jax.Array:
-        taken = stack[:, jnp.minimum(pairs[0], stack.shape[1] - 1)]
-        return stack.at[:, pairs[1]].set(taken, mode="drop")
+    def copy(turn: jax.Array, stacks: DeltaState) -> DeltaState:
+        source, target = pairs[0, turn], pairs[1, turn]
 
-    return jax.tree.map(copy, stacks)
+        def put(stack: jax.Array) -> jax.Array:
+            state = jax.lax.dynamic_slice_in_dim(stack, source, 1, axis=1)
+            # Apart from the write: fused with it, the read would be of a copy of all slots.
+            state = jax.lax.optimization_barrier(state)
+            return jax.lax.dynamic_update_slice_in_dim(stack, state, target, axis=1)
+
+        return jax.tree.map(put, stacks)
+
+    count = jnp.sum(pairs[1] < stacks.memory_BKRHV.shape[1])
+    return jax.lax.fori_loop(0, count, copy, stacks)

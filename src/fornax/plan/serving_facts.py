@@ -38,7 +38,8 @@ class MemoryReport:
     sampler: int
     """Counts of tokens, masks and parameters of every row, and the last hidden states."""
     states: int
-    """Of linear layers, for every sequence that can run; 0 without such layers."""
+    """Of linear layers, for every sequence that can run and for prefix reuse; 0 without such
+    layers."""
     temporaries: int
     """Of the program that needs most."""
     code: int

@@ -23,6 +23,8 @@ class Figures:
     compiled: list[str] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     finished_requests: list[RequestStats] = field(default_factory=list)
 
     def step(self, stats: StepStats) -> None:
@@ -30,6 +32,8 @@ class Figures:
         self.compiled += stats.compiled
         self.drafted += stats.draft_tokens
         self.accepted += stats.accepted_tokens
+        self.prefix_queries += stats.prefix_queries
+        self.prefix_hits += stats.prefix_hits
 
     def first_token(self, seconds: float) -> None:
         assert seconds >= 0

@@ -12,7 +12,7 @@ from tests.unit.models.conftest import CONFIGS, decoder_of
 
 from fornax.config.errors import EngineError
 from fornax.llm import LLM, SamplingParams
-from fornax.models import generate, takes
+from fornax.models import generate, keeps_states
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.2, top_p=0.9, seed=7, max_tokens=12)
@@ -46,14 +46,19 @@ def test_greedy_tokens_are_the_models_through_chunks_preemption_and_batches(
     assert figures.preemptions > 0, "the cache was large enough for all"
 
 
-def test_shared_beginnings_are_reused_and_change_nothing(name: str, llm: LLM) -> None:
+def test_shared_beginnings_are_reused_and_change_nothing(
+    name: str, llm: LLM, figures: Figures
+) -> None:
     first, other = prompts_of(21, 6)
-    prompts = [first, first[:14] + other, first]
+    prompts = [first, first[:14] + other, first, first[:14] + other[::-1]]
+    hits = figures.prefix_hits
     expected = generate(decoder_of(name), prompts, max_tokens=12, stop_tokens=())
     outputs = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
     assert completions(outputs) == expected
-    reused = [0, 12, 20] if takes(CONFIGS[name], "prefix reuse") else [0, 0, 0]
-    assert [output.num_cached_tokens for output in outputs] == reused
+    # States were kept where chunks ended, at 8 tokens, not at 12, until the second prompt had one.
+    parted = 8 if keeps_states(CONFIGS[name]) else 12
+    assert [output.num_cached_tokens for output in outputs] == [0, parted, 20, 12]
+    assert figures.prefix_hits - hits == parted + 32
 
 
 def test_a_seeded_request_returns_the_same_tokens_whatever_runs_beside_it(llm: LLM) -> None:

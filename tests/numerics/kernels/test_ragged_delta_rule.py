@@ -30,6 +30,7 @@ def ragged(counts: tuple[int, ...], tokens: int) -> Inputs:
         "layer": jnp.int32(LAYER),
         "query_start_U1": np.cumsum([0, *counts]).astype(np.int32),
         "slots_U": np.array([3, 0, 4, 2, 1], np.int32)[:rows],
+        "kept_UJ": np.array([[3], [0], [4], [2], [1]], np.int32)[:rows],
         "fresh_U": np.arange(rows) == 1,
     }
 
@@ -68,6 +69,30 @@ def test_each_sequence_is_as_by_itself(counts: tuple[int, ...], tokens: int) -> 
         o, state = alone(batch, row)
         np.testing.assert_allclose(o_TKRV[start : start + count], o, atol=5e-6)
         expected[LAYER, batch["slots_U"][row]] = state
+    np.testing.assert_allclose(states_LAKRHV, expected, atol=5e-6)
+
+
+def test_short_sequences_keep_the_state_after_each_token() -> None:
+    """Beside a long one, which keeps its last; the states gone on from are those before the step,
+    and slots that nobody names stay."""
+    counts, kept = (3, 1, 9, 2, 0), ((0, 3, 5), (6, 99, 99), (1, 99, 99), (99, 2, 99), (4, 7, 8))
+    batch = ragged(counts, 16)
+    rng = np.random.default_rng(2)
+    shape = (L, 9, *batch["states_LAKRHV"].shape[2:])
+    batch["states_LAKRHV"] = rng.normal(size=shape).astype(np.float32)
+    batch["kept_UJ"] = np.array(kept, np.int32)
+    o_TKRV, states_LAKRHV = run(**batch)
+    expected = batch["states_LAKRHV"].astype(np.float64)
+    for row, (count, slots) in enumerate(zip(counts, kept, strict=True)):
+        start = batch["query_start_U1"][row]
+        ends = range(1, count + 1) if count <= 3 else (count,)
+        for end, slot in zip(ends, slots, strict=False):
+            starts = batch["query_start_U1"].copy()
+            starts[row + 1] = start + end
+            o, state = alone({**batch, "query_start_U1": starts}, row)
+            np.testing.assert_allclose(o_TKRV[start : start + end], o, atol=5e-6)
+            if slot < 9:
+                expected[LAYER, slot] = state
     np.testing.assert_allclose(states_LAKRHV, expected, atol=5e-6)
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from fornax.llm.block_manager import BlockManager, PagePool
-from fornax.llm.scheduler_output import PageCopy, SchedulerOutput
+from fornax.llm.scheduler_output import Entry, PageCopy, SchedulerOutput, StateCopy
 from fornax.llm.sequence import Sequence
+from fornax.llm.state_pool import StatePool
 
 
 def run(manager, tokens, *, salt=b"", row=0, **options):
@@ -153,3 +154,81 @@ def test_pool_never_gives_page_zero_and_prefers_blank_pages():
     assert pool.by_digest == {b"known": pages[0]}
     assert pool.take() == pages[0]
     assert pool.by_digest == {}
+
+
+def run_in_chunks(manager, tokens, most=8, row=0):
+    """Admit a sequence and compute all of its tokens, at most `most` at a time; returns it, the
+    ends of its chunks after what was found, and all that was planned."""
+    sequence, plan, ends = Sequence(0, "r", list(tokens), max_len=1000), SchedulerOutput(), []
+    sequence.row = row
+    match = manager.match(sequence)
+    assert manager.claim(sequence, match, manager.spare(0))
+    manager.admit(sequence, match, plan)
+    ends.append(match.num_tokens)
+    while sequence.remaining:
+        start = sequence.num_computed
+        count = manager.chunk(sequence, min(most, sequence.remaining))
+        assert manager.extend(sequence, start, start + count, plan)
+        sequence.num_computed += count
+        manager.commit(sequence)
+        manager.keep_state(sequence, Entry(sequence, row, start, count), plan)
+        ends.append(start + count)
+    return sequence, ends, plan
+
+
+def test_a_prefix_is_reused_where_a_state_is_kept():
+    """Where chunks end, at the last whole page, and where a prompt left what others had."""
+    manager = BlockManager([PagePool(40)], 4, states=StatePool(2, 1, 10))
+    first, ends, plan = run_in_chunks(manager, range(27))
+    assert ends == [0, 8, 16, 24, 27]
+    assert plan.kept == [StateCopy(0, slot) for slot in (2, 3, 4)]
+    manager.free(first)
+    other, ends, plan = run_in_chunks(manager, [*range(14), *range(50, 60)], row=1)
+    assert ends == [8, 12, 20, 24]
+    assert plan.restored == [StateCopy(2, 1)]
+    manager.free(other)
+    _, ends, _ = run_in_chunks(manager, [*range(14), *range(70, 80)])
+    assert ends[0] == 12
+
+
+def test_a_state_goes_with_its_page_and_the_longest_unused_first():
+    manager = BlockManager([PagePool(9)], 4, states=StatePool(2, 1, 3))  # eight pages
+    first, *_ = run_in_chunks(manager, range(13))
+    manager.free(first)
+    assert manager.match(Sequence(1, "r", list(range(13)), 20)).num_tokens == 12
+    second, *_ = run_in_chunks(manager, range(50, 71))  # six pages, and three states
+    match = manager.match(Sequence(1, "r", list(range(13)), 20))
+    assert (match.num_tokens, match.num_shared) == (0, 8)
+    manager.free(second)
+    assert manager.states.num_blank + manager.states.num_known == 3
+
+
+def test_a_decoding_sequence_keeps_its_last_state_in_one_slot():
+    manager = BlockManager([PagePool(40)], 4, states=StatePool(2, 3, 4))
+    sequence, *_ = run_in_chunks(manager, range(9))
+    plan = SchedulerOutput()
+    for length in range(10, 18):
+        sequence.tokens.append(length)
+        assert manager.extend(sequence, length - 1, length, plan)
+        sequence.num_computed = length
+        manager.commit(sequence)
+        manager.keep_state(sequence, Entry(sequence, 0, length - 1, 1), plan)
+    assert [copy.target for copy in plan.kept] == [7, 7]
+    manager.free(sequence)
+    assert manager.match(Sequence(1, "r", sequence.tokens, 99)).num_tokens == 16
+
+
+def test_proposed_tokens_keep_a_state_only_where_they_are_accepted():
+    manager = BlockManager([PagePool(40)], 4, states=StatePool(2, 4, 2))
+    sequence, *_ = run_in_chunks(manager, range(3))
+    for accepted, found in ((1, 0), (4, 4)):
+        start, plan = sequence.num_computed, SchedulerOutput()
+        sequence.tokens.append(start)
+        assert manager.extend(sequence, start, start + 4, plan)
+        sequence.num_computed = start + 4
+        manager.commit(sequence)
+        manager.keep_state(sequence, Entry(sequence, 0, start, 4, drafts=3), plan)
+        sequence.num_computed = start + accepted
+        sequence.tokens += range(start + 1, start + accepted)
+        manager.commit(sequence)
+        assert manager.match(Sequence(1, "r", [*sequence.tokens, 0], 99)).num_tokens >= found

@@ -2,7 +2,8 @@
 
 The device keeps in every cache slot a digest of the whole prefix that ends there, so a page that is
 shared, freed, copied or written wrongly shows as a wrong digest when a query reads it; the token it
-samples follows from the digest, so a wrong step also shows as a wrong token.
+samples follows from the digest, so a wrong step also shows as a wrong token. A slot of states keeps
+the digest of all tokens that its state is of.
 """
 
 from collections import Counter
@@ -18,8 +19,10 @@ from fornax.llm.block_manager import BlockManager, PagePool
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
 from fornax.llm.scheduler_output import SchedulerOutput
 from fornax.llm.sequence import Sequence, Status
+from fornax.llm.state_pool import StatePool
 
 VOCABULARY = 3
+DRAFTS = 4
 
 
 def chain(salt: bytes, tokens: list[int]) -> list[int]:
@@ -56,6 +59,7 @@ class Device:
         self.manager = manager
         self.cache = [[{} for _ in range(group.num_pages)] for group in manager.pools]
         self.table = [[{} for _ in range(rows)] for _ in manager.pools]
+        self.states: dict[int, int] = {}
         self.last_token = [-1] * rows
         self.pending: dict[Sequence, list[int]] = {}
 
@@ -67,6 +71,7 @@ class Device:
         for group, source, target in plan.copies:
             self.cache[group][target] = dict(self.cache[group][source])
         chains = [chain(each.sequence.salt, self.inputs(each)) for each in plan.entries]
+        self.carry_states(plan, chains)
         self.write(plan, chains)
         for entry, digests in zip(plan.entries, chains, strict=True):
             self.read(entry, digests)
@@ -82,6 +87,28 @@ class Device:
             assert tokens[-1] == self.last_token[entry.row]
         assert len(tokens) == entry.stop
         return tokens
+
+    def carry_states(self, plan: SchedulerOutput, chains: list[list[int]]) -> None:
+        """Go on from each sequence's state; all are read before any is written."""
+        if (states := self.manager.states) is None:
+            assert not plan.restored
+            assert not plan.kept
+            return
+        for source, target in plan.restored:
+            self.states[target] = self.states[source]
+        for entry, digests in zip(plan.entries, chains, strict=True):
+            if entry.start:
+                found = self.states[states.slot_of(entry.row, entry.state)]
+                assert found == digests[entry.start - 1], "a sequence goes on from another state"
+        for entry, digests in zip(plan.entries, chains, strict=True):
+            versions = range(entry.count) if entry.drafts else (entry.next_state,)
+            ends = range(entry.start, entry.stop) if entry.drafts else (entry.stop - 1,)
+            for version, end in zip(versions, ends, strict=True):
+                self.states[states.slot_of(entry.row, version)] = digests[end]
+        for source, target in plan.kept:
+            self.states[target] = self.states[source]
+        for child, row in plan.forks.items():
+            self.states[states.slot_of(child)] = self.states[states.slot_of(row)]
 
     def write(self, plan: SchedulerOutput, chains: list[list[int]]) -> None:
         written = set()
@@ -151,13 +178,17 @@ class Engine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 0, 1, 4]),
         partial=st.integers(1, 3),
         buckets=st.sampled_from([(), (1, 2, 4, 8, 100, 200), (1, 8, 150)]),
+        kept=st.sampled_from([None, 0, 1, 2, 5, 20]),
     )
     def build(
         self, page_size, groups, prefix_caching, max_num_seqs, tokens, policy, threshold, partial,
-        buckets,
+        buckets, kept,
     ):  # fmt: skip
         self.manager = BlockManager(
-            [PagePool(pages, window) for pages, window in groups], page_size, prefix_caching
+            [PagePool(pages, window) for pages, window in groups],
+            page_size,
+            prefix_caching,
+            None if kept is None else StatePool(max_num_seqs, 1 + DRAFTS, kept),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -215,7 +246,7 @@ class Engine(RuleBasedStateMachine):
         self.sequences += made
 
     @precondition(lambda self: self.scheduler.has_work and len(self.flight) < 3)
-    @rule(proposals=st.lists(st.integers(0, 2), max_size=4), honest=st.booleans())
+    @rule(proposals=st.lists(st.integers(0, 2), max_size=DRAFTS), honest=st.booleans())
     def step(self, proposals, honest):
         for sequence in self.scheduler.running:
             if not sequence.num_pending and not sequence.pooling and proposals:
@@ -242,7 +273,8 @@ class Engine(RuleBasedStateMachine):
         assert 0 <= plan.prefix_hits <= plan.prefix_queries
         for sequence in self.scheduler.running:
             assert sequence.length <= sequence.max_len
-        if all(group.window is None for group in self.manager.pools):
+        unlimited = all(group.window is None for group in self.manager.pools)
+        if unlimited and self.manager.states is None:  # chunks are cut where states are kept
             partial = [each for each in self.scheduler.running if each.remaining > 1]
             assert len(partial) <= config.max_num_partial_prefills
 
@@ -292,6 +324,16 @@ class Engine(RuleBasedStateMachine):
             assert pool.digests == [known.get(page) for page in range(pool.num_pages)]
 
     @invariant()
+    def every_kept_state_is_accounted_for(self):
+        if (states := self.manager.states) is None:
+            return
+        held = [each.held_state.slot for each in self.sequences if each.held_state is not None]
+        known = list(states._known.values())
+        first = states.slot_of(self.scheduler.config.max_num_seqs)
+        every = range(first, first + states.num_kept)
+        assert sorted((*held, *known, *states._blank)) == list(every)
+
+    @invariant()
     def sliding_groups_keep_only_the_window(self):
         size = self.manager.page_size
         for each in self.scheduler.running:
@@ -337,6 +379,8 @@ class Engine(RuleBasedStateMachine):
             self.every_page_is_accounted_for()
         assert not self.scheduler.has_work, "work is left that does not end"
         assert all(each.status is Status.FINISHED for each in self.sequences)
+        states = self.manager.states
+        assert states is None or states.num_blank + states.num_known == states.num_kept
         assert [pool.used for pool in self.manager.pools] == [0] * len(self.manager.pools)
         assert sorted(self.scheduler._rows) == list(range(self.scheduler.config.max_num_seqs))
 

@@ -121,7 +121,9 @@ def test_adapters_that_peft_cannot_say_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "use",
     sorted(
-        set(MODEL_USES) - {"train", "tune", "serve", "serve adapters", "plan serve", "stage axis"}
+        set(MODEL_USES)
+        - {"train", "tune", "serve", "prefix reuse", "speculation", "serve adapters"}
+        - {"plan serve", "stage axis"}
     ),
 )
 def test_what_does_not_take_it_says_what_does(use: str) -> None:

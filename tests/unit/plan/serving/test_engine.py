@@ -129,7 +129,7 @@ def test_linear_layers_keep_a_state_a_sequence_and_no_pages() -> None:
     assert group.layers == 2
     assert one.bytes_per_token == 2 * 2 * 4 * 16 * 4
     inputs = 2 * 4 * (16 + 16 + 2 * 24)
-    assert one.states == 4 * 2 * (8 * 16 * 24 + inputs) * 4
+    assert one.states == (4 + 2 * 4) * 2 * (8 * 16 * 24 + inputs) * 4
     assert four.states == one.states / 4
     assert one.total == one.weights + one.cache + one.sampler + one.states
 
