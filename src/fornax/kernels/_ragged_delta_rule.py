@@ -16,13 +16,16 @@ from fornax.kernels._delta_rule import CHUNK, gated_delta_rule
 
 __all__ = ["ragged_gated_delta_rule"]
 
+Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
+"""Queries, keys, values, logarithms of decays and betas."""
+
 
 def ragged_gated_delta_rule(
     q_TKH: jax.Array,
     k_TKH: jax.Array,
     v_TKRV: jax.Array,
     log_decay_TKR: jax.Array,
-    beta_TKR: jax.Array,
+    beta_TKR: jax.Array | None,
     states_LAKRHV: jax.Array,
     *,
     layer: jax.Array,
@@ -37,7 +40,7 @@ def ragged_gated_delta_rule(
       k_TKH: keys.
       v_TKRV: values.
       log_decay_TKR: the logarithm of what a token leaves of the state.
-      beta_TKR: how far a token moves what its key finds.
+      beta_TKR: how far a token moves what its key finds; None: see `gated_delta_rule`.
       states_LAKRHV: float32, the states of all layers and slots.
       layer: int32, the layer whose states are read and written.
       query_start_U1: int32 [U + 1], first token of each sequence; padding comes after the last.
@@ -83,7 +86,7 @@ def _held(
 
 
 def _single(
-    inputs: tuple[jax.Array, ...],
+    inputs: Inputs,
     starts_U1: jax.Array,
     o_TKRV: jax.Array,
     states_UKRHV: jax.Array,
@@ -93,14 +96,16 @@ def _single(
     single_U = starts_U1[1:] - starts_U1[:-1] == 1
     first_U = jnp.minimum(starts_U1[:-1], T - 1)
     o_U1KRV, after_UKRHV = gated_delta_rule(
-        *(x[first_U][:, None] for x in inputs), state_BKRHV=states_UKRHV, implementation="recurrent"
+        *jax.tree.map(lambda x: x[first_U][:, None], inputs),
+        state_BKRHV=states_UKRHV,
+        implementation="recurrent",
     )
     o_TKRV = o_TKRV.at[jnp.where(single_U, first_U, T)].set(o_U1KRV[:, 0], mode="drop")
     return o_TKRV, after_UKRHV
 
 
 def _longer(
-    inputs: tuple[jax.Array, ...],
+    inputs: Inputs,
     starts_U1: jax.Array,
     before_UKRHV: jax.Array,
     o_TKRV: jax.Array,
@@ -115,7 +120,7 @@ def _longer(
     offset_T, counts_U = token_T - starts_U1[row_T], starts_U1[1:] - starts_U1[:-1]
     begins_T = (counts_U[row_T] > 1) & (offset_T % C == 0) & (token_T < starts_U1[-1])
     [begin_V] = jnp.nonzero(begins_T, size=T // 2, fill_value=0)
-    padded = [jnp.pad(x, ((0, C), *((0, 0),) * (x.ndim - 1))) for x in inputs]
+    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, C), *((0, 0),) * (x.ndim - 1))), inputs)
 
     def chunk(turn: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         o_TKRV, after_UKRHV, state_KRHV = carry
@@ -124,7 +129,7 @@ def _longer(
         own_C = jnp.arange(C) < starts_U1[row + 1] - begin
         state_KRHV = jnp.where(offset_T[begin] == 0, before_UKRHV[row], state_KRHV)
         o_1CKRV, [state_KRHV] = gated_delta_rule(
-            *(_cut(x, begin, own_C)[None] for x in padded),
+            *jax.tree.map(lambda x: _cut(x, begin, own_C)[None], padded),
             state_BKRHV=state_KRHV[None],
             implementation="chunked",
         )

@@ -46,6 +46,10 @@ _ONLY_FORNAX = {
 _SERVED_UNPLANNED = _NOT_PLANNED | {
     "plan serve": "start the engine: it accounts for its memory before it makes anything"
 }
+_NO_ROLL_BACK = {
+    "prefix reuse": "leave enable_prefix_caching off",
+    "speculation": "leave out speculative_config: a state cannot be rolled back",
+}
 _NO_PIPELINE = {"stage axis": "give its devices to mesh.fsdp or mesh.tensor"}
 _WHOLE_ROWS = {"context axis": "give its devices to mesh.fsdp or mesh.tensor"}
 
@@ -68,7 +72,7 @@ _PARTS = (
     ),
     _Part(
         "linear attention in every layer",
-        lambda config: all(kind.attention == "gated_delta" for kind in config.layer_kinds()),
+        lambda config: not config.attends,
         dict.fromkeys(_ENGINE_USES, "complete prompts with `fornax generate`")
         | _NOT_PLANNED
         | _WHOLE_ROWS,
@@ -76,13 +80,17 @@ _PARTS = (
     _Part(
         "linear attention (gated DeltaNet)",
         lambda config: config.gated_delta is not None,
-        {
-            "prefix reuse": "leave enable_prefix_caching off",
-            "speculation": "leave out speculative_config: a state cannot be rolled back",
-        }
-        | _ONLY_FORNAX
-        | _NOT_PLANNED
-        | _WHOLE_ROWS,
+        _NO_ROLL_BACK | _ONLY_FORNAX | _NOT_PLANNED | _WHOLE_ROWS,
+    ),
+    _Part(
+        "linear attention (Mamba-2)",
+        lambda config: config.mamba2 is not None,
+        _NO_ROLL_BACK | _ONLY_FORNAX | _SERVED_UNPLANNED | _WHOLE_ROWS,
+    ),
+    _Part(
+        "layers without an MLP",
+        lambda config: any(kind.mlp == "none" for kind in config.layer_kinds()),
+        _ONLY_FORNAX | _SERVED_UNPLANNED,
     ),
     _Part(
         "heads of their own in full layers",

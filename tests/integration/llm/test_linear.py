@@ -98,5 +98,5 @@ def test_a_model_without_pages_is_refused() -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     wide = dataclasses.replace(CONFIG, num_kv_heads=4)
-    with pytest.raises(ConfigError, match=r"=4 does not divide .* key heads of linear layers, 2"):
+    with pytest.raises(ConfigError, match=r"=4 does not divide .* heads of linear layers, 2"):
         LLM(create_decoder(wide), **SIZES, tensor_parallel_size=4)
