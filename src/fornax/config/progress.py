@@ -25,8 +25,8 @@ class Progression(Protocol):
         """The run goes on from `step` to `total`; throughput is in `unit` a second."""
         ...
 
-    def update(self, record: Mapping[str, object], seconds_left: float) -> None:
-        """A step is done; `record` is its metrics."""
+    def update(self, record: Mapping[str, object], seconds_left: float | None) -> None:
+        """A step is done; `record` is its metrics. None: the rate is not known yet."""
         ...
 
     def log(self, text: str) -> None:
@@ -44,7 +44,7 @@ class Quiet:
     def start(self, step: int, total: int, unit: str) -> None:
         """Show nothing."""
 
-    def update(self, record: Mapping[str, object], seconds_left: float) -> None:
+    def update(self, record: Mapping[str, object], seconds_left: float | None) -> None:
         """Show nothing."""
 
     def log(self, text: str) -> None:
@@ -69,7 +69,7 @@ class Lines:
         """Remember where the run ends."""
         self._total, self._unit = total, unit
 
-    def update(self, record: Mapping[str, object], seconds_left: float) -> None:
+    def update(self, record: Mapping[str, object], seconds_left: float | None) -> None:
         """Write a line when the interval has passed."""
         self._last = f"step {record['step']}/{self._total}  " + _figures(
             record, self._unit, seconds_left
@@ -117,7 +117,7 @@ class Bar:
         self._progress.update(self._task, completed=step, total=total, figures="compiling")
         self._progress.start()
 
-    def update(self, record: Mapping[str, Any], seconds_left: float) -> None:
+    def update(self, record: Mapping[str, Any], seconds_left: float | None) -> None:
         """Move the bar."""
         self._progress.update(
             self._task,
@@ -143,7 +143,7 @@ def choose(name: ProgressName = "auto") -> Progression:
     return Lines()
 
 
-def _figures(record: Mapping[str, Any], unit: str, seconds_left: float) -> str:
+def _figures(record: Mapping[str, Any], unit: str, seconds_left: float | None) -> str:
     parts = [f"loss {record['loss']:.4f}"]
     parts += [f"{name} {record[name]:.4f}" for name in _BESIDE_LOSS if name in record]
     rate = record.get(f"{unit}_per_second")
@@ -151,7 +151,8 @@ def _figures(record: Mapping[str, Any], unit: str, seconds_left: float) -> str:
         parts.append(f"{_short(rate)} {unit}/s")
     if record.get("mfu"):
         parts.append(f"mfu {record['mfu']:.1%}")
-    parts.append(f"{_clock(seconds_left)} left")
+    if seconds_left is not None:
+        parts.append(f"{_clock(seconds_left)} left")
     return "  ".join(parts)
 
 

@@ -133,8 +133,8 @@ class Recorder:
         self._per_step = 0.9 * self._per_step + 0.1 * per_step if self._per_step else per_step
         return found
 
-    def _seconds_left(self, step: int) -> float:
-        return (self.steps - step) * self._per_step
+    def _seconds_left(self, step: int) -> float | None:
+        return (self.steps - step) * self._per_step if self._per_step else None
 
 
 def _whole(value: float) -> int | float:

@@ -29,6 +29,27 @@ MESHES = {
     "clipped": [{"fsdp": 2, "tensor": 4}, {"context": 2, "tensor": 2, "data": 2}],
 }
 CASES = [(name, sizes) for name, meshes in MESHES.items() for sizes in meshes]
+PAIRS = {
+    "windowed": [
+        {"context": 2, "data": 4},
+        {"context": 4, "fsdp": 2},
+        {"context": 4, "tensor": 2},
+    ],
+    "experts": [
+        {"expert": 2, "data": 4},
+        {"expert": 4, "tensor": 2},
+        {"expert": 4, "context": 2},
+        {"expert": 2, "context": 2, "fsdp": 2},
+        {"expert": 2, "tensor": 2, "data": 2},
+    ],
+    "latent": [
+        {"context": 2, "data": 4},
+        {"context": 4, "fsdp": 2},
+        {"context": 2, "tensor": 2, "fsdp": 2},
+    ],
+    "mamba": [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}],
+}
+"""Axes that divide the length or experts, with each other axis; and the meshes of Mamba-2."""
 IDS = np.array([[1] * 5 + [2] * 7, [0] * 3 + [1] * 9] * 4, np.int32)
 
 
@@ -75,7 +96,18 @@ def _rounding(name: str) -> list[np.ndarray]:
     return moved
 
 
-@pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *CASES,
+        *(
+            pytest.param(name, sizes, marks=pytest.mark.exhaustive)
+            for name, meshes in PAIRS.items()
+            for sizes in meshes
+        ),
+    ],
+    ids=str,
+)
 def test_loss_and_gradients_are_those_of_one_device(name: str, sizes: dict[str, int]) -> None:
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
     state = nnx.state(decoder_of(name))

@@ -32,18 +32,21 @@ _SIZES = {
 }
 
 
-def read_latent(reader: ConfigReader, sizes: Mapping[str, int], head: str) -> dict[str, Any]:
+def read_latent(
+    reader: ConfigReader, sizes: Mapping[str, int], head: str, eps: float = 1e-6
+) -> dict[str, Any]:
     """The fields of a model with latent attention, the rope and the experts aside.
 
     Args:
       reader: the file.
       sizes: the family's defaults.
       head: the key whose value `head_dim` repeats.
+      eps: the family's default for `rms_norm_eps`.
 
     Raises:
       ConfigError: when it does not.
     """
-    fields = read_common(reader, tied=False)
+    fields = read_common(reader, tied=False, eps=eps)
     bias = reader.take("attention_bias", False)
     found = {key: reader.take(key, size) for key, size in sizes.items()}
     width = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
