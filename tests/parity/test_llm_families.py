@@ -264,8 +264,9 @@ def test_states_are_taken_back_with_proposed_tokens(name: str, tmp_path: Path) -
     outputs = [llm.generate([prompt], GREEDY)[0] for prompt in (prompts[-1], longer)]
     assert tokens_of(outputs) == expected
     assert outputs[1].num_cached_tokens > len(prompts[-1]), "no state of its output was kept"
-    assert 0 < figures.accepted < figures.drafted
-    assert figures.preemptions > 0 or name in PAGELESS
+    assert figures.accepted < figures.drafted
+    # A random model of states alone does not repeat itself: all that is proposed is taken back.
+    assert (figures.accepted and figures.preemptions) or name in PAGELESS
     assert not figures.compiled
 
 
