@@ -47,6 +47,11 @@ _CLASSES: dict[str, Any] = {
     "qwen3_next": hf.Qwen3NextConfig,
     "qwen3_5": hf.Qwen3_5TextConfig,
     "qwen3_5_moe": hf.Qwen3_5MoeTextConfig,
+    "granite": hf.GraniteConfig,
+    "granitemoe": hf.GraniteMoeConfig,
+    "granitemoeshared": hf.GraniteMoeSharedConfig,
+    "granitemoehybrid": hf.GraniteMoeHybridConfig,
+    "mamba2": hf.Mamba2Config,
 }
 
 
@@ -158,6 +163,43 @@ _HYBRID_OPTIONS = {
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-2,
 }
+
+_MULTIPLIERS = {
+    "embedding_multiplier": 1.7,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.7,
+}
+_GRANITE_MOE = {**_MULTIPLIERS, "num_local_experts": 8, "num_experts_per_tok": 3}
+_GRANITE_HYBRID = {
+    **_MULTIPLIERS,
+    "num_hidden_layers": 5,
+    "rms_norm_eps": 1e-2,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", *["linear_attention"] * 2],
+    "shared_intermediate_size": 40,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+}
+_MAMBA2 = {
+    "num_hidden_layers": 4,
+    "num_heads": 8,
+    "head_dim": 8,
+    "state_size": 12,
+    "n_groups": 2,
+    "layer_norm_epsilon": 1e-2,
+}
+
+_NOT_READ = {
+    "mamba2": (
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    )
+}
+"""Keys of `_BASE` that a family's config does not have."""
 
 # name: (family, keys of the config, the sequence length to compare at)
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -667,6 +709,67 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "qwen3-5-moe": ("qwen3_5_moe", _QWEN3_NEXT, 150),
     "qwen3-5-moe-options": ("qwen3_5_moe", {**_QWEN3_NEXT, **_HYBRID_OPTIONS}, 70),
+    "granite": (
+        "granite",
+        {
+            **_MULTIPLIERS,
+            **_rope("linear", factor=2.0),
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        24,
+    ),
+    "granite-moe": ("granitemoe", _GRANITE_MOE, 24),
+    "granite-moe-shared": (
+        "granitemoeshared",
+        {**_GRANITE_MOE, "shared_intermediate_size": 40, "attention_bias": True},
+        24,
+    ),
+    "granite-hybrid": ("granitemoehybrid", _GRANITE_HYBRID, 150),
+    "granite-hybrid-options": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_HYBRID,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 16,
+            "mamba_expand": 3,
+            "mamba_n_groups": 3,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "time_step_limit": (0.4, 0.9),
+        },
+        40,
+    ),
+    "granite-hybrid-full-attention": (
+        "granitemoehybrid",
+        {**_GRANITE_HYBRID, "layer_types": ["full_attention"] * 5},
+        24,
+    ),
+    "mamba2": ("mamba2", _MAMBA2, 150),
+    "mamba2-options": (
+        "mamba2",
+        {
+            **_MAMBA2,
+            "num_heads": 4,
+            "head_dim": 24,
+            "expand": 3,
+            "n_groups": 1,
+            "conv_kernel": 2,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "time_step_limit": (0.4, 0.9),
+            "tie_word_embeddings": True,
+            "residual_in_fp32": False,
+        },
+        70,
+    ),
 }
 
 GENERATION_CASES = (
@@ -684,18 +787,29 @@ GENERATION_CASES = (
     "qwen3-next",
     "qwen3-5-options",
     "llama4",
+    "mamba2",
 )
 """One case for each way of attending."""
 
-UNPACKED = ("gpt_oss", "llama4", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+UNPACKED = (
+    "gpt_oss",
+    "llama4",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "granitemoehybrid",
+    "mamba2",
+)
 """Families whose oracle takes packed documents for one: it makes its masks without positions, or
 carries the state of linear layers on. Each document is given to it by itself."""
 
-UNPADDED = ("llama4",)
-"""Families whose oracle counts positions by columns: padded rows are given to it without."""
+UNPADDED = ("llama4", "granite-hybrid-options", "mamba2-options")
+"""Families and cases whose oracle does not leave padding out: it counts positions by columns, or
+lets convolutions see the biases of projections there. Padded rows are given to it without."""
 
 
 def build(name: str) -> tuple[Any, int]:
     """The transformers config of a case, and the sequence length to compare at."""
     family, keys, length = CASES[name]
-    return _CLASSES[family](**{**_BASE, **keys}), length
+    base = {key: value for key, value in _BASE.items() if key not in _NOT_READ.get(family, ())}
+    return _CLASSES[family](**{**base, **keys}), length

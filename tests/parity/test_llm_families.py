@@ -56,11 +56,16 @@ SERVED = (
     "qwen3-next",
     "qwen3-next-full-attention",
     "qwen3-5",
-    "qwen3-5-moe",
+    "granite-hybrid",
 )
 """Of each family the case that asks most of a paged cache."""
 
-LINEAR = ("qwen3-next", "qwen3-5", "qwen3-5-moe")
+PAGELESS = ("mamba2",)
+"""Models without attention: states alone."""
+ALIKE = {"granite", "granitemoe", "granitemoeshared"}
+"""Families whose every part is in one that is served."""
+
+LINEAR = ("qwen3-next", "qwen3-5", "qwen3-5-moe", "granite-hybrid")
 """Models with states beside pages: a beginning is reused where one is kept."""
 
 _PAGES = dict.fromkeys(
@@ -142,7 +147,7 @@ def untied_oracle(name: str) -> HfModel:
 
 
 def test_every_family_is_served() -> None:
-    named = {CASES[name][0] for name in SERVED}
+    named = {CASES[name][0] for name in (*SERVED, *PAGELESS)} | ALIKE
     assert named == {family for family, _, _ in CASES.values()}
 
 
@@ -236,7 +241,7 @@ def test_embeddings_agree(pair: Pair) -> None:
         )
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", [*LINEAR, *PAGELESS])
 def test_states_are_taken_back_with_proposed_tokens(name: str, tmp_path: Path) -> None:
     """With prefixes reused, in fewer pages and slots for states than all sequences want."""
     oracle, figures = untied_oracle(name), Figures()
@@ -245,7 +250,7 @@ def test_states_are_taken_back_with_proposed_tokens(name: str, tmp_path: Path) -
         tmp_path,
         **SIZES,
         step_sizes="coarse",
-        num_gpu_blocks_override=16,
+        num_gpu_blocks_override=None if name in PAGELESS else 16,
         num_state_checkpoints=3,
         speculative_config={"type": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
         observer=figures,
@@ -259,8 +264,9 @@ def test_states_are_taken_back_with_proposed_tokens(name: str, tmp_path: Path) -
     outputs = [llm.generate([prompt], GREEDY)[0] for prompt in (prompts[-1], longer)]
     assert tokens_of(outputs) == expected
     assert outputs[1].num_cached_tokens > len(prompts[-1]), "no state of its output was kept"
-    assert 0 < figures.accepted < figures.drafted
-    assert figures.preemptions > 0
+    assert figures.accepted < figures.drafted
+    # A random model of states alone does not repeat itself: all that is proposed is taken back.
+    assert (figures.accepted and figures.preemptions) or name in PAGELESS
     assert not figures.compiled
 
 

@@ -2,7 +2,7 @@
 
 The adapters have PEFT's files and names: each linear layer but the output, which is what PEFT
 calls all-linear, and each expert's projections, which transformers holds in one tensor
-(the files of gpt-oss and Llama 4 do too: no adapter has a name there).
+(the files of gpt-oss, Llama 4 and Granite do too: no adapter has a name there).
 """
 
 import copy
@@ -71,6 +71,9 @@ class Served:
         ]
 
 
+WHOLE = ("gpt_oss", "llama4_text", "granitemoehybrid")
+
+
 @torch.no_grad()
 def linear_weights(model: HfModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights [outputs, inputs] by the name of their layer in the family's files, as views."""
@@ -79,7 +82,7 @@ def linear_weights(model: HfModel) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(module, torch.nn.Linear) and name != "lm_head" and not joined:
             yield name, module.weight
         fused = isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter)
-        if fused and model.config.model_type not in ("gpt_oss", "llama4_text"):  # so in files too
+        if fused and model.config.model_type not in WHOLE:  # so in files too
             leaves = ("gate_proj", "up_proj", "down_proj")
             if model.config.model_type in ("mixtral", "minimax_m2"):
                 name, leaves = name.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")

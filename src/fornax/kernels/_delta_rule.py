@@ -10,12 +10,16 @@ a chunk each correction depends on those before it: a triangular system, whose i
 depend on the state (section 3.3, the extended WY form). So all chunks are prepared at once, and
 only the states follow one another.
 
+Without the correction, S <- exp(g) S + k v^T, it is the state space model of Mamba-2, whose chunks
+are the blocks of a semiseparable matrix (Dao and Gu 2024, Transformers are SSMs, section 6): the
+query is its C, the key its B, the value its input times the step, and g the step times A.
+
 Legend: B batch, T tokens, K key heads, R value heads of a key head, H key width, V value width,
 N chunks, C (I, J) tokens of a chunk.
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +40,7 @@ def gated_delta_rule(
     k_BTKH: jax.Array,
     v_BTKRV: jax.Array,
     log_decay_BTKR: jax.Array,
-    beta_BTKR: jax.Array,
+    beta_BTKR: jax.Array | None,
     *,
     starts_BT: jax.Array | None = None,
     state_BKRHV: jax.Array | None = None,
@@ -46,11 +50,12 @@ def gated_delta_rule(
 
     Args:
       q_BTKH: queries, scaled already.
-      k_BTKH: keys, of length 1 (or less) for the state to stay bounded.
+      k_BTKH: keys, of length 1 (or less) for the state to stay bounded where it is corrected.
       v_BTKRV: values; a key head's query and key serve R value heads.
       log_decay_BTKR: g, 0 or less: the logarithm of what a token leaves of the state.
       beta_BTKR: how far a token moves what its key finds, 0 to 1. With g = 0 and beta = 0 a token
-        leaves the state as it is.
+        leaves the state as it is. None: values are added without correcting what the keys find;
+        then g = 0 and v = 0 leave the state as it is.
       starts_BT: bool, whether a token begins a document: it finds an empty state. None: none does.
       state_BKRHV: float32, what the tokens before left; None for nothing.
       implementation: chunked, recurrent (one token after the other), or None: recurrent for a
@@ -81,7 +86,7 @@ def gated_delta_rule(
         k_BTKH.astype(jnp.float32),
         v_BTKRV.astype(jnp.float32),
         log_decay_BTKR.astype(jnp.float32),
-        beta_BTKR.astype(jnp.float32),
+        None if beta_BTKR is None else beta_BTKR.astype(jnp.float32),
         starts_BT,
         state_BKRHV.astype(jnp.float32),
     )
@@ -92,7 +97,7 @@ def _check(
     k: jax.Array,
     v: jax.Array,
     log_decay: jax.Array,
-    beta: jax.Array,
+    beta: jax.Array | None,
     starts: jax.Array | None,
     state: jax.Array | None,
 ) -> None:
@@ -121,22 +126,24 @@ def _recurrent(
     k_BTKH: jax.Array,
     v_BTKRV: jax.Array,
     log_decay_BTKR: jax.Array,
-    beta_BTKR: jax.Array,
+    beta_BTKR: jax.Array | None,
     starts_BT: jax.Array,
     state_BKRHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    def step(state_BKRHV: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def step(state_BKRHV: jax.Array, token: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         q_BKH, k_BKH, v_BKRV, kept_BKR, beta_BKR = token
         state_BKRHV = state_BKRHV * kept_BKR[..., None, None]
-        found_BKRV = _einsum("BKH,BKRHV->BKRV", k_BKH, state_BKRHV)
-        moved_BKRV = beta_BKR[..., None] * (v_BKRV - found_BKRV)
+        moved_BKRV = v_BKRV
+        if beta_BKR is not None:
+            found_BKRV = _einsum("BKH,BKRHV->BKRV", k_BKH, state_BKRHV)
+            moved_BKRV = beta_BKR[..., None] * (v_BKRV - found_BKRV)
         state_BKRHV = state_BKRHV + k_BKH[:, :, None, :, None] * moved_BKRV[..., None, :]
         return state_BKRHV, _einsum("BKH,BKRHV->BKRV", q_BKH, state_BKRHV)
 
     kept_BTKR = jnp.where(starts_BT[:, :, None, None], 0.0, jnp.exp(log_decay_BTKR))
     tokens = (q_BTKH, k_BTKH, v_BTKRV, kept_BTKR, beta_BTKR)
     state_BKRHV, o_TBKRV = jax.lax.scan(
-        step, state_BKRHV, tuple(jnp.moveaxis(x, 1, 0) for x in tokens)
+        step, state_BKRHV, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
     )
     return jnp.moveaxis(o_TBKRV, 0, 1), state_BKRHV
 
@@ -146,14 +153,14 @@ def _chunked(
     k_BTKH: jax.Array,
     v_BTKRV: jax.Array,
     log_decay_BTKR: jax.Array,
-    beta_BTKR: jax.Array,
+    beta_BTKR: jax.Array | None,
     starts_BT: jax.Array,
     state_BKRHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     B, T, K, R, V = v_BTKRV.shape
     C = min(CHUNK, 1 << (T - 1).bit_length())
     q_NBKCH, k_NBKCH = _cut(q_BTKH, C, -2), _cut(k_BTKH, C, -2)
-    v_NBKRCV, beta_NBKRC = _cut(v_BTKRV, C, -2), _cut(beta_BTKR, C, -1)
+    own_NBKRCV = _cut(v_BTKRV, C, -2)
     # Documents of a chunk by number; 0 is the one that the state is of.
     run_NBC = jnp.cumsum(_cut(starts_BT, C, -1).astype(jnp.int32), axis=-1)
     seen_NBIJ = (run_NBC[..., :, None] == run_NBC[..., None, :]) & np.tri(C, dtype=bool)
@@ -164,18 +171,23 @@ def _chunked(
     between_NBKRIJ = _differences(coarse_NBKRC) + _differences(fine_NBKRC)
     decay_NBKRIJ = jnp.exp(jnp.where(seen_NBIJ[:, :, None, None], between_NBKRIJ, -jnp.inf))
     since_NBKRC = jnp.where(run_NBC[:, :, None, None] == 0, jnp.exp(total_NBKRC), 0.0)
-    keys_NBKIJ = _einsum("NBKIH,NBKJH->NBKIJ", k_NBKCH, k_NBKCH)
-    coupling_NBKRIJ = beta_NBKRC[..., None] * decay_NBKRIJ * keys_NBKIJ[:, :, :, None]
-    solve_NBKRIJ = _unit_inverse(jnp.where(np.tri(C, k=-1, dtype=bool), coupling_NBKRIJ, 0.0))
-    own_NBKRCV = _einsum("NBKRIJ,NBKRJV->NBKRIV", solve_NBKRIJ, beta_NBKRC[..., None] * v_NBKRCV)
-    weighted_NBKRCH = (beta_NBKRC * since_NBKRC)[..., None] * k_NBKCH[:, :, :, None]
-    reads_NBKRCH = _einsum("NBKRIJ,NBKRJH->NBKRIH", solve_NBKRIJ, weighted_NBKRCH)
+    reads_NBKRCH = None
+    if beta_BTKR is not None:
+        beta_NBKRC = _cut(beta_BTKR, C, -1)
+        keys_NBKIJ = _einsum("NBKIH,NBKJH->NBKIJ", k_NBKCH, k_NBKCH)
+        coupling_NBKRIJ = beta_NBKRC[..., None] * decay_NBKRIJ * keys_NBKIJ[:, :, :, None]
+        solve_NBKRIJ = _unit_inverse(jnp.where(np.tri(C, k=-1, dtype=bool), coupling_NBKRIJ, 0.0))
+        moves_NBKRCV = beta_NBKRC[..., None] * own_NBKRCV
+        own_NBKRCV = _einsum("NBKRIJ,NBKRJV->NBKRIV", solve_NBKRIJ, moves_NBKRCV)
+        weighted_NBKRCH = (beta_NBKRC * since_NBKRC)[..., None] * k_NBKCH[:, :, :, None]
+        reads_NBKRCH = _einsum("NBKRIJ,NBKRJH->NBKRIH", solve_NBKRIJ, weighted_NBKRCH)
     scores_NBKIJ = _einsum("NBKIH,NBKJH->NBKIJ", q_NBKCH, k_NBKCH)
     scores_NBKRIJ = decay_NBKRIJ * scores_NBKIJ[:, :, :, None]
 
-    def step(state_BKRHV: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q_BKCH, k_BKCH, own_BKRCV, reads_BKRCH, scores_BKRIJ, since_BKRC, until_BKRC = chunk
-        moved_BKRCV = own_BKRCV - _einsum("BKRCH,BKRHV->BKRCV", reads_BKRCH, state_BKRHV)
+    def step(state_BKRHV: jax.Array, chunk: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        q_BKCH, k_BKCH, moved_BKRCV, reads_BKRCH, scores_BKRIJ, since_BKRC, until_BKRC = chunk
+        if reads_BKRCH is not None:
+            moved_BKRCV = moved_BKRCV - _einsum("BKRCH,BKRHV->BKRCV", reads_BKRCH, state_BKRHV)
         o_BKRCV = since_BKRC[..., None] * _einsum("BKCH,BKRHV->BKRCV", q_BKCH, state_BKRHV)
         o_BKRCV = o_BKRCV + _einsum("BKRIJ,BKRJV->BKRIV", scores_BKRIJ, moved_BKRCV)
         written_BKRHV = _einsum("BKCH,BKRCV->BKRHV", k_BKCH, until_BKRC[..., None] * moved_BKRCV)

@@ -18,13 +18,16 @@ from fornax.kernels._delta_rule import CHUNK, gated_delta_rule
 
 __all__ = ["ragged_gated_delta_rule"]
 
+Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
+"""Queries, keys, values, logarithms of decays and betas."""
+
 
 def ragged_gated_delta_rule(
     q_TKH: jax.Array,
     k_TKH: jax.Array,
     v_TKRV: jax.Array,
     log_decay_TKR: jax.Array,
-    beta_TKR: jax.Array,
+    beta_TKR: jax.Array | None,
     states_LAKRHV: jax.Array,
     *,
     layer: jax.Array,
@@ -40,7 +43,7 @@ def ragged_gated_delta_rule(
       k_TKH: keys.
       v_TKRV: values.
       log_decay_TKR: the logarithm of what a token leaves of the state.
-      beta_TKR: how far a token moves what its key finds.
+      beta_TKR: how far a token moves what its key finds; None: see `gated_delta_rule`.
       states_LAKRHV: float32, the states of all layers and slots.
       layer: int32, the layer whose states are read and written.
       query_start_U1: int32 [U + 1], first token of each sequence; padding comes after the last.
@@ -95,7 +98,7 @@ def _held(
 
 
 def _short(
-    inputs: tuple[jax.Array, ...],
+    inputs: Inputs,
     rows: _Rows,
     before_UKRHV: jax.Array,
     o_TKRV: jax.Array,
@@ -125,7 +128,7 @@ def _short(
 
 
 def _longer(
-    inputs: tuple[jax.Array, ...],
+    inputs: Inputs,
     rows: _Rows,
     before_UKRHV: jax.Array,
     o_TKRV: jax.Array,

@@ -133,11 +133,11 @@ def guessed_temporaries(weights: Weights, sizes: Sizes) -> int:
     heads = max((2 * model.num_heads + 2 * count) * width for count, width in shapes) // parts
     if model.latent is not None:  # queries and results as wide as the latents, which are one head
         heads = (2 * model.num_heads // parts + 1) * model.latent.cached_dim
-    delta, step = model.gated_delta, 0
-    if delta is not None:  # its operands in float32, and every sequence's state before and after
-        width = 4 * (2 * delta.key_width + 3 * delta.value_width) // parts
+    linear, step = model.linear, 0
+    if linear is not None:  # its operands in float32, and every sequence's state before and after
+        width = 4 * (2 * linear.key_width + 3 * linear.value_width) // parts
         heads = max(heads, width // where.compute_dtype.itemsize)
-        step = 2 * 4 * sizes.layouts[sizes.steps[-1]].rows * delta.state_size // parts
+        step = 2 * 4 * sizes.layouts[sizes.steps[-1]].rows * linear.state_size // parts
     row = 4 * model.hidden_size + 3 * _mlp_width(model) // parts + heads
     step += sizes.steps[-1] * row * where.compute_dtype.itemsize
     return max(step, _LIVE_LOGITS * 4 * sizes.samples[-1] * model.vocab_size)

@@ -201,8 +201,8 @@ def _rules(model: DecoderConfig, size: int) -> Rules:
         widths.append(("mlp width", model.intermediate_size))
     if model.experts is not None:
         widths.append(("width of an expert", model.experts.intermediate_size))
-    if model.gated_delta is not None:
-        widths.append(("key heads of linear layers", model.gated_delta.num_key_heads))
+    if model.linear is not None:
+        widths.append(("heads of linear layers", model.linear.sharded_heads))
     for name, count in widths:
         if count % size:
             raise ConfigError(

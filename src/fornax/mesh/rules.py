@@ -45,6 +45,7 @@ DEFAULT_RULES: Rules = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "groups": (),
     "conv": (),
     "layer_input": ("stage", "fsdp", "expert"),
     "latent": ("stage", "fsdp", "expert"),

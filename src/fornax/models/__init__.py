@@ -13,6 +13,7 @@ from fornax.models.generation import Sampling, generate, stream
 from fornax.models.latent_config import LatentConfig
 from fornax.models.load import StoredModel, load_pretrained, open_pretrained, read_config
 from fornax.models.logprobs import TokenLogprobs, logits_logprobs, token_logprobs
+from fornax.models.mamba_config import Mamba2Config
 from fornax.models.paged_cache import (
     CacheHeads,
     PagedCache,
@@ -63,6 +64,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "Mamba2Config",
     "PageTables",
     "PagedCache",
     "PipelineConfig",

@@ -1,8 +1,8 @@
 """The key/value cache: one pytree for all layers, written at the same slots for every row.
 
-Legend: B batch, S cache slots, K key/value heads, H head width, L layers; of gated DeltaNet K key
-heads, R value heads of a key head, H key width, V value width, W width of the convolutions,
-X channels of a key head.
+Legend: B batch, S cache slots, K key/value heads, H head width, L layers; of linear layers K key
+heads (groups of Mamba-2), R value heads of a key head, H key width, V value width, W width of the
+convolutions, X channels of a head.
 """
 
 from dataclasses import dataclass, replace
@@ -16,15 +16,16 @@ from fornax import kernels
 from fornax.models.attend import AttendOptions, Place
 from fornax.models.config import DecoderConfig
 from fornax.models.delta_config import GatedDeltaConfig
+from fornax.models.mamba_config import Mamba2Config
 
 __all__ = ["Cache", "DeltaState", "init_cache", "no_state"]
 
 
 class DeltaState(NamedTuple):
-    """What gated DeltaNet keeps of the tokens before: of one layer, or of all, stacked."""
+    """What linear layers keep of the tokens before: of one layer, or of all, stacked."""
 
     inputs: tuple[jax.Array, ...]
-    """What the convolutions of queries, keys and values saw last, each [B, W - 1, K, X]."""
+    """What each convolution saw last, [B, W - 1, K, X]; see `conv_channels` of its config."""
     memory_BKRHV: jax.Array
     """float32."""
 
@@ -167,30 +168,28 @@ def init_cache(
     shapes = {config.kv_shape(kind) for kind in kinds}
     if len(shapes) > 1:
         heads = (1, max(number * width for number, width in shapes))
-    linear = sum(kind.attention == "gated_delta" for kind in kinds)
+    linear = sum(kind.linear for kind in kinds)
     keeping = sum(kind.keys != "shared" for kind in kinds) - linear
     shape = (keeping, batch, length, *heads)
-    delta = config.gated_delta
+    rule = config.linear
     return Cache(
         k_LBSKH=jnp.zeros(shape, dtype),
         v_LBSKH=jnp.zeros(shape, dtype) if latent is None else None,
         positions_BS=jnp.zeros((batch, length), jnp.int32),
         segment_ids_BS=jnp.zeros((batch, length), jnp.int32),
         used=jnp.zeros((), jnp.int32),
-        delta=None if delta is None else no_state(delta, (linear, batch), dtype),
-        document_B=None if delta is None else jnp.zeros((batch,), jnp.int32),
+        delta=None if rule is None else no_state(rule, (linear, batch), dtype),
+        document_B=None if rule is None else jnp.zeros((batch,), jnp.int32),
     )
 
 
-def no_state(delta: GatedDeltaConfig, rows: tuple[int, int], dtype: DTypeLike) -> DeltaState:
+def no_state(
+    rule: GatedDeltaConfig | Mamba2Config, rows: tuple[int, int], dtype: DTypeLike
+) -> DeltaState:
     """Of L layers and B rows that have seen nothing."""
-    K, R, H, V = delta.num_key_heads, delta.heads_per_key, delta.key_dim, delta.value_dim
-    seen = (*rows, delta.conv_width - 1, K)
+    K, R, H, V = rule.num_key_heads, rule.heads_per_key, rule.key_dim, rule.value_dim
+    seen = (*rows, rule.conv_width - 1)
     return DeltaState(
-        (
-            jnp.zeros((*seen, H), dtype),
-            jnp.zeros((*seen, H), dtype),
-            jnp.zeros((*seen, R * V), dtype),
-        ),
+        tuple(jnp.zeros((*seen, heads, width), dtype) for _, heads, width in rule.conv_channels),
         jnp.zeros((*rows, K, R, H, V), jnp.float32),
     )

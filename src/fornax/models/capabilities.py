@@ -68,13 +68,23 @@ _PARTS = (
     ),
     _Part(
         "linear attention in every layer",
-        lambda config: all(kind.attention == "gated_delta" for kind in config.layer_kinds()),
+        lambda config: not config.attends,
         _ONLY_FORNAX | _SERVED_UNPLANNED | _WHOLE_ROWS,
     ),
     _Part(
         "linear attention (gated DeltaNet)",
         lambda config: config.gated_delta is not None,
         _ONLY_FORNAX | _NOT_PLANNED | _WHOLE_ROWS,
+    ),
+    _Part(
+        "linear attention (Mamba-2)",
+        lambda config: config.mamba2 is not None,
+        _ONLY_FORNAX | _SERVED_UNPLANNED | _WHOLE_ROWS,
+    ),
+    _Part(
+        "layers without an MLP",
+        lambda config: any(kind.mlp == "none" for kind in config.layer_kinds()),
+        _ONLY_FORNAX | _SERVED_UNPLANNED,
     ),
     _Part(
         "heads of their own in full layers",

@@ -8,6 +8,7 @@ from fornax.config.errors import ConfigError
 from fornax.models.delta_config import GatedDeltaConfig
 from fornax.models.experts_config import ExpertsConfig
 from fornax.models.latent_config import LatentConfig
+from fornax.models.mamba_config import Mamba2Config
 from fornax.models.rope_config import DynamicNTKScaling, LongRopeScaling, RopeConfig, YarnScaling
 
 __all__ = ["DecoderConfig", "GlobalHeads", "LayerInputConfig", "LayerKind", "QueryScaling"]
@@ -73,10 +74,10 @@ class LayerKind:
     """Keys visible to a query, itself included, at most; None for all before it."""
     rope: Literal["global", "local", "none"]
     """Which rotary embedding the layer's queries and keys get."""
-    attention: Literal["attention", "latent", "gated_delta"] = "attention"
+    attention: Literal["attention", "latent", "gated_delta", "mamba2"] = "attention"
     """The layer's first branch: grouped-query, latent or linear attention."""
-    mlp: Literal["mlp", "experts"] = "mlp"
-    """The layer's second branch: one MLP, or a mixture of experts."""
+    mlp: Literal["mlp", "experts", "none"] = "mlp"
+    """The layer's second branch: one MLP, a mixture of experts, or none."""
     placement: Literal["pre", "post", "sandwich"] = "pre"
     """Where its norms stand."""
     chunked: bool = False
@@ -93,6 +94,13 @@ class LayerKind:
     """Whether it has an input of its own beside the residual stream."""
     layer_scale: bool = False
     """Whether its output is multiplied by a learned number."""
+    residual_multiplier: float = 1.0
+    """Factor on what its branches add to the residual stream."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether it keeps a state of a fixed size in the place of keys and values."""
+        return self.attention in ("gated_delta", "mamba2")
 
     @property
     def attention_part(self) -> str:
@@ -111,7 +119,9 @@ class LayerKind:
         before = self.placement in ("pre", "sandwich")
         after = self.placement in ("post", "sandwich")
         found: list[str] = []
-        for branch, norm in ((self.attention_part, "attention"), (self.mlp_part, "mlp")):
+        branches = [(self.attention_part, "attention")]
+        branches += [] if self.mlp == "none" else [(self.mlp_part, "mlp")]
+        for branch, norm in branches:
             found += [f"{norm}_norm"] * before + [branch] + [f"post_{norm}_norm"] * after
         found += ["layer_input"] * self.layer_input + ["layer_scale"] * self.layer_scale
         return tuple(found)
@@ -150,6 +160,8 @@ class DecoderConfig:
     """Latent attention in all layers that attend; None for grouped-query attention."""
     gated_delta: GatedDeltaConfig | None = None
     """Gated DeltaNet in the layers that `attention_pattern` calls linear; None for none."""
+    mamba2: Mamba2Config | None = None
+    """Mamba-2 in those layers; None for none."""
     max_position_embeddings: int = 2_048
     """Longest sequence the model is made for; some rope scalings refer to it."""
 
@@ -167,9 +179,9 @@ class DecoderConfig:
     """Kind of each layer's attention, repeated over the layers."""
     experts: ExpertsConfig | None = None
     """The mixture of experts that takes the MLP's place; None for none."""
-    mlp_pattern: tuple[Literal["mlp", "experts"], ...] | None = None
-    """Whether each layer has the MLP or the experts, repeated over the layers; None gives all
-    layers the experts where there are any."""
+    mlp_pattern: tuple[Literal["mlp", "experts", "none"], ...] | None = None
+    """Whether each layer has the MLP, the experts or neither, repeated over the layers; None gives
+    all layers the experts where there are any."""
 
     qkv_bias: bool = False
     """Whether query, key and value projections have a bias."""
@@ -209,6 +221,12 @@ class DecoderConfig:
     """Whether norms multiply by (1 + weight) instead of weight."""
     scale_embeddings: bool = False
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
+    embedding_multiplier: float = 1.0
+    """A further factor on the embeddings."""
+    residual_multiplier: float = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    logits_scaling: float = 1.0
+    """What the output logits are divided by; a cap comes after it."""
     tie_embeddings: bool = False
     """Whether the output projection is the embedding table."""
 
@@ -251,7 +269,7 @@ class DecoderConfig:
                 "each key/value head serves the same number of query heads"
             )
         for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
-            if rope is not None:
+            if rope is not None and self.attends:
                 self._check_rope(name, rope)
 
     def _check_latent(self, latent: LatentConfig) -> None:
@@ -368,12 +386,13 @@ class DecoderConfig:
             raise ConfigError("local_rope is used by no layer: attention_pattern has no 'sliding'")
         if not self.mlps:
             raise ConfigError("mlp_pattern needs at least one value, or None")
-        linear = any(kind.attention == "gated_delta" for kind in self.layer_kinds())
-        if linear != (self.gated_delta is not None):
+        linear = "linear" in self._attends()
+        given = [part for part in (self.gated_delta, self.mamba2) if part is not None]
+        if len(given) != linear:
             raise ConfigError(
-                f"attention_pattern={self.attention_pattern!r} and gated_delta="
-                f"{self.gated_delta!r} do not go together: linear layers need `gated_delta`, and "
-                "`gated_delta` a layer that is linear"
+                f"attention_pattern={self.attention_pattern!r}, gated_delta={self.gated_delta!r} "
+                f"and mamba2={self.mamba2!r} do not go together: linear layers need `gated_delta` "
+                "or `mamba2`, one of the two, and either a layer that is linear"
             )
         used = {self.mlps[index % len(self.mlps)] for index in range(self.num_layers)}
         if ("experts" in used) != (self.experts is not None):
@@ -395,12 +414,22 @@ class DecoderConfig:
                     )
 
     @property
+    def linear(self) -> GatedDeltaConfig | Mamba2Config | None:
+        """What the linear layers compute; None where there are none."""
+        return self.gated_delta or self.mamba2
+
+    @property
+    def attends(self) -> bool:
+        """Whether a layer has keys and values."""
+        return any(each != "linear" for each in self._attends())
+
+    @property
     def kv_heads(self) -> int:
         """Number of key/value heads, resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def mlps(self) -> tuple[Literal["mlp", "experts"], ...]:
+    def mlps(self) -> tuple[Literal["mlp", "experts", "none"], ...]:
         """`mlp_pattern`, resolved."""
         if self.mlp_pattern is not None:
             return self.mlp_pattern
@@ -456,7 +485,8 @@ class DecoderConfig:
     @property
     def embedding_scale(self) -> float:
         """Factor on the embeddings."""
-        return math.sqrt(self.hidden_size) if self.scale_embeddings else 1.0
+        scale = math.sqrt(self.hidden_size) if self.scale_embeddings else 1.0
+        return scale * self.embedding_multiplier
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, first to last."""
@@ -469,6 +499,7 @@ class DecoderConfig:
         rotates = not linear and self.rope_pattern[index % len(self.rope_pattern)]
         other = self.local_rope is not None or self.global_heads is not None
         where = "local" if sliding and other else "global"
+        rule: Literal["gated_delta", "mamba2"] = "mamba2" if self.mamba2 else "gated_delta"
         mlps = self.mlps
         first_shared = self.num_layers - self.shared_kv_layers
         shares, all_attend = index >= first_shared, self._attends()
@@ -478,7 +509,7 @@ class DecoderConfig:
             window=self.attention_chunk if chunked else self.sliding_window if sliding else None,
             chunked=chunked,
             rope=where if rotates else "none",
-            attention="gated_delta" if linear else "latent" if self.latent else "attention",
+            attention=rule if linear else "latent" if self.latent else "attention",
             mlp=mlps[index % len(mlps)],
             placement=self.norm_placement,
             global_heads=self.global_heads is not None and not sliding,
@@ -486,6 +517,7 @@ class DecoderConfig:
             wide_mlp=self.wide_shared_mlp and shares,
             layer_input=self.layer_inputs is not None,
             layer_scale=self.layer_scale,
+            residual_multiplier=self.residual_multiplier,
         )
 
     def part_layers(self) -> dict[str, tuple[int, ...]]:
@@ -513,6 +545,9 @@ _SIZES = (
     "query_pre_attn_scalar",
     "attention_logit_softcap",
     "final_logit_softcap",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
 )
 
 

@@ -34,10 +34,9 @@ def _input_products(config: DecoderConfig) -> int:
 
 def _attention_products(config: DecoderConfig, kind: LayerKind) -> int:
     """Weights of a layer's attention that take part in matrix products."""
-    delta, latent = config.gated_delta, config.latent
-    if kind.attention == "gated_delta" and delta is not None:
-        widths = 2 * delta.key_width + 3 * delta.value_width + 2 * delta.num_value_heads
-        return config.hidden_size * widths
+    latent, linear = config.latent, config.linear
+    if kind.linear and linear is not None:
+        return linear.num_weights(config.hidden_size)
     if latent is not None:
         D, N, H, R = config.hidden_size, config.num_heads, config.head_width, latent.key_value_rank
         Q = latent.query_rank
@@ -60,6 +59,8 @@ def _key_projections(config: DecoderConfig, kind: LayerKind) -> int:
 def _mlp_products(config: DecoderConfig, kind: LayerKind, *, active: bool) -> int:
     """Those of its MLP, or of its router and experts."""
     D, experts = config.hidden_size, config.experts
+    if kind.mlp == "none":
+        return 0
     if kind.mlp == "mlp" or experts is None:
         return 3 * D * config.intermediate_size * (2 if kind.wide_mlp else 1)
     shared = 3 * D * (experts.shared_intermediate_size or 0) + D * experts.shared_gate
@@ -70,9 +71,12 @@ def _mlp_products(config: DecoderConfig, kind: LayerKind, *, active: bool) -> in
 def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> int:
     """Norm weights and biases of one layer."""
     D, experts = config.hidden_size, config.experts
-    count = D * (4 if config.norm_placement == "sandwich" else 2)
+    branches = 1 if kind.mlp == "none" else 2
+    count = D * branches * (2 if config.norm_placement == "sandwich" else 1)
     count += _attention_vectors(config, kind)
     count += (D if kind.layer_input else 0) + kind.layer_scale
+    if kind.mlp == "none":
+        return count
     if kind.mlp == "mlp" or experts is None:
         width = config.intermediate_size * (2 if kind.wide_mlp else 1)
         return count + (2 * width + D if config.mlp_bias else 0)
@@ -88,10 +92,9 @@ def _layer_vectors(config: DecoderConfig, kind: LayerKind, *, active: bool) -> i
 def _attention_vectors(config: DecoderConfig, kind: LayerKind) -> int:
     """Those of its attention, and the weights of convolutions."""
     D, N, (K, H) = config.hidden_size, config.num_heads, config.kv_shape(kind)
-    delta, latent = config.gated_delta, config.latent
-    if kind.attention == "gated_delta" and delta is not None:
-        convolutions = delta.conv_width * (2 * delta.key_width + delta.value_width)
-        return convolutions + 2 * delta.num_value_heads + delta.value_dim
+    latent, linear = config.latent, config.linear
+    if kind.linear and linear is not None:
+        return linear.num_vectors(D)
     projections = _key_projections(config, kind)
     of_head, of_all = (2 * H, (N + K) * H) if projections else (H, N * H)
     count = {"none": 0, "unweighted": 0, "head": of_head, "full": of_all}[config.qk_norm]
@@ -116,10 +119,11 @@ def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = Tru
 
     2 for each weight in a matrix product and 2 x heads x (head + value width) for each key a query
     is scored against, times three for forward and backward (Chowdhery et al. 2022, PaLM, appendix
-    B, whose 6N + 12LHQT this is). In a linear layer it is 6 for each number of the state: what the
-    key finds, what is written, what the query reads. The causal mask is not discounted, as in
-    PaLM; a window is. Recomputation (remat) does not count. Embedding look-ups are no products;
-    the output projection is one, tied or not. Of experts those count that a token runs through.
+    B, whose 6N + 12LHQT this is). In a linear layer it is 2 for each number of the state and each
+    thing done with it: what the key finds (gated DeltaNet), what is written, what is read. The
+    causal mask is not discounted, as in PaLM; a window is. Recomputation (remat) does not count.
+    Embedding look-ups are no products; the output projection is one, tied or not. Of experts those
+    count that a token runs through.
 
     Args:
       config: the model.
@@ -130,13 +134,12 @@ def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = Tru
     products = sum(_mlp_products(config, kind, active=True) for kind in kinds)
     products += sum(_attention_products(config, kind) for kind in kinds)
     products += config.vocab_size * config.hidden_size + _input_products(config)
-    linear = sum(kind.attention == "gated_delta" for kind in kinds)
     scored = sum(
         min(seq_len, kind.window or seq_len) * _score_widths(config, kind)
         for kind in kinds
-        if kind.attention != "gated_delta"
+        if not kind.linear
     )
     forward = 2 * products + 2 * config.num_heads * scored
-    if config.gated_delta is not None:
-        forward += linear * 6 * config.gated_delta.state_size
+    if config.linear is not None:
+        forward += sum(kind.linear for kind in kinds) * config.linear.state_flops
     return 3 * forward if training else forward

@@ -84,7 +84,10 @@ class Decoder(nnx.Module):
         has_inputs = config.layer_inputs is not None
         self.layer_inputs = LayerInputs(config, rngs=rngs, **make) if has_inputs else None
         self.layers = stack_decoder_layers(config, rngs=rngs, **make)
-        self.final_norm = RMSNorm((config.hidden_size,), config, dtype=dtype)
+        # Logits are linear in what the norm gives, so every way to them is scaled here.
+        self.final_norm = RMSNorm(
+            (config.hidden_size,), config, dtype=dtype, divisor=config.logits_scaling
+        )
         self.lm_head = None if config.tie_embeddings else _lm_head(config, rngs=rngs, **make)
 
     def __call__(

@@ -46,6 +46,16 @@ class GatedDeltaConfig:
         return self.num_value_heads // self.num_key_heads
 
     @property
+    def conv_bias(self) -> bool:
+        """Whether the convolutions have a bias: none does."""
+        return False
+
+    @property
+    def sharded_heads(self) -> int:
+        """Heads that the mesh axis `tensor` divides."""
+        return self.num_key_heads
+
+    @property
     def key_width(self) -> int:
         """Width of all heads' keys."""
         return self.num_key_heads * self.key_dim
@@ -59,3 +69,25 @@ class GatedDeltaConfig:
     def state_size(self) -> int:
         """Numbers of a row's state in one layer."""
         return self.value_width * self.key_dim
+
+    @property
+    def state_flops(self) -> int:
+        """Operations a token on one layer's state: to look up, to write and to read."""
+        return 6 * self.state_size
+
+    @property
+    def conv_channels(self) -> tuple[tuple[str, int, int], ...]:
+        """Of each convolution the logical axis and number of its heads, and a head's channels."""
+        widths = (self.key_dim, self.key_dim, self.heads_per_key * self.value_dim)
+        return tuple(("heads", self.num_key_heads, width) for width in widths)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Weights of one layer that take part in matrix products."""
+        widths = 2 * self.key_width + 3 * self.value_width + 2 * self.num_value_heads
+        return hidden_size * widths
+
+    def num_vectors(self, hidden_size: int) -> int:
+        """Its other parameters: convolutions, decays and the norm."""
+        del hidden_size
+        convolutions = self.conv_width * (2 * self.key_width + self.value_width)
+        return convolutions + 2 * self.num_value_heads + self.value_dim

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -21,6 +22,7 @@ from fornax.models.experts import Experts
 from fornax.models.gated_delta import GatedDeltaNet
 from fornax.models.latent import LatentAttention
 from fornax.models.layer_inputs import LayerInput, LayerScale
+from fornax.models.mamba import Mamba2
 from fornax.models.mlp import MLP
 from fornax.models.norm import RMSNorm
 from fornax.models.routing import Routing
@@ -29,7 +31,7 @@ __all__ = ["DecoderLayer", "make_layer"]
 
 
 class DecoderLayer(nnx.Module):
-    """Attention of some kind, and an MLP or experts, each inside a residual branch with its norms.
+    """Attention of some kind, and an MLP, experts or neither, each branch with its norms.
 
     Of a stack of layers, each part is stacked over those layers that have it.
     """
@@ -43,6 +45,7 @@ class DecoderLayer(nnx.Module):
         self.global_shared_attention: Any = parts.get("global_shared_attention")
         self.latent: Any = parts.get("latent")
         self.gated_delta: Any = parts.get("gated_delta")
+        self.mamba2: Any = parts.get("mamba2")
         self.post_attention_norm: Any = parts.get("post_attention_norm")
         self.mlp_norm: Any = parts.get("mlp_norm")
         self.mlp: Any = parts.get("mlp")
@@ -68,18 +71,26 @@ class DecoderLayer(nnx.Module):
         branch, cache = getattr(self, kind.attention_part)(
             _maybe(self.attention_norm, x_BTD), kind, context, cache
         )
-        x_BTD = x_BTD + _maybe(self.post_attention_norm, branch)
-        normed, routing = _maybe(self.mlp_norm, x_BTD), None
-        if kind.mlp == "experts":
-            branch, routing = self.experts(normed, context, x_BTD)
-        else:
-            branch = getattr(self, kind.mlp_part)(normed)
-        x_BTD = x_BTD + _maybe(self.post_mlp_norm, branch)
+        x_BTD = x_BTD + _scaled(_maybe(self.post_attention_norm, branch), kind)
+        x_BTD, routing = self._second(x_BTD, kind, context)
         if self.layer_input is not None:
             x_BTD = x_BTD + self.layer_input(x_BTD, context.layer_input_BTP)
         if self.layer_scale is not None:
             x_BTD = self.layer_scale(x_BTD)
         return constrain(x_BTD, ("batch", "length", "activation_embed")), cache, routing
+
+    def _second(
+        self, x_BTD: jax.Array, kind: LayerKind, context: LayerContext
+    ) -> tuple[jax.Array, Routing | None]:
+        """The residual stream after the MLP or the experts, and what the router did."""
+        if kind.mlp == "none":
+            return x_BTD, None
+        normed, routing = _maybe(self.mlp_norm, x_BTD), None
+        if kind.mlp == "experts":
+            branch, routing = self.experts(normed, context, x_BTD)
+        else:
+            branch = getattr(self, kind.mlp_part)(normed)
+        return x_BTD + _scaled(_maybe(self.post_mlp_norm, branch), kind), routing
 
 
 def make_layer(
@@ -98,6 +109,7 @@ def make_layer(
         **dict.fromkeys(_ATTENTION, functools.partial(Attention, config, kind, **make)),
         "latent": functools.partial(LatentAttention, config, **make),
         "gated_delta": functools.partial(GatedDeltaNet, config, **make),
+        "mamba2": functools.partial(Mamba2, config, **make),
         "mlp": functools.partial(MLP, config, **make),
         "wide_mlp": functools.partial(MLP, config, width=wide, **make),
         "layer_input": functools.partial(LayerInput, config, **make),
@@ -112,3 +124,8 @@ _ATTENTION = ("attention", "global_attention", "shared_attention", "global_share
 
 def _maybe(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
+
+
+def _scaled(branch_BTD: jax.Array, kind: LayerKind) -> jax.Array:
+    factor = kind.residual_multiplier
+    return branch_BTD if factor == 1.0 else branch_BTD * jnp.asarray(factor, branch_BTD.dtype)

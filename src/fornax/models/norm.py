@@ -26,6 +26,7 @@ class RMSNorm(nnx.Module):
         dtype: DTypeLike,
         eps: float | None = None,
         unit_offset: bool | None = None,
+        divisor: float = 1.0,
     ):
         """Make the scale: ones, or zeros where the norm multiplies by (1 + scale).
 
@@ -36,7 +37,9 @@ class RMSNorm(nnx.Module):
           eps: None for the model's `norm_eps`.
           unit_offset: whether it multiplies by (1 + scale); None for the model's
             `norm_unit_offset`.
+          divisor: what the result is divided by.
         """
+        self.divisor = divisor
         self.unit_offset = config.norm_unit_offset if unit_offset is None else unit_offset
         initial = jnp.zeros if self.unit_offset else jnp.ones
         self.eps = config.norm_eps if eps is None else eps
@@ -47,4 +50,6 @@ class RMSNorm(nnx.Module):
         scale = self.scale[...].astype(jnp.float32)
         if self.unit_offset:
             scale = scale + 1.0
+        if self.divisor != 1.0:
+            scale = scale / self.divisor
         return kernels.rms_norm(x, scale, eps=self.eps)

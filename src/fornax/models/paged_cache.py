@@ -48,7 +48,7 @@ def cache_layers(config: DecoderConfig) -> tuple[int, ...]:
 def _paged_kinds(config: DecoderConfig) -> list[LayerKind]:
     """Of the layers that keep keys and values; the others keep a state, or take another's."""
     kinds = config.layer_kinds()
-    return [kind for kind in kinds if kind.attention != "gated_delta" and kind.keys != "shared"]
+    return [kind for kind in kinds if not kind.linear and kind.keys != "shared"]
 
 
 @functools.partial(

@@ -5,13 +5,14 @@ after another of its last tokens. More slots keep states of beginnings. Which sl
 caller decides; a step reads one slot of each of its sequences and writes those that it is told.
 
 Legend: T tokens of the step, U sequences of the step, L linear layers, A slots, J slots that a
-sequence writes, W width of the convolutions, K key heads, R value heads of a key head, H key width,
-V value width, X channels of a key head.
+sequence writes, W width of the convolutions, K key heads (groups of Mamba-2), R value heads of a
+key head, H key width, V value width, X channels of a head.
 """
 
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,9 +132,9 @@ class StateSlots:
         k_TKH: jax.Array,
         v_TKRV: jax.Array,
         log_decay_TKR: jax.Array,
-        beta_TKR: jax.Array,
+        beta_TKR: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """The gated delta rule over the step -> o [T, K, R, V], memory [L, A, K, R, H, V]."""
+        """The layer's rule over the step -> o [T, K, R, V], memory [L, A, K, R, H, V]."""
         return kernels.ragged_gated_delta_rule(
             q_TKH,
             k_TKH,
@@ -151,7 +152,7 @@ class StateSlots:
 
 def keeps_states(config: DecoderConfig) -> bool:
     """Whether layers of a model keep a state of a fixed size in the place of keys and values."""
-    return config.gated_delta is not None
+    return config.linear is not None
 
 
 def describe_states(
@@ -167,25 +168,30 @@ def describe_states(
       config: the model's.
       slots: A.
       dtype: of what convolutions keep; the memories are float32.
-      mesh: where they will lie; key heads are divided over `axes` where they divide.
+      mesh: where they will lie; heads are divided over `axes` where they divide.
       axes: mesh axes for the heads.
     """
-    delta = config.gated_delta
-    if delta is None:
+    rule = config.linear
+    if rule is None:
         return None
-    linear = sum(kind.attention == "gated_delta" for kind in config.layer_kinds())
-    shapes: DeltaState = jax.eval_shape(lambda: no_state(delta, (linear, slots), dtype))
+    linear = sum(kind.linear for kind in config.layer_kinds())
+    shapes: DeltaState = jax.eval_shape(lambda: no_state(rule, (linear, slots), dtype))
     if mesh is None:
         return shapes
     parts = math.prod(mesh.shape[axis] for axis in axes)
-    divided = axes if delta.num_key_heads % parts == 0 else None
 
-    def put(heads: int, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        where = NamedSharding(mesh, PartitionSpec(*(None,) * heads, divided))
+    def put(shape: Any, *heads: int) -> Any:
+        """Divided along the first of these dimensions that divides."""
+        dim = next((dim for dim in heads if shape.shape[dim] % parts == 0), None)
+        spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, axes)
+        where = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
 
-    inputs = jax.tree.map(functools.partial(put, 3), shapes.inputs)
-    return DeltaState(inputs, jax.tree.map(functools.partial(put, 2), shapes.memory_BKRHV))
+    inputs = tuple(
+        put(shape, *((3,) if axis == "heads" else ()))
+        for shape, (axis, *_) in zip(shapes.inputs, rule.conv_channels, strict=True)
+    )
+    return DeltaState(inputs, put(shapes.memory_BKRHV, 2, 3))
 
 
 def state_bytes(config: DecoderConfig, dtype: DTypeLike) -> int:

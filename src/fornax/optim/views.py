@@ -15,7 +15,7 @@ from fornax.optim.tree import flatten
 __all__ = ["View", "make_views"]
 
 _BATCH_AXES = ("layers", "expert")
-_HEADS = ("heads", "kv_heads")
+_HEADS = ("heads", "kv_heads", "groups")
 _ONE_FEATURE = ("norm", "conv")
 
 

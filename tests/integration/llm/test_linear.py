@@ -200,5 +200,5 @@ def test_states_are_kept_in_a_share_of_memory_unless_their_number_is_given() -> 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     wide = dataclasses.replace(CONFIG, num_kv_heads=4)
-    with pytest.raises(ConfigError, match=r"=4 does not divide .* key heads of linear layers, 2"):
+    with pytest.raises(ConfigError, match=r"=4 does not divide .* heads of linear layers, 2"):
         LLM(create_decoder(wide), **SIZES, tensor_parallel_size=4)

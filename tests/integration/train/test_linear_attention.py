@@ -28,10 +28,32 @@ MODEL = {
 }
 
 
+MAMBA = {
+    "num_layers": 4,
+    "attention_pattern": ["linear", "linear", "linear", "full"],
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_dim": 16, "bias": True},
+    "rope_pattern": [False],
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+"""As Granite 4 has it, with one B and C for all heads."""
+
+
 @pytest.fixture(scope="module")
 def config(settings: dict[str, Any]) -> TrainConfig:
     """Rows of two chunks, each layer's activations computed again."""
-    model = {**settings["model"], **MODEL}
+    return _config(settings, MODEL)
+
+
+@pytest.fixture(scope="module")
+def mamba(settings: dict[str, Any]) -> TrainConfig:
+    """The same of Mamba-2."""
+    return _config(settings, MAMBA)
+
+
+def _config(settings: dict[str, Any], changed: dict[str, Any]) -> TrainConfig:
+    model = {**settings["model"], **changed}
     changes = {"model": model, "steps": 3, "seq_len": 96, "remat": "full", "eval": {}}
     return from_mapping(TrainConfig, {**settings, **changes})
 
@@ -55,6 +77,29 @@ def test_three_steps_on_eight_devices_are_those_of_one(config: TrainConfig) -> N
     expected = run(config, jax.devices()[:1])
     np.testing.assert_allclose(run(spread, None), expected, rtol=1e-5)
     assert len(set(expected)) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 4}], ids=str)
+def test_three_steps_of_mamba_on_eight_devices_are_those_of_one(
+    mamba: TrainConfig, sizes: dict[str, int]
+) -> None:
+    spread = dataclasses.replace(mamba, mesh=MeshConfig(**sizes))
+    expected = run(mamba, jax.devices()[:1])
+    np.testing.assert_allclose(run(spread, None), expected, rtol=1e-5)
+    assert len(set(expected)) == 3
+
+
+@pytest.mark.exhaustive
+def test_a_trained_mamba_is_saved_and_loaded(mamba: TrainConfig, tmp_path: Path) -> None:
+    train(mamba, tmp_path / "run", progress="none")
+    trained = load_decoder(str(tmp_path / "run"))
+    save_pretrained(trained, tmp_path / "files")
+    loaded = load_pretrained(tmp_path / "files")
+    assert loaded.config.family == "granitemoehybrid"
+    prompts = [[5, 6, 7], list(range(8, 80))]
+    tokens = generate(loaded, prompts, max_tokens=4, stop_tokens=())
+    assert tokens == generate(trained, prompts, max_tokens=4, stop_tokens=())
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,5 @@
-"""The gated delta rule against its recurrence in float64: values, states, gradients, documents.
+"""The gated delta rule, and Mamba-2's without the correction, against their recurrences in float64:
+values, states, gradients, documents.
 
 Legend: B batch, T tokens, K key heads, R value heads of a key head, H key width, V value width.
 """
@@ -19,7 +20,14 @@ FORMS = ("chunked", "recurrent")
 Inputs = dict[str, Any]
 
 
-def make(length: int, *, decay: float = 1.0, starts: float = 0.0, seed: int = 0) -> Inputs:
+def make(
+    length: int,
+    *,
+    decay: float = 1.0,
+    starts: float = 0.0,
+    seed: int = 0,
+    corrects: bool = True,
+) -> Inputs:
     """Random inputs of two rows; one decay in three is `decay` times stronger."""
     rng = np.random.default_rng(seed)
 
@@ -33,7 +41,7 @@ def make(length: int, *, decay: float = 1.0, starts: float = 0.0, seed: int = 0)
         "k_BTKH": k_BTKH / np.linalg.norm(k_BTKH, axis=-1, keepdims=True),
         "v_BTKRV": draw(2, length, K, R, V),
         "log_decay_BTKR": (-np.abs(draw(2, length, K, R)) * strength).astype(np.float32),
-        "beta_BTKR": rng.uniform(size=(2, length, K, R)).astype(np.float32),
+        "beta_BTKR": rng.uniform(size=(2, length, K, R)).astype(np.float32) if corrects else None,
         "starts_BT": rng.uniform(size=(2, length)) < starts,
         "state_BKRHV": draw(2, K, R, H, V),
     }
@@ -41,14 +49,17 @@ def make(length: int, *, decay: float = 1.0, starts: float = 0.0, seed: int = 0)
 
 def recurrence(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """The rule as it is written, one token after the other, in float64."""
-    x = {key: np.asarray(value, np.float64) for key, value in inputs.items()}
+    beta = inputs["beta_BTKR"]
+    x = {key: np.asarray(value, np.float64) for key, value in inputs.items() if value is not None}
     state, found = x["state_BKRHV"], []
     for t in range(x["q_BTKH"].shape[1]):
         q, k, v = x["q_BTKH"][:, t], x["k_BTKH"][:, t], x["v_BTKRV"][:, t]
         state = np.where(x["starts_BT"][:, t, None, None, None, None] > 0, 0.0, state)
         state = state * np.exp(x["log_decay_BTKR"][:, t])[..., None, None]
-        error = v - np.einsum("bkh,bkrhv->bkrv", k, state)
-        state = state + np.einsum("bkr,bkh,bkrv->bkrhv", x["beta_BTKR"][:, t], k, error)
+        if beta is not None:
+            error = v - np.einsum("bkh,bkrhv->bkrv", k, state)
+            v = x["beta_BTKR"][:, t, ..., None] * error
+        state = state + np.einsum("bkh,bkrv->bkrhv", k, v)
         found.append(np.einsum("bkh,bkrhv->bkrv", q, state))
     return np.stack(found, axis=1), state
 
@@ -62,6 +73,8 @@ def recurrence(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
         (64, {"decay": 30.0}),
         (130, {"decay": 30.0, "starts": 0.05}),
         (150, {"decay": 200.0}),
+        (1, {"corrects": False}),
+        (150, {"decay": 30.0, "starts": 0.05, "corrects": False}),
     ],
     ids=str,
 )
@@ -89,17 +102,19 @@ def test_like_keys_do_not_cancel(form: Any) -> None:
     np.testing.assert_allclose(o_BTKRV, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("corrects", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_those_of_finite_differences(form: Any) -> None:
-    inputs = make(9, decay=5.0, starts=0.2, seed=1)
+def test_gradients_are_those_of_finite_differences(form: Any, corrects: bool) -> None:
+    inputs = make(9, decay=5.0, starts=0.2, seed=1, corrects=corrects)
     fixed = {"starts_BT": inputs.pop("starts_BT"), "implementation": form}
     run = jax.jit(lambda inputs: kernels.gated_delta_rule(**inputs, **fixed))
     check_grads(run, (inputs,), order=1, modes=("rev",), atol=0.02, rtol=0.02, eps=1e-2)
 
 
-def test_gradients_of_both_forms_agree() -> None:
+@pytest.mark.parametrize("corrects", [True, False])
+def test_gradients_of_both_forms_agree(corrects: bool) -> None:
     """Over chunks and documents; a strong decay must not make NaN of a masked exponent."""
-    inputs = make(100, decay=200.0, starts=0.05, seed=2)
+    inputs = make(100, decay=200.0, starts=0.05, seed=2, corrects=corrects)
     starts = inputs.pop("starts_BT")
 
     def loss(form: Any, inputs: Inputs) -> jax.Array:
@@ -108,6 +123,8 @@ def test_gradients_of_both_forms_agree() -> None:
 
     chunked, recurrent = (jax.jit(jax.grad(functools.partial(loss, f)))(inputs) for f in FORMS)
     for name, expected in recurrent.items():
+        if expected is None:
+            continue
         np.testing.assert_allclose(chunked[name], expected, atol=1e-4, err_msg=name)
 
 

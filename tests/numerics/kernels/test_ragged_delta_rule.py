@@ -18,10 +18,12 @@ L, A, LAYER = 2, 5, 1
 run = functools.partial(jax.jit, kernels.ragged_gated_delta_rule)()
 
 
-def ragged(counts: tuple[int, ...], tokens: int) -> Inputs:
+def ragged(counts: tuple[int, ...], tokens: int, *, corrects: bool = True) -> Inputs:
     """A batch of `tokens` tokens; the sequences stand in slots 3, 0, 4, …, the second begins."""
     found = {name.replace("BT", "T"): x[0] for name, x in make(tokens).items() if "BT" in name}
     del found["starts_T"]
+    if not corrects:
+        found["beta_TKR"] = None
     rng = np.random.default_rng(1)
     states = rng.normal(size=(L, A, *make(1)["state_BKRHV"].shape[1:])).astype(np.float32)
     rows = len(counts)
@@ -39,7 +41,10 @@ def alone(batch: Inputs, row: int) -> tuple[np.ndarray, np.ndarray]:
     """o [T, K, R, V] and the state after it of one sequence, by itself."""
     own = slice(*batch["query_start_U1"][row : row + 2])
     names = ("q_TKH", "k_TKH", "v_TKRV", "log_decay_TKR", "beta_TKR")
-    inputs = {name.replace("T", "BT", 1): batch[name][None, own] for name in names}
+    inputs = {
+        name.replace("T", "BT", 1): None if batch[name] is None else batch[name][None, own]
+        for name in names
+    }
     inputs["starts_BT"] = np.zeros((1, inputs["q_BTKH"].shape[1]), bool)
     state = batch["states_LAKRHV"][LAYER, batch["slots_U"][row]][None]
     inputs["state_BKRHV"] = np.where(batch["fresh_U"][row], 0, state)
@@ -48,18 +53,21 @@ def alone(batch: Inputs, row: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("counts", "tokens"),
+    ("counts", "tokens", "corrects"),
     [
-        ((1,), 1),
-        ((1, 1, 1, 1, 1), 8),
-        ((2, 3, 0), 5),
-        ((1, 70, 1, 128, 5), 210),
+        ((1,), 1, True),
+        ((1, 1, 1, 1, 1), 8, True),
+        ((2, 3, 0), 5, True),
+        ((1, 70, 1, 128, 5), 210, True),
+        ((1, 70, 1, 5), 80, False),
     ],
     ids=str,
 )
-def test_each_sequence_is_as_by_itself(counts: tuple[int, ...], tokens: int) -> None:
+def test_each_sequence_is_as_by_itself(
+    counts: tuple[int, ...], tokens: int, corrects: bool
+) -> None:
     """Single tokens beside several chunks; other slots, layers and rows without tokens stay."""
-    batch = ragged(counts, tokens)
+    batch = ragged(counts, tokens, corrects=corrects)
     o_TKRV, states_LAKRHV = run(**batch)
     expected = batch["states_LAKRHV"].astype(np.float64)
     for row, count in enumerate(counts):

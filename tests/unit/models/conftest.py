@@ -17,6 +17,7 @@ from fornax.models import (
     ExpertsConfig,
     GatedDeltaConfig,
     LatentConfig,
+    Mamba2Config,
     QueryScaling,
     RopeConfig,
     YarnScaling,
@@ -37,7 +38,8 @@ _SIZES: dict[str, Any] = {
 }
 
 CONFIGS = {
-    # pre-norm, untied, biases, norms of whole queries and keys, every other layer unrotated
+    # pre-norm, untied, biases, norms of whole queries and keys, every other layer unrotated,
+    # multipliers of embeddings, branches and logits
     "biased": DecoderConfig(
         **_SIZES,
         num_layers=4,
@@ -48,6 +50,9 @@ CONFIGS = {
         qk_norm="full",
         rope=RopeConfig(fraction=0.5),
         rope_pattern=(True, False),
+        embedding_multiplier=1.5,
+        residual_multiplier=0.7,
+        logits_scaling=0.8,
     ),
     # sandwich norms, tied, soft caps, windows in every other layer with their own rope
     "windowed": DecoderConfig(
@@ -125,6 +130,22 @@ CONFIGS = {
         norm_unit_offset=True,
         rope=RopeConfig(fraction=0.5),
     ),
+    # Mamba-2 with biases and limited steps in layers without an MLP; attention with one
+    "mamba": DecoderConfig(
+        **_SIZES,
+        num_layers=4,
+        num_kv_heads=2,
+        attention_pattern=("linear", "full"),
+        mlp_pattern=("none", "mlp"),
+        mamba2=Mamba2Config(
+            num_heads=4,
+            head_dim=6,
+            state_dim=8,
+            conv_width=3,
+            bias=True,
+            dt_limit=(0.05, 1.5),
+        ),
+    ),
     # experts in every layer: biases, the clipped activation, weighted inputs; sinks, interleaved
     # pairs, norms without weights, chunks; without rotation queries that grow with their position
     "clipped": DecoderConfig(
@@ -150,6 +171,14 @@ CONFIGS = {
         ),
     ),
 }
+
+
+EACH = [
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == "mamba" else name
+    for name in CONFIGS
+]
+"""Their names. Mamba-2 shares its caches and packing with gated DeltaNet: `test_mamba.py` has a few
+of its tests, and all are run where there is time."""
 
 
 @functools.cache
@@ -182,7 +211,7 @@ def tokens_of(batch: int, length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 32, (batch, length), dtype=np.int32)
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=EACH)
 def name(request: pytest.FixtureRequest) -> str:
     """Each of the models."""
     return request.param

@@ -415,6 +415,65 @@ RELEASED: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
         "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
     },
+    # Without keys whose values here could not be compared with the file.
+    "granite-4.0-h-350m": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False,
+        "attention_multiplier": 0.015625, "embedding_multiplier": 12, "eos_token_id": 100257,
+        "hidden_act": "silu", "hidden_size": 768, "intermediate_size": 2048,
+        "layer_types": [
+            "attention" if layer in (10, 13, 17, 27) else "mamba" for layer in range(32)
+        ],
+        "logits_scaling": 3, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 32,
+        "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_n_heads": 48,
+        "mamba_proj_bias": False, "max_position_embeddings": 32768,
+        "model_type": "granitemoehybrid", "num_attention_heads": 12, "num_experts_per_tok": 0,
+        "num_hidden_layers": 32, "num_key_value_heads": 4, "num_local_experts": 0,
+        "position_embedding_type": "nope", "residual_multiplier": 0.246, "rms_norm_eps": 1e-05,
+        "rope_theta": 10000, "shared_intermediate_size": 2048, "tie_word_embeddings": True,
+        "vocab_size": 100352,
+    },
+    "granite-4.0-h-tiny": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "hidden_act": "silu",
+        "hidden_size": 1536, "intermediate_size": 512,
+        "layer_types": [
+            "attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)
+        ],
+        "mamba_chunk_size": 256, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
+        "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 48,
+        "max_position_embeddings": 131072, "model_type": "granitemoehybrid",
+        "num_attention_heads": 12, "num_experts_per_tok": 6, "num_hidden_layers": 40,
+        "num_key_value_heads": 4, "num_local_experts": 64, "shared_intermediate_size": 1024,
+        "tie_word_embeddings": True, "vocab_size": 100352,
+    },
+    # The text model of a file that holds a vision tower as well.
+    "granite-4.0-3b": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "attention_multiplier": 0.015625, "bos_token_id": 100257,
+        "embedding_multiplier": 12, "eos_token_id": 100257, "hidden_act": "silu",
+        "hidden_size": 2560, "initializer_range": 0.1, "intermediate_size": 8192,
+        "layer_types": ["attention"] * 40, "logits_scaling": 10, "mamba_chunk_size": 256,
+        "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 40, "mamba_d_state": 256,
+        "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False,
+        "max_position_embeddings": 131072, "model_type": "granitemoehybrid",
+        "normalization_function": "rmsnorm", "num_attention_heads": 40, "num_experts_per_tok": 0,
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "num_local_experts": 0,
+        "output_router_logits": False, "pad_token_id": 100256, "position_embedding_type": "rope",
+        "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 8192,
+        "tie_word_embeddings": True, "use_cache": False, "vocab_size": 100353,
+    },
+    # The defaults of transformers' class.
+    "mamba2": {
+        "architectures": ["Mamba2ForCausalLM"], "bos_token_id": 0, "chunk_size": 256,
+        "conv_kernel": 4, "eos_token_id": 2, "expand": 2, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.1, "layer_norm_epsilon": 1e-05,
+        "model_type": "mamba2", "n_groups": 8, "num_heads": 128, "num_hidden_layers": 64,
+        "pad_token_id": 1, "rescale_prenorm_residual": False, "residual_in_fp32": True,
+        "state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001,
+        "time_step_limit": [0.0, math.inf], "time_step_max": 0.1,
+        "time_step_min": 0.001, "time_step_rank": 256, "use_bias": False, "use_cache": True,
+        "use_conv_bias": True, "vocab_size": 32768,
+    },
 }  # fmt: skip
 
 LLAMA = RELEASED["Llama-2-7b"]
@@ -610,6 +669,46 @@ def test_mistral3_holds_one_of_three_decoders() -> None:
         assert config_from_hf(whole) == config_from_hf(RELEASED[name])
     with pytest.raises(ConfigError, match=r"text_config\.model_type='llama' is not supported in"):
         config_from_hf({**around, "text_config": RELEASED["Llama-2-7b"]})
+
+
+def test_granite_hybrids_read_as_released() -> None:
+    config = config_from_hf(RELEASED["granite-4.0-h-350m"])
+    kinds = config.layer_kinds()
+    assert [kind.attention for kind in kinds[9:12]] == ["mamba2", "attention", "mamba2"]
+    assert {(kind.mlp, kind.rope) for kind in kinds} == {("mlp", "none")}
+    assert (config.attention_scale, config.residual_multiplier) == (1 / 64, 0.246)
+    assert (config.embedding_scale, config.logits_scaling) == (12.0, 3.0)
+    assert round(num_parameters(config) / 1e6) == 340
+    tiny = config_from_hf(RELEASED["granite-4.0-h-tiny"])
+    assert tiny.experts is not None
+    assert tiny.experts.shared_intermediate_size == 1024
+    assert round(num_parameters(tiny) / 1e9, 1) == 6.9
+    full = config_from_hf(RELEASED["granite-4.0-3b"])
+    assert (full.mamba2, full.attends, full.rope_pattern) == (None, True, (True,))
+    bare = {**RELEASED["granite-4.0-h-tiny"]}
+    for key, value in (("mamba_d_head", "auto"), ("time_step_limit", [0.0, math.inf])):
+        assert config_from_hf({**bare, key: value}) == tiny
+    for key, value, message in (
+        ("position_embedding_type", "alibi", "'alibi' is not supported"),
+        ("layer_types", ["sliding_attention"] * 40, "layer type 'sliding_attention' is not"),
+        ("residual_multiplier", 0, "residual_multiplier=0 must be a number above 0"),
+        ("time_step_limit", [0.0, "much"], "must be two numbers"),
+        ("normalization_function", "layernorm", "normalization_function='layernorm' is not"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config_from_hf({**bare, key: value})
+
+
+def test_mamba2_has_neither_attention_nor_mlps() -> None:
+    config = config_from_hf(RELEASED["mamba2"])
+    assert {(kind.attention, kind.mlp) for kind in config.layer_kinds()} == {("mamba2", "none")}
+    assert not config.attends
+    assert round(num_parameters(config) / 1e9, 1) == 7.3
+    assert config_from_hf({"architectures": ["Mamba2ForCausalLM"]}) == dataclasses.replace(
+        config, bos_token_id=None, eos_token_ids=(), pad_token_id=None
+    )
+    with pytest.raises(ConfigError, match="head_dim=32 is not expand=2 times hidden_size=4096"):
+        config_from_hf({**RELEASED["mamba2"], "head_dim": 32})
 
 
 def test_qwen_hybrids_read_as_released() -> None:

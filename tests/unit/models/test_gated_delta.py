@@ -141,7 +141,7 @@ def test_rows_divided_over_a_mesh_are_refused() -> None:
     ("changes", "message"),
     [
         ({"attention_pattern": ("full",)}, "linear layers need `gated_delta`"),
-        ({"gated_delta": None}, "and gated_delta=None do not go together"),
+        ({"gated_delta": None}, "gated_delta=None and mamba2=None do not go together"),
     ],
 )
 def test_a_pattern_without_its_sizes_is_refused(changes: dict, message: str) -> None:

@@ -47,8 +47,9 @@ PAIRS = {
         {"context": 4, "fsdp": 2},
         {"context": 2, "tensor": 2, "fsdp": 2},
     ],
+    "mamba": [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}],
 }
-"""Axes that divide the length or experts, with each other axis."""
+"""Axes that divide the length or experts, with each other axis; and the meshes of Mamba-2."""
 IDS = np.array([[1] * 5 + [2] * 7, [0] * 3 + [1] * 9] * 4, np.int32)
 
 

@@ -1,6 +1,6 @@
 """The keys of config.json that families share, read and written."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fornax.config.errors import ConfigError
@@ -9,18 +9,25 @@ from fornax.models.families.reader import ConfigReader, as_list
 
 __all__ = [
     "ACTIVATIONS",
+    "ACTIVATION_NAMES",
+    "LINEAR_KINDS",
     "layer_types",
     "read_common",
     "read_layer_types",
+    "read_vocabulary",
     "shortest_pattern",
     "write_common",
+    "write_vocabulary",
 ]
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Hugging Face's names of activations to ours."""
+ACTIVATION_NAMES = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+"""And back."""
 
 _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
-_LINEAR = {"full_attention": "full", "linear_attention": "linear"}
+LINEAR_KINDS = {"full_attention": "full", "linear_attention": "linear"}
+"""Of families whose other layers are linear."""
 
 
 def read_common(
@@ -54,8 +61,15 @@ def read_common(
         "max_position_embeddings": reader.take("max_position_embeddings"),
         "norm_eps": reader.take("rms_norm_eps", eps),
         "activation": reader.choose(activation_key, ACTIVATIONS),
-        "tie_embeddings": reader.take("tie_word_embeddings", tied),
         "initializer_range": reader.take("initializer_range", 0.02),
+        **read_vocabulary(reader, tied=tied),
+    }
+
+
+def read_vocabulary(reader: ConfigReader, *, tied: bool) -> dict[str, Any]:
+    """Special tokens, and whether the output projection is the table of embeddings."""
+    return {
+        "tie_embeddings": reader.take("tie_word_embeddings", tied),
         "bos_token_id": _token(reader, "bos_token_id"),
         "eos_token_ids": _tokens(reader.take("eos_token_id", None)),
         "pad_token_id": _token(reader, "pad_token_id"),
@@ -76,8 +90,6 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 def write_common(config: DecoderConfig, *, activation_key: str = "hidden_act") -> dict[str, Any]:
     """The inverse of `read_common`."""
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    eos = config.eos_token_ids
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -88,10 +100,18 @@ def write_common(config: DecoderConfig, *, activation_key: str = "hidden_act") -
         "head_dim": config.head_width,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm_eps,
-        activation_key: names[config.activation],
-        "tie_word_embeddings": config.tie_embeddings,
+        activation_key: ACTIVATION_NAMES[config.activation],
         "initializer_range": config.initializer_range,
         "attention_dropout": 0.0,
+        **write_vocabulary(config),
+    }
+
+
+def write_vocabulary(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_vocabulary`."""
+    eos = config.eos_token_ids
+    return {
+        "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": (eos[0] if len(eos) == 1 else list(eos)) if eos else None,
         "pad_token_id": config.pad_token_id,
@@ -103,8 +123,7 @@ def read_layer_types(
     num_layers: int,
     window: int | None,
     default: Sequence[str],
-    *,
-    linear: bool = False,
+    kinds: Mapping[str, str] = _KINDS,
 ) -> dict[str, Any]:
     """`sliding_window` and `attention_pattern` from `layer_types`.
 
@@ -113,14 +132,13 @@ def read_layer_types(
       num_layers: how many layers there are.
       window: the window of its sliding layers.
       default: the layer types of a file that names none.
-      linear: whether the family's other layers are linear, instead of sliding.
+      kinds: the family's names of layer types to ours.
 
     Raises:
       ConfigError: for a type of layer that is not supported, or a missing window.
     """
     given = reader.take("layer_types", None)
     types = as_list(default if given is None else given, "layer_types", reader, num_layers)
-    kinds = _LINEAR if linear else _KINDS
     for kind in types:
         if kind not in kinds:
             raise ConfigError(
@@ -129,7 +147,7 @@ def read_layer_types(
             )
     pattern = shortest_pattern([kinds[kind] for kind in types])
     if "sliding" not in pattern:
-        return {"attention_pattern": pattern} if linear else {}
+        return {} if pattern == ("full",) else {"attention_pattern": pattern}
     if window is None:
         raise ConfigError(f"{reader.source} has sliding layers and no sliding_window")
     return {"sliding_window": window, "attention_pattern": pattern}
@@ -149,6 +167,6 @@ def layer_types(config: DecoderConfig) -> list[str]:
 
 
 def _layer_type(kind: LayerKind) -> str:
-    if kind.attention == "gated_delta":
+    if kind.linear:
         return "linear_attention"
     return "full_attention" if kind.window is None else "sliding_attention"

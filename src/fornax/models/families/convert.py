@@ -10,6 +10,7 @@ from fornax.models.families.family import Family
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.table import FAMILIES, family_by_architecture, family_by_name
 from fornax.models.families.wrapper import unwrap_config
+from fornax.models.rope_config import RopeConfig
 
 __all__ = ["config_from_hf", "config_to_hf", "family_for"]
 
@@ -108,11 +109,15 @@ def _resolved(config: DecoderConfig) -> DecoderConfig:
         if not experts.normalize:
             experts = replace(experts, normalize_eps=0.0)
     scalar = config.query_pre_attn_scalar
+    if not config.attends:
+        config = replace(config, num_heads=1, num_kv_heads=1, head_dim=2, rope=RopeConfig())
+        config, scalar = replace(config, max_position_embeddings=1), None
     return replace(
         config,
         num_kv_heads=config.kv_heads,
         head_dim=config.head_width,
-        query_pre_attn_scalar=config.head_width if scalar is None else scalar,
+        # Some files keep the factor on the scores, its power -1/2: equal but for rounding.
+        query_pre_attn_scalar=float(f"{config.head_width if scalar is None else scalar:.12g}"),
         local_rope=config.local_rope or (config.rope if "sliding" in attention else None),
         attention_pattern=tuple(attention),
         rope_pattern=tuple(rotates),

@@ -21,13 +21,21 @@ __all__ = [
     "OLMOE",
     "QWEN2_MOE",
     "QWEN3_MOE",
+    "read_experts",
     "read_sparse",
+    "write_experts",
     "write_sparse",
 ]
 
 
-def _read_experts(reader: ConfigReader, count: str, **more: Any) -> ExpertsConfig:
-    """The keys of routers that all of these families have."""
+def read_experts(reader: ConfigReader, count: str, **more: Any) -> ExpertsConfig:
+    """The keys of routers that these families share.
+
+    Args:
+      reader: the file.
+      count: what the family calls the number of experts.
+      more: further fields of `ExpertsConfig`.
+    """
     reader.expect("router_jitter_noise", 0, 0.0)
     reader.take("output_router_logits", False)  # whether the balance loss is part of the output
     other = "num_local_experts" if count == "num_experts" else "num_experts"
@@ -39,7 +47,8 @@ def _read_experts(reader: ConfigReader, count: str, **more: Any) -> ExpertsConfi
     )
 
 
-def _write_experts(config: DecoderConfig, count: str) -> dict[str, Any]:
+def write_experts(config: DecoderConfig, count: str) -> dict[str, Any]:
+    """The inverse of `read_experts`."""
     experts = _experts(config)
     return {
         count: experts.num_experts,
@@ -63,7 +72,7 @@ def _read_mixtral(reader: ConfigReader) -> DecoderConfig:
         rope=read_rope(reader, fields["max_position_embeddings"], theta=1_000_000.0),
         sliding_window=window,
         attention_pattern=("full",) if window is None else ("sliding",),
-        experts=_read_experts(reader, "num_local_experts", intermediate_size=width),
+        experts=read_experts(reader, "num_local_experts", intermediate_size=width),
     )
 
 
@@ -71,7 +80,7 @@ def _write_mixtral(config: DecoderConfig) -> dict[str, Any]:
     return {
         **write_common(config),
         **write_rope(config.rope),
-        **_write_experts(config, "num_local_experts"),
+        **write_experts(config, "num_local_experts"),
         "intermediate_size": _experts(config).intermediate_size,
         "sliding_window": config.sliding_window,
     }
@@ -93,7 +102,7 @@ def _read_minimax_m2(reader: ConfigReader) -> DecoderConfig:
         **fields,
         rope=read_rope(reader, limit, theta=5_000_000.0, partial=True, fraction=fraction),
         qk_norm="full",
-        experts=_read_experts(
+        experts=read_experts(
             reader,
             "num_local_experts",
             intermediate_size=width,
@@ -118,7 +127,7 @@ def _write_minimax_m2(config: DecoderConfig) -> dict[str, Any]:
     return {
         **write_common(config),
         "rope_parameters": write_rope_mapping(config.rope),
-        **_write_experts(config, "num_local_experts"),
+        **write_experts(config, "num_local_experts"),
         "intermediate_size": _experts(config).intermediate_size,
     }
 
@@ -134,7 +143,7 @@ def _read_olmoe(reader: ConfigReader) -> DecoderConfig:
         attention_output_bias=bias,
         qk_norm="full",
         qkv_clip=reader.take("clip_qkv", None),
-        experts=_read_experts(
+        experts=read_experts(
             reader,
             "num_experts",
             intermediate_size=width,
@@ -148,7 +157,7 @@ def _write_olmoe(config: DecoderConfig) -> dict[str, Any]:
     return {
         **write_common(config),
         **write_rope(config.rope),
-        **_write_experts(config, "num_experts"),
+        **write_experts(config, "num_experts"),
         "intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.normalize,
         "attention_bias": config.qkv_bias,
@@ -172,7 +181,7 @@ def read_sparse(
     pattern = [
         "mlp" if index in dense or (index + 1) % step else "experts" for index in range(layers)
     ]
-    experts = _read_experts(
+    experts = read_experts(
         reader,
         "num_experts",
         intermediate_size=reader.take("moe_intermediate_size"),
@@ -187,7 +196,7 @@ def write_sparse(config: DecoderConfig) -> dict[str, Any]:
     """The inverse of `read_sparse`, the shared expert aside."""
     kinds = config.layer_kinds()
     return {
-        **_write_experts(config, "num_experts"),
+        **write_experts(config, "num_experts"),
         "moe_intermediate_size": _experts(config).intermediate_size,
         "norm_topk_prob": _experts(config).normalize,
         "decoder_sparse_step": 1,

@@ -6,6 +6,7 @@ from fornax.config.errors import ConfigError
 from fornax.models.config import DecoderConfig
 from fornax.models.delta_config import GatedDeltaConfig
 from fornax.models.families.common import (
+    LINEAR_KINDS,
     layer_types,
     read_common,
     read_layer_types,
@@ -41,7 +42,7 @@ def _read_shared(
         "linear_attention" if (index + 1) % interval else "full_attention"
         for index in range(layers)
     ]
-    kinds = read_layer_types(reader, layers, None, default, linear=True)
+    kinds = read_layer_types(reader, layers, None, default, LINEAR_KINDS)
     delta = GatedDeltaConfig(
         num_key_heads=reader.take("linear_num_key_heads", 16),
         num_value_heads=reader.take("linear_num_value_heads", 32),
@@ -58,7 +59,7 @@ def _read_shared(
         **kinds,
         "num_kv_heads": fields["num_kv_heads"] or kv_heads,
         "head_dim": fields["head_dim"] or 256,
-        "gated_delta": delta if "linear" in kinds["attention_pattern"] else None,
+        "gated_delta": delta if kinds else None,
         "rope": read_rope(reader, limit, partial=True, fraction=0.25, ignored=_OF_IMAGES),
         "qkv_bias": bias,
         "attention_output_bias": bias,

@@ -8,8 +8,15 @@ from fornax.models.families.gemma4 import GEMMA4
 from fornax.models.families.glm import GLM4
 from fornax.models.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from fornax.models.families.gpt_oss import GPT_OSS
+from fornax.models.families.granite import (
+    GRANITE,
+    GRANITE_HYBRID,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+)
 from fornax.models.families.llama import LLAMA
 from fornax.models.families.llama4 import LLAMA4
+from fornax.models.families.mamba import MAMBA2
 from fornax.models.families.mistral import MINISTRAL3, MISTRAL, MISTRAL4
 from fornax.models.families.mixtures import MINIMAX_M2, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from fornax.models.families.olmo import OLMO2, OLMO3
@@ -31,6 +38,7 @@ FAMILIES: tuple[Family, ...] = (
     PHI3,
     SMOLLM3,
     GLM4,
+    GRANITE,
     GEMMA2,
     GEMMA3,
     GEMMA4,
@@ -40,6 +48,8 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_MOE,
     OLMOE,
     MINIMAX_M2,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     MISTRAL4,
@@ -50,6 +60,8 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
+    MAMBA2,
+    GRANITE_HYBRID,
 )
 
 

@@ -170,7 +170,8 @@ class Section:
     @property
     def mlps(self) -> Mapping[Literal["mlp", "experts"], int]:
         """How many of those runs are of an MLP, how many of experts."""
-        return Counter({k: n * self.runs for k, n in Counter(x.mlp for x in self.kinds).items()})
+        found = Counter(x.mlp for x in self.kinds if x.mlp != "none")
+        return Counter({k: n * self.runs for k, n in found.items()})
 
     @property
     def windows(self) -> Mapping[int | None, int]:
@@ -303,4 +304,4 @@ def windows(model: DecoderConfig) -> Mapping[int | None, int]:
 @functools.cache
 def mlps(model: DecoderConfig) -> Mapping[Literal["mlp", "experts"], int]:
     """How many layers have an MLP, how many experts."""
-    return Counter(kind.mlp for kind in model.layer_kinds())
+    return Counter(kind.mlp for kind in model.layer_kinds() if kind.mlp != "none")

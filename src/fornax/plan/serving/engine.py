@@ -153,8 +153,8 @@ def divides(model: DecoderConfig, size: int) -> bool:
     """Whether the engine can divide the model's layers over `size` devices."""
     heads, kv = model.num_heads, model.kv_heads
     numbers = [heads, *model.mlp_widths]
-    if model.gated_delta is not None:
-        numbers.append(model.gated_delta.num_key_heads)
+    if model.linear is not None:
+        numbers.append(model.linear.sharded_heads)
     whole = all(number % size == 0 for number in numbers)
     return whole and (kv % size == 0 or size % kv == 0)
 
@@ -210,11 +210,9 @@ def check_devices(model: ServedModel, config: EngineConfig, topology: Topology) 
     if not divides(model.config, size):
         m = model.config
         widths = " and ".join(map(str, m.mlp_widths))
-        keys = (
-            f"{m.gated_delta.num_key_heads} key heads of linear layers, " if m.gated_delta else ""
-        )
+        linear = f"{m.linear.sharded_heads} heads of linear layers, " if m.linear else ""
         raise ConfigError(
-            f"tensor_parallel_size={size} does not fit the model's {m.num_heads} heads, {keys}"
+            f"tensor_parallel_size={size} does not fit the model's {m.num_heads} heads, {linear}"
             f"{m.kv_heads} key/value heads and MLP width {widths}: it must divide "
             f"heads and width, and divide the key/value heads or be a multiple of them; on "
             f"{topology.name} use one of {choices}"

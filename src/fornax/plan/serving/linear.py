@@ -56,7 +56,7 @@ def linear_of(engine: Engine) -> LinearAttention | None:
         return None
     dtype = engine.weights.placement.compute_dtype.name
     return LinearAttention(
-        layers=sum(kind.attention == "gated_delta" for kind in model.layer_kinds()),
+        layers=sum(kind.linear for kind in model.layer_kinds()),
         key_heads=delta.num_key_heads // size,
         value_heads=delta.num_value_heads // size,
         key_dim=delta.key_dim,
