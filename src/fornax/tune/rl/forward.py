@@ -21,6 +21,7 @@ from fornax.mesh import Rules, use_mesh
 from fornax.models import Decoder, Remat, TokenLogprobs, token_logprobs
 from fornax.train.hosts import abstract_batch, find_hosts, to_global
 from fornax.train.task import Batch, Hosts
+from fornax.tune.rl.packing import ROUTED
 
 __all__ = [
     "BothPolicies",
@@ -88,7 +89,8 @@ def rows_logprobs(
 
     Args:
       model: the decoder.
-      rows: tokens, targets, positions, segment_ids int32 [R, T].
+      rows: tokens, targets, positions, segment_ids int32 [R, T]; perhaps routed_experts, integers
+        [R, T, L, k], which tokens then take.
       temperature: divides the logits.
       entropy: whether to compute the entropy too.
       remat: what the backward pass computes again.
@@ -104,6 +106,7 @@ def rows_logprobs(
         segment_ids_BT=rows["segment_ids"],
         temperature=temperature,
         entropy=entropy,
+        routed_experts_BTLk=rows.get(ROUTED),
         remat=remat,
     )
 
