@@ -267,7 +267,8 @@ class Decoder(nnx.Module):
         x_TD, cache, experts_LBTk = self._paged(
             tokens_T, positions_T, cache, longest, returns_experts=True
         )
-        assert experts_LBTk is not None and self.config.experts is not None, "no experts"
+        assert experts_LBTk is not None, "a model without experts"
+        assert self.config.experts is not None
         experts_TLk = jnp.swapaxes(experts_LBTk[:, 0], 0, 1)
         return x_TD, cache, experts_TLk.astype(routed_experts_dtype(self.config.experts))
 
