@@ -250,7 +250,9 @@ def reference_of(
     if config.reference_model is None:
         return Reference(policy=policy, path=config.model, out=out)
     model = config.reference_model
-    other = dataclasses.replace(config, model=model, lora=None, reference_model=None)
+    other = dataclasses.replace(
+        config, model=model, lora=None, reference_model=None, freeze_router=False
+    )
     theirs = read_origin(other)
     check_same_tokens(
         theirs.tokenizer,
