@@ -10,6 +10,7 @@ weights in float32 or bfloat16, or in float32 with noise on them, as after optim
 
 import argparse
 import os
+from collections.abc import Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -52,6 +53,11 @@ def engine(dtype: Any) -> EngineConfig:
     )
 
 
+def experts_of(completions: Sequence[Completion]) -> np.ndarray:
+    """[completions, tokens, layers, experts a token], of completions of one length."""
+    return np.stack([np.asarray(one.routed_experts) for one in completions])
+
+
 def with_noise(state: nnx.State, share: float) -> nnx.State:
     """Normal noise on each array, of this share of its own deviation."""
     draw = np.random.default_rng(7)
@@ -66,8 +72,8 @@ def measure(state: nnx.State, graphdef: Any, own: LLMSampler, drawn: Drawn) -> l
     """A row: the share of choices that differ, then mean |difference| and KL without and with."""
     whole = [[*prompt, *one.tokens.tolist()] for prompt, one in drawn]
     again = own.sample(whole, SampleSettings(max_tokens=1), range(len(whole)))
-    routed = np.stack([one.routed_experts for _, one in drawn])
-    chosen = np.stack([group[0].routed_experts[:-1] for group in again])
+    routed = experts_of([one for _, one in drawn])
+    chosen = experts_of([group[0] for group in again])[:, :-1]
     same = (routed[..., :, None] == chosen[..., None, :]).any(-1).all(-1)
     tokens = np.array(whole, np.int32)
 

@@ -21,9 +21,9 @@ from fornax.mesh import Rules, use_mesh
 from fornax.models import Decoder, Remat, TokenLogprobs, token_logprobs
 from fornax.train.hosts import abstract_batch, find_hosts, to_global
 from fornax.train.task import Batch, Hosts
-from fornax.tune.rl.packing import ROUTED
 
 __all__ = [
+    "ROUTED",
     "BothPolicies",
     "Forward",
     "ValueParam",
@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 
+ROUTED = "routed_experts"
+"""Of rows: the experts that tokens took where they were drawn, to be taken again."""
 _NAME = "value_head"
 
 

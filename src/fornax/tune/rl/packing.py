@@ -14,10 +14,10 @@ from fornax.config.errors import EngineError
 from fornax.tune.advantages import aggregation_weights
 from fornax.tune.config import Aggregation
 from fornax.tune.rl.credit import Credit
+from fornax.tune.rl.forward import ROUTED
 from fornax.tune.rl.rollouts import Rollout, RolloutBatch
 
 __all__ = [
-    "ROUTED",
     "Layout",
     "Round",
     "RoutedShape",
@@ -26,9 +26,6 @@ __all__ = [
     "pack",
     "row_counts",
 ]
-
-ROUTED = "routed_experts"
-"""Of the rows: the experts that tokens took where they were drawn, to be taken again."""
 
 
 class RoutedShape(NamedTuple):

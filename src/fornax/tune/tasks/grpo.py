@@ -16,9 +16,9 @@ from fornax.tune.config import GRPOConfig
 from fornax.tune.policy import Origin
 from fornax.tune.rl.components import make_components
 from fornax.tune.rl.credit import Credit, divergence, group_credit
-from fornax.tune.rl.forward import rows_logprobs
+from fornax.tune.rl.forward import ROUTED, rows_logprobs
 from fornax.tune.rl.loss import PolicyLoss, policy_loss
-from fornax.tune.rl.packing import ROUTED, Scored
+from fornax.tune.rl.packing import Scored
 from fornax.tune.rl.rollouts import Rollout
 from fornax.tune.rl.task import Components, Objective, rl_task
 

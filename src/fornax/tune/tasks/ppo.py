@@ -23,9 +23,9 @@ from fornax.tune.config import PPOConfig
 from fornax.tune.policy import Origin
 from fornax.tune.rl.components import make_components
 from fornax.tune.rl.credit import Credit, KLController, divergence, gae_credit
-from fornax.tune.rl.forward import ValueParam, attach_value_head, value_head
+from fornax.tune.rl.forward import ROUTED, ValueParam, attach_value_head, value_head
 from fornax.tune.rl.loss import PolicyLoss, policy_loss
-from fornax.tune.rl.packing import ROUTED, Scored
+from fornax.tune.rl.packing import Scored
 from fornax.tune.rl.rollouts import Rollout
 from fornax.tune.rl.task import Components, Objective, rl_task
 
