@@ -19,6 +19,7 @@ from tests.unit.tune.rl.toy import BASE, Run, parts
 from fornax.config.errors import ConfigError, EngineError
 from fornax.data import Tokenizer, train_bpe
 from fornax.llm import EngineConfig
+from fornax.llm.config import NGram
 from fornax.llm.routed_experts import check_routes
 from fornax.llm.server.launch import ServeConfig
 from fornax.mesh import DEFAULT_RULES, MeshConfig, make_mesh, tree_shardings, use_mesh
@@ -120,6 +121,25 @@ def check_experts(tokens: list[int], routed: np.ndarray | None) -> None:
 def test_the_engine_returns_the_experts_that_tokens_took(drawn: Sequences) -> None:
     for prompt, one in drawn:
         check_experts(whole(prompt, one), one.routed_experts)
+
+
+@pytest.mark.exhaustive
+def test_rejected_drafts_leave_no_experts(tokenizer: Tokenizer) -> None:
+    engine = EngineConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=48,
+        block_size=4,
+        step_sizes="coarse",
+        enable_return_routed_experts=True,
+        speculative_config=NGram(prompt_lookup_min=1),
+    )
+    sampler = LLMSampler(mixture.decoder(), tokenizer=tokenizer, engine=engine)
+    prompt = [7, 8, 9, 7, 8, 9, 7, 8]
+    [group] = sampler.sample([prompt], dataclasses.replace(DRAW, temperature=0.5), [3])
+    for one in group:
+        check_experts(whole(prompt, one), one.routed_experts)
+    sampler.close()
 
 
 class Shout:
