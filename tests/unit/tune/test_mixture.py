@@ -15,7 +15,6 @@ from tests.unit.tune.tiny import REWARD, save_chats, save_model
 
 from fornax.adapters import LoRA
 from fornax.config.errors import ConfigError
-from fornax.mesh import MeshConfig
 from fornax.models import load_pretrained
 from fornax.train import load_decoder
 from fornax.train.config import LogConfig
@@ -45,7 +44,6 @@ def options(folder: Path, data: str, **more: Any) -> dict[str, Any]:
         "max_length": 64,
         "batch_size": 8,
         "steps": 2,
-        "mesh": MeshConfig(fsdp=2),
         "log": LogConfig(tensorboard=False),
         **more,
     }
