@@ -84,7 +84,8 @@ def attach(
 
     Raises:
         ConfigError: a pattern that finds no module that can be adapted, naming near ones, a model
-            with adapters already, or dropout for experts.
+            with adapters already, dropout for experts, or adapters shared by experts where none
+            are adapted.
     """
     adaptable, others = _adaptable(model)
     if is_adapted(model):
@@ -96,6 +97,12 @@ def attach(
     for name in ("rank_pattern", "alpha_pattern"):
         select(getattr(config, name), paths, {**others}, where=f"lora.{name}")
     modules = dict(_modules(model))
+    if config.experts == "shared" and not any(
+        isinstance(modules[path], ExpertProjection) for path in paths
+    ):
+        raise ConfigError(
+            "lora.experts=shared, and lora.targets adapts no experts; leave it out, or name them"
+        )
     for path in paths:
         _adapt(path, modules[path], adaptable[path], config, rngs, read)
     return paths
@@ -190,6 +197,8 @@ def _adapt(
     rank = first_match(config.rank_pattern, path, config.rank)
     alpha = first_match(config.alpha_pattern, path, config.alpha)
     alpha = 2 * rank if alpha is None else alpha
+    if isinstance(module, ExpertProjection):
+        layout = dataclasses.replace(layout, shared=config.experts == "shared")
     spec = Spec(
         layout=layout,
         rank=rank,
@@ -220,7 +229,7 @@ def _adapt(
     if config.dora:
         module.lora_magnitude = make.param(
             LoRAParam,
-            lambda values, _: layout.magnitude(values),
+            lambda values, *_: layout.magnitude(values),
             None,
             lambda _: dora_norm(module),
         )
@@ -236,8 +245,8 @@ class _Maker:
 
     def param(self, kind: type, pick: Any, rank: int | None, values: Any) -> Any:
         """A variable whose shape and logical axes `pick` takes from the kernel's."""
-        shape = pick(self.shape, rank)
-        axes = {} if self.axes is None else {"axes": pick(self.axes, None)}
+        shape = pick(self.shape, rank, 1)
+        axes = {} if self.axes is None else {"axes": pick(self.axes, None, None)}
         if self.abstract:
             return kind(jax.ShapeDtypeStruct(shape, jnp.float32), **axes)
         return kind(values(shape), **axes)

@@ -27,6 +27,9 @@ class LoRA:
     """Patterns of the modules to adapt: `attention/q` is every path that ends so, `*` is one part
     of a path, and a module that holds others stands for those in it. Null: the projections of
     attention, of MLPs and of experts, each its own; not a router."""
+    experts: Literal["own", "shared"] = "own"
+    """Whether each expert of a mixture has an A and a B of its own, or all experts of a projection
+    share one of each."""
     dropout: float = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     dora: bool = False

@@ -30,19 +30,25 @@ class KernelLayout:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     batch: tuple[int, ...] = ()
+    shared: bool = False
+    """Whether A and B are the same for all of the batch, whose axes they then have of size 1."""
 
     def of(self, values: tuple[object, ...], axes: tuple[int, ...]) -> tuple[Any, ...]:
         """What `values`, one for each axis of the stacked kernel, has for a group of axes."""
         return tuple(values[self.stacked + axis] for axis in axes)
 
-    def a(self, values: tuple[object, ...], rank: object) -> tuple[Any, ...]:
-        """The same for the axes of lora_a: stack, batch, inputs, rank."""
-        return (*values[: self.stacked], *self.of(values, self.batch + self.inputs), rank)
+    def a(self, values: tuple[object, ...], rank: object, one: object) -> tuple[Any, ...]:
+        """The same for the axes of lora_a: stack, batch, inputs, rank; `one` for an axis of 1."""
+        batch = self._batch(values, one)
+        return (*values[: self.stacked], *batch, *self.of(values, self.inputs), rank)
 
-    def b(self, values: tuple[object, ...], rank: object) -> tuple[Any, ...]:
+    def b(self, values: tuple[object, ...], rank: object, one: object) -> tuple[Any, ...]:
         """The same for the axes of lora_b: stack, batch, rank, outputs."""
-        batch = self.of(values, self.batch)
+        batch = self._batch(values, one)
         return (*values[: self.stacked], *batch, rank, *self.of(values, self.outputs))
+
+    def _batch(self, values: tuple[object, ...], one: object) -> tuple[Any, ...]:
+        return (one,) * len(self.batch) if self.shared else self.of(values, self.batch)
 
     def magnitude(self, values: tuple[object, ...]) -> tuple[object, ...]:
         """The same for the axes of a magnitude: stack, batch, outputs."""

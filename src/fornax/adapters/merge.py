@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fornax.adapters.attach import adapted_modules, make_plain
-from fornax.adapters.module import Spec, base_kernel, dora_norm
+from fornax.adapters.module import Spec, adapter_factors, base_kernel, dora_norm
 from fornax.config.errors import ConfigError
 
 __all__ = ["merge", "merged", "merged_kernel", "merged_params", "unmerge"]
@@ -18,7 +18,8 @@ def merged_kernel(module: Any) -> jax.Array:
     """An adapted module's kernel with the adapter in it, in the base's dtype, stacked or not."""
     spec: Spec = module.lora
     kernel = base_kernel(module)
-    delta = spec.layout.product(module.lora_a.get_value(), spec.scale * module.lora_b.get_value())
+    a, b = adapter_factors(module)
+    delta = spec.layout.product(a, spec.scale * b)
     whole = kernel.astype(jnp.float32) + delta
     if spec.dora:
         whole = spec.layout.scaled(whole, module.lora_magnitude.get_value() / dora_norm(module))

@@ -26,6 +26,7 @@ __all__ = [
     "QuantizedParam",
     "Spec",
     "adapted_class",
+    "adapter_factors",
     "base_kernel",
     "dora_norm",
     "is_adapted_module",
@@ -91,9 +92,22 @@ def _turned(
 def dora_norm(module: Any) -> jax.Array:
     """|W + s B A| of each output, float32, a constant to the gradient."""
     spec: Spec = module.lora
-    a, b = (jax.lax.stop_gradient(v.get_value()) for v in (module.lora_a, module.lora_b))
+    a, b = (jax.lax.stop_gradient(x) for x in adapter_factors(module))
     kernel = jax.lax.stop_gradient(base_kernel(module))
     return jnp.sqrt(jnp.maximum(spec.layout.squares(kernel, a, b * spec.scale), 0))
+
+
+def adapter_factors(module: Any) -> tuple[jax.Array, jax.Array]:
+    """A and B, stacked or not; where experts share them, repeated for each expert."""
+    a, b = module.lora_a.get_value(), module.lora_b.get_value()
+    if not module.lora.layout.shared:
+        return a, b
+    experts = module.kernel.get_value().shape[-3]
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (*x.shape[:-3], experts, *x.shape[-2:]))
+
+    return repeated(a), repeated(b)
 
 
 def base_kernel(module: Any) -> jax.Array:
@@ -146,8 +160,8 @@ def _weight(self: Any, dtype: DTypeLike) -> Any:
         base = base_kernel(self).astype(dtype)
     a = b = change = None
     if spec.active:
-        a, b = self.lora_a.get_value(), spec.scale * self.lora_b.get_value()
-        a, b = a.astype(dtype), b.astype(dtype)
+        a, b = adapter_factors(self)
+        a, b = a.astype(dtype), (spec.scale * b).astype(dtype)
     if spec.active and spec.dora:
         change = (self.lora_magnitude.get_value() / dora_norm(self) - 1).astype(dtype)
     return LoRAExperts(
@@ -165,8 +179,8 @@ def adapted_class(base: type) -> type:
 
     Its objects have these attributes more than the base's:
         lora: the `Spec`.
-        lora_a: A transposed, float32 [*stack, *batch, *inputs, R].
-        lora_b: B transposed, float32 [*stack, *batch, R, *outputs].
+        lora_a: A transposed, float32 [*stack, *batch, *inputs, R]; batch is 1 where it is shared.
+        lora_b: B transposed, float32 [*stack, *batch, R, *outputs]; likewise.
         lora_magnitude: float32 [*stack, *batch, *outputs], with DoRA.
         lora_dropout: an `nnx.Dropout`, where there is some.
     """

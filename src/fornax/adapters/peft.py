@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from fornax.adapters.attach import adapted_modules, attach
 from fornax.adapters.config import LoRA
-from fornax.adapters.module import Spec
+from fornax.adapters.module import Spec, adapter_factors
 from fornax.adapters.peft_file import (
     PEFT_CONFIG,
     PEFT_PREFIX,
@@ -222,12 +222,10 @@ _HostArrays = Mapping[str, np.ndarray]
 
 
 def _host_arrays(module: Any) -> _HostArrays:
-    found = {name: getattr(module, name, None) for name in ("lora_a", "lora_b", "lora_magnitude")}
-    return {
-        name: np.asarray(variable.get_value(), np.float32)
-        for name, variable in found.items()
-        if variable is not None
-    }
+    found = dict(zip(("lora_a", "lora_b"), adapter_factors(module), strict=True))
+    if module.lora.dora:
+        found["lora_magnitude"] = module.lora_magnitude.get_value()
+    return {name: np.asarray(value, np.float32) for name, value in found.items()}
 
 
 def _written(

@@ -20,6 +20,7 @@ from fornax.llm.input_processor import InputProcessor
 from fornax.llm.limits import Limits, draft_limits
 from fornax.llm.memory import fit_limits
 from fornax.llm.program_cache import ProgramCache, keep_compiled
+from fornax.llm.routed_experts import check_routes
 from fornax.llm.runner import Runner
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
 from fornax.llm.speculation import DraftProposer, NGramProposer, Proposer
@@ -82,6 +83,8 @@ def build_engine(
     folder = None if isinstance(model, Decoder) else model
     beside = Path(tokenizer) if isinstance(tokenizer, str | Path) else folder
     weights = load_weights(model, config, target)
+    if config.enable_return_routed_experts:
+        check_routes(weights.config)
     draft = _draft_weights(config, weights, target)
     limits = fit_limits(config, weights, target, draft=draft)
     loaded = _tokenizer(folder, tokenizer, weights.config)

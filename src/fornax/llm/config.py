@@ -110,6 +110,9 @@ class EngineConfig:
     scaled_logprobs: after masks, biases, penalties and the temperature. processed_logprobs: after
     top-k, top-p and min-p too, the distribution that the token was drawn from. Greedy requests
     count as temperature 1. Prompt tokens always get the model's own."""
+    enable_return_routed_experts: bool = False
+    """Whether completions come with the experts that each of their tokens took, as routing replay
+    needs them; for models with experts."""
     step_sizes: Literal["fine", "coarse"] = "fine"
     """How many sizes of steps are compiled; a step takes the time of the next larger size. fine: at
     most a third of it is padding. coarse: each is four times the last, so that half as many or

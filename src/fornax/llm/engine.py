@@ -56,6 +56,7 @@ class Engine:
         self.scheduler = scheduler
         self.programs = programs
         self.adapters = runner.adapters
+        self._routed = runner.routed
         self.observer = observer
         self.version = 0
         """Version of the weights."""
@@ -259,6 +260,8 @@ class Engine:
         self._inflight = None
         plan = result.plan
         tokens = result.tokens()
+        if self._routed is not None and result.routed is not None:
+            self._routed.take(plan, *result.routed)
         stats = self._stats(result)
         touched: dict[str, Request] = {}
         outputs: list[Output] = []
@@ -331,6 +334,8 @@ class Engine:
         request.first_token = request.first_token or now
         completion.last_token_time = now
         if completion.finished:
+            if self._routed is not None:
+                completion.routed_experts = self._routed.of(sequence)
             self._finish(sequence)
         return None
 
@@ -368,6 +373,8 @@ class Engine:
         self.scheduler.finish(sequence)
         self._owner.pop(sequence.id, None)
         self._proposer.finish(sequence)
+        if self._routed is not None:
+            self._routed.forget(sequence)
 
     def _drop(self, request: Request) -> None:
         self._failed.pop(request.request_id, None)

@@ -165,14 +165,16 @@ class Executor:
         load = self._programs.get((self._name, "load row"))
         self.sampler = load(self.sampler, row, params)
 
-    def step(self, bucket: Host, vector: np.ndarray) -> None:
-        """The model's part of a step of `bucket` tokens, from its vector."""
+    def step(self, bucket: Host, vector: np.ndarray) -> jax.Array | None:
+        """The model's part of a step of `bucket` tokens, from its vector; returns the experts that
+        they took, [T, L, k], where the engine is asked for them."""
         self._tell("step", bucket, vector)
         program = self._programs.get((self._name, "step", int(bucket)))
         kept = (self.kv, self.states, self.tables, self.hidden)
-        self.kv, self.states, self.tables, self.hidden = program(
+        self.kv, self.states, self.tables, self.hidden, experts_TLk = program(
             self._leaves, *kept, self.sampler.last_token, vector
         )
+        return experts_TLk
 
     def sample(
         self,

@@ -4,6 +4,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
@@ -55,6 +57,10 @@ class CompletionOutput:
     """For each of `token_ids`: version of the weights that made it."""
     token_logprobs: list[float] | None = None
     """For each of `token_ids`: its log probability; None unless the request was admitted so."""
+    routed_experts: np.ndarray | None = None
+    """Integers [prompt + output tokens - 1, layers with experts, experts a token], once it has
+    ended: the experts, best first, that each token took; the last token was never read. None unless
+    the engine has `enable_return_routed_experts`."""
 
     @property
     def finished(self) -> bool:

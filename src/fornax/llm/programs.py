@@ -297,9 +297,11 @@ def make_programs(
 
     found: dict[tuple[str | int, ...], Program] = {}
     kv_places, state_places = jax.tree.map(lambda x: x.sharding, (kv, states))
-    places = (kv_places, state_places, everywhere, everywhere)
+    places = (kv_places, state_places, everywhere, everywhere, everywhere)
+    routed = config.enable_return_routed_experts and not draft
     for size, layout in reversed(sizes.layouts.items()):
-        step = functions.on_leaves(make_step(weights, layout, limits.max_model_len, bind))
+        made = make_step(weights, layout, limits.max_model_len, bind, returns_experts=routed)
+        step = functions.on_leaves(made)
         args = (leaves, kv, states, tables, hidden, sampler.last_token, ints((layout.size,)))
         found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
     for size in sizes.samples:

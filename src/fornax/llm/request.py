@@ -102,6 +102,8 @@ class Completion:
     logprobs: list[Mapping[int, Logprob]] | None = None
     token_logprobs: list[float] | None = None
     """Of the sampled tokens alone, in nats; None unless they were asked for."""
+    routed_experts: np.ndarray | None = None
+    """Those of all its tokens, once it has ended; None unless the engine returns them."""
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -206,6 +208,7 @@ class Completion:
             stop_reason=self.stop_reason,
             versions=self.versions[first:],
             token_logprobs=None if self.token_logprobs is None else self.token_logprobs[first:],
+            routed_experts=self.routed_experts,
         )
         self._sent_text, self._sent_tokens = len(self.text), self.num_tokens
         self._sent_finish = self.finished

@@ -29,6 +29,7 @@ from fornax.llm.programs import (
     SCORED,
     bucket_for,
 )
+from fornax.llm.routed_experts import Places, RoutedExperts
 from fornax.llm.sampling.masks import full_mask
 from fornax.llm.sampling.rejection import Proposals
 from fornax.llm.sampling.sampler import Sampled, Scored
@@ -61,6 +62,8 @@ class RunnerOutput:
     scored: dict[int, tuple[Scored, ...]]
     """By index of an entry: pieces of its prompt tokens' log probabilities."""
     bucket: int
+    routed: tuple[list[Places], jax.Array] | None = None
+    """Where the step's tokens lie and which experts they took; None unless they are returned."""
 
     def tokens(self) -> list[int]:
         """The token of each of the plan's samples; waits for the device."""
@@ -113,6 +116,10 @@ class Runner:
             adapters=self.adapters is not None,
             draft=draft,
         )
+        self.routed: RoutedExperts | None = None
+        if config.enable_return_routed_experts and not draft:
+            self.routed = RoutedExperts(weights.config, limits)
+        self._taken: tuple[list[Places], jax.Array] | None = None
         self._sizes = self.executor.sizes
         self._vocab = weights.config.vocab_size
 
@@ -164,7 +171,9 @@ class Runner:
         self._fill(plan, parts, slots)
         for group, change_3U in enumerate(self._changes(plan, layout.changes)):
             parts[f"changes_3U.{group}"][:, : change_3U.shape[1]] = change_3U
-        self.executor.step(np.int32(bucket), vector)
+        experts_TLk = self.executor.step(np.int32(bucket), vector)
+        if self.routed is not None and experts_TLk is not None:
+            self._taken = (self.routed.places(plan), experts_TLk)
         versions = self.limits.state_versions
         forked = [(row * versions, child * versions) for child, row in plan.forks.items()]
         self._copy_states([*plan.kept, *forked])
@@ -204,7 +213,7 @@ class Runner:
                 self._mask(masks, vector.shape[1]),
                 proposals=None if drafted is None else drafted.proposals,
             )
-        return RunnerOutput(plan, sampled, pooled, scored, bucket)
+        return RunnerOutput(plan, sampled, pooled, scored, bucket, self._taken)
 
     def propose(self, plan: SchedulerOutput, slots: dict[int, int]) -> jax.Array:
         """Dispatch a whole step of the draft model, into `proposals`.

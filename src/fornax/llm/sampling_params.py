@@ -28,7 +28,7 @@ REFUSED = {
     "flat_logprobs": "read the dicts of logprobs",
     "extra_args": "there are no custom samplers to pass them to",
     "thinking_token_budget": "limit the completion with max_tokens",
-    "routed_experts_prompt_start": "no supported model routes tokens to experts",
+    "routed_experts_prompt_start": "cut them from routed_experts, which has the whole prompt",
 }
 """Fields of vLLM's class that are not supported, and what to do without them."""
 MAX_N = 16384

@@ -106,19 +106,26 @@ class StepLayout:
 
 
 def make_step(
-    weights: Weights, layout: StepLayout, longest: int, bind: Bind | None
-) -> Callable[..., tuple[Tables, DeltaState | None, Tables, jax.Array]]:
+    weights: Weights,
+    layout: StepLayout,
+    longest: int,
+    bind: Bind | None,
+    *,
+    returns_experts: bool = False,
+) -> Callable[..., tuple[Tables, DeltaState | None, Tables, jax.Array, jax.Array | None]]:
     """The step for one bucket, to be compiled.
 
     Args:
       longest: the longest sequence served, for rope scalings that depend on it.
       bind: gives weights with adapters each token's adapter; None without adapters.
+      returns_experts: whether it returns the experts that tokens took.
 
     Returns:
       A function of (state, kv, states, tables, hidden [most tokens, D], last_token [A], vector)
       that returns the new (kv, states, tables, hidden): pages and rows' states written, page tables
-      changed, and the final norm's output of the step's tokens in the first T rows. A token whose
-      source is a row takes that row's last sampled token.
+      changed, and the final norm's output of the step's tokens in the first T rows; and the experts
+      of `Decoder.paged_and_experts`, or None. A token whose source is a row takes that row's last
+      sampled token.
     """
     windows = cache_windows(weights.config)
 
@@ -130,7 +137,7 @@ def make_step(
         hidden: jax.Array,
         last_token: jax.Array,
         vector: jax.Array,
-    ) -> tuple[Tables, DeltaState | None, Tables, jax.Array]:
+    ) -> tuple[Tables, DeltaState | None, Tables, jax.Array, jax.Array | None]:
         parts = layout.cut(vector)
         source_T = parts["source_T"]
         sampled_T = last_token[jnp.maximum(source_T, 0)]
@@ -153,10 +160,14 @@ def make_step(
             state = bind(state, parts["adapters_T"])
         model: Decoder = weights.merge(state)
         with placed(weights):
-            x_TD, cache = model.paged(tokens_T, parts["positions_T"], cache, longest=longest)
+            args, experts_TLk = (tokens_T, parts["positions_T"], cache), None
+            if returns_experts:
+                x_TD, cache, experts_TLk = model.paged_and_experts(*args, longest=longest)
+            else:
+                x_TD, cache = model.paged(*args, longest=longest)
         hidden = jax.lax.dynamic_update_slice(hidden, x_TD.astype(hidden.dtype), (0, 0))
         states = None if cache.states is None else cache.states.stacks
-        return cache.kv, states, tables, hidden
+        return cache.kv, states, tables, hidden, experts_TLk
 
     return step
 

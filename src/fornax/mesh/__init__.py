@@ -3,6 +3,7 @@
 from fornax.mesh.balance import (
     balance_ids,
     balance_length,
+    balance_routed,
     balanced_order,
     balances,
     gather_balanced,
@@ -60,6 +61,7 @@ __all__ = [
     "axes_table",
     "balance_ids",
     "balance_length",
+    "balance_routed",
     "balanced_order",
     "balances",
     "check_processes",

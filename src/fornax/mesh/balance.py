@@ -25,6 +25,7 @@ from fornax.mesh.rules import (
 __all__ = [
     "balance_ids",
     "balance_length",
+    "balance_routed",
     "balanced_order",
     "balances",
     "gather_balanced",
@@ -58,6 +59,14 @@ def balance_ids(ids_BT: jax.Array) -> jax.Array:
     order = balanced_order(shards(axes_in_use("length")))
     ids_BPC = ids_BT.reshape(B, len(order), -1)
     return constrain(ids_BPC[:, order].reshape(B, T), ("batch", "length"))
+
+
+def balance_routed(x_LBTK: jax.Array) -> jax.Array:
+    """Integers of each layer and token in order [L, B, T, K], in balanced order."""
+    L, B, T, K = x_LBTK.shape
+    order = balanced_order(shards(axes_in_use("length")))
+    x_LBPCK = x_LBTK.reshape(L, B, len(order), -1, K)
+    return constrain(x_LBPCK[:, :, order].reshape(L, B, T, K), (None, "batch", "length", None))
 
 
 def restore_length(x_BTD: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ from fornax.models.rope_config import (
     RopeConfig,
     YarnScaling,
 )
-from fornax.models.routing import Routing, router_losses
+from fornax.models.routing import Routing, routed_experts_dtype, router_losses
 from fornax.models.save import save_pretrained
 from fornax.models.stack import stack_layers
 from fornax.models.state_slots import (
@@ -102,6 +102,7 @@ __all__ = [
     "open_pretrained",
     "page_bytes",
     "read_config",
+    "routed_experts_dtype",
     "router_losses",
     "save_pretrained",
     "stack_layers",

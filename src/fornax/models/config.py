@@ -492,6 +492,11 @@ class DecoderConfig:
         """The kind of each layer, first to last."""
         return tuple(self._kind(index) for index in range(self.num_layers))
 
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers whose MLP is a mixture of experts."""
+        return sum(kind.mlp == "experts" for kind in self.layer_kinds())
+
     def _kind(self, index: int) -> LayerKind:
         attends = self.attention_pattern[index % len(self.attention_pattern)]
         sliding, linear = attends == "sliding", attends == "linear"

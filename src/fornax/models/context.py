@@ -27,5 +27,12 @@ class LayerContext:
     """Further inputs of all layers, P wide each; None where there are none."""
     layer_input_BTP: jax.Array | None = None
     """That of the layer at hand."""
+    routed_experts_LBTk: jax.Array | None = None
+    """Integers: the experts that tokens take in each layer with experts, below 0 where the router
+    chooses; None: it chooses for all."""
+    routed_experts_BTk: jax.Array | None = None
+    """Those of the layer at hand."""
+    returns_experts: bool = False
+    """Whether `Routing` is to have the experts that each token took."""
     implementation: str | None = None
     """Attention implementation to force; None lets `kernels.attention` choose."""

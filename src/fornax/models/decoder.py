@@ -19,6 +19,7 @@ from fornax.mesh import (
     axes_in_use,
     balance_ids,
     balance_length,
+    balance_routed,
     balances,
     constrain,
     current_rules,
@@ -39,7 +40,7 @@ from fornax.models.pipeline_config import PipelineConfig
 from fornax.models.projection import Embed, Projection
 from fornax.models.remat import Remat
 from fornax.models.rope import rotations
-from fornax.models.routing import Routing
+from fornax.models.routing import Routing, routed_experts_dtype
 from fornax.models.scan import run_layers, run_layers_cached
 from fornax.models.stack import stack_decoder_layers
 
@@ -157,6 +158,7 @@ class Decoder(nnx.Module):
         implementation: str | None = None,
         pipeline: PipelineConfig | None = None,
         disturb: Callable[[jax.Array], jax.Array] | None = None,
+        routed_experts_BTLk: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
         """The final norm's output x [B, T, D], and what the routers of its experts did.
 
@@ -172,14 +174,19 @@ class Decoder(nnx.Module):
           implementation: attention implementation to force.
           pipeline: how the stages of the mesh in use work, where it has any; None: as by default.
           disturb: applied to the embeddings x [B, T, D]: noise, in training.
+          routed_experts_BTLk: integers, the experts that each token takes in each of the L layers
+            with experts (routing replay: see `models.routing.choose`), as `paged_and_experts` gives
+            them; below 0 where the router chooses. None: it chooses for all.
 
         Raises:
-          ConfigError: when the mesh divides the length of rows, and a layer needs all of it.
+          ConfigError: when the mesh divides the length of rows, and a layer needs all of it; given
+            experts in a pipeline, or of another shape than the model's.
         """
         if axes_in_use("length"):
             check_model(self.config, "context axis")
         if shards(("stage",)) > 1:
             check_model(self.config, "stage axis")
+        routed_LBTk = self._given(routed_experts_BTLk, tokens_BT)
         if consecutive is None:
             consecutive = positions_BT is None
         if positions_BT is None:
@@ -188,12 +195,14 @@ class Decoder(nnx.Module):
         if balanced:
             positions_BT = balance_ids(positions_BT)
             segment_ids_BT = None if segment_ids_BT is None else balance_ids(segment_ids_BT)
+            routed_LBTk = None if routed_LBTk is None else balance_routed(routed_LBTk)
         context = LayerContext(
             positions_BT=positions_BT,
             segment_ids_BT=segment_ids_BT,
             rotations=dict(rotations(self.config, positions_BT)),
             consecutive=consecutive,
             balanced=balanced,
+            routed_experts_LBTk=routed_LBTk,
             implementation=implementation,
         )
         own_BT = balance_ids(tokens_BT) if balanced else tokens_BT
@@ -245,9 +254,26 @@ class Decoder(nnx.Module):
         Returns:
           (the final norm's output x [T, D], the cache with the tokens in it).
         """
-        cache = cache.prepare(self.config, len(tokens_T), self.compute_dtype)
-        x_BTD, cache = self._through(cache, tokens_T[None], positions_T[None], None, longest)
-        return x_BTD[0], cache
+        x_TD, cache, _ = self._paged(tokens_T, positions_T, cache, longest)
+        return x_TD, cache
+
+    def paged_and_experts(
+        self,
+        tokens_T: jax.Array,
+        positions_T: jax.Array,
+        cache: PagedCache,
+        *,
+        longest: int | None = None,
+    ) -> tuple[jax.Array, PagedCache, jax.Array]:
+        """`paged` of a model with experts, and the experts that each token took: [T, L, k] over the
+        L layers with experts, the best first, in `routed_experts_dtype`."""
+        x_TD, cache, experts_LBTk = self._paged(
+            tokens_T, positions_T, cache, longest, returns_experts=True
+        )
+        assert experts_LBTk is not None, "a model without experts"
+        assert self.config.experts is not None
+        experts_TLk = jnp.swapaxes(experts_LBTk[:, 0], 0, 1)
+        return x_TD, cache, experts_TLk.astype(routed_experts_dtype(self.config.experts))
 
     def output_weights(self) -> jax.Array:
         """The output projection w [D, V], in the parameters' dtype."""
@@ -284,7 +310,44 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             positions_BT = _continued_positions(segment_ids_BT, cache)
         cache = cache.append(positions_BT, segment_ids_BT)
-        return self._through(cache, tokens_BT, positions_BT, segment_ids_BT)
+        return self._through(cache, tokens_BT, positions_BT, segment_ids_BT)[:2]
+
+    def _given(self, routed_BTLk: jax.Array | None, tokens_BT: jax.Array) -> jax.Array | None:
+        """Experts that tokens are to take, checked, by layer: [L, B, T, k]."""
+        if routed_BTLk is None:
+            return None
+        experts = self.config.experts
+        if experts is None:
+            raise ConfigError("experts are given to a model that has none; leave them out")
+        if shards(stage_axes(current_rules())) > 1:
+            raise ConfigError("a pipeline does not take given experts; use mesh.fsdp")
+        wanted = (*tokens_BT.shape, self.config.num_expert_layers, experts.experts_per_token)
+        if routed_BTLk.shape != wanted:
+            raise ConfigError(
+                f"given experts of shape {routed_BTLk.shape}; tokens, layers with experts and "
+                f"experts_per_token of this model want {wanted}"
+            )
+        return jnp.moveaxis(routed_BTLk, 2, 0)
+
+    def _paged(
+        self,
+        tokens_T: jax.Array,
+        positions_T: jax.Array,
+        cache: PagedCache,
+        longest: int | None,
+        *,
+        returns_experts: bool = False,
+    ) -> tuple[jax.Array, PagedCache, jax.Array | None]:
+        cache = cache.prepare(self.config, len(tokens_T), self.compute_dtype)
+        x_BTD, cache, experts_LBTk = self._through(
+            cache,
+            tokens_T[None],
+            positions_T[None],
+            None,
+            longest,
+            returns_experts=returns_experts,
+        )
+        return x_BTD[0], cache, experts_LBTk
 
     def _with_inputs(
         self, context: LayerContext, tokens_BT: jax.Array, x_BTD: jax.Array
@@ -300,17 +363,20 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
         longest: int | None = None,
-    ) -> tuple[jax.Array, CacheT]:
+        *,
+        returns_experts: bool = False,
+    ) -> tuple[jax.Array, CacheT, jax.Array | None]:
         context = LayerContext(
             positions_BT=positions_BT,
             segment_ids_BT=segment_ids_BT,
             rotations=dict(rotations(self.config, positions_BT, longest)),
+            returns_experts=returns_experts,
         )
         x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))
         context = self._with_inputs(context, tokens_BT, x_BTD)
         kinds = self.config.layer_kinds()
-        x_BTD, cache = run_layers_cached(self.layers, kinds, x_BTD, context, cache)
-        return self.final_norm(x_BTD), cache
+        x_BTD, cache, experts_LBTk = run_layers_cached(self.layers, kinds, x_BTD, context, cache)
+        return self.final_norm(x_BTD), cache, experts_LBTk
 
 
 def _lm_head(config: DecoderConfig, **make) -> Projection:

@@ -132,9 +132,13 @@ class Experts(nnx.Module):
         x_MD = routed_BTD.reshape(-1, x_BTD.shape[-1])
         segments_BT = context.segment_ids_BT
         is_token_M = jnp.ones(len(x_MD), bool) if segments_BT is None else segments_BT.ravel() != 0
-        choice, routing = self.route(x_MD, is_token_M)
-        chosen_Mk = jnp.where(is_token_M[:, None], choice.experts_Mk, self.config.num_experts)
         shape = (*x_BTD.shape[:2], self.config.experts_per_token)
+        given_BTk = context.routed_experts_BTk
+        given_Mk = None if given_BTk is None else given_BTk.reshape(-1, shape[-1])
+        choice, routing = self.route(x_MD, is_token_M, given_Mk)
+        if context.returns_experts:
+            routing = dataclasses.replace(routing, experts_BTk=choice.experts_Mk.reshape(shape))
+        chosen_Mk = jnp.where(is_token_M[:, None], choice.experts_Mk, self.config.num_experts)
         y_BTD = run_experts(
             x_BTD.astype(self.compute_dtype),
             choice.weights_Mk.reshape(shape),
@@ -160,11 +164,14 @@ class Experts(nnx.Module):
         scale_D = self.router_scale[...].astype(jnp.float32) * D**-0.5
         return kernels.rms_norm(residual_BTD.astype(jnp.float32), scale_D, eps=self.eps)
 
-    def route(self, x_MD: jax.Array, is_token_M: jax.Array) -> tuple[Choice, Routing]:
-        """Choose the experts of tokens x [M, D]; `is_token_M` is False for padding."""
+    def route(
+        self, x_MD: jax.Array, is_token_M: jax.Array, given_Mk: jax.Array | None = None
+    ) -> tuple[Choice, Routing]:
+        """Choose the experts of tokens x [M, D]; `is_token_M` is False for padding, `given_Mk` is
+        that of `choose`."""
         logits_ME = self.router(x_MD)
         bias_E = None if self.selection_bias is None else self.selection_bias[...]
-        choice = choose(logits_ME, self.config, bias_E)
+        choice = choose(logits_ME, self.config, bias_E, given_Mk)
         if self.expert_scale is not None:
             scale_E = self.expert_scale[...].astype(jnp.float32)
             weights_Mk = choice.weights_Mk * scale_E[choice.experts_Mk]

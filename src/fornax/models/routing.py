@@ -7,10 +7,19 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fornax.models.experts_config import ExpertsConfig
 
-__all__ = ["Choice", "Routing", "balanced_bias", "choose", "count_routing", "router_losses"]
+__all__ = [
+    "Choice",
+    "Routing",
+    "balanced_bias",
+    "choose",
+    "count_routing",
+    "routed_experts_dtype",
+    "router_losses",
+]
 
 
 @dataclass(frozen=True)
@@ -43,10 +52,20 @@ class Routing:
     """Entropy in nats of the scores divided by their sum."""
     tokens: jax.Array
     """How many tokens were counted."""
+    experts_BTk: jax.Array | None = None
+    """int32 experts that each token took, where they were asked for."""
+
+
+def routed_experts_dtype(config: ExpertsConfig) -> np.dtype:
+    """The smallest integers that hold each expert, and -1 for none."""
+    return np.dtype(np.int8) if config.num_experts <= 128 else np.dtype(np.int16)
 
 
 def choose(
-    logits_ME: jax.Array, config: ExpertsConfig, selection_bias_E: jax.Array | None = None
+    logits_ME: jax.Array,
+    config: ExpertsConfig,
+    selection_bias_E: jax.Array | None = None,
+    given_Mk: jax.Array | None = None,
 ) -> Choice:
     """Choose each token's experts.
 
@@ -54,6 +73,9 @@ def choose(
       logits_ME: float32.
       config: the router's rule.
       selection_bias_E: float32, added to the scores for the choice only.
+      given_Mk: integers, the experts of tokens that were routed before (routing replay, Ma et al.
+        2025, arXiv:2510.11370, equation 3): the choice is theirs, the weights are those of these
+        logits, through which gradients reach the router. Below 0 where the router chooses.
     """
     if config.score == "softmax":
         scores_ME = jax.nn.softmax(logits_ME, axis=-1)
@@ -67,6 +89,8 @@ def choose(
         ranked_ME = scores_ME
     ranked_ME = _open_groups(jax.lax.stop_gradient(ranked_ME), config)
     _, experts_Mk = jax.lax.top_k(ranked_ME, config.experts_per_token)
+    if given_Mk is not None:
+        experts_Mk = jnp.where(given_Mk >= 0, given_Mk.astype(experts_Mk.dtype), experts_Mk)
     weights_Mk = jnp.take_along_axis(scores_ME, experts_Mk, axis=-1)
     if config.normalize:
         total_M1 = jnp.sum(weights_Mk, axis=-1, keepdims=True)

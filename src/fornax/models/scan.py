@@ -69,8 +69,12 @@ Stacks = dict[str, Any]
 those that they are chosen from."""
 
 
+_EXPERTS = "experts"
+"""The part that routes."""
 _INPUTS = "layer inputs"
 """Beside the parts of a period: what its layers take in beside the residual stream."""
+_ROUTED = "routed experts"
+"""Beside them too: the experts that tokens take in those of its layers that have some."""
 
 Kept = dict[int, tuple[jax.Array, jax.Array]]
 """Keys and values that later layers take, by their window; see `PassKeys`."""
@@ -166,7 +170,7 @@ def run_stacks(
         # A scan of one step is no loop once compiled.
         lone = segment.repeats == 1 or unroll is True
         stretches, found = _stretches(kinds, segment), []
-        own_inputs = period.pop(_INPUTS, None)
+        own_inputs, routed = period.pop(_INPUTS, None), period.pop(_ROUTED, None)
         handed: Kept = {}
         for index, kind in enumerate(segment.kinds):
             # What the loop hands over as it is stays where it is; what is cut from it would be
@@ -185,22 +189,31 @@ def run_stacks(
                 layer = keep_uncut(layer)
             layer = rematerialise(layer, remat, prevent_cse=lone, stages=turn is not None)
             own_input = None if own_inputs is None else own_inputs[index]
-            x_BTD, routing, new = layer(own, x_BTD, own_input, {**kept, **handed})
+            experts_BTk = None
+            if routed is not None and kind.mlp == "experts":
+                experts_BTk = routed[stretches[_EXPERTS].of(index, segment, _EXPERTS)]
+            x_BTD, routing, new = layer(own, x_BTD, own_input, experts_BTk, {**kept, **handed})
             handed |= new
             found.append(routing)
         return x_BTD, (found, handed)
 
     for segment in plan_segments(kinds):
+        stretches = _stretches(kinds, segment)
         own = {
             part: jax.tree.map(
                 functools.partial(_part, stretch=stretch, repeats=segment.repeats), stacks[part]
             )
-            for part, stretch in _stretches(kinds, segment).items()
+            for part, stretch in stretches.items()
         }
         if context.layer_inputs_LBTP is not None:
             inputs_LBTP = context.layer_inputs_LBTP[segment.start : segment.stop]
             shape = (segment.repeats, len(segment.kinds), *inputs_LBTP.shape[1:])
             own[_INPUTS] = inputs_LBTP.reshape(shape)
+        if context.routed_experts_LBTk is not None and _EXPERTS in stretches:
+            at = stretches[_EXPERTS]
+            routed_LBTk = context.routed_experts_LBTk[at.start : at.stop]
+            shape = (segment.repeats, at.period, *routed_LBTk.shape[1:])
+            own[_ROUTED] = routed_LBTk.reshape(shape)
         run = functools.partial(body, segment)
         x_BTD, (found, handed) = jax.lax.scan(run, x_BTD, own, unroll=unroll)
         # A layer that keeps keys is the only one of its kind, in a scan of one step.
@@ -227,6 +240,7 @@ def _run_layer(
     period: Stacks,
     x_BTD: jax.Array,
     input_BTP: jax.Array | None,
+    experts_BTk: jax.Array | None,
     kept: Kept,
 ) -> tuple[jax.Array, Routing | None, Kept]:
     """Run one layer of a period, whose part is the cut-th of those of the period, or the only one,
@@ -243,7 +257,7 @@ def _run_layer(
         if turn is not None and len(choice) > 1:
             one = jax.tree.map(lambda *leaves: jax.lax.select_n(turn, *leaves), *choice)
         parts[part] = nnx.merge(graphdefs[part], one)
-    context = replace(context, layer_input_BTP=input_BTP)
+    context = replace(context, layer_input_BTP=input_BTP, routed_experts_BTk=experts_BTk)
     keys = None if kind.keys == "own" else PassKeys(context, kept)
     x_BTD, keys, routing = DecoderLayer(parts)(x_BTD, kind, context, keys)
     new = {kind.window or 0: keys.kept[kind.window or 0]} if kind.keys == "kept" else {}
@@ -266,15 +280,19 @@ def run_layers_cached(
     x_BTD: jax.Array,
     context: LayerContext,
     cache: CacheT,
-) -> tuple[jax.Array, CacheT]:
+) -> tuple[jax.Array, CacheT, jax.Array | None]:
     """Run a stack of layers that read and write a cache.
 
     The stack is indexed and the cache carried, so that neither is copied: for inference only.
+
+    Returns:
+      The residual stream, the cache, and where the context asks for it the experts that each token
+      took in each layer that has some, int32 [L, B, T, k].
     """
     split = {part: nnx.split(module) for part, module in layers.parts().items()}
 
-    def body(segment: Segment, carry: Any, repeat: jax.Array) -> tuple[Any, None]:
-        x_BTD, cache = carry
+    def body(segment: Segment, carry: Any, repeat: jax.Array) -> tuple[Any, list[jax.Array]]:
+        (x_BTD, cache), taken = carry, []
         stretches = _stretches(kinds, segment)
         for index, kind in enumerate(segment.kinds):
             parts = {}
@@ -289,15 +307,19 @@ def run_layers_cached(
             if context.layer_inputs_LBTP is not None:
                 at = segment.start + repeat * len(segment.kinds) + index
                 own = replace(context, layer_input_BTP=_pick(context.layer_inputs_LBTP, at))
-            x_BTD, after, _ = DecoderLayer(parts)(x_BTD, kind, own, view)
+            x_BTD, after, routing = DecoderLayer(parts)(x_BTD, kind, own, view)
             cache = after.cache
-        return (x_BTD, cache), None
+            if routing is not None and routing.experts_BTk is not None:
+                taken.append(routing.experts_BTk)
+        return (x_BTD, cache), taken
 
-    carry = (x_BTD, cache)
+    carry, experts = (x_BTD, cache), []
     for segment in plan_segments(kinds):
         repeats = jnp.arange(segment.repeats, dtype=jnp.int32)
-        carry, _ = jax.lax.scan(functools.partial(body, segment), carry, repeats)
-    return carry
+        carry, taken = jax.lax.scan(functools.partial(body, segment), carry, repeats)
+        if taken:
+            experts.append(_in_order(*taken))
+    return (*carry, jnp.concatenate(experts) if experts else None)
 
 
 def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: jax.Array) -> Place:

@@ -30,7 +30,9 @@ class RunRecord:
     base: str | None
     """The directory, of Hugging Face or a run, that tuning began at; None after pretraining."""
     lora: LoRA | None
-    """The adapters that were trained; None where the checkpoints hold the whole decoder."""
+    """The adapters that were trained; None where the checkpoints hold the decoder itself."""
+    freeze_router: bool = False
+    """Whether the checkpoints hold all of it but the routers, which are those of `base`."""
     dtypes: DtypePolicy
     optim: OptimConfig
     steps: int
@@ -71,6 +73,7 @@ def _tuned(values: dict[str, Any], base: str, source: str) -> RunRecord:
         model=None,
         base=str(Path(base).expanduser()),
         lora=None if lora is None else from_mapping(LoRA, lora, "lora"),
+        freeze_router=values.get("freeze_router", False),
         dtypes=from_mapping(DtypePolicy, values.get("dtypes", {}), "dtypes"),
         optim=from_mapping(OptimConfig, values.get("optim", {}), "optim"),
         steps=steps,

@@ -17,7 +17,9 @@ __all__ = ["settle_routing", "with_routing"]
 _TOKENS = "expert_tokens"
 
 
-def with_routing(loss: Loss, decoder: Decoder, routing: Routing, *, balance: bool = True) -> Loss:
+def with_routing(
+    loss: Loss, decoder: Decoder, routing: Routing | None, *, balance: bool = True
+) -> Loss:
     """The loss with its routers' losses, as the config weighs them, and what they did.
 
     Over several micro-batches each has the balance loss of its own tokens.
@@ -25,7 +27,7 @@ def with_routing(loss: Loss, decoder: Decoder, routing: Routing, *, balance: boo
     Args:
       loss: of a batch.
       decoder: the model.
-      routing: from `Decoder.hidden_and_routing`.
+      routing: from `Decoder.hidden_and_routing`; None leaves the loss as it is.
       balance: whether the losses are part of `total`, or metrics only.
 
     Returns:
@@ -35,8 +37,8 @@ def with_routing(loss: Loss, decoder: Decoder, routing: Routing, *, balance: boo
       `expert_load_min`. Its count `expert_tokens` [L, E] says how many tokens each was chosen for.
     """
     experts = decoder.config.experts
-    if experts is None:
-        raise ValueError("a model without experts has no routing")
+    if experts is None or routing is None:
+        return loss
     found = router_losses(routing)
     extra = experts.balance_loss * found["balance"] + experts.router_z_loss * found["router_z"]
     mean_L1 = jnp.mean(routing.assigned_E, axis=-1, keepdims=True)

@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fornax import adapters
 from fornax.mesh import Rules, tree_shardings, use_mesh
 from fornax.optim import Built
 from fornax.train.guard import GuardState, SkipConfig, start_guard
@@ -26,6 +28,7 @@ __all__ = [
     "as_tree",
     "fresh_state",
     "split_model",
+    "trained_of",
 ]
 
 
@@ -90,6 +93,24 @@ class ModelParts:
             else:
                 fresh.append(jnp.zeros(leaf.shape, leaf.dtype))
         return jax.tree.unflatten(tree, fresh)
+
+
+_ROUTER = ("router", "router_scale", "expert_scale")
+"""Parameters of a mixture's router, or modules that hold them."""
+
+
+def trained_of(lora: adapters.LoRA | None, *, freeze_router: bool = False) -> Filter:
+    """Which parameters a run of tuning trains, as a filter.
+
+    Args:
+      lora: the adapters, which are then all of them; None: all parameters.
+      freeze_router: whether those of a mixture's routers are left out.
+    """
+    if lora is not None:
+        return adapters.LoRAParam
+    if not freeze_router:
+        return nnx.Param
+    return nnx.All(nnx.Param, *(nnx.Not(nnx.PathContains(name)) for name in _ROUTER))
 
 
 def split_model(model: nnx.Module, trained: Any = nnx.Param) -> ModelParts:

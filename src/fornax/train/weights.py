@@ -31,7 +31,7 @@ from fornax.models.load import read_config
 from fornax.train.config import TrainConfig
 from fornax.train.record import RunRecord, read_run_record
 from fornax.train.run_dir import RunDirectory
-from fornax.train.state import ModelParts, split_model
+from fornax.train.state import ModelParts, split_model, trained_of
 
 __all__ = [
     "Loaded",
@@ -176,18 +176,17 @@ def load_run(
     record = read_run_record(checkpointer, step)
     record = dataclasses.replace(record, model=_model_of(path, record))
     dtype = record.dtypes.param_dtype if dtype is None else dtype
-    if record.lora is None:
-        trained: Any = nnx.Param
+    if record.lora is None and not record.freeze_router:
         model = abstract_decoder(_model_of(path, record), dtype=dtype, compute_dtype=compute_dtype)
     else:
-        trained = adapters.LoRAParam
         model = load_decoder(
             _base(path, record), mesh=mesh, rules=rules, dtype=dtype, compute_dtype=compute_dtype
         )
+    if record.lora is not None:
         quantize = record.lora.quantize if merge else None
         lora = dataclasses.replace(record.lora, quantize=quantize)
         adapters.attach(model, lora, rngs=nnx.Rngs(0))
-    parts = split_model(model, trained)
+    parts = split_model(model, trained_of(record.lora, freeze_router=record.freeze_router))
     where = None
     if mesh is not None:
         where = nnx.to_pure_dict(tree_shardings(parts.params, mesh, rules))

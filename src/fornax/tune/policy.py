@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from fornax.mesh import Rules
 from fornax.models import Decoder, DecoderConfig, num_parameters
 from fornax.optim import AdamW
 from fornax.train import is_run, load_decoder, model_config, tokenizer_folder
+from fornax.train.state import trained_of
 from fornax.tune.config import TuneConfig
 
 __all__ = ["Origin", "Policy", "fit_to_model", "policy", "read_origin"]
@@ -152,7 +153,8 @@ def policy(config: TuneConfig, origin: Origin) -> Policy:
     """The model that `config` trains.
 
     Raises:
-      ConfigError: when a pattern of `config.lora` matches no module.
+      ConfigError: when a pattern of `config.lora` matches no module, or `config.freeze_router` has
+        nothing to freeze.
     """
     dtypes = {"dtype": config.dtypes.param_dtype, "compute_dtype": config.dtypes.compute_dtype}
     adapted: list[str] = []
@@ -171,8 +173,10 @@ def policy(config: TuneConfig, origin: Origin) -> Policy:
             return adapters.load_quantized(origin.path, config.lora, rngs=rngs, **place, **dtypes)
         return adapt(load_decoder(origin.path, **place, **dtypes), rngs)
 
-    trained = nnx.Param if config.lora is None else adapters.LoRAParam
+    trained = trained_of(config.lora, freeze_router=config.freeze_router)
     abstract = nnx.eval_shape(lambda: build(nnx.Rngs(config.seed)))
+    if config.freeze_router:
+        _check_frozen_router(origin.model_config, adapted)
     count = _count(nnx.state(abstract, trained))
     return Policy(
         build=build,
@@ -183,6 +187,17 @@ def policy(config: TuneConfig, origin: Origin) -> Policy:
         trained_parameters=count,
         caution=_caution(config),
     )
+
+
+def _check_frozen_router(model: DecoderConfig, adapted: Sequence[str]) -> None:
+    """Refuse `freeze_router` where there is no router, or where its adapters are trained."""
+    if model.experts is None:
+        raise ConfigError("freeze_router=True, and this model has no experts; leave it out")
+    if routers := [path for path in adapted if path.endswith("/router")]:
+        raise ConfigError(
+            f"freeze_router=True, and lora.targets adapts {', '.join(routers)}; leave one of them "
+            "out"
+        )
 
 
 def _caution(config: TuneConfig) -> str:

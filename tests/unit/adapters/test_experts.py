@@ -1,4 +1,4 @@
-"""Adapters on a mixture's experts: each expert its own, computed on rows sorted by expert.
+"""Adapters on a mixture's experts, each its own or one for all, on rows sorted by expert.
 
 Legend: B sequences, T tokens.
 """
@@ -62,6 +62,7 @@ TARGET_D = np.random.default_rng(1).normal(size=32).astype(np.float32)
 OPTIONS: Any = {
     "plain": {"rslora": True, "rank_pattern": {"experts/down": 2}},
     "dora on int8": {"quantize": "int8", "dora": True},
+    "shared": {"experts": "shared", "dora": True, "rank_pattern": {"experts/down": 2}},
 }
 
 
@@ -90,7 +91,9 @@ def loss(model: Decoder, remat: str = "none") -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    "kind", ["plain", "dora on int8", pytest.param("shared", marks=pytest.mark.exhaustive)]
+)
 def test_loss_and_gradients_are_those_of_merged_weights(kind: str) -> None:
     """Merged, each expert's kernel is W + s A B: the gradient of A and B runs through that sum."""
     graphdef, lora, rest = nnx.split(adapted(**OPTIONS[kind]), LoRAParam, ...)
@@ -183,6 +186,29 @@ def test_the_projections_are_adapted_and_the_router_is_not() -> None:
     assert chosen == ["layers/experts/router"]
 
 
+def test_shared_adapters_are_one_for_all_experts(tmp_path: Path) -> None:
+    """In PEFT's files, which know none, each expert has the same."""
+    experts = dataclasses.replace(CONFIG.experts, bias=False, shared_intermediate_size=None)
+    config = dataclasses.replace(CONFIG, family="qwen3_moe", experts=experts, qk_norm="head")
+    model = create_decoder(config, seed=1)
+    attach(model, LoRA(rank=4, experts="shared"), rngs=nnx.Rngs(0))
+    down = model.layers.experts.down
+    assert down.lora_a.get_value().shape == (2, 1, 24, 4)
+    assert down.lora_a.get_metadata()["axes"] == ("layers", None, "mlp", None)
+    assert down.lora_b.get_value().shape == (2, 1, 4, 32)
+    save_peft(model, tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for expert in range(4):
+        name = f"base_model.model.model.layers.1.mlp.experts.{expert}.down_proj.lora_A.weight"
+        np.testing.assert_array_equal(tensors[name], down.lora_a.get_value()[1, 0].T)
+    with pytest.raises(ConfigError, match=r"lora.experts=shared, and lora.targets adapts"):
+        attach(
+            abstract_decoder(config),
+            LoRA(experts="shared", targets=("attention/*",)),
+            rngs=nnx.Rngs(0),
+        )
+
+
 def test_files_hold_each_experts_own(tmp_path: Path) -> None:
     """Dense layers, a shared expert and experts of another rank have names that end alike."""
     experts = dataclasses.replace(CONFIG.experts, bias=False, shared_gate=True)
@@ -218,8 +244,11 @@ def test_dropout_is_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_eight_devices_give_the_gradients_of_one() -> None:
-    graphdef, lora, rest = nnx.split(adapted(**OPTIONS["dora on int8"]), LoRAParam, ...)
+@pytest.mark.parametrize(
+    "kind", ["dora on int8", pytest.param("shared", marks=pytest.mark.exhaustive)]
+)
+def test_eight_devices_give_the_gradients_of_one(kind: str) -> None:
+    graphdef, lora, rest = nnx.split(adapted(**OPTIONS[kind]), LoRAParam, ...)
     grad = jax.value_and_grad(lambda lora, rest: loss(nnx.merge(graphdef, lora, rest), "full"))
     expected = jax.jit(grad)(lora, rest)
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, expert=2))

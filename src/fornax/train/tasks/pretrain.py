@@ -196,4 +196,4 @@ def next_token_loss(
         metrics["z_loss"] = (sums.z_loss_sum, weight)
         metrics["cross_entropy"] = (jax.lax.stop_gradient(sums.loss_sum) - sums.z_loss_sum, weight)
     loss = Loss(total=sums.loss_sum, weight=weight, metrics=metrics)
-    return loss if routing is None else with_routing(loss, decoder, routing, balance=balance)
+    return with_routing(loss, decoder, routing, balance=balance)

@@ -51,6 +51,9 @@ class TuneConfig(TrainerConfig):
     virtual_shards: int | None = None
     """Components that the data's position is kept in, for any number of hosts; it must divide
     batch_size, and null takes the first of 8, 4, 2 and 1 that does."""
+    freeze_router: bool = False
+    """Leave the routers of a mixture as they are where all else is trained. With `lora` they are
+    frozen unless its targets name them."""
     lora: LoRA | None = None
     """Train adapters and leave the model as it is; null trains all of it."""
     template: str | None = None

@@ -91,6 +91,9 @@ class RLConfig(TuneConfig):
     """Weight of the entropy bonus; entropy is reported in any case."""
     importance: Importance | None = None
     """Correct for differences between sampler and trainer; null only reports them."""
+    routing_replay: bool = False
+    """Let each token take the experts in training that it took where it was drawn (R3, Ma et al.
+    2025), with the trainer's own weights for them; for models with experts."""
     asynchronous: AsyncConfig | None = None
     """Draw the next rounds while this one is trained on, which needs `importance`; null draws with
     the newest weights."""

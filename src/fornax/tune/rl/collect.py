@@ -247,6 +247,7 @@ def _rollout(drawn: Trajectory, score: Score | None, *, where: str, group: int) 
         reward=math.nan if completion.status == "failed" else reward,
         parts=parts,
         failures=len(score.notes) if score is not None else 0,
+        routed_experts=completion.routed_experts,
     )
 
 

@@ -18,13 +18,14 @@ from fornax.config.credentials import Credentials
 from fornax.config.errors import ConfigError, DataError
 from fornax.llm import EngineConfig
 from fornax.mesh import make_mesh
-from fornax.models import Decoder
+from fornax.models import Decoder, DecoderConfig, routed_experts_dtype
 from fornax.rewards import RewardPool, RewardSpec, Sample, Score
 from fornax.tune.config import ConversationConfig, RLConfig
 from fornax.tune.data import Codec, Encoded, Limit, PromptTokens, load_prompts
 from fornax.tune.policy import Origin, policy
 from fornax.tune.reward_model import RewardModel, load_reward_model
 from fornax.tune.rl.collect import RewardManager, SampleGroups, sample_completions
+from fornax.tune.rl.packing import RoutedShape
 from fornax.tune.rl.ranks import find_samplers
 from fornax.tune.rl.task import Components
 from fornax.tune.rollout import (
@@ -238,11 +239,12 @@ def make_components(config: RLConfig, origin: Origin, out: Path) -> Components:
 
     Raises:
       ConfigError: a reward, an environment or a tool that cannot be used; what samplers of their
-        own cannot do, or only they can.
+        own cannot do, or only they can; routing replay of a model without experts.
       DataError: prompts that cannot be read, or leave no room for an answer; with their lines.
     """
     samplers = find_samplers()
     _check_samplers(config, samplers is not None)
+    routed = _routed(origin.model_config) if config.routing_replay else None
     codec = codec_of(config, origin)
     # A prompt and the longest answer to it fit the window together, so that none is cut by it.
     room = config.max_length - config.rollout.max_tokens
@@ -281,7 +283,18 @@ def make_components(config: RLConfig, origin: Origin, out: Path) -> Components:
         draw=draw,
         notes=(loaded.summary.text(), made.text, described),
         out=out,
+        routed=routed,
     )
+
+
+def _routed(model: DecoderConfig) -> RoutedShape:
+    experts = model.experts
+    if experts is None:
+        raise ConfigError(
+            "routing_replay=True has nothing to replay: this model has no experts; leave it out"
+        )
+    dtype = routed_experts_dtype(experts)
+    return RoutedShape(model.num_expert_layers, experts.experts_per_token, dtype)
 
 
 def _check_samplers(config: RLConfig, remote: bool) -> None:
@@ -373,6 +386,7 @@ def rollout_engine(
         kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         step_sizes="coarse",
+        enable_return_routed_experts=config.routing_replay,
     )
     return engine, [devices[i * tensor : (i + 1) * tensor] for i in range(data)]
 

@@ -23,6 +23,7 @@ from fornax.train.hosts import abstract_batch, find_hosts, to_global
 from fornax.train.task import Batch, Hosts
 
 __all__ = [
+    "ROUTED",
     "BothPolicies",
     "Forward",
     "ValueParam",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 
+ROUTED = "routed_experts"
+"""Of rows: the experts that tokens took where they were drawn, to be taken again."""
 _NAME = "value_head"
 
 
@@ -88,7 +91,8 @@ def rows_logprobs(
 
     Args:
       model: the decoder.
-      rows: tokens, targets, positions, segment_ids int32 [R, T].
+      rows: tokens, targets, positions, segment_ids int32 [R, T]; perhaps routed_experts, integers
+        [R, T, L, k], which tokens then take.
       temperature: divides the logits.
       entropy: whether to compute the entropy too.
       remat: what the backward pass computes again.
@@ -104,6 +108,7 @@ def rows_logprobs(
         segment_ids_BT=rows["segment_ids"],
         temperature=temperature,
         entropy=entropy,
+        routed_experts_BTLk=rows.get(ROUTED),
         remat=remat,
     )
 

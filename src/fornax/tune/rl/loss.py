@@ -44,7 +44,7 @@ def policy_loss(options: PolicyLoss, batch: Batch, policy_RT: TokenLogprobs) -> 
         ref_logps, float32 [R, T]; sequence_weights float32 [R]; segment_ids int32 [R, T].
       policy_RT: float32, of the targets, at the temperature they were drawn at, with entropy.
     """
-    logps_RT, entropy_RT = policy_RT
+    logps_RT, entropy_RT = policy_RT.logprobs, policy_RT.entropy
     assert entropy_RT is not None, "ask for the entropy too"
     mask_RT = batch["loss_mask"]
     old_RT = batch.get("old_logps", jax.lax.stop_gradient(logps_RT))

@@ -1,19 +1,41 @@
 """From scored completions to the rows of a round's optimizer steps, in few fixed shapes.
 
-Legend: R rows, T tokens of a row, n tokens of a completion (the prompt's are not counted).
+Legend: R rows, T tokens of a row, n tokens of a completion (the prompt's are not counted), L layers
+with experts, k experts a token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from fornax.config.errors import EngineError
 from fornax.tune.advantages import aggregation_weights
 from fornax.tune.config import Aggregation
 from fornax.tune.rl.credit import Credit
+from fornax.tune.rl.forward import ROUTED
 from fornax.tune.rl.rollouts import Rollout, RolloutBatch
 
-__all__ = ["Layout", "Round", "Scored", "make_round", "pack", "row_counts"]
+__all__ = [
+    "Layout",
+    "Round",
+    "RoutedShape",
+    "Scored",
+    "make_round",
+    "pack",
+    "row_counts",
+]
+
+
+class RoutedShape(NamedTuple):
+    """How the experts of a token are written down."""
+
+    layers: int
+    """L."""
+    experts_per_token: int
+    """k."""
+    dtype: np.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +61,8 @@ class Packed:
     """The rows of one optimizer step before any loss: arrays [R, T], and where what lies."""
 
     rows: dict[str, np.ndarray]
-    """tokens, targets, segment_ids, positions int32; loss_mask, sampler_logps float32."""
+    """tokens, targets, segment_ids, positions int32; loss_mask, sampler_logps float32; perhaps
+    routed_experts [R, T, L, k], -1 where there is no token or its experts are not known."""
     places: tuple[Place, ...]
     """One for each sequence, in the order given."""
 
@@ -66,7 +89,13 @@ def row_counts(most: int, unit: int) -> tuple[int, ...]:
     return tuple(sorted({-(-most // (part * unit)) * unit for part in (1, 2, 4)}))
 
 
-def pack(rollouts: Sequence[Rollout], *, length: int, counts: Sequence[int]) -> Packed:
+def pack(
+    rollouts: Sequence[Rollout],
+    *,
+    length: int,
+    counts: Sequence[int],
+    routed: RoutedShape | None = None,
+) -> Packed:
     """Put sequences into the fewest rows that longest-first fitting finds.
 
     The number of rows is rounded up to one of `counts`, so that few programs are compiled. A
@@ -76,15 +105,21 @@ def pack(rollouts: Sequence[Rollout], *, length: int, counts: Sequence[int]) -> 
       rollouts: the sequences; each takes at most `length` slots.
       length: slots of a row.
       counts: row counts allowed, rising; the last is enough for one sequence a row.
+      routed: of the experts that tokens took, for rows that have them.
+
+    Raises:
+      EngineError: a sequence that comes without its experts, or with those of another model.
     """
     spots = _fit([r.length - 1 for r in rollouts], length)
     used = 1 + max((row for row, _ in spots), default=-1)
     shape = (next(count for count in counts if count >= used), length)
-    rows = {
+    rows: dict[str, np.ndarray] = {
         name: np.zeros(shape, np.int32)
         for name in ("tokens", "targets", "segment_ids", "positions")
     }
     rows |= {name: np.zeros(shape, np.float32) for name in ("loss_mask", "sampler_logps")}
+    if routed is not None:
+        rows[ROUTED] = np.full((*shape, *routed[:2]), -1, routed.dtype)
     segments = np.zeros(shape[0], np.int32)
     places = []
     for rollout, (row, start) in zip(rollouts, spots, strict=True):
@@ -95,6 +130,8 @@ def pack(rollouts: Sequence[Rollout], *, length: int, counts: Sequence[int]) -> 
         rows["targets"][row, slots] = sequence[1:]
         rows["segment_ids"][row, slots] = segments[row]
         rows["positions"][row, slots] = np.arange(len(sequence) - 1)
+        if routed is not None:
+            rows[ROUTED][row, slots] = _routed(rollout, routed)
         place = Place(
             row=row, start=start, prompt=len(rollout.prompt), completion=len(rollout.tokens)
         )
@@ -102,6 +139,19 @@ def pack(rollouts: Sequence[Rollout], *, length: int, counts: Sequence[int]) -> 
         rows["sampler_logps"][row, place.span] = np.where(rollout.mask, rollout.logprobs, 0)
         places.append(place)
     return Packed(rows=rows, places=tuple(places))
+
+
+def _routed(rollout: Rollout, shape: RoutedShape) -> np.ndarray:
+    """The experts of a sequence, but of its last token."""
+    found, wanted = rollout.routed_experts, (rollout.length - 1, *shape[:2])
+    if found is None or found.shape != wanted:
+        has = "no experts" if found is None else f"experts of shape {found.shape}"
+        raise EngineError(
+            f"routing_replay: a completion of {rollout.where} came with {has}, and the trainer's "
+            f"model wants {wanted}; let the sampler return them (LLMSampler with "
+            "enable_return_routed_experts), or turn routing_replay off"
+        )
+    return found
 
 
 def _fit(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
@@ -141,6 +191,8 @@ class Layout:
     """Give completions that ran out of tokens no weight."""
     skip_zero_advantage: bool = False
     """Put completions without advantage in no row; nothing may have to be scored."""
+    routed: RoutedShape | None = None
+    """Let the rows have the experts that tokens took; None: they do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +268,7 @@ def _figures(rollouts: Sequence[Rollout], scored: Scored) -> dict[str, float]:
 
 
 def _pack_rows(rollouts: Sequence[Rollout], layout: Layout) -> Packed:
-    return pack(rollouts, length=layout.length, counts=layout.counts)
+    return pack(rollouts, length=layout.length, counts=layout.counts, routed=layout.routed)
 
 
 def _by_rollout(

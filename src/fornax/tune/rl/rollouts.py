@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from fornax.tune.rollout import Status
-from fornax.tune.rollout.storage import TOKEN_ARRAYS, concatenated, parted
+from fornax.tune.rollout.storage import (
+    TOKEN_ARRAYS,
+    concatenated,
+    parted,
+    routed_from_arrays,
+    routed_to_arrays,
+)
 
 __all__ = ["Rollout", "RolloutBatch", "from_arrays", "to_arrays"]
 
@@ -49,6 +55,8 @@ class Rollout:
     """Reward functions that failed on it."""
     error: str = ""
     """How it failed, if it did."""
+    routed_experts: np.ndarray | None = None
+    """See `rollout.Completion`."""
 
     @property
     def failed(self) -> bool:
@@ -99,7 +107,7 @@ class RolloutBatch:
 def to_arrays(collected: RolloutBatch) -> dict[str, np.ndarray]:
     """A round as arrays, to be stored; `from_arrays` gives it back exactly."""
     rollouts = collected.rollouts
-    arrays = concatenated(rollouts, _ARRAYS)
+    arrays = {**concatenated(rollouts, _ARRAYS), **routed_to_arrays(rollouts)}
     plain = {
         "number": collected.number,
         "version": collected.version,
@@ -119,14 +127,16 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:
     sizes = [completion for _, completion in plain["lengths"]]
     columns = {name: parted(arrays[name], sizes) for name in _ARRAYS if name != "prompt"}
     columns["prompt"] = prompts
+    routed = routed_from_arrays(arrays, len(plain["rollouts"]))
     rollouts = []
     for number, rest in enumerate(plain["rollouts"]):
         fields: dict[str, Any] = {name: column[number] for name, column in columns.items()}
-        rollouts.append(Rollout(**fields, **rest))
+        rollouts.append(Rollout(**fields, **rest, routed_experts=routed[number]))
     kept = ("number", "version", "position", "numbers")
     return RolloutBatch(rollouts=rollouts, **{name: plain[name] for name in kept})
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:
-    fields = (f.name for f in dataclasses.fields(rollout) if f.name not in _ARRAYS)
+    apart = (*_ARRAYS, "routed_experts")
+    fields = (f.name for f in dataclasses.fields(rollout) if f.name not in apart)
     return {name: getattr(rollout, name) for name in fields}

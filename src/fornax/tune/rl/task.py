@@ -21,7 +21,7 @@ from fornax.tune.data import PromptTokens
 from fornax.tune.rl.collect import Collector, RewardManager, SampleGroups, sample_completions
 from fornax.tune.rl.credit import Credit, KLController
 from fornax.tune.rl.forward import BothPolicies, Forward, mesh_of, score_rows, without_value_head
-from fornax.tune.rl.packing import Layout, Round, Rows, Scored, make_round, row_counts
+from fornax.tune.rl.packing import Layout, Round, RoutedShape, Rows, Scored, make_round, row_counts
 from fornax.tune.rl.ranks import RoundLink, host_weights
 from fornax.tune.rl.rollouts import Rollout, RolloutBatch
 from fornax.tune.rl.stream import RolloutStream, SamplesFile
@@ -56,6 +56,8 @@ class Components:
     """Whether all processes of the run are on this machine."""
     out: Path
     """The run directory."""
+    routed: RoutedShape | None = None
+    """Of the experts that the sampler returns, for tokens to take them again; None: it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +166,7 @@ def _preparation(
         seed=config.seed,
         mask_truncated=objective.mask_truncated,
         skip_zero_advantage=objective.skip_zero_advantage,
+        routed=components.routed,
     )
     score = _scores(config, components, objective, rules)
 

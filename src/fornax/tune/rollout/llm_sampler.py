@@ -286,6 +286,7 @@ def _completion(output: CompletionOutput, seed: int) -> Completion:
         finish_reason=output.finish_reason or "abort",
         text=output.text,
         seed=seed,
+        routed_experts=output.routed_experts,
     )
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,8 @@ __all__ = [
     "parted",
     "rollouts_from_arrays",
     "rollouts_to_arrays",
+    "routed_from_arrays",
+    "routed_to_arrays",
 ]
 
 StateTree = dict[str, Any]
@@ -49,16 +51,49 @@ def parted(array: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
     return np.split(array, np.cumsum(sizes)[:-1]) if len(sizes) else []
 
 
+class HasExperts(Protocol):
+    """What may know the experts of its tokens."""
+
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """[tokens, L, k]."""
+
+
+def routed_to_arrays(records: Sequence[HasExperts]) -> dict[str, np.ndarray]:
+    """The experts that records have, of one model: `routed_experts`, one after the other, and
+    `routed_lengths` int32, -1 for none. Nothing where no record has any."""
+    given = [each.routed_experts for each in records]
+    some = [each for each in given if each is not None]
+    if not some:
+        return {}
+    return {
+        "routed_experts": np.concatenate(some),
+        "routed_lengths": np.array([-1 if x is None else len(x) for x in given], np.int32),
+    }
+
+
+def routed_from_arrays(arrays: Mapping[str, np.ndarray], count: int) -> Sequence[np.ndarray | None]:
+    """What `routed_to_arrays` took of `count` records."""
+    if "routed_lengths" not in arrays:
+        return [None] * count
+    lengths = arrays["routed_lengths"]
+    parts = iter(parted(arrays["routed_experts"], np.maximum(lengths, 0).tolist()))
+    return [part if length >= 0 else None for part, length in zip(parts, lengths, strict=True)]
+
+
 def rollouts_to_arrays(rollouts: Sequence[Sequence[Completion]]) -> dict[str, np.ndarray]:
     """Completions of several prompts as a few arrays, for a checkpoint.
 
     Returns:
       Concatenated `tokens`, `logprobs`, `versions`, `mask`; `lengths` int32 of each completion;
-      `counts` int32, completions of each prompt; `notes` uint8, JSON of the rest.
+      `counts` int32, completions of each prompt; `notes` uint8, JSON of the rest; and those of
+      `routed_to_arrays`.
     """
     flat = [completion for group in rollouts for completion in group]
     notes = [(each.finish_reason, each.text, each.seed) for each in flat]
-    return concatenated(flat, TOKEN_ARRAYS) | {
+    return {
+        **concatenated(flat, TOKEN_ARRAYS),
+        **routed_to_arrays(flat),
         "lengths": np.array([len(each) for each in flat], np.int32),
         "counts": np.array([len(group) for group in rollouts], np.int32),
         "notes": np.frombuffer(json.dumps(notes).encode(), np.uint8).copy(),
@@ -70,12 +105,14 @@ def rollouts_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[list[Completi
     sizes = arrays["lengths"].tolist()
     columns = {name: parted(arrays[name], sizes) for name in TOKEN_ARRAYS}
     notes = json.loads(np.asarray(arrays["notes"], np.uint8).tobytes())
+    routed = routed_from_arrays(arrays, len(notes))
     flat = [
         Completion(
             **{name: column[number] for name, column in columns.items()},
             finish_reason=reason,
             text=text,
             seed=seed,
+            routed_experts=routed[number],
         )
         for number, (reason, text, seed) in enumerate(notes)
     ]

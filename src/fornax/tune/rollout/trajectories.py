@@ -220,6 +220,21 @@ class _Task:
         self.ended = "error"
         self.error = f"{type(error).__name__}: {error}"
 
+    def _routed(self, own: Sequence[Completion]) -> np.ndarray | None:
+        """The experts of all that the model read: of each turn's own tokens those they were drawn
+        with, whatever later turns computed anew."""
+        given = [part.routed_experts for part in own if part.routed_experts is not None]
+        if not given:
+            return None
+        rows = np.full(
+            (len(self.prompt) + self.length - 1, *given[0].shape[1:]), -1, given[0].dtype
+        )
+        done = 0
+        for part in given:
+            rows[done : len(part)] = part[done:]
+            done = len(part)
+        return rows
+
     def trajectory(self) -> Trajectory:
         """What became of it."""
 
@@ -235,6 +250,7 @@ class _Task:
             finish_reason=self.ended,
             text=own[-1].text if own else "",
             seed=self.seed,
+            routed_experts=self._routed(own),
         )
         return Trajectory(
             prompt=np.array(self.prompt, np.int32),

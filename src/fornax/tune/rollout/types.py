@@ -1,6 +1,6 @@
 """What rollouts are made of: completions, turns, trajectories, and the environment's protocol.
 
-Legend: T tokens of a completion.
+Legend: P tokens of a prompt, T tokens of a completion, L layers with experts, k experts a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +44,9 @@ class Completion:
     """Without special tokens; of several turns, the model's own text alone."""
     seed: int
     """That it was drawn with."""
+    routed_experts: np.ndarray | None = None
+    """[P + T - 1, L, k] integers: the experts that each token of prompt and completion took but the
+    last, which was drawn and never read; below 0 where none is known. None: not asked for."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -22,6 +22,7 @@ from fornax.mesh import hosts as agreed
 from fornax.models import Decoder, DecoderConfig, Remat, abstract_decoder
 from fornax.train import load_decoder, model_config, tokenizer_folder
 from fornax.train.hosts import find_hosts
+from fornax.train.routing import with_routing
 from fornax.train.task import Batch, Batches, Hosts, Loss, PostTraining, Task
 from fornax.tune import losses
 from fornax.tune.config import DistillConfig, TopLogits
@@ -258,7 +259,7 @@ def distill_loss(
       like the same token best), and with `hard` or a `hard_weight`
       `cross_entropy` and `accuracy` on the data's tokens.
     """
-    x_BTD = model.hidden(
+    x_BTD, routing = model.hidden_and_routing(
         batch["tokens"], batch["positions"], batch["segment_ids"], consecutive=True, remat=remat
     )
     w_DV = model.output_weights().astype(x_BTD.dtype)
@@ -303,7 +304,8 @@ def distill_loss(
         metrics["accuracy"] = (data.correct_sum, weight)
         if config.hard_weight:
             total = total + config.hard_weight * data.loss_sum
-    return Loss(total=total, weight=weight, metrics=metrics)
+    loss = Loss(total=total, weight=weight, metrics=metrics)
+    return with_routing(loss, model, routing, balance=False)
 
 
 def make(config: DistillConfig, origin: Origin, out: Path) -> Task:

@@ -10,12 +10,13 @@ from pathlib import Path
 import jax
 
 from fornax.models import Decoder, Remat, TokenLogprobs
+from fornax.train.routing import with_routing
 from fornax.train.task import Batch, Loss, Task
 from fornax.tune.config import GRPOConfig
 from fornax.tune.policy import Origin
 from fornax.tune.rl.components import make_components
 from fornax.tune.rl.credit import Credit, divergence, group_credit
-from fornax.tune.rl.forward import rows_logprobs
+from fornax.tune.rl.forward import ROUTED, rows_logprobs
 from fornax.tune.rl.loss import PolicyLoss, policy_loss
 from fornax.tune.rl.packing import Scored
 from fornax.tune.rl.rollouts import Rollout
@@ -46,12 +47,13 @@ def grpo_task(config: GRPOConfig, components: Components) -> Task:
     needs_reference = algorithm.kl_coefficient > 0
     needs_old = config.steps_per_round > 1 or (needs_reference and in_reward)
     passes = {
-        name: Logps(name, config.rollout.temperature, config.resolved_remat())
-        for name in ("old_logps", "ref_logps")
+        name: Logps(name, config.rollout.temperature, config.resolved_remat(), reference)
+        for name, reference in (("old_logps", False), ("ref_logps", True))
     }
 
     def loss(model: Decoder, batch: Batch) -> Loss:
-        return policy_loss(options, batch, passes["old_logps"].of(model, batch, entropy=True))
+        found = passes["old_logps"].of(model, batch, entropy=True)
+        return with_routing(policy_loss(options, batch, found), model, found.routing, balance=False)
 
     def credit(rollouts: Sequence[Rollout], scored: Scored) -> Credit:
         divergences = None
@@ -90,6 +92,8 @@ class Logps:
     """Of the array, among the rows."""
     temperature: float
     remat: Remat
+    reference: bool = False
+    """Whether it is the reference that is asked, whose routers choose."""
 
     def __call__(self, model: Decoder, rows: Batch) -> Mapping[str, jax.Array]:
         """The array [R, T]."""
@@ -98,4 +102,6 @@ class Logps:
     def of(self, model: Decoder, rows: Batch, *, entropy: bool = False) -> TokenLogprobs:
         """Values [R, T], with the entropy if asked for."""
         options = {"temperature": self.temperature, "remat": self.remat}
+        if self.reference:
+            rows = {name: x for name, x in rows.items() if name != ROUTED}
         return rows_logprobs(model, rows, entropy=entropy, **options)

@@ -13,6 +13,7 @@ import numpy as np
 
 from fornax.config.errors import DataError
 from fornax.models import Decoder, Remat
+from fornax.train.routing import with_routing
 from fornax.train.task import Batch, Loss, Means, Task
 from fornax.tune import losses
 from fornax.tune.config import KTOConfig
@@ -21,6 +22,7 @@ from fornax.tune.policy import Origin
 from fornax.tune.policy import policy as policy_of
 from fornax.tune.splits import load_splits
 from fornax.tune.tasks.pairs import (
+    Completions,
     PairRows,
     completion_logprobs,
     pair_task,
@@ -40,19 +42,19 @@ def _column(batch: Batch, column: int) -> Batch:
 
 def _log_ratios(
     model: Decoder, batch: Batch, column: int, remat: str | Remat
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums of log-probs of policy and reference, and lengths, each [B]."""
+) -> tuple[Completions, jax.Array]:
+    """Completions of the policy, and sums of the reference's log-probs, each [B]."""
     rows = _column(batch, column)
     policy = completion_logprobs(model, rows, remat=remat)
-    return policy.logps, reference_logprobs(model, rows), policy.lengths
+    return policy, reference_logprobs(model, rows)
 
 
 def kto_baseline(model: Decoder, batch: Batch) -> Means:
     """Sum and weight of the log-ratio of mismatched completions: its mean over the whole batch,
     at least 0, is the KL estimate that rewards are compared with."""
-    policy_B, reference_B, lengths_B = _log_ratios(model, batch, 1, "none")
-    real_B = (lengths_B > 0).astype(jnp.float32)
-    return {"kl": (jnp.sum((policy_B - reference_B) * real_B), jnp.sum(real_B))}
+    policy, reference_B = _log_ratios(model, batch, 1, "none")
+    real_B = (policy.lengths > 0).astype(jnp.float32)
+    return {"kl": (jnp.sum((policy.logps - reference_B) * real_B), jnp.sum(real_B))}
 
 
 def kto_loss(
@@ -72,13 +74,13 @@ def kto_loss(
     Returns:
       The weight counts examples. Metrics: kl; reward_, logps_ of desirable and undesirable
       examples, each over its own; reward_margin; accuracy, how many lie on their side of the
-      baseline.
+      baseline; of a model with experts those of `with_routing`.
     """
-    policy_B, reference_B, lengths_B = _log_ratios(model, batch, 0, remat)
+    policy, reference_B = _log_ratios(model, batch, 0, remat)
     desirable_B = batch[LABEL] > 0
     kl = jnp.maximum(batch["measured/kl"], 0)
     loss_B, found = losses.kto(
-        policy_B,
+        policy.logps,
         reference_B,
         desirable_B,
         kl,
@@ -86,9 +88,9 @@ def kto_loss(
         desirable_weight=config.desirable_weight,
         undesirable_weight=config.undesirable_weight,
     )
-    real_B = (lengths_B > 0).astype(jnp.float32)
+    real_B = (policy.lengths > 0).astype(jnp.float32)
     weight = jnp.sum(real_B)
-    logps_B = jax.lax.stop_gradient(policy_B)
+    logps_B = jax.lax.stop_gradient(policy.logps)
     metrics = {
         "kl": (kl * weight, weight),
         "accuracy": (jnp.sum(found["accuracy"] * real_B), weight),
@@ -98,7 +100,8 @@ def kto_loss(
         count = jnp.sum(counted_B)
         metrics[f"reward_{name}"] = (jnp.sum(found["reward"] * counted_B), count)
         metrics[f"logps_{name}"] = (jnp.sum(logps_B * counted_B), count)
-    return Loss(total=jnp.sum(loss_B * real_B), weight=weight, metrics=metrics)
+    loss = Loss(total=jnp.sum(loss_B * real_B), weight=weight, metrics=metrics)
+    return with_routing(loss, model, policy.routing, balance=False)
 
 
 def mismatched(items: Sequence[LabelledTokens], max_length: int) -> list[PairTokens]:

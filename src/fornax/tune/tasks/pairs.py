@@ -19,7 +19,7 @@ from flax import nnx
 
 from fornax import adapters
 from fornax.mesh import fit_mesh, make_mesh
-from fornax.models import Decoder, Remat, token_logprobs
+from fornax.models import Decoder, Remat, Routing, token_logprobs
 from fornax.train.task import Batch, Batches, Hosts, Loss, Means, PostTraining, Task
 from fornax.tune.config import ReferenceConfig, TuneConfig
 from fornax.tune.data import ExtendedStream, Loaded, LoaderOptions, PairTokens, preference_batches
@@ -128,6 +128,8 @@ class Completions(NamedTuple):
     """float32: the sum of log-probs over the completion's tokens, its EOS included."""
     lengths: jax.Array
     """float32: tokens of the completion."""
+    routing: Routing | None = None
+    """What the routers did with the whole rows; None without experts."""
 
     @property
     def averages(self) -> jax.Array:
@@ -168,6 +170,7 @@ def completion_logprobs(
     return Completions(
         logps=jnp.sum(found.logprobs, axis=-1).reshape(shape),
         lengths=jnp.sum(weights_NT > 0, axis=-1).astype(jnp.float32).reshape(shape),
+        routing=found.routing,
     )
 
 
@@ -247,7 +250,9 @@ def reference_of(
     if config.reference_model is None:
         return Reference(policy=policy, path=config.model, out=out)
     model = config.reference_model
-    other = dataclasses.replace(config, model=model, lora=None, reference_model=None)
+    other = dataclasses.replace(
+        config, model=model, lora=None, reference_model=None, freeze_router=False
+    )
     theirs = read_origin(other)
     check_same_tokens(
         theirs.tokenizer,

@@ -13,16 +13,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from fornax.kernels import TokenLogprobs, linear_logprobs
+from fornax.kernels import linear_logprobs
 from fornax.mesh import Rules
-from fornax.models import Decoder, Remat
+from fornax.models import Decoder, Remat, TokenLogprobs
+from fornax.train.routing import with_routing
 from fornax.train.task import Batch, Loss, Task
 from fornax.tune import losses
 from fornax.tune.config import PPOConfig
 from fornax.tune.policy import Origin
 from fornax.tune.rl.components import make_components
 from fornax.tune.rl.credit import Credit, KLController, divergence, gae_credit
-from fornax.tune.rl.forward import ValueParam, attach_value_head, value_head
+from fornax.tune.rl.forward import ROUTED, ValueParam, attach_value_head, value_head
 from fornax.tune.rl.loss import PolicyLoss, policy_loss
 from fornax.tune.rl.packing import Scored
 from fornax.tune.rl.rollouts import Rollout
@@ -76,7 +77,8 @@ def ppo_task(config: PPOConfig, components: Components) -> Task:
         found, values_RT = forward.of(model, batch, entropy=True)
         rows = {name: x for name, x in batch.items() if name != "ref_logps"}
         policy = policy_loss(options, rows, found)
-        return _with_values(config, policy, batch, values_RT)
+        loss = _with_values(config, policy, batch, values_RT)
+        return with_routing(loss, model, found.routing, balance=False)
 
     def credit(rollouts: Sequence[Rollout], scored: Scored) -> Credit:
         costs = [np.zeros(len(r.tokens)) for r in rollouts]
@@ -117,7 +119,7 @@ class Forward:
     head_alone: bool
     """Whether the values' gradient stops at the hidden states."""
     reference: bool = False
-    """Whether it is the reference that is asked, which has no values."""
+    """Whether it is the reference that is asked, which has no values and whose routers choose."""
 
     def __call__(self, model: Decoder, rows: Batch) -> Mapping[str, jax.Array]:
         """Arrays [R, T] by the rows' names."""
@@ -133,12 +135,13 @@ class Forward:
 
         The same two calls as `models.token_logprobs`, whose hidden states the value head needs too.
         """
-        x_RTD = model.hidden(
+        x_RTD, routing = model.hidden_and_routing(
             rows["tokens"],
             rows["positions"],
             rows["segment_ids"],
             consecutive=True,
             remat=self.remat,
+            routed_experts_BTLk=None if self.reference else rows.get(ROUTED),
         )
         found = linear_logprobs(
             x_RTD,
@@ -149,6 +152,7 @@ class Forward:
             entropy=entropy,
         )
         shown = jax.lax.stop_gradient(x_RTD) if self.head_alone else x_RTD
+        found = TokenLogprobs(found.logprobs, found.entropy, routing)
         return found, value_head(model)(shown)
 
 

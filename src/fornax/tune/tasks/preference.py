@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fornax.models import Decoder, Remat
+from fornax.train.routing import with_routing
 from fornax.train.task import Batch, Loss, Task
 from fornax.tune import losses
 from fornax.tune.config import (
@@ -115,13 +116,15 @@ def preference_loss(
     Returns:
       The weight counts pairs. Metrics: reward_chosen, reward_rejected, reward_margin, accuracy;
       logps_, nll_ (per token) and length_ of chosen and rejected; with a reference `drift`, the
-      nats per token by which completions became less likely than under it.
+      nats per token by which completions became less likely than under it; of a model with experts
+      those of `with_routing`.
     """
     policy = completion_logprobs(model, batch, remat=remat)
     reference_P2 = reference_logprobs(model, batch) if needs_reference(config) else None
     loss_P, metrics = pair_loss(config, Answers(policy=policy, reference_P2=reference_P2))
     real_P = jnp.all(policy.lengths > 0, axis=-1)
-    return mean_over(loss_P, metrics, real_P.astype(jnp.float32))
+    loss = mean_over(loss_P, metrics, real_P.astype(jnp.float32))
+    return with_routing(loss, model, policy.routing, balance=False)
 
 
 def make(config: PreferenceConfig, origin: Origin, out: Path) -> Task:

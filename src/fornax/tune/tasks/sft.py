@@ -43,7 +43,9 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
         disturb = None
         if config.neftune_alpha is not None:
             disturb = neftune(config.neftune_alpha, batch["segment_ids"], key)
-        return next_token_loss(decoder, batch, remat=remat, z_loss=config.z_loss, disturb=disturb)
+        return next_token_loss(
+            decoder, batch, remat=remat, z_loss=config.z_loss, disturb=disturb, balance=False
+        )
 
     def stream(split: str, hosts: Hosts) -> PackedStream | RowStream:
         options = loader_options(config, hosts, train=split == "train")

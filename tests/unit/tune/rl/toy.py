@@ -278,7 +278,8 @@ class Run:
         seen = dict(self.task.post.observe())
         self.state, metrics = self.programs.step(self.state, rows)
         self.step += 1
-        return {name: float(x) for name, x in jax.device_get(metrics).items()} | seen
+        found = jax.device_get(metrics).items()
+        return {name: float(x) for name, x in found if not np.ndim(x)} | seen
 
     def params(self) -> Any:
         """All trained parameters on the host."""
