@@ -71,7 +71,7 @@ class _Stop:
     def start(self, step: int, total: int, unit: str) -> None:
         self._gate.step()
 
-    def update(self, record: Mapping[str, Any], seconds_left: float) -> None:
+    def update(self, record: Mapping[str, Any], seconds_left: float | None) -> None:
         self.last = dict(record)
         self._gate.step()
 
