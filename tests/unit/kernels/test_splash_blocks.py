@@ -6,6 +6,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as upstream
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
 
 from fornax.kernels._attention.blocks import Band, Blocks, choose_blocks, product_flops
+from fornax.kernels._attention.splash import band_mask
 from fornax.mesh import balanced_order
 
 
@@ -37,6 +38,28 @@ def test_visited_blocks_are_those_that_the_kernel_runs() -> None:
     assert info.block_mask is not None
     ran = np.count_nonzero(info.block_mask)
     assert Band(least=0, most=window - 1).visited((T, T), blocks) == ran
+
+
+@pytest.mark.parametrize("window", [None, 300, 1500])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_mask_that_looks_at_few_elements_is_the_librarys(window: int | None, parts: int) -> None:
+    T = 4096
+    theirs = (
+        upstream.CausalMask((T, T))
+        if window is None
+        else upstream.LocalMask((T, T), window_size=(window - 1, 0), offset=0)
+    )
+    order = balanced_order(parts)
+    theirs.q_sequence = theirs.q_sequence.reshape(len(order), -1)[order].reshape(-1)
+    band = Band(least=0, most=None if window is None else window - 1)
+    found, expected = (
+        splash_attention_mask_info.process_mask(
+            upstream.MultiHeadMask([mask]), (256, 512), head_shards=1, q_seq_shards=parts
+        )[0]
+        for mask in (band_mask(upstream, (T, T), band, order), theirs)
+    )
+    for ours, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, wanted)
 
 
 @pytest.mark.parametrize("window", [None, 300])

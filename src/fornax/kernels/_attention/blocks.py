@@ -26,6 +26,16 @@ class Band:
     most: int | None
     """`window` - 1; None for no limit."""
 
+    def covers(self, least: int, most: int) -> bool:
+        """Whether all distances from `least` to `most` may be seen."""
+        above = self.least is None or least >= self.least
+        return above and (self.most is None or most <= self.most)
+
+    def meets(self, least: int, most: int) -> bool:
+        """Whether some may."""
+        above = self.least is None or most >= self.least
+        return above and (self.most is None or least <= self.most)
+
     def visited(self, shape: tuple[int, int], blocks: tuple[int, int], first: int = 0) -> int:
         """Return how many blocks of a score matrix hold a score that counts.
 

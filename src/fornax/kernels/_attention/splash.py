@@ -20,7 +20,7 @@ from fornax.kernels._attention.sharded import divide
 from fornax.kernels.registry import interpreting
 from fornax.mesh import axes_in_use, balanced_order, gather_balanced, mesh_in_use, shards
 
-__all__ = ["declines", "splash"]
+__all__ = ["band_mask", "declines", "splash"]
 
 _INTERPRET = False
 """Whether Pallas interprets the kernel instead of compiling it: for tests on CPU."""
@@ -56,9 +56,11 @@ def splash(inputs: AttentionInputs) -> jax.Array:
     rows, heads = divide(inputs.q_BTNH, inputs.k_BSKH)
     blocks = _blocks(inputs, shards(length))
     order = balanced_order(shards(length)) if inputs.balanced else None
+    shape = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1]
+    mask = band_mask(upstream, shape, _band(inputs), order)
     local_heads = inputs.q_BTNH.shape[2] // shards(heads)
     kernel = upstream.make_splash_mha(
-        upstream.MultiHeadMask([_mask(upstream, inputs, order)] * local_heads),
+        upstream.MultiHeadMask([mask] * local_heads),
         block_sizes=upstream.BlockSizes(
             block_q=blocks.queries,
             block_kv=blocks.keys,
@@ -144,20 +146,62 @@ def _band(inputs: AttentionInputs) -> Band:
     return Band(least=None if most is None else -most, most=most)
 
 
-def _mask(upstream: Any, inputs: AttentionInputs, order: np.ndarray | None) -> Any:
-    """Return the kernel's mask by index for one head; `order` is that of the queries' parts."""
-    shape = (inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1])
-    band = _band(inputs)
+def band_mask(
+    upstream: Any, shape: tuple[int, int], band: Band, order: np.ndarray | None = None
+) -> Any:
+    """The kernel's mask by index for one head.
+
+    Args:
+        upstream: the package of the kernel.
+        shape: queries and keys.
+        band: distances that are visible.
+        order: that of the queries' parts; None: as they come.
+    """
     if band.most is not None and band.least is not None:
-        mask = upstream.LocalMask(shape, window_size=(band.most, -band.least), offset=0)
-    elif not inputs.causal:
+        mask = _by_blocks(upstream.LocalMask)(shape, (band.most, -band.least), offset=0)
+    elif band.least is None:
         return upstream.FullMask(shape)
     else:
-        mask = upstream.CausalMask(shape)
+        mask = _by_blocks(upstream.CausalMask)(shape)
+    mask.band = band
     if order is not None:
         parts = np.arange(shape[0], dtype=np.int32).reshape(len(order), -1)
         mask.q_sequence = parts[order].reshape(-1)
     return mask
+
+
+class _Uniform(np.ndarray):
+    """An array of one value, which is asked for in no time."""
+
+    def any(self, *args: Any, **kwargs: Any) -> Any:
+        """Whether the value is true."""
+        return self[:1, :1].view(np.ndarray).any(*args, **kwargs)
+
+    def all(self, *args: Any, **kwargs: Any) -> Any:
+        """Whether the value is true."""
+        return self.any(*args, **kwargs)
+
+
+@functools.cache
+def _by_blocks(base: Any) -> Any:
+    """A mask that does not look at each element of a block that is wholly visible or hidden.
+
+    The kernel's maker asks for every block: the mask of a million tokens has 10^12 elements.
+    """
+
+    class ByBlocks(base):
+        band: Band
+
+        def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+            queries, keys = self.q_sequence[index[0]], range(self.shape[1])[index[1]]
+            distances = int(queries.min()) - keys[-1], int(queries.max()) - keys[0]
+            whole, some = self.band.covers(*distances), self.band.meets(*distances)
+            if whole == some:
+                shape = len(queries), len(keys)
+                return np.broadcast_to(np.bool_(whole), shape).view(_Uniform)
+            return super().__getitem__(index)
+
+    return ByBlocks
 
 
 def _blocks(inputs: AttentionInputs, parts: int) -> Blocks:
