@@ -250,8 +250,8 @@ class DecoderConfig:
             value = getattr(self, name)
             if value is not None:
                 _positive(name, value)
-        self._check_heads()
         self._check_pattern()
+        self._check_heads()
         self._check_sharing()
         self._check_tokens()
 
