@@ -65,6 +65,7 @@ def test_closed_form_counts_every_parameter(config: DecoderConfig) -> None:
     assert num_parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.exhaustive
 def test_recomputation_changes_no_gradient() -> None:
     graphdef, state = nnx.split(create_decoder(DENSE, seed=0))
     tokens_BT = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 12), np.int32))

@@ -142,13 +142,13 @@ _SLOW = pytest.mark.slow
 _ROWS = (
     "8b-v6e-8",
     "8b-v6e-64",
-    "70b-v6e-64",
+    pytest.param("70b-v6e-64", marks=pytest.mark.exhaustive),
     "mistral-7b-v6e-8",
-    "32b-v5e-256",
-    "128b-v5p-256",
-    "70b-tpu7x-64",
-    pytest.param("70b-v6e-256", marks=_SLOW),
-    pytest.param("gemma3-12b-v6e-256", marks=_SLOW),
+    pytest.param("32b-v5e-256", marks=pytest.mark.exhaustive),
+    pytest.param("128b-v5p-256", marks=pytest.mark.exhaustive),
+    pytest.param("70b-tpu7x-64", marks=pytest.mark.exhaustive),
+    pytest.param("70b-v6e-256", marks=pytest.mark.exhaustive),
+    pytest.param("gemma3-12b-v6e-256", marks=pytest.mark.exhaustive),
     pytest.param("16b-v5e-256", marks=_SLOW),
 )
 
