@@ -402,12 +402,12 @@ def test_a_remat_that_recomputes_something_else(
         if remat == "none" or getattr(remat, "policy", None) == "none":
             return layer
 
-        def again(period: Any, x: jax.Array) -> Any:
+        def again(period: Any, x: jax.Array, *more: Any) -> Any:
             kept = jax.random.bernoulli(jax.random.key(1), 0.99, x.shape)
-            return layer(period, jnp.where(kept, x, 0))
+            return layer(period, jnp.where(kept, x, 0), *more)
 
-        def run(period: Any, x: jax.Array) -> Any:
-            (right, routing), (wrong, _) = layer(period, x), again(period, x)
+        def run(period: Any, x: jax.Array, *more: Any) -> Any:
+            (right, routing), (wrong, _) = layer(period, x, *more), again(period, x, *more)
             return wrong + jax.lax.stop_gradient(right - wrong), routing
 
         return run
