@@ -4,9 +4,9 @@
 machine, a small decoder (`_drills.py`). Times are wall time from the fault to the verdict, and to
 the first step that all ranks made after it: what else runs on the machine is in them. `overhead`:
 processor time of a step with the record, agent, snapshots and replicas, beside the same step
-without. `tiers`: bytes/s of the agent's memory, a peer's, disk and mirror, each beside its limit in
-the same round. `peers`: some of the faults on two processes, beside Ray Train's JaxTrainer with a
-careful loop (`_recovery_peers.py`, `make bench-recovery`):
+without. `tiers`: bytes/s of the agent's memory, a peer's, local disk, checkpoint and mirror, each
+beside its limit in the same round. `peers`: some of the faults on two processes, beside Ray Train's
+JaxTrainer with a careful loop (`_recovery_peers.py`, `make bench-recovery`):
 
     python benchmarks/recovery.py [--parts faults overhead tiers] [--drills "kill 1"] [--guide]
     python benchmarks/recovery.py --parts peers --peers .venv-peers [--rounds 1]
@@ -41,7 +41,7 @@ from fornax.checkpoint import CheckpointConfig, Checkpointer
 from fornax.checkpoint.mirror import Mirror
 from fornax.cluster import Job, Limits, launch
 from fornax.config import environment, from_mapping, worker_record
-from fornax.config.snapshot_file import SnapshotFile
+from fornax.config.snapshot_file import Snapshot, SnapshotFile
 from fornax.data import BuildConfig, Hosts, Jsonl, TrainBpe, build
 from fornax.train import Ledger, TrainConfig, pretrain_task
 from fornax.train.interval import young
@@ -123,6 +123,7 @@ def in_a_launch(kind: str, folder: Path, width: int) -> list[list[object]]:
         program="recovery:measured",
         words=(kind, str(folder), str(width)),
         limits=Limits(stall=SECONDS),
+        local_checkpoints=str(folder / "local") if kind == "tiers" else None,
     )
     launch(job, folder / "run", spare=False)
     return json.loads((folder / "found.json").read_text())
@@ -133,15 +134,20 @@ def memory_tier(mtbf: float = 86400.0 / 2) -> MemoryTier:
     return MemoryTier(environment.snapshot_memory(), mtbf, "", peer=1)
 
 
-def replicated() -> bool:
-    """Whether the agent of rank 1 has the newest snapshot."""
+def newest(what: Callable[[SnapshotFile, Snapshot], Any]) -> Any:
+    """What the first bytes of the newest snapshot say."""
     whole = []
     for path in environment.snapshot_memory():
         with path.open("rb") as file:
             slot = SnapshotFile(file.fileno())
             if (snapshot := slot.found()) is not None:
-                whole.append((snapshot.step, slot.is_replicated(snapshot)))
+                whole.append((snapshot.step, what(slot, snapshot)))
     return max(whole)[1]
+
+
+def replicated() -> bool:
+    """Whether the agent of rank 1 has the newest snapshot."""
+    return newest(SnapshotFile.is_replicated)
 
 
 def processor_seconds(pids: Iterable[int]) -> float:
@@ -248,6 +254,9 @@ def rates(folder: Path) -> list[list[object]]:
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     memory, seen = memory_tier(), {}
+    copied = MemoryTier(
+        environment.snapshot_memory(), 0.0, "", disk=environment.local_checkpoints()
+    )
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
@@ -270,6 +279,10 @@ def rates(folder: Path) -> list[list[object]]:
             timed("from memory", lambda: memory.newest(abstract))
             timed("tcp", lambda: _through_loopback(source))
             timed("file", lambda: _written(folder / "raw", source))
+            copied.write_now(state, number, {}, METADATA)
+            until(lambda: newest(SnapshotFile.copied) is not None)
+            if number > 1:  # what the agent measures, which looks seven times a second
+                seen.setdefault("local", []).append(newest(SnapshotFile.copied))
             timed("disk", lambda n=number: disk.save(n, state=tree, force=True))
             timed("raw read", lambda: (folder / "raw").read_bytes())
             timed("restore", lambda n=number: disk.restore(as_tree(abstract), n).state)
@@ -289,8 +302,9 @@ def rates(folder: Path) -> list[list[object]]:
             ("agent's memory, with CRC-32", "memory", "memcpy", "memcpy"),
             ("found there again, CRC-32 compared", "from memory", "memcpy", "memcpy"),
             ("replica in a peer's memory", "peer", "TCP on loopback", "tcp"),
-            ("disk, with CRC-32", "disk", "a file, written and synced", "file"),
-            ("restored from disk, CRC-32 compared", "restore", "a file, read", "raw read"),
+            ("local disk, from the agent's memory", "local", "a file, written and synced", "file"),
+            ("checkpoint, with CRC-32", "disk", "a file, written and synced", "file"),
+            ("restored from it, CRC-32 compared", "restore", "a file, read", "raw read"),
             ("mirror, in a folder", "mirror", "a file, copied", "copy"),
         )
     ]
