@@ -71,7 +71,7 @@ def run(config: TrainConfig, devices: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_steps_on_eight_devices_are_those_of_one(config: TrainConfig) -> None:
     spread = dataclasses.replace(config, mesh=MeshConfig(fsdp=4, tensor=2))
     expected = run(config, jax.devices()[:1])

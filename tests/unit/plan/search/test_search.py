@@ -138,7 +138,6 @@ def test_tensor_parallelism_stays_inside_a_server_and_slices_are_data_parallel()
 
 
 _PUBLISHED = Path(__file__).parents[4] / "benchmarks" / "published" / "maxtext.json"
-_SLOW = pytest.mark.slow
 _ROWS = (
     "8b-v6e-8",
     "8b-v6e-64",
@@ -149,7 +148,7 @@ _ROWS = (
     pytest.param("70b-tpu7x-64", marks=pytest.mark.exhaustive),
     pytest.param("70b-v6e-256", marks=pytest.mark.exhaustive),
     pytest.param("gemma3-12b-v6e-256", marks=pytest.mark.exhaustive),
-    pytest.param("16b-v5e-256", marks=_SLOW),
+    pytest.param("16b-v5e-256", marks=pytest.mark.exhaustive),
 )
 
 
