@@ -18,7 +18,8 @@ NEWEST_FOUND = $(shell for p in "$$(command -v $(PYTHON_NEWEST))" "$$HOME"/.pyen
   "$$p" -c 'import venv' 2>/dev/null && echo "$$p" && break; done)
 # What a new jax breaks first: meshes, optimizers, training, export, native kernels. By hand, more:
 # make newest-test NEWEST_TESTS="tests/numerics tests/unit"
-NEWEST_TESTS := tests/numerics/optim $(addprefix tests/unit/,export kernels mesh optim train)
+# The grouped products are among them for Tokamax, which needs that Python.
+NEWEST_TESTS := tests/numerics/optim $(addprefix tests/unit/,export kernels mesh optim train) tests/device/test_kernels.py::test_grouped_products
 # Device tests: on a GPU, or with DEVICE=cpu small and interpreted. They run in $(PYTHON) as it is
 # where that holds all they need (a borrowed machine without a network), else in .venv.
 DEVICE ?= gpu
@@ -32,7 +33,7 @@ DEVICE_PLATFORMS := $(if $(filter gpu,$(DEVICE)),cuda$(comma)cpu,cpu)
 DEVICE_RUN = PYTHONPATH=src:$$PYTHONPATH DEVICE=$(DEVICE) JAX_PLATFORMS=$(DEVICE_PLATFORMS) XLA_PYTHON_CLIENT_PREALLOCATE=false $(DEVICE_PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-exhaustive newest-test lint format proto parity tpu-test vllm-test bench wheel device-test device-bench device-python docs docs-serve examples clean
+.PHONY: help install quickstart test test-all test-exhaustive newest-test lint format proto parity tpu-test vllm-test bench kernel-bench wheel device-test device-bench device-python docs docs-serve examples environments clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -73,8 +74,8 @@ proto: ## Make the descriptor and the types of gRPC's messages from their .proto
 	cd src/fornax/serving/grpc && $(CURDIR)/.venv-proto/bin/python -m grpc_tools.protoc -I. \
 	  --descriptor_set_out=inference.binpb --pyi_out=. inference.proto
 
-parity: $(PARITY)/.ready ## Compare with torch and transformers, in an environment of their own
-	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal tests/parity $(PYTEST_ARGS)
+parity: $(PARITY)/.ready ## Compare with torch and transformers, in their own environment (all: PYTEST_ARGS='-m ""')
+	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal -m "not exhaustive" tests/parity $(PYTEST_ARGS)
 
 tpu-test: $(TPU)/.ready ## Compile with the real TPU compiler, in an environment of its own
 	$(TPU)/bin/python -m pytest -n 2 --dist worksteal -m tpu --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
@@ -97,9 +98,13 @@ $(VENV)/.cuda: $(VENV)/.base
 
 bench: $(PARITY)/.ready ## All benchmarks beside their peers; results in benchmarks/results
 	$(PARITY)/bin/python benchmarks/train_step.py
+	$(PARITY)/bin/python benchmarks/moe_step.py
 	$(PARITY)/bin/python benchmarks/data_pipeline.py
 	$(PARITY)/bin/python benchmarks/checkpoint.py
 	$(PARITY)/bin/python benchmarks/trainer_overhead.py
+
+kernel-bench: $(VENV)/.dev ## Every kernel: time, share of the limit, error; fails where the last run was better
+	$(BIN)/python benchmarks/kernels.py $(ARGS)
 
 wheel: $(VENV)/.dev ## Build a wheel in dist/ with the native kernels compiled (x86-64 Linux)
 	rm -rf build/wheel
@@ -116,8 +121,13 @@ docs-serve: $(VENV)/.docs ## Serve the documentation on 127.0.0.1:8001
 	$(BIN)/python -m fornax.cli.reference docs/reference
 	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
 
-examples: $(VENV)/.base ## Run every example
-	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python $$example; done
+examples: $(VENV)/.base ## Run every example, two at a time
+	@$(MAKE) --no-print-directory -j2 --output-sync=target $(addprefix run-,$(wildcard examples/[0-9]*.py))
+
+run-examples/%.py:
+	$(BIN)/python examples/$*.py
+
+environments: $(PARITY)/.ready $(TPU)/.ready $(if $(NEWEST_FOUND),$(NEWEST)/.ready) ## Set up those that parity, tpu-test and newest-test use
 
 clean: ## Remove the environments and what tools left behind
 	rm -rf $(VENV) $(PARITY) $(TPU) $(NEWEST) $(VLLM) .venv-proto $(PEERS) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
