@@ -1,6 +1,7 @@
 """Grouped products beside the dense product of as many rows, lax.ragged_dot and PyTorch.
 
     python benchmarks/grouped_matmul.py [--seconds 2] [--parts products decode] [--write]
+    python benchmarks/grouped_matmul.py --without lax.ragged_dot     # which takes most of the time
 
 Products: forward and both gradients with 64 groups of equal and of skewed sizes (shares 1, 1/2,
 1/3, ...). "of dense" is the rate beside that of a dense product (`kernels.linear`) of as many rows,
@@ -12,8 +13,9 @@ memory. PyTorch multiplies group by group, and is left out where it is not insta
 import argparse
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +43,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns for each line")
     parser.add_argument("--parts", nargs="+", default=["products", "decode"])
+    parser.add_argument("--without", nargs="+", default=[], help="contestants to leave out")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/…")
     args = parser.parse_args()
     text = ["# Grouped products", "", f"{_harness.machine()}; {_harness.versions('jax', 'torch')}."]
     if "products" in args.parts:
         header = ("rows", "K x N", "dtype", "sizes", "product", "contestant", "GFLOP/s", "of dense")
-        lines = [line for case in PRODUCTS for line in measure_products(*case, args.seconds)]
+        lines = [line for case in PRODUCTS for line in measure_products(*case, args)]
         text += ["", f"## {GROUPS} groups", "", _harness.table(header, lines)]
     if "decode" in args.parts:
         header = ("rows", "groups", "touched", "dtype", "contestant", "us", "GB/s", "of read")
-        lines = [line for case in DECODE for line in measure_decode(*case, args.seconds)]
+        lines = [line for case in DECODE for line in measure_decode(*case, args)]
         widths = "{} x {}".format(*DECODE_WIDTHS)
         text += ["", f"## Decoding, matrices of {widths}", "", _harness.table(header, lines)]
     print("\n".join(text))
@@ -65,7 +68,7 @@ def sizes_of(kind: str, rows: int, groups: int) -> np.ndarray:
     return np.diff(ends, prepend=0).astype(np.int32)
 
 
-def measure_products(M: int, K: int, N: int, seconds: float) -> list[tuple[object, ...]]:
+def measure_products(M: int, K: int, N: int, args: argparse.Namespace) -> list[tuple[object, ...]]:
     lines: list[tuple[object, ...]] = []
     for dtype in DTYPES:
         rng = np.random.default_rng(0)
@@ -74,16 +77,22 @@ def measure_products(M: int, K: int, N: int, seconds: float) -> list[tuple[objec
         for kind in ("equal", "skewed"):
             sizes = sizes_of(kind, M, GROUPS)
             for product in ("y", "dx", "dw"):
-                works = _works(product, x, w, dy, sizes)
-                for name, (best, ratio) in _take_turns(works, seconds).items():
+                works = _works(product, x, w, dy, sizes, args.without)
+                for name, (best, ratio) in _take_turns(works, args.seconds).items():
                     rate = 2 * M * K * N / best / 1e9
                     case = (M, f"{K} x {N}", dtype, kind, product)
                     lines.append((*case, name, f"{rate:.0f}", f"{ratio:.0%}"))
+                    print(*lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
 def _works(
-    product: str, x: jax.Array, w: jax.Array, dy: jax.Array, sizes: np.ndarray
+    product: str,
+    x: jax.Array,
+    w: jax.Array,
+    dy: jax.Array,
+    sizes: np.ndarray,
+    without: Sequence[str],
 ) -> dict[str, Work]:
     """Return contestant to its product; the dense one is the first."""
     sizes_E = jnp.asarray(sizes)
@@ -94,10 +103,11 @@ def _works(
             return kernels.grouped_matmul(x, w, sizes_E, implementation=name)
 
         found[name] = _compiled(product, grouped, x, w, dy)
-    if x.shape[0] <= RAGGED_ROWS:
+    if x.shape[0] <= RAGGED_ROWS and "lax.ragged_dot" not in without:
         ragged = _compiled(product, lambda x, w: lax.ragged_dot(x, w, sizes_E), x, w, dy)
         found["lax.ragged_dot"] = ragged
-    return {**found, **_torch(product, x, w, dy, sizes)}
+    found |= _torch(product, x, w, dy, sizes)
+    return {name: work for name, work in found.items() if name not in without}
 
 
 def _compiled(
@@ -124,7 +134,7 @@ def _torch(
     except ImportError:
         return {}
     dtype = getattr(torch, str(x.dtype))
-    x_t, w_t, dy_t = (torch.from_numpy(np.asarray(a, np.float32)).to(dtype) for a in (x, w, dy))
+    x_t, w_t, dy_t = (torch.from_numpy(np.array(a, np.float32)).to(dtype) for a in (x, w, dy))
     rows = sizes.tolist()
 
     def loop() -> object:
@@ -137,8 +147,8 @@ def _torch(
     return {"PyTorch, a loop": loop}
 
 
-def measure_decode(rows: int, groups: int, seconds: float) -> list[tuple[object, ...]]:
-    """Read each of several sets of matrices in turn, so that none comes from a cache."""
+def measure_decode(rows: int, groups: int, args: argparse.Namespace) -> list[tuple[object, ...]]:
+    """The products of few rows; the matrices that they touch may lie in a cache, if small."""
     K, N = DECODE_WIDTHS
     lines: list[tuple[object, ...]] = []
     for dtype in DTYPES:
@@ -146,10 +156,10 @@ def measure_decode(rows: int, groups: int, seconds: float) -> list[tuple[object,
         chosen = np.bincount(rng.integers(0, groups, rows), minlength=groups).astype(np.int32)
         x = jnp.asarray(rng.normal(size=(rows, K)).astype(np.float32), dtype)
         w = jnp.asarray(rng.standard_normal((groups, K, N), np.float32), dtype)
-        works = _works("y", x, w, jnp.zeros((rows, N), dtype), chosen)
-        best = _take_turns({n: works[n] for n in works if n != "dense"}, seconds)
+        works = _works("y", x, w, jnp.zeros((rows, N), dtype), chosen, [*args.without, "dense"])
+        best = _take_turns(works, args.seconds)
         size = int((chosen > 0).sum()) * K * N * w.dtype.itemsize
-        read = _bandwidth.read_bandwidth(w.nbytes, os.cpu_count() or 1, seconds)
+        read = _bandwidth.read_bandwidth(w.nbytes, os.cpu_count() or 1, args.seconds)
         for name, (least, _) in best.items():
             rate = size / least
             case = (rows, groups, int((chosen > 0).sum()), dtype, name)

@@ -4,7 +4,14 @@ from fornax.config.errors import KernelError
 from fornax.kernels._attention import AttentionCall, attention, attention_operation
 from fornax.kernels._delta_rule import gated_delta_rule
 from fornax.kernels._exchange import exchange_rows
-from fornax.kernels._grouped import GroupedCall, grouped_matmul, grouped_matmul_operation
+from fornax.kernels._grouped import (
+    GroupedCall,
+    GroupedTiles,
+    GroupedWeight,
+    grouped_matmul,
+    grouped_matmul_operation,
+    grouped_tiles,
+)
 from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
 from fornax.kernels._matmul import orthogonalize
 from fornax.kernels._native import build_all as build_native
@@ -33,11 +40,17 @@ from fornax.kernels._vocabulary import (
     logits_logprobs,
     logprobs_operation,
 )
+from fornax.kernels.choices import Kept, kept
 from fornax.kernels.registry import (
     Choice,
     Implementation,
     Operation,
+    Support,
+    Work,
+    operations,
+    recording_calls,
     recording_choices,
+    register,
     target_platform,
 )
 from fornax.kernels.tuning import autotuning
@@ -48,15 +61,20 @@ __all__ = [
     "AttentionCall",
     "Choice",
     "GroupedCall",
+    "GroupedTiles",
+    "GroupedWeight",
     "Implementation",
+    "Kept",
     "KernelError",
     "LogitsLoss",
     "LossSums",
     "Operation",
     "PackedWeight",
     "PreparedAttention",
+    "Support",
     "TokenLogprobs",
     "Weight",
+    "Work",
     "attention",
     "attention_operation",
     "autotuning",
@@ -67,6 +85,8 @@ __all__ = [
     "gated_delta_rule",
     "grouped_matmul",
     "grouped_matmul_operation",
+    "grouped_tiles",
+    "kept",
     "linear",
     "linear_cross_entropy",
     "linear_logprobs",
@@ -74,6 +94,7 @@ __all__ = [
     "linears",
     "logits_logprobs",
     "logprobs_operation",
+    "operations",
     "orthogonalize",
     "pack",
     "paged_attention",
@@ -83,7 +104,9 @@ __all__ = [
     "paged_write_operation",
     "prepare_paged_attention",
     "ragged_gated_delta_rule",
+    "recording_calls",
     "recording_choices",
+    "register",
     "rms_norm",
     "target_platform",
 ]

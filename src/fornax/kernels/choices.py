@@ -22,19 +22,23 @@ import jaxlib
 from fornax.config import environment
 from fornax.config.files import write_whole
 
-__all__ = ["Measured", "lookup", "path_of", "record"]
+__all__ = ["Kept", "kept", "lookup", "path_of", "record"]
 
 _FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What measuring one call gave."""
+class Kept:
+    """What measuring one call gave; empty where nothing was measured."""
 
-    chosen: str | None = None
-    """The fastest implementation; None where nothing was measured, or all failed."""
+    call: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of the call."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of each implementation that ran, with gradients where the operation has any."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """The error of each implementation that raised."""
+    chosen: str | None = None
+    """The fastest implementation; None where nothing was measured, or all failed."""
 
 
 @functools.cache
@@ -51,8 +55,8 @@ def _machine() -> dict[str, object]:
     }
 
 
-def _key(operation: str, call: Any) -> dict[str, object]:
-    described = dataclasses.asdict(call)
+def _key(operation: str, call: Any) -> dict[str, Any]:
+    described = call if isinstance(call, Mapping) else dataclasses.asdict(call)
     return {"operation": operation, "call": described, "machine": _machine()}
 
 
@@ -64,19 +68,19 @@ def path_of(operation: str, call: object) -> Path:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(path: Path, modified_ns: int) -> Measured | None:
+def _read(path: Path, modified_ns: int) -> Kept | None:
     del modified_ns  # part of the cache key: a file measured again is read again
     try:
         content = json.loads(path.read_text())
-        chosen, failures = content["chosen"], content["failures"]
+        found = Kept(*(content[name] for name in ("call", "seconds", "failures", "chosen")))
+        own = path.name == path_of(content["operation"], found.call).name
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not isinstance(chosen, str | None) or not isinstance(failures, dict):
-        return None
-    return Measured(chosen, failures)
+    wanted = (Mapping, Mapping, Mapping, str | None)
+    return found if own and all(map(isinstance, vars(found).values(), wanted)) else None
 
 
-def lookup(operation: str, call: object) -> Measured | None:
+def lookup(operation: str, call: object) -> Kept | None:
     """Return what measuring `call` gave, None if it was never measured."""
     path = path_of(operation, call)
     try:
@@ -86,17 +90,21 @@ def lookup(operation: str, call: object) -> Measured | None:
     return _read(path, modified_ns)
 
 
+def kept(operation: str) -> list[Kept]:
+    """What was measured of an operation on this machine, with these versions; oldest first."""
+    folder = environment.cache_dir() / "kernel-choices"
+    times = {path: path.stat().st_mtime_ns for path in folder.glob(f"{operation}-*.json")}
+    found = (_read(path, times[path]) for path in sorted(times, key=lambda path: times[path]))
+    return [one for one in found if one is not None]
+
+
 def record(
     operation: str, call: object, seconds: Mapping[str, float], failures: Mapping[str, str]
-) -> Measured:
+) -> Kept:
     """Store the measured `seconds`, or the error, of each implementation; return the result."""
     chosen = min(seconds, key=lambda name: seconds[name]) if seconds else None
     path = path_of(operation, call)
-    content = {
-        **_key(operation, call),
-        "seconds": dict(seconds),
-        "failures": dict(failures),
-        "chosen": chosen,
-    }
-    write_whole(path, json.dumps(content, indent=1, default=str))
-    return Measured(chosen, failures)
+    key = _key(operation, call)
+    found = Kept(key["call"], dict(seconds), dict(failures), chosen)
+    write_whole(path, json.dumps({**key, **vars(found)}, indent=1, default=str))
+    return found

@@ -9,15 +9,20 @@ the reason why it declines. The choice is, in this order:
 3. the first in order that does not decline.
 
 `with recording_choices()` collects what was chosen, and why what is preferred was not: the trainer,
-the server and the planner print one such line for each kernel.
+the server and the planner print one such line for each kernel. `with recording_calls()` collects
+the calls themselves, for whoever measures them.
+
+What this module knows of is in `operations()`; `register` adds a user's own operation to it, and
+`Operation.add` an implementation to any.
 """
 
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import jax
 
@@ -29,11 +34,21 @@ __all__ = [
     "Choice",
     "Implementation",
     "Operation",
+    "Support",
+    "Work",
     "current_platform",
     "interpreting",
+    "operations",
+    "recording_calls",
     "recording_choices",
+    "register",
     "target_platform",
 ]
+
+Support = Literal["tested", "compiled", "lowered"]
+"""What the tests do with an implementation on a platform: run it there, compile it with the
+platform's compiler, or only lower it. What was timed there is for the tuner to say."""
+_SUPPORT: Mapping[str, Support] = {"cpu": "tested", "tpu": "compiled", "gpu": "lowered"}
 
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
@@ -50,6 +65,18 @@ CallT = TypeVar("CallT", bound=Call)
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a call must do at least, with the gradients that its benchmark makes."""
+
+    flops: float
+    """Multiplications and additions of its products; what a mask hides is not counted."""
+    bytes: float
+    """Of its inputs and results, each moved once."""
+    dtype: str
+    """Of the operands of its products."""
+
+
+@dataclass(frozen=True)
 class Implementation(Generic[CallT]):
     """One way to run an operation."""
 
@@ -60,6 +87,17 @@ class Implementation(Generic[CallT]):
     """Returns None when it can run the call, otherwise the reason as half a sentence."""
     platform: str | None = None
     """The one platform it runs on: `cpu`, `gpu` or `tpu`; None for any."""
+    alone: bool = True
+    """Whether one device can run its share of a call; what cannot is not measured, and taken by its
+    place in the order."""
+    on: tuple[str, ...] = ()
+    """Where it is supported, of `cpu`, `gpu` and `tpu`; empty: on its platform, or on all three."""
+
+    @property
+    def support(self) -> Mapping[str, Support]:
+        """By platform, what the tests do with it there; a platform that is missing is declined."""
+        everywhere = tuple(_SUPPORT) if self.platform is None else (self.platform,)
+        return {platform: _SUPPORT[platform] for platform in self.on or everywhere}
 
     def reason(self, call: CallT) -> str | None:
         """Return None when it can run `call`, otherwise the reason as half a sentence."""
@@ -86,6 +124,10 @@ class Choice:
 _record: contextvars.ContextVar[dict[Choice, None] | None] = contextvars.ContextVar(
     "record", default=None
 )
+_calls: contextvars.ContextVar[dict[tuple[str, Any], Choice] | None] = contextvars.ContextVar(
+    "calls", default=None
+)
+_operations: dict[str, "Operation[Any]"] = {}
 
 
 @contextlib.contextmanager
@@ -105,7 +147,22 @@ def recording_choices() -> Iterator[dict[Choice, None]]:
         _record.reset(token)
 
 
-@dataclass(frozen=True)
+@contextlib.contextmanager
+def recording_calls() -> Iterator[dict[tuple[str, Any], Choice]]:
+    """Collect the calls made, or traced, inside this block that leave the choice open.
+
+    Yields:
+        By operation's name and call, in order, what was chosen, filled as calls are made.
+    """
+    found: dict[tuple[str, Any], Choice] = {}
+    token = _calls.set(found)
+    try:
+        yield found
+    finally:
+        _calls.reset(token)
+
+
+@dataclass(eq=False)
 class Operation(Generic[CallT]):
     """An operation's name and its implementations in order of preference."""
 
@@ -114,6 +171,39 @@ class Operation(Generic[CallT]):
     benchmark: Callable[[CallT, Callable[..., Any]], Callable[[], Any]]
     """(call, an implementation's `run`) to a function that runs it, with gradients, on made-up
     inputs of the call's shapes and returns the arrays."""
+    refusal: Callable[[CallT], str] | None = None
+    """The error's text for a call that nobody can run; None lists each reason."""
+    work: Callable[[CallT], Work] | None = None
+    """What a call must do at least; None where that is not counted."""
+    call: type[CallT] | None = None
+    """The class that describes its calls, which another process makes anew from its fields."""
+
+    def add(self, implementation: Implementation[CallT], *, before: str | None = None) -> None:
+        """Give the operation another implementation, in this process.
+
+        Programs that are compiled already keep theirs.
+
+        Args:
+            implementation: of a name that the operation does not have.
+            before: the one that it is preferred to; None: all.
+
+        Raises:
+            KernelError: the name is taken, or there is none of the name `before`.
+        """
+        names = [one.name for one in self.implementations]
+        if implementation.name in names:
+            raise KernelError(
+                f"{self.name} has an implementation {implementation.name!r} already; choose "
+                f"another name than {', '.join(names)}"
+            )
+        if before is not None and before not in names:
+            raise KernelError(
+                f"{self.name}: before={before!r} is unknown; use one of: {', '.join(names)}"
+            )
+        place = 0 if before is None else names.index(before)
+        ordered = [*self.implementations]
+        ordered.insert(place, implementation)
+        self.implementations = tuple(ordered)
 
     def candidates(self, call: CallT) -> tuple[Implementation[CallT], ...]:
         """Return the implementations that can run `call`, in order of preference."""
@@ -136,6 +226,9 @@ class Operation(Generic[CallT]):
         record = _record.get()
         if record is not None and self._has_several:
             record[choice] = None
+        calls = _calls.get()
+        if calls is not None and implementation is None:
+            calls[self.name, call] = choice
         return chosen
 
     @property
@@ -152,6 +245,8 @@ class Operation(Generic[CallT]):
 
     def _best(self, call: CallT, *, measure: bool = True) -> tuple[Implementation[CallT], Choice]:
         candidates = self.candidates(call)
+        if not candidates and self.refusal is not None:
+            raise KernelError(self.refusal(call))
         if not candidates:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.explain(call).items())
             raise KernelError(f"{self.name}: no implementation can run {call}: {reasons}")
@@ -164,20 +259,21 @@ class Operation(Generic[CallT]):
 
     def _measured(
         self, call: CallT, able: tuple[Implementation[CallT], ...], *, measure: bool
-    ) -> choices.Measured:
+    ) -> choices.Kept:
         """Return what is known of the speed of `able`, measuring where that is wanted."""
+        able = tuple(one for one in able if one.alone) if able[0].alone else able[:1]
         if len(able) == 1 or (call.platform == "tpu" and not measure):
-            return choices.Measured()  # a planner must not take the TPU from its compiler
+            return choices.Kept()  # a planner must not take the TPU from its compiler
         if jax.process_count() > 1 or call.platform != jax.default_backend():
-            return choices.Measured()  # processes must not differ
+            return choices.Kept()  # processes must not differ
         found = choices.lookup(self.name, call)
         if found is None and measure and tuning.wanted():
             contestants = {c.name: functools.partial(self.benchmark, call, c.run) for c in able}
             found = choices.record(self.name, call, *tuning.race(self.name, contestants))
-        return found or choices.Measured()
+        return found or choices.Kept()
 
     def _declined(
-        self, call: CallT, best: Implementation[CallT], measured: choices.Measured
+        self, call: CallT, best: Implementation[CallT], measured: choices.Kept
     ) -> tuple[tuple[str, str], ...]:
         found = []
         for one in self.implementations:
@@ -202,6 +298,30 @@ class Operation(Generic[CallT]):
                 )
         known = ", ".join(i.name for i in self.implementations)
         raise KernelError(f"{self.name}: implementation={name!r} is unknown; use one of: {known}")
+
+
+def register(operation: Operation[CallT]) -> Operation[CallT]:
+    """Let `fornax kernels` list, measure and tune an operation; returns it.
+
+    Raises:
+        KernelError: another operation has the name, or the class of its calls is not given.
+    """
+    if operation.call is None:
+        raise KernelError(
+            f"{operation.name} is measured in a process of its own, which makes its calls from "
+            "their fields; give Operation(call=...), the dataclass that describes them"
+        )
+    if _operations.setdefault(operation.name, operation) is not operation:
+        raise KernelError(
+            f"there is an operation {operation.name!r} already; choose another name than "
+            f"{', '.join(_operations)}"
+        )
+    return operation
+
+
+def operations() -> Mapping[str, "Operation[Any]"]:
+    """Every operation with a choice of implementations, by name."""
+    return MappingProxyType(_operations)
 
 
 def current_platform() -> str:

@@ -13,6 +13,7 @@ import jax
 __all__ = ["autotuning", "race", "wanted"]
 
 _ROUNDS = 3
+_LEAST_SECONDS = 0.01
 
 _log = logging.getLogger("fornax.kernels")
 
@@ -41,7 +42,10 @@ def wanted() -> bool:
 
 
 def race(
-    operation: str, contestants: Mapping[str, Callable[[], Callable[[], object]]]
+    operation: str,
+    contestants: Mapping[str, Callable[[], Callable[[], object]]],
+    *,
+    begins: Callable[[str], object] = lambda name: None,
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Measure contestants against each other in a few interleaved turns.
 
@@ -52,12 +56,13 @@ def race(
         operation: what is measured, for the log.
         contestants: name to a function that prepares the inputs and returns another, which does
             the work once and returns its arrays. One that raises is out, and the others go on.
+        begins: told the name before each turn of a contestant.
 
     Returns:
         The least seconds of each contestant that ran, and the error of each that raised.
     """
     with ThreadPoolExecutor(1) as thread:
-        seconds, failures = thread.submit(_race, contestants).result()
+        seconds, failures = thread.submit(_race, contestants, begins).result()
     for name, failure in failures.items():
         _log.warning("measuring %s: %s failed and is left out: %s", operation, name, failure)
     return seconds, failures
@@ -65,12 +70,14 @@ def race(
 
 def _race(
     contestants: Mapping[str, Callable[[], Callable[[], object]]],
+    begins: Callable[[str], object],
 ) -> tuple[dict[str, float], dict[str, str]]:
     seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
     running: dict[str, Callable[[], Any]] = {}
     for turn in range(1 + _ROUNDS):
         for name in [n for n in contestants if n not in failures]:
+            begins(name)
             try:
                 if not turn:  # prepares and compiles
                     running[name] = contestants[name]()
@@ -85,9 +92,14 @@ def _race(
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(work())
-    return time.perf_counter() - start
+    """Of one run; the mean of many where one is too short for a clock."""
+    runs, start = 0, time.perf_counter()
+    while True:
+        jax.block_until_ready(work())
+        runs += 1
+        taken = time.perf_counter() - start
+        if taken > _LEAST_SECONDS:
+            return taken / runs
 
 
 def _first_line(error: Exception) -> str:

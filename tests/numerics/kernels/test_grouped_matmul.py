@@ -162,6 +162,31 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["few rows", "some without rows, and padding"])
+def test_a_layer_of_a_stack_is_read_in_place(case: str, stored: str, implementation: str) -> None:
+    """x is rounded as the matrices are; sums, and what the native kernel gives back, are not."""
+    x, w, dy = _arrays(case)
+    sizes = CASES[case][3]
+    stack_LEKN = jnp.asarray(np.stack([w * 0, w, w * np.nan]), stored)
+    narrow = jnp.asarray(x, stored), stack_LEKN[1], dy
+
+    @jax.jit
+    def product(x: jax.Array, stack: jax.Array, layer: jax.Array, sizes: jax.Array) -> jax.Array:
+        weight = kernels.GroupedWeight(values_LEKN=stack).at(layer)
+        return kernels.grouped_matmul(x, weight, sizes, implementation=implementation)
+
+    found = product(jnp.asarray(x, jnp.float32), stack_LEKN, jnp.int32(1), jnp.asarray(sizes))
+    assert found.dtype == jnp.float32
+    tolerance = 1e-4 if "float32" in (stored, _unrounded(implementation)) else 2.0**-8
+    expected = _expected(narrow, sizes)[0]
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=1e-3)
+
+
+def _unrounded(implementation: str) -> str:
+    return "float32" if implementation == "native" else ""
+
+
 def _layers(implementation: str | None) -> Callable[..., jax.Array]:
     """A loss through three scanned layers under remat, each a product there and one back."""
 

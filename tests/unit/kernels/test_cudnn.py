@@ -118,6 +118,7 @@ def _call(batch: int, length: int, **changes: Any) -> kernels.AttentionCall:
         balanced=False,
         segments=True,
         length_shards=1,
+        exchange="auto",
     )
     return kernels.AttentionCall(**{**vars(call), **changes})
 

@@ -185,11 +185,23 @@ def test_measures_one_device_s_share_of_a_mesh() -> None:
 def test_measures_a_share_of_a_divided_length() -> None:
     q_BTNH = jnp.ones((2, 2048, 2, 8))
     with use_mesh(make_mesh(MeshConfig(fsdp=1, context=8))), autotuning():
-        jax.jit(lambda q: kernels.attention(q, q, q, scale=1.0))(q_BTNH)
+        jax.jit(lambda q: kernels.attention(q, q, q, scale=1.0, exchange="all_gather"))(q_BTNH)
     (path,) = choices.path_of("attention", Call(1)).parent.iterdir()
     kept = json.loads(path.read_text())
     assert kept["failures"] == {}
     assert set(kept["seconds"]) == {"blockwise", "xla"}
+
+
+def test_what_needs_other_devices_is_taken_by_its_place() -> None:
+    """A ring, where nothing before it can run: no share of it could be timed."""
+    q_BTNH = jnp.ones((2, 64, 2, 8))
+    mesh = make_mesh(MeshConfig(fsdp=1, context=8))
+    with use_mesh(mesh), autotuning(), kernels.recording_choices() as made:
+        jax.eval_shape(lambda q: kernels.attention(q, q, q, scale=1.0), q_BTNH)
+    (choice,) = made
+    assert choice.implementation == "ring"
+    assert [name for name, _ in choice.declined] == ["native"]
+    assert not choices.path_of("attention", Call(1)).parent.exists()
 
 
 def test_a_choice_says_why_what_is_preferred_declined() -> None:
@@ -228,3 +240,35 @@ def test_target_platform_changes_who_can_run() -> None:
         kernels.target_platform("npu"),
     ):
         pass
+
+
+def test_another_implementation_stands_where_it_is_put() -> None:
+    operation = _operation()
+    operation.add(Implementation("first", print, lambda call: None))
+    operation.add(Implementation("middle", print, _small_only), before="any")
+    assert [one.name for one in operation.implementations] == ["first", "small", "middle", "any"]
+    assert operation.choose(Call(1)).name == "first"
+    with pytest.raises(KernelError, match="has an implementation 'any' already"):
+        operation.add(Implementation("any", print, lambda call: None))
+    with pytest.raises(KernelError, match="before='last' is unknown; use one of: first, small"):
+        operation.add(Implementation("other", print, lambda call: None), before="last")
+
+
+def test_names_are_taken_once_and_calls_need_their_class() -> None:
+    with pytest.raises(KernelError, match="there is an operation 'attention' already"):
+        kernels.register(Operation("attention", (), _benchmark, call=Call))
+    with pytest.raises(KernelError, match="give Operation"):
+        kernels.register(_operation())
+    assert kernels.operations()["attention"] is kernels.attention_operation
+
+
+def test_calls_that_leave_the_choice_open_are_recorded_once() -> None:
+    operation = _operation()
+    with kernels.recording_calls() as found:
+        for size in (1, 50, 1):
+            operation.choose(Call(size))
+        operation.choose(Call(2), "any")
+    assert {call: choice.implementation for (_, call), choice in found.items()} == {
+        Call(1): "small",
+        Call(50): "any",
+    }

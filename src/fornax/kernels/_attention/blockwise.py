@@ -9,40 +9,31 @@ G query heads per key head, H head width.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fornax.kernels._attention.call import AttentionCall, AttentionInputs, fill
+from fornax.kernels._attention.call import AttentionCall, AttentionInputs, ScoreOptions, fill
 from fornax.kernels._attention.dense import visible
 
-__all__ = ["blockwise", "declines"]
+__all__ = ["BLOCK", "attend_blocks", "blockwise", "declines", "pull_blocks"]
 
-_BLOCK = 256
+BLOCK = 256
 _LOWEST = -1e30
 
 
 def declines(call: AttentionCall) -> str | None:
     """Say why going by blocks is not for `call`."""
-    if call.queries * call.keys <= (2 * _BLOCK) ** 2:
+    if call.queries * call.keys <= (2 * BLOCK) ** 2:
         return f"a score matrix of {call.queries} x {call.keys} is small enough to make whole"
     return None
 
 
-@dataclass(frozen=True)
-class _Options:
-    scale: float
-    softcap: float | None
-    window: int | None
-    causal: bool
-
-
 def blockwise(inputs: AttentionInputs) -> jax.Array:
     """Compute attention by blocks of keys; the products take the inputs' dtype."""
-    options = _Options(inputs.scale, inputs.softcap, inputs.window, inputs.causal)
+    options = inputs.score_options
     B, T, N, H = inputs.q_BTNH.shape
     K = inputs.k_BSKH.shape[2]
     dtype = jnp.promote_types(inputs.q_BTNH.dtype, jnp.float32)
@@ -57,9 +48,9 @@ def blockwise(inputs: AttentionInputs) -> jax.Array:
 def _blocks(array: jax.Array) -> jax.Array:
     """Cut the second axis into blocks, padded with zeros (which is segment 0): [n, B, C, ...]."""
     B, S = array.shape[:2]
-    padding = -S % _BLOCK
+    padding = -S % BLOCK
     array = jnp.pad(array, [(0, 0), (0, padding), *[(0, 0)] * (array.ndim - 2)])
-    return jnp.moveaxis(array.reshape(B, -1, _BLOCK, *array.shape[2:]), 1, 0)
+    return jnp.moveaxis(array.reshape(B, -1, BLOCK, *array.shape[2:]), 1, 0)
 
 
 def _joined(blocks: jax.Array, S: int) -> jax.Array:
@@ -68,7 +59,7 @@ def _joined(blocks: jax.Array, S: int) -> jax.Array:
 
 
 def _scores(
-    options: _Options,
+    options: ScoreOptions,
     q_BTKGH: jax.Array,
     k_BCKH: jax.Array,
     tokens: tuple[jax.Array, ...],
@@ -85,7 +76,7 @@ def _scores(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    options: _Options,
+    options: ScoreOptions,
     q_BTKGH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
@@ -95,14 +86,28 @@ def _attend(
     return _forward(options, q_BTKGH, k_BSKH, v_BSKH, tokens, sinks_KG)[0]
 
 
-def _forward(
-    options: _Options,
+def attend_blocks(
+    options: ScoreOptions,
     q_BTKGH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     tokens: tuple[jax.Array, ...],
     sinks_KG: jax.Array,
-) -> tuple[jax.Array, tuple[Any, ...]]:
+) -> tuple[jax.Array, jax.Array]:
+    """Attend block by block, without a derivative.
+
+    Args:
+        options: of the scores.
+        q_BTKGH: queries.
+        k_BSKH: keys.
+        v_BSKH: values.
+        tokens: int32 positions of queries and of keys, then segment ids of both.
+        sinks_KG: a logit for each query head, -inf for none, in the dtype of the sums.
+
+    Returns:
+        o [B, T, K, G, H] and the log-sum-exp [B, K, G, T], in the dtype of the sums; zeros and the
+        sink, else -1e30, where a query sees no key.
+    """
     B, T, K, G, _ = q_BTKGH.shape
     dtype = sinks_KG.dtype
     positions_q, positions_k, segments_q, segments_k = tokens
@@ -131,19 +136,48 @@ def _forward(
     xs = (_blocks(k_BSKH), _blocks(v_BSKH), _blocks(positions_k), _blocks(segments_k))
     (top, total, out), _ = jax.lax.scan(step, start, xs)
     safe = jnp.where(total == 0, 1, total)
-    o_BTKGH = jnp.moveaxis(out / safe[..., None], 3, 1).astype(q_BTKGH.dtype)
+    return jnp.moveaxis(out / safe[..., None], 3, 1), top + jnp.log(safe)
+
+
+def _forward(
+    options: ScoreOptions,
+    q_BTKGH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    tokens: tuple[jax.Array, ...],
+    sinks_KG: jax.Array,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    o_BTKGH, lse_BKGT = attend_blocks(options, q_BTKGH, k_BSKH, v_BSKH, tokens, sinks_KG)
     # Named, so that a remat policy that saves "attention" need not run the scan again.
-    o_BTKGH = checkpoint_name(o_BTKGH, "attention")
-    lse_BKGT = checkpoint_name(top + jnp.log(safe), "attention")
+    o_BTKGH = checkpoint_name(o_BTKGH.astype(q_BTKGH.dtype), "attention")
+    lse_BKGT = checkpoint_name(lse_BKGT, "attention")
     return o_BTKGH, (q_BTKGH, k_BSKH, v_BSKH, tokens, sinks_KG, o_BTKGH, lse_BKGT)
 
 
-def _backward(options: _Options, saved: tuple[Any, ...], do_BTKGH: jax.Array) -> tuple[Any, ...]:
-    q_BTKGH, k_BSKH, v_BSKH, tokens, sinks_KG, o_BTKGH, lse_BKGT = saved
-    dtype = sinks_KG.dtype
+def pull_blocks(
+    options: ScoreOptions,
+    q_BTKGH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    tokens: tuple[jax.Array, ...],
+    lse_BKGT: jax.Array,
+    delta_BKGT: jax.Array,
+    do_BTKGH: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dq, dk and dv in the dtype of `lse_BKGT`.
+
+    Args:
+        options: of the scores.
+        q_BTKGH: queries.
+        k_BSKH: keys, all that the queries see or some of them.
+        v_BSKH: values.
+        tokens: as `attend_blocks` takes them.
+        lse_BKGT: log-sum-exp of all that the queries see.
+        delta_BKGT: sum of `do_BTKGH` times the whole output.
+        do_BTKGH: the output's gradient.
+    """
+    dtype = lse_BKGT.dtype
     positions_q, positions_k, segments_q, segments_k = tokens
-    give = jnp.sum(do_BTKGH.astype(dtype) * o_BTKGH.astype(dtype), axis=-1)
-    delta_BKGT = jnp.moveaxis(give, 1, 3)
     cap = options.softcap
 
     def step(dq_BTKGH: jax.Array, block: tuple[jax.Array, ...]) -> Any:
@@ -165,15 +199,22 @@ def _backward(options: _Options, saved: tuple[Any, ...], do_BTKGH: jax.Array) ->
     xs = (_blocks(k_BSKH), _blocks(v_BSKH), _blocks(positions_k), _blocks(segments_k))
     dq, (dk, dv) = jax.lax.scan(step, jnp.zeros(q_BTKGH.shape, dtype), xs)
     S = k_BSKH.shape[1]
+    return dq, _joined(dk, S), _joined(dv, S)
+
+
+def _backward(
+    options: ScoreOptions, saved: tuple[Any, ...], do_BTKGH: jax.Array
+) -> tuple[Any, ...]:
+    q_BTKGH, k_BSKH, v_BSKH, tokens, sinks_KG, o_BTKGH, lse_BKGT = saved
+    dtype = sinks_KG.dtype
+    give = jnp.sum(do_BTKGH.astype(dtype) * o_BTKGH.astype(dtype), axis=-1)
+    delta_BKGT = jnp.moveaxis(give, 1, 3)
+    arrays = (q_BTKGH, k_BSKH, v_BSKH)
+    found = pull_blocks(options, *arrays, tokens, lse_BKGT, delta_BKGT, do_BTKGH)
     share_BKGT = jnp.exp(sinks_KG[:, :, None] - lse_BKGT)
     dsinks_KG = -jnp.sum(share_BKGT * delta_BKGT, axis=(0, 3))
-    return (
-        dq.astype(q_BTKGH.dtype),
-        _joined(dk, S).astype(k_BSKH.dtype),
-        _joined(dv, S).astype(v_BSKH.dtype),
-        (None,) * len(tokens),
-        dsinks_KG,
-    )
+    grads = (dx.astype(x.dtype) for dx, x in zip(found, arrays, strict=True))
+    return (*grads, (None,) * len(tokens), dsinks_KG)
 
 
 _attend.defvjp(_forward, _backward)

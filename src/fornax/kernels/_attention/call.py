@@ -4,6 +4,7 @@ Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads,
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,29 @@ from fornax.kernels._attention.sharded import divide
 from fornax.kernels.registry import current_platform
 from fornax.mesh import shards
 
-__all__ = ["AttentionCall", "AttentionInputs", "by_heads", "describe", "fill"]
+__all__ = [
+    "AttentionCall",
+    "AttentionInputs",
+    "Exchange",
+    "ScoreOptions",
+    "by_heads",
+    "describe",
+    "fill",
+]
+
+Exchange = Literal["all_gather", "heads", "ring"]
+"""How devices that divide the length meet the keys of the others: they gather all of them, they
+exchange the length for heads, or they pass them round."""
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What is static about the scores of a call, as `attention` takes it."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+    causal: bool
 
 
 @dataclass(frozen=True)
@@ -45,6 +68,8 @@ class AttentionCall:
     segments: bool
     length_shards: int
     """Devices over which the mesh in use divides the length."""
+    exchange: Exchange | Literal["auto"]
+    """How those devices are to meet the keys of the others; auto where there is one."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +90,12 @@ class AttentionInputs:
     softcap: float | None
     consecutive: bool
     balanced: bool
+    exchange: Exchange | Literal["auto"]
+
+    @property
+    def score_options(self) -> ScoreOptions:
+        """What is static about the scores."""
+        return ScoreOptions(self.scale, self.softcap, self.window, self.causal)
 
 
 def by_heads(call: AttentionCall) -> AttentionCall | str:
@@ -141,6 +172,7 @@ def describe(inputs: AttentionInputs, length_shards: int) -> AttentionCall:
         balanced=inputs.balanced,
         segments=inputs.segment_ids_q_BT is not None,
         length_shards=length_shards,
+        exchange=inputs.exchange if length_shards > 1 else "auto",
     )
 
 
@@ -177,6 +209,10 @@ def _check(inputs: AttentionInputs) -> None:
         raise KernelError(
             f"attention: {T} queries and {S} keys without positions leave open which key comes "
             "before which query; pass positions_q_BT and positions_k_BS"
+        )
+    if inputs.exchange not in (known := ("auto", *get_args(Exchange))):
+        raise KernelError(
+            f"attention: exchange={inputs.exchange!r} is unknown; use one of: {', '.join(known)}"
         )
     if inputs.window is not None and inputs.window < 1:
         raise KernelError(f"attention: window={inputs.window} sees nothing; use 1 or more, or None")

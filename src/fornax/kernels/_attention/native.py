@@ -4,7 +4,6 @@ Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads,
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,10 +12,16 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from fornax.kernels import _native
-from fornax.kernels._attention.call import AttentionCall, AttentionInputs, by_heads, fill
+from fornax.kernels._attention.call import (
+    AttentionCall,
+    AttentionInputs,
+    ScoreOptions,
+    by_heads,
+    fill,
+)
 from fornax.kernels._attention.sharded import over_mesh
 
-__all__ = ["declines", "native"]
+__all__ = ["attend_native", "declines", "native", "pull_native"]
 
 _FEWEST_QUERIES = 8
 """Below this, preparing the keys costs more than XLA's whole product."""
@@ -35,26 +40,19 @@ def declines(call: AttentionCall) -> str | None:
     return _native.unavailable("attention")
 
 
-@dataclass(frozen=True)
-class _Options:
-    scale: float
-    softcap: float | None
-    window: int | None
-    causal: bool
-
-    def attributes(self) -> dict[str, object]:
-        """Return what the kernel takes: 0 stands for none."""
-        return {
-            "scale": np.float32(self.scale),
-            "softcap": np.float32(self.softcap or 0),
-            "window": np.int64(self.window or 0),
-            "causal": np.bool_(self.causal),
-        }
+def _attributes(options: ScoreOptions) -> dict[str, object]:
+    """Return what the kernel takes: 0 stands for none."""
+    return {
+        "scale": np.float32(options.scale),
+        "softcap": np.float32(options.softcap or 0),
+        "window": np.int64(options.window or 0),
+        "causal": np.bool_(options.causal),
+    }
 
 
 def native(inputs: AttentionInputs) -> jax.Array:
     """Compute attention, on each device for its own rows and heads."""
-    options = _Options(inputs.scale, inputs.softcap, inputs.window, inputs.causal)
+    options = inputs.score_options
     tokens = tuple(ids.astype(jnp.int32) for ids in fill(inputs))
     sinks_N = jnp.zeros((0,)) if inputs.sinks_N is None else inputs.sinks_N.astype(jnp.float32)
     attend = functools.partial(_attend, options)
@@ -64,7 +62,7 @@ def native(inputs: AttentionInputs) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    options: _Options,
+    options: ScoreOptions,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
@@ -74,14 +72,28 @@ def _attend(
     return _forward(options, q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)[0]
 
 
-def _forward(
-    options: _Options,
+def attend_native(
+    options: ScoreOptions,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     tokens: tuple[jax.Array, ...],
     sinks_N: jax.Array,
-) -> tuple[jax.Array, tuple[Any, ...]]:
+) -> tuple[jax.Array, jax.Array]:
+    """Run the kernel, without a derivative.
+
+    Args:
+        options: of the scores.
+        q_BTNH: queries.
+        k_BSKH: keys.
+        v_BSKH: values.
+        tokens: int32 positions of queries and of keys, then segment ids of both.
+        sinks_N: float32, a logit for each query head, or empty.
+
+    Returns:
+        o [B, T, N, H] in the dtype of q, and the float32 log-sum-exp [B, N, T]: where a query sees
+        no key they are zeros and the sink, or zeros too where there is none.
+    """
     B, T, N, _ = q_BTNH.shape
     call = jax.ffi.ffi_call(
         "fornax_attention_forward",
@@ -91,22 +103,61 @@ def _forward(
         ),
         vmap_method="sequential",
     )
-    o_BTNH, lse_BNT = call(q_BTNH, k_BSKH, v_BSKH, *tokens, sinks_N, **options.attributes())
-    # Named, so that a remat policy that saves "attention" need not run the kernel again.
-    o_BTNH = checkpoint_name(o_BTNH, "attention")
-    lse_BNT = checkpoint_name(lse_BNT, "attention")
-    return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N, o_BTNH, lse_BNT)
+    o_BTNH, lse_BNT = call(q_BTNH, k_BSKH, v_BSKH, *tokens, sinks_N, **_attributes(options))
+    return o_BTNH, lse_BNT
 
 
-def _backward(options: _Options, saved: tuple[Any, ...], do_BTNH: jax.Array) -> tuple[Any, ...]:
-    q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N, o_BTNH, lse_BNT = saved
+def pull_native(
+    options: ScoreOptions,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    tokens: tuple[jax.Array, ...],
+    lse_BNT: jax.Array,
+    o_BTNH: jax.Array,
+    do_BTNH: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dq, dk and dv in the arrays' dtype.
+
+    Args:
+        options: of the scores.
+        q_BTNH: queries.
+        k_BSKH: keys, all that the queries see or some of them.
+        v_BSKH: values.
+        tokens: as `attend_native` takes them.
+        lse_BNT: float32 log-sum-exp of all that the queries see.
+        o_BTNH: the whole output.
+        do_BTNH: its gradient.
+    """
     call = jax.ffi.ffi_call(
         "fornax_attention_backward",
         tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q_BTNH, k_BSKH, v_BSKH)),
         vmap_method="sequential",
     )
     arrays = (q_BTNH, k_BSKH, v_BSKH, *tokens, lse_BNT, o_BTNH, do_BTNH)
-    dq_BTNH, dk_BSKH, dv_BSKH = call(*arrays, **options.attributes())
+    dq_BTNH, dk_BSKH, dv_BSKH = call(*arrays, **_attributes(options))
+    return dq_BTNH, dk_BSKH, dv_BSKH
+
+
+def _forward(
+    options: ScoreOptions,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    tokens: tuple[jax.Array, ...],
+    sinks_N: jax.Array,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    o_BTNH, lse_BNT = attend_native(options, q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
+    # Named, so that a remat policy that saves "attention" need not run the kernel again.
+    o_BTNH = checkpoint_name(o_BTNH, "attention")
+    lse_BNT = checkpoint_name(lse_BNT, "attention")
+    return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N, o_BTNH, lse_BNT)
+
+
+def _backward(options: ScoreOptions, saved: tuple[Any, ...], do_BTNH: jax.Array) -> tuple[Any, ...]:
+    q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N, o_BTNH, lse_BNT = saved
+    arrays = (q_BTNH, k_BSKH, v_BSKH)
+    dq_BTNH, dk_BSKH, dv_BSKH = pull_native(options, *arrays, tokens, lse_BNT, o_BTNH, do_BTNH)
     dsinks_N = jnp.zeros_like(sinks_N)
     if sinks_N.size:
         delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * o_BTNH.astype(jnp.float32), axis=-1)

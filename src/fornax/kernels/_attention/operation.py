@@ -3,19 +3,33 @@
 Legend: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head width.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fornax.kernels._attention import blockwise, cudnn, native, splash
-from fornax.kernels._attention.call import AttentionCall, AttentionInputs, describe
+from fornax.kernels._attention import blockwise, cudnn, native, ring, splash
+from fornax.kernels._attention.call import AttentionCall, AttentionInputs, Exchange, describe
 from fornax.kernels._attention.dense import dense, reference
-from fornax.kernels.registry import Implementation, Operation
+from fornax.kernels.registry import Implementation, Operation, Work, register
 from fornax.mesh import axes_in_use, shards
 
-__all__ = ["attention", "attention_operation"]
+__all__ = ["EXCHANGES", "attention", "attention_operation"]
+
+EXCHANGES: Mapping[str, Exchange] = {
+    "native": "heads",
+    "splash": "all_gather",
+    "cudnn": "heads",
+    "ring": "ring",
+    "blockwise": "all_gather",
+    "xla": "all_gather",
+    "reference": "all_gather",
+}
+"""How each implementation meets the keys of other devices, where the mesh divides the length."""
 
 
 def benchmark(
@@ -60,6 +74,7 @@ def benchmark(
                 softcap=call.softcap,
                 consecutive=call.consecutive,
                 balanced=False,
+                exchange="auto",
             )
         )
         return jnp.sum(o_BTNH.astype(jnp.float32))
@@ -68,17 +83,85 @@ def benchmark(
     return lambda: step(q_BTNH, k_BSKH, v_BSKH)
 
 
-attention_operation: Operation[AttentionCall] = Operation(
-    "attention",
-    (
-        Implementation("native", native.native, native.declines, platform="cpu"),
-        Implementation("splash", splash.splash, splash.declines, platform="tpu"),
-        Implementation("cudnn", cudnn.cudnn, cudnn.declines, platform="gpu"),
-        Implementation("blockwise", blockwise.blockwise, blockwise.declines),
-        Implementation("xla", dense, lambda call: None),
-        Implementation("reference", reference, lambda call: None),
-    ),
-    benchmark,
+def _work(call: AttentionCall) -> Work:
+    """Two products forward and five backward, which makes the scores again (Dao et al. 2022).
+
+    A causal query of n sees the keys up to its own position, the last n of the keys, and of these
+    the window.
+    """
+    T, S = call.queries // call.length_shards, call.keys
+    H, V, item = call.head_dim, call.value_dim, np.dtype(call.dtype).itemsize
+    first = S - T if not call.balanced else (S - T) // 2
+    at = np.arange(first, first + T, dtype=np.float64)
+    after = np.zeros(T) if call.causal else S - 1 - at
+    before = at
+    if call.window is not None:
+        before, after = np.minimum(at, call.window - 1), np.minimum(after, call.window - 1)
+    pairs = call.batch * call.heads * float(np.sum(before + 1 + after))
+    queries = call.batch * T * call.heads * (H + V)
+    keys = call.batch * S * call.kv_heads * (H + V)
+    # Read forward and backward, its gradient written; of the result the gradient is read.
+    return Work(
+        flops=2 * pairs * ((H + V) + (3 * H + 2 * V)),
+        bytes=float(item * 3 * (queries + keys)),
+        dtype=call.dtype,
+    )
+
+
+def _declines(
+    name: str, of_its_own: Callable[[AttentionCall], str | None], call: AttentionCall
+) -> str | None:
+    if call.exchange not in ("auto", EXCHANGES[name]):
+        return f"its devices meet by {EXCHANGES[name]}, and the call asks for {call.exchange}"
+    return of_its_own(call)
+
+
+def _implementation(
+    name: str,
+    run: Callable[[AttentionInputs], jax.Array],
+    declines: Callable[[AttentionCall], str | None] = lambda call: None,
+    **more: Any,
+) -> Implementation[AttentionCall]:
+    return Implementation(name, run, functools.partial(_declines, name, declines), **more)
+
+
+def _refusal(call: AttentionCall) -> str:
+    """Say why the exchange that a call asks for cannot be had, and which can."""
+
+    def reasons(exchange: Exchange | Literal["auto"]) -> dict[str, str | None]:
+        return {
+            one.name: one.reason(replace(call, exchange=exchange))
+            for one in attention_operation.implementations
+            if EXCHANGES.get(one.name) == exchange and one.platform in (None, call.platform)
+        }
+
+    asked = reasons(call.exchange)
+    why = "; ".join(f"{name}: {reason}" for name, reason in asked.items())
+    able = [one for one in get_args(Exchange) if None in reasons(one).values()]
+    return (
+        f"attention: devices that divide the length cannot meet by {call.exchange} "
+        f"(model.context_exchange) in this call: {why or f'{call.platform} has no such kernel'}; "
+        f"use {' or '.join(['auto', *able])}"
+    )
+
+
+attention_operation: Operation[AttentionCall] = register(
+    Operation(
+        "attention",
+        (
+            _implementation("native", native.native, native.declines, platform="cpu"),
+            _implementation("splash", splash.splash, splash.declines, platform="tpu"),
+            _implementation("cudnn", cudnn.cudnn, cudnn.declines, platform="gpu"),
+            _implementation("ring", ring.ring, ring.declines, alone=False),
+            _implementation("blockwise", blockwise.blockwise, blockwise.declines),
+            _implementation("xla", dense),
+            _implementation("reference", reference),
+        ),
+        benchmark,
+        refusal=_refusal,
+        work=_work,
+        call=AttentionCall,
+    )
 )
 
 
@@ -98,6 +181,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
+    exchange: Exchange | Literal["auto"] = "auto",
     implementation: str | None = None,
 ) -> jax.Array:
     """Attend from every query to the keys it may see.
@@ -125,6 +209,10 @@ def attention(
             `window` away on both sides (not causal).
         softcap: c in s = c tanh(s / c), applied to the scaled scores.
         sinks_N: float logit per query head that takes part in the softmax without a value.
+        exchange: how devices that divide the length meet the keys of the others: `all_gather`
+            (each gathers all keys and values), `heads` (they exchange the length for heads) or
+            `ring` (keys and values are passed round); auto takes the first implementation that can
+            run the call.
         implementation: name of one implementation to run, no other.
 
     Returns:
@@ -132,7 +220,8 @@ def attention(
         backward pass needs of the result carries the checkpoint name "attention".
 
     Raises:
-        KernelError: arguments that do not fit together, or `implementation` cannot run the call.
+        KernelError: arguments that do not fit together, or `implementation` or `exchange` cannot be
+            had in the call.
     """
     inputs = AttentionInputs(
         q_BTNH=q_BTNH,
@@ -149,6 +238,7 @@ def attention(
         softcap=softcap,
         consecutive=consecutive,
         balanced=balanced,
+        exchange=exchange,
     )
     call = describe(inputs, shards(axes_in_use("length")))
     return attention_operation.choose(call, implementation).run(inputs)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from fornax.mesh import axes_in_use, balanced_order, dividing, mesh_in_use, shards
 
-__all__ = ["divide", "over_mesh"]
+__all__ = ["divide", "on_devices", "over_mesh"]
 
 Attend = Callable[
     [jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array],
@@ -54,6 +54,21 @@ def over_mesh(
         sinks_N: one value per query head, or empty.
         balanced: whether tokens lie in balanced order; `attend` has them in order.
     """
+    length = axes_in_use("length")
+    if length:
+        attend = functools.partial(_by_heads, attend, length, shards(length), balanced)
+    return on_devices(attend, q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
+
+
+def on_devices(
+    attend: Attend,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    tokens: tuple[jax.Array, ...],
+    sinks_N: jax.Array,
+) -> jax.Array:
+    """Run `attend` on each device, for its rows, heads and part of the length; as `over_mesh`."""
     mesh = mesh_in_use()
     if mesh is None:
         return attend(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
@@ -61,8 +76,6 @@ def over_mesh(
     length = axes_in_use("length")
     by_head = PartitionSpec(rows, length or None, heads, None)
     by_row = PartitionSpec(rows, length or None)
-    if length:
-        attend = functools.partial(_by_heads, attend, length, shards(length), balanced)
     sinks = PartitionSpec(heads) if sinks_N.size else PartitionSpec()
     return jax.shard_map(
         attend,

@@ -2,5 +2,14 @@
 
 from fornax.kernels._grouped.call import GroupedCall
 from fornax.kernels._grouped.operation import grouped_matmul, grouped_matmul_operation
+from fornax.kernels._grouped.tpu import GroupedTiles, grouped_tiles
+from fornax.kernels._grouped.weight import GroupedWeight
 
-__all__ = ["GroupedCall", "grouped_matmul", "grouped_matmul_operation"]
+__all__ = [
+    "GroupedCall",
+    "GroupedTiles",
+    "GroupedWeight",
+    "grouped_matmul",
+    "grouped_matmul_operation",
+    "grouped_tiles",
+]

@@ -20,6 +20,8 @@ __all__ = ["blockwise"]
 
 _BLOCK = 128
 _SMALLEST = 8
+_OPEN = 32
+"""Where the number of rows is open, as in an exported function."""
 
 
 def _over_blocks(
@@ -45,6 +47,8 @@ def _over_blocks(
 
 def _block_of(rows: int, groups: int) -> int:
     """Return the rows of a block: about those of a group, so that few are filled up."""
+    if not isinstance(rows, int):
+        return _OPEN
     mean = max(1, rows // groups)
     return min(_BLOCK, max(_SMALLEST, 1 << (mean - 1).bit_length()))
 

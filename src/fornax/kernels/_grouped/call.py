@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fornax.config.errors import KernelError
+from fornax.kernels._grouped.weight import GroupedWeight
 from fornax.kernels.registry import current_platform
 from fornax.mesh import mesh_in_use
 
@@ -35,7 +36,7 @@ class GroupedInputs:
     """The arrays of one call."""
 
     x_MK: jax.Array
-    w_EKN: jax.Array
+    w_EKN: jax.Array | GroupedWeight
     sizes_E: jax.Array
 
 
@@ -56,6 +57,8 @@ def describe(inputs: GroupedInputs) -> GroupedCall:
         KernelError: shapes or dtypes that do not fit together.
     """
     x, w, sizes = inputs.x_MK, inputs.w_EKN, inputs.sizes_E
+    if isinstance(w, GroupedWeight) and w.layer is None:
+        raise KernelError(f"grouped_matmul: w{w.shape} is a stack of layers; take one with at()")
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise KernelError(
             f"grouped_matmul: x{x.shape} and w{w.shape} must be [M, K] and [E, K, N] with one K"
@@ -65,7 +68,8 @@ def describe(inputs: GroupedInputs) -> GroupedCall:
             f"grouped_matmul: group_sizes{sizes.shape} of {sizes.dtype} must be int32, one "
             f"for each of the {w.shape[0]} matrices of w"
         )
-    if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+    wide = isinstance(w, GroupedWeight) and x.dtype == jnp.float32
+    if not (wide or x.dtype == w.dtype) or not jnp.issubdtype(w.dtype, jnp.floating):
         raise KernelError(
             f"grouped_matmul: x is {x.dtype} and w {w.dtype}; use one floating dtype for both"
         )
@@ -75,7 +79,7 @@ def describe(inputs: GroupedInputs) -> GroupedCall:
         groups=w.shape[0],
         inputs=w.shape[1],
         outputs=w.shape[2],
-        dtype=jnp.dtype(x.dtype).name,
+        dtype=jnp.dtype(w.dtype).name,
         devices=_devices(),
     )
 

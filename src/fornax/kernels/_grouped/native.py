@@ -4,12 +4,14 @@ Legend: M rows, E groups, K inputs, N outputs.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fornax.kernels import _native
 from fornax.kernels._grouped.call import GroupedCall, GroupedProducts
+from fornax.kernels._grouped.weight import GroupedWeight
 
-__all__ = ["declines", "native"]
+__all__ = ["declines", "native", "of_layer"]
 
 
 def declines(call: GroupedCall) -> str | None:
@@ -24,7 +26,15 @@ def declines(call: GroupedCall) -> str | None:
 def _by_group(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, transposed: bool) -> jax.Array:
     y_MN = jax.ShapeDtypeStruct((x_MK.shape[0], w.shape[1 if transposed else 2]), x_MK.dtype)
     call = jax.ffi.ffi_call("fornax_grouped_matmul", y_MN, vmap_method="sequential")
-    return call(x_MK, w, sizes_E, transposed=np.bool_(transposed))
+    return call(x_MK, w, sizes_E, jnp.int32(0), transposed=np.bool_(transposed))
+
+
+def of_layer(x_MK: jax.Array, w: GroupedWeight, sizes_E: jax.Array) -> jax.Array:
+    """Return y [M, N] in the dtype of x, which is rounded to that of the matrices."""
+    y_MN = jax.ShapeDtypeStruct((x_MK.shape[0], w.shape[2]), x_MK.dtype)
+    call = jax.ffi.ffi_call("fornax_grouped_matmul", y_MN, vmap_method="sequential")
+    narrow_MK = x_MK.astype(w.dtype)
+    return call(narrow_MK, w.values_LEKN, sizes_E, w.layer, transposed=np.bool_(False))
 
 
 def _outer(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:

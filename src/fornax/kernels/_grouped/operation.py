@@ -3,6 +3,7 @@
 Legend: M rows, E groups, K inputs, N outputs.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,19 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from fornax.kernels._grouped import native, ragged, tpu
+from fornax.kernels._grouped import hopper, native, ragged, tpu
 from fornax.kernels._grouped.blockwise import blockwise
 from fornax.kernels._grouped.call import GroupedCall, GroupedInputs, GroupedProducts, describe
 from fornax.kernels._grouped.reference import reference
+from fornax.kernels._grouped.weight import GroupedWeight
 from fornax.kernels._linear import LINEAR_OUTPUT
-from fornax.kernels.registry import Implementation, Operation
+from fornax.kernels.registry import Implementation, Operation, Work, register
 
 __all__ = ["grouped_matmul", "grouped_matmul_operation"]
 
 
 def grouped_matmul(
     x_MK: jax.Array,
-    w_EKN: jax.Array,
+    w_EKN: jax.Array | GroupedWeight,
     group_sizes_E: jax.Array,
     *,
     implementation: str | None = None,
@@ -36,7 +38,8 @@ def grouped_matmul(
 
     Args:
         x_MK: rows sorted by group; one floating dtype for x and w.
-        w_EKN: a matrix for each group.
+        w_EKN: a matrix for each group; of a `GroupedWeight`, which is only read, x may be float32
+            whatever its dtype: it is rounded to it.
         group_sizes_E: int32 rows of each group, 0 or more, with a sum of at most M. Rows beyond it
             are padding: whatever they hold, they are zeros in y and get a gradient of zeros.
         implementation: name of one implementation to run, no other.
@@ -82,7 +85,30 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _run(products: GroupedProducts) -> Callable[[GroupedInputs], jax.Array]:
-    return lambda inputs: _multiply(products, inputs.x_MK, inputs.w_EKN, inputs.sizes_E)
+    def run(inputs: GroupedInputs) -> jax.Array:
+        assert not isinstance(inputs.w_EKN, GroupedWeight)
+        return _multiply(products, inputs.x_MK, inputs.w_EKN, inputs.sizes_E)
+
+    return run
+
+
+def _native(inputs: GroupedInputs) -> jax.Array:
+    if isinstance(inputs.w_EKN, GroupedWeight):
+        return native.of_layer(inputs.x_MK, inputs.w_EKN, inputs.sizes_E)
+    return _run(native.native)(inputs)
+
+
+def _sliced(run: Callable[[GroupedInputs], jax.Array]) -> Callable[[GroupedInputs], jax.Array]:
+    """`run`, which takes arrays alone, for a layer's matrices too."""
+
+    def of_slice(inputs: GroupedInputs) -> jax.Array:
+        x_MK, w = inputs.x_MK, inputs.w_EKN
+        if not isinstance(w, GroupedWeight):
+            return run(inputs)
+        narrow = dataclasses.replace(inputs, x_MK=x_MK.astype(w.dtype), w_EKN=w.array())
+        return run(narrow).astype(x_MK.dtype)
+
+    return of_slice
 
 
 def _benchmark(
@@ -103,14 +129,32 @@ def _benchmark(
     return lambda: step(x_MK, w_EKN)
 
 
-grouped_matmul_operation: Operation[GroupedCall] = Operation(
-    "grouped_matmul",
-    (
-        Implementation("native", _run(native.native), native.declines, platform="cpu"),
-        Implementation("megablox", _run(tpu.megablox), tpu.declines, platform="tpu"),
-        Implementation("ragged_dot", _run(ragged.ragged_dot), ragged.declines),
-        Implementation("blockwise", _run(blockwise), lambda call: None),
-        Implementation("reference", reference, lambda call: None),
-    ),
-    _benchmark,
+def _work(call: GroupedCall) -> Work:
+    """The product and its two gradients; rows, matrices and both gradients moved."""
+    M, K, N = call.rows, call.inputs, call.outputs
+    item = np.dtype(call.dtype).itemsize
+    # Rows and matrices are read forward and backward, and so is the gradient of the result.
+    moved = 3 * (M * K + call.groups * K * N) + 3 * M * N
+    return Work(flops=6.0 * M * K * N, bytes=float(item * moved), dtype=call.dtype)
+
+
+grouped_matmul_operation: Operation[GroupedCall] = register(
+    Operation(
+        "grouped_matmul",
+        (
+            Implementation("native", _native, native.declines, platform="cpu"),
+            Implementation("megablox", _sliced(_run(tpu.megablox)), tpu.declines, platform="tpu"),
+            Implementation(
+                "tokamax", _sliced(_run(hopper.tokamax)), hopper.declines, platform="gpu"
+            ),
+            Implementation(
+                "ragged_dot", _sliced(_run(ragged.ragged_dot)), ragged.declines, on=("gpu", "tpu")
+            ),
+            Implementation("blockwise", _sliced(_run(blockwise)), lambda call: None),
+            Implementation("reference", _sliced(reference), lambda call: None),
+        ),
+        _benchmark,
+        work=_work,
+        call=GroupedCall,
+    )
 )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fornax.kernels._grouped.call import GroupedInputs
+from fornax.kernels._grouped.weight import GroupedWeight
 
 __all__ = ["reference"]
 
@@ -15,6 +16,7 @@ __all__ = ["reference"]
 def reference(inputs: GroupedInputs) -> jax.Array:
     """Multiply all rows by every matrix, in float64 for float64 inputs, else float32."""
     x_MK, w_EKN = inputs.x_MK, inputs.w_EKN
+    assert not isinstance(w_EKN, GroupedWeight)
     wide = jnp.promote_types(x_MK.dtype, jnp.float32)
     rows_M, ends_E = jnp.arange(x_MK.shape[0]), jnp.cumsum(inputs.sizes_E)
     group_M1 = jnp.searchsorted(ends_E, rows_M, side="right")[:, None]

@@ -6,18 +6,43 @@ with the rows. They leave rows beyond the last group as memory was, which is mas
 Legend: M rows, E groups, K inputs, N outputs.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
 from fornax.kernels._grouped.call import GroupedCall, GroupedProducts
 from fornax.kernels.registry import interpreting
 
-__all__ = ["declines", "megablox"]
+__all__ = ["GroupedTiles", "declines", "grouped_tiles", "megablox"]
 
 _LANES = 128
 _MOST_ROWS = 512
 _MOST_BYTES = 2048
 """Of a line of a tile: its operands, result and sums fit a core's default share of fast memory."""
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """What one step of the kernels multiplies; of the product of rows with rows, the sum is over
+    `rows`, and the other two are its result's."""
+
+    rows: int
+    contracted: int
+    columns: int
+
+
+def grouped_tiles(
+    rows: int, groups: int, contracted: int, columns: int, *, itemsize: int
+) -> GroupedTiles:
+    """The tiles of a product [rows, contracted] x [groups, contracted, columns].
+
+    Of rows not many more than a group has, because groups share tiles; of the other sides all, or
+    the largest multiple of 128 that divides them.
+    """
+    return GroupedTiles(
+        _tile_of_rows(rows, groups), _tile_of(contracted, itemsize), _tile_of(columns, itemsize)
+    )
 
 
 def declines(call: GroupedCall) -> str | None:
@@ -33,14 +58,14 @@ def _by_group(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, transposed: boo
     # Imported here: it pulls in Mosaic, which nobody else needs.
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    rows, N = x_MK.shape[0], w.shape[1 if transposed else 2]
-    tile = _tile_of_rows(rows, w.shape[0])
+    (rows, K), N = x_MK.shape, w.shape[1 if transposed else 2]
+    tiles = grouped_tiles(rows, w.shape[0], K, N, itemsize=x_MK.dtype.itemsize)
     y_MN = gmm(
-        _filled_up(x_MK, tile),
+        _filled_up(x_MK, tiles.rows),
         w,
         sizes_E,
         preferred_element_type=x_MK.dtype,
-        tiling=(tile, _tile_of(x_MK.shape[1], x_MK), _tile_of(N, x_MK)),
+        tiling=(tiles.rows, tiles.contracted, tiles.columns),
         transpose_rhs=transposed,
         interpret=interpreting(),
     )[:rows]
@@ -50,13 +75,14 @@ def _by_group(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, transposed: boo
 def _outer(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    tile = _tile_of_rows(x_MK.shape[0], sizes_E.shape[0])
+    (rows, K), N = x_MK.shape, y_MN.shape[1]
+    tiles = grouped_tiles(rows, len(sizes_E), K, N, itemsize=x_MK.dtype.itemsize)
     return tgmm(
-        _filled_up(x_MK, tile).T,
-        _filled_up(y_MN, tile),
+        _filled_up(x_MK, tiles.rows).T,
+        _filled_up(y_MN, tiles.rows),
         sizes_E,
         preferred_element_type=x_MK.dtype,
-        tiling=(tile, _tile_of(x_MK.shape[1], x_MK), _tile_of(y_MN.shape[1], x_MK)),
+        tiling=(tiles.rows, tiles.contracted, tiles.columns),
         interpret=interpreting(),
     )
 
@@ -66,14 +92,12 @@ def _filled_up(x_MK: jax.Array, tile: int) -> jax.Array:
 
 
 def _tile_of_rows(rows: int, groups: int) -> int:
-    """Return the rows of a tile: not many more than a group has, because groups share tiles."""
     mean = -(-rows // groups)
     return min(_MOST_ROWS, max(_LANES, 1 << (mean - 1).bit_length()))
 
 
-def _tile_of(size: int, array: jax.Array) -> int:
-    """Return how much of an axis is a tile: all, or the largest multiple of 128 that divides it."""
-    most = _MOST_BYTES // array.dtype.itemsize
+def _tile_of(size: int, itemsize: int) -> int:
+    most = _MOST_BYTES // itemsize
     if size <= most:
         return size
     dividing = [tile for tile in range(_LANES, most + 1, _LANES) if size % tile == 0]

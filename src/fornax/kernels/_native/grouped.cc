@@ -1,6 +1,7 @@
 // Products of consecutive groups of rows, each with the matrix of its group, and their gradients.
 //
-// Letters: M rows, E groups, K inputs, N outputs; x [M, K], w [E, K, N], y [M, N], sizes [E].
+// Letters: L layers, M rows, E groups, K inputs, N outputs; x [M, K], w [E, K, N], y [M, N], sizes [E].
+// w may also be a stack [L, E, K, N], of which one layer is read where it lies.
 //
 // Every product here is c = a b by tasks of some rows and columns of c of one group. A task copies
 // blocks of a and b into its thread's second cache, in the order in which they are multiplied, so
@@ -345,7 +346,8 @@ struct WideLines {
     }
   }
 
-  static void put(const float* line, int64_t columns, T* to) {
+  template <typename Out>
+  static void put(const float* line, int64_t columns, Out* to) {
     if constexpr (kPairs) {
       for (int64_t j = 0; j < columns; ++j) {
         narrow(line[j / kStep * kStep + j % 2 * kLanes + j % kStep / 2], to + j);
@@ -401,7 +403,8 @@ struct NarrowLines {
     }
   }
 
-  static void put(float* line, int64_t columns, Half* to) {
+  template <typename Out>
+  static void put(float* line, int64_t columns, Out* to) {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int64_t j = 0; j < columns; j += kStep) {
@@ -440,11 +443,11 @@ void add_lines(int64_t rows, const float* a, int64_t a_row, const T* b, int64_t 
 }
 
 // One product c [rows, columns] = a b, summed over `depth`; c in rows `c_row` apart.
-template <typename T>
+template <typename T, typename Out = T>
 struct Product {
   Operand<T> a, b;
   int64_t depth;
-  T* c;
+  Out* c;
   int64_t c_row;
 
   void run(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
@@ -475,7 +478,7 @@ struct Product {
         engine.multiply(columns, some, sums, first > 0, after(left, right, first));
       }
       for (int64_t i = 0; i < height; ++i) {
-        T* line = c + (top + i) * c_row + left;
+        Out* line = c + (top + i) * c_row + left;
         for (int64_t j = 0; j < columns; j += Engine::kPanel) {
           put_line(sums + (j * engine.rows) + i * Engine::kPanel,
                    std::min(Engine::kPanel, columns - j), line + j);
@@ -579,28 +582,31 @@ class Tasks {
   std::vector<Task> all_;
 };
 
-template <typename T>
+template <typename T, typename Out>
 void multiply(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
-              const int32_t* sizes, bool transposed, ffi::AnyBuffer& y) {
-  const int64_t M = x.dimensions()[0], K = x.dimensions()[1], E = w.dimensions()[0];
-  const int64_t N = y.dimensions()[1];
+              const int32_t* sizes, int64_t layer, bool transposed, ffi::AnyBuffer& y) {
+  const int64_t M = x.dimensions()[0], K = x.dimensions()[1];
+  const auto sizes_of_w = w.dimensions();
+  const bool stacked = sizes_of_w.size() == 4;
+  const int64_t E = sizes_of_w[stacked ? 1 : 0], N = y.dimensions()[1];
+  layer = std::clamp<int64_t>(layer, 0, stacked ? sizes_of_w[0] - 1 : 0);
   const auto* rows = static_cast<const T*>(x.untyped_data());
-  const auto* matrices = static_cast<const T*>(w.untyped_data());
-  auto* to = static_cast<T*>(y.untyped_data());
+  const auto* matrices = static_cast<const T*>(w.untyped_data()) + layer * E * K * N;
+  auto* to = static_cast<Out*>(y.untyped_data());
   const std::vector<int64_t> edge = edges(sizes, E, M);
   Tasks tasks;
   for (int64_t e = 0; e < E; ++e) tasks.add(e, edge[e + 1] - edge[e], N);
   const std::vector<Task>& list = tasks.divided(pool.num_threads());
   share_rows(pool, M, static_cast<int64_t>(list.size()), [&](int64_t i) {
     const Task& t = list[i];
-    const Product<T> product = {{rows + edge[t.group] * K, K, false},
-                                {matrices + t.group * K * N, transposed ? K : N, transposed},
-                                K,
-                                to + edge[t.group] * N,
-                                N};
+    const Product<T, Out> product = {{rows + edge[t.group] * K, K, false},
+                                     {matrices + t.group * K * N, transposed ? K : N, transposed},
+                                     K,
+                                     to + edge[t.group] * N,
+                                     N};
     product.run(t.top, t.bottom, t.left, t.right);
   });
-  std::memset(static_cast<void*>(to + edge[E] * N), 0, (M - edge[E]) * N * sizeof(T));
+  std::memset(static_cast<void*>(to + edge[E] * N), 0, (M - edge[E]) * N * sizeof(Out));
 }
 
 template <typename T>
@@ -632,10 +638,12 @@ void multiply_outer(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::A
 }
 
 ffi::Error matmul_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                       ffi::Buffer<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y,
-                       bool transposed) {
-  const auto of = x.element_type() == ffi::F32 ? multiply<float> : multiply<Half>;
-  of(pool, x, w, sizes.typed_data(), transposed, *y);
+                       ffi::Buffer<ffi::S32> sizes, ffi::BufferR0<ffi::S32> layer,
+                       ffi::Result<ffi::AnyBuffer> y, bool transposed) {
+  const auto of = x.element_type() == ffi::F32   ? multiply<float, float>
+                  : y->element_type() == ffi::F32 ? multiply<Half, float>
+                                                  : multiply<Half, Half>;
+  of(pool, x, w, sizes.typed_data(), *layer.typed_data(), transposed, *y);
   return ffi::Error::Success();
 }
 
@@ -655,6 +663,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_grouped_matmul, fornax::matmul_call,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<bool>("transposed"));
 

@@ -13,7 +13,7 @@ from fornax.config.errors import KernelError
 from fornax.kernels._paged_attention import native
 from fornax.kernels._paged_attention.call import WriteCall
 from fornax.kernels._paged_attention.sharded import write_over_mesh
-from fornax.kernels.registry import Implementation, Operation, current_platform
+from fornax.kernels.registry import Implementation, Operation, Work, current_platform, register
 
 __all__ = ["copy_pages", "paged_write", "paged_write_operation"]
 
@@ -50,13 +50,24 @@ def _benchmark(call: WriteCall, run: Callable[..., jax.Array]) -> Callable[[], o
     return work
 
 
-paged_write_operation: Operation[WriteCall] = Operation(
-    "paged_write",
-    (
-        Implementation("native", native.write, native.declines_write, platform="cpu"),
-        Implementation("xla", scatter, lambda call: None),
-    ),
-    _benchmark,
+def _work(call: WriteCall) -> Work:
+    """Keys and values read, and written."""
+    numbers = call.tokens * call.kv_heads * call.head_dim * (1 if call.shared else 2)
+    items = jnp.dtype(call.dtype).itemsize + jnp.dtype(call.cache_dtype).itemsize
+    return Work(flops=0.0, bytes=float(numbers * items), dtype=call.dtype)
+
+
+paged_write_operation: Operation[WriteCall] = register(
+    Operation(
+        "paged_write",
+        (
+            Implementation("native", native.write, native.declines_write, platform="cpu"),
+            Implementation("xla", scatter, lambda call: None),
+        ),
+        _benchmark,
+        work=_work,
+        call=WriteCall,
+    )
 )
 
 

@@ -15,7 +15,7 @@ from fornax.kernels._paged_attention import blockwise, native, tpu
 from fornax.kernels._paged_attention.call import PagedCall, PagedInputs, PreparedAttention, describe
 from fornax.kernels._paged_attention.reference import reference
 from fornax.kernels._paged_attention.sharded import over_mesh
-from fornax.kernels.registry import Implementation, Operation
+from fornax.kernels.registry import Implementation, Operation, Work, register
 
 __all__ = ["paged_attention", "paged_attention_operation", "prepare_paged_attention"]
 
@@ -64,15 +64,40 @@ def benchmark(call: PagedCall, run: Callable[[PagedInputs], jax.Array]) -> Calla
     return lambda: step(q_TNH, kv_LPSCH)
 
 
-paged_attention_operation: Operation[PagedCall] = Operation(
-    "paged_attention",
-    (
-        Implementation("native", native.native, native.declines, platform="cpu"),
-        Implementation("pallas_tpu", tpu.tpu, tpu.declines, platform="tpu"),
-        Implementation("xla", blockwise.blockwise, lambda call: None),
-        Implementation("reference", reference, lambda call: None),
-    ),
-    benchmark,
+def _work(call: PagedCall) -> Work:
+    """Scores and sums of what `benchmark` asks for, whose rows have equally long contexts."""
+    rows, S = min(call.rows, call.tokens), call.page_size
+    context = min(call.table_width, max(1, _LONGEST // S)) * S
+    of_row = -(-call.tokens // rows) if rows else 0
+    context = max(context, of_row)
+    # A row's tokens are the last of its context.
+    pairs = call.tokens * (context - (of_row - 1) / 2)
+    if call.window is not None:
+        pairs = min(pairs, float(call.tokens * call.window))
+        context = min(context, call.window + of_row - 1)
+    parts = 1 if call.shared else 2
+    cached = rows * context * call.kv_heads * call.head_dim * parts
+    moved = 2 * call.tokens * call.heads * call.head_dim * jnp.dtype(call.dtype).itemsize
+    return Work(
+        flops=4.0 * pairs * call.heads * call.head_dim,
+        bytes=float(moved + cached * jnp.dtype(call.cache_dtype).itemsize),
+        dtype=call.dtype,
+    )
+
+
+paged_attention_operation: Operation[PagedCall] = register(
+    Operation(
+        "paged_attention",
+        (
+            Implementation("native", native.native, native.declines, platform="cpu"),
+            Implementation("pallas_tpu", tpu.tpu, tpu.declines, platform="tpu"),
+            Implementation("xla", blockwise.blockwise, lambda call: None),
+            Implementation("reference", reference, lambda call: None),
+        ),
+        benchmark,
+        work=_work,
+        call=PagedCall,
+    )
 )
 
 _PREPARE: dict[str, Callable[[PagedInputs], Any]] = {

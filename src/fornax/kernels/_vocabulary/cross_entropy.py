@@ -21,8 +21,9 @@ from fornax.kernels._vocabulary.walk import (
     check_targets,
     logits_of,
     summed,
+    work_of_products,
 )
-from fornax.kernels.registry import Implementation, Operation, current_platform
+from fornax.kernels.registry import Implementation, Operation, current_platform, register
 
 __all__ = ["LossSums", "cross_entropy_operation", "linear_cross_entropy"]
 
@@ -279,11 +280,15 @@ def _benchmark(
     return benchmark_products(call, loss)
 
 
-cross_entropy_operation: Operation[CrossEntropyCall] = Operation(
-    "linear_cross_entropy",
-    (
-        Implementation("chunked", _chunked, lambda call: None),
-        Implementation("reference", _reference, lambda call: None),
-    ),
-    _benchmark,
+cross_entropy_operation: Operation[CrossEntropyCall] = register(
+    Operation(
+        "linear_cross_entropy",
+        (
+            Implementation("chunked", _chunked, lambda call: None),
+            Implementation("reference", _reference, lambda call: None),
+        ),
+        _benchmark,
+        work=work_of_products,
+        call=CrossEntropyCall,
+    )
 )

@@ -20,8 +20,9 @@ from fornax.kernels._vocabulary.walk import (
     benchmark_products,
     check_products,
     check_targets,
+    work_of_products,
 )
-from fornax.kernels.registry import Implementation, Operation, current_platform
+from fornax.kernels.registry import Implementation, Operation, current_platform, register
 
 __all__ = ["TokenLogprobs", "linear_logprobs", "logits_logprobs", "logprobs_operation"]
 
@@ -259,11 +260,15 @@ def _benchmark(
     return benchmark_products(call, loss)
 
 
-logprobs_operation: Operation[LogprobsCall] = Operation(
-    "linear_logprobs",
-    (
-        Implementation("chunked", _chunked, lambda call: None),
-        Implementation("reference", _reference, lambda call: None),
-    ),
-    _benchmark,
+logprobs_operation: Operation[LogprobsCall] = register(
+    Operation(
+        "linear_logprobs",
+        (
+            Implementation("chunked", _chunked, lambda call: None),
+            Implementation("reference", _reference, lambda call: None),
+        ),
+        _benchmark,
+        work=work_of_products,
+        call=LogprobsCall,
+    )
 )

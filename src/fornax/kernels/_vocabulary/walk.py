@@ -25,6 +25,7 @@ from fornax.config.errors import KernelError
 from fornax.kernels import _matmul
 from fornax.kernels._products import over_rows
 from fornax.kernels._vocabulary.division import Arrays, Division
+from fornax.kernels.registry import Work
 
 __all__ = [
     "ProductCall",
@@ -37,6 +38,7 @@ __all__ = [
     "raw_logits",
     "split_rows",
     "summed",
+    "work_of_products",
 ]
 
 Sums = tuple[Arrays, ...]
@@ -301,3 +303,10 @@ def benchmark_products(
     targets_T = jnp.asarray(rng.integers(0, call.vocabulary, call.tokens), jnp.int32)
     step = jax.jit(jax.value_and_grad(lambda x, w: loss(x, w, targets_T), (0, 1)))
     return lambda: step(x_TD, w_DV)
+
+
+def work_of_products(call: ProductCall) -> Work:
+    """The logits and the gradients of both their factors; the logits are not moved."""
+    T, D, V = call.tokens, call.width, call.vocabulary
+    item = np.dtype(call.dtype).itemsize
+    return Work(flops=6.0 * T * D * V, bytes=float(item * 3 * (T * D + D * V)), dtype=call.dtype)
