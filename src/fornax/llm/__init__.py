@@ -6,7 +6,7 @@ generator and the request tables need neither.
 
 from typing import TYPE_CHECKING
 
-from fornax.llm.config import DraftModel, EngineConfig, NGram
+from fornax.llm.config import MTP, DraftModel, EngineConfig, NGram
 from fornax.llm.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "MTP",
     "CompletionOutput",
     "DraftModel",
     "EmbeddingOutput",

@@ -23,7 +23,7 @@ from fornax.llm.program_cache import ProgramCache, keep_compiled
 from fornax.llm.routed_experts import check_routes
 from fornax.llm.runner import Runner
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
-from fornax.llm.speculation import DraftProposer, NGramProposer, Proposer
+from fornax.llm.speculation import DraftProposer, MTPProposer, NGramProposer, Proposer
 from fornax.llm.state_pool import StatePool
 from fornax.llm.stats import Observer
 from fornax.llm.text.chat_template import ChatTemplate
@@ -103,7 +103,7 @@ def build_engine(
         runner,
         _scheduler(config, limits, weights.config, runner.buckets),
         programs,
-        proposer=_proposer(config, draft, limits, programs),
+        proposer=_proposer(config, runner, draft, programs),
         token_text=input_processor.token_text,
         observer=observer,
     )
@@ -153,15 +153,16 @@ def _scheduler(
 
 
 def _proposer(
-    config: EngineConfig, draft: Weights | None, limits: Limits, programs: ProgramCache
+    config: EngineConfig, runner: Runner, draft: Weights | None, programs: ProgramCache
 ) -> Proposer | None:
     if isinstance(config.speculative_config, NGram):
         return NGramProposer(config.speculative_config)
+    if config.mtp:
+        return MTPProposer(runner)
     if draft is None:
         return None
-    own = draft_limits(limits, draft.config)
-    runner = Runner(config, draft, own, programs, draft=True)
-    return DraftProposer(runner, config.num_drafts)
+    own = draft_limits(runner.limits, draft.config)
+    return DraftProposer(Runner(config, draft, own, programs, draft=True), config.num_drafts)
 
 
 def _draft_weights(config: EngineConfig, weights: Weights, target: DeviceSpec) -> Weights | None:

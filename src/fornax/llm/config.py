@@ -6,7 +6,7 @@ from typing import Literal
 
 from fornax.config.errors import ConfigError
 
-__all__ = ["DraftModel", "EngineConfig", "LogprobsMode", "NGram", "Speculation"]
+__all__ = ["MTP", "DraftModel", "EngineConfig", "LogprobsMode", "NGram", "Speculation"]
 
 LogprobsMode = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
 """The values of `EngineConfig.logprobs_mode`."""
@@ -48,7 +48,20 @@ class DraftModel:
         _at_least(1, num_speculative_tokens=self.num_speculative_tokens)
 
 
-Speculation = NGram | DraftModel
+@dataclass(frozen=True, kw_only=True)
+class MTP:
+    """Propose by the model's own module for multi-token prediction, the first where it has several,
+    run again on what it proposed for each further token."""
+
+    type: Literal["mtp"] = "mtp"
+    num_speculative_tokens: int = 1
+    """Tokens proposed at a time, at most; the module is trained for one."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, num_speculative_tokens=self.num_speculative_tokens)
+
+
+Speculation = NGram | DraftModel | MTP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +138,11 @@ class EngineConfig:
         """Tokens proposed for a sequence at a time, at most."""
         speculation = self.speculative_config
         return 0 if speculation is None else speculation.num_speculative_tokens
+
+    @property
+    def mtp(self) -> bool:
+        """Whether the model's own module proposes."""
+        return isinstance(self.speculative_config, MTP)
 
     @property
     def draft_places(self) -> int:

@@ -42,6 +42,7 @@ OPERATIONS = frozenset(
     {
         "load_row",
         "step",
+        "draft",
         "sample",
         "change_tables",
         "copy_pages",
@@ -175,6 +176,14 @@ class Executor:
             self._leaves, *kept, self.sampler.last_token, vector
         )
         return experts_TLk
+
+    def draft(self, bucket: Host, vector: np.ndarray, ends: np.ndarray) -> jax.Array:
+        """What the model's own module proposes after a step of `bucket` tokens, int32 [R, K]; see
+        `make_draft`."""
+        self._tell("draft", bucket, vector, ends)
+        program = self._programs.get((self._name, "draft", int(bucket)))
+        self.kv, tokens_RK = program(self._leaves, self.kv, self.tables, self.hidden, vector, ends)
+        return tokens_RK
 
     def sample(
         self,

@@ -40,7 +40,7 @@ class LoRAStack:
 class LoRAWeight:
     """A weight for `kernels.linear` with adapters, or an expert's; `bind` tells it each token's."""
 
-    base: jax.Array | kernels.PackedWeight
+    base: jax.Array | kernels.PackedWeight | kernels.GroupedWeight
     """The stack of layers, or one layer of it: an array, or a weight that knows its product."""
     stack: LoRAStack
     adapters_T: jax.Array | None
@@ -71,6 +71,7 @@ class LoRAWeight:
     def linear(self, x: jax.Array, inputs: int) -> jax.Array:
         """Sum over the last `inputs` axes of x [..., *in], whose others number T together."""
         base = self.base
+        assert not isinstance(base, kernels.GroupedWeight), "those of experts are no linear map"
         if isinstance(base, jax.Array):
             base = base.astype(x.dtype)
         y = kernels.linear(x, base, inputs=inputs)
@@ -85,8 +86,11 @@ class LoRAWeight:
     def grouped(self, x_RK: jax.Array, rows: SortedRows) -> jax.Array:
         """The product of rows sorted by expert, as `models.dispatch.ExpertWeight` says."""
         sizes_E, adapters_T = rows.sizes_E, self.adapters_T
-        assert isinstance(self.base, jax.Array), "experts are not packed"
-        y_RN = kernels.grouped_matmul(x_RK, self.base.astype(x_RK.dtype), sizes_E)
+        base = self.base
+        assert not isinstance(base, kernels.PackedWeight), "experts are not packed"
+        if isinstance(base, jax.Array):
+            base = base.astype(x_RK.dtype)
+        y_RN = kernels.grouped_matmul(x_RK, base, sizes_E)
         if adapters_T is None:
             return y_RN
 

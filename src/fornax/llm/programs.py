@@ -26,7 +26,7 @@ from fornax.llm.sampling.masks import mask_words
 from fornax.llm.sampling.rejection import Proposals, init_proposals
 from fornax.llm.sampling.sampler import Sampled, Scored, propose, sample, score
 from fornax.llm.sampling.state import RowParams, SamplerState, init_sampler_state, load_row
-from fornax.llm.step import Bind, StepLayout, change_tables, make_step, placed
+from fornax.llm.step import Bind, StepLayout, change_tables, make_draft, make_step, placed
 from fornax.llm.weights import Weights
 from fornax.models import DeltaState, cache_windows, copy_states, describe_pages, describe_states
 
@@ -281,7 +281,8 @@ def make_programs(
     Returns:
       By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group), of models with
       linear layers ("copy states",), of those with pages ("change tables",), ("pool",),
-      ("score",); of a draft model ("propose", M) for ("sample", M).
+      ("score",); of a draft model ("propose", M) for ("sample", M); where the model's own module
+      proposes ("draft", T).
     """
     vocab = weights.config.vocab_size
     weights = replace(weights, state=nnx.State({}))
@@ -304,6 +305,13 @@ def make_programs(
         step = functions.on_leaves(made)
         args = (leaves, kv, states, tables, hidden, sampler.last_token, ints((layout.size,)))
         found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
+    if config.mtp:
+        for size, layout in reversed(sizes.layouts.items()):
+            made = make_draft(weights, layout, limits.max_model_len, config.num_drafts)
+            args = (leaves, kv, tables, hidden, ints((layout.size,)), ints((2, layout.rows)))
+            draft_step = functions.on_leaves(made)
+            where = (kv_places, everywhere)
+            found["draft", size] = Program(weights, draft_step, args, (1,), where)
     for size in sizes.samples:
         vector = ints((5, size))
         if draft:

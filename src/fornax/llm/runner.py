@@ -35,8 +35,10 @@ from fornax.llm.sampling.rejection import Proposals
 from fornax.llm.sampling.sampler import Sampled, Scored
 from fornax.llm.sampling.state import RowParams
 from fornax.llm.scheduler_output import SchedulerOutput
+from fornax.llm.sequence import Sequence
 from fornax.llm.step import NO_ROW
 from fornax.llm.weights import Weights
+from fornax.models import cache_windows
 
 __all__ = ["Drafted", "Runner", "RunnerOutput"]
 
@@ -120,6 +122,9 @@ class Runner:
         if config.enable_return_routed_experts and not draft:
             self.routed = RoutedExperts(weights.config, limits)
         self._taken: tuple[list[Places], jax.Array] | None = None
+        self._mtp = config.mtp
+        self._last: tuple[SchedulerOutput, int, np.ndarray] | None = None
+        """The last step and its vector, until the model's own module has read it."""
         self._sizes = self.executor.sizes
         self._vocab = weights.config.vocab_size
 
@@ -172,6 +177,8 @@ class Runner:
         for group, change_3U in enumerate(self._changes(plan, layout.changes)):
             parts[f"changes_3U.{group}"][:, : change_3U.shape[1]] = change_3U
         experts_TLk = self.executor.step(np.int32(bucket), vector)
+        if self._mtp:
+            self._last = (plan, bucket, vector)
         if self.routed is not None and experts_TLk is not None:
             self._taken = (self.routed.places(plan), experts_TLk)
         versions = self.limits.state_versions
@@ -227,6 +234,39 @@ class Runner:
         self.forward(plan)
         vector = self._sample_vector(plan, _starts(plan), set(), slots)
         return self.executor.propose(vector)
+
+    def draft(self) -> tuple[SchedulerOutput, jax.Array] | None:
+        """Let the model's own module read the last step, all of whose tokens are known by now.
+
+        Returns:
+          The step, and what the module proposes after each of its entries, int32 [R, K]; None where
+          no step has been since the last call.
+        """
+        if self._last is None:
+            return None
+        plan, bucket, vector = self._last
+        self._last, vector = None, vector.copy()  # the device may still read the step's own
+        layout = self._sizes.layouts[bucket]
+        parts, at = layout.cut(vector), 0
+        ends = np.zeros((2, layout.rows), np.int32)
+        ends[0] = -1
+        for index, entry in enumerate(plan.entries):
+            known = entry.sequence.tokens[entry.start + 1 : entry.stop + 1]
+            parts["tokens_T"][at : at + len(known)] = known
+            parts["rows_T"][at + len(known) : at + entry.count] = -1
+            if known:
+                ends[:, index] = at + len(known) - 1, self.places(entry.sequence)
+            at += entry.count
+        return plan, self.executor.draft(np.int32(bucket), vector, ends)
+
+    def places(self, sequence: Sequence) -> int:
+        """Tokens that the pages of layers with full attention have places for."""
+        group = cache_windows(self.weights.config).index(None)
+        return len(sequence.pages[group]) * self.limits.page_size if sequence.pages else 0
+
+    def forget_step(self) -> None:
+        """Leave out what the model's own module has not read: the cache is another now."""
+        self._last = None
 
     def _sample_vector(
         self, plan: SchedulerOutput, starts: list[int], dead: set[int], slots: dict[int, int]

@@ -1,7 +1,9 @@
-"""Speculative decoding: tokens proposed from the sequence itself, or by a smaller model.
+"""Speculative decoding: tokens proposed from the sequence itself, by the model's own module for
+multi-token prediction, or by a smaller model.
 
 The model samples at every proposed place, and a proposed token stays only where it is what was
-sampled. Tokens looked up in the sequence do not change what is sampled. A draft model's do: the
+sampled. Tokens looked up in the sequence, and the module's most likely ones, do not change what is
+sampled. A draft model's do: the
 model keeps or corrects them by rejection sampling (`sampling/rejection.py`), which leaves its
 distribution as it is, and its most likely token too.
 
@@ -24,7 +26,7 @@ from fornax.llm.sampling.state import RowParams
 from fornax.llm.scheduler_output import Entry, PageUpdate, Sample, SchedulerOutput
 from fornax.llm.sequence import Sequence
 
-__all__ = ["DraftProposer", "NGramProposer", "Proposer", "accepted_tokens"]
+__all__ = ["DraftProposer", "MTPProposer", "NGramProposer", "Proposer", "accepted_tokens"]
 
 
 def accepted_tokens(drafts: list[int], sampled: list[int]) -> list[int]:
@@ -83,6 +85,46 @@ class NGramProposer(Proposer):
                 start = int(found[-1]) + size
                 return tokens[start : start + config.num_speculative_tokens].tolist()
         return []
+
+
+class MTPProposer(Proposer):
+    """Proposes what the model's own module for multi-token prediction finds most likely.
+
+    The keys and values of the module's layer lie in the model's pages, as one layer more: what
+    shares, takes back or drops a sequence's pages does so with them. A page that is shared may hold
+    at its last place those for another next token, which can cost a proposal, never a token.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def propose(self, sequences: Items[Sequence]) -> None:
+        """Let the module read the last step, then take what it proposes after it."""
+        found = self._runner.draft()
+        for sequence in sequences:
+            sequence.drafts = []
+        if found is None or not sequences:
+            return
+        plan, tokens_RK = found
+        rows = {entry.sequence.id: row for row, entry in enumerate(plan.entries)}
+        drafts = np.asarray(tokens_RK)
+        for sequence in sequences:
+            row = rows.get(sequence.id)
+            if row is not None:  # one that was forked in that step is not there
+                sequence.drafts = drafts[row, : self._room(sequence)].tolist()
+
+    def reset(self) -> None:
+        """Forget the last step."""
+        self._runner.forget_step()
+
+    def sleep(self) -> None:
+        """Forget the last step; the cache is the model's."""
+        self._runner.forget_step()
+
+    def _room(self, sequence: Sequence) -> int:
+        """Proposals for which the sequence's pages had places: one goes by the second last token,
+        and each further one by the token after."""
+        return self._runner.places(sequence) - (len(sequence.tokens) - 2)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fornax.models import (
     cache_windows,
 )
 
-__all__ = ["NO_ROW", "StepLayout", "change_tables", "make_step", "placed"]
+__all__ = ["NO_ROW", "StepLayout", "change_tables", "make_draft", "make_step", "placed"]
 
 NO_ROW = np.iinfo(np.int32).max
 """Where a list is filled up: a row that no page table has, a slot that no state has."""
@@ -170,6 +170,78 @@ def make_step(
         return cache.kv, states, tables, hidden, experts_TLk
 
     return step
+
+
+def make_draft(
+    weights: Weights, layout: StepLayout, longest: int, count: int
+) -> Callable[..., tuple[Tables, jax.Array]]:
+    """What the model's module for multi-token prediction does after a step, to be compiled.
+
+    Args:
+      layout: of the step.
+      longest: see `make_step`.
+      count: tokens to propose, K.
+
+    Returns:
+      A function of (state, kv, tables, hidden [most tokens, D], vector, ends) that returns the
+      new kv and tokens proposed, int32 [R, K]. The vector is the step's, with the token after each
+      in the place of each token, and no row where it is not known; `ends` is int32 [2, R], the
+      place of each sequence's last token in the step, below 0 where nothing is to be proposed, and
+      how many tokens its pages have places for: beyond them a page table may hold another's. First
+      the module writes its keys and values of all the step's tokens; then it goes on from each last
+      one, from its own output and by its own most likely tokens, whose keys and values the next
+      step writes anew.
+    """
+    windows = cache_windows(weights.config)
+
+    def draft(
+        state: nnx.State,
+        kv: Tables,
+        tables: Tables,
+        hidden: jax.Array,
+        vector: jax.Array,
+        ends: jax.Array,
+    ) -> tuple[Tables, jax.Array]:
+        parts = layout.cut(vector)
+        last_R, places_R = ends
+        model: Decoder = weights.merge(state)
+
+        def run(
+            kv: Tables, x_TD: jax.Array, tokens_T: jax.Array, parts: dict[str, jax.Array]
+        ) -> tuple[Tables, jax.Array]:
+            of_step = [
+                _of_step(table_AW, pages.shape[2], parts)
+                for table_AW, pages in zip(tables, kv, strict=True)
+            ]
+            starts_R1, lens_R = parts["query_start_R1"], parts["context_lens_R"]
+            cache = PagedCache(kv, tuple(of_step), starts_R1, lens_R, windows)
+            positions_T = parts["positions_T"]
+            x_TD, cache = model.paged_ahead(x_TD, tokens_T, positions_T, cache, longest=longest)
+            return cache.kv, x_TD
+
+        with placed(weights):
+            x_TD = hidden[: layout.tokens].astype(weights.placement.compute_dtype)
+            kv, x_TD = run(kv, x_TD, parts["tokens_T"], parts)
+            at_R = jnp.maximum(last_R, 0)
+            x_RD, position_R = x_TD[at_R], parts["positions_T"][at_R]
+            found: list[jax.Array] = []
+            while True:
+                logits_RV = model.logits(x_RD[None])[0]
+                found.append(jnp.argmax(logits_RV, axis=-1).astype(jnp.int32))
+                if len(found) == count:
+                    return kv, jnp.stack(found, axis=1)
+                position_R = position_R + 1
+                writes_R = (last_R >= 0) & (position_R < places_R)
+                single = {
+                    "rows_R": parts["rows_R"],
+                    "rows_T": jnp.where(writes_R, parts["rows_R"], -1),
+                    "positions_T": position_R,
+                    "query_start_R1": jnp.arange(layout.rows + 1, dtype=jnp.int32),
+                    "context_lens_R": position_R + 1,
+                }
+                kv, x_RD = run(kv, x_RD, found[-1], single)
+
+    return draft
 
 
 def change_tables(tables: Tables, changes: Sequence[jax.Array]) -> Tables:

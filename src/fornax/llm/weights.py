@@ -17,6 +17,7 @@ from fornax import kernels
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.config import EngineConfig
 from fornax.llm.devices import DeviceSpec, attached_devices
+from fornax.llm.lora import LoRAWeight
 from fornax.mesh import DEFAULT_RULES, Rules, merge_rules, tree_shardings
 from fornax.models import (
     Decoder,
@@ -68,7 +69,16 @@ class Weights:
     state: nnx.State
 
     def merge(self, state: nnx.State) -> Decoder:
-        """The module with the parameters of `state`, for use inside a compiled function."""
+        """The module with the parameters of `state`, for use inside a compiled function.
+
+        Where weights are packed, products read those of experts where they lie in their stack.
+        """
+        if self.placement.precision is not None and self.config.experts is not None:
+            placed = [
+                (path, variable.replace(_in_place(path, variable.get_value())))
+                for path, variable in nnx.to_flat_state(state)
+            ]
+            state = nnx.from_flat_state(placed)
         return nnx.merge(self.graphdef, state)
 
     @property
@@ -89,7 +99,7 @@ class Weights:
         Raises:
           EngineError: names or shapes that are not the model's.
         """
-        given = _by_path(params)
+        given = _of_served(self.config, _by_path(params))
         mine = nnx.to_flat_state(self.state)
         _check_same(self._shapes(mine), given)
         placed = []
@@ -125,20 +135,35 @@ def load_weights(
       EngineError: a placement that this machine cannot have.
     """
     if isinstance(source, Decoder):
-        model_config, model = source.config, source
+        model_config, model = _served(source.config, config), source
         stored = model.embed.embedding.get_value().dtype
         dtype = stored if config.dtype == "auto" else jnp.dtype(config.dtype)
         where = _place(config, model_config, dtype, target)
         return _lay_out(model_config, dtype, where, _by_path(model))
-    model_config = config_from_hf(read_config(source))
+    model_config = _served(config_from_hf(read_config(source), mtp=config.mtp), config)
     asked = None if config.dtype == "auto" else config.dtype
     # Where weights lie depends on their dtype only through what is computed in.
     where = _place(config, model_config, jnp.dtype(asked or jnp.float32), target)
-    model = load_pretrained(source, dtype=asked, mesh=where.mesh, rules=where.rules)
+    model = load_pretrained(source, dtype=asked, mesh=where.mesh, rules=where.rules, mtp=config.mtp)
     dtype = model.embed.embedding.get_value().dtype
     return _lay_out(
         model_config, dtype, _place(config, model_config, dtype, target), _by_path(model)
     )
+
+
+def _served(model: DecoderConfig, config: EngineConfig) -> DecoderConfig:
+    """What is served of a model: of its modules that predict further tokens the first, which
+    drafts, or none.
+
+    Raises:
+      ConfigError: it has none to draft.
+    """
+    if config.mtp and not model.num_mtp_modules:
+        raise ConfigError(
+            "speculative_config.type=mtp and the model has no modules that predict further tokens; "
+            "train some (model.num_mtp_modules), or use ngram or draft_model"
+        )
+    return dataclasses.replace(model, num_mtp_modules=int(config.mtp))
 
 
 def describe_weights(
@@ -153,6 +178,7 @@ def describe_weights(
       ConfigError, EngineError: a placement that the target cannot have.
     """
     dtype = jnp.dtype(dtype if config.dtype == "auto" else config.dtype)
+    model = _served(model, config)
     with kernels.target_platform(target.platform):
         return _lay_out(model, dtype, _place(config, model, dtype, target), None)
 
@@ -201,6 +227,8 @@ def _rules(model: DecoderConfig, size: int) -> Rules:
         widths.append(("mlp width", model.intermediate_size))
     if model.experts is not None:
         widths.append(("width of an expert", model.experts.intermediate_size))
+    if model.num_mtp_modules:
+        widths.append(("width, twice over, that its module reads", 2 * model.hidden_size))
     if model.linear is not None:
         widths.append(("heads of linear layers", model.linear.sharded_heads))
     for name, count in widths:
@@ -234,6 +262,7 @@ def _lay_out(
     untied = dataclasses.replace(config, tie_embeddings=False) if packed else config
     model = abstract_decoder(untied, dtype=dtype, compute_dtype=where.compute_dtype)
     graphdef, state = nnx.split(model)
+    given = None if given is None else _of_served(config, given)
     shardings: ParamsByPath = {}
     if where.mesh is not None:
         shardings = _by_path(tree_shardings(state, where.mesh, where.rules))
@@ -296,6 +325,18 @@ def _packs(model: Decoder, path: ParamPath) -> bool:
     return is_kernel and "router" not in owner.kernel.get_metadata()["axes"]
 
 
+_STACKS_OF_EXPERTS = tuple((name, "kernel") for name in ("gate", "up", "down"))
+
+
+def _in_place(path: ParamPath, value: Any) -> Any:
+    """The experts' stack of a projection as what reads one layer of it; all else as it is."""
+    if path[:2] != ("layers", "experts") or path[2:] not in _STACKS_OF_EXPERTS:
+        return value
+    if isinstance(value, LoRAWeight):
+        return dataclasses.replace(value, base=_in_place(path, value.base))
+    return kernels.GroupedWeight(values_LEKN=value)
+
+
 def _pack(
     model: Decoder, path: ParamPath, value: jax.Array, where: Placement
 ) -> kernels.PackedWeight:
@@ -305,7 +346,7 @@ def _pack(
         jnp.asarray(value),
         inputs=projection.num_inputs,
         precision=where.precision or "float32",
-        stacked=path[0] == "layers",
+        stacked=path[0] in ("layers", "mtp"),
     )
 
 
@@ -316,6 +357,18 @@ def local_bytes(tree: object) -> int:
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         total += math.prod(shape) * leaf.dtype.itemsize
     return total
+
+
+def _of_served(model: DecoderConfig, given: ParamsByPath) -> ParamsByPath:
+    """The arrays without those of modules that are not served; see `_served`."""
+    count = model.num_mtp_modules
+    found: ParamsByPath = {}
+    for path, value in given.items():
+        if path[0] != "mtp" or count == len(value):
+            found[path] = value
+        elif count:
+            found[path] = value[:count]
+    return found
 
 
 def _by_path(params: object) -> ParamsByPath:

@@ -7,11 +7,17 @@ from fornax.models.cost import flops_per_token, num_parameters
 from fornax.models.create import abstract_decoder, create_decoder
 from fornax.models.decoder import Decoder
 from fornax.models.delta_config import GatedDeltaConfig
-from fornax.models.experts_config import ExpertsConfig
+from fornax.models.experts_config import TRAINING_ONLY, ExpertsConfig
 from fornax.models.families import config_from_hf, config_to_hf
 from fornax.models.generation import Sampling, generate, stream
 from fornax.models.latent_config import LatentConfig
-from fornax.models.load import StoredModel, load_pretrained, open_pretrained, read_config
+from fornax.models.load import (
+    StoredModel,
+    load_pretrained,
+    open_pretrained,
+    read_config,
+    stored_modules,
+)
 from fornax.models.logprobs import TokenLogprobs, logits_logprobs, token_logprobs
 from fornax.models.mamba_config import Mamba2Config
 from fornax.models.paged_cache import (
@@ -25,7 +31,7 @@ from fornax.models.paged_cache import (
     page_bytes,
 )
 from fornax.models.pipeline_config import PipelineConfig, layers_outside
-from fornax.models.remat import REMAT_NAMES, REMAT_POLICIES, Remat, RematPolicy
+from fornax.models.remat import REMAT_NAMES, REMAT_POLICIES, Remat, RematPolicy, check_remat
 from fornax.models.rope_config import (
     DynamicNTKScaling,
     LinearScaling,
@@ -50,6 +56,7 @@ __all__ = [
     "MODEL_USES",
     "REMAT_NAMES",
     "REMAT_POLICIES",
+    "TRAINING_ONLY",
     "Cache",
     "CacheHeads",
     "Decoder",
@@ -82,6 +89,7 @@ __all__ = [
     "cache_layers",
     "cache_windows",
     "check_model",
+    "check_remat",
     "config_from_hf",
     "config_to_hf",
     "copy_states",
@@ -107,6 +115,7 @@ __all__ = [
     "save_pretrained",
     "stack_layers",
     "state_bytes",
+    "stored_modules",
     "stream",
     "takes",
     "token_logprobs",

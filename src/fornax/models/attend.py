@@ -89,6 +89,7 @@ def attend_uncached(
         window=options.window,
         softcap=options.softcap,
         sinks_N=sinks_N,
+        exchange=context.exchange,
         implementation=context.implementation,
     )
 

@@ -34,17 +34,9 @@ class _Part(NamedTuple):
     """Which of `MODEL_USES` do not take it, and what to do in their place."""
 
 
-_NOT_PLANNED = {
-    "plan": "compile and time a few steps of it with `fornax train --steps 3`",
-    "preflight": "compare a few steps on the mesh with those of one device",
-}
-"""What to do with a model whose training has no closed form yet."""
 _ONLY_FORNAX = {
     "serve in int8": "serve it in bfloat16",
     "vLLM plugin": "serve it with `fornax serve`",
-}
-_SERVED_UNPLANNED = _NOT_PLANNED | {
-    "plan serve": "start the engine: it accounts for its memory before it makes anything"
 }
 _NO_PIPELINE = {"stage axis": "give its devices to mesh.fsdp or mesh.tensor"}
 _WHOLE_ROWS = {"context axis": "give its devices to mesh.fsdp or mesh.tensor"}
@@ -69,36 +61,33 @@ _PARTS = (
     _Part(
         "linear attention in every layer",
         lambda config: not config.attends,
-        _ONLY_FORNAX | _SERVED_UNPLANNED | _WHOLE_ROWS,
+        _ONLY_FORNAX | _WHOLE_ROWS,
     ),
     _Part(
         "linear attention (gated DeltaNet)",
         lambda config: config.gated_delta is not None,
-        _ONLY_FORNAX | _NOT_PLANNED | _WHOLE_ROWS,
+        _ONLY_FORNAX | _WHOLE_ROWS,
     ),
     _Part(
         "linear attention (Mamba-2)",
         lambda config: config.mamba2 is not None,
-        _ONLY_FORNAX | _SERVED_UNPLANNED | _WHOLE_ROWS,
+        _ONLY_FORNAX | _WHOLE_ROWS,
     ),
     _Part(
         "layers without an MLP",
         lambda config: any(kind.mlp == "none" for kind in config.layer_kinds()),
-        _ONLY_FORNAX | _SERVED_UNPLANNED,
+        _ONLY_FORNAX,
     ),
     _Part(
         "heads of their own in full layers",
         lambda config: config.global_heads is not None,
-        {"serve adapters": "merge the adapter into the model and serve that"}
-        | _ONLY_FORNAX
-        | _SERVED_UNPLANNED,
+        {"serve adapters": "merge the adapter into the model and serve that"} | _ONLY_FORNAX,
     ),
     _Part(
         "layers that share keys and values",
         lambda config: config.shared_kv_layers > 0,
         {"serve adapters": "merge the adapter into the model and serve that"}
         | _ONLY_FORNAX
-        | _SERVED_UNPLANNED
         | _NO_PIPELINE,
     ),
     _Part(
@@ -106,23 +95,31 @@ _PARTS = (
         lambda config: config.layer_inputs is not None,
         {"serve adapters": "merge the adapter into the model and serve that"}
         | _ONLY_FORNAX
-        | _SERVED_UNPLANNED
         | _NO_PIPELINE,
     ),
     _Part(
         "experts beside MLPs, with norms of their own",
         lambda config: config.experts is not None and config.experts.separate_norms,
-        _ONLY_FORNAX | _SERVED_UNPLANNED,
+        _ONLY_FORNAX,
     ),
     _Part(
         "normalised values or scaled layers",
         lambda config: config.value_norm or config.layer_scale,
-        _ONLY_FORNAX | _SERVED_UNPLANNED,
+        _ONLY_FORNAX,
+    ),
+    _Part(
+        "modules that predict further tokens",
+        lambda config: config.num_mtp_modules > 0,
+        {
+            "serve adapters": "leave speculation by `mtp` out, or merge the adapter into the model",
+            "vLLM plugin": "serve it with `fornax serve`",
+        }
+        | _NO_PIPELINE,
     ),
     _Part(
         "attention with an output gate",
         lambda config: config.attention_gate,
-        _ONLY_FORNAX | _NOT_PLANNED,
+        _ONLY_FORNAX,
     ),
 )
 

@@ -139,6 +139,9 @@ class DecoderConfig:
     """Width inside the gated MLP."""
     num_layers: int = 8
     """Number of layers."""
+    num_mtp_modules: int = 0
+    """Modules after the layers that predict further tokens, each the one after the last's (DeepSeek
+    V3 report, section 2.2); 0 for none."""
     num_heads: int = 8
     """Number of query heads."""
     num_kv_heads: int | None = None
@@ -179,6 +182,11 @@ class DecoderConfig:
     """Kind of each layer's attention, repeated over the layers."""
     experts: ExpertsConfig | None = None
     """The mixture of experts that takes the MLP's place; None for none."""
+    context_exchange: Literal["auto", "all_gather", "heads", "ring"] = "auto"
+    """How devices that divide the length of rows (mesh axis `context`) attend to each other's
+    tokens: each gathers the keys and values of all, they exchange the length for heads, or keys and
+    values are passed round in a ring, so that no device holds all of them. It changes no result.
+    auto takes what the fastest kernel does, and the ring where that kernel cannot run."""
     mlp_pattern: tuple[Literal["mlp", "experts", "none"], ...] | None = None
     """Whether each layer has the MLP, the experts or neither, repeated over the layers; None gives
     all layers the experts where there are any."""
@@ -253,6 +261,7 @@ class DecoderConfig:
         self._check_pattern()
         self._check_heads()
         self._check_sharing()
+        self._check_mtp()
         self._check_tokens()
 
     def _check_heads(self) -> None:
@@ -335,6 +344,22 @@ class DecoderConfig:
                 f"shared_kv_layers={self.shared_kv_layers} needs before the last layers one of "
                 f"each kind that they are of ({', '.join(sorted(set(attends[first:])))}), and no "
                 "linear layer; share fewer"
+            )
+
+    def _check_mtp(self) -> None:
+        if self.num_mtp_modules < 0:
+            raise ConfigError(f"num_mtp_modules={self.num_mtp_modules} must be 0 or more")
+        without = {
+            "layer_inputs": self.layer_inputs is None,
+            "shared_kv_layers": not self.shared_kv_layers,
+            "attention_pattern": self.attends,
+        }
+        wrong = [f"{name}={getattr(self, name)!r}" for name, right in without.items() if not right]
+        if self.num_mtp_modules and wrong:
+            raise ConfigError(
+                f"num_mtp_modules={self.num_mtp_modules} and {', '.join(wrong)} do not go "
+                "together: a module's layer has keys and values of its own and no further input; "
+                "set num_mtp_modules to 0"
             )
 
     def _attends(self) -> list[str]:
@@ -491,6 +516,25 @@ class DecoderConfig:
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, first to last."""
         return tuple(self._kind(index) for index in range(self.num_layers))
+
+    def kinds_with_modules(self) -> tuple[LayerKind, ...]:
+        """`layer_kinds`, then the kind of the layer in each of the `num_mtp_modules`."""
+        return self.layer_kinds() + (self.mtp_kind,) * self.num_mtp_modules
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """The kind of the layer in each of the `num_mtp_modules`: full attention, and the last
+        layer's MLP or experts."""
+        return LayerKind(
+            window=None,
+            rope="global" if any(self.rope_pattern) else "none",
+            attention="latent" if self.latent else "attention",
+            mlp=self.layer_kinds()[-1].mlp,
+            placement=self.norm_placement,
+            global_heads=self.global_heads is not None,
+            layer_scale=self.layer_scale,
+            residual_multiplier=self.residual_multiplier,
+        )
 
     @property
     def num_expert_layers(self) -> int:

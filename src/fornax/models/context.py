@@ -1,6 +1,7 @@
 """What all layers of one forward pass share."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 
@@ -34,5 +35,9 @@ class LayerContext:
     """Those of the layer at hand."""
     returns_experts: bool = False
     """Whether `Routing` is to have the experts that each token took."""
+    drops_tokens: bool = False
+    """Whether experts have room for `ExpertsConfig.capacity_factor`, and not for all tokens."""
+    exchange: Literal["auto", "all_gather", "heads", "ring"] = "auto"
+    """How devices that divide the length attend; see `DecoderConfig.context_exchange`."""
     implementation: str | None = None
     """Attention implementation to force; None lets `kernels.attention` choose."""

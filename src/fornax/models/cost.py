@@ -21,9 +21,10 @@ def num_parameters(config: DecoderConfig, *, active: bool = False) -> int:
         _attention_products(config, kind)
         + _mlp_products(config, kind, active=active)
         + _layer_vectors(config, kind, active=active)
-        for kind in config.layer_kinds()
+        for kind in config.kinds_with_modules()
     )
-    return tables + D + layers
+    modules = config.num_mtp_modules * (2 * D * D + 3 * D)
+    return tables + D + layers + modules
 
 
 def _input_products(config: DecoderConfig) -> int:
@@ -130,10 +131,11 @@ def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = Tru
       seq_len: T, tokens in a sequence.
       training: forward and backward; False for forward alone.
     """
-    kinds = config.layer_kinds()
+    kinds, modules = config.kinds_with_modules(), config.num_mtp_modules
     products = sum(_mlp_products(config, kind, active=True) for kind in kinds)
     products += sum(_attention_products(config, kind) for kind in kinds)
-    products += config.vocab_size * config.hidden_size + _input_products(config)
+    products += (1 + modules) * config.vocab_size * config.hidden_size + _input_products(config)
+    products += modules * 2 * config.hidden_size**2
     scored = sum(
         min(seq_len, kind.window or seq_len) * _score_widths(config, kind)
         for kind in kinds

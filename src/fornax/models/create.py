@@ -27,9 +27,7 @@ def abstract_decoder(
       dtype: parameter dtype.
       compute_dtype: see `Decoder`.
     """
-    return nnx.eval_shape(
-        lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, compute_dtype=compute_dtype)
-    )
+    return nnx.merge(*_shapes(*_kind(config, dtype, compute_dtype)), copy=True)
 
 
 def create_decoder(
@@ -57,7 +55,7 @@ def create_decoder(
       ShardingError: when a parameter does not divide over the mesh.
     """
     key = jax.random.key(seed) if isinstance(seed, int) else seed
-    kind = config, jnp.dtype(dtype), None if compute_dtype is None else jnp.dtype(compute_dtype)
+    kind = _kind(config, dtype, compute_dtype)
     graphdef, state = _shapes(*kind)
     where = None
     if mesh is not None:
@@ -66,11 +64,22 @@ def create_decoder(
     return nnx.merge(graphdef, _drawing(*kind, where)(key))
 
 
-@functools.lru_cache(maxsize=8)
+def _kind(
+    config: DecoderConfig, dtype: DTypeLike, compute_dtype: DTypeLike | None
+) -> tuple[DecoderConfig, DTypeLike, DTypeLike | None]:
+    return config, jnp.dtype(dtype), None if compute_dtype is None else jnp.dtype(compute_dtype)
+
+
+@functools.lru_cache(maxsize=32)
 def _shapes(
     config: DecoderConfig, dtype: DTypeLike, compute_dtype: DTypeLike | None
 ) -> tuple[Any, Any]:
-    return nnx.split(abstract_decoder(config, dtype=dtype, compute_dtype=compute_dtype))
+    """Tracing all layers takes seconds for a large model, and most programs need it a few times."""
+    return nnx.split(
+        nnx.eval_shape(
+            lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, compute_dtype=compute_dtype)
+        )
+    )
 
 
 @functools.lru_cache(maxsize=8)

@@ -33,12 +33,13 @@ from fornax.models.capabilities import check_model
 from fornax.models.config import DecoderConfig
 from fornax.models.context import LayerContext
 from fornax.models.layer_inputs import LayerInputs
+from fornax.models.mtp import make_modules, run_first_module_cached, run_modules
 from fornax.models.norm import RMSNorm
 from fornax.models.paged_cache import PagedCache
 from fornax.models.pipeline import run_pipeline
 from fornax.models.pipeline_config import PipelineConfig
 from fornax.models.projection import Embed, Projection
-from fornax.models.remat import Remat
+from fornax.models.remat import Remat, check_remat
 from fornax.models.rope import rotations
 from fornax.models.routing import Routing, routed_experts_dtype
 from fornax.models.scan import run_layers, run_layers_cached
@@ -59,6 +60,7 @@ class Decoder(nnx.Module):
         the layers that have it.
       final_norm: the norm before the output projection.
       lm_head: the output projection, or None when it is the embedding table.
+      mtp: the modules that predict further tokens, stacked like layers, or None.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Decoder(nnx.Module):
             (config.hidden_size,), config, dtype=dtype, divisor=config.logits_scaling
         )
         self.lm_head = None if config.tie_embeddings else _lm_head(config, rngs=rngs, **make)
+        self.mtp = make_modules(config, rngs=rngs, **make) if config.num_mtp_modules else None
 
     def __call__(
         self,
@@ -159,6 +162,7 @@ class Decoder(nnx.Module):
         pipeline: PipelineConfig | None = None,
         disturb: Callable[[jax.Array], jax.Array] | None = None,
         routed_experts_BTLk: jax.Array | None = None,
+        drop_tokens: bool = False,
     ) -> tuple[jax.Array, Routing | None]:
         """The final norm's output x [B, T, D], and what the routers of its experts did.
 
@@ -177,49 +181,64 @@ class Decoder(nnx.Module):
           routed_experts_BTLk: integers, the experts that each token takes in each of the L layers
             with experts (routing replay: see `models.routing.choose`), as `paged_and_experts` gives
             them; below 0 where the router chooses. None: it chooses for all.
+          drop_tokens: whether experts have room for no more tokens of a row than
+            `ExpertsConfig.capacity_factor` says, as in pretraining. False: for all.
 
         Raises:
           ConfigError: when the mesh divides the length of rows, and a layer needs all of it; given
-            experts in a pipeline, or of another shape than the model's.
+            experts in a pipeline, or of another shape than the model's; names of `remat` that the
+            model does not have.
         """
-        if axes_in_use("length"):
-            check_model(self.config, "context axis")
-        if shards(("stage",)) > 1:
-            check_model(self.config, "stage axis")
-        routed_LBTk = self._given(routed_experts_BTLk, tokens_BT)
-        if consecutive is None:
-            consecutive = positions_BT is None
-        if positions_BT is None:
-            positions_BT = document_positions(tokens_BT.shape, segment_ids_BT)
-        balanced = balances(tokens_BT.shape[1], shards(axes_in_use("length")))
-        if balanced:
-            positions_BT = balance_ids(positions_BT)
-            segment_ids_BT = None if segment_ids_BT is None else balance_ids(segment_ids_BT)
-            routed_LBTk = None if routed_LBTk is None else balance_routed(routed_LBTk)
-        context = LayerContext(
-            positions_BT=positions_BT,
-            segment_ids_BT=segment_ids_BT,
-            rotations=dict(rotations(self.config, positions_BT)),
+        x_BTD, _, routing = self._uncached(
+            tokens_BT,
+            positions_BT,
+            segment_ids_BT,
             consecutive=consecutive,
-            balanced=balanced,
-            routed_experts_LBTk=routed_LBTk,
+            remat=remat,
+            unroll=unroll,
             implementation=implementation,
+            pipeline=pipeline,
+            disturb=disturb,
+            routed_experts_BTLk=routed_experts_BTLk,
+            drop_tokens=drop_tokens,
         )
-        own_BT = balance_ids(tokens_BT) if balanced else tokens_BT
-        if disturb is None:
-            x_BTD = self.embed(own_BT)
-        else:  # of the tokens in order, on any mesh
-            x_BTD = disturb(self.embed(tokens_BT))
-            x_BTD = balance_length(x_BTD) if balanced else x_BTD
-        x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
-        context = self._with_inputs(context, own_BT, x_BTD)
-        run: Callable[..., tuple[jax.Array, Routing | None]] = run_layers
-        if shards(stage_axes(current_rules())) > 1:
-            run = functools.partial(run_pipeline, pipeline=pipeline or PipelineConfig())
-        kinds = self.config.layer_kinds()
-        x_BTD, routing = run(self.layers, kinds, x_BTD, context, remat=remat, unroll=unroll)
-        x_BTD = self.final_norm(x_BTD)
-        return restore_length(x_BTD) if balanced else x_BTD, routing
+        return x_BTD, routing
+
+    def hidden_ahead(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        *,
+        consecutive: bool | None = None,
+        remat: str | Remat = "none",
+        unroll: int | bool = 1,
+        implementation: str | None = None,
+        disturb: Callable[[jax.Array], jax.Array] | None = None,
+        drop_tokens: bool = False,
+    ) -> tuple[jax.Array, list[jax.Array], Routing | None]:
+        """The final norm's output x [B, T, D], what each module makes of it, and the routing.
+
+        Args are those of `hidden_and_routing`; `disturb` is applied to the first layer's embeddings
+        alone, not to those that modules take.
+
+        Returns:
+          x; for the k-th module, from 1, the y [B, T, D] whose logits (`output_weights`) are of the
+          (k + 1)-th token after each, and mean something where all up to the k-th are in the row
+          and of its document; the routing of the layers with experts, then of those in modules.
+        """
+        return self._uncached(
+            tokens_BT,
+            positions_BT,
+            segment_ids_BT,
+            consecutive=consecutive,
+            remat=remat,
+            unroll=unroll,
+            implementation=implementation,
+            disturb=disturb,
+            ahead=True,
+            drop_tokens=drop_tokens,
+        )
 
     def prefill(
         self, tokens_BT: jax.Array, segment_ids_BT: jax.Array, cache: Cache
@@ -275,6 +294,42 @@ class Decoder(nnx.Module):
         experts_TLk = jnp.swapaxes(experts_LBTk[:, 0], 0, 1)
         return x_TD, cache, experts_TLk.astype(routed_experts_dtype(self.config.experts))
 
+    def paged_ahead(
+        self,
+        x_TD: jax.Array,
+        tokens_T: jax.Array,
+        positions_T: jax.Array,
+        cache: PagedCache,
+        *,
+        longest: int | None = None,
+    ) -> tuple[jax.Array, PagedCache]:
+        """Run the first module over a ragged batch, through the cache of a model with modules.
+
+        Args:
+          x_TD: hidden states: what `paged` returned for these tokens, or this function for the ones
+            before them.
+          tokens_T: int32, the token after each.
+          positions_T: int32 position of each.
+          cache: pages and where the batch lies in them.
+          longest: see `paged`.
+
+        Returns:
+          (y [T, D], whose logits are of the second token after each; the cache with the keys and
+          values of the module's layer in it).
+        """
+        assert self.mtp is not None, "a model without modules"
+        cache = cache.prepare(self.config, len(tokens_T), self.compute_dtype)
+        positions_BT = positions_T[None]
+        context = LayerContext(
+            positions_BT=positions_BT,
+            segment_ids_BT=None,
+            rotations=dict(rotations(self.config, positions_BT, longest)),
+        )
+        y_BTD, cache = run_first_module_cached(
+            self.mtp, self.config, x_TD[None], self.embed(tokens_T[None]), context, cache
+        )
+        return y_BTD[0], cache
+
     def output_weights(self) -> jax.Array:
         """The output projection w [D, V], in the parameters' dtype."""
         if self.lm_head is None:
@@ -292,6 +347,87 @@ class Decoder(nnx.Module):
         logits_BTV = constrain(logits_BTV, ("batch", "length", "activation_vocab"))
         cap = self.config.final_logit_softcap
         return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
+
+    def _uncached(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None,
+        segment_ids_BT: jax.Array | None,
+        *,
+        consecutive: bool | None,
+        remat: str | Remat,
+        unroll: int | bool,
+        implementation: str | None,
+        pipeline: PipelineConfig | None = None,
+        disturb: Callable[[jax.Array], jax.Array] | None = None,
+        routed_experts_BTLk: jax.Array | None = None,
+        ahead: bool = False,
+        drop_tokens: bool = False,
+    ) -> tuple[jax.Array, list[jax.Array], Routing | None]:
+        """`hidden_and_routing`, and with `ahead` what modules make of it."""
+        if axes_in_use("length"):
+            check_model(self.config, "context axis")
+        if shards(("stage",)) > 1:
+            check_model(self.config, "stage axis")
+        check_remat(remat, self.config)
+        routed_LBTk = self._given(routed_experts_BTLk, tokens_BT)
+        if consecutive is None:
+            consecutive = positions_BT is None
+        if positions_BT is None:
+            positions_BT = document_positions(tokens_BT.shape, segment_ids_BT)
+        balanced = balances(tokens_BT.shape[1], shards(axes_in_use("length")))
+        if balanced:
+            positions_BT = balance_ids(positions_BT)
+            segment_ids_BT = None if segment_ids_BT is None else balance_ids(segment_ids_BT)
+            routed_LBTk = None if routed_LBTk is None else balance_routed(routed_LBTk)
+        context = LayerContext(
+            positions_BT=positions_BT,
+            segment_ids_BT=segment_ids_BT,
+            rotations=dict(rotations(self.config, positions_BT)),
+            consecutive=consecutive,
+            balanced=balanced,
+            routed_experts_LBTk=routed_LBTk,
+            drops_tokens=drop_tokens,
+            exchange=self.config.context_exchange,
+            implementation=implementation,
+        )
+        own_BT = balance_ids(tokens_BT) if balanced else tokens_BT
+        if disturb is None:
+            x_BTD = self.embed(own_BT)
+        else:  # of the tokens in order, on any mesh
+            x_BTD = disturb(self.embed(tokens_BT))
+            x_BTD = balance_length(x_BTD) if balanced else x_BTD
+        x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
+        context = self._with_inputs(context, own_BT, x_BTD)
+        run: Callable[..., tuple[jax.Array, Routing | None]] = run_layers
+        if shards(stage_axes(current_rules())) > 1:
+            run = functools.partial(run_pipeline, pipeline=pipeline or PipelineConfig())
+        kinds = self.config.layer_kinds()
+        x_BTD, routing = run(self.layers, kinds, x_BTD, context, remat=remat, unroll=unroll)
+        found = [self.final_norm(x_BTD)]
+        if ahead and self.mtp is not None:
+
+            def embedded(count: int) -> jax.Array:
+                later_BT = jnp.roll(tokens_BT, -count, axis=1)
+                later_BTD = self.embed(balance_ids(later_BT) if balanced else later_BT)
+                return constrain(later_BTD, ("batch", "length", "activation_embed"))
+
+            more, routings = run_modules(
+                self.mtp,
+                self.config,
+                found[0],
+                embedded,
+                context,
+                remat=remat,
+                unroll=unroll,
+            )
+            found += more
+            if routing is not None:
+                routings.insert(0, routing)
+            if routings:
+                routing = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+        x_BTD, *further = [restore_length(each) if balanced else each for each in found]
+        return x_BTD, further, routing
 
     def _cached(
         self,

@@ -1,14 +1,14 @@
 """Running each token through its experts: sorted by expert, multiplied in groups, put back.
 
-No token is dropped. On a mesh each device sorts the tokens that it holds; experts' widths are
-divided over the axes of `mlp`, and what is divided over those of `embed` is gathered first. Experts
-are divided over the axes of `expert`: a device sends each token to those that have its experts, or
-all gather the tokens of all, run their own experts, and reduce and scatter the outputs. Buffers
-have room for the worst case, min(P, E / k) times what an even load fills.
+On a mesh each device sorts the tokens that it holds; experts' widths are divided over the axes of
+`mlp`, and what is divided over those of `embed` is gathered first. Experts are divided over the
+axes of `expert`: a device sends each token to those that have its experts, or all gather the tokens
+of all, run their own experts, and reduce and scatter the outputs. Buffers have room for the worst
+case, min(P, E / k) times what an even load fills; or, where experts have a capacity, for that.
 
 Legend: B batch, T tokens, D model width, F width of an expert, E experts, k experts a token,
 P devices that experts are divided over, M tokens of a device, A = M k assignments of a token to an
-expert, R rows that a device's experts run.
+expert, R rows that a device's experts run, C tokens of a row that an expert has room for.
 """
 
 import functools
@@ -58,8 +58,8 @@ class ExpertWeight(Protocol):
 
 ExpertArrays = dict[str, Any]
 """Parameters of all experts, in the dtype of their products: `gate`, `up` [E, D, F], `down`
-[E, F, D], each an array or an `ExpertWeight`, and where they have biases `gate_bias`, `up_bias`
-[E, F], `down_bias` [E, D]."""
+[E, F, D], each an array, an `ExpertWeight` or, on one device, a layer of a `kernels.GroupedWeight`,
+and where they have biases `gate_bias`, `up_bias` [E, F], `down_bias` [E, D]."""
 
 _AXES: dict[str, tuple[str, ...]] = {
     "gate": ("embed", "mlp"),
@@ -98,6 +98,7 @@ def run_experts(
     *,
     weigh_input: bool = False,
     exchange: Literal["auto", "all_to_all", "all_gather"] = "auto",
+    capacity: int | None = None,
 ) -> jax.Array:
     """Sum each token's experts, weighted -> y [B, T, D] in the dtype of x.
 
@@ -109,8 +110,12 @@ def run_experts(
       activate: (gate [R, F], up [R, F]) to [R, F].
       weigh_input: whether the weights multiply the experts' inputs, not their outputs.
       exchange: `ExpertsConfig.exchange`. Tokens that every device has are not sent.
+      capacity: C, when no expert has more tokens of a row, as `drop_tokens` leaves them: buffers
+        have no room for more. None: as many as there are.
     """
-    run = functools.partial(_run_local, activate=activate, weigh_input=weigh_input)
+    run = functools.partial(
+        _run_local, activate=activate, weigh_input=weigh_input, capacity=capacity
+    )
     mesh = mesh_in_use()
     if mesh is None:
         return run(x_BTD, weights_BTk, experts_BTk, arrays, division=_Division(), sends=False)
@@ -169,6 +174,7 @@ def _run_local(
     *,
     activate: Activate,
     weigh_input: bool,
+    capacity: int | None,
     division: _Division,
     sends: bool,
 ) -> jax.Array:
@@ -178,19 +184,28 @@ def _run_local(
         array.reshape(-1, array.shape[-1]) for array in (x_BTD, weights_BTk, experts_BTk)
     )
     own = arrays["gate"].shape[0]  # experts of this device
+    M, k = experts_Mk.shape
+
+    def room(experts: int, devices: int = 1) -> int:
+        """Rows that so many experts can have of the tokens of so many devices."""
+        most = M * min(k, experts)
+        limited = most if capacity is None else min(most, len(x_BTD) * experts * capacity)
+        return devices * limited
 
     def multiply(rows_RD: jax.Array, experts_R: jax.Array, tokens_R: jax.Array | None) -> jax.Array:
         return _multiply(rows_RD, experts_R, tokens_R, arrays, activate, division.width)
 
     if sends:
-        num_experts = own * shards(division.experts)
-        most = len(x_MD) * min(experts_Mk.shape[-1], own)
-        there = functools.partial(_multiply_elsewhere, multiply, division.experts, own, most)
-        y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, there, num_experts, weigh_input)
+        E = own * shards(division.experts)
+        there = functools.partial(_multiply_elsewhere, multiply, division.experts, own, room(own))
+        y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, there, E, room(E), weigh_input)
     elif division.experts:
-        y_MD = _run_gathered(x_MD, weights_Mk, experts_Mk, multiply, own, weigh_input, division)
+        rows = room(own, shards(division.tokens))
+        y_MD = _run_gathered(
+            x_MD, weights_Mk, experts_Mk, multiply, own, rows, weigh_input, division
+        )
     else:
-        y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, multiply, own, weigh_input)
+        y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, multiply, own, room(own), weigh_input)
     y_MD = jax.lax.psum(y_MD, division.width) if division.width else y_MD
     return y_MD.reshape(x_BTD.shape)
 
@@ -214,6 +229,7 @@ def _run_gathered(
     experts_Mk: jax.Array,
     multiply: Multiply,
     own: int,
+    rows: int,
     weigh_input: bool,
     division: _Division,
 ) -> jax.Array:
@@ -227,7 +243,7 @@ def _run_gathered(
         )
     experts_Mk = experts_Mk - jax.lax.axis_index(division.experts) * own
     experts_Mk = jnp.where((experts_Mk >= 0) & (experts_Mk < own), experts_Mk, own)
-    y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, multiply, own, weigh_input)
+    y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, multiply, own, rows, weigh_input)
     if tokens:
         y_MD = jax.lax.psum_scatter(y_MD, tokens, scatter_dimension=0, tiled=True)
     return jax.lax.psum(y_MD, same) if same else y_MD
@@ -239,14 +255,16 @@ def _run_sorted(
     experts_Mk: jax.Array,
     multiply: Multiply,
     num_experts: int,
+    rows: int,
     weigh_input: bool,
 ) -> jax.Array:
-    """Sum each token's experts, weighted; those of `num_experts` and above count for nothing."""
+    """Sum each token's experts, weighted; those of `num_experts` and above count for nothing, and
+    all others are at most `rows`."""
     M, k = experts_Mk.shape
     experts_A, weights_A = experts_Mk.reshape(-1), weights_Mk.reshape(-1, 1)
     order_A = jnp.argsort(experts_A, stable=True)
     inverse_A = jnp.argsort(order_A)
-    order_R = order_A[: M * min(k, num_experts)]  # the others are for no expert
+    order_R = order_A[:rows]  # the others are for no expert
     rows_RD = _spread(x_MD, order_R, inverse_A, k)
     if weigh_input:
         rows_RD = rows_RD * _permute(weights_A, order_R, inverse_A).astype(rows_RD.dtype)
@@ -269,12 +287,12 @@ def _multiply(
 ) -> jax.Array:
     """Each row through its expert; rows for no expert come last, and their results mean nothing."""
     num_experts = arrays["gate"].shape[0]
-    starts = jnp.searchsorted(experts_R, jnp.arange(num_experts + 1), method="scan_unrolled")
-    sizes_E = jnp.diff(starts).astype(jnp.int32)
+    # Counted, as the number of rows is open in an exported function, which a search refuses.
+    sizes_E = jnp.sum(experts_R[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
     rows = SortedRows(sizes_E, jnp.minimum(experts_R, num_experts - 1), tokens_R)
 
-    def product(x: jax.Array, w: jax.Array | ExpertWeight, bias: jax.Array | None) -> jax.Array:
-        if isinstance(w, jax.Array):
+    def product(x: jax.Array, w: Any, bias: jax.Array | None) -> jax.Array:
+        if isinstance(w, jax.Array | kernels.GroupedWeight):
             y = kernels.grouped_matmul(x, w, sizes_E)
         else:
             y = w.grouped(x, rows)
@@ -285,7 +303,7 @@ def _multiply(
     bias = arrays.get("down_bias")
     if bias is not None and width_axes:
         bias = bias * (jax.lax.axis_index(width_axes) == 0)
-    return product(activate(gate_RF, up_RF), arrays["down"], bias)
+    return checkpoint_name(product(activate(gate_RF, up_RF), arrays["down"], bias), "expert_down")
 
 
 def _multiply_elsewhere(
@@ -370,6 +388,6 @@ _permute.defvjp(_permute_forward, _permute_backward)
 
 def _rows_or_zeros(x_RD: jax.Array, index_A: jax.Array) -> jax.Array:
     """Rows of x; zeros for those beyond its end, of which only a longer index has some."""
-    if len(x_RD) >= len(index_A):
+    if x_RD.shape[0] >= index_A.shape[0]:
         return x_RD[index_A]
     return x_RD.at[index_A].get(mode="fill", fill_value=0)

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax import kernels
+from fornax.models.capacity import drop_tokens
 from fornax.models.config import DecoderConfig
 from fornax.models.context import LayerContext
 from fornax.models.dispatch import ExpertArrays, ExpertWeight, run_experts
@@ -58,8 +59,8 @@ class ExpertProjection(nnx.Module):
         zeros = jnp.zeros((num_experts, outputs[1]), dtype)
         self.bias = nnx.Param(zeros, axes=("expert", outputs[0])) if bias else None
 
-    def weight(self, dtype: DTypeLike) -> jax.Array | ExpertWeight:
-        """What computes its products in a dtype: the kernel, or a weight that knows them itself."""
+    def weight(self, dtype: DTypeLike) -> jax.Array | kernels.GroupedWeight | ExpertWeight:
+        """What computes its products in a dtype: the kernel, or a weight that knows its own."""
         kernel = self.kernel.get_value()
         return kernel.astype(dtype) if isinstance(kernel, jax.Array) else kernel
 
@@ -131,22 +132,30 @@ class Experts(nnx.Module):
             x_BTD, routed_BTD = self.input_norm(residual_BTD), self._router_input(residual_BTD)
         x_MD = routed_BTD.reshape(-1, x_BTD.shape[-1])
         segments_BT = context.segment_ids_BT
-        is_token_M = jnp.ones(len(x_MD), bool) if segments_BT is None else segments_BT.ravel() != 0
+        rows = x_MD.shape[0]  # open in an exported function
+        is_token_M = jnp.ones(rows, bool) if segments_BT is None else segments_BT.ravel() != 0
         shape = (*x_BTD.shape[:2], self.config.experts_per_token)
         given_BTk = context.routed_experts_BTk
         given_Mk = None if given_BTk is None else given_BTk.reshape(-1, shape[-1])
         choice, routing = self.route(x_MD, is_token_M, given_Mk)
         if context.returns_experts:
             routing = dataclasses.replace(routing, experts_BTk=choice.experts_Mk.reshape(shape))
-        chosen_Mk = jnp.where(is_token_M[:, None], choice.experts_Mk, self.config.num_experts)
+        E = self.config.num_experts
+        experts_BTk = jnp.where(is_token_M[:, None], choice.experts_Mk, E).reshape(shape)
+        capacity = self.config.capacity(shape[1]) if context.drops_tokens else None
+        if capacity is not None:
+            experts_BTk = drop_tokens(experts_BTk, E, capacity, balanced=context.balanced)
+            run_E = jnp.sum(jax.nn.one_hot(experts_BTk, E, dtype=jnp.float32), axis=(0, 1, 2))
+            routing = dataclasses.replace(routing, dropped_E=routing.assigned_E - run_E)
         y_BTD = run_experts(
             x_BTD.astype(self.compute_dtype),
             choice.weights_Mk.reshape(shape),
-            chosen_Mk.reshape(shape),
+            experts_BTk,
             self._arrays(),
             self.activate,
             weigh_input=self.config.weigh == "input",
             exchange=self.config.exchange,
+            capacity=capacity,
         )
         y_BTD = checkpoint_name(y_BTD, "mlp_down")
         if self.shared is not None:

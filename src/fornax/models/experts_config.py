@@ -1,11 +1,15 @@
 """A mixture of experts as a config: its router's rule and its experts' sizes."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, Literal
 
 from fornax.config.errors import ConfigError
 
-__all__ = ["ExpertsConfig"]
+__all__ = ["TRAINING_ONLY", "ExpertsConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +80,34 @@ class ExpertsConfig:
     changes no result. auto takes what sends fewer bytes: all_to_all where `experts_per_token` is
     below the number of devices that the experts are divided over."""
 
+    capacity_factor: float | None = None
+    """f of C = ceil(f k T / E), the tokens of a row of T that an expert has room for in pretraining
+    (Fedus et al. 2021, section 2.2, with a row of the batch as the group): an expert's first C
+    tokens of a row by position run, and the weight of the others for it is zero. None: no token is
+    dropped, as in evaluation, tuning, generation and serving, which have room for all whatever this
+    is."""
+
+    def capacity(self, tokens: int) -> int | None:
+        """C, of a row of so many tokens; None where nothing is dropped."""
+        if self.capacity_factor is None:
+            return None
+        # As it is written: of 1.1 a row of 10 tokens is 11, where the nearest binary number is more
+        even = Fraction(self.experts_per_token * tokens, self.num_experts)
+        return min(tokens, math.ceil(Fraction(str(self.capacity_factor)) * even))
+
     def __post_init__(self) -> None:
         """Check sizes and combinations."""
         sizes = ("num_experts", "experts_per_token", "intermediate_size", "num_groups")
-        for name in (*sizes, "groups_per_token", "clip", "shared_intermediate_size"):
+        may_be_none = ("clip", "shared_intermediate_size", "capacity_factor")
+        for name in (*sizes, "groups_per_token", *may_be_none):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"experts.{name}={value} must be above 0")
+        if self.capacity_factor is not None and not math.isfinite(self.capacity_factor):
+            raise ConfigError(
+                f"experts.capacity_factor={self.capacity_factor} must be finite; use null, so that "
+                "no token is dropped"
+            )
         if self.num_experts % self.num_groups or self.groups_per_token > self.num_groups:
             raise ConfigError(
                 f"experts.num_groups={self.num_groups} must divide num_experts={self.num_experts}, "
@@ -103,3 +128,18 @@ class ExpertsConfig:
         for name in ("normalize_eps", "balance_loss", "router_z_loss", "bias_update_rate"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"experts.{name}={getattr(self, name)} must be at least 0")
+
+
+TRAINING_ONLY: Mapping[str, Any] = MappingProxyType(
+    {
+        name: ExpertsConfig.__dataclass_fields__[name].default
+        for name in (
+            "balance_loss",
+            "router_z_loss",
+            "bias_update_rate",
+            "exchange",
+            "capacity_factor",
+        )
+    }
+)
+"""Fields that say how a model is trained and not what it computes, with their defaults."""

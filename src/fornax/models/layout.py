@@ -16,10 +16,11 @@ import numpy as np
 from flax import nnx
 
 from fornax.config.errors import ConfigError
+from fornax.models.config import DecoderConfig
 from fornax.models.decoder import Decoder
-from fornax.models.families.family import ExpertsTensor, GroupedRows, TensorName
+from fornax.models.families.family import ExpertsTensor, GroupedRows, MTPFiles, TensorName
 
-__all__ = ["Block", "Slot", "TensorLayout", "flat_variables", "plan_layout"]
+__all__ = ["Block", "Slot", "TensorLayout", "flat_variables", "plan_copies", "plan_layout"]
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,13 @@ def plan_layout(model: Decoder, names: Mapping[str, TensorName]) -> list[TensorL
         given = names[path]
         pattern = given if isinstance(given, str) else given.name
         for slot in _slots(model, path, variables[path], given):
-            layer = -1 if slot.layer is None else numbers[path.split("/")[1]][slot.layer]
-            name = pattern.format(layer=layer, expert=slot.expert)
+            if slot.layer is None:
+                layer = -1
+            elif path.startswith("mtp/"):
+                layer = model.config.num_layers + slot.layer
+            else:
+                layer = numbers[path.split("/")[1]][slot.layer]
+            name = pattern.format(layer=layer, module=slot.layer, expert=slot.expert)
             slots.setdefault((layer, name), []).append(slot)
             if isinstance(given, ExpertsTensor) and given.interleaved:
                 interleaved.add(name)
@@ -161,6 +167,26 @@ def plan_layout(model: Decoder, names: Mapping[str, TensorName]) -> list[TensorL
         _fuse(name, parts, take_turns=name in interleaved, by_head=name in grouped)
         for (_, name), parts in in_order
     ]
+
+
+def plan_copies(layout: list[TensorLayout], config: DecoderConfig, mtp: MTPFiles) -> dict[str, str]:
+    """The copies of other tensors that files keep with modules that predict further tokens.
+
+    Args:
+      layout: of the model, from `plan_layout`.
+      config: the model's.
+      mtp: how its family keeps modules.
+
+    Returns:
+      Name of each copy to the name of the tensor in `layout` that it is a copy of.
+    """
+    by_path = {tensor.blocks[0].slot.path: tensor.name for tensor in layout}
+    table = by_path["embed/embedding"]  # also the output projection's, where they are tied
+    return {
+        name.format(layer=config.num_layers + module, module=module): by_path.get(path, table)
+        for module in range(config.num_mtp_modules)
+        for path, name in mtp.copies.items()
+    }
 
 
 def _slots(model: nnx.Module, path: str, variable: Any, given: TensorName) -> Iterator[Slot]:

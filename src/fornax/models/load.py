@@ -20,11 +20,22 @@ from fornax.mesh import DEFAULT_RULES, Rules, named_sharding, parse_dtype, tree_
 from fornax.models.config import DecoderConfig
 from fornax.models.create import abstract_decoder
 from fornax.models.decoder import Decoder
-from fornax.models.families import config_from_hf, family_by_name, unwrap_tensors
-from fornax.models.families.family import TensorName
-from fornax.models.layout import Block, TensorLayout, flat_variables, plan_layout
+from fornax.models.families import (
+    config_from_hf,
+    family_by_name,
+    num_modules,
+    unwrap_tensors,
+)
+from fornax.models.families.family import Family, TensorName
+from fornax.models.layout import Block, TensorLayout, flat_variables, plan_copies, plan_layout
 
-__all__ = ["StoredModel", "load_pretrained", "open_pretrained", "read_config"]
+__all__ = [
+    "StoredModel",
+    "load_pretrained",
+    "open_pretrained",
+    "read_config",
+    "stored_modules",
+]
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -48,6 +59,22 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return values
 
 
+def stored_modules(path: str | Path) -> int:
+    """How many modules that predict further tokens a Hugging Face directory holds.
+
+    Raises:
+      ConfigError, CheckpointError: for what cannot be read.
+    """
+    values = read_config(path)
+    config = config_from_hf(values)
+    mtp, count = family_by_name(str(config.family)).mtp, num_modules(values)
+    if mtp is None or not count:
+        return 0
+    starts = mtp.starts(config.num_layers, count)
+    names = unwrap_tensors(values, find_tensors(Path(path)))
+    return count if any(name.startswith(starts) for name in names) else 0
+
+
 def load_pretrained(
     path: str | Path,
     dtype: str | np.dtype | None = None,
@@ -55,6 +82,7 @@ def load_pretrained(
     rules: Rules = DEFAULT_RULES,
     *,
     compute_dtype: str | np.dtype | None = None,
+    mtp: bool = False,
 ) -> Decoder:
     """A decoder with the weights of a Hugging Face directory.
 
@@ -64,7 +92,7 @@ def load_pretrained(
 
     Args and errors are those of `open_pretrained`.
     """
-    stored = open_pretrained(path, dtype, mesh, rules, compute_dtype=compute_dtype)
+    stored = open_pretrained(path, dtype, mesh, rules, compute_dtype=compute_dtype, mtp=mtp)
     stored.fill()
     return stored.model
 
@@ -76,6 +104,7 @@ def open_pretrained(
     rules: Rules = DEFAULT_RULES,
     *,
     compute_dtype: str | np.dtype | None = None,
+    mtp: bool = False,
 ) -> "StoredModel":
     """The weights of a Hugging Face directory, checked and not yet read.
 
@@ -85,28 +114,34 @@ def open_pretrained(
       mesh: where the parameters will live; None for the default device.
       rules: logical axes to mesh axes.
       compute_dtype: see `Decoder`.
+      mtp: whether to read the modules that predict further tokens. They are no part of what most
+        do with a model, take the memory of a layer each, and make nothing better where no loss
+        trains them along: they are left out unless asked for.
 
     Raises:
-      ConfigError: config.json asks for what is not supported, or the dtype must be chosen.
+      ConfigError: config.json asks for what is not supported, or the dtype must be chosen; modules
+        are asked for and there are none.
       CheckpointError: missing, extra or misshapen tensors, by name; a damaged file; pickled
         weights.
       ShardingError: a parameter does not divide over the mesh.
     """
     folder = Path(path)
     values = read_config(folder)
-    config = config_from_hf(values)
+    config = config_from_hf(values, mtp=mtp)
     stored = unwrap_tensors(values, find_tensors(folder))
     family = family_by_name(str(config.family))
     names = family.names
-    stored = _without_further_heads(stored, values, family.left_out)
+    if not mtp and family.mtp is not None:
+        starts = family.mtp.starts(config.num_layers, num_modules(values))
+        stored = {name: tensor for name, tensor in stored.items() if not name.startswith(starts)}
     stored = _without_unread_keys(stored, config, names)
     bias = names.get(_BIAS)
     dtype = _choose_dtype(dtype, stored, bias if isinstance(bias, str) else None)
     compute = None if compute_dtype is None else _as_dtype(compute_dtype)
     model = abstract_decoder(config, dtype=dtype, compute_dtype=compute)
-    layout = plan_layout(model, names)
-    if family.released_names is not None and any(t.name not in stored for t in layout):
-        layout = plan_layout(model, family.released_names)
+    layout = _plan_layout(model, family, stored)
+    if family.mtp is not None:
+        stored = _without_copies(stored, plan_copies(layout, config, family.mtp), folder)
     stored = _without_known_extras(stored, layout, config.tie_embeddings, folder)
     _check(stored, layout, folder)
     if mesh is not None:
@@ -121,7 +156,7 @@ def open_pretrained(
 
 _Source = tuple[StoredTensor, Block]
 _BIAS = "layers/experts/selection_bias"
-"""What is float32 whatever the dtype of parameters."""
+"""What is float32 whatever the dtype of parameters; so is its like in modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +203,7 @@ class StoredModel:
         self, path: str, function: Callable[[jax.Array], tuple[jax.Array, ...]], place: object
     ) -> tuple[jax.Array, ...]:
         layers, axes = self.blocks[path], self._axes(path)
-        dtype = np.dtype(np.float32) if path == _BIAS else self.dtype
+        dtype = np.dtype(np.float32) if path.endswith("/experts/selection_bias") else self.dtype
         if None in layers:
             return function(_put(layers[None], self._place(axes), dtype))
         stacks: list[jax.Array] = []
@@ -238,17 +273,35 @@ def _without_known_extras(
     return kept
 
 
-def _without_further_heads(
-    stored: Mapping[str, StoredTensor], values: Mapping[str, Any], left_out: tuple[str, ...]
+def _plan_layout(
+    model: Decoder, family: Family, stored: Mapping[str, StoredTensor]
+) -> list[TensorLayout]:
+    """The tensors by the names that the file has: those of transformers, or of released files,
+    where modules may have either."""
+
+    def fits(layout: list[TensorLayout]) -> bool:
+        return all(tensor.name in stored for tensor in layout)
+
+    layout, released = plan_layout(model, family.names), family.released_names
+    if released is None or fits(layout):
+        return layout
+    layout = plan_layout(model, released)
+    modules = {path: name for path, name in family.names.items() if path.startswith("mtp/")}
+    mixed = plan_layout(model, {**released, **modules})
+    return mixed if fits(mixed) else layout
+
+
+def _without_copies(
+    stored: Mapping[str, StoredTensor], copies: Mapping[str, str], folder: Path
 ) -> dict[str, StoredTensor]:
-    """Leave out what predicts tokens beyond the next, such as the layers after the last."""
-    stored = {name: tensor for name, tensor in stored.items() if not name.startswith(left_out)}
-    first = values.get("num_hidden_layers")
-    heads = values.get("num_nextn_predict_layers") or 0
-    if not isinstance(first, int) or not isinstance(heads, int):
-        return stored
-    extra = tuple(f"model.layers.{layer}." for layer in range(first, first + heads))
-    return {name: tensor for name, tensor in stored.items() if not name.startswith(extra)}
+    """Leave out what modules hold copies of, once they are seen to be copies."""
+    for name, of in copies.items():
+        if name in stored and of in stored and not _equal(stored[name], stored[of]):
+            raise CheckpointError(
+                f"{folder}: {name} differs from {of}, which the module that predicts further "
+                "tokens shares with the model; load it without its modules, or copy the tensor"
+            )
+    return {name: tensor for name, tensor in stored.items() if name not in copies}
 
 
 def _without_unread_keys(

@@ -46,8 +46,9 @@ def cache_layers(config: DecoderConfig) -> tuple[int, ...]:
 
 
 def _paged_kinds(config: DecoderConfig) -> list[LayerKind]:
-    """Of the layers that keep keys and values; the others keep a state, or take another's."""
-    kinds = config.layer_kinds()
+    """Of the layers that keep keys and values; the others keep a state, or take another's. Last
+    comes the layer of the first MTP module, the one that drafts."""
+    kinds = config.layer_kinds() + (config.mtp_kind,) * min(config.num_mtp_modules, 1)
     return [kind for kind in kinds if not kind.linear and kind.keys != "shared"]
 
 

@@ -12,12 +12,14 @@ import jax
 
 from fornax.config.errors import ConfigError
 from fornax.kernels import LINEAR_OUTPUT
+from fornax.models.config import DecoderConfig
 
 __all__ = [
     "REMAT_NAMES",
     "REMAT_POLICIES",
     "Remat",
     "RematPolicy",
+    "check_remat",
     "keep_unchosen",
     "keep_uncut",
     "rematerialise",
@@ -39,11 +41,13 @@ REMAT_NAMES: tuple[str, ...] = (
     "attention_out",
     "mlp_gate",
     "mlp_up",
+    "expert_down",
     "mlp_down",
 )
 """A layer's activations, in the order they are made: its input [B, T, D]; what attention takes,
 after norms and rotation; what it returns, with the softmax's log-sum-exp; its output projection;
-the MLP's two inner projections [B, T, F]; its output projection."""
+the MLP's two inner projections [B, T, F]; of experts, the output of each for each of its tokens
+[B T k, D]; the MLP's output projection, or the experts' weighted sum."""
 
 _OF_ATTENTION = ("query", "key", "value", "attention")
 
@@ -86,6 +90,20 @@ class Remat:
                 "remat='names' keeps nothing without remat_save and remat_offload; name "
                 f"activations ({', '.join(REMAT_NAMES)}), or set remat to 'full'"
             )
+
+
+def check_remat(remat: str | Remat, config: DecoderConfig) -> None:
+    """Refuse names that none of a model's activations has.
+
+    Raises:
+      ConfigError: with the name to use instead.
+    """
+    named = () if isinstance(remat, str) else (*remat.save, *remat.offload)
+    if "expert_down" in named and config.experts is None:
+        raise ConfigError(
+            "remat_save or remat_offload names expert_down and the model has no experts; name "
+            "mlp_down for the output of an MLP"
+        )
 
 
 def rematerialise(

@@ -47,7 +47,7 @@ def rotations(
       longest: length that the two scalings which look at the longest position go by; None takes
         the batch's own.
     """
-    used = {kind.rope for kind in config.layer_kinds()}
+    used = {kind.rope for kind in config.kinds_with_modules()}
     ropes = {"global": config.rope, "local": config.local_rope or config.rope}
     found: dict[str, Rotation] = {}
     for name, rope in ropes.items():

@@ -52,6 +52,8 @@ class Routing:
     """Entropy in nats of the scores divided by their sum."""
     tokens: jax.Array
     """How many tokens were counted."""
+    dropped_E: jax.Array | None = None
+    """Of `assigned_E`, those that the expert had no room for; None where it has room for all."""
     experts_BTk: jax.Array | None = None
     """int32 experts that each token took, where they were asked for."""
 
@@ -102,7 +104,7 @@ def _open_groups(ranked_ME: jax.Array, config: ExpertsConfig) -> jax.Array:
     """The scores, minus infinity in the groups that a token may not choose from."""
     if config.groups_per_token == config.num_groups:
         return ranked_ME
-    grouped_MGe = ranked_ME.reshape(len(ranked_ME), config.num_groups, -1)
+    grouped_MGe = ranked_ME.reshape(ranked_ME.shape[0], config.num_groups, -1)
     best_MGb = jax.lax.top_k(grouped_MGe, 1 if config.group_score == "max" else 2)[0]
     _, open_Mg = jax.lax.top_k(jnp.sum(best_MGb, axis=-1), config.groups_per_token)
     is_open_MG = jnp.any(jax.nn.one_hot(open_Mg, config.num_groups, dtype=bool), axis=1)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from fornax.config.files import replacing_folder
 from fornax.models.config import DecoderConfig
 from fornax.models.decoder import Decoder
 from fornax.models.families.convert import config_to_hf, family_for
-from fornax.models.layout import TensorLayout, flat_variables, plan_layout
+from fornax.models.layout import TensorLayout, flat_variables, plan_copies, plan_layout
 
 __all__ = ["save_pretrained"]
 
@@ -59,7 +60,12 @@ def save_pretrained(
     target = Path(path).resolve()
     _check_target(target, overwrite)
     hf_config = config_to_hf(model.config)
-    layout = plan_layout(model, family_for(model.config).names)
+    family = family_for(model.config)
+    layout = plan_layout(model, family.names)
+    if family.mtp is not None:
+        by_name = {tensor.name: tensor for tensor in layout}
+        copies = plan_copies(layout, model.config, family.mtp)
+        layout += [replace(by_name[of], name=name) for name, of in copies.items()]
     values = _values(model)
     hf_config["torch_dtype"] = np.dtype(model.embed.embedding[...].dtype).name
     try:

@@ -21,7 +21,15 @@ from fornax.models.layers import DecoderLayer
 from fornax.models.remat import Remat, keep_unchosen, keep_uncut, rematerialise
 from fornax.models.routing import Routing
 
-__all__ = ["Segment", "plan_segments", "run_layers", "run_layers_cached", "run_stacks"]
+__all__ = [
+    "Segment",
+    "is_weight",
+    "pick_layer",
+    "plan_segments",
+    "run_layers",
+    "run_layers_cached",
+    "run_stacks",
+]
 
 
 @dataclass(frozen=True)
@@ -300,13 +308,13 @@ def run_layers_cached(
                 stretch = stretches[part]
                 at = stretch.start + repeat * stretch.period + stretch.of(index, segment, part)
                 graphdef, stack = split[part]
-                one = jax.tree.map(functools.partial(_pick, at=at), stack, is_leaf=_is_weight)
+                one = jax.tree.map(functools.partial(pick_layer, at=at), stack, is_leaf=is_weight)
                 parts[part] = nnx.merge(graphdef, one)
             view = LayerCache(cache, _place(segment, kinds, index, repeat))
             own = context
             if context.layer_inputs_LBTP is not None:
                 at = segment.start + repeat * len(segment.kinds) + index
-                own = replace(context, layer_input_BTP=_pick(context.layer_inputs_LBTP, at))
+                own = replace(context, layer_input_BTP=pick_layer(context.layer_inputs_LBTP, at))
             x_BTD, after, routing = DecoderLayer(parts)(x_BTD, kind, own, view)
             cache = after.cache
             if routing is not None and routing.experts_BTk is not None:
@@ -345,12 +353,13 @@ def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: j
     )
 
 
-def _is_weight(leaf: object) -> bool:
-    """Whether it is a weight that knows its own product, rather than an array."""
-    return hasattr(leaf, "linear") and not isinstance(leaf, nnx.Variable)
+def is_weight(leaf: object) -> bool:
+    """Whether it is a stack of weights that knows its layers, rather than an array."""
+    return hasattr(leaf, "at") and not isinstance(leaf, nnx.Variable | jax.Array)
 
 
-def _pick(leaf: Any, at: jax.Array) -> Any:
-    if _is_weight(leaf):
+def pick_layer(leaf: Any, at: jax.Array) -> Any:
+    """One layer, by its number, of a stacked array or weight."""
+    if is_weight(leaf):
         return leaf.at(at)
     return jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False)

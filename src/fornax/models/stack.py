@@ -18,6 +18,25 @@ __all__ = ["stack_decoder_layers", "stack_layers"]
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 
+class _Rngs(nnx.Rngs):
+    """One key's stream."""
+
+    def __init__(self, key: jax.Array) -> None:
+        super().__init__(key)
+        self.default = _Stream(key, tag="default")
+
+
+class _Stream(nnx.RngStream):
+    """The same keys, counted outside the traced program: where Flax sets a traced count, JAX
+    prints the program so far, which takes longer than tracing all else."""
+
+    drawn = 0
+
+    def __call__(self) -> jax.Array:
+        self.drawn += 1
+        return jax.random.fold_in(self.key[...], self.drawn - 1)
+
+
 def stack_layers(make: Callable[[nnx.Rngs], ModuleT], count: int, rngs: nnx.Rngs) -> ModuleT:
     """`count` modules of one kind as one module whose parameters have a leading "layers" axis.
 
@@ -31,8 +50,14 @@ def stack_layers(make: Callable[[nnx.Rngs], ModuleT], count: int, rngs: nnx.Rngs
 
 
 def _stack(make: Callable[[nnx.Rngs], ModuleT], keys: jax.Array) -> ModuleT:
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+    graphdefs = []
+
+    def make_one(key: jax.Array) -> nnx.State:
+        graphdef, state = nnx.split(make(_Rngs(key)))
+        graphdefs.append(graphdef)
+        return state
+
+    state = jax.vmap(make_one)(keys)
 
     def name_axis(variable: nnx.Variable) -> nnx.Variable:
         axes = variable.get_metadata().get("axes")
@@ -44,7 +69,7 @@ def _stack(make: Callable[[nnx.Rngs], ModuleT], keys: jax.Array) -> ModuleT:
         return variable.replace(axes=("layers", *axes))
 
     stacked = jax.tree.map(name_axis, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return nnx.merge(graphdef, stacked)
+    return nnx.merge(graphdefs[0], stacked)
 
 
 def stack_decoder_layers(

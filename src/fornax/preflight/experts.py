@@ -1,10 +1,13 @@
 """A mixture of experts written down plainly: every expert on every token, weighed, and summed.
 
-It shares parameters and activation with `models.Experts`, and neither the router's code, nor the
-sorting of tokens, nor grouped products.
+It shares parameters and activation with `models.Experts`, and neither the router's code, nor norms,
+nor the sorting of tokens, nor grouped products, nor how tokens without room are found.
 
 Legend: B rows, T tokens of a row, M = B T, D model width, F width of an expert, E experts.
 """
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from flax import nnx
 from fornax.models import ExpertsConfig, Routing
 from fornax.models.context import LayerContext
 from fornax.models.experts import Experts
+from fornax.preflight.formulas import normed, over_root_mean_square
 
 __all__ = ["PlainExperts"]
 
@@ -24,8 +28,13 @@ class PlainExperts(Experts):
         self, x_BTD: jax.Array, context: LayerContext, residual_BTD: jax.Array | None = None
     ) -> tuple[jax.Array, Routing]:
         """Apply -> y [B, T, D], and what the router did."""
-        x_MD = x_BTD.reshape(-1, x_BTD.shape[-1]).astype(jnp.float32)
-        logits_ME = x_MD @ _matrix(self.router.kernel)
+        shared_input_BTD = x_BTD
+        routed_MD = x_MD = x_BTD.reshape(-1, x_BTD.shape[-1]).astype(jnp.float32)
+        if self.config.separate_norms:  # router and experts read the stream itself
+            assert residual_BTD is not None
+            x_BTD = normed(residual_BTD, self.input_norm)
+            x_MD, routed_MD = x_BTD.reshape(routed_MD.shape), self._scaled(residual_BTD)
+        logits_ME = routed_MD @ _matrix(self.router.kernel)
         if self.router.bias is not None:
             logits_ME += self.router.bias[...]
         bias_E = 0.0 if self.selection_bias is None else self.selection_bias[...]
@@ -34,16 +43,32 @@ class PlainExperts(Experts):
         if self.config.normalize:
             total_M1 = jnp.sum(weights_ME, axis=-1, keepdims=True)
             weights_ME = weights_ME / (total_M1 + self.config.normalize_eps)
-        y_MD = self._weighed(x_MD, weights_ME * self.config.scale, chosen_ME)
-        y_BTD = y_MD.reshape(x_BTD.shape)
-        if self.shared is not None:
-            shared_BTD = self.shared(x_BTD)
-            if self.shared_gate is not None:
-                shared_BTD = shared_BTD * jax.nn.sigmoid(self.shared_gate(x_BTD))
-            y_BTD = y_BTD + shared_BTD
+        weights_ME = weights_ME * self.config.scale
+        if self.expert_scale is not None:
+            weights_ME = weights_ME * self.expert_scale[...].astype(jnp.float32)
         segments_BT = context.segment_ids_BT
         real_M = jnp.ones(len(x_MD), bool) if segments_BT is None else segments_BT.ravel() != 0
-        return y_BTD, _counts(logits_ME, scores_ME, chosen_ME, real_M)
+        run_ME, dropped_E = chosen_ME, None
+        if context.drops_tokens and self.config.capacity_factor is not None:
+            run_ME = _within(chosen_ME & real_M[:, None], x_BTD.shape[:2], self.config)
+            dropped_E = jnp.sum(chosen_ME & real_M[:, None] & ~run_ME, axis=0, dtype=jnp.float32)
+        weights_ME = jnp.where(run_ME, weights_ME, 0)
+        y_BTD = self._weighed(x_MD, weights_ME, run_ME).reshape(x_BTD.shape)
+        y_BTD = normed(y_BTD, self.output_norm)
+        if self.shared is not None:
+            shared_BTD = self.shared(shared_input_BTD)
+            if self.shared_gate is not None:
+                shared_BTD = shared_BTD * jax.nn.sigmoid(self.shared_gate(x_BTD))
+            y_BTD = y_BTD + normed(shared_BTD, self.shared_norm)
+        counted = _counts(logits_ME, scores_ME, chosen_ME, real_M)
+        return y_BTD, dataclasses.replace(counted, dropped_E=dropped_E)
+
+    def _scaled(self, residual_BTD: jax.Array) -> jax.Array:
+        """What the router reads, [M, D]."""
+        assert self.router_scale is not None
+        x_MD = residual_BTD.reshape(-1, residual_BTD.shape[-1]).astype(jnp.float32)
+        x_MD = over_root_mean_square(x_MD, 1, self.eps) / x_MD.shape[-1] ** 0.5
+        return x_MD * self.router_scale[...].astype(jnp.float32)
 
     def _weighed(self, x_MD: jax.Array, weights_ME: jax.Array, chosen_ME: jax.Array) -> jax.Array:
         """The sum over all experts, those not chosen struck out."""
@@ -84,6 +109,16 @@ def _choose(
     open_MG = _rank(best) < config.groups_per_token
     ranked_ME = jnp.where(open_MG[..., None], groups, -jnp.inf).reshape(ranked_ME.shape)
     return scores_ME, _rank(ranked_ME) < config.experts_per_token
+
+
+def _within(chosen_ME: jax.Array, shape: tuple[int, ...], config: ExpertsConfig) -> jax.Array:
+    """The chosen experts that have room: of each row the first ceil(f k T / E) by position."""
+    assert config.capacity_factor is not None
+    chosen_BTE = chosen_ME.reshape(*shape, -1)
+    count_BTE = jnp.cumsum(chosen_BTE, axis=1)
+    even = shape[1] * config.experts_per_token / config.num_experts
+    room = math.ceil(round(config.capacity_factor * even, 6))
+    return (chosen_BTE & (count_BTE <= room)).reshape(chosen_ME.shape)
 
 
 def _rank(values: jax.Array) -> jax.Array:

@@ -20,7 +20,6 @@ from fornax.preflight.harness import (
     Rows,
     without_remat,
 )
-from fornax.preflight.programs import Program
 from fornax.preflight.report import Group
 from fornax.preflight.shrink import describe_mesh, float32, on_mesh, shrink, with_mesh
 from fornax.preflight.tolerance import Comparison, allowance, compare_number
@@ -59,10 +58,12 @@ def _verify(
 
 
 def _attention(config: TrainConfig) -> Iterator[Case]:
-    """Each implementation on one device, on rows long enough that none declines."""
+    """Each implementation on one device, on rows long enough that none declines. Linear layers,
+    which have one, have several chunks there."""
     long = Harness(shrink(with_mesh(config), seq_len=_LONG, depth="kinds"))
+    attends = config.model is None or config.model.attends
 
-    def run(name: str) -> Comparison:
+    def run(name: str | None) -> Comparison:
         program = long.program(dataclasses.replace(long.single, batch_size=_LONG_ROWS), name)
         platform = (
             kernels.target_platform("tpu", interpret=True)
@@ -75,8 +76,14 @@ def _attention(config: TrainConfig) -> Iterator[Case]:
         except KernelError as error:
             raise CheckSkipped(_reason(error)) from error
 
+    if not attends:
+        yield Case(
+            group="attention",
+            name=f"chunks of linear attention on {_LONG} tokens",
+            run=lambda: run(None),
+        )
     for implementation in kernels.attention_operation.implementations:
-        if implementation.name != "reference":
+        if attends and implementation.name != "reference":
             yield Case(
                 group="attention",
                 name=f"{implementation.name} on {_LONG} tokens",
@@ -91,7 +98,7 @@ def _one_device(harness: Harness) -> Iterator[Case]:
     yield Case(
         group="packing",
         name="documents in a row, on one device",
-        run=lambda: _documents(harness, harness.program(harness.single)),
+        run=lambda: _documents(harness, harness.single),
         isolated=True,
     )
     accumulated = dataclasses.replace(harness.single, accumulate=small.accumulate)
@@ -142,7 +149,7 @@ def _meshes(harness: Harness) -> Iterator[Case]:
         yield Case(
             group="packing",
             name=f"documents in a row, on {name}",
-            run=lambda config=config: _documents(harness, harness.program(config)),
+            run=lambda config=config: _documents(harness, config),
         )
 
 
@@ -169,7 +176,7 @@ def _routers(harness: Harness, config: TrainConfig) -> Iterator[Case]:
 
 def _attention_together(harness: Harness, config: TrainConfig) -> Iterator[Case]:
     """On the whole mesh, the implementations that the trainer does not choose here of itself."""
-    if not harness.shrunk.axes:
+    if not harness.shrunk.axes or (config.model is not None and not config.model.attends):
         return
     long = Harness(shrink(config, seq_len=_LONG, depth="quick"))
 
@@ -228,8 +235,11 @@ def _off(reason: str) -> Callable[[], Comparison]:
     return run
 
 
-def _documents(harness: Harness, program: Program) -> Comparison:
+def _documents(harness: Harness, config: TrainConfig) -> Comparison:
     """A document's loss and gradients are those it has alone, whatever shares its row.
+
+    Where experts have room for some of a row's tokens, its documents share that: here it is without
+    bound.
 
     Raises:
       CheckFailed: when weights cross the end of a document, or padding has any.
@@ -237,6 +247,13 @@ def _documents(harness: Harness, program: Program) -> Comparison:
     check_row_ends(harness.rows)
     model = harness.config.model
     assert model is not None
+    if model.experts is not None and model.experts.capacity_factor is not None:
+        experts = dataclasses.replace(model.experts, capacity_factor=None)
+        model = dataclasses.replace(model, experts=experts)
+        config = dataclasses.replace(config, model=model)
+        small = dataclasses.replace(harness.config, model=model)
+        harness = Harness(dataclasses.replace(harness.shrunk, config=small))
+    program = harness.program(config)
     packed, chosen_BT = one_document(harness.rows)
     lonely = alone(packed, chosen_BT)
     expected = harness.expected("float32", lonely)

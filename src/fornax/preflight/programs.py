@@ -5,9 +5,12 @@ Two things are added around it, neither of which computes: the optimizer's state
 gradients it was given, and an attention implementation can be named.
 
 The reference is the loss written down plainly, in float32, on one device, the whole batch at once.
-It shares the modules of the model with the trainer and nothing else: attention is the formula's, of
-latents without keys and values made of them, every expert sees every token, logits exist whole,
-nothing is recomputed, accumulated or sharded, and the gradient is `jax.grad`'s.
+It shares the parameters of the model with the trainer, and of its code embeddings, MLPs and the
+output projection: attention is the formula's, of latents without keys and values made of them, a
+linear layer's state goes from token to token, layers follow one another without a loop, every
+expert sees every token, each module that predicts further tokens has its loss of what stands so
+many tokens on, logits exist whole, nothing is recomputed, accumulated or sharded, and the
+gradient is `jax.grad`'s.
 
 Legend: B rows, T tokens of a row, D model width, V vocabulary.
 """
@@ -24,11 +27,17 @@ import optax
 from flax import nnx
 
 from fornax.models import Decoder, Routing, router_losses
+from fornax.models.attention import Attention
 from fornax.models.experts import Experts
+from fornax.models.gated_delta import GatedDeltaNet
 from fornax.models.latent import LatentAttention
+from fornax.models.mamba import Mamba2
 from fornax.optim.tree import flatten, nest, rebuild
+from fornax.preflight.attention import PlainAttention
 from fornax.preflight.experts import PlainExperts
 from fornax.preflight.latent import PlainLatent
+from fornax.preflight.layers import plain_hidden
+from fornax.preflight.linear import PlainGatedDelta, PlainMamba2
 from fornax.preflight.shrink import float32
 from fornax.train import Ledger, Loss, Task, TrainConfig, pretrain_task
 from fornax.train.session import Programs, prepare
@@ -188,6 +197,10 @@ class _Forced:
         kwargs |= {"implementation": self._implementation}
         return self._decoder.hidden_and_routing(*args, **kwargs)
 
+    def hidden_ahead(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs |= {"implementation": self._implementation}
+        return self._decoder.hidden_ahead(*args, **kwargs)
+
     def __getattr__(self, name: str) -> object:
         return getattr(self._decoder, name)
 
@@ -252,7 +265,7 @@ def make_reference(config: TrainConfig) -> Reference:
     ) -> tuple[jax.Array, jax.Array]:
         decoder = parts.merge(params, other, jax.random.key(0))
         _make_plain(decoder)
-        return plain_loss(decoder, batch, config.z_loss)
+        return plain_loss(decoder, batch, config.z_loss, config.mtp_weight)
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -269,8 +282,11 @@ def make_reference(config: TrainConfig) -> Reference:
 
 
 _PLAIN: dict[type[nnx.Module], type[nnx.Module]] = {
+    Attention: PlainAttention,
     Experts: PlainExperts,
+    GatedDeltaNet: PlainGatedDelta,
     LatentAttention: PlainLatent,
+    Mamba2: PlainMamba2,
 }
 
 
@@ -283,26 +299,36 @@ def _make_plain(decoder: Decoder) -> None:
 
 
 def plain_loss(
-    decoder: Decoder, batch: Mapping[str, jax.Array], z_loss: float
+    decoder: Decoder, batch: Mapping[str, jax.Array], z_loss: float, mtp_weight: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean cross entropy of the next token with its z-loss (Chowdhery et al. 2022, section 5) and
-    the losses of routers, and the z-loss alone."""
-    x_BTD, routing = decoder.hidden_and_routing(
-        batch["tokens"],
-        batch["positions"],
-        batch["segment_ids"],
-        remat="none",
-        implementation="reference",
+    """Mean cross entropy of the next token with its z-loss (Chowdhery et al. 2022, section 5), the
+    losses of modules that predict further tokens (DeepSeek-AI 2024, equations 24 and 25) and of
+    routers, and the z-loss alone."""
+    (x_BTD, *further), routing = plain_hidden(decoder, batch)
+    targets_BT, weights_BT, ids_BT = (
+        batch[name] for name in ("targets", "loss_weights", "segment_ids")
     )
-    logits_BTV = decoder.logits(x_BTD)
-    lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    target_BT = jnp.take_along_axis(logits_BTV, batch["targets"][..., None], axis=-1)[..., 0]
-    weights_BT = batch["loss_weights"]
+    lse_BT, losses_BT = _cross_entropy(decoder, x_BTD, targets_BT)
     count = jnp.sum(weights_BT)
     extra = z_loss * jnp.sum(weights_BT * lse_BT**2) / count
-    loss = jnp.sum(weights_BT * (lse_BT - target_BT)) / count + extra
+    loss = jnp.sum(weights_BT * losses_BT) / count + extra
+    for on, x_BTD in enumerate(further, start=1):  # from a token, the target of the one `on` later
+        assert mtp_weight is not None
+        _, losses_BT = _cross_entropy(decoder, x_BTD[:, :-on], targets_BT[:, on:])
+        counted_BT = weights_BT[:, on:] * (ids_BT[:, on:] == ids_BT[:, :-on])
+        loss += mtp_weight / len(further) * jnp.sum(counted_BT * losses_BT) / count
     experts = decoder.config.experts
     if experts is not None and routing is not None:
         found = router_losses(routing)
         loss += experts.balance_loss * found["balance"] + experts.router_z_loss * found["router_z"]
     return loss, extra
+
+
+def _cross_entropy(
+    decoder: Decoder, x_BTD: jax.Array, targets_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The log-sum-exp of each token's logits, and its cross entropy, in nats."""
+    logits_BTV = decoder.logits(x_BTD)
+    lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    return lse_BT, lse_BT - target_BT

@@ -134,6 +134,10 @@ def check(
     check_use(config.mesh, "preflight")
     if config.model is not None:
         check_model(config.model, "preflight")
+        if config.mesh.context != 1:
+            check_model(config.model, "context axis")
+        if config.mesh.num_stages() != 1:
+            check_model(config.model, "stage axis")
     shrunk = shrink(config, depth="quick" if quick else "whole")
     cases = _cases(Harness(shrunk), config, quick=quick)
     cases = [case for case in cases if not only or case.group in only]

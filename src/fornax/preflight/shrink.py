@@ -26,6 +26,9 @@ from fornax.models import (
     PipelineConfig,
     layers_outside,
 )
+from fornax.models.config import GlobalHeads, LayerInputConfig
+from fornax.models.delta_config import GatedDeltaConfig
+from fornax.models.mamba_config import Mamba2Config
 from fornax.models.rope_config import LongRopeScaling, RopeConfig
 from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer, Shampoo
 from fornax.train import EvalConfig, TrainConfig
@@ -49,6 +52,7 @@ _SOURCE = "fornax.preflight.shrink:RandomDocuments"
 _DOCUMENTS = 1 << 14
 _WIDTH = 64
 _VOCABULARY = 256
+_LINEAR_WIDTH = 16
 _HEAD_WIDTHS = (16, 24, 32, 40, 48, 64, 80, 96, 128)
 
 Depth = Literal["whole", "quick", "kinds"]
@@ -207,9 +211,12 @@ def _rest(config: TrainConfig, axis: str, devices: int) -> int:
     """The most devices that the open axis can have: its heads and layers must divide."""
     model = config.model
     assert model is not None
+    wide = model.global_heads
     counts = {
-        "kv_heads": model.kv_heads,
-        "heads": model.num_heads,
+        "kv_heads": math.gcd(model.kv_heads, wide.num_kv_heads) if wide else model.kv_heads,
+        "heads": math.gcd(model.num_heads, model.linear.sharded_heads)
+        if model.linear
+        else model.num_heads,
         "layers": model.num_layers,
         "expert": model.experts.num_experts if model.experts else 1,
     }
@@ -284,9 +291,11 @@ def shrink_model(
 ) -> DecoderConfig:
     """Shrink a decoder.
 
-    Kept: the rule of a router, with eight experts at most; the ratio of query heads to key/value
-    heads, those of the MLP and of latents to the model's width, those of the parts of a head of
-    latent attention, tied embeddings, norms, caps, biases, the kind of every rope. Windows and
+    Kept: modules that predict further tokens, two at most; the rule of a router, with eight experts
+    at most; the ratio of query heads to key/value heads, those of the MLP and of latents to the
+    model's width, those of the parts of a head of latent attention, and of linear attention those
+    of its widths and heads, tied embeddings, norms, caps, biases, the kind of every rope. Of layers
+    that share keys and values a period does, after those that keep them. Windows and
     chunks still cut documents, and queries grow, where they do in rows of the original length.
     Weights start larger, so that activations have the size that they have at the full width.
     Patterns of layers keep their kinds and order: of equal layers in a row two stay (one, unless
@@ -319,24 +328,41 @@ def shrink_model(
         share = min(whole / model.hidden_size, 4)
         return smallest_multiple(max(1, round(D * share)), pieces("mlp", "activation_mlp"))
 
+    vocabulary = smallest_multiple(_VOCABULARY, pieces("vocab", "activation_vocab"))
+
     def window(whole: int) -> int:
         return max(2, seq_len // 8) if whole < original_seq_len else seq_len
 
     kinds = _pattern(model)
     longest = 2 if depth == "whole" else 1
     periods = max(2, parts)
+    first_shared = model.num_layers - model.shared_kv_layers
     if len(kinds) == model.num_layers:  # no period: a run of equal layers is what can be cut
         longest = max(longest, parts)
-    kept = _compressed(kinds, longest)
+        kept = _compressed(kinds, longest, first_shared)
+        layers, shared = len(kept), sum(i >= first_shared for i in kept)
+    else:
+        kept = _compressed(kinds, longest)
+        one = depth == "kinds" and not model.shared_kv_layers
+        layers = len(kept) if one else _depth(model, len(kinds), kept, periods)
+        shared = min(len(kept), model.shared_kv_layers)
+    wide = model.global_heads
     share = seq_len / original_seq_len
+    mlps = tuple(kinds[i][2] for i in kept)
     return dataclasses.replace(
         model,
-        vocab_size=smallest_multiple(_VOCABULARY, pieces("vocab", "activation_vocab")),
+        vocab_size=vocabulary,
         hidden_size=D,
         intermediate_size=width(model.intermediate_size),
         experts=model.experts and _experts(model.experts, width, pieces),
-        mlp_pattern=tuple(kinds[i][2] for i in kept) if model.experts else None,
-        num_layers=len(kept) if depth == "kinds" else _depth(model, len(kinds), kept, periods),
+        mlp_pattern=None if model.mlp_pattern is None and not model.experts else mlps,
+        num_layers=layers,
+        num_mtp_modules=min(model.num_mtp_modules, 2),
+        shared_kv_layers=shared,
+        global_heads=wide and _global_heads(model, wide, (N, K, H), pieces),
+        layer_inputs=model.layer_inputs and _layer_inputs(vocabulary, pieces),
+        gated_delta=model.gated_delta and _gated_delta(model.gated_delta, pieces),
+        mamba2=model.mamba2 and _mamba2(model.mamba2, pieces),
         attention_pattern=tuple(kinds[i][0] for i in kept),
         rope_pattern=tuple(kinds[i][1] for i in kept),
         num_heads=N,
@@ -348,7 +374,7 @@ def shrink_model(
         attention_chunk=model.attention_chunk and window(model.attention_chunk),
         query_scaling=model.query_scaling
         and dataclasses.replace(model.query_scaling, length=window(model.query_scaling.length)),
-        rope=_rope(model.rope, *turned, share),
+        rope=_rope(model.rope, *(_wide(turned, wide, model)), share),
         local_rope=model.local_rope and _rope(model.local_rope, *turned, share),
         query_pre_attn_scalar=model.query_pre_attn_scalar
         and model.query_pre_attn_scalar * H / model.head_width,
@@ -402,13 +428,80 @@ def _latent(latent: LatentConfig, share: float, pieces: Pieces) -> LatentConfig:
     )
 
 
+def _gated_delta(delta: GatedDeltaConfig, pieces: Pieces) -> GatedDeltaConfig:
+    """Two key heads, of two value heads each where there are several; widths in proportion."""
+    K = smallest_multiple(2, pieces("heads", "activation_heads"))
+    return dataclasses.replace(
+        delta,
+        num_key_heads=K,
+        num_value_heads=K * min(delta.heads_per_key, 2),
+        key_dim=_LINEAR_WIDTH,
+        value_dim=_in_proportion(delta.value_dim, delta.key_dim),
+    )
+
+
+def _mamba2(mamba: Mamba2Config, pieces: Pieces) -> Mamba2Config:
+    """Two groups at most, of two heads each where there are several."""
+    groups, R = min(mamba.num_groups, 2), min(mamba.heads_per_key, 2)
+    return dataclasses.replace(
+        mamba,
+        num_groups=groups,
+        num_heads=smallest_multiple(
+            groups * R, math.lcm(groups, pieces("heads", "activation_heads"))
+        ),
+        state_dim=_LINEAR_WIDTH,
+        head_dim=_in_proportion(mamba.head_dim, mamba.state_dim),
+    )
+
+
+def _in_proportion(width: int, of: int) -> int:
+    """The width of a linear layer's values beside keys of `_LINEAR_WIDTH`."""
+    return smallest_multiple(max(1, round(_LINEAR_WIDTH * min(width / of, 2))), 4)
+
+
+def _layer_inputs(vocabulary: int, pieces: Pieces) -> LayerInputConfig:
+    return LayerInputConfig(
+        vocab_size=vocabulary, width=smallest_multiple(8, pieces("layer_input"))
+    )
+
+
+def _global_heads(
+    model: DecoderConfig, wide: GlobalHeads, heads: tuple[int, int, int], pieces: Pieces
+) -> GlobalHeads:
+    """Heads of full layers in proportion to the others'; `heads` are (N, K, H) of those."""
+    N, K, H = heads
+    of_k = pieces("kv_heads", "activation_kv_heads")
+    count = smallest_multiple(max(1, round(K * wide.num_kv_heads / model.kv_heads)), of_k)
+    while N % count:
+        count += of_k
+    return dataclasses.replace(
+        wide, num_kv_heads=count, head_dim=_times(H, wide.head_dim, model.head_width)
+    )
+
+
+def _times(width: int, whole: int, of: int) -> int:
+    """A width of a full layer's head, in proportion to the others'."""
+    return smallest_multiple(max(1, round(width * whole / of)), 8)
+
+
+def _wide(
+    turned: tuple[int, int], wide: GlobalHeads | None, model: DecoderConfig
+) -> tuple[int, int]:
+    """Widths of a head before and after, for the rope of full layers."""
+    if wide is None:
+        return turned
+    return wide.head_dim, _times(turned[1], wide.head_dim, model.head_width)
+
+
 def _heads(model: DecoderConfig, pieces: Pieces) -> tuple[int, int]:
     """(N, K): two groups of key heads, four where each has one query head."""
     ratio = model.num_heads // model.kv_heads
-    of_q = pieces("heads", "activation_heads")
+    # Heads that are exchanged for the length divide over its devices too.
+    apart = pieces("length") if model.context_exchange == "heads" else 1
+    of_q = pieces("heads", "activation_heads") * apart
     if model.kv_heads == 1:
         return smallest_multiple(min(model.num_heads, 4), of_q), 1
-    of_k = pieces("kv_heads", "activation_kv_heads")
+    of_k = pieces("kv_heads", "activation_kv_heads") * apart
     K = smallest_multiple(4 if ratio == 1 else 2, of_k)
     while K * ratio % of_q:
         K += of_k
@@ -417,13 +510,18 @@ def _heads(model: DecoderConfig, pieces: Pieces) -> tuple[int, int]:
 
 def _head_width(model: DecoderConfig) -> int:
     """The least width that every rope can rotate its share of."""
-    ropes = [rope for rope in (model.rope, model.local_rope) if rope is not None]
+    wide = model.global_heads
 
     def rotates(width: int, rope: RopeConfig) -> bool:
         rotated = int(width * rope.fraction)
         return rotated % 2 == 0 and rotated > 2
 
-    fitting = (w for w in _HEAD_WIDTHS if all(rotates(w, rope) for rope in ropes))
+    def fits(width: int) -> bool:
+        own = width if wide is None else _times(width, wide.head_dim, model.head_width)
+        local = model.local_rope or (None if wide is None else model.rope)
+        return rotates(own, model.rope) and (local is None or rotates(width, local))
+
+    fitting = (width for width in _HEAD_WIDTHS if fits(width))
     return next(fitting, model.head_width)
 
 
@@ -439,9 +537,10 @@ def _pattern(model: DecoderConfig) -> list[tuple]:
     return kinds
 
 
-def _compressed(kinds: list[tuple], longest: int) -> list[int]:
-    """Indexes of the layers that stay: the first `longest` of each run of equal ones."""
-    runs = groupby(range(len(kinds)), key=lambda i: kinds[i])
+def _compressed(kinds: list[tuple], longest: int, border: int | None = None) -> list[int]:
+    """Indexes of the layers that stay: the first `longest` of each run of equal ones. A run ends at
+    the border."""
+    runs = groupby(range(len(kinds)), key=lambda i: (kinds[i], border is not None and i >= border))
     return [i for _, run in runs for i in list(run)[:longest]]
 
 

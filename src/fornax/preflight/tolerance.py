@@ -51,7 +51,8 @@ _ORDER = (
     "embed",
     "layers",
     "attention_norm",
-    "attention",
+    *("attention", "global_attention", "shared_attention", "global_shared_attention"),
+    *("latent", "gated_delta", "mamba2"),
     "q",
     "k",
     "v",
@@ -69,6 +70,7 @@ _ORDER = (
     "shared",
     "post_mlp_norm",
     "final_norm",
+    *("mtp", "embed_norm", "hidden_norm", "projection", "layer"),
     "lm_head",
 )
 """Names of modules in the order that a forward pass meets them; others follow by name."""
@@ -266,8 +268,9 @@ def _share(difference: float, allowed: float) -> float:
 
 
 def _name(path: str, change: np.ndarray) -> str:
-    """The path, and in a stack of layers the first of those that differ most."""
-    if not path.startswith("layers/") or change.ndim == 0:
+    """The path, and in a stack the first of the layers or modules that differ most."""
+    what = {"layers": "layer", "mtp": "module"}.get(path.split("/")[0])
+    if what is None or change.ndim == 0:
         return path
     worst = np.nan_to_num(change, nan=np.inf).reshape(change.shape[0], -1).max(axis=1)
-    return f"{path} (layer {int(worst.argmax())})"
+    return f"{path} ({what} {int(worst.argmax())})"

@@ -5,7 +5,14 @@ device or a mesh, first start or resume: the same call.
 """
 
 from fornax.config.goodput import Goodput, summarise
-from fornax.train.config import EvalConfig, LogConfig, TrainConfig, TrainerConfig, WandbConfig
+from fornax.train.config import (
+    EvalConfig,
+    LogConfig,
+    TrainConfig,
+    TrainerConfig,
+    WandbConfig,
+    check_mtp_weight,
+)
 from fornax.train.convert import Parity, convert, tokenizer_folder
 from fornax.train.exporting import FUNCTIONS, export_model, model_functions
 from fornax.train.goodput import Ledger
@@ -18,6 +25,7 @@ from fornax.train.task import Batch, Batches, Hosts, Loss, PostTraining, Task
 from fornax.train.tasks import next_token_loss, pretrain_task
 from fornax.train.weights import (
     Loaded,
+    count_modules,
     is_run,
     load_decoder,
     load_run,
@@ -49,7 +57,9 @@ __all__ = [
     "TrainResult",
     "TrainerConfig",
     "WandbConfig",
+    "check_mtp_weight",
     "convert",
+    "count_modules",
     "export_model",
     "is_run",
     "load_decoder",

@@ -7,13 +7,27 @@ from fornax.checkpoint import CheckpointConfig
 from fornax.config.errors import ConfigError
 from fornax.data import DataConfig
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
-from fornax.models import DecoderConfig, PipelineConfig, Remat, RematPolicy, layers_outside
+from fornax.models import (
+    DecoderConfig,
+    PipelineConfig,
+    Remat,
+    RematPolicy,
+    check_remat,
+    layers_outside,
+)
 from fornax.optim import OptimConfig
 from fornax.train.diloco.config import DilocoConfig
 from fornax.train.guard import SkipConfig
 from fornax.train.spikes import SpikeConfig
 
-__all__ = ["EvalConfig", "LogConfig", "TrainConfig", "TrainerConfig", "WandbConfig"]
+__all__ = [
+    "EvalConfig",
+    "LogConfig",
+    "TrainConfig",
+    "TrainerConfig",
+    "WandbConfig",
+    "check_mtp_weight",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,13 +175,16 @@ class TrainConfig(TrainerConfig):
     activations that `remat_save` and `remat_offload` name."""
     remat_save: tuple[str, ...] = ()
     """With `remat: names`, activations of a layer kept on the device: layer_input, query, key,
-    value, attention, attention_out, mlp_gate, mlp_up, mlp_down."""
+    value, attention, attention_out, mlp_gate, mlp_up, expert_down, mlp_down."""
     remat_offload: tuple[str, ...] = ()
     """With `remat: names`, activations of a layer kept in the host's memory between the passes."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """How the stages of a mesh with `stage` above 1 share a batch."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser of the logits (PaLM uses 1e-4)."""
+    mtp_weight: float | None = None
+    """Weight of the loss of the modules that predict further tokens (`model.num_mtp_modules`);
+    DeepSeek V3 took 0.3, later 0.1. With `init_from` it reads them, and null leaves them out."""
     diloco: DilocoConfig | None = None
     """How slices of `fornax launch --slices` train apart and exchange; null: this is one run."""
     init_from: str | None = None
@@ -184,6 +201,7 @@ class TrainConfig(TrainerConfig):
             raise ConfigError(
                 "model and init_from are both null; describe a model, or name weights"
             )
+        self._check_mtp()
         if self.diloco is not None and self.spikes is not None:
             raise ConfigError(
                 "diloco and spikes are both set: a slice cannot go back to before a loss spike "
@@ -195,8 +213,20 @@ class TrainConfig(TrainerConfig):
                 "diloco is set and mesh.across=stage: the slices of a DiLoCo run are launches of "
                 "their own, each with all stages; set mesh.across to data, or remove diloco"
             )
-        self.resolved_remat()
+        remat = self.resolved_remat()
+        if self.model is not None:
+            check_remat(remat, self.model)
         self._check_pipeline()
+
+    def _check_mtp(self) -> None:
+        check_mtp_weight(self.mtp_weight)
+        modules = None if self.model is None else self.model.num_mtp_modules
+        if modules is not None and (self.mtp_weight is not None) != (modules > 0):
+            raise ConfigError(
+                f"mtp_weight={'null' if self.mtp_weight is None else self.mtp_weight} and "
+                f"model.num_mtp_modules={modules} do not go together: the weight is that of the "
+                "modules' loss, and without it nothing trains them; set both, or neither"
+            )
 
     def _check_pipeline(self) -> None:
         stages = self.mesh.num_stages()
@@ -225,3 +255,13 @@ class TrainConfig(TrainerConfig):
           ConfigError: for unknown names, or names that do not count.
         """
         return Remat(policy=self.remat, save=self.remat_save, offload=self.remat_offload)
+
+
+def check_mtp_weight(weight: float | None) -> None:
+    """Refuse a weight of the loss of modules that predict further tokens which weighs nothing.
+
+    Raises:
+      ConfigError: with what is allowed.
+    """
+    if weight is not None and not weight > 0:
+        raise ConfigError(f"mtp_weight={weight} must be above 0, or null")

@@ -29,7 +29,7 @@ from fornax.models import Decoder, num_parameters, save_pretrained
 from fornax.train.config import TrainConfig
 from fornax.train.run_dir import RunDirectory
 from fornax.train.state import split_model
-from fornax.train.weights import is_run, load_decoder, load_run, run_record
+from fornax.train.weights import count_modules, is_run, load_decoder, load_run, run_record
 
 __all__ = ["PROMPTS", "Parity", "convert", "tokenizer_folder"]
 
@@ -44,6 +44,8 @@ PROMPTS = (
 """Texts whose logits are compared: code, prose, and characters beyond ASCII."""
 
 _SEED_TOKENS = 64
+_MTP_WEIGHT = 0.1
+"""Of a run that holds modules and was not trained here: what DeepSeek V3 ended with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,8 @@ class Parity:
     """Whether real texts were compared, or, without a tokenizer, fixed token ids."""
     tokens: int
     """Tokens over all prompts."""
+    modules_left_out: int
+    """Modules that predict further tokens which the source has and the destination has not."""
     max_abs_difference: float
     """Largest difference of any logit, computed in float32 from both sets of weights."""
     max_abs_logit: float
@@ -78,6 +82,7 @@ def convert(
     step: int | None = None,
     tokenizer: str | Path | None = None,
     merge_lora: bool = False,
+    mtp: bool = False,
     overwrite: bool = False,
 ) -> Parity:
     """Turn a run into a Hugging Face directory, or a Hugging Face directory into a run.
@@ -94,6 +99,7 @@ def convert(
       step: which checkpoint of a run; None takes the latest.
       tokenizer: a tokenizer.json or the folder of one; None finds the source's own.
       merge_lora: whether the adapters that a run trained are merged into its weights.
+      mtp: whether the modules that predict further tokens are taken along.
       overwrite: replace a destination that exists.
 
     Raises:
@@ -117,7 +123,8 @@ def convert(
     keep = base is not None and not merge_lora
     if keep and chosen is not None:
         raise ConfigError("adapters are kept in float32; leave --dtype out, or --merge-lora")
-    original = _load(source, step, merge=not keep)
+    left_out = 0 if mtp or keep else count_modules(source)
+    original = _load(source, step, merge=not keep, mtp=mtp)
     prompts, kind = _prompts(folder, original)
     few_bits = keep and record is not None and record.lora is not None and record.lora.quantize
     # A base in few bits is what was trained on, and not what the adapter alone will lie on.
@@ -141,7 +148,7 @@ def convert(
         found = _logits(_load_adapter(str(base), stored, destination), prompts)
         stored = "float32"
     else:
-        found = _logits(_load(destination), prompts)
+        found = _logits(_load(destination, mtp=mtp), prompts)
     parity = Parity(
         source=str(source),
         destination=str(destination),
@@ -150,17 +157,18 @@ def convert(
         dtype=stored,
         prompts=kind,
         tokens=sum(map(len, prompts)),
+        modules_left_out=left_out,
         **_compare(expected, found),
     )
     _write_json(destination / "parity.json", dataclasses.asdict(parity))
     return parity
 
 
-def _load(path: Path, step: int | None = None, *, merge: bool = True) -> Decoder:
+def _load(path: Path, step: int | None = None, *, merge: bool = True, mtp: bool = False) -> Decoder:
     """The decoder at `path`, its weights as they are, computing in float32."""
     if is_run(path):
-        return load_run(path, step=step, compute_dtype=jnp.float32, merge=merge).model
-    return load_decoder(path, compute_dtype=jnp.float32)
+        return load_run(path, step=step, compute_dtype=jnp.float32, merge=merge, mtp=mtp).model
+    return load_decoder(path, compute_dtype=jnp.float32, mtp=mtp)
 
 
 def _load_adapter(base: str, dtype: str, path: Path) -> Decoder:
@@ -256,13 +264,18 @@ def _save_run(model: Decoder, destination: Path, source: Path, *, overwrite: boo
         raise ConfigError(
             f"a run keeps its parameters in float32 or bfloat16, not {name}; set dtype"
         )
-    config = TrainConfig(model=model.config, dtypes=DtypePolicy(params=name, compute=name))
+    weight = _MTP_WEIGHT if model.config.num_mtp_modules else None
+    dtypes = DtypePolicy(params=name, compute=name)
+    config = TrainConfig(model=model.config, dtypes=dtypes, mtp_weight=weight)
     directory = RunDirectory(destination)
     directory.create()
     directory.save_config(dump_yaml(config))
-    params = nnx.to_pure_dict(split_model(model).params)
+    parts = split_model(model)
+    state: dict[str, Any] = {"params": nnx.to_pure_dict(parts.params)}
+    if other := nnx.to_pure_dict(parts.other):
+        state["other"] = other
     with Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
-        checkpointer.save(0, state={"params": params}, config_yaml=dump_yaml(config), force=True)
+        checkpointer.save(0, state=state, config_yaml=dump_yaml(config), force=True)
     for file in sorted(source.glob("tokenizer*.json")) + sorted(
         source.glob("special_tokens*.json")
     ):

@@ -33,6 +33,8 @@ class RunRecord:
     """The adapters that were trained; None where the checkpoints hold the decoder itself."""
     freeze_router: bool = False
     """Whether the checkpoints hold all of it but the routers, which are those of `base`."""
+    mtp: bool = False
+    """Whether modules that predict further tokens were tuned with the model of `base`."""
     dtypes: DtypePolicy
     optim: OptimConfig
     steps: int
@@ -74,6 +76,7 @@ def _tuned(values: dict[str, Any], base: str, source: str) -> RunRecord:
         base=str(Path(base).expanduser()),
         lora=None if lora is None else from_mapping(LoRA, lora, "lora"),
         freeze_router=values.get("freeze_router", False),
+        mtp=values.get("mtp_weight") is not None,
         dtypes=from_mapping(DtypePolicy, values.get("dtypes", {}), "dtypes"),
         optim=from_mapping(OptimConfig, values.get("optim", {}), "optim"),
         steps=steps,

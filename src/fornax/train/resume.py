@@ -20,7 +20,7 @@ from fornax.config import (
 from fornax.config.suggest import nearest
 from fornax.mesh import hosts
 
-__all__ = ["HARMLESS", "check_changes", "check_same", "fixed_keys", "known_keys"]
+__all__ = ["HARMLESS", "check_changes", "check_same", "fixed_keys", "known_keys", "matches"]
 
 HARMLESS: dict[str, str] = {
     "log.*": "what is recorded does not change what is learned",
@@ -31,6 +31,7 @@ HARMLESS: dict[str, str] = {
     "spikes": "what a rewind leaves out is recorded, and stays out whatever the limits become",
     "processes.*": "the same global batches reach any number of processes",
     "mesh.*": "the same numbers up to rounding on any devices",
+    "model.context_exchange": "the same numbers up to rounding, however devices attend to a row",
     "model.experts.exchange": "the same numbers up to rounding, whichever way tokens travel",
     "pipeline.*": "the same numbers up to rounding, however stages share them",
     "remat": "the same numbers up to rounding, computed again instead of kept",
@@ -58,7 +59,7 @@ def check_same(config: object) -> None:
         return
     text = hosts.decide(lambda: dump_yaml(config))
     first = from_yaml(type(config), text, source="process 0's config")
-    changes = [str(c) for c in diff(first, config) if not _matches(c.path, _OF_ONE_HOST)]
+    changes = [str(c) for c in diff(first, config) if not matches(c.path, _OF_ONE_HOST)]
     named = [
         f"process {number} has {', '.join(found)}"
         for number, found in enumerate(hosts.gather(changes))
@@ -95,7 +96,7 @@ def check_changes(saved: str, config: Any, accept: Sequence[str] = ()) -> list[C
         ) from error
     _check_patterns(accept, [*known_keys(before), *known_keys(config)])
     changes = diff(before, config)
-    refused = [c for c in changes if not _matches(c.path, [*HARMLESS, *config.harmless, *accept])]
+    refused = [c for c in changes if not matches(c.path, [*HARMLESS, *config.harmless, *accept])]
     if refused:
         listed = ", ".join(str(change) for change in refused)
         flags = " ".join(change.path for change in refused)
@@ -106,7 +107,7 @@ def check_changes(saved: str, config: Any, accept: Sequence[str] = ()) -> list[C
     return changes
 
 
-def _matches(path: str, patterns: Iterable[str]) -> bool:
+def matches(path: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern finds the key, or a section above it."""
     parts = path.split(".")
     above = [".".join(parts[: n + 1]) for n in range(len(parts))]
@@ -115,7 +116,7 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 
 def _check_patterns(patterns: Sequence[str], keys: Sequence[str]) -> None:
     for pattern in patterns:
-        if not any(_matches(key, [pattern]) for key in keys):
+        if not any(matches(key, [pattern]) for key in keys):
             near = nearest(pattern, keys)
             hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(f"--accept-changes {pattern} is no key of the config{hint}")
@@ -125,7 +126,7 @@ def fixed_keys(config: object) -> dict[str, str]:
     """The keys that decide what is learned, and the mesh, each with its value as JSON."""
     found = {}
     for path in known_keys(config):
-        if not _matches(path, HARMLESS) or path.startswith("mesh."):
+        if not matches(path, HARMLESS) or path.startswith("mesh."):
             value: Any = to_mapping(config)
             for name in path.split("."):
                 value = value[name]

@@ -89,7 +89,8 @@ def train(
       run_dir: where everything is written; a `RunDirectory` may be locked already.
       task: what is trained; None pretrains as `config` says.
       accept_changes: patterns of keys (`optim.schedule.*`) that may differ from the config that
-        the checkpoints were made with.
+        the checkpoints were made with; of a new run, keys of positions (`model.rope.theta`) that
+        may differ from the model of `init_from`.
       progress: what is shown.
 
     Raises:
@@ -244,7 +245,7 @@ def _settle(
     step = checkpointer.resume_step()
     saved = None if step is None else checkpointer.read_config(step)
     if isinstance(config, TrainConfig):
-        config = with_model(config, saved)
+        config = with_model(config, saved, accept)
     changes = [] if saved is None else check_changes(saved, config, accept)
     for change in changes:
         shown.log(f"changed since the checkpoint: {change}")

@@ -5,6 +5,7 @@ the adapters put on it, and merged.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,25 @@ from fornax.config.errors import ConfigError
 from fornax.config.hub import find_model
 from fornax.mesh import DEFAULT_RULES, Rules, tree_shardings
 from fornax.models import (
+    TRAINING_ONLY,
     Decoder,
     DecoderConfig,
     abstract_decoder,
     config_from_hf,
     load_pretrained,
+    stored_modules,
 )
 from fornax.models.load import read_config
 from fornax.train.config import TrainConfig
 from fornax.train.record import RunRecord, read_run_record
+from fornax.train.resume import HARMLESS, matches
 from fornax.train.run_dir import RunDirectory
 from fornax.train.state import ModelParts, split_model, trained_of
 
 __all__ = [
+    "POSITIONS",
     "Loaded",
+    "count_modules",
     "is_run",
     "load_decoder",
     "load_run",
@@ -43,6 +49,10 @@ __all__ = [
     "run_record",
     "with_model",
 ]
+
+POSITIONS = ("model.rope", "model.local_rope", "model.max_position_embeddings")
+"""Keys by which a run may differ from the model of `init_from` where that is accepted: weights can
+be trained on with other rotations, which is how a context is extended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,28 +90,64 @@ def run_record(path: str | Path, step: int | None = None) -> RunRecord:
     return read_run_record(Checkpointer(RunDirectory(path).checkpoints), step)
 
 
-def model_config(path: str | Path) -> DecoderConfig:
+def model_config(path: str | Path, *, mtp: bool = False) -> DecoderConfig:
     """The decoder that the weights at `path` are of.
+
+    Args:
+      path: a run directory or a Hugging Face one.
+      mtp: see `load_decoder`.
+
+    Raises:
+      ConfigError: when `path` holds neither a run nor a Hugging Face model; modules are asked for
+        and it has none.
+    """
+    path = find_model(path)
+    if is_run(path):
+        return _with_modules(_model_of(path, run_record(path)), path, mtp=mtp)
+    _require_hugging_face(path)
+    return config_from_hf(read_config(path), mtp=mtp)
+
+
+def count_modules(path: str | Path) -> int:
+    """How many modules that predict further tokens the weights at `path` have.
 
     Raises:
       ConfigError: when `path` holds neither a run nor a Hugging Face model.
     """
     path = find_model(path)
     if is_run(path):
-        return _model_of(path, run_record(path))
+        return _model_of(path, run_record(path)).num_mtp_modules
     _require_hugging_face(path)
-    return config_from_hf(read_config(path))
+    return stored_modules(path)
 
 
-def with_model(config: TrainConfig, saved: str | None = None) -> TrainConfig:
+def _with_modules(model: DecoderConfig, path: str | Path, *, mtp: bool) -> DecoderConfig:
+    """A run's model, with its modules that predict further tokens or without."""
+    if not mtp:
+        return dataclasses.replace(model, num_mtp_modules=0)
+    if not model.num_mtp_modules:
+        raise ConfigError(
+            f"the run {path} has no modules that predict further tokens (multi-token prediction); "
+            "leave out what asks for them"
+        )
+    return model
+
+
+def with_model(
+    config: TrainConfig, saved: str | None = None, accept: Sequence[str] = POSITIONS
+) -> TrainConfig:
     """The config with the model of its checkpoint or of `init_from` where it names none.
 
     Args:
       config: a run.
       saved: the config, as YAML, that its checkpoints were made with.
+      accept: patterns of keys among `POSITIONS` that may differ from the model of `init_from`; all
+        of them by default, for a run that is planned and reads no weights.
 
     Raises:
-      ConfigError: when it names another model than that of `init_from`.
+      ConfigError: when it names another model than that of `init_from`; settings that change no
+        number (`HARMLESS`), how experts are trained (`TRAINING_ONLY`) and what is accepted may
+        differ.
     """
     if saved is not None:
         if config.model is not None:
@@ -109,15 +155,24 @@ def with_model(config: TrainConfig, saved: str | None = None) -> TrainConfig:
         return dataclasses.replace(config, model=from_yaml(type(config), saved).model)
     if config.init_from is None:
         return config
-    found = model_config(config.init_from)
+    found = model_config(config.init_from, mtp=config.mtp_weight is not None)
     if config.model is None:
         return dataclasses.replace(config, model=found)
-    changes = diff(found, config.model)
-    if changes:
-        listed = ", ".join(f"model.{change}" for change in changes)
+    free = (*HARMLESS, *(f"model.experts.{name}" for name in TRAINING_ONLY))
+    changes = {f"model.{change.path}": change for change in diff(found, config.model)}
+    refused = [
+        key
+        for key in changes
+        if not matches(key, free) and not (matches(key, POSITIONS) and matches(key, accept))
+    ]
+    if refused:
+        listed = ", ".join(f"model.{changes[key]}" for key in refused)
+        other = ""
+        if all(matches(key, POSITIONS) for key in refused):
+            other = f", or train its weights on with --accept-changes {' '.join(refused)}"
         raise ConfigError(
             f"the model is not that of init_from={config.init_from}: {listed}. Set `model: null` "
-            "to take its own"
+            f"to take its own{other}"
         )
     return config
 
@@ -129,21 +184,29 @@ def load_decoder(
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
+    mtp: bool = False,
 ) -> Decoder:
     """The decoder at `path`, a run directory or a Hugging Face one, its weights laid out on `mesh`.
 
-    A `path` that is not there may be the name of a model on the Hub, `org/name[@revision]`.
+    A `path` that is not there may be the name of a model on the Hub, `org/name[@revision]`. The
+    modules that predict further tokens are part of it with `mtp` alone.
 
     Raises:
       ConfigError: when `path` holds neither.
       CheckpointError: for weights that are missing, damaged or of another shape.
     """
     path = find_model(path)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "compute_dtype": compute_dtype,
+        "mesh": mesh,
+        "rules": rules,
+        "mtp": mtp,
+    }
     if is_run(path):
-        loaded = load_run(path, dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, rules=rules)
-        return loaded.model
+        return load_run(path, **options).model
     _require_hugging_face(path)
-    return load_pretrained(path, dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, rules=rules)
+    return load_pretrained(path, **options)
 
 
 def load_run(
@@ -155,6 +218,7 @@ def load_run(
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
     merge: bool = True,
+    mtp: bool = False,
 ) -> Loaded:
     """The model of a run, with averaged parameters where its optimizer keeps an average.
 
@@ -167,6 +231,7 @@ def load_run(
       rules: logical axes to mesh axes.
       merge: whether adapters are merged into the weights that they were trained on, or stay on
         the base's own, which are then not quantized.
+      mtp: see `load_decoder`.
 
     Raises:
       CheckpointError: when there is no such checkpoint, or it is damaged.
@@ -174,13 +239,19 @@ def load_run(
     """
     checkpointer = Checkpointer(RunDirectory(path).checkpoints, CheckpointConfig())
     record = read_run_record(checkpointer, step)
-    record = dataclasses.replace(record, model=_model_of(path, record))
+    own = _with_modules(_model_of(path, record), path, mtp=mtp)
+    record = dataclasses.replace(record, model=own)
     dtype = record.dtypes.param_dtype if dtype is None else dtype
     if record.lora is None and not record.freeze_router:
-        model = abstract_decoder(_model_of(path, record), dtype=dtype, compute_dtype=compute_dtype)
+        model = abstract_decoder(own, dtype=dtype, compute_dtype=compute_dtype)
     else:
         model = load_decoder(
-            _base(path, record), mesh=mesh, rules=rules, dtype=dtype, compute_dtype=compute_dtype
+            _base(path, record),
+            mesh=mesh,
+            rules=rules,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            mtp=own.num_mtp_modules > 0,
         )
     if record.lora is not None:
         quantize = record.lora.quantize if merge else None
@@ -241,7 +312,7 @@ def _run_config(checkpointer: Checkpointer, step: int | None) -> TrainConfig:
 
 
 def _model_of(path: str | Path, record: RunRecord) -> DecoderConfig:
-    return record.model or model_config(_base(path, record))
+    return record.model or model_config(_base(path, record), mtp=record.mtp)
 
 
 def _base(path: str | Path, record: RunRecord) -> str:

@@ -20,7 +20,13 @@ from fornax.llm.text import ChatTemplate, special_tokens
 from fornax.mesh import Rules
 from fornax.models import Decoder, DecoderConfig, num_parameters
 from fornax.optim import AdamW
-from fornax.train import is_run, load_decoder, model_config, tokenizer_folder
+from fornax.train import (
+    count_modules,
+    is_run,
+    load_decoder,
+    model_config,
+    tokenizer_folder,
+)
 from fornax.train.state import trained_of
 from fornax.tune.config import TuneConfig
 
@@ -39,6 +45,9 @@ class Origin:
     name: str
     """What the config of the run says: the path, or a repository of the Hub at its commit."""
     model_config: DecoderConfig
+    """With its modules that predict further tokens where they are trained."""
+    left_out: int
+    """How many such modules its files have that are not."""
     tokenizer: Tokenizer
     """Encodes special tokens that a text spells out, as chat templates do."""
     tokenizer_path: Path
@@ -57,7 +66,7 @@ def read_origin(config: TuneConfig) -> Origin:
       DataError: when the tokenizer, or the template given, cannot be read or is too large.
     """
     path = find_model(config.model).expanduser().resolve()
-    model = model_config(path)
+    model = model_config(path, mtp=config.trains_modules)
     folder = tokenizer_folder(path)
     if folder is None:
         raise ConfigError(
@@ -74,6 +83,7 @@ def read_origin(config: TuneConfig) -> Origin:
         path=path,
         name=pinned(config.model, path),
         model_config=model,
+        left_out=count_modules(path) - model.num_mtp_modules,
         tokenizer=tokenizer,
         tokenizer_path=folder,
         template=_template(config, folder, path, tokenizer),
@@ -137,7 +147,7 @@ class Policy:
     trained_parameters: int
     """Those that are trained."""
     caution: str = ""
-    """What is unusual about the learning rate, or nothing."""
+    """What is unusual about the learning rate, and which parts of the model are left out."""
 
     @property
     def text(self) -> str:
@@ -171,7 +181,8 @@ def policy(config: TuneConfig, origin: Origin) -> Policy:
         rngs, place = nnx.Rngs(config.seed), {"mesh": mesh, "rules": rules}
         if config.lora is not None and config.lora.quantize and not is_run(origin.path):
             return adapters.load_quantized(origin.path, config.lora, rngs=rngs, **place, **dtypes)
-        return adapt(load_decoder(origin.path, **place, **dtypes), rngs)
+        mtp = config.trains_modules
+        return adapt(load_decoder(origin.path, mtp=mtp, **place, **dtypes), rngs)
 
     trained = trained_of(config.lora, freeze_router=config.freeze_router)
     abstract = nnx.eval_shape(lambda: build(nnx.Rngs(config.seed)))
@@ -185,7 +196,7 @@ def policy(config: TuneConfig, origin: Origin) -> Policy:
         adapted=tuple(adapted),
         parameters=num_parameters(origin.model_config) + (0 if config.lora is None else count),
         trained_parameters=count,
-        caution=_caution(config),
+        caution=" ".join(filter(None, (_caution(config), _left_out(origin)))),
     )
 
 
@@ -219,6 +230,18 @@ def _caution(config: TuneConfig) -> str:
             "to 3e-4 is usual (--optim.learning-rate 1e-5)"
         )
     return ""
+
+
+def _left_out(origin: Origin) -> str:
+    """A sentence on modules that predict further tokens and that the run does without."""
+    if not origin.left_out:
+        return ""
+    modules = "module" if origin.left_out == 1 else f"{origin.left_out} modules"
+    return (
+        f"The model's {modules} for multi-token prediction will be left out, so that what is tuned "
+        "cannot speculate by `mtp`; fornax tune sft with --mtp-weight 0.1, and without lora, "
+        "trains them too"
+    )
 
 
 def _count(state: nnx.State) -> int:

@@ -101,12 +101,20 @@ def position(run_dir: Path, step: int) -> dict[int, Any]:
 
 
 STOPPED = """
-import sys
+import sys, time
+from pathlib import Path
 from fornax.cluster import Cluster
-from fornax.config import ClusterError
-with Cluster(hosts=2) as cluster:
+from fornax.config import ClusterError, ConfigError
+try:
+    Cluster(local_checkpoints="/dev/null/x")
+except ConfigError as error:
+    print("no disk:", error)
+disk = Path(sys.argv[2] + "-disk")
+with Cluster(hosts=2, mtbf="0.01s", local_checkpoints=disk) as cluster:
     run = cluster.train(sys.argv[1], run_dir=sys.argv[2], flags=["--steps", "5000"])
     run.loss()
+    while not all([*disk.glob(f"*/host-{host}/{host}-*")] for host in (0, 1)):
+        time.sleep(0.02)
     try:
         cluster.train(sys.argv[1], run_dir=sys.argv[2])
     except ClusterError as error:
@@ -129,6 +137,7 @@ def test_leaving_the_block_saves_and_stops(
     config.write_text(yaml.safe_dump({**settings, **CHANGES, "save_every": None}))
     env = {**environment, "JAX_PLATFORMS": "cpu", "FORNAX_TEST_RUN": str(folder)}
     said = run_python(STOPPED, [str(config), str(folder)], env)
+    assert "no disk: --local-checkpoints /dev/null/x cannot be written" in said
     assert "is in use by another fornax launch" in said
     assert "code 143" in said
     assert "ended before it had a loss, with exit code 2" in said

@@ -31,6 +31,7 @@ def made(events: list[dict[str, Any]], program: str) -> list[tuple[int, str, lis
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_one_rank_compiles_and_after_a_fault_none_with_the_losses_of_processes_that_all_do(
     launch: Any, environment: dict[str, str], settings: dict[str, Any], tmp_path: Path

@@ -68,6 +68,7 @@ def flags_of(output: str, name: str) -> list[str]:
     return shlex.split(found[1])
 
 
+@pytest.mark.exhaustive
 def test_a_batch_that_ends_its_process_on_every_host(launch: Any, tmp_path: Path):
     (tmp_path / "program.py").write_text(PROGRAM)
 

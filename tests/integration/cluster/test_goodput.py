@@ -23,6 +23,7 @@ from fornax.plan.goodput.simulate import Failure, simulate
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
 
+@pytest.mark.exhaustive
 def test_every_second_of_a_launch_has_one_cause(launch: Any, capsys: pytest.CaptureFixture[str]):
     run = launch(flags=("--mtbf", "1s"), steps=100_000, save_every=None)
     for fault, rank, step in (("kill", 1, 20), ("stop", 0, 40), ("preempt", 1, 60)):

@@ -286,6 +286,7 @@ def test_serve_answers_as_one_engine_does_and_divides_each_replica(start: Start,
     assert router.stop() == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_one_engine_over_two_processes_answers_as_on_two_devices_of_one(
     start: Start, text_model: Path
@@ -488,6 +489,7 @@ def divided(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_a_bundle_over_two_processes_answers_as_on_four_devices_of_one(start: Start, divided: Path):
     words = ["host", str(divided), "--http", "0", "--grpc", "none", "--no-strict-readiness"]

@@ -82,6 +82,7 @@ def undisturbed(
     return out
 
 
+@pytest.mark.exhaustive
 def test_trainers_and_samplers_apart_learn_what_one_process_does(
     environment: dict[str, str], folder: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tests.integration.llm.helpers import Figures, completions, engine_of, prompts_of
-from tests.unit.models.conftest import CONFIGS, EACH, decoder_of
+from tests.unit.models.conftest import CONFIGS, decoder_of
 
 from fornax.config.errors import EngineError
 from fornax.llm import LLM, SamplingParams
@@ -18,7 +18,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.2, top_p=0.9, seed=7, max_tokens=12)
 
 
-@pytest.fixture(scope="module", params=EACH)
+# With parity's engines beside transformers, of every family, these are enough.
+IN_CI = ("windowed", "experts", "linear")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in IN_CI else pytest.mark.exhaustive)
+        for name in CONFIGS
+    ],
+)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

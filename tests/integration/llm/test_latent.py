@@ -79,6 +79,7 @@ def draft(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_tokens_over_devices_are_those_of_one(model: Any) -> None:
     """Heads are divided; each device has the latents whole."""
@@ -90,10 +91,8 @@ def test_tokens_over_devices_are_those_of_one(model: Any) -> None:
     assert not figures.compiled
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["ngram", pytest.param("draft_model", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["ngram", "draft_model"])
 def test_proposals_change_no_greedy_token(model: Any, draft: Path, kind: str) -> None:
     """Rejected proposals leave latents behind, which later ones overwrite."""
     proposals = {"type": kind, "model": str(draft), "num_speculative_tokens": 3}

@@ -37,6 +37,7 @@ SAVED = dataclasses.replace(CONFIG, attention_output_bias=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_tokens_over_devices_are_those_of_one() -> None:
     """Key heads are divided, and with them states; more prompts than slots, none with room."""

@@ -94,6 +94,7 @@ def test_adapters_of_experts_are_counted(tmp_path: Path) -> None:
     assert account.adapters > 4 * layers * 8 * 3 * 8 * (width + 16 // 2) > 0
 
 
+@pytest.mark.exhaustive
 def test_a_draft_model_with_few_pages_proposes_the_same(folder: Path) -> None:
     """Four sequences of up to 64 tokens; room for one such, for the model and for its draft."""
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=20) for i in range(6)]

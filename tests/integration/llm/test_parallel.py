@@ -25,7 +25,7 @@ CONFIG = DecoderConfig(
 SIZES = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_tokens_are_those_of_one_device(devices: int) -> None:
     """With 8 devices the 4 key/value heads are whole on each, with 2 they are divided."""
     model = create_decoder(CONFIG, seed=5)

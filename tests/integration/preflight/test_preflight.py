@@ -44,6 +44,7 @@ def test_a_recipe_passes(recipe: str):
     assert {check.group for check in report.checks} >= {"rules", "data", "mesh", "checkpoint"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_other_seeds_pass(seed: int):

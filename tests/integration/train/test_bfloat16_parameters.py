@@ -61,6 +61,7 @@ def losses(config: TrainConfig, steps: int, devices: Any = None) -> np.ndarray:
     return np.asarray(found, np.float64)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 def test_the_loss_follows_that_of_float32_parameters(config: TrainConfig, accumulate: int):

@@ -38,7 +38,7 @@ def kill_after(process: Any, run_dir: Path, steps: int, delay: float) -> bool:
     return not ended
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_kills_change_no_number_of_any_step(
     start: Any, finish: Any, uninterrupted: list[dict[str, Any]], tmp_path: Path, seed: int
 ):

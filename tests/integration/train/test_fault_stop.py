@@ -23,7 +23,10 @@ def wait_for_steps(process: Any, run_dir: Path, steps: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive)],
+)
 def test_a_signal_saves_the_last_step_and_the_same_command_goes_on(
     start: Any, tmp_path: Path, number: int, code: int
 ):

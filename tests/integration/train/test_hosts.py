@@ -137,6 +137,7 @@ def test_any_number_of_hosts_goes_on_where_others_stopped(
             }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_two_hosts_agree_on_computed_checkpoints_and_go_on_from_one(start: Any, tmp_path: Path):
     """Each measures other times than the other; a save that only one began would end nowhere."""
@@ -162,6 +163,7 @@ def test_two_hosts_agree_on_computed_checkpoints_and_go_on_from_one(start: Any, 
     assert series(run_dir, "loss") == series(tmp_path / "whole", "loss")
 
 
+@pytest.mark.exhaustive
 def test_two_slices_of_two_devices_train_as_one_device(start: Any, finish: Any, tmp_path: Path):
     """Each process is a slice: FSDP inside it, the batch over both."""
 
@@ -250,6 +252,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step(start: Any, tmp_path: Pat
     assert Checkpointer(run_dir / "checkpoints").all_steps() == [last], outputs
 
 
+@pytest.mark.exhaustive
 def test_hosts_whose_directories_stand_at_other_steps_do_not_train(start: Any, tmp_path: Path):
     """A copy of the directory that lags by one checkpoint would mix two states."""
     changes: dict[str, Any] = {"mesh": DATA_PARALLEL, "eval": {}, "save_every": 2}

@@ -34,9 +34,8 @@ def test_a_length_divided_over_the_mesh_says_why_the_native_kernel_declines(
 ) -> None:
     mesh = {"fsdp": 1, "context": 8}
     assert _kernels_said(settings, tmp_path / "run", mesh=mesh) == [
-        "kernel attention: xla (native: the mesh divides the length over 8 devices, and over those "
-        "2 key heads, 32 queries and 32 keys of a device do not all divide; "
-        "blockwise: a score matrix of 32 x 32 is small enough to make whole)"
+        "kernel attention: ring (native: the mesh divides the length over 8 devices, and over "
+        "those 2 key heads, 32 queries and 32 keys of a device do not all divide)"
     ]
 
 

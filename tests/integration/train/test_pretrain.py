@@ -11,22 +11,26 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from fornax.checkpoint import Checkpointer, checkpointer
 from fornax.config import CheckpointError, ConfigError, DataError, FornaxError, from_mapping
 from fornax.data import BuildConfig, Dataset, TrainBpe, build, read_manifest
 from fornax.data import Jsonl as JsonlSource
 from fornax.mesh import MeshConfig
-from fornax.models import REMAT_POLICIES, save_pretrained
+from fornax.models import REMAT_POLICIES, ExpertsConfig, abstract_decoder, save_pretrained
 from fornax.train import (
     Hosts,
     Ledger,
     SkipConfig,
     TrainConfig,
     load_run,
+    model_config,
+    next_token_loss,
     pretrain_task,
     read_metrics,
     train,
+    weights,
 )
 from fornax.train.hosts import to_global
 from fornax.train.session import first_state, prepare
@@ -73,6 +77,7 @@ def gradients(config: TrainConfig, batch: dict[str, np.ndarray]) -> tuple[float,
     return float(loss), grads
 
 
+@pytest.mark.exhaustive
 def test_remat_policies_change_no_number(config: TrainConfig, rows: list[Any]):
     named = {"remat_save": ("query", "mlp_up"), "remat_offload": ("layer_input", "attention")}
     found = {}
@@ -200,8 +205,53 @@ def test_a_model_that_is_not_that_of_the_weights_is_refused(
     rope = dataclasses.replace(config.model.rope, theta=5e5)
     other = dataclasses.replace(config.model, rope=rope)
     changed = dataclasses.replace(config, model=other, init_from=str(finished))
-    with pytest.raises(ConfigError, match=r"not that of init_from.*model\.rope\.theta.*null"):
+    refused = r"not that of init_from.*model\.rope\.theta.*null.*--accept-changes model.rope.theta$"
+    with pytest.raises(ConfigError, match=refused):
         train(changed, tmp_path / "run", progress="none")
+
+
+def test_a_run_trains_weights_on_with_other_rotations_where_that_is_accepted(
+    config: TrainConfig, finished: Path, tmp_path: Path
+):
+    assert config.model is not None
+    rope = dataclasses.replace(config.model.rope, theta=5e5)
+    other = dataclasses.replace(config.model, rope=rope)
+    changed = dataclasses.replace(config, model=other, init_from=str(finished), steps=1)
+    train(changed, tmp_path / "run", accept_changes=["model.rope.*"], progress="none")
+    assert model_config(tmp_path / "run") == other
+
+    graph, _ = nnx.split(abstract_decoder(other))
+    decoder = nnx.merge(graph, nnx.state(load_run(finished).model))
+    batches = pretrain_task(changed).batches("train", Hosts())
+    loss = next_token_loss(decoder, next(batches), z_loss=config.z_loss)
+    batches.close()
+    first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    assert first["loss"] == pytest.approx(float(loss.total / loss.weight), rel=1e-5)
+
+    wide = dataclasses.replace(changed, model=dataclasses.replace(other, norm_eps=1e-5))
+    with pytest.raises(ConfigError, match=r"model\.norm_eps.*null` to take its own$"):
+        train(wide, tmp_path / "wide", accept_changes=["model.*"], progress="none")
+
+
+def test_how_experts_are_trained_may_differ_from_the_weights_own(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A Hugging Face directory says nothing of it; their number is another matter."""
+    experts = ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_size=16)
+    assert config.model is not None
+    model = dataclasses.replace(config.model, experts=experts)
+    monkeypatch.setattr(weights, "model_config", lambda path, **_: model)
+
+    def resolved(**changes: object) -> TrainConfig:
+        own = dataclasses.replace(model, experts=dataclasses.replace(experts, **changes))
+        return weights.with_model(dataclasses.replace(config, model=own, init_from=str(tmp_path)))
+
+    own = resolved(capacity_factor=1.25, exchange="all_gather", balance_loss=0.01).model
+    assert own is not None
+    assert own.experts is not None
+    assert own.experts.capacity_factor == 1.25
+    with pytest.raises(ConfigError, match=r"model\.experts\.experts_per_token"):
+        resolved(capacity_factor=1.25, experts_per_token=1)
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(config: TrainConfig, tmp_path: Path):

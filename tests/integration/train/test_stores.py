@@ -77,6 +77,7 @@ def exact(run_dir: Path) -> list[tuple]:
     return [tuple(json.loads(line).get(name) for name in EXACT) for line in lines]
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_on_one_machine_goes_on_on_another(
     start: Any,
     store: tuple[Any, str, dict[str, str]],

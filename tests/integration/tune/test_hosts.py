@@ -19,6 +19,7 @@ def start_three(start: Start, *words: str | Path) -> list[subprocess.Popen]:
     return [start(*words, env={**told, "FORNAX_PROCESS_ID": str(n)}) for n in range(3)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_three_processes_store_and_learn_what_one_does(
     start: Start, finish: Callable[..., str], tiny: Path, tmp_path: Path

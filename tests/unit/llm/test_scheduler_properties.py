@@ -389,6 +389,6 @@ Engine.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
 TestEngine = Engine.TestCase
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestEngineAtLength(Engine.TestCase):
     settings = settings(max_examples=600, stateful_step_count=80)

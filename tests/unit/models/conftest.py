@@ -1,7 +1,6 @@
 """Small decoders that between them use every option, and one way to run them compiled."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -195,7 +194,8 @@ def decoder_of(name: str) -> Decoder:
 
 
 @functools.cache
-def _compiled(name: str) -> Callable[..., jax.Array]:
+def compiled(name: str) -> functools.partial[jax.Array]:
+    """Tokens and segment ids to the model's logits, compiled once for each shape."""
     graphdef, state = nnx.split(decoder_of(name))
     run = jax.jit(lambda s, tokens, ids: nnx.merge(graphdef, s)(tokens, None, ids))
     return functools.partial(run, state)
@@ -203,7 +203,7 @@ def _compiled(name: str) -> Callable[..., jax.Array]:
 
 def logits_of(name: str, tokens_BT: np.ndarray, segment_ids_BT: np.ndarray) -> np.ndarray:
     """The model's logits, compiled once for each shape."""
-    return np.asarray(_compiled(name)(jnp.asarray(tokens_BT), jnp.asarray(segment_ids_BT)))
+    return np.asarray(compiled(name)(jnp.asarray(tokens_BT), jnp.asarray(segment_ids_BT)))
 
 
 def tokens_of(batch: int, length: int, seed: int = 0) -> np.ndarray:

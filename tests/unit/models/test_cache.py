@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.unit.models.conftest import CONFIGS, decoder_of, logits_of, tokens_of
+from tests.unit.models.conftest import CONFIGS, compiled, decoder_of, logits_of, tokens_of
 
 from fornax.config.errors import ConfigError
 from fornax.models import Cache, init_cache
@@ -70,7 +70,22 @@ def test_a_document_goes_on_over_chunks_beside_another(name: str) -> None:
     ids = np.array([[1] * 8 + [2] * 8, [1] * 3 + [2] * 13], np.int32)
     expected = logits_of(name, tokens, ids)
     found = _in_chunks(name, tokens, ids, [6, 6, 1, 1, 1, 1])
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    atol = max(2e-5, _last_bits(name, tokens, ids, expected))
+    np.testing.assert_allclose(found, expected, atol=atol)
+
+
+def _last_bits(name: str, tokens: np.ndarray, ids: np.ndarray, logits: np.ndarray) -> float:
+    """How far logits move when the last bit of each weight does: two orders of the same sums may
+    differ by as much. Gated delta layers make 4e-5 of it, others 1e-5."""
+    run = compiled(name)
+    rng = np.random.default_rng(0)
+
+    def moved(weight: jax.Array) -> jax.Array:
+        bits = np.float32(2.0**-23) * rng.choice(np.float32([-1, 1]), weight.shape)
+        return weight * (1 + bits)
+
+    state = jax.tree.map(moved, run.args[0])
+    return float(np.abs(np.asarray(run.func(state, tokens, ids)) - logits).max())
 
 
 def test_more_tokens_than_slots_is_an_error() -> None:

@@ -4,6 +4,7 @@ Legend: B batch, T tokens, D model width, F width of an expert, E experts, k exp
 """
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -17,12 +18,14 @@ from fornax.hlo import analyse, parse
 from fornax.mesh import (
     DEFAULT_RULES,
     MeshConfig,
+    balance_routed,
     make_mesh,
     named_sharding,
     tree_shardings,
     use_mesh,
 )
 from fornax.models import Decoder, DecoderConfig, ExpertsConfig, create_decoder
+from fornax.models.capacity import drop_tokens
 from fornax.models.dispatch import run_experts
 
 B, T, D, F = 8, 3, 8, 4
@@ -67,18 +70,24 @@ def _inputs(how: str, E: int, k: int, length: int = T) -> tuple[Any, ...]:
     return draw(B, length, D), np.abs(draw(B, length, k)), experts, arrays, draw(B, length, D)
 
 
-def _compute(inputs: tuple[Any, ...], form: str, weigh_input: bool = False) -> Any:
+def _compute(
+    inputs: tuple[Any, ...], form: str, weigh_input: bool = False, room: int | None = None
+) -> Any:
     x, weights, experts, arrays, dy = inputs
+    experts = jnp.asarray(experts)
+    if room is not None:
+        experts = drop_tokens(experts, len(arrays["gate"]), room)
 
     def run(x: jax.Array, weights: jax.Array, arrays: Any) -> jax.Array:
         return run_experts(
             x,
             weights,
-            jnp.asarray(experts),
+            experts,
             arrays,
             lambda gate, up: jax.nn.silu(gate) * up,
             weigh_input=weigh_input,
             exchange=form,
+            capacity=room,
         )
 
     y, pull = jax.vjp(run, x, weights, arrays)
@@ -86,9 +95,13 @@ def _compute(inputs: tuple[Any, ...], form: str, weigh_input: bool = False) -> A
 
 
 def _check(
-    inputs: tuple[Any, ...], sizes: dict[str, int], form: str, weigh_input: bool = False
+    inputs: tuple[Any, ...],
+    sizes: dict[str, int],
+    form: str,
+    weigh_input: bool = False,
+    room: int | None = None,
 ) -> None:
-    run = functools.partial(_compute, inputs, form, weigh_input)
+    run = functools.partial(_compute, inputs, form, weigh_input, room)
     expected = jax.jit(run)()
     with use_mesh(make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))):
         found = jax.jit(lambda: run())()
@@ -118,6 +131,61 @@ def test_outputs_and_gradients_are_those_of_one_device(mesh: str, form: str) -> 
 )
 def test_wherever_the_tokens_go(how: str, E: int, k: int, form: str) -> None:
     _check(_inputs(how, E, k), {"expert": 4, "data": 2}, form)
+
+
+@pytest.mark.parametrize(
+    ("how", "mesh", "form"),
+    [
+        ("all for one", "expert-context-fsdp", "all_to_all"),
+        ("all for one", "expert-data", "all_gather"),
+        *(
+            pytest.param(how, mesh, form, marks=pytest.mark.exhaustive)
+            for how in ("all for one", "any")
+            for mesh in ("expert", "expert-tensor-data", "expert-context-fsdp")
+            for form in FORMS
+        ),
+    ],
+)
+def test_rows_with_room_are_those_of_one_device(how: str, mesh: str, form: str) -> None:
+    """Rows of 8 tokens, of which one expert has room for 3; buffers have no room for more."""
+    _check(_inputs(how, 8, 3, 8), MESHES[mesh], form, room=3)
+
+
+def test_dropping_is_that_of_rows_in_order_on_any_mesh() -> None:
+    """Also where the length lies in balanced order over devices."""
+    experts_BTk = _inputs("all for one", 8, 3, 16)[2]
+    want = experts_BTk.copy()
+    for row in want:
+        taken = np.zeros(9, int)
+        for token in row:
+            for slot, expert in enumerate(token):
+                taken[expert] += 1
+                token[slot] = expert if taken[expert] <= 5 else 8
+    assert (want != experts_BTk).any()
+    np.testing.assert_array_equal(drop_tokens(jnp.asarray(experts_BTk), 8, 5), want)
+    with use_mesh(make_mesh(MeshConfig(fsdp=2, context=4))):
+        run = jax.jit(functools.partial(drop_tokens, num_experts=8, capacity=5, balanced=True))
+        found = run(balance_routed(jnp.asarray(experts_BTk)[None])[0])
+        np.testing.assert_array_equal(found, balance_routed(jnp.asarray(want)[None])[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_buffers_have_room_for_the_capacity(form: str) -> None:
+    """Rows of gate and up in the compiled program, and its memory: 4 devices with 4 of 16 experts
+    each and 2 rows of 64 tokens, of which each expert has room for 10, or for all 64."""
+    inputs = _inputs("any", 16, 3, 64)
+
+    def compiled(room: int | None) -> Any:
+        with use_mesh(make_mesh(MeshConfig(fsdp=1, expert=4), jax.devices()[:4])):
+            run = functools.partial(_compute, inputs, form, room=room)
+            return jax.jit(run).lower().compile()
+
+    small, large = compiled(10), compiled(None)
+    # Of each of 4 devices' 2 rows 4 experts run 10 tokens each, or all 64 with 3 choices.
+    for program, rows in ((small, 4 * 2 * 4 * 10), (large, 4 * 2 * 64 * 3)):
+        assert max(map(int, re.findall(r"f32\[(\d+),4\]", program.as_text()))) == rows
+    sizes = [program.memory_analysis().temp_size_in_bytes for program in (small, large)]
+    assert sizes[0] < (0.5 if form == "all_to_all" else 0.9) * sizes[1]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -131,6 +131,113 @@ def test_experts_are_the_sum_that_the_rule_says(rule: str) -> None:
     assert routing.tokens == 7
 
 
+ROOM = {  # rule, capacity_factor, tokens of a row of 8 that an expert has room for
+    "half of an even load": ("softmax", 0.5, 2),
+    "an even load": ("weighted inputs", 1.0, 3),
+    "biases": ("biases", 0.75, 2),
+    "for all": ("softmax", 3.0, 8),
+}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["routed", "replayed"])
+@pytest.mark.parametrize("case", ROOM)
+def test_a_row_s_first_tokens_have_room(case: str, given: bool) -> None:
+    """One row, one token, one expert at a time; padding takes no room, and given experts do."""
+    rule, factor, room = ROOM[case]
+    config = _config(**RULES[rule], capacity_factor=factor)
+    assert config.experts is not None
+    assert config.experts.capacity(8) == room
+    module = Experts(config, rngs=nnx.Rngs(0), dtype=jnp.float32, compute_dtype=jnp.float32)
+    rng = np.random.default_rng(2)
+    for part in (module.gate, module.up, module.down, module.router):
+        if part.bias is not None:
+            part.bias[...] = rng.normal(size=part.bias.shape).astype(np.float32)
+    x_BTD = rng.normal(size=(3, 8, D))
+    ids_BT = np.ones((3, 8), np.int32)
+    ids_BT[1, :3], ids_BT[2, 6:] = 0, 0
+    given_BTk = np.tile(np.array([0, 1], np.int8), (3, 8, 1)) if given else None
+    if given_BTk is not None:
+        given_BTk[:, ::3] = -1
+    context = LayerContext(
+        jnp.zeros((3, 8), jnp.int32),
+        jnp.asarray(ids_BT),
+        {},
+        routed_experts_BTk=None if given_BTk is None else jnp.asarray(given_BTk),
+        drops_tokens=True,
+    )
+    y_BTD, routing = jax.jit(lambda x: module(x, context))(jnp.asarray(x_BTD, jnp.float32))
+    assigned, dropped = np.zeros(E, int), np.zeros(E, int)
+    for b in range(3):
+        logits_ME = x_BTD[b] @ np.asarray(module.router.kernel[...], np.float64)
+        if module.router.bias is not None:
+            logits_ME = logits_ME + np.asarray(module.router.bias[...])
+        chosen, weights = _reference_choice(logits_ME, config.experts, np.zeros(E))
+        if given_BTk is not None:
+            chosen, weights = _replayed(logits_ME, given_BTk[b], chosen, config.experts)
+        taken = np.zeros(E, int)
+        for t in range(8):
+            for slot, e in enumerate(chosen[t]):
+                if ids_BT[b, t] == 0:
+                    weights[t][slot] = 0.0
+                    continue
+                assigned[e] += 1
+                if taken[e] == room:
+                    weights[t][slot] = 0.0
+                    dropped[e] += 1
+                else:
+                    taken[e] += 1
+        want = _reference_output(module, x_BTD[b], chosen, weights)
+        np.testing.assert_allclose(y_BTD[b], want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(routing.assigned_E, assigned)
+    np.testing.assert_array_equal(routing.dropped_E, dropped)
+    assert (dropped.sum() > 0) == (room < 8)
+
+
+def _replayed(
+    logits_ME: np.ndarray, given_Mk: np.ndarray, chosen: list[list[int]], config: ExpertsConfig
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The given experts where there are some, with the weights of these logits."""
+    both, weights = [], []
+    for logits_E, given_k, own in zip(logits_ME, given_Mk, chosen, strict=True):
+        scores_E = 1 / (1 + np.exp(-logits_E))
+        if config.score == "softmax":
+            scores_E = np.exp(logits_E) / np.exp(logits_E).sum()
+        both.append([int(e) for e in given_k] if given_k[0] >= 0 else own)
+        total = scores_E[both[-1]].sum() if config.normalize else 1.0
+        weights.append([float(scores_E[e] / total * config.scale) for e in both[-1]])
+    return both, weights
+
+
+def test_only_pretraining_drops() -> None:
+    """The field changes nothing of a model that is evaluated, tuned or served."""
+    tight = _config(capacity_factor=0.1)
+    module = Experts(tight, rngs=nnx.Rngs(0), dtype=jnp.float32, compute_dtype=jnp.float32)
+    plain = Experts(_config(), rngs=nnx.Rngs(0), dtype=jnp.float32, compute_dtype=jnp.float32)
+    x_BTD = jax.random.normal(jax.random.key(0), (2, 8, D))
+    context = LayerContext(jnp.zeros((2, 8), jnp.int32), None, {})
+    (y, routing), (want, _) = (
+        jax.jit(lambda x, m=m: m(x, context))(x_BTD) for m in (module, plain)
+    )
+    np.testing.assert_array_equal(y, want)
+    assert routing.dropped_E is None
+    dropping = dataclasses.replace(context, drops_tokens=True)
+    dropped = jax.jit(lambda x: module(x, dropping))(x_BTD)[0]
+    assert float(jnp.max(jnp.abs(dropped - want))) > 0.01
+
+
+def test_capacity_is_of_the_factor_as_it_is_written() -> None:
+    """1.1 is 11 tenths: 20 tokens of an even load are 22, where 1.1 in binary is a little more."""
+    config = ExpertsConfig(
+        num_experts=1, experts_per_token=1, intermediate_size=F, capacity_factor=1.1
+    )
+    many = dataclasses.replace(config, num_experts=40, experts_per_token=4)
+    assert 1.1 * 4 * 100 / 20 > 22
+    assert dataclasses.replace(many, num_experts=20).capacity(100) == 22
+    assert many.capacity(100) == 11
+    assert config.capacity(100) == 100
+    assert dataclasses.replace(many, capacity_factor=None).capacity(100) is None
+
+
 @settings(max_examples=20)
 @given(st.integers(0, 2**31), st.sampled_from(["none", "one", "all"]))
 def test_gradients_are_finite_wherever_the_tokens_go(seed: int, where: str) -> None:
@@ -196,6 +303,8 @@ def test_the_selection_bias_moves_towards_experts_below_the_mean() -> None:
         ),
         ({"shared_gate": True}, "needs shared_intermediate_size"),
         ({"clip": 0.0}, "must be above 0"),
+        ({"capacity_factor": 0.0}, "must be above 0"),
+        ({"capacity_factor": float("inf")}, "must be finite; use null"),
     ],
 )
 def test_what_no_router_can_do_is_refused(changes: dict, message: str) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fornax.config.errors import ConfigError
 from fornax.models import (
     DecoderConfig,
+    ExpertsConfig,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -893,3 +894,19 @@ def _attending(config: DecoderConfig) -> list[tuple[int | None, RopeConfig | Non
     """Each layer's window and rotation."""
     ropes = {"global": config.rope, "local": config.local_rope, "none": None}
     return [(kind.window, ropes[kind.rope]) for kind in config.layer_kinds()]
+
+
+def test_how_a_mixture_is_trained_is_not_in_its_file():
+    """No family has a key for a capacity with our meaning; what is saved computes the same."""
+    experts = ExpertsConfig(
+        num_experts=4,
+        experts_per_token=2,
+        intermediate_size=16,
+        capacity_factor=1.25,
+        exchange="all_gather",
+    )
+    config = DecoderConfig(hidden_size=16, num_heads=2, num_layers=1, experts=experts)
+    plain = dataclasses.replace(experts, capacity_factor=None, exchange="auto")
+    written = config_to_hf(config)
+    assert written == config_to_hf(dataclasses.replace(config, experts=plain))
+    assert config_from_hf(written).experts == plain

@@ -86,6 +86,7 @@ def test_pieces_of_padded_and_packed_rows_are_those_of_one_pass() -> None:
     assert np.abs(after[ids == 1] - expected[ids == 1]).max() > 0.1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_logits_over_devices_are_those_of_one() -> None:
     """Heads are divided, and with them the channels of the one group that a norm is over."""
@@ -176,7 +177,7 @@ def test_steps_without_a_limit(given: list | None) -> None:
     sorted(
         set(MODEL_USES)
         - {"train", "tune", "serve", "prefix reuse", "speculation", "serve adapters"}
-        - {"stage axis"}
+        - {"plan", "plan serve", "preflight", "stage axis"}
     ),
 )
 def test_what_does_not_take_it_says_what_does(use: str) -> None:

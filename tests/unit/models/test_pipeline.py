@@ -41,6 +41,7 @@ MODELS = {
     "experts": dataclasses.replace(
         CONFIGS["clipped"], num_layers=8, attention_pattern=("chunked",), rope_pattern=(True,)
     ),
+    "ring": dataclasses.replace(CONFIGS["windowed"], num_layers=8, context_exchange="ring"),
     "nine": dataclasses.replace(CONFIGS["windowed"], num_layers=9),
     "latent": dataclasses.replace(CONFIGS["latent"], num_layers=8),
     "dense first": dataclasses.replace(
@@ -107,15 +108,40 @@ def _one_device(name: str) -> Any:
     ("name", "sizes", "microbatches", "repeats", "remat"),
     [
         ("windowed", {"stage": 2, "tensor": 2, "data": 2}, 4, 2, "none"),
-        ("experts", {"stage": 4, "fsdp": 2}, None, 2, "full"),
-        ("windowed", {"stage": 2, "fsdp": 4}, None, 1, "none"),
-        ("windowed", {"stage": 2, "data": 4}, 2, 1, "dots"),
-        ("windowed", {"stage": 2, "data": 2}, 8, 2, "dots_no_batch"),
+        pytest.param(
+            "experts", {"stage": 4, "fsdp": 2}, None, 2, "full", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "windowed", {"stage": 2, "fsdp": 4}, None, 1, "none", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "windowed", {"stage": 2, "data": 4}, 2, 1, "dots", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "windowed", {"stage": 2, "data": 2}, 8, 2, "dots_no_batch", marks=pytest.mark.exhaustive
+        ),
         ("windowed", {"stage": 2, "fsdp": 2}, 2, 2, NAMED),
-        ("windowed", {"stage": 4, "data": 2}, 4, 1, OFFLOADED),
-        ("experts", {"stage": 2, "expert": 2, "fsdp": 2}, None, 1, "dots"),
+        pytest.param(
+            "windowed", {"stage": 4, "data": 2}, 4, 1, OFFLOADED, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "experts",
+            {"stage": 2, "expert": 2, "fsdp": 2},
+            None,
+            1,
+            "dots",
+            marks=pytest.mark.exhaustive,
+        ),
         ("experts", {"stage": 4, "expert": 2}, 4, 2, "save_attention"),
         ("windowed", {"stage": 2, "context": 2, "data": 2}, 4, 1, "full"),
+        pytest.param(
+            "ring",
+            {"stage": 2, "context": 2, "data": 2},
+            4,
+            1,
+            "full",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("nine", {"stage": 4, "fsdp": 2}, 4, 1, "dots", marks=pytest.mark.exhaustive),
         pytest.param(
             "dense first",
@@ -125,7 +151,9 @@ def _one_device(name: str) -> Any:
             "none",
             marks=pytest.mark.exhaustive,
         ),
-        ("latent", {"stage": 2, "fsdp": 2}, None, 1, "dots"),
+        pytest.param(
+            "latent", {"stage": 2, "fsdp": 2}, None, 1, "dots", marks=pytest.mark.exhaustive
+        ),
         ("windowed", {"slice": 2, "stage": 2, "fsdp": 2}, None, 1, "dots"),
         pytest.param(
             "experts",
@@ -266,7 +294,7 @@ def _flops(layers: int, remat: str, sizes: tuple[tuple[str, int], ...], repeats:
 @pytest.mark.parametrize(
     ("sizes", "repeats", "depth"),
     [
-        ({"stage": 4, "data": 2}, 1, 8),
+        pytest.param({"stage": 4, "data": 2}, 1, 8, marks=pytest.mark.exhaustive),
         ({"stage": 2, "tensor": 2, "fsdp": 2}, 2, 8),
         ({"stage": 4, "data": 2}, 1, 9),
         pytest.param({"slice": 2, "stage": 2, "fsdp": 2}, 1, 8, marks=pytest.mark.exhaustive),

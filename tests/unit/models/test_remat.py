@@ -58,9 +58,17 @@ def _stored(name: str, remat: str | Remat) -> int:
 @pytest.mark.parametrize("name", REMAT_NAMES)
 def test_a_named_activation_is_kept(name: str) -> None:
     """Beside what is kept anyway: the layers' parameters, shared arrays, and each layer's input."""
-    least = _stored("biased", "full")
-    kept = _stored("biased", Remat(policy="names", save=(name,)))
+    model = "experts" if name == "expert_down" else "biased"
+    least = _stored(model, "full")
+    kept = _stored(model, Remat(policy="names", save=(name,)))
     assert (kept > least) == (name not in ("layer_input", "mlp_down")), kept
+
+
+def test_a_name_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expert_down and the model has no experts; name mlp"):
+        decoder_of("biased").hidden(
+            tokens_of(1, 4), remat=Remat(policy="names", save=("expert_down",))
+        )
 
 
 def test_names_for_attention_are_save_attention() -> None:

@@ -111,6 +111,40 @@ LATENT = {
 }
 
 
+GATED_DELTA = {
+    **QWEN3,
+    "num_layers": 8,
+    "attention_pattern": ["linear", "linear", "linear", "full"],
+    "gated_delta": {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128},
+    "attention_gate": True,
+    "norm_unit_offset": True,
+    "rope": {"theta": 1e7, "fraction": 0.25},
+}
+MAMBA2 = {
+    **QWEN3,
+    "num_layers": 6,
+    "attention_pattern": ["linear", "linear", "full"],
+    "mamba2": {"num_heads": 48, "head_dim": 64, "state_dim": 128},
+    "mlp_pattern": ["mlp", "none", "mlp"],
+    "rope_pattern": [False],
+    "residual_multiplier": 0.22,
+}
+GEMMA4 = {
+    **GEMMA3,
+    "num_layers": 8,
+    "attention_pattern": ["sliding", "full"],
+    "rope": {"theta": 1e6, "fraction": 0.25},
+    "norm_unit_offset": False,
+    "query_pre_attn_scalar": 1.0,
+    "global_heads": {"head_dim": 512, "num_kv_heads": 1, "keys_as_values": True},
+    "shared_kv_layers": 4,
+    "wide_shared_mlp": True,
+    "layer_inputs": {"vocab_size": 262208, "width": 256},
+    "layer_scale": True,
+    "value_norm": True,
+}
+
+
 def configure(model: dict[str, Any], **changes: Any) -> TrainConfig:
     """A run on a pod slice that uses everything a preflight looks at."""
     settings: dict[str, Any] = {

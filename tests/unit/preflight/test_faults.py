@@ -14,15 +14,18 @@ from jax.sharding import PartitionSpec
 
 from fornax import kernels
 from fornax.checkpoint import Checkpointer
+from fornax.config import ConfigError
 from fornax.kernels import linear_cross_entropy
-from fornax.kernels._attention import native
+from fornax.kernels._attention import native, ring
+from fornax.kernels._attention.ring import Ring
 from fornax.mesh import current_mesh
-from fornax.models import dispatch, experts, latent, pipeline, routing
+from fornax.models import attend, attention, dispatch, experts, latent, pipeline, routing
+from fornax.models.layer_inputs import LayerInputs, LayerScale
 from fornax.train import step as train_step
 from fornax.train.step import sum_gradients
 from fornax.train.tasks import pretrain
 
-from .conftest import EXPERTS, LATENT, QWEN3, RunChecks
+from .conftest import EXPERTS, GATED_DELTA, GEMMA3, GEMMA4, LATENT, MAMBA2, QWEN3, RunChecks
 
 TENSOR = {"mesh": {"fsdp": 1, "tensor": 2}}
 DATA = {"mesh": {"fsdp": 1, "data": 2}}
@@ -56,6 +59,72 @@ def test_key_heads_on_the_wrong_axis(run_checks: RunChecks, monkeypatch: pytest.
     assert "tensor=2" in failed(report)
     assert report.first_failure is not None
     assert report.first_failure.name == "tensor=2"
+
+
+RING = {
+    "model": {**QWEN3, "num_layers": 1, "context_exchange": "ring"},
+    "mesh": {"fsdp": 1, "context": 2},
+    "accumulate": 1,
+    "remat": "none",
+    **FLOAT32,
+}
+
+
+def not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device leaves its own keys out and attends to those of the others."""
+    _stops(monkeypatch, lambda hop: hop.shift > 0)
+
+
+def not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values do not get to the last device."""
+    _stops(monkeypatch, lambda hop: hop.shift == 0)
+
+
+def _stops(monkeypatch: pytest.MonkeyPatch, computes: Callable[[Any], bool]) -> None:
+    hops = Ring._hops
+
+    def some(self: Any) -> Any:
+        for hop in hops(self):
+            there = hop.pairs * np.int32([1, 1, computes(hop)])
+            yield hop._replace(pairs=there)
+
+    monkeypatch.setattr(Ring, "_hops", some)
+
+
+def stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of keys and values are not brought home from the last device."""
+    way = ring._way
+
+    def one_way(static: Any) -> Any:
+        for hop, send in way(static):
+            last = hop is static.ring.hops[-1]
+            yield hop, (lambda arrays, home=False: arrays) if last else send
+
+    monkeypatch.setattr(ring, "_way", one_way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [
+        not_its_own,
+        pytest.param(not_the_last, marks=pytest.mark.exhaustive),
+        pytest.param(stays_there, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_fault_in_a_ring(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    run_checks: RunChecks,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plant(monkeypatch)
+    assert set(failed(run_checks("mesh", **RING))) == {"context=2"}
+
+
+@pytest.mark.exhaustive
+def test_a_ring_without_a_fault_passes(run_checks: RunChecks):
+    assert not failed(run_checks("mesh", **RING))
 
 
 @pytest.mark.slow
@@ -232,6 +301,27 @@ def a_device_out_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "jax", SimpleNamespace(**{**vars(jax), "lax": lax}))
 
 
+def latest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tokens of a row have room, not the first."""
+    drop = experts.drop_tokens
+
+    def backwards(experts_BTk: jax.Array, *rest: Any, **more: Any) -> jax.Array:
+        return drop(experts_BTk[:, ::-1], *rest, **more)[:, ::-1]
+
+    monkeypatch.setattr(experts, "drop_tokens", backwards)
+
+
+@pytest.mark.exhaustive
+def test_a_fault_in_what_is_dropped(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
+    """Also documents of a row are told apart, which share its room."""
+    model = {**EXPERTS, "num_layers": 1, "mlp_pattern": ["experts"]}
+    model["experts"] = {**EXPERTS["experts"], "capacity_factor": 0.75}
+    changes = {**FLOAT32, "mesh": {"fsdp": 1, "expert": 2, "context": 2}, "remat": "none"}
+    assert not failed(run_checks("mesh", "packing", model=model, **changes))
+    latest_first(monkeypatch)
+    assert failed(run_checks("mesh", model=model, **changes))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "exchange"),
@@ -344,6 +434,148 @@ def test_latent_attention_and_experts_without_a_fault_pass(run_checks: RunChecks
     model["experts"] = EXPERTS["experts"]
     changes = {"mesh": {"expert": 2, "tensor": 2, "fsdp": 1}, "accumulate": 1, **FLOAT32}
     assert not failed(run_checks("mesh", "checkpoint", model=model, **changes))
+
+
+def by_another_rule(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
+    """Linear layers whose rule gets what `change` makes of its operands and starts."""
+    rule = kernels.gated_delta_rule
+
+    def changed(*operands: Any, starts_BT: Any, **options: Any) -> Any:
+        operands, starts_BT = change(operands, starts_BT)
+        return rule(*operands, starts_BT=starts_BT, **options)
+
+    monkeypatch.setattr(kernels, "gated_delta_rule", changed)
+
+
+def kept_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document finds the state of the one before it in its row."""
+    by_another_rule(monkeypatch, lambda operands, _: (operands, None))
+
+
+def half_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logarithms of decays rounded to bfloat16."""
+
+    def rounded(operands: Any, starts: Any) -> Any:
+        *first, decay, beta = operands
+        return (*first, decay.astype(jnp.bfloat16).astype(jnp.float32), beta), starts
+
+    by_another_rule(monkeypatch, rounded)
+
+
+def ungated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's result passes its gate as it is."""
+    monkeypatch.setattr(attention, "_gate", lambda o_BTNH, gate_BTNH: o_BTNH)
+
+
+def other_layers_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer takes the keys and values that were kept for layers with another window."""
+    own = attend.PassKeys.attend
+
+    def wrong(self: Any, q: Any, k: Any, *rest: Any) -> Any:
+        kept = self.kept
+        if k is None:
+            kept = dict(zip(kept, reversed(kept.values()), strict=True))
+        return own(attend.PassKeys(self.context, kept), q, k, *rest)
+
+    monkeypatch.setattr(attend.PassKeys, "attend", wrong)
+
+
+def raw_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are not normalised."""
+    monkeypatch.setattr(attention, "_unweighted_norm", lambda x_BTNH, eps: x_BTNH)
+
+
+def next_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer gets the further input of the one before it."""
+    own = LayerInputs.__call__
+    monkeypatch.setattr(LayerInputs, "__call__", lambda *args: jnp.roll(own(*args), 1, axis=0))
+
+
+def unscaled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's output is not multiplied by its number."""
+    monkeypatch.setattr(LayerScale, "__call__", lambda self, x_BTD: x_BTD)
+
+
+OF_ONE_SIZE = {name: value for name, value in GEMMA4.items() if name != "global_heads"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "model"),
+    [
+        pytest.param(kept_state, GATED_DELTA, marks=pytest.mark.exhaustive),
+        (kept_state, MAMBA2),
+        pytest.param(half_decay, GATED_DELTA, marks=pytest.mark.exhaustive),
+        pytest.param(half_decay, MAMBA2, marks=pytest.mark.exhaustive),
+        pytest.param(ungated, GATED_DELTA, marks=pytest.mark.exhaustive),
+        pytest.param(other_layers_keys, OF_ONE_SIZE, marks=pytest.mark.exhaustive),
+        pytest.param(raw_values, GEMMA4, marks=pytest.mark.exhaustive),
+        pytest.param(next_layers_input, GEMMA4, marks=pytest.mark.exhaustive),
+        pytest.param(unscaled_layer, GEMMA4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_fault_in_a_hybrid_or_between_layers(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    model: dict[str, Any],
+    run_checks: RunChecks,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plant(monkeypatch)
+    changes = {**DATA, **FLOAT32, "accumulate": 1, "remat": "none"}
+    assert "data=2" in failed(run_checks("mesh", model=model, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(
+            {**GATED_DELTA, "experts": EXPERTS["experts"]},
+            id="gated delta",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(MAMBA2, id="mamba", marks=pytest.mark.exhaustive),
+        pytest.param(GEMMA4, id="gemma 4", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {
+                **GEMMA3,
+                "num_layers": 2,
+                "attention_pattern": ["full"],
+                "sliding_window": None,
+                "local_rope": None,
+                "experts": {
+                    "num_experts": 8,
+                    "experts_per_token": 2,
+                    "intermediate_size": 512,
+                    "shared_intermediate_size": 1024,
+                    "separate_norms": True,
+                },
+            },
+            id="separate norms",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_hybrids_and_layers_that_hand_on_without_a_fault_pass(
+    model: dict[str, Any], run_checks: RunChecks
+):
+    """On divided heads and weights, with recomputation and packed rows, in float32."""
+    changes = {"mesh": {"fsdp": 2, "tensor": 2}, "remat": "save_attention", **FLOAT32}
+    assert not failed(run_checks("mesh", "packing", model=model, accumulate=1, **changes))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", [GATED_DELTA, MAMBA2, GEMMA4])
+def test_hybrids_pass_in_bfloat16(model: dict[str, Any], run_checks: RunChecks):
+    """All as configured, with recomputation and accumulation."""
+    assert not failed(run_checks("precision", model=model, mesh={"fsdp": -1, "tensor": 2}))
+
+
+def test_axes_that_layers_do_not_take_are_refused(run_checks: RunChecks):
+    with pytest.raises(ConfigError, match=r"not supported yet \(context axis\)"):
+        run_checks("mesh", model=GATED_DELTA, mesh={"fsdp": 1, "context": 2})
+    with pytest.raises(ConfigError, match=r"not supported yet \(stage axis\)"):
+        run_checks("mesh", model=GEMMA4, mesh={"fsdp": 1, "stage": 2})
 
 
 def rolled(x: jax.Array) -> jax.Array:

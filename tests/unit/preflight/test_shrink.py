@@ -9,7 +9,17 @@ from fornax.models.rope_config import LongRopeScaling
 from fornax.optim import Adafactor
 from fornax.preflight.shrink import DEVICES, shrink, with_mesh
 
-from .conftest import EXPERTS, GEMMA3, LATENT, LLAMA, QWEN3, configure
+from .conftest import (
+    EXPERTS,
+    GATED_DELTA,
+    GEMMA3,
+    GEMMA4,
+    LATENT,
+    LLAMA,
+    MAMBA2,
+    QWEN3,
+    configure,
+)
 
 
 def small(model: dict[str, Any], depth: Any = "whole", **changes: Any) -> DecoderConfig:
@@ -70,6 +80,12 @@ def test_more_axes_than_fit_are_tried_three_at_a_time():
         if getattr(mesh, a) == getattr(mesh, b) == 2
     }
     assert len(pairs) == 4 + 6
+
+
+def test_heads_that_are_exchanged_divide_over_the_length():
+    mesh = {"fsdp": 1, "context": 4, "tensor": 4}
+    assert small(LLAMA, mesh=mesh).kv_heads == 2
+    assert small({**LLAMA, "context_exchange": "heads"}, mesh=mesh).kv_heads == 4
 
 
 def test_the_open_axis_divides_the_heads():
@@ -161,3 +177,35 @@ def test_experts_keep_their_rule():
     whole = small({**EXPERTS, "experts": every}).experts
     assert whole is not None
     assert (whole.experts_per_token, whole.groups_per_token) == (whole.num_experts, 2)
+
+
+def test_linear_layers_keep_their_heads_and_kinds():
+    """Two value heads of a key head; one group of heads that divide; the layer without an MLP."""
+    new = small(GATED_DELTA)
+    assert new.gated_delta is not None
+    assert new.gated_delta.heads_per_key == 2
+    assert (new.gated_delta.key_dim, new.gated_delta.value_dim) == (16, 16)
+    kinds = [kind.attention for kind in new.layer_kinds()]
+    assert kinds == 2 * ["gated_delta", "gated_delta", "attention"]
+    new = small(MAMBA2)
+    assert new.mamba2 is not None
+    assert (new.mamba2.num_groups, new.mamba2.num_heads) == (1, 2)
+    assert (new.mamba2.state_dim, new.mamba2.head_dim) == (16, 8)
+    kinds = [(kind.attention, kind.mlp) for kind in new.layer_kinds()]
+    assert kinds == 2 * [("mamba2", "mlp"), ("mamba2", "none"), ("attention", "mlp")]
+
+
+def test_layers_that_share_keys_come_after_those_that_keep_them():
+    """At any depth; heads of full layers are twice as wide, and half as many."""
+    for depth in ("whole", "quick", "kinds"):
+        new = small(GEMMA4, depth, mesh={"fsdp": 1, "data": 2})
+        keys = [kind.keys for kind in new.layer_kinds()]
+        assert keys == ["kept", "kept", "shared", "shared"]
+        assert new.global_heads is not None
+        assert new.global_heads.head_dim == 2 * new.head_width
+        assert new.global_heads.num_kv_heads == 1
+    listed = 4 * ["sliding"] + 2 * ["full"] + 2 * ["sliding", "full"]
+    new = small({**GEMMA4, "num_layers": 10, "attention_pattern": listed})
+    assert [kind.keys for kind in new.layer_kinds()][-4:] == 4 * ["shared"]
+    assert new.layer_inputs is not None
+    assert new.layer_inputs.vocab_size == new.vocab_size

@@ -1,5 +1,7 @@
 """The zoo's exported functions are the decoder's own, to the last bit where the bucket is."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from fornax import export
 from fornax.config.errors import ConfigError
 from fornax.export.modules import take_apart
 from fornax.kernels.registry import target_platform
-from fornax.models import Decoder, DecoderConfig, abstract_decoder
+from fornax.models import Decoder, DecoderConfig, ExpertsConfig, abstract_decoder
 from fornax.models.rope_config import DynamicNTKScaling, RopeConfig
 from fornax.train import export_model, model_functions
 
@@ -117,6 +119,18 @@ def test_next_token_and_embeddings_leave_padding_out(decoder, own):
         ):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(found["embedding"]["embedding"][3], 0)
+
+
+def test_experts_are_exported_with_open_rows_and_lengths(tmp_path):
+    routed = ExpertsConfig(
+        num_experts=8, experts_per_token=2, intermediate_size=8, num_groups=2, groups_per_token=1
+    )
+    model = drawn(dataclasses.replace(TINY, experts=routed))
+    kinds = {"functions": ("logits",), "platforms": ("cpu",), "check": False}
+    export_model(model, tmp_path / "lm", batch=(2, 4), lengths=(4, 8), **kinds)
+    found = export.load(tmp_path / "lm")["logits"](tokens=TOKENS[:3, :7])["logits"]
+    x_BTD = model.hidden(jnp.asarray(TOKENS[:3, :7]), implementation="xla")
+    np.testing.assert_allclose(found, model.logits(x_BTD), rtol=1e-5, atol=1e-5)
 
 
 def test_weights_keep_their_logical_axes_and_the_model_is_said(loaded):

@@ -138,6 +138,65 @@ def test_the_losses_of_routers_are_part_of_what_is_trained():
     assert np.max(np.abs(router[0] - router[1])) > 1e-4
 
 
+TIGHT = dataclasses.replace(
+    MODEL,
+    num_layers=2,
+    mlp_pattern=None,
+    experts=dataclasses.replace(MODEL.experts, capacity_factor=0.75),
+)
+
+
+def test_drops_are_counted():
+    """Of 8 experts each has room for ceil(0.75 2 12 / 8) = 3 tokens of a row of 12."""
+    _, _, metrics = step(TIGHT)
+    chosen, dropped = metrics["expert_tokens"], metrics["expert_tokens_dropped"]
+    assert chosen.sum() == 2 * 2 * (B - 1) * T
+    assert np.all(chosen - dropped <= 3 * (B - 1))
+    assert np.all(dropped >= np.maximum(chosen - 3 * (B - 1), 0))
+    assert 0.1 < metrics["expert_dropped"] < 0.6
+    assert metrics["expert_dropped"] == pytest.approx(dropped.sum() / chosen.sum())
+
+
+@pytest.mark.exhaustive
+def test_micro_batches_drop_what_the_batch_does():
+    """The balance loss of a micro-batch is its own, so that parameters differ a little."""
+    _, (after, _), metrics = step(TIGHT)
+    _, (in_parts, _), found = step(TIGHT, accumulate=4)
+    assert "expert_dropped" not in step()[2]
+    for name in ("expert_tokens", "expert_tokens_dropped"):
+        np.testing.assert_array_equal(found[name], metrics[name])
+    own, other = (x["layers"]["attention"]["o"]["kernel"] for x in (after, in_parts))
+    np.testing.assert_allclose(own, other, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"fsdp": 2, "context": 2, "expert": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"fsdp": 2, "context": 4}, marks=pytest.mark.exhaustive),
+        pytest.param({"expert": 4, "tensor": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"stage": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"stage": 2, "expert": 2, "context": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_what_is_dropped_does_not_depend_on_the_mesh(sizes: dict[str, int]):
+    _, (params, _), metrics = step(TIGHT)
+    _, (on_mesh, _), found = step(TIGHT, sizes=tuple(sizes.items()))
+    for name, value in metrics.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), on_mesh, params)
+
+
+def test_the_loss_of_pretraining_drops_and_others_do_not():
+    def metrics(balance: bool) -> set[str]:
+        decoder = Decoder(TIGHT, rngs=nnx.Rngs(0))
+        return set(next_token_loss(decoder, rows(), balance=balance).metrics)
+
+    found = [set(jax.eval_shape(lambda b=b: dict.fromkeys(metrics(b), 0))) for b in (True, False)]
+    assert found[0] - found[1] == {"expert_dropped"}
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

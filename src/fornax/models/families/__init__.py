@@ -1,6 +1,6 @@
 """Hugging Face families: for each, its config.json and its tensor names, nothing else."""
 
-from fornax.models.families.convert import config_from_hf, config_to_hf
+from fornax.models.families.convert import config_from_hf, config_to_hf, num_modules
 from fornax.models.families.family import Family
 from fornax.models.families.table import FAMILIES, family_by_architecture, family_by_name
 from fornax.models.families.wrapper import unwrap_tensors
@@ -12,5 +12,6 @@ __all__ = [
     "config_to_hf",
     "family_by_architecture",
     "family_by_name",
+    "num_modules",
     "unwrap_tensors",
 ]

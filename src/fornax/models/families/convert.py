@@ -6,29 +6,62 @@ from typing import Any
 
 from fornax.config.errors import ConfigError
 from fornax.models.config import DecoderConfig
+from fornax.models.experts_config import TRAINING_ONLY
 from fornax.models.families.family import Family
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.table import FAMILIES, family_by_architecture, family_by_name
 from fornax.models.families.wrapper import unwrap_config
 from fornax.models.rope_config import RopeConfig
 
-__all__ = ["config_from_hf", "config_to_hf", "family_for"]
+__all__ = ["config_from_hf", "config_to_hf", "family_for", "num_modules"]
 
 
-def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+def config_from_hf(values: Mapping[str, object], *, mtp: bool = False) -> DecoderConfig:
     """The config that a config.json describes.
 
     Of an architecture with more parts than a decoder (Gemma 3 with vision), it is the decoder's.
 
     Args:
       values: the parsed file.
+      mtp: whether it has the modules that predict further tokens; False leaves them out.
 
     Raises:
-      ConfigError: for an architecture, a key or a value that is not supported, by name.
+      ConfigError: for an architecture, a key or a value that is not supported, by name; modules
+        are asked for and the file has none.
     """
     values = unwrap_config(values)
     family = family_by_architecture(values.get("architectures"))
-    return replace(_read(family, values), family=family.name)
+    config = replace(_read(family, values), family=family.name)
+    if not mtp:
+        return config
+    modules = num_modules(values)
+    if not modules:
+        raise ConfigError(
+            f"config.json: this {family.architecture} has no modules that predict further tokens "
+            "(multi-token prediction); leave out what asks for them"
+        )
+    return replace(config, num_mtp_modules=modules)
+
+
+def num_modules(values: Mapping[str, object]) -> int:
+    """How many modules that predict further tokens a config.json speaks of; where files of its
+    architecture do not say, as many as they can have.
+
+    Raises:
+      ConfigError: more than files of the architecture can hold, or one that is not supported.
+    """
+    values = unwrap_config(values)
+    family = family_by_architecture(values.get("architectures"))
+    if family.mtp is None:
+        return 0
+    given = 1 if family.mtp.key is None else values.get(family.mtp.key) or 0
+    most = family.mtp.most
+    if not isinstance(given, int) or given < 0 or (most is not None and given > most):
+        raise ConfigError(
+            f"config.json: {family.mtp.key}={given!r} is not supported; use a number from 0"
+            + ("" if most is None else f" to {most}")
+        )
+    return given
 
 
 def _read(family: Family, values: Mapping[str, object]) -> DecoderConfig:
@@ -75,13 +108,18 @@ def family_for(config: DecoderConfig) -> Family:
 
 def _written(family: Family, config: DecoderConfig) -> dict[str, Any]:
     keys = {"architectures": [family.architecture], "model_type": family.name}
-    return {**keys, **family.write(config)}
+    written = {**keys, **family.write(config)}
+    if config.num_mtp_modules and family.mtp is not None and family.mtp.key is not None:
+        written[family.mtp.key] = config.num_mtp_modules
+    return written
 
 
 def _lost(family: Family, config: DecoderConfig) -> list[str]:
     """Fields that do not survive being written and read back, with their values."""
     try:
-        back = _resolved(_read(family, _written(family, config)))
+        written = _written(family, config)
+        modules = min(num_modules(written), config.num_mtp_modules)
+        back = _resolved(replace(_read(family, written), num_mtp_modules=modules))
     except ConfigError as error:
         return [str(error)]
     given = _resolved(config)
@@ -100,10 +138,8 @@ def _resolved(config: DecoderConfig) -> DecoderConfig:
     ]
     mlps = [kind.mlp for kind in config.layer_kinds()]
     experts = config.experts
-    if experts is not None:  # what only training reads
-        experts = replace(
-            experts, balance_loss=0.0, router_z_loss=0.0, bias_update_rate=0.0, exchange="auto"
-        )
+    if experts is not None:
+        experts = replace(experts, **TRAINING_ONLY)
         if experts.groups_per_token == experts.num_groups:  # all are open
             experts = replace(experts, num_groups=1, groups_per_token=1, group_score="max")
         if not experts.normalize:
@@ -114,6 +150,7 @@ def _resolved(config: DecoderConfig) -> DecoderConfig:
         config, scalar = replace(config, max_position_embeddings=1), None
     return replace(
         config,
+        context_exchange="auto",
         num_kv_heads=config.kv_heads,
         head_dim=config.head_width,
         # Some files keep the factor on the scores, its power -1/2: equal but for rounding.

@@ -10,10 +10,12 @@ from fornax.models.families.family import BASE_NAMES, PRE_NORM_NAMES, Family
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.rope_keys import read_rope, write_rope
 from fornax.models.families.routed import (
+    ROUTED_MTP,
     ROUTED_NAMES,
     mlp_pattern,
     read_routed,
     read_sigmoid_router,
+    with_modules,
     write_grouped_router,
     write_routed,
 )
@@ -182,4 +184,11 @@ LATENT_NAMES = {
 }
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2, LATENT_NAMES)
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _read_v3, _write_v3, LATENT_NAMES)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _read_v3,
+    _write_v3,
+    with_modules(LATENT_NAMES),
+    ROUTED_MTP,
+)

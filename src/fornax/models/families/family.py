@@ -1,7 +1,7 @@
 """What a family is: how to read and write its config.json, and what its tensors are called."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fornax.models.config import DecoderConfig
@@ -14,8 +14,10 @@ __all__ = [
     "ExpertsTensor",
     "Family",
     "GroupedRows",
+    "MTPFiles",
     "TensorName",
     "expert_names",
+    "module_names",
 ]
 
 
@@ -45,6 +47,29 @@ TensorName = str | ExpertsTensor | GroupedRows
 
 
 @dataclass(frozen=True)
+class MTPFiles:
+    """How a family's files hold modules that predict further tokens; their names are among the
+    family's, `{layer}` standing for the layer's number after all others and `{module}` for the
+    module's, from 0."""
+
+    start: str
+    """Beginning of the names of a module's tensors."""
+    key: str | None = None
+    """The key of config.json with their number; None where files do not say: there is one."""
+    most: int | None = None
+    """How many a file can hold; None for any number."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Paths of our parameters outside the modules of which each module has a copy, and its name."""
+
+    def starts(self, first: int, count: int) -> tuple[str, ...]:
+        """Beginnings of the names of the tensors of `count` modules after `first` layers; the one
+        that no layer's tensors have is of any number."""
+        if "{" not in self.start:
+            return (self.start,)
+        return tuple(self.start.format(layer=first + n, module=n) for n in range(count))
+
+
+@dataclass(frozen=True)
 class Family:
     """One Hugging Face architecture."""
 
@@ -60,12 +85,13 @@ class Family:
     """Our parameter path to the tensor's name, `{layer}` standing for the layer's number and
     `{expert}` for the expert's. Several paths with one name are that tensor's row blocks, in this
     order."""
-    left_out: tuple[str, ...] = ()
-    """Beginnings of the names of stored tensors that are no part of the model: those of heads that
-    predict tokens beyond the next."""
+    mtp: MTPFiles | None = None
+    """How files hold modules that predict further tokens; None where they hold none."""
     released_names: Mapping[str, TensorName] | None = None
     """The names in released files, where transformers writes others; read, never written."""
 
+
+_LAYER = "model.layers.{layer}"
 
 BASE_NAMES = {
     "embed/embedding": "model.embed_tokens.weight",
@@ -124,3 +150,25 @@ def expert_names(
         for kind, suffix in (("kernel", "weight"), ("bias", "bias")):
             names[f"layers/experts/shared/{ours}/{kind}"] = f"{start}.{shared}.{theirs}.{suffix}"
     return names
+
+
+def module_names(
+    names: Mapping[str, TensorName], parts: Mapping[str, str], layer: str = _LAYER
+) -> dict[str, TensorName]:
+    """Names of modules that predict further tokens.
+
+    Args:
+      names: of the layers.
+      parts: of what a module has beside its layer, by attribute of `models.mtp.MTPModule`.
+      layer: what stands in the names of a module's layer in the place of `model.layers.{layer}`.
+    """
+    found: dict[str, TensorName] = {f"mtp/{path}": name for path, name in parts.items()}
+    for path, given in names.items():
+        if not path.startswith("layers/"):
+            continue
+        if isinstance(given, str):
+            name: TensorName = given.replace(_LAYER, layer)
+        else:
+            name = replace(given, name=given.name.replace(_LAYER, layer))
+        found["mtp/layer/" + path.removeprefix("layers/")] = name
+    return found

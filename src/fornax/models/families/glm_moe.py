@@ -10,9 +10,11 @@ from fornax.models.families.family import BASE_NAMES, PRE_NORM_NAMES, Family
 from fornax.models.families.reader import ConfigReader, as_list
 from fornax.models.families.rope_keys import read_rope, write_rope
 from fornax.models.families.routed import (
+    ROUTED_MTP,
     ROUTED_NAMES,
     mlp_pattern,
     read_sigmoid_router,
+    with_modules,
     write_grouped_router,
     write_routed,
 )
@@ -44,8 +46,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_NAMES = {**BASE_NAMES, **PRE_NORM_NAMES, **ROUTED_NAMES}
-GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", _read, _write, _NAMES)
+_NAMES = with_modules({**BASE_NAMES, **PRE_NORM_NAMES, **ROUTED_NAMES})
+GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", _read, _write, _NAMES, ROUTED_MTP)
 
 
 _LATENT_SIZES = {
@@ -97,5 +99,10 @@ def _write_lite(config: DecoderConfig) -> dict[str, Any]:
 
 
 GLM4_MOE_LITE = Family(
-    "glm4_moe_lite", "Glm4MoeLiteForCausalLM", _read_lite, _write_lite, LATENT_NAMES
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    _read_lite,
+    _write_lite,
+    with_modules(LATENT_NAMES),
+    ROUTED_MTP,
 )

@@ -94,7 +94,7 @@ def _read_minimax_m2(reader: ConfigReader) -> DecoderConfig:
     fraction = 1.0 if rotated is None else rotated / fields["head_dim"]
     limit = fields["max_position_embeddings"]
     for key in ("num_mtp_modules", "mtp_transformer_layers", "use_mtp"):
-        reader.take(key, None)  # heads for further tokens, which files do not hold
+        reader.take(key, None)  # modules for further tokens, which files do not hold
     for key, only in _MINIMAX_M2_ONLY.items():
         reader.expect(key, *only)
     reader.expect("attn_type_list", [1] * fields["num_layers"])

@@ -1,5 +1,6 @@
 """Qwen3-Next and Qwen3.5: gated DeltaNet in most layers, gated attention in the others."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fornax.config.errors import ConfigError
@@ -18,8 +19,10 @@ from fornax.models.families.family import (
     ExpertsTensor,
     Family,
     GroupedRows,
+    MTPFiles,
     TensorName,
     expert_names,
+    module_names,
 )
 from fornax.models.families.mixtures import read_sparse, write_sparse
 from fornax.models.families.reader import ConfigReader
@@ -135,8 +138,7 @@ def _write_3_5_moe(config: DecoderConfig) -> dict[str, Any]:
 
 def _take_training(reader: ConfigReader) -> None:
     reader.take("mamba_ssm_dtype", None)  # ours is float32
-    # Heads for further tokens, which loading leaves out.
-    reader.take("mtp_num_hidden_layers", 0)
+    reader.take("mtp_num_hidden_layers", 0)  # see `Family.mtp`
     reader.take("mtp_use_dedicated_embeddings", False)
 
 
@@ -181,18 +183,44 @@ _RELEASED_MOE_NAMES: dict[str, TensorName] = {
         )
     },
 }
-_HEADS = ("mtp.",)
+_MODULE_PARTS = {
+    "embed_norm/scale": "mtp.pre_fc_norm_embedding.weight",
+    "hidden_norm/scale": "mtp.pre_fc_norm_hidden.weight",
+    "projection/kernel": "mtp.fc.weight",
+    "norm/scale": "mtp.norm.weight",
+}
+
+
+def _with_modules(names: Mapping[str, TensorName]) -> dict[str, TensorName]:
+    """A family's names, with those of its module."""
+    return {**names, **module_names(names, _MODULE_PARTS, "mtp.layers.{module}")}
+
+
+_MTP = MTPFiles(start="mtp.", most=1)
+_MTP_3_5 = MTPFiles(start="mtp.", key="mtp_num_hidden_layers", most=1)
 
 QWEN3_NEXT = Family(
-    "qwen3_next", "Qwen3NextForCausalLM", _read_next, _write_mixture, _NEXT_NAMES, _HEADS
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    _read_next,
+    _write_mixture,
+    _with_modules(_NEXT_NAMES),
+    _MTP,
 )
-QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", _read_3_5, _write_shared, _3_5_NAMES, _HEADS)
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    _read_3_5,
+    _write_shared,
+    _with_modules(_3_5_NAMES),
+    _MTP_3_5,
+)
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
     _read_3_5_moe,
     _write_3_5_moe,
-    _3_5_MOE_NAMES,
-    _HEADS,
-    _RELEASED_MOE_NAMES,
+    _with_modules(_3_5_MOE_NAMES),
+    _MTP_3_5,
+    _with_modules(_RELEASED_MOE_NAMES),
 )

@@ -1,20 +1,23 @@
 """The keys of experts in DeepSeek's form: leading dense layers, shared experts, groups, a bias."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fornax.config.errors import ConfigError
 from fornax.models.config import DecoderConfig
 from fornax.models.experts_config import ExpertsConfig
 from fornax.models.families.common import shortest_pattern
-from fornax.models.families.family import expert_names
+from fornax.models.families.family import MTPFiles, TensorName, expert_names, module_names
 from fornax.models.families.reader import ConfigReader
 
 __all__ = [
+    "ROUTED_MTP",
     "ROUTED_NAMES",
     "mlp_pattern",
     "read_grouped_router",
     "read_routed",
     "read_sigmoid_router",
+    "with_modules",
     "write_grouped_router",
     "write_routed",
 ]
@@ -38,7 +41,7 @@ def read_routed(reader: ConfigReader, *, shared: int, scale: float = 1.0, **rule
     """
     for key in ("ep_size", "output_router_logits", "seq_aux"):  # how it is trained
         reader.take(key, None)
-    reader.take("num_nextn_predict_layers", 0)  # loading leaves those layers out
+    reader.take("num_nextn_predict_layers", 0)  # see `Family.mtp`
     width = reader.take("moe_intermediate_size")
     return ExpertsConfig(
         num_experts=reader.take("n_routed_experts"),
@@ -130,3 +133,25 @@ ROUTED_NAMES = {
     ),
     "layers/experts/selection_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
 }
+
+_MODULE = "model.layers.{layer}"
+ROUTED_MTP = MTPFiles(
+    start=f"{_MODULE}.",
+    key="num_nextn_predict_layers",
+    copies={
+        "embed/embedding": f"{_MODULE}.embed_tokens.weight",
+        "lm_head/kernel": f"{_MODULE}.shared_head.head.weight",
+    },
+)
+"""Modules as layers after the last (DeepSeek V3)."""
+
+
+def with_modules(names: Mapping[str, TensorName]) -> dict[str, TensorName]:
+    """A family's names, with those of its modules."""
+    parts = {
+        "embed_norm/scale": f"{_MODULE}.enorm.weight",
+        "hidden_norm/scale": f"{_MODULE}.hnorm.weight",
+        "projection/kernel": f"{_MODULE}.eh_proj.weight",
+        "norm/scale": f"{_MODULE}.shared_head.norm.weight",
+    }
+    return {**names, **module_names(names, parts)}

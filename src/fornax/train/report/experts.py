@@ -16,6 +16,7 @@ _CURVES = (
     ("Entropy of a token's scores, nats", ("router_entropy",)),
     ("Router z-loss", ("router_z_loss",)),
 )
+_DROPPED = ("Share of tokens' choices that were dropped", ("expert_dropped",))
 
 
 def experts_section(records: Sequence[Mapping[str, Any]]) -> Section | None:
@@ -29,9 +30,10 @@ def experts_section(records: Sequence[Mapping[str, Any]]) -> Section | None:
         [tokens / mean for tokens in tokens_E]
         for tokens_E, mean in zip(tokens_LE, means, strict=True)
     ]
+    dropped_LE = counted[-1].get("expert_tokens_dropped")
     curves = [
         lines(title, [(name.rpartition("_")[2], *thin(*series(records, name))) for name in names])
-        for title, names in _CURVES
+        for title, names in (_CURVES if dropped_LE is None else (*_CURVES, _DROPPED))
     ]
     last = grid(
         f"Tokens of each expert at step {counted[-1]['step']}",
@@ -40,8 +42,23 @@ def experts_section(records: Sequence[Mapping[str, Any]]) -> Section | None:
         columns="expert",
         unit="over the layer's mean",
     )
+    if dropped_LE is not None:
+        last += grid(
+            f"Tokens of each expert that it had no room for at step {counted[-1]['step']}",
+            [
+                [dropped / (tokens or 1.0) for tokens, dropped in zip(*both, strict=True)]
+                for both in zip(tokens_LE, dropped_LE, strict=True)
+            ],
+            rows="layer with experts",
+            columns="expert",
+            unit="share of its tokens",
+            shares=True,
+        )
     idle = sum(load == 0 for load_E in load_LE for load in load_E)
     said = f"{idle} of {sum(map(len, load_LE))} experts had no token in the last step shown."
+    if dropped_LE is not None:
+        share = sum(map(sum, dropped_LE)) / (sum(map(sum, tokens_LE)) or 1.0)
+        said += f" They had no room for {share:.1%} of what tokens chose."
     return Section(
         title="Experts",
         lead=f"Blue experts got fewer tokens than the mean of their layer, red ones more. {said}",

@@ -140,9 +140,15 @@ def bars(
 
 
 def grid(
-    title: str, values: Sequence[Sequence[float]], *, rows: str, columns: str, unit: str
+    title: str,
+    values: Sequence[Sequence[float]],
+    *,
+    rows: str,
+    columns: str,
+    unit: str,
+    shares: bool = False,
 ) -> Markup:
-    """Ratios as colours: 1 is white, a quarter blue, four red.
+    """Numbers as colours: of ratios 1 is white, a quarter blue, four red.
 
     Args:
       title: what is drawn; also the picture's accessible name.
@@ -150,21 +156,30 @@ def grid(
       rows: what the rows are, written on the y axis.
       columns: what the columns are, written on the x axis.
       unit: written beside the scale.
+      shares: whether they are shares of a whole, and not ratios: 0 is white, 1 red.
     """
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import FixedLocator, NullFormatter
 
     made, axes = figure(7.2, min(6.0, 1.4 + 0.22 * len(values)))
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.grid(visible=False)
-    scale = LogNorm(0.25, 4.0)
-    shown = [[min(4.0, max(0.25, value)) for value in row] for row in values]
-    image = axes.imshow(shown, norm=scale, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+    low, high = (0.0, 1.0) if shares else (0.25, 4.0)
+    image = axes.imshow(
+        [[min(high, max(low, value)) for value in row] for row in values],
+        norm=Normalize(low, high) if shares else LogNorm(low, high),
+        cmap="Reds" if shares else "RdBu_r",
+        aspect="auto",
+        interpolation="nearest",
+    )
     axes.set_ylabel(rows, fontsize=9, color=SOFT)
     axes.set_xlabel(columns, fontsize=9, color=SOFT)
-    bar = made.colorbar(image, ax=axes, ticks=FixedLocator([0.25, 0.5, 1, 2, 4]))
+    ticks = {0.25: "1/4 or less", 0.5: "1/2", 1: "1", 2: "2", 4: "4 or more"}
+    if shares:
+        ticks = {0: "none", 0.5: "half", 1: "all"}
+    bar = made.colorbar(image, ax=axes, ticks=FixedLocator(list(ticks)))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
-    bar.ax.set_yticklabels(["1/4 or less", "1/2", "1", "2", "4 or more"])
+    bar.ax.set_yticklabels(list(ticks.values()))
     bar.ax.tick_params(colors=SOFT, labelsize=9, length=0, which="both")
     bar.set_label(unit, fontsize=9, color=SOFT)
     bar.outline.set_visible(False)

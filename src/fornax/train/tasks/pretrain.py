@@ -5,9 +5,11 @@ Legend: B batch, T tokens of a row, D model width, V vocabulary.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -56,7 +58,12 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
     def loss(decoder: Any, batch: Batch, key: jax.Array) -> Loss:
         del key
         return next_token_loss(
-            decoder, batch, remat=remat, z_loss=config.z_loss, pipeline=config.pipeline
+            decoder,
+            batch,
+            remat=remat,
+            z_loss=config.z_loss,
+            pipeline=config.pipeline,
+            mtp_weight=config.mtp_weight,
         )
 
     def batches(split: str, hosts: Hosts) -> Batches:
@@ -79,13 +86,18 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
             compute_dtype=config.dtypes.compute_dtype,
             mesh=mesh,
             rules=rules,
+            mtp=config.mtp_weight is not None,
         )
 
     return Task(
         build=build,
         loss=loss,
         evaluate=lambda decoder, batch: next_token_loss(
-            decoder, batch, balance=False, pipeline=config.pipeline
+            decoder,
+            batch,
+            balance=False,
+            pipeline=config.pipeline,
+            mtp_weight=None if config.mtp_weight is None else 0.0,
         ),
         batches=batches,
         settle=None if model.experts is None else settle_routing,
@@ -156,6 +168,7 @@ def next_token_loss(
     disturb: Callable[[jax.Array], jax.Array] | None = None,
     balance: bool = True,
     pipeline: PipelineConfig | None = None,
+    mtp_weight: float | None = None,
 ) -> Loss:
     """Weighted cross entropy of the next token, in nats; logits [B, T, V] never exist whole.
 
@@ -166,22 +179,33 @@ def next_token_loss(
       remat: what the backward pass computes again.
       z_loss: weight of the squared log-normaliser, part of `total` and of the metric `z_loss`.
       disturb: applied to the embeddings [B, T, D].
-      balance: whether the losses of a mixture's routers are part of `total`.
+      balance: whether the losses of a mixture's routers are part of `total`, and its experts have
+        the room that `capacity_factor` says, as in pretraining. False: the task's loss alone, of
+        the model as it is served, which drops no token.
       pipeline: see `Decoder.hidden_and_routing`.
+      mtp_weight: lambda of the loss of the modules that predict further tokens, see
+        `add_further_tokens`; 0 only measures them, None leaves them out.
 
     Returns:
-      Sums over tokens; the metrics `cross_entropy` and `accuracy`, and `z_loss` when it counts; of
-      a model with experts also those of `with_routing`.
+      Sums over tokens; the metric `accuracy`; `cross_entropy` when more is part of `total`, which
+      are `z_loss` and those of `add_further_tokens`; of a model with experts also the metrics of
+      `with_routing`.
     """
-    x_BTD, routing = decoder.hidden_and_routing(
-        batch["tokens"],
-        batch["positions"],
-        batch["segment_ids"],
-        consecutive=True,
-        remat=remat,
-        pipeline=pipeline,
-        disturb=disturb,
-    )
+    inputs = (batch["tokens"], batch["positions"], batch["segment_ids"])
+    ahead: list[jax.Array] = []
+    if mtp_weight is None:
+        x_BTD, routing = decoder.hidden_and_routing(
+            *inputs,
+            consecutive=True,
+            remat=remat,
+            pipeline=pipeline,
+            disturb=disturb,
+            drop_tokens=balance,
+        )
+    else:
+        x_BTD, ahead, routing = decoder.hidden_ahead(
+            *inputs, consecutive=True, remat=remat, disturb=disturb, drop_tokens=balance
+        )
     sums = linear_cross_entropy(
         x_BTD,
         decoder.output_weights().astype(x_BTD.dtype),
@@ -194,6 +218,59 @@ def next_token_loss(
     metrics = {"accuracy": (sums.correct_sum, weight)}
     if z_loss:
         metrics["z_loss"] = (sums.z_loss_sum, weight)
+    if z_loss or mtp_weight:
         metrics["cross_entropy"] = (jax.lax.stop_gradient(sums.loss_sum) - sums.z_loss_sum, weight)
     loss = Loss(total=sums.loss_sum, weight=weight, metrics=metrics)
+    if mtp_weight is not None:
+        loss = add_further_tokens(loss, decoder, batch, ahead, mtp_weight)
     return with_routing(loss, decoder, routing, balance=balance)
+
+
+def add_further_tokens(
+    loss: Loss, decoder: Decoder, batch: Batch, ahead: list[jax.Array], mtp_weight: float
+) -> Loss:
+    """The loss with that of multi-token prediction: lambda over the number of modules, times the
+    sum of their losses (DeepSeek-AI 2024, arXiv:2412.19437, equations 24 and 25).
+
+    Module k predicts from each token the (k + 1)-th after it, where that and all between are of the
+    token's document and in its row. As in the report each module's loss is divided by the number of
+    all tokens that are predicted, not of those that it predicts.
+
+    Args:
+      loss: of the next token.
+      decoder: the model.
+      batch: that of `next_token_loss`.
+      ahead: each module's output [B, T, D], from `Decoder.hidden_ahead`.
+      mtp_weight: lambda.
+
+    Returns:
+      The loss with the metrics `mtp_loss` and `mtp_accuracy`: the means of cross entropy, and of
+      being right, over all tokens that modules predict.
+    """
+    segments_BT = batch["segment_ids"]
+    index_T = jnp.arange(segments_BT.shape[1])
+    found = []
+    for count, x_BTD in enumerate(ahead, start=1):
+
+        def later(x_BT: jax.Array, count: int = count) -> jax.Array:
+            return jnp.roll(x_BT, -count, axis=1)
+
+        same_BT = (later(segments_BT) == segments_BT) & (index_T < len(index_T) - count)
+        sums = linear_cross_entropy(
+            x_BTD,
+            decoder.output_weights().astype(x_BTD.dtype),
+            later(batch["targets"]),
+            later(batch["loss_weights"]) * same_BT,
+            softcap=decoder.config.final_logit_softcap,
+        )
+        found.append((sums.loss_sum, sums.correct_sum, sums.weight_sum))
+    total, correct, weight = (jnp.stack(parts).sum() for parts in zip(*found, strict=True))
+    metrics = {
+        "mtp_loss": (jax.lax.stop_gradient(total), weight),
+        "mtp_accuracy": (correct, weight),
+    }
+    return replace(
+        loss,
+        total=loss.total + mtp_weight / len(ahead) * total if mtp_weight else loss.total,
+        metrics={**loss.metrics, **metrics},
+    )

@@ -8,7 +8,7 @@ from fornax.config.errors import ConfigError
 from fornax.mesh import check_use
 from fornax.models import Remat, RematPolicy
 from fornax.optim import AdamW, OptimConfig
-from fornax.train import TrainerConfig
+from fornax.train import TrainerConfig, check_mtp_weight
 
 __all__ = ["SFTConfig", "TuneConfig", "recipe"]
 
@@ -96,6 +96,11 @@ class TuneConfig(TrainerConfig):
         self.resolved_remat()
 
     @property
+    def trains_modules(self) -> bool:
+        """Whether the model's modules that predict further tokens are trained too, or left out."""
+        return False
+
+    @property
     def evaluates(self) -> bool:
         """Whether there is something to evaluate on."""
         return self.eval_data is not None or self.eval_share > 0
@@ -131,10 +136,25 @@ class SFTConfig(TuneConfig):
     none."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser of the logits."""
+    mtp_weight: float | None = None
+    """Weight of the loss of the model's modules that predict further tokens, which are trained with
+    it; null leaves them out. DeepSeek V3 ended with 0.1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_mtp_weight(self.mtp_weight)
+        if self.mtp_weight is not None and self.lora is not None:
+            raise ConfigError(
+                f"mtp_weight={self.mtp_weight} and lora do not go together: adapters are trained "
+                "without the modules that predict further tokens; leave out lora, which trains all "
+                "parameters, or mtp_weight"
+            )
         if self.neftune_alpha is not None and not self.neftune_alpha > 0:
             raise ConfigError(f"neftune_alpha={self.neftune_alpha} must be above 0, or null")
         if self.z_loss < 0:
             raise ConfigError(f"z_loss={self.z_loss} must be 0 or more")
+
+    @property
+    def trains_modules(self) -> bool:
+        """With a weight."""
+        return self.mtp_weight is not None

@@ -44,7 +44,13 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
         if config.neftune_alpha is not None:
             disturb = neftune(config.neftune_alpha, batch["segment_ids"], key)
         return next_token_loss(
-            decoder, batch, remat=remat, z_loss=config.z_loss, disturb=disturb, balance=False
+            decoder,
+            batch,
+            remat=remat,
+            z_loss=config.z_loss,
+            disturb=disturb,
+            balance=False,
+            mtp_weight=config.mtp_weight,
         )
 
     def stream(split: str, hosts: Hosts) -> PackedStream | RowStream:
@@ -57,7 +63,12 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
     return Task(
         build=trained.build,
         loss=loss,
-        evaluate=lambda decoder, batch: next_token_loss(decoder, batch, balance=False),
+        evaluate=lambda decoder, batch: next_token_loss(
+            decoder,
+            batch,
+            balance=False,
+            mtp_weight=None if config.mtp_weight is None else 0.0,
+        ),
         batches=stream,
         summarise=_summarise,
         pretrained=trained.pretrained,

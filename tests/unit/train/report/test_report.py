@@ -91,6 +91,22 @@ def test_experts_have_a_grid_of_their_load(run_dir):
     assert "Entropy of a token's scores, nats" in text
 
 
+def test_dropped_tokens_have_a_grid_beside_the_load(run_dir):
+    path = run_dir / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record |= {"expert_load_max": 2.5, "expert_load_min": 0.0, "balance_loss": 2.0}
+        record |= {"router_entropy": 1.1, "router_z_loss": 0.3, "expert_dropped": 0.25}
+    records[-1]["expert_tokens"] = [[0, 6, 2, 0], [2, 2, 2, 2]]
+    records[-1]["expert_tokens_dropped"] = [[0, 4, 0, 0], [0, 0, 0, 0]]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    page = write(run_dir).read_text()
+    text = _check(page)
+    assert "They had no room for 25.0% of what tokens chose" in text
+    assert "Tokens of each expert that it had no room for at step 100" in page
+    assert "Share of tokens&#39; choices that were dropped" in page
+
+
 def test_the_page_is_the_same_for_the_same_run(run_dir):
     assert write(run_dir).read_bytes() == write(run_dir).read_bytes()
 

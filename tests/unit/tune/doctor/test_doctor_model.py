@@ -249,7 +249,13 @@ def test_a_run_that_the_doctor_refuses_does_not_begin(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["dpo", "kto", "reward", pytest.param("ppo", marks=pytest.mark.exhaustive), "distill"],
+    [
+        "kto",
+        *(
+            pytest.param(n, marks=pytest.mark.exhaustive)
+            for n in ("dpo", "reward", "ppo", "distill")
+        ),
+    ],
 )
 def test_sound_runs_of_every_family_pass(folder: Path, name: str) -> None:
     made = {

@@ -65,6 +65,7 @@ def check_same(found: list[list[Completion]], expected: list[list[Completion]]) 
             )
 
 
+@pytest.mark.exhaustive
 def test_divided_engines_side_by_side_draw_what_one_device_does(
     replicas: ReplicatedSampler, sampler: LLMSampler
 ) -> None:
