@@ -32,6 +32,8 @@ from typing import Any, TextIO
 
 RESULTS = Path(__file__).parent / "results"
 GUIDES = Path(__file__).parents[1] / "docs" / "guides"
+_LOAD = os.getloadavg()[0]
+"""Processes that wanted a processor when the benchmark began, a mean over a minute."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def contest(
     rounds: int,
     warmups: int = 1,
     env: Mapping[str, str] | None = None,
+    check: Callable[[Mapping[str, Result]], None] | None = None,
 ) -> dict[str, Result]:
     """Start every contestant, then let them take turns.
 
@@ -126,6 +129,7 @@ def contest(
         rounds: turns for each, after the warm-ups.
         warmups: rounds thrown away.
         env: additions to the workers' environment.
+        check: called with what the contestants said of themselves, before the first turn.
 
     Returns:
         Contestant to its turns, in the order of `commands`.
@@ -138,6 +142,8 @@ def contest(
             workers[name] = Worker(name, command, cleanup, env=env)
             said = workers[name].hear()
             results[name] = Result(absent=said.get("absent"), details=said.get("ready") or {})
+        if check is not None:
+            check(results)
         _take_turns(workers, results, rounds, warmups)
     return results
 
@@ -224,7 +230,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def machine() -> str:
-    """Describe the machine in one line: processor, cores, memory."""
+    """Describe the machine in one line: processor, cores, memory, what else it did at the start."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -232,7 +238,8 @@ def machine() -> str:
                 name = line.split(":", 1)[1].strip()
                 break
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"{name}, {os.cpu_count()} cores, {pages / 2**30:.0f} GiB, {platform.system()}"
+    size = f"{os.cpu_count()} cores, {pages / 2**30:.0f} GiB"
+    return f"{name}, {size}, {platform.system()}, load {_LOAD:.1f} before"
 
 
 def versions(*packages: str) -> str:

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fornax.config import from_mapping
+from fornax.config import from_mapping, to_mapping
 from fornax.hlo import Collective, Done, Item, Loop, Operation, Run, Start
+from fornax.kernels import GroupedTiles
 from fornax.models import DecoderConfig
 from fornax.plan.cost.network import GroupLayout, PhysicalAxis
+from fornax.plan.facts import StepFacts, Work
 from fornax.plan.topology import Topology, parse_topology
 from fornax.train import TrainConfig
 
@@ -49,6 +51,11 @@ class Row:
     """Published; None where only TFLOP/s are, and the time follows from them."""
     rules: dict[str, list[str]] = field(default_factory=dict)
     mu_dtype: str | None = None
+    tiles: str | None = None
+    """Of the published run's kernel for experts: a key of the file's `tiles`; None for ours."""
+    capacity: float | None = None
+    """Where the published run multiplies a fixed number of rows of each expert, of which tokens are
+    sent and brought back by products with masks: that number over an even load."""
     differs: str | None = None
     """Where Fornax's run is not the published one."""
     missed: str | None = None
@@ -62,6 +69,8 @@ class Published:
     models: Mapping[str, DecoderConfig]
     flags: Mapping[str, Mapping[str, str]]
     """Compiler options, as the published scripts and benchmark configs give them."""
+    tiles: Mapping[str, Mapping[tuple[str, int, int], GroupedTiles]]
+    """Of other kernels for experts, by product and its sides, as `closed_form.grouped` has them."""
     rows: tuple[Row, ...]
     excluded: tuple[tuple[str, str], ...]
     """What is left out, and why."""
@@ -72,9 +81,13 @@ def load() -> Published:
     told = json.loads((FOLDER / "maxtext.json").read_text(encoding="utf-8"))
     models = {name: from_mapping(DecoderConfig, model) for name, model in told["models"].items()}
     rows = tuple(Row(**row) for row in told["rows"])
-    return Published(
-        models, told["flags"], rows, tuple((e["what"], e["why"]) for e in told["excluded"])
-    )
+    tiles = {
+        name: {(which, *sides): GroupedTiles(*tile) for which, *sides, tile in table}
+        for name, table in told["tiles"].items()
+        if name != "source"
+    }
+    excluded = tuple((e["what"], e["why"]) for e in told["excluded"])
+    return Published(models, told["flags"], tiles, rows, excluded)
 
 
 def topology_of(row: Row) -> Topology:
@@ -87,6 +100,7 @@ def config_of(row: Row, model: DecoderConfig) -> TrainConfig:
     named = isinstance(row.remat, dict)
     optimizer = {"type": "adamw", **({"mu_dtype": row.mu_dtype} if row.mu_dtype else {})}
     told = {
+        "model": to_mapping(replace(model, max_position_embeddings=row.seq_len)),
         "batch_size": round(row.batch_per_device * topology_of(row).num_devices),
         "seq_len": row.seq_len,
         "remat": "names" if named else row.remat,
@@ -96,8 +110,45 @@ def config_of(row: Row, model: DecoderConfig) -> TrainConfig:
         "dtypes": {"params": row.params, "compute": "bfloat16"},
         "optim": {"optimizer": optimizer},
     }
-    config = from_mapping(TrainConfig, told)
-    return replace(config, model=replace(model, max_position_embeddings=row.seq_len))
+    return from_mapping(TrainConfig, told)
+
+
+def with_masks(facts: StepFacts, row: Row, model: DecoderConfig) -> StepFacts:
+    """The step with experts as MaxText's `dense_matmul` computes them (its layers/moe.py).
+
+    Of a row of T tokens each expert has C = capacity T k / E slots, all of which are multiplied.
+    Masks of tokens by slots [T, E C] bring tokens there, and outputs back, as products; all of it
+    is computed again for the backward pass but the last product.
+    """
+    experts, capacity = model.experts, row.capacity
+    assert experts is not None
+    assert capacity is not None
+    D, F, E, k = (
+        model.hidden_size,
+        experts.intermediate_size,
+        experts.num_experts,
+        experts.experts_per_token,
+    )
+    slots = round(capacity * row.seq_len * k)  # E C
+    M, L = round(row.batch_per_device * row.seq_len), model.num_expert_layers
+    R = M // row.seq_len * slots
+    item = 2
+    inner = Work(
+        kind="experts",
+        flops=2.0 * R * D * F,
+        bytes=float(item * (R * (D + F) + E * D * F)),
+        count=3 * 4 * L,  # gate, up, down: forward, again, two gradients
+    )
+    masked = Work(
+        kind="dispatch",
+        flops=2.0 * M * slots * D,
+        bytes=float(item * (M * D + M * slots + R * D)),
+        count=6 * L,  # there: forward, again, a gradient; back: forward, two gradients
+    )
+    masks = Work(kind="dispatch", bytes=float(item * M * slots), count=5 * L)  # 2, again, gradient
+    router = Work(kind="experts", flops=2.0 * M * D * E, count=4 * L)
+    kept = [work for work in facts.work if work.kind not in ("experts", "dispatch")]
+    return replace(facts, work=(*kept, inner, masked, masks, router))
 
 
 def published_flops(row: Row, model: DecoderConfig) -> float:

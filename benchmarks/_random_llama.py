@@ -1,4 +1,4 @@
-"""Llama models with random weights as Hugging Face directories, for benchmarks that need no text.
+"""Random Llamas and Qwen3-MoEs as Hugging Face directories, for benchmarks that need no text.
 
 The weights are drawn from a seed and the tokenizer is trained on the standard library's source, so
 every machine makes the same model. The output layer is drawn wide enough that the likeliest token
@@ -38,22 +38,23 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """Parameters that one step reads: all but the input embedding."""
-        return sum(
-            int(np.prod(shape))
-            for name, shape in self.tensors().items()
-            if name != "model.embed_tokens.weight"
-        )
+        """All parameters but the input embedding."""
+        return self.parameters - self.vocab * self.width
 
     @property
     def parameters(self) -> int:
         """All parameters."""
         return sum(int(np.prod(shape)) for shape in self.tensors().values())
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes as Hugging Face's Llama has them."""
+    def read(self, touched: float) -> float:
+        """Parameters that a step reads; `touched` is the share of experts that its tokens chose."""
+        del touched
+        return self.weights
+
+    def layer(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of one layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = {
+        return {
             "input_layernorm.weight": (self.width,),
             "self_attn.q_proj.weight": (queries, self.width),
             "self_attn.k_proj.weight": (keys, self.width),
@@ -64,6 +65,10 @@ class Shape:
             "mlp.up_proj.weight": (self.hidden, self.width),
             "mlp.down_proj.weight": (self.width, self.hidden),
         }
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes as Hugging Face has them."""
+        layer = self.layer()
         return {
             "model.embed_tokens.weight": (self.vocab, self.width),
             **{
@@ -102,11 +107,108 @@ class Shape:
             "dtype": "float32",
         }
 
+    def __str__(self) -> str:
+        return (
+            f"random Llama of {self.parameters / 1e6:.1f}M parameters, {self.layers} layers, width "
+            f"{self.width}, {self.heads} heads, {self.kv_heads} key-value heads, vocabulary "
+            f"{self.vocab}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeShape(Shape):
+    """The sizes of a Qwen3-MoE; `hidden` is the width of one expert."""
+
+    experts: int
+    experts_per_token: int
+
+    @property
+    def expert_weights(self) -> int:
+        """Parameters of all experts of all layers."""
+        return self.layers * self.experts * 3 * self.width * self.hidden
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token runs through, its row of the embedding's table aside."""
+        return round(self.read(self.experts_per_token / self.experts))
+
+    def read(self, touched: float) -> float:
+        """Parameters that a step reads; `touched` is the share of experts that its tokens chose."""
+        return self.weights - (1 - touched) * self.expert_weights
+
+    def layer(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of one layer."""
+        dense = {name: shape for name, shape in super().layer().items() if "mlp" not in name}
+        into, back = (self.hidden, self.width), (self.width, self.hidden)
+        return {
+            **dense,
+            "self_attn.q_norm.weight": (self.head_dim,),
+            "self_attn.k_norm.weight": (self.head_dim,),
+            "mlp.gate.weight": (self.experts, self.width),
+            **{
+                f"mlp.experts.{expert}.{name}.weight": shape
+                for expert in range(self.experts)
+                for name, shape in {"gate_proj": into, "up_proj": into, "down_proj": back}.items()
+            },
+        }
+
+    def config(self) -> dict[str, object]:
+        """The contents of config.json."""
+        llama = {name: value for name, value in super().config().items() if name != "mlp_bias"}
+        return {
+            **llama,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": self.hidden,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.0,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"random Qwen3-MoE of {self.parameters / 1e6:.0f}M parameters, of which a token runs "
+            f"through {self.active / 1e6:.0f}M; {self.layers} layers, width {self.width}, "
+            f"{self.heads} heads, {self.kv_heads} key-value heads, {self.experts} experts of width "
+            f"{self.hidden}, {self.experts_per_token} a token, vocabulary {self.vocab}"
+        )
+
 
 SHAPES = {
     "tiny": Shape(layers=2, width=128, hidden=256, heads=2, kv_heads=1, vocab=1024),
     "llama-40m": Shape(layers=8, width=512, hidden=2048, heads=8, kv_heads=4),
     "llama-300m": Shape(layers=18, width=1024, hidden=4096, heads=16, kv_heads=8),
+    "qwen3-moe-tiny": MoeShape(
+        layers=2,
+        width=64,
+        hidden=32,
+        heads=2,
+        kv_heads=1,
+        vocab=1024,
+        experts=8,
+        experts_per_token=2,
+    ),
+    "qwen3-moe-20m": MoeShape(  # that of recipes/stdlib-moe.yaml, with an output layer of its own
+        layers=5,
+        width=192,
+        hidden=128,
+        heads=6,
+        kv_heads=3,
+        head_dim=32,
+        vocab=4096,
+        experts=48,
+        experts_per_token=4,
+    ),
+    "qwen3-moe-90m": MoeShape(
+        layers=4, width=512, hidden=192, heads=8, kv_heads=4, experts=64, experts_per_token=8
+    ),
+    "qwen3-moe-200m": MoeShape(
+        layers=8, width=512, hidden=320, heads=8, kv_heads=4, experts=48, experts_per_token=4
+    ),
 }
 
 

@@ -1,16 +1,20 @@
 """The LLM engine beside its peers: `make bench-llm`, or `python benchmarks/llm_throughput.py`.
 
-Random Llamas of 40M and 300M parameters; batches of 1, 8 and 32; prompts of 128 and 1,024 tokens;
-64 greedy tokens each. Contestants of one precision take turns within one run, on the same prompts.
-`generated tokens/s` counts from the prompts' arrival to the last token, so it includes the prompt;
-the time between tokens is that of decoding.
+Random Llamas of 40M and 300M parameters and a random Qwen3-MoE of 200M; batches of 1, 8 and 32;
+prompts of 128 and 1,024 tokens; 64 greedy tokens each. Contestants of one precision take turns
+within one run, on the same prompts. `generated tokens/s` counts from the prompts' arrival to the
+last token, so it includes the prompt; the time between tokens is that of decoding.
 
 At batch 1 decoding is bound by reading the weights once a token: the last table says which share
-of that limit each contestant reaches.
+of that limit each contestant reaches. A mixture of experts reads the experts that its tokens chose,
+which are counted in a run of their own before the contest, and is bound by that at larger batches
+too.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -27,6 +31,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 IN_THIS_PYTHON = (ENGINE, "transformers", "jax")
 """Contestants that run where this script does; the others have environments of their own."""
 CONTESTANTS = (*IN_THIS_PYTHON, "llamacpp", "ctranslate2", "openvino")
+RUN_EXPERTS = {"float32", "bfloat16"} | {ENGINE, "transformers", "llamacpp"}
+"""Precisions and contestants that take part with a mixture of experts."""
 LARGE = 2**30
 """Bytes of a cache from which on contestants hold one only while it is their turn."""
 PROBE = 2**30
@@ -40,6 +46,8 @@ class Contest:
     precision: str
     contestants: list[Contestant]
     cells: dict[Cell, dict[str, Standing]] = dataclasses.field(default_factory=dict)
+    touched: dict[Cell, float] = dataclasses.field(default_factory=dict)
+    """Share of a layer's experts that a step with all rows of the cell reads; 1 without experts."""
 
 
 def main() -> None:
@@ -47,9 +55,10 @@ def main() -> None:
     for name in args.models:
         model = _random_llama.make(name, args.folder)
         contests, path = [], None
-        for precision in args.precisions:
-            with started(commands(model, precision, args)) as contestants:
-                held = Contest(precision, contestants)
+        touched = count_touched(model, name, args)
+        for precision in takes(name, args.precisions):
+            with started(commands(model, precision, args, name)) as contestants:
+                held = Contest(precision, contestants, touched=touched)
                 contests.append(held)
                 run(held, name, args)
                 bandwidths = measure_bandwidth(name, args)
@@ -62,7 +71,8 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["llama-40m", "llama-300m"])
+    models = ["llama-40m", "llama-300m", "qwen3-moe-200m"]
+    parser.add_argument("--models", nargs="+", default=models, choices=list(_random_llama.SHAPES))
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
@@ -78,10 +88,18 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def commands(model: Path, precision: str, args: argparse.Namespace) -> dict[str, list[str]]:
+def takes(model: str, asked: list[str]) -> list[str]:
+    """The precisions, or contestants, that take part with a model."""
+    experts = isinstance(_random_llama.SHAPES[model], _random_llama.MoeShape)
+    return [name for name in asked if not experts or name in RUN_EXPERTS]
+
+
+def commands(
+    model: Path, precision: str, args: argparse.Namespace, shape: str
+) -> dict[str, list[str]]:
     """The command of each contestant whose environment is there."""
     found = {}
-    for name in args.contestants:
+    for name in takes(shape, args.contestants):
         python = sys.executable if name in IN_THIS_PYTHON else python_of(args.peers / name)
         if Path(python).exists():
             script = HERE / "peers" / f"peer_{name}.py"
@@ -99,24 +117,64 @@ def cache_bytes(shape: _random_llama.Shape, cell: Cell) -> int:
     return slots * 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES["float32"]
 
 
+def cells(args: argparse.Namespace) -> list[Cell]:
+    """All cells of a contest."""
+    lengths = [(prompt, batch) for prompt in args.prompts for batch in args.batches]
+    return [Cell(batch=batch, prompt=prompt, new=args.new) for prompt, batch in lengths]
+
+
+def count_touched(model: Path, name: str, args: argparse.Namespace) -> dict[Cell, float]:
+    """The share of experts that a step of each cell reads, counted in a process of its own."""
+    shape = _random_llama.SHAPES[name]
+    if not isinstance(shape, _random_llama.MoeShape):
+        return dict.fromkeys(cells(args), 1.0)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(_count_touched, model, shape, cells(args)).result()
+
+
+def _count_touched(
+    model: Path, shape: _random_llama.MoeShape, wanted: list[Cell]
+) -> dict[Cell, float]:
+    import numpy as np
+
+    from fornax.llm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        enable_return_routed_experts=True,
+        max_num_seqs=max(cell.batch for cell in wanted),
+        max_model_len=max(cell.prompt + cell.new for cell in wanted),
+        step_sizes="coarse",
+    )
+    found = {}
+    for cell in wanted:
+        prompts = _random_llama.prompts(cell.batch, cell.prompt, shape.vocab)
+        params = SamplingParams(max_tokens=cell.new, temperature=0.0, ignore_eos=True)
+        routes = [done.outputs[0].routed_experts for done in llm.generate(prompts, params)]
+        routes_BTLk = np.stack([np.asarray(one)[cell.prompt :] for one in routes])
+        own_TLE = np.moveaxis(routes_BTLk, 0, 2).reshape(*routes_BTLk.shape[1:3], -1)
+        counts = [len(np.unique(own)) for own in own_TLE.reshape(-1, own_TLE.shape[-1])]
+        found[cell] = float(np.mean(counts)) / shape.experts
+    return found
+
+
 def run(held: Contest, name: str, args: argparse.Namespace) -> None:
     """Run every cell."""
-    for prompt in args.prompts:
-        for batch in args.batches:
-            cell = Cell(batch=batch, prompt=prompt, new=args.new)
+    for cell in cells(args):
 
-            def draw(number: int, cell: Cell = cell) -> list[list[int]]:
-                vocab = _random_llama.SHAPES[name].vocab
-                return _random_llama.prompts(cell.batch, cell.prompt, vocab, seed=number)
+        def draw(number: int, cell: Cell = cell) -> list[list[int]]:
+            vocab = _random_llama.SHAPES[name].vocab
+            return _random_llama.prompts(cell.batch, cell.prompt, vocab, seed=number)
 
-            held.cells[cell] = contest(
-                held.contestants,
-                cell,
-                draw,
-                rounds=args.rounds,
-                budget_s=args.budget,
-                one_by_one=cache_bytes(_random_llama.SHAPES[name], cell) > LARGE,
-            )
+        held.cells[cell] = contest(
+            held.contestants,
+            cell,
+            draw,
+            rounds=args.rounds,
+            budget_s=args.budget,
+            one_by_one=cache_bytes(_random_llama.SHAPES[name], cell) > LARGE,
+        )
 
 
 def measure_bandwidth(name: str, args: argparse.Namespace) -> dict[str, float]:
@@ -136,9 +194,7 @@ def report(
     parts = [
         f"# LLM throughput: {name}",
         "",
-        f"{_harness.machine()}; {args.threads} threads; random Llama of "
-        f"{shape.parameters / 1e6:.1f}M parameters, {shape.layers} layers, width {shape.width}, "
-        f"{shape.heads} heads, {shape.kv_heads} key-value heads, vocabulary {shape.vocab}. "
+        f"{_harness.machine()}; {args.threads} threads; {shape}. "
         f"{args.new} greedy tokens a prompt; medians of at most {args.rounds} rounds, "
         "contestants in turn. A ratio above 1 says that Fornax made more tokens a second.",
         "",
@@ -150,7 +206,7 @@ def report(
         parts += ["", f"## {held.precision}", "", cells_table(held), "", *who(held)]
     parts += [
         "",
-        "## Share of the memory-bandwidth limit at batch 1",
+        "## Share of the memory-bandwidth limit",
         "",
         *limits(shape, contests, bandwidths),
     ]
@@ -229,22 +285,25 @@ def who(held: Contest) -> list[str]:
 def limits(
     shape: _random_llama.Shape, contests: list[Contest], bandwidths: dict[str, float]
 ) -> list[str]:
-    """For each contestant at batch 1: tokens a second beside what reading alone would allow."""
+    """For each contestant where reading is the limit: tokens a second beside what it allows."""
+    experts = isinstance(shape, _random_llama.MoeShape)
     rows = []
     for held in contests:
         cache = {c.name: c.details.get("cache", "float32") for c in held.contestants}
         for cell, standings in held.cells.items():
-            if cell.batch != 1:
+            if cell.batch != 1 and not experts:
                 continue
+            weights = shape.read(held.touched[cell]) * BYTES[held.precision]
             for name, standing in standings.items():
                 slot = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[cache[name]]
                 length = cell.prompt + cell.new / 2
-                read = shape.weights * BYTES[held.precision] + length * slot
-                limit = bandwidths[held.precision] / read
-                rate = 1 / standing.gap_s(50)
+                read = weights + cell.batch * length * slot
+                limit = cell.batch * bandwidths[held.precision] / read
+                rate = cell.batch / standing.gap_s(50)
                 rows.append(
                     (
                         held.precision,
+                        cell.batch,
                         cell.prompt,
                         name,
                         f"{read / 1e6:.1f}",
@@ -257,11 +316,18 @@ def limits(
         f"{bandwidths[held.precision] / 1e9:.1f} GB/s the {held.precision} weights' size"
         for held in contests
     )
-    header = ("precision", "prompt", "contestant", "MB read a token", "limit, tokens/s")
+    header = ("precision", "batch", "prompt", "contestant", "MB read a step", "limit, tokens/s")
+    shares = ", ".join(
+        f"{held.touched[cell]:.0%} at batch {cell.batch} after {cell.prompt}"
+        for held in contests[:1]
+        for cell in held.cells
+    )
+    note = f"Of a layer's experts a step reads, as counted: {shares}." if experts else ""
     return [
         f"Measured in this run: {bandwidths['memory'] / 1e9:.1f} GB/s from memory; {rates} "
         "(a cache holds part of what is small). Bytes read are the weights, int8 scales not "
         "counted, and the cache at half of the generated tokens.",
+        *(["", note] if note else []),
         "",
         _harness.table((*header, "decoding, tokens/s", "share of the limit"), rows),
     ]

@@ -5,7 +5,7 @@ PEERS ?= .venv-peers
 PEER_PIP = -m pip install --quiet --disable-pip-version-check
 PEER_MODEL := safetensors==0.8.*
 PEER_TORCH := torch==2.13.0
-LLAMACPP_CMAKE := -DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF
+LLAMACPP_CMAKE := -DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF
 
 .PHONY: bench-peers bench-peers-transformers bench-peers-llamacpp bench-peers-ctranslate2 bench-peers-openvino bench-peers-tunix bench-peers-hosts bench-peers-recovery bench-llm bench-tune bench-host bench-recovery clean-peers
 

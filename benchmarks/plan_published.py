@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -20,6 +21,8 @@ from unittest import mock
 import _published
 from _published import Facts, Published, Row, generation
 from fornax.hlo import Calibration, calibration_of
+from fornax.plan.closed_form import grouped
+from fornax.plan.cost import estimate as cost_estimate
 from fornax.plan.cost import step as cost_step
 from fornax.plan.cost.estimate import Estimate, estimate
 from fornax.plan.cost.schedule import predict_schedule
@@ -82,6 +85,27 @@ def facts_of(row: Row, published: Published) -> tuple[Facts | None, bool]:
     return None, False
 
 
+def estimated(row: Row, published: Published) -> Estimate:
+    """A row by closed forms, with the tiles or the masks of its own way with experts."""
+    model, topology = published.models[row.model], _published.topology_of(row)
+    config, facts = _published.config_of(row, model), cost_estimate.step_facts
+    with ExitStack() as stack:
+        if row.tiles is not None:
+            tiles = published.tiles[row.tiles]
+            own = mock.patch.object(
+                grouped, "tiles_of", lambda which, rows, experts, sides, item: tiles[which, *sides]
+            )
+            stack.enter_context(own)
+        if row.capacity is not None:
+            masked = mock.patch.object(
+                cost_estimate,
+                "step_facts",
+                lambda *given: _published.with_masks(facts(*given), row, model),
+            )
+            stack.enter_context(masked)
+        return estimate(config, topology)
+
+
 def outcome(row: Row, published: Published) -> Outcome:
     """A row, predicted."""
     model, topology = published.models[row.model], _published.topology_of(row)
@@ -89,7 +113,7 @@ def outcome(row: Row, published: Published) -> Outcome:
     return Outcome(
         row=row,
         published=_published.published_seconds(row, model),
-        estimated=estimate(_published.config_of(row, model), topology),
+        estimated=estimated(row, published),
         compiled=predict_schedule(facts.schedule, facts.spans, topology) if facts else None,
         facts=facts,
         retold=retold,
@@ -246,8 +270,10 @@ def report(published: Published, found: Sequence[Outcome]) -> str:
         *(["## Compiled, and more than 15 % off", "", *missed, ""] if missed else []),
         "## Experts",
         "",
-        "Nothing is fitted to rows with experts. They are predicted too fast: grouped products are "
-        "taken at the rate of dense ones, and the sorting of tokens at the memory's bandwidth.",
+        "Nothing is fitted to rows with experts. Their products are predicted by the tiles of the "
+        "published run's kernel (`use_tokamax_gmm`, its tables of tuned tiles), a tile that two "
+        "experts share being computed for each; Mixtral's by the slots that its run computes, and "
+        "the products with masks that move tokens. Sorting is taken at the memory's bandwidth.",
         "",
         "## Not the same run",
         "",

@@ -14,16 +14,46 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 import _harness
 
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+    from fornax.mesh import Rules
+    from fornax.models import Decoder, DecoderConfig
+
 LEARNING_RATE, BETA1, BETA2, EPS, DECAY, CLIP = 3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
 
 Turn = Callable[[], Any]
 Ready = tuple[Turn, dict[str, Any]]
+
+
+class Step(Protocol):
+    """What the step of a contest is made for."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Different tokens."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        ...
+
+    def flops(self) -> float:
+        """Operations of forward and backward."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,23 +94,15 @@ SHAPES = {
 }
 
 
-def tokens(shape: Shape) -> np.ndarray:
+def tokens(shape: Step) -> np.ndarray:
     """Return the batch every contestant trains on, [B, T + 1]."""
     rng = np.random.default_rng(0)
     return rng.integers(0, shape.vocabulary, (shape.batch, shape.length + 1)).astype(np.int32)
 
 
-def fornax(shape: Shape) -> Ready:
+def fornax(shape: Shape, *, compute: Literal["float32", "bfloat16"] = "float32") -> Ready:
     """The trainer's own step on the library's own decoder, as `fornax train` runs it."""
-    import jax
-
-    from fornax.models import Decoder, DecoderConfig
-    from fornax.optim import AdamW, OptimConfig
-    from fornax.train.config import TrainConfig
-    from fornax.train.goodput import Ledger
-    from fornax.train.session import first_state, prepare
-    from fornax.train.task import Task
-    from fornax.train.tasks import next_token_loss
+    from fornax.models import DecoderConfig
 
     model = DecoderConfig(
         vocab_size=shape.vocabulary,
@@ -91,13 +113,43 @@ def fornax(shape: Shape) -> Ready:
         max_position_embeddings=shape.length,
         tie_embeddings=False,
     )
+    return trainer(model, shape, compute=compute)
+
+
+def trainer(
+    model: "DecoderConfig",
+    shape: Step,
+    *,
+    compute: Literal["float32", "bfloat16"] = "float32",
+    pretrained: "Callable[[Mesh, Rules], Decoder] | None" = None,
+) -> Ready:
+    """The trainer's own step, as `fornax train` runs it, of a decoder with these weights or random
+    ones."""
+    import jax
+
+    from fornax.mesh import DtypePolicy
+    from fornax.models import Decoder
+    from fornax.optim import AdamW, Constant, OptimConfig
+    from fornax.train.config import TrainConfig
+    from fornax.train.goodput import Ledger
+    from fornax.train.session import first_state, prepare
+    from fornax.train.task import Task
+    from fornax.train.tasks import next_token_loss
+
+    dtypes = DtypePolicy(compute=compute)
     task = Task(
-        build=lambda rngs: Decoder(model, rngs=rngs),
+        build=lambda rngs: Decoder(model, rngs=rngs, compute_dtype=dtypes.compute_dtype),
         loss=lambda decoder, batch, key: next_token_loss(decoder, batch, remat=TrainConfig.remat),
         batches=_no_batches,
+        pretrained=pretrained,
+    )
+    optim = OptimConfig(
+        optimizer=AdamW(b1=BETA1, b2=BETA2, eps=EPS, weight_decay=DECAY),
+        learning_rate=LEARNING_RATE,
+        schedule=Constant(),
     )
     config = TrainConfig(
-        model=model, optim=OptimConfig(optimizer=AdamW()), batch_size=shape.batch, steps=1000
+        model=model, optim=optim, dtypes=dtypes, batch_size=shape.batch, steps=1000
     )
     programs = prepare(config, task, Ledger())
     state = first_state(config, programs)
@@ -116,7 +168,7 @@ def _no_batches(split: str, hosts: Any) -> Any:
     raise LookupError(f"the benchmark makes its own batch, not split {split!r} for {hosts}")
 
 
-def _rows(shape: Shape) -> dict[str, np.ndarray]:
+def _rows(shape: Step) -> dict[str, np.ndarray]:
     batch = tokens(shape)
     whole = np.ones((shape.batch, shape.length), np.int32)
     return {
@@ -169,16 +221,7 @@ def hand_written_jax(shape: Shape, *, scan: bool) -> Ready:
             "layers": layer,
         }
 
-    angle = np.arange(T)[:, None] / 10_000 ** (np.arange(H // 2) / (H // 2))
-    cos = jnp.asarray(np.cos(angle), jnp.float32)[None, :, None]
-    sin = jnp.asarray(np.sin(angle), jnp.float32)[None, :, None]
-
-    def rotate(x: jax.Array) -> jax.Array:
-        a, b = jnp.split(x, 2, -1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+    rotate, norm, cross_entropy = jax_parts(T, H, eps=1e-6)
 
     def layer(x: jax.Array, p: Any) -> jax.Array:
         h = norm(x, p["norm1"])
@@ -195,9 +238,40 @@ def hand_written_jax(shape: Shape, *, scan: bool) -> Ready:
         else:
             for p in params["layers"]:
                 x = layer(x, p)
-        logits = norm(x, params["norm"]) @ params["head"]
+        return cross_entropy(norm(x, params["norm"]) @ params["head"], batch)
+
+    params = jax.jit(init)(jax.random.key(0))
+    return jax_adamw(loss, params, shape)
+
+
+def jax_parts(length: int, head_width: int, *, eps: float) -> tuple[Any, Any, Any]:
+    """Rotation of queries or keys [B, T, N, H], RMS norm, and mean cross entropy, in plain JAX."""
+    import jax
+    import jax.numpy as jnp
+
+    half = head_width // 2
+    angle = np.arange(length)[:, None] / 10_000 ** (np.arange(half) / half)
+    cos = jnp.asarray(np.cos(angle), jnp.float32)[None, :, None]
+    sin = jnp.asarray(np.sin(angle), jnp.float32)[None, :, None]
+
+    def rotate(x: jax.Array) -> jax.Array:
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+
+    def cross_entropy(logits: jax.Array, batch: jax.Array) -> jax.Array:
         target = jnp.take_along_axis(logits, batch[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - target)
+
+    return rotate, norm, cross_entropy
+
+
+def jax_adamw(loss: Callable[[Any, "jax.Array"], "jax.Array"], params: Any, shape: Step) -> Ready:
+    """The jitted step of a loss in plain JAX: clipping and AdamW written out, buffers donated."""
+    import jax
+    import jax.numpy as jnp
 
     def step(params: Any, mu: Any, nu: Any, count: jax.Array, batch: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -216,7 +290,6 @@ def hand_written_jax(shape: Shape, *, scan: bool) -> Ready:
         picked = [jax.tree.map(lambda _, n, i=i: n[i], params, new) for i in range(3)]
         return (*picked, count, value)
 
-    params = jax.jit(init)(jax.random.key(0))
     state = (params, *(jax.tree.map(jnp.zeros_like, params) for _ in range(2)), jnp.zeros(()))
     batch = jnp.asarray(tokens(shape))
     jitted = jax.jit(step, donate_argnums=(0, 1, 2))
@@ -247,7 +320,14 @@ def pytorch(shape: Shape, *, dtype: str, compiled: bool) -> Ready:
         use_cache=False,
     )
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-    model = model.to(getattr(torch, dtype)).train()
+    return torch_adamw(model.to(getattr(torch, dtype)), shape, compiled=compiled)
+
+
+def torch_adamw(model: Any, shape: Step, *, compiled: bool) -> Ready:
+    """The step of a model of transformers with PyTorch's fused AdamW."""
+    import torch
+
+    model.train()
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=LEARNING_RATE,
@@ -274,7 +354,7 @@ def pytorch(shape: Shape, *, dtype: str, compiled: bool) -> Ready:
     return _warm(turn, losses)
 
 
-def jax_peak(shape: Shape) -> Ready:
+def jax_peak(shape: Step) -> Ready:
     """The step's work as plain square float32 products in JAX."""
     import jax
     import jax.numpy as jnp
@@ -290,7 +370,7 @@ def jax_peak(shape: Shape) -> Ready:
     return turn, {}
 
 
-def torch_peak(shape: Shape, *, dtype: str) -> Ready:
+def torch_peak(shape: Step, *, dtype: str) -> Ready:
     """The step's work as plain square products in PyTorch."""
     import torch
 
@@ -313,13 +393,14 @@ def _square() -> tuple[np.ndarray, np.ndarray]:
     return a, b
 
 
-def _repeats(shape: Shape) -> int:
+def _repeats(shape: Step) -> int:
     """Products that take about a tenth of a step's operations."""
     return max(1, round(shape.flops() / 10 / (2 * _SIDE**3)))
 
 
 CONTESTANTS: dict[str, Callable[[Shape], Ready]] = {
     "fornax": fornax,
+    "fornax-bf16": lambda s: fornax(s, compute="bfloat16"),
     "jax-unrolled": lambda s: hand_written_jax(s, scan=False),
     "jax-scan": lambda s: hand_written_jax(s, scan=True),
     "torch-fp32": lambda s: pytorch(s, dtype="float32", compiled=False),
@@ -328,15 +409,19 @@ CONTESTANTS: dict[str, Callable[[Shape], Ready]] = {
     "torch-bf16-compiled": lambda s: pytorch(s, dtype="bfloat16", compiled=True),
 }
 
-PEAKS: dict[str, Callable[[Shape], Ready]] = {
+PEAKS: dict[str, Callable[[Step], Ready]] = {
     "matmul peak: jax fp32": jax_peak,
     "matmul peak: torch fp32": lambda s: torch_peak(s, dtype="float32"),
     "matmul peak: torch bf16": lambda s: torch_peak(s, dtype="bfloat16"),
 }
 
 
-def report(shape: Shape, results: dict[str, _harness.Result]) -> str:
-    """Return the results of one shape as a table."""
+def report(shape: Step, results: dict[str, _harness.Result], flops: dict[str, float]) -> str:
+    """Return the results of one shape as a table.
+
+    Args:
+        flops: operations of a step, of those contestants whose step is not that of the shape.
+    """
     peak = max(
         shape_flops / result.best_s()
         for name, result in results.items()
@@ -348,8 +433,8 @@ def report(shape: Shape, results: dict[str, _harness.Result]) -> str:
         if result.absent is not None:
             rows.append([name, f"not run: {result.absent}", "", "", "", "", "", "", ""])
             continue
-        flops = _repeats(shape) * 2.0 * _SIDE**3 if name in PEAKS else shape.flops()
-        is_step = name in CONTESTANTS
+        is_step = name not in PEAKS
+        work = flops.get(name, shape.flops()) if is_step else _repeats(shape) * 2.0 * _SIDE**3
         rows.append(
             [
                 name,
@@ -358,8 +443,8 @@ def report(shape: Shape, results: dict[str, _harness.Result]) -> str:
                 f"{1e3 * result.cpu_s():.0f}" if is_step else "",
                 f"{_harness.ratio(results, name, 'fornax'):.2f}" if is_step else "",
                 f"{result.cpu_s() / results['fornax'].cpu_s():.2f}" if is_step else "",
-                f"{flops / result.best_s() / 1e9:.0f}",
-                f"{100 * flops / result.best_s() / peak:.0f}%",
+                f"{work / result.best_s() / 1e9:.0f}",
+                f"{100 * work / result.best_s() / peak:.0f}%",
                 ", ".join(str(loss) for loss in result.details.get("losses", [])),
             ]
         )
@@ -374,7 +459,8 @@ def report(shape: Shape, results: dict[str, _harness.Result]) -> str:
         "of fp32 peak",
         "first losses",
     ]
-    return f"## {shape}\n\n" + _harness.table(header, rows)
+    limit = f"At the float32 peak a step takes {1e3 * shape.flops() / peak:.0f} ms."
+    return f"## {shape}\n\n{limit}\n\n" + _harness.table(header, rows)
 
 
 def main() -> None:
@@ -401,7 +487,7 @@ def main() -> None:
             for contestant in (*wanted, *PEAKS)
         }
         results = _harness.contest(commands, rounds=args.rounds)
-        parts.append(report(SHAPES[name], results))
+        parts.append(report(SHAPES[name], results, {}))
         print(parts[-1], flush=True)
     if not args.no_results:
         head = [

@@ -101,13 +101,18 @@ class LlamaCpp:
 
 
 def write(model: Path, folder: Path, precision: str) -> None:
-    """Write the Llama of a Hugging Face directory as GGUF."""
+    """Write the Llama or Qwen3-MoE of a Hugging Face directory as GGUF."""
     import gguf
 
     config = json.loads((model / "config.json").read_text())
     kind = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}[precision]
     quantized = getattr(gguf.GGMLQuantizationType, kind)
-    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    experts = config["model_type"] == "qwen3_moe"
+    writer = gguf.GGUFWriter(folder / "model.gguf", "qwen3moe" if experts else "llama")
+    if experts:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -125,7 +130,7 @@ def write(model: Path, folder: Path, precision: str) -> None:
     )
     add_tokenizer(writer, model, config["vocab_size"])
     for name, array in tensors(model, config):
-        matrix = array.ndim == 2
+        matrix = array.ndim > 1 and not name.endswith("ffn_gate_inp.weight")
         data = gguf.quants.quantize(array, quantized) if matrix else array
         writer.add_tensor(name, data, raw_dtype=quantized if matrix else None)
     writer.write_header_to_file()
@@ -153,9 +158,14 @@ def add_tokenizer(writer, model: Path, size: int) -> None:
 
 
 def tensors(model: Path, config: dict):
-    """Yield (GGUF's name, array): q and k are reordered from split halves to interleaved pairs."""
+    """Yield (GGUF's name, array).
+
+    A Llama's q and k are reordered from split halves to interleaved pairs; matrices of a layer's
+    experts are one array.
+    """
     from safetensors import safe_open
 
+    experts = config["model_type"] == "qwen3_moe"
     layer = {
         "input_layernorm": "attn_norm",
         "self_attn.q_proj": "attn_q",
@@ -166,6 +176,9 @@ def tensors(model: Path, config: dict):
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate": "ffn_gate_inp",
     }
     names = {
         "model.embed_tokens.weight": "token_embd.weight",
@@ -180,11 +193,18 @@ def tensors(model: Path, config: dict):
                 continue
             number, _, rest = name.removeprefix("model.layers.").partition(".")
             part = rest.removesuffix(".weight")
-            if part.endswith(("q_proj", "k_proj")):
+            if ".experts." in part:
+                continue
+            if part.endswith(("q_proj", "k_proj")) and not experts:
                 heads = array.shape[0] // config["head_dim"]
                 halves = array.reshape(heads, 2, config["head_dim"] // 2, array.shape[1])
                 array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
             yield f"blk.{number}.{layer[part]}.weight", array
+        for number in range(config["num_hidden_layers"] if experts else 0):
+            for part in ("gate", "up", "down"):
+                one = f"model.layers.{number}.mlp.experts.{{}}.{part}_proj.weight"
+                arrays = [file.get_tensor(one.format(e)) for e in range(config["num_experts"])]
+                yield f"blk.{number}.ffn_{part}_exps.weight", np.stack(arrays)
 
 
 if __name__ == "__main__":

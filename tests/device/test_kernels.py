@@ -1,7 +1,7 @@
 """Every kernel that a GPU can get against the same formula in float64, values and gradients.
 
 Legend: B batch, T query tokens, N query heads, K key/value heads, H head width, D width,
-V vocabulary, R rows, S slots of a page.
+F hidden width, E groups, V vocabulary, R rows, S slots of a page.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_attention(
 ) -> None:
     if not ON_GPU:
         monkeypatch.setattr("fornax.kernels._attention.cudnn._CHUNK", T // 2)
-        monkeypatch.setattr("fornax.kernels._attention.blockwise._BLOCK", T // 4)
+        monkeypatch.setattr("fornax.kernels._attention.blockwise.BLOCK", T // 4)
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(B, T, heads, H)) for heads in (N, K, K)]
 
@@ -191,6 +191,47 @@ def test_norm_and_products(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     _compare(run, formula, arrays, dtype)
     lowers(monkeypatch, run, *(jax.ShapeDtypeStruct(a.shape, dtype) for a in arrays))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("ragged_dot", "float32"), ("ragged_dot", "bfloat16"), ("tokamax", "bfloat16")],
+)
+def test_grouped_products(implementation: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and both gradients: groups of uneven sizes and without rows, rows of no group."""
+    if implementation == "tokamax":
+        pytest.importorskip("tokamax", reason="the extra tokamax is not installed")
+        if ON_GPU and not 9 <= float(getattr(jax.local_devices()[0], "compute_capability", 0)) < 10:
+            pytest.skip("Tokamax's kernels for all three products are Hopper's")
+    rng = np.random.default_rng(7)
+    D, F, E = (1024, 4096, 16) if ON_GPU else (128, 256, 5)
+    sizes = np.zeros(E, np.int32)
+    sizes[[0, 2, 3]] = T // 4 + 3, 1, T // 2 - 7
+    rows = np.arange(T) < sizes.sum()
+    arrays = [rng.normal(size=(T, D)), rng.normal(size=(E, D, F)) / 8]
+
+    def product(x: jax.Array, w: jax.Array, which: str) -> jax.Array:
+        # Rows of no group hold what would spoil every sum.
+        x = jnp.where(rows[:, None], x, jnp.nan)
+        return kernels.grouped_matmul(x, w, jnp.asarray(sizes), implementation=which)
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        return product(x, w, implementation)
+
+    def formula(x: jax.Array, w: jax.Array) -> jax.Array:
+        group = np.searchsorted(np.cumsum(sizes), np.arange(T), side="right").clip(max=E - 1)
+        return jnp.where(rows[:, None], jnp.einsum("rd,rdf->rf", x, w[group]), 0)
+
+    _compare(run, formula, arrays, dtype)
+
+    def gradients(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, pull = jax.vjp(run, x, w)
+        return y, pull(dy)
+
+    given = [jax.ShapeDtypeStruct(a.shape, dtype) for a in (*arrays, np.zeros((T, F)))]
+    text = lowers(monkeypatch, gradients, *given)
+    assert text.count("custom_call @mosaic_gpu") == (3 if implementation == "tokamax" else 0)
+    assert text.count('"chlo.ragged_dot"') == (0 if implementation == "tokamax" else 3)
 
 
 def test_packed_weights() -> None:

@@ -5,7 +5,7 @@ import inspect
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import tyro
@@ -13,6 +13,16 @@ import tyro
 from fornax.config import ConfigError, from_arguments, nearest, split_arguments
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """One of several commands of a module, as the registry loads it."""
+
+    Arguments: type
+    run: Callable[..., int]
+    """Takes the arguments, and the flags that change a config where the command reads one."""
+
 
 NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 """Marks an argument whose help says by itself what happens without it."""

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 
 def write_reference(directory: Path) -> list[Path]:
-    """Write `cli.md`, `config.md`, `requests.md` and `recipes.md`; return their paths."""
+    """Write the pages into a folder; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     pages = {
         "cli.md": commands_page(),
         "config.md": config_page(),
         "requests.md": requests_page(),
         "recipes.md": _recipes_page(),
+        "kernels.md": _kernels_page(),
     }
     for name, text in pages.items():
         (directory / name).write_text(text, encoding="utf-8")
@@ -138,6 +139,15 @@ def _recipes_page() -> str:
     from fornax.plan.recipes import recipes_page
 
     return recipes_page()
+
+
+def _kernels_page() -> str:
+    from fornax.plan.kernels.report import NOTE, support_rows
+
+    head = ("Operation", "Implementation", "CPU", "TPU", "GPU")
+    rows = [(f"`{name}`", f"`{one}`", *levels) for name, one, *levels in support_rows()]
+    said = f"In order of preference. {NOTE[0].upper()}{NOTE[1:]}. `fornax kernels list` prints it."
+    return "\n".join(["# Kernels", "", said, "", *_table(head, rows), ""])
 
 
 def _commands(group: Group) -> Iterator[Command]:

@@ -218,6 +218,40 @@ PLAN = Group(
     ),
 )
 
+KERNELS = Group(
+    name="kernels",
+    summary="Operations with several implementations: what there is, how fast, tuned for a run",
+    example="fornax kernels tune --config run.yaml",
+    commands=_table(
+        Command(
+            name="kernels list",
+            summary="Every implementation, and where it is supported",
+            module="kernels",
+            of="list",
+        ),
+        Command(
+            name="kernels show",
+            summary="One operation, and what was measured of it on this machine",
+            module="kernels",
+            of="show",
+        ),
+        Command(
+            name="kernels tune",
+            summary="Time the kernels of a run, and keep which is fastest",
+            module="kernels_tune",
+            of="tune",
+            config=reads("fornax.train:TrainConfig"),
+        ),
+        Command(
+            name="kernels bench",
+            summary="Time the kernels of a run beside this machine's limit",
+            module="kernels_tune",
+            of="bench",
+            config=reads("fornax.train:TrainConfig"),
+        ),
+    ),
+)
+
 LAUNCH = Group(
     name="launch",
     summary="Train or serve as several processes that recover from faults",
@@ -298,6 +332,7 @@ ROOT = Group(
         HOST,
         BENCH,
         PLAN,
+        KERNELS,
         Command(
             name="preflight",
             summary="Is every parallel choice of a config right? On virtual devices",

@@ -244,8 +244,8 @@ class Agent:
             if self._local is not None:
                 self._local.look(self._peers.held())
         reports: list[dict[str, object]] = []
-        if self._tells_ready and self._spare is not None and self._spare.connection.poll():
-            self._tells_ready = False  # or it ended, which is no reason to wait for it
+        if self._tells_ready and self._spare_is_ready():
+            self._tells_ready = False
             reports.append({"kind": "ready"})
         with contextlib.suppress(queue.Empty):
             while True:
@@ -383,13 +383,14 @@ class Agent:
             self._programs = None
 
     def prepare(self) -> None:
-        """Start a spare once the worker has made a step, so that both do not start at once; then
-        have rank 0's host make the programs for a group with a host less."""
+        """Start a spare once the worker has made a step, so that both do not start at once; when
+        that is ready, have rank 0's host make the programs for a group with a host less."""
         made = self._newest_step > self._first_step
         if not self._keeps_spare or not made or self._job is None:
             return
         if self._spare is None:
             self._spare = self._process()
+        if not self._spare_is_ready():
             return
         fewer = self._job.hosts - 1
         if self._job.rank or not fewer or fewer in self._made_for or self._programs is None:
@@ -404,6 +405,10 @@ class Agent:
             self._made_for.add(fewer)
             self._note_made(self._helper, self._job.epoch, fewer)
             self._stop_helper()
+
+    def _spare_is_ready(self) -> bool:
+        """Whether it has said that its imports are done, or ended, which nobody should wait for."""
+        return self._spare is not None and self._spare.connection.poll()
 
     def _note_made(self, helper: WorkerProcess, epoch: int, hosts: int) -> None:
         try:
@@ -427,13 +432,15 @@ class Agent:
         """How the worker fares; None where there is none."""
         if self._worker is None or self._job is None:
             return None
-        if self._ended is None and (code := self._worker.poll()) is not None:
-            self._ended = code
-            self._unfollow()
         assert self._record is not None
         assert self._process_state is not None
         record = self._record.state()
         self._process_state.look(record)
+        code = self._worker.poll()
+        code = self._process_state.ending if code is None else code
+        if self._ended is None and code is not None:
+            self._ended = code
+            self._unfollow()
         return Observation(
             epoch=self._job.epoch,
             rank=self._job.rank,

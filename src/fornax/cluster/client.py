@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fornax.cluster.controller import Job
 from fornax.cluster.files import ClusterFiles
-from fornax.cluster.launch import EngineName, check_sampled, open_engine, opened_run
+from fornax.cluster.launch import (
+    EngineName,
+    check_local_checkpoints,
+    check_sampled,
+    open_engine,
+    opened_run,
+)
 from fornax.cluster.local import Engine
 from fornax.cluster.status import Status, read_status
 from fornax.config.errors import ClusterError, ConfigError
 from fornax.config.jsonl import read_json_lines
+from fornax.config.quantities import parse_time
 from fornax.config.run_paths import default_run_dir
 
 if TYPE_CHECKING:
@@ -52,6 +59,8 @@ class Cluster:
         address: str | None = None,
         private_network: bool = False,
         spares: bool = True,
+        mtbf: str = "24h",
+        local_checkpoints: str | Path | None = None,
     ) -> None:
         """Start Ray, where it is asked for, or connect to it; nothing else starts yet.
 
@@ -63,15 +72,22 @@ class Cluster:
           private_network: see `open_engine`.
           spares: whether each host of a run keeps a process ready for the next fault or resize;
             it holds about 250 MB.
+          mtbf: mean time between failures of one host, `90min` or `24h`, until a run has had
+            some; how often snapshots are made follows from it.
+          local_checkpoints: directory of each host's own disk to which snapshots in memory are
+            copied, so that a run goes on from them when all processes are lost; None: nowhere.
 
         Raises:
-          ConfigError: see `open_engine`.
+          ConfigError: for a directory that cannot be written, or a time that is none; see
+            `open_engine`.
           ClusterError: for no hosts; see `open_engine`.
         """
         if hosts < 1:
             raise ClusterError(f"a cluster of {hosts} hosts has none to run on; use 1 or more")
         self.hosts = hosts
         self._spares = spares
+        self._mtbf = parse_time("mtbf", mtbf)
+        self._local_checkpoints = check_local_checkpoints(local_checkpoints, engine)
         self._engine = open_engine(engine, hosts, address, private_network=private_network)
         self._started: list[Run | Server] = []
 
@@ -138,7 +154,12 @@ class Cluster:
         return self._run(words, folder, samplers=samplers)
 
     def _run(self, words: tuple[str, ...], folder: Path, *, samplers: int = 0) -> "Run":
-        job = Job(hosts=self.hosts, words=words)
+        job = Job(
+            hosts=self.hosts,
+            words=words,
+            mtbf=self._mtbf,
+            local_checkpoints=self._local_checkpoints,
+        )
         run = Run(self._engine, job, folder, spares=self._spares, samplers=samplers)
         self._started.append(run)
         return run

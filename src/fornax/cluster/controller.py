@@ -461,7 +461,7 @@ class Controller:
 
     def _waits_for_one(self, verdict: Verdict) -> bool:
         """Whether ranks lost another and one is not heard of: it is that one if it stays so."""
-        return verdict.kind == "group" and self._agents.silent > _SILENT_SECONDS
+        return verdict.may_follow and self._agents.silent > _SILENT_SECONDS
 
     def _stacks(self, verdict: Verdict) -> dict[str, str]:
         """A worker's stacks and the innermost calls of its main thread; or why there are none.

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SAMPLED",
     "EngineName",
+    "check_local_checkpoints",
     "check_sampled",
     "control",
     "launch",
@@ -134,11 +136,6 @@ def launch(
       ConfigError: when the directory cannot be written or is in use; see `open_engine`.
     """
     _check_engine(engine, address, private_network=private_network)
-    if job.local_checkpoints is not None and not hasattr(os, "memfd_create"):
-        raise ConfigError(
-            "--local-checkpoints has copies of snapshots in memory (memfd), which this system does "
-            "not have; leave it out"
-        )
     if engine == "local":
         open_engine(engine, job.hosts).close()  # what it refuses is refused before all else
     files = ClusterFiles(Path(run_dir).expanduser())
@@ -246,6 +243,32 @@ def opened_run(
                 each.check()
 
         yield Controller(job, files, launcher, announce=announce, tick=ticked, tell=tell, kept=kept)
+
+
+def check_local_checkpoints(directory: str | Path | None, engine: EngineName) -> str | None:
+    """The directory of local checkpoints as all hosts name it; one of this machine's is made.
+
+    Raises:
+      ConfigError: when it cannot be written here, or nothing is kept in memory.
+    """
+    if directory is None:
+        return None
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError(
+            "local checkpoints are copies of snapshots in memory (memfd), which this system does "
+            "not have; leave --local-checkpoints out"
+        )
+    path = Path(directory).expanduser().absolute()
+    if engine == "local":
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as error:
+            raise ConfigError(
+                f"--local-checkpoints {path} cannot be written ({error.strerror or error}); name "
+                "a directory on this machine's disk that can, or leave it out"
+            ) from error
+    return str(path)
 
 
 def check_sampled(words: Sequence[str]) -> None:

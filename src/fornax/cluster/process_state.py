@@ -1,4 +1,4 @@
-"""What the kernel says of a process, seen from outside: whether it is held, and kept waiting."""
+"""What the kernel says of a process from outside: whether it is held, kept waiting, or ending."""
 
 import contextlib
 import os
@@ -19,6 +19,9 @@ class ProcessState:
         """Look at process `pid` from now on."""
         self.stopped = 0.0
         """For how long the process has been held by SIGSTOP, in seconds."""
+        self.ending: int | None = None
+        """The exit code, minus the signal's number where one ends it, of a process whose main
+        thread is gone while another, such as one that waits for a disk, is not yet."""
         self.taken = 0.0
         """Seconds, up to the step that it entered last, for which a program of the devices could
         not run: the process was held, or its main thread waited for a processor."""
@@ -37,6 +40,7 @@ class ProcessState:
         stat, schedule = map(_content, self._files)
         now, held = time.monotonic(), _is_held(stat)
         delay = int(schedule.split()[1]) / 1e9 if schedule else 0.0
+        self.ending = _code_of_ending(stat)
         if not held:
             self._stopped_at = None
         elif self._stopped_at is None or (record and record.beat_ns > self._stopped_at):
@@ -80,6 +84,14 @@ def _content(file: int | None) -> bytes:
         return b"" if file is None else os.pread(file, _BYTES, 0)
     except OSError:
         return b""
+
+
+def _code_of_ending(stat: bytes) -> int | None:
+    state, *others = stat.rpartition(b")")[2].split() or [b""]
+    if state not in (b"Z", b"X"):
+        return None
+    status = int(others[-1])  # as wait(2) gives it
+    return -(status & 0x7F) if status & 0x7F else status >> 8
 
 
 def _is_held(stat: bytes) -> bool:

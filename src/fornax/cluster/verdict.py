@@ -1,5 +1,6 @@
 """Which worker is at fault, judged from outside: the one that exits first is often not it."""
 
+import signal
 import socket
 import statistics
 import time
@@ -26,6 +27,8 @@ _STOPPED_SECONDS = 1.0
 _MEDIANS = 5
 _WAITING_MEDIANS = 20
 _WAITING_SECONDS = 60.0
+_CONSEQUENCES = (-signal.SIGABRT, GroupLostError.exit_code)
+"""How a worker ends that loses another: with an error or, in C++, it aborts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,11 @@ class Verdict:
     def leaves(self) -> bool:
         """Whether the host is to go by request or policy, without a step being lost."""
         return self.kind in ("preempted", "slow")
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether it may be for the loss of a rank of which nothing is heard yet."""
+        return self.kind == "group" or self.code in _CONSEQUENCES
 
     @property
     def of_rank(self) -> bool:
@@ -239,16 +247,11 @@ def _fenced(seen: Sequence[Observation]) -> Verdict | None:
 
 
 def _dead(seen: Sequence[Observation]) -> Verdict | None:
-    """Of those that ended badly: one that was killed, else the first; the rest followed it.
-
-    A worker that loses a peer ends with an error or, in C++, aborts.
-    """
+    """Of those that ended badly: one that was killed, else the first; the rest followed it."""
     dead = [each for each in seen if each.code not in (None, *CLEAN)]
     if not dead:
         return None
-    aborted = -6
-    consequences = (aborted, GroupLostError.exit_code)
-    others = [each for each in dead if each.code not in consequences]
+    others = [each for each in dead if each.code not in _CONSEQUENCES]
     killed = [each for each in others if each.code is not None and each.code < 0]
     faulty = next(iter(killed or others or dead))
     assert faulty.code is not None

@@ -4,12 +4,15 @@ When another rank is lost, or all have saved a step because one is to go, the pr
 leaves the group, says so, and waits for its place in the next.
 """
 
+import contextlib
 import faulthandler
 import importlib
+import os
 import signal
+import socket
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,18 +25,36 @@ __all__ = ["run"]
 
 _STAYS = (GroupLostError.exit_code, 128 + signal.SIGTERM)
 """Exit codes after which the run goes on: another rank was lost, or all saved and stopped."""
+_LOOK_SECONDS = 0.05
 
 
 def run(agent: Connection) -> None:
     """Wait for the agent's word on what to run as which rank, and exit as that does."""
-    for name in receive(agent):
-        importlib.import_module(name)
+    modules = receive(agent)
+    with _turn_to_import(agent):
+        for name in modules:
+            importlib.import_module(name)
     send(agent, {"kind": "ready"})
     while True:
         code = _attempt(receive(agent))
         if code not in _STAYS or not _leave():
             sys.exit(code)
         send(agent, {"kind": "left", "code": code})
+
+
+@contextlib.contextmanager
+def _turn_to_import(agent: Connection) -> Iterator[None]:
+    """One spare of a machine imports at a time, and none waits that has something to run.
+
+    The spares of hosts that share a machine would otherwise take the processor from one that a
+    group waits for. The turn is a name in the kernel, free again when its holder ends.
+    """
+    with socket.socket(socket.AF_UNIX) as turn:
+        while sys.platform == "linux" and not agent.poll(_LOOK_SECONDS):
+            with contextlib.suppress(OSError):
+                turn.bind(f"\0fornax-imports-{os.getuid()}")
+                break
+        yield
 
 
 def _attempt(job: Mapping[str, Any]) -> int:

@@ -196,9 +196,14 @@ def _linear(instruction: Instruction, shapes: list[Shape], _: int) -> CallCost:
 
 
 def _grouped(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
-    """Return the cost of multiplying each row with one matrix, or of the sums of outer products."""
+    """Return the cost of multiplying each row with one matrix, or of the sums of outer products.
+
+    Of a stack of layers' matrices [L, E, K, N] one layer is read.
+    """
     rows, other = shapes[0], shapes[1]
-    columns = math.prod(other.dims[-2:]) // rows.dims[1] if len(other.dims) == 3 else other.dims[1]
+    if len(other.dims) == 4:
+        traffic -= other.bytes - other.bytes // other.dims[0]
+    columns = math.prod(other.dims[-2:]) // rows.dims[1] if len(other.dims) > 2 else other.dims[1]
     return CallCost("matmul", Work(flops=2.0 * rows.size * columns), traffic)
 
 

@@ -21,7 +21,12 @@ class Work:
     count: float = 1.0
     """Times a step."""
     sides: tuple[int, int, int] | None = None
-    """(rows, contracted, columns) of a product, for how well it fills the matrix units."""
+    """(rows, contracted, columns) of a product, or of its kernel's tiles, for how well it fills the
+    matrix units."""
+    computed: float = 1.0
+    """FLOPs that the matrix units execute over `flops`: those of tiles that are filled in part."""
+    dtype: str | None = None
+    """What it is computed in; None for the step's."""
 
 
 @dataclass(frozen=True, kw_only=True)

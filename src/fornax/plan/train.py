@@ -62,7 +62,7 @@ def plan_train(
             "diloco is set, and a plan is of one group without exchanges between slices; plan one "
             "slice: leave diloco out, and set batch_size to the rows of one slice"
         )
-    config = _fitted(with_model(config), topology)
+    config = fitted(with_model(config), topology)
     if predicted or topology.chip.platform != "tpu":
         plan = _predicted(config, topology, name, programs, expert_load)
     else:
@@ -76,7 +76,7 @@ def plan_train(
     )
 
 
-def _fitted(config: TrainConfig, topology: Topology) -> TrainConfig:
+def fitted(config: TrainConfig, topology: Topology) -> TrainConfig:
     """The config with the mesh that the trainer would make of it."""
     check_use(config.mesh, "plan")
     if config.model is None:
@@ -114,7 +114,7 @@ def search_train(
     Raises:
       ConfigError: when nothing that was looked at fits.
     """
-    config = _fitted(with_model(config), topology)
+    config = fitted(with_model(config), topology)
     compiles = topology.chip.platform == "tpu" and not predicted and budget > 0
     result = search(
         config,

@@ -24,6 +24,7 @@ def calls(monkeypatch):
             dtype="bfloat16",
             prompts="text",
             tokens=1327,
+            modules_left_out=0,
             max_abs_difference=0.00134,
             max_abs_logit=12.5,
             same_top_token=0.994,
@@ -37,14 +38,14 @@ def test_the_arguments_reach_the_conversion(calls):
     words = ["--dtype", "bfloat16", "--step", "7", "--tokenizer", "tok", "--overwrite"]
     assert main(["convert", "runs/a", "--out", "models/a", *words]) == 0
     options = {"dtype": "bfloat16", "step": 7, "tokenizer": Path("tok"), "overwrite": True}
-    options["merge_lora"] = False
+    options |= {"merge_lora": False, "mtp": False}
     assert calls == [(Path("runs/a"), Path("models/a"), options)]
 
 
 def test_what_is_left_out_stays_with_the_conversion(calls):
     main(["convert", "a", "--out", "b"])
     options = {"dtype": None, "step": None, "tokenizer": None, "overwrite": False}
-    options["merge_lora"] = False
+    options |= {"merge_lora": False, "mtp": False}
     assert calls == [(Path("a"), Path("b"), options)]
 
 

@@ -1,6 +1,8 @@
 """What an agent sees of a worker in the kernel's figures."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +18,16 @@ from fornax.config.worker_record import WorkerState
 
 BUSY = "import os; os.sched_setaffinity(0, {{{cpu}}}); os.nice({nice})\nwhile True: pass"
 CROWD = 4
+THREAD = """
+import threading, time
+def report():
+    print(threading.get_native_id(), flush=True)
+    time.sleep(600)
+thread = threading.Thread(target=report, daemon=True)
+thread.start()
+{then}
+"""
+PTRACE_SEIZE, WALL = 0x4206, 0x40000000
 
 
 @pytest.fixture
@@ -59,3 +71,34 @@ def test_a_worker_that_waits_for_a_processor_is_told_from_one_that_hangs(
     assert waits.starved == 0.0  # since the sign of life
     waits.close()
     idle.close()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("then", "code"), [("time.sleep(600)", -signal.SIGKILL), ("time.sleep(0.5); exit(3)", 3)]
+)
+def test_a_process_that_one_thread_keeps_from_ending_has_its_exit_code(then: str, code: int):
+    """As one whose thread waits for a disk: the kernel tells its parent when the last is gone. Here
+    it is a thread that is traced, whose end the tracer has not taken note of."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", THREAD.format(then=then)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    thread = int(process.stdout.readline())
+    assert ctypes.CDLL(None, use_errno=True).ptrace(PTRACE_SEIZE, thread, 0, 0) == 0
+    state = ProcessState(process.pid)
+    state.look(None)
+    assert state.ending is None
+    if code < 0:
+        process.kill()
+    deadline = time.monotonic() + 60
+    while state.ending is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.03)
+        state.look(None)
+    assert state.ending == code
+    assert process.poll() is None
+    os.waitpid(thread, WALL)
+    assert process.wait(60) == code
+    process.stdout.close()
+    state.close()

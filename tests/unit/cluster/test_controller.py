@@ -357,7 +357,11 @@ def test_a_stop_amid_that_waits_until_what_is_in_memory_can_be_saved(folder: Pat
     assert len({done[-1] for done in run.steps()}) == 1
 
 
-def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(folder: Path):
+@pytest.mark.parametrize("aborts", [False, True])
+def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(
+    folder: Path, aborts: bool
+):
+    """Gloo may abort a worker whose peer ends: it is the one that is cut off that is named."""
     run = Run(folder, steps=1000)
     ended: list[float] = []
 
@@ -367,6 +371,8 @@ def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(folder:
         while alive(pid):
             time.sleep(0.005)
         ended.append(time.time())
+        if aborts:
+            os.kill(run.pid(0), signal.SIGABRT)
         run.wait_for("running", 2)
         run.controller.stop()
 

@@ -15,12 +15,13 @@ MODELS = ("llama3-8b", "llama3-8b-128k", "llama3-8b-1m", "llama3-70b",
           "llama3-405b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b",
           "gemma3-4b", "gemma3-27b", "mixtral-8x7b", "qwen3-30b-a3b",
           "deepseek-v2-lite", "deepseek-v3", "qwen3-235b-a22b", "gpt-oss-20b",
-          "gpt-oss-120b")  # fmt: skip
+          "gpt-oss-120b", "qwen3-next-80b-a3b")  # fmt: skip
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x", "h100")
 MISSING = {
     "llama3-8b-128k": ("v5e", "v6e", "h100"), "llama3-8b-1m": ("v5e", "v6e", "h100"),
     "llama3-405b": ("v5e",), "mixtral-8x7b": ("v5e",), "qwen3-235b-a22b": ("v5e",),
     "gpt-oss-20b": ("v5e",), "gpt-oss-120b": ("v5e",), "deepseek-v3": ("v5e", "v6e"),
+    "qwen3-next-80b-a3b": ("v5e", "v6e", "tpu7x", "h100"),
 }  # fmt: skip
 """Chips on which the model does not fit, or not in a sensible number, or is not planned."""
 PAIRS = [(recipe, name) for recipe in RECIPES for name in recipe.topologies]
@@ -30,6 +31,7 @@ BILLIONS = {
     "qwen3-8b": 8.19, "qwen3-32b": 32.76, "gemma3-4b": 3.88, "gemma3-27b": 27.01,
     "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.53, "deepseek-v2-lite": 15.71,
     "deepseek-v3": 671.03, "qwen3-235b-a22b": 235.09, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+    "qwen3-next-80b-a3b": 79.67,
 }  # fmt: skip
 
 

@@ -5,11 +5,13 @@ import functools
 import json
 import shutil
 import sys
+import threading
 
 import pytest
 from tests.unit.serving.fakes import deploy, running
 
 from fornax.config import ServingCode, ServingError
+from fornax.serving.lifecycle import manager
 from fornax.serving.repository import pin, unpin
 
 
@@ -62,6 +64,119 @@ async def test_until_a_version_is_loaded_it_is_unavailable_and_not_unknown(tmp_p
     with pytest.raises(ServingError, match="has no version '2' served; it has 1") as raised:
         await r.version(version="2")
     assert raised.value.code is ServingCode.NOT_FOUND
+
+
+class Planning:
+    """Makes plans, unless held: then each waits until it is released."""
+
+    def __init__(self, make_plan):
+        self.make_plan = make_plan
+        self.free, self.begun = threading.Event(), threading.Event()
+        self.free.set()
+
+    def __call__(self, situation):
+        self.begun.set()
+        assert self.free.wait(20)
+        return self.make_plan(situation)
+
+    def hold(self):
+        self.free.clear()
+        self.begun.clear()
+
+    async def held(self):
+        while not self.begun.is_set():
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def planning(monkeypatch):
+    made = Planning(manager.make_plan)
+    monkeypatch.setattr(manager, "make_plan", made)
+    yield made
+    made.free.set()
+
+
+async def refusals(r, *versions):
+    """Why versions are not answered, as codes."""
+    found = []
+    for version in versions:
+        with pytest.raises(ServingError) as raised:
+            await r.ask(version=str(version))
+        found.append(raised.value.code)
+    return found
+
+
+UNAVAILABLE, NOT_FOUND = ServingCode.UNAVAILABLE, ServingCode.NOT_FOUND
+
+
+@in_loop
+async def test_a_version_is_unavailable_until_it_is_known_that_it_is_not_served(tmp_path, planning):
+    deploy(tmp_path, "m", 1)
+    deploy(tmp_path, "m", 2)
+    deploy(tmp_path, "m", 3, broken="altered")
+    r = running(tmp_path)
+    r.made.hold.clear()
+    planning.hold()
+    start = asyncio.ensure_future(r.host.start())
+    await planning.held()
+    assert await refusals(r, 3, 2, 1, 4) == [UNAVAILABLE] * 3 + [NOT_FOUND]
+    planning.free.set()
+    while r.made.tries != [3]:
+        await asyncio.sleep(0)
+    assert await refusals(r, 3, 2, 1) == [UNAVAILABLE] * 3
+    planning.hold()
+    r.made.hold.set()
+    await planning.held()  # 3 has failed, and 2 is not picked yet
+    assert await refusals(r, 3, 2, 1) == [UNAVAILABLE] * 3
+    planning.free.set()
+    await start
+    assert await r.version() == "2"
+    assert await refusals(r, 3, 1) == [UNAVAILABLE, NOT_FOUND]
+
+    deploy(tmp_path, "m", 4)
+    planning.hold()
+    poll = asyncio.ensure_future(r.host.poll())
+    await planning.held()
+    assert await refusals(r, 4, 1) == [UNAVAILABLE, NOT_FOUND]
+    planning.free.set()
+    await poll
+    assert await r.version(version="4") == "4"
+
+    await r.host.unload("m")
+    await r.host.poll()  # no plan is being made any more
+    assert await refusals(r, 4) == [NOT_FOUND]
+    planning.hold()
+    load = asyncio.ensure_future(r.host.load("m"))
+    await planning.held()
+    assert await refusals(r, 4) == [UNAVAILABLE]
+    planning.free.set()
+    await load
+    assert await r.version(version="4") == "4"
+
+
+@in_loop
+async def test_versions_are_not_unknown_to_a_start_that_is_broken_off(tmp_path, planning):
+    deploy(tmp_path, "m", 1)
+    (tmp_path / "m" / "serving.yaml").write_text("versions: {type: all}")
+    r = running(tmp_path)
+    planning.hold()
+    start = asyncio.ensure_future(r.host.start())
+    await planning.held()
+    start.cancel()
+    await asyncio.wait([start])
+    planning.free.set()
+    assert await refusals(r, 1, 2) == [UNAVAILABLE, NOT_FOUND]
+
+
+@in_loop
+async def test_no_version_is_unknown_while_the_settings_cannot_be_read(tmp_path):
+    deploy(tmp_path, "m", 1)
+    (tmp_path / "m" / "serving.yaml").write_text("batchin: {}")
+    r = await started(tmp_path)
+    for version in ("1", "stable"):
+        with pytest.raises(ServingError, match=f"version {version} of m .* did you mean batching"):
+            await r.ask(version=version)
+    assert await refusals(r, 1, "stable") == [UNAVAILABLE] * 2
 
 
 @in_loop

@@ -38,6 +38,8 @@ class Arguments:
     """A tokenizer.json or its folder (default: the source's own)."""
     merge_lora: Annotated[bool, NO_DEFAULT] = False
     """Merge a run's adapters into the model instead of keeping them apart."""
+    mtp: Annotated[bool, NO_DEFAULT] = False
+    """Take the modules that predict further tokens along."""
     overwrite: Annotated[bool, NO_DEFAULT] = False
     """Replace a destination that exists."""
 
@@ -55,6 +57,7 @@ def run(arguments: Arguments) -> int:
         step=arguments.step,
         tokenizer=arguments.tokenizer,
         merge_lora=arguments.merge_lora,
+        mtp=arguments.mtp,
         overwrite=arguments.overwrite,
     )
     print(  # noqa: T201
@@ -63,4 +66,6 @@ def run(arguments: Arguments) -> int:
         f"{parity.max_abs_logit:.1f}) over {parity.tokens:,} tokens of {parity.prompts}; the same "
         f"token comes first at {parity.same_top_token:.1%} of positions"
     )
+    if parity.modules_left_out:
+        print("modules that predict further tokens were left out; --mtp takes them along")  # noqa: T201
     return 0

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from tyro.conf import Positional, arg
 
-from fornax.cli.arguments import NO_DEFAULT
+from fornax.cli.arguments import NO_DEFAULT, Control
 from fornax.cli.host_report import head_line, shadow_lines, status_lines
 from fornax.config import ConfigError, environment
 from fornax.serving.client import V2Client, parse_server, tls_context, wait_until_ready
@@ -169,14 +169,6 @@ def _named(arguments: VersionArguments) -> str:
 
 def _say(line: str) -> None:
     print(line, file=sys.stdout, flush=True)  # noqa: T201
-
-
-@dataclasses.dataclass(frozen=True)
-class Control:
-    """One command, as the registry loads it."""
-
-    Arguments: type[Arguments]
-    run: Callable[[Any], int]
 
 
 _COMMANDS: dict[str, tuple[type[Arguments], Callable[[Any], int], str, str]] = {

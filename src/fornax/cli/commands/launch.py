@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -89,6 +88,7 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
             "directory of a training command after them"
         )
     from fornax.cluster import Job, Limits, launch
+    from fornax.cluster.launch import check_local_checkpoints
     from fornax.config.quantities import parse_time
 
     least, most = _hosts(arguments.hosts or "2")
@@ -110,7 +110,7 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
         words=tuple(words),
         limits=limits,
         mtbf=parse_time("mtbf", arguments.mtbf or "24h"),
-        local_checkpoints=_local_checkpoints(arguments),
+        local_checkpoints=check_local_checkpoints(arguments.local_checkpoints, arguments.engine),
         slow=arguments.slow or "report",
     )
     bar = None
@@ -130,23 +130,6 @@ def run(arguments: Arguments, words: Sequence[str]) -> int:
         sampler_program="fornax.cli.sampler:serve",
         data_workers=arguments.data_workers or 0,
     )
-
-
-def _local_checkpoints(arguments: Arguments) -> str | None:
-    """The directory as all hosts name it; one of this machine's is made."""
-    if arguments.local_checkpoints is None:
-        return None
-    path = arguments.local_checkpoints.expanduser().absolute()
-    if arguments.engine == "local":
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=path).close()
-        except OSError as error:
-            raise ConfigError(
-                f"--local-checkpoints {path} cannot be written ({error.strerror or error}); name "
-                "a directory on this machine's disk that can, or leave it out"
-            ) from error
-    return str(path)
 
 
 def _check_data_workers(count: int, words: Sequence[str]) -> None:

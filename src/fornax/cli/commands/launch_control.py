@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from fornax.cli.arguments import NO_DEFAULT
+from fornax.cli.arguments import NO_DEFAULT, Control
 from fornax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -330,14 +330,6 @@ def _named(run_dir: Path | None) -> Path:
 
 def _say(line: str) -> None:
     print(line, flush=True)  # noqa: T201
-
-
-@dataclasses.dataclass(frozen=True)
-class Control:
-    """One command, as the registry loads it."""
-
-    Arguments: type
-    run: Callable[[Any], int]
 
 
 _COMMANDS = {

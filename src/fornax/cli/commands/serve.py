@@ -59,7 +59,6 @@ def _build_run(model: str, config: "ServeConfig", observer: "Observer") -> "Asyn
     from fornax.train import load_decoder, tokenizer_folder
 
     tokenizer = tokenizer_folder(Path(model), config.tokenizer)
-    decoder = load_decoder(model)
-    return AsyncEngine(
-        build_engine(decoder, config.engine(), tokenizer=tokenizer, observer=observer)
-    )
+    engine = config.engine()
+    decoder = load_decoder(model, mtp=engine.mtp)
+    return AsyncEngine(build_engine(decoder, engine, tokenizer=tokenizer, observer=observer))

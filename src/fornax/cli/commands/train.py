@@ -29,7 +29,8 @@ class Arguments(ConfigArguments):
     run_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """Where everything is written (default: runs/ and the name of the config file)."""
     accept_changes: Annotated[tuple[str, ...], arg(metavar="KEY ...", help_behavior_hint="")] = ()
-    """Keys, or patterns of them, that may differ from those the checkpoints were made with."""
+    """Keys, or patterns of them, that may differ from those the checkpoints were made with; of a
+    new run, those of model.rope that may differ from the model of init_from."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """What is shown; auto is a bar on a terminal and lines elsewhere."""
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from fornax import kernels
 from fornax.kernels._attention.blocks import Band, choose_blocks, product_flops
 from fornax.kernels._attention.cudnn import MOST_MASK_BYTES
+from fornax.kernels._attention.operation import EXCHANGES
+from fornax.kernels._attention.ring import Ring, band_of, runs_native
+from fornax.models import DecoderConfig
+from fornax.models.config import LayerKind
 from fornax.plan.closed_form.shards import LocalStep
 
 _XLA_BLOCK = 256
@@ -35,33 +39,37 @@ class AttentionWork:
     """The largest temporary of the backward pass."""
 
 
-def attention_work(local: LocalStep, window: int | None) -> AttentionWork:
-    """The work of a layer whose queries see `window` keys (None: all before them)."""
-    kernel = attention_choice(local, window).implementation
+def attention_work(local: LocalStep, kind: LayerKind) -> AttentionWork:
+    """The work of a layer that has keys and values."""
+    kernel = attention_choice(local, kind).implementation
     if kernel == "splash":
-        return _splash(local, window)
-    return _plain(local, window, kernel)
+        return _splash(local, kind)
+    if kernel == "ring":
+        return _ring(local, kind)
+    return _plain(local, kind, kernel)
 
 
-def attention_choice(local: LocalStep, window: int | None) -> kernels.Choice:
-    """Which implementation a layer gets whose queries see `window` keys, and why no faster one.
+def attention_choice(local: LocalStep, kind: LayerKind) -> kernels.Choice:
+    """Which implementation such a layer gets, and why no faster one.
 
     Raises:
       KernelError: when none can run the call.
     """
     model, length = local.model, local.config.seq_len
+    heads, kv_heads = local.shares.attended(kind)
+    width, value_width = head_widths(model, kind)
     call = kernels.AttentionCall(
         platform=local.topology.chip.platform,
         batch=local.rows,
         queries=length,
         keys=length,
-        heads=local.shares.attention_heads,
-        kv_heads=local.shares.attention_kv_heads,
-        head_dim=model.head_width,
-        value_dim=model.value_width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        value_dim=value_width,
         dtype=local.config.dtypes.compute_dtype.name,
         causal=True,
-        window=window,
+        window=kind.window,
         softcap=model.attention_logit_softcap,
         sinks=model.attention_sinks,
         positions=True,
@@ -69,13 +77,34 @@ def attention_choice(local: LocalStep, window: int | None) -> kernels.Choice:
         balanced=local.balanced,
         segments=True,
         length_shards=local.context,
+        exchange=model.context_exchange if local.context > 1 else "auto",
     )
     return _choice(call)
 
 
+def head_widths(model: DecoderConfig, kind: LayerKind) -> tuple[int, int]:
+    """Widths of a head's query and of its value in a layer that has keys and values."""
+    if model.latent is not None:
+        return model.head_width, model.value_width
+    width = model.kv_shape(kind)[1]
+    return width, width
+
+
 def exchanges_heads(kernel: str, local: LocalStep) -> bool:
     """Whether devices that share a row's length exchange it for heads, and gather nothing."""
-    return local.context > 1 and kernel in ("native", "cudnn")
+    return local.context > 1 and EXCHANGES[kernel] == "heads"
+
+
+@functools.cache
+def _made(devices: int, balanced: bool, window: int | None, tokens: int, native: bool) -> Ring:
+    band = band_of(causal=True, window=window, consecutive=True)
+    return Ring(devices=devices, balanced=balanced, band=band, tokens=tokens, native=native)
+
+
+def ring_of(local: LocalStep, window: int | None) -> Ring:
+    """How keys and values are passed round, where a ring is what a layer gets."""
+    native = runs_native(local.topology.chip.platform, local.config.dtypes.compute_dtype.name)
+    return _made(local.context, local.balanced, window, local.length, native)
 
 
 @functools.cache
@@ -83,12 +112,12 @@ def _choice(call: kernels.AttentionCall) -> kernels.Choice:
     return kernels.attention_operation.choice(call)
 
 
-def _splash(local: LocalStep, window: int | None) -> AttentionWork:
-    T, S, H, V = _sizes(local)
-    item = local.compute_bytes
+def _splash(local: LocalStep, kind: LayerKind) -> AttentionWork:
+    T, S, H, V = _sizes(local, kind)
+    item, window = local.compute_bytes, kind.window
     band = Band(least=0, most=None if window is None else window - 1)
     blocks = choose_blocks(T // 2 if local.balanced else T, S, max(H, V), item, window)
-    calls = local.rows * local.shares.attention_heads
+    calls = local.rows * local.shares.attended(kind)[0]
     # Devices that share a row's length wait for the one with the last queries, unless balanced.
     first = (S - T) // 2 if local.balanced else S - T
     flops = product_flops(band, blocks, T, S, H, V, first)
@@ -111,15 +140,42 @@ def _splash(local: LocalStep, window: int | None) -> AttentionWork:
     )
 
 
-def _sizes(local: LocalStep) -> tuple[int, int, int, int]:
+def _ring(local: LocalStep, kind: LayerKind) -> AttentionWork:
+    """Blocks of a device as the ring visits them; each hop takes as long as its busiest device."""
+    T, S, H, V = _sizes(local, kind)
+    made, item = ring_of(local, kind.window), local.compute_bytes
+    pairs = sum(hop.pairs.shape[1] for hop in made.hops)
+    heads, kv_heads = local.shares.attended(kind)
+    calls = local.rows * heads
+    if made.native:  # which leaves out smaller blocks, of the device with the last queries too
+        block, first = min(_NATIVE_BLOCK, T), (S - T) // (2 if local.balanced else 1)
+        scores = calls * made.band.visited((T, S), (block, block), first) * block**2
+        moved, scratch = (0.0, 0.0), 0
+    else:
+        scores = calls * pairs * made.size**2
+        moved = (scores * _FORWARD_SCORE_BYTES, scores * _BACKWARD_SCORE_BYTES)
+        scratch = 2 * 4 * calls * made.size * _XLA_BLOCK
+    # A pair reads a block of queries and of keys, and adds to sums in float32.
+    rows = calls * pairs * made.size * (H + V)
+    # Keys and values here and on their way; their gradients so too, and what is added to them.
+    passed = local.rows * kv_heads * T * (H + V) * (2 * item + 3 * 4)
+    return AttentionWork(
+        forward_flops=2 * (H + V) * scores,
+        backward_flops=2 * (3 * H + 2 * V) * scores,
+        forward_bytes=moved[0] + rows * (2 * item + 4),
+        backward_bytes=moved[1] + rows * (2 * item + 2 * 4),
+        scratch_bytes=scratch + 4 * calls * T * H + passed,
+    )
+
+
+def _sizes(local: LocalStep, kind: LayerKind) -> tuple[int, int, int, int]:
     """T, S, H and V."""
-    model = local.model
-    return local.length, local.config.seq_len, model.head_width, model.value_width
+    return local.length, local.config.seq_len, *head_widths(local.model, kind)
 
 
-def _plain(local: LocalStep, window: int | None, kernel: str) -> AttentionWork:
-    T, S, H, V = _sizes(local)
-    calls = local.rows * local.shares.attention_heads
+def _plain(local: LocalStep, kind: LayerKind, kernel: str) -> AttentionWork:
+    T, S, H, V = _sizes(local, kind)
+    calls, window = local.rows * local.shares.attended(kind)[0], kind.window
     if exchanges_heads(kernel, local):
         T, calls = S, calls // local.context
     item = local.compute_bytes

@@ -3,9 +3,9 @@
 A weight that `fsdp` divides is gathered before each use, in the compute dtype, and its gradient is
 reduced to where the parameter lies. Axes that divide the batch or its length but not the weight
 reduce the gradient too. Where `tensor` divides heads and widths, each branch's sum is reduced over
-it, forward and backward. Where `context` divides the length, keys and values are gathered, or by
-kernels that need all of it, the length is exchanged for heads. Where `expert` divides experts,
-tokens are sent to them, or gathered by all.
+it, forward and backward. Where `context` divides the length, keys and values are gathered or passed
+round, or by kernels that need all of it, the length is exchanged for heads. Where `expert` divides
+experts, tokens are sent to them, or gathered by all.
 """
 
 import math
@@ -13,10 +13,22 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fornax.plan.closed_form.attention import attention_choice, exchanges_heads
-from fornax.plan.closed_form.shards import LocalStep, Section, sections
+from fornax.models.config import LayerKind
+from fornax.plan.closed_form.attention import (
+    attention_choice,
+    exchanges_heads,
+    head_widths,
+    ring_of,
+)
+from fornax.plan.closed_form.shards import (
+    MODULE_LAYERS,
+    LocalStep,
+    Section,
+    kinds_of,
+    sections,
+)
 from fornax.plan.closed_form.state import StateArray, dealt_elements
-from fornax.plan.closed_form.work import CHUNK, layer_replay, layer_replays
+from fornax.plan.closed_form.work import CHUNK, layer_replays
 from fornax.plan.facts import Exchange
 
 
@@ -39,6 +51,8 @@ def _layers(section: Section) -> Iterable[Exchange]:
     yield from _experts(section)
     yield from _context(section)
     yield from _offload(section)
+    if section.stack == MODULE_LAYERS:
+        yield from _projected(section)
 
 
 def _group(local: LocalStep, axes: tuple[str, ...]) -> int:
@@ -75,54 +89,73 @@ def _gathers(local: LocalStep, array: StateArray) -> Iterable[tuple[_Gathered, i
     A stage gathers the parameters of its layers at each tick, over the axes within it.
     """
     data = (*local.axes("batch"), *local.axes("length"))
-    place = _place(array.name, local.model.tie_embeddings)
+    place = _place(array, tied=local.model.tie_embeddings)
     accumulate = local.config.accumulate
-    if not array.name.startswith("layers/"):
+    if array.stack is None:
         axes = tuple(axis for dim in array.axes for axis in dim)
         reduced = tuple(axis for axis in data if axis not in axes)
         axes = tuple(axis for axis in axes if axis in data)
         yield _Gathered(place, axes, reduced, accumulate), math.prod(array.shape)
         return
-    part = array.name.split("/")[1]
     stays = array.axes[1] if array.of_experts else ()
     dividing = [axis for dim in array.axes[1:] for axis in dim]
     size = math.prod(array.shape[1:])
     for section in sections(local):
+        if section.stack != array.stack:
+            continue
         own = tuple(a for a in data if not (section.staged and a in local.stage_axes))
         axes = tuple(axis for axis in dividing if axis in own and axis not in stays)
         reduced = tuple(axis for axis in own if axis not in dividing)
         held = size * (local.mesh["stage"] if section.staged and "stage" in dividing else 1)
         if not section.staged:
             reduced = tuple(axis for axis in reduced if axis not in array.axes[0])
-        runs = section.runs * sum(part in kind.parts() for kind in section.kinds) * accumulate
+        runs = section.runs * sum(array.part in kind.parts() for kind in section.kinds) * accumulate
         yield _Gathered(place, axes, reduced, runs), held
 
 
-def _place(name: str, tied: bool) -> str:
-    if name.startswith("layers/experts/"):
-        return "expert"
-    if name.startswith("layers/"):
-        return "layer"
+def _place(array: StateArray, *, tied: bool) -> str:
+    name = array.name
+    if array.stack is not None:
+        return "expert" if array.part == "experts" else "layer"
+    if name.startswith("mtp/"):
+        return "module"
+    if name.startswith("layer_inputs/"):
+        return "embedding" if name.startswith("layer_inputs/embedding") else "layer inputs"
     if name.startswith("embed/"):
         return "tied embedding" if tied else "embedding"
     return "output projection" if name.startswith("lm_head") else "final norm"
 
 
 def _lookup(local: LocalStep) -> Iterable[Exchange]:
-    """Embeddings of all tokens from a table whose width is divided, to the tokens' devices.
+    """Rows of tables whose width is divided, embeddings and the layers' further inputs, for all
+    tokens, to the tokens' devices.
 
     Each device looks up its part of the width for all tokens; an all-to-all turns parts of the
     width into whole rows, in the table's dtype, and the gradient's goes back in the other.
     """
-    model = local.model
-    width = tuple(axis for axis in local.axes("embed") if axis in local.rules["batch"])
-    numbers = local.tokens * model.hidden_size
-    runs = local.config.accumulate
+    model, inputs = local.model, local.model.layer_inputs
+    yield from _looked_up(local, "embeddings", "embed", model.hidden_size, _ends(local))
+    if inputs is not None:
+        width, runs = model.num_layers * inputs.width, local.config.accumulate
+        yield from _looked_up(local, "layer inputs", "layer_input", width, runs)
+
+
+def _ends(local: LocalStep) -> int:
+    """How often a step looks up embeddings and makes a loss of hidden states: in each micro-batch
+    once, and once for each module that predicts further tokens."""
+    return (1 + local.model.num_mtp_modules) * local.config.accumulate
+
+
+def _looked_up(
+    local: LocalStep, what: str, logical: str, columns: int, runs: int
+) -> Iterable[Exchange]:
+    width = tuple(axis for axis in local.axes(logical) if axis in local.rules["batch"])
+    numbers = local.tokens * columns
     if width:
         group = _group(local, width)
         for when, item in (("forward", local.param_bytes), ("backward", local.compute_bytes)):
             yield Exchange(
-                name=f"exchange embeddings for tokens ({when})",
+                name=f"exchange {what} for tokens ({when})",
                 kind="all-to-all",
                 axes=width,
                 bytes=numbers * group * item,
@@ -132,7 +165,7 @@ def _lookup(local: LocalStep) -> Iterable[Exchange]:
     vocabulary = local.axes("vocab")
     if vocabulary:
         yield Exchange(
-            name="add up embeddings over the vocabulary's parts",
+            name=f"add up {what} over the vocabulary's parts",
             kind="all-reduce",
             axes=vocabulary,
             bytes=numbers * local.param_bytes,
@@ -152,7 +185,7 @@ def _vocabulary(local: LocalStep) -> Iterable[Exchange]:
         kind="all-reduce",
         axes=vocabulary,
         bytes=4 * local.tokens // chunks * local.model.hidden_size,
-        count=chunks * local.config.accumulate,
+        count=chunks * _ends(local),
         blocking=True,
     )
 
@@ -160,8 +193,12 @@ def _vocabulary(local: LocalStep) -> Iterable[Exchange]:
 def _of_weight(local: LocalStep, how: _Gathered, whole: int, mine: int) -> Iterable[Exchange]:
     place, gathered, reduced, runs = how.place, how.axes, how.reduced, how.runs
     item = local.compute_bytes
+    # The loss adds its gradient up in float32 before it is reduced; each module has a loss.
+    wide = place in ("tied embedding", "output projection")
+    sums = runs * (1 + local.model.num_mtp_modules) if wide else runs
     if gathered and place != "embedding":
-        for when in ("forward", "backward") if place in ("layer", "expert") else ("forward",):
+        twice = place in ("layer", "expert", "layer inputs")
+        for when in ("forward", "backward") if twice else ("forward",):
             yield Exchange(
                 name=f"gather {place} weights ({when})",
                 kind="all-gather",
@@ -170,14 +207,12 @@ def _of_weight(local: LocalStep, how: _Gathered, whole: int, mine: int) -> Itera
                 count=runs,
                 blocking=place == "expert",  # compilers start it where the products need it
             )
-        # The loss adds its gradient up in float32 before it is reduced.
-        wide = place in ("tied embedding", "output projection")
         yield Exchange(
             name=f"reduce {place} gradients",
             kind="reduce-scatter",
             axes=gathered,
             bytes=whole * (4 if wide else item),
-            count=runs,
+            count=sums,
         )
     if reduced:
         yield Exchange(
@@ -185,7 +220,7 @@ def _of_weight(local: LocalStep, how: _Gathered, whole: int, mine: int) -> Itera
             kind="all-reduce",
             axes=reduced,
             bytes=mine * item,
-            count=runs,
+            count=sums,
         )
 
 
@@ -205,14 +240,15 @@ def _branches(section: Section) -> Iterable[Exchange]:
         "blocking": True,
     }
     steps = local.config.accumulate
-    branches = 2 * section.layers
+    branches = sum(runs * (2 - (kind.mlp == "none")) for kind, runs in section.runs_of.items())
     if local.shares.shared_mlp:
-        branches += section.mlps["experts"]
+        branches += section.expert_layers
     backward = branches
     if local.model.latent is not None and local.model.latent.query_rank:
-        backward -= section.layers  # what attention adds up is no wider than its latents
+        # What attention adds up is no wider than its latents.
+        backward -= sum(runs for kind, runs in section.runs_of.items() if not kind.linear)
     sums = 0
-    for layers, found in layer_replays(section):
+    for _, layers, found in layer_replays(section):
         sums += layers * sum(node.name in _SUMS for node in found.again)
     if not local.axes("activation_embed"):
         for when, count in (
@@ -235,22 +271,53 @@ def _branches(section: Section) -> Iterable[Exchange]:
         yield Exchange(name=name, kind="reduce-scatter", count=reductions * steps, **common)
 
 
+def _projected(section: Section) -> Iterable[Exchange]:
+    """Sums over `tensor` of what modules that predict further tokens project for their layers, and
+    its gradients, of which each device has a part of the width."""
+    local = section.local
+    axes = tuple(axis for axis in local.axes("mlp") if axis not in local.rules["batch"])
+    if not axes:
+        return
+    bytes_of = local.tokens * local.model.hidden_size * local.compute_bytes
+    for name, kind, size in (
+        ("add up what modules project", "all-reduce", bytes_of),
+        ("gather gradients of what modules project", "all-gather", 2 * bytes_of),
+    ):
+        yield Exchange(
+            name=name,
+            kind=kind,
+            axes=axes,
+            bytes=size,
+            count=section.layers * local.config.accumulate,
+            blocking=True,
+        )
+
+
 _SUMS = ("o_product", "down", "shared_down")
 """Values of a layer that are summed over the devices that divide heads and widths."""
 
 
 def _latents(section: Section) -> Iterable[Exchange]:
-    """Sums over `tensor` of the gradients of latents, which are whole where heads are divided."""
-    local = section.local
-    latent, axes = local.model.latent, local.axes("activation_heads")
-    if latent is not None and axes:
-        width = latent.cached_dim + (latent.query_rank or 0)
+    """Sums over `tensor` of the gradients of what is whole where heads are divided: latents, and
+    B and C of Mamba-2."""
+    local, model = section.local, section.local.model
+    axes = local.axes("activation_heads")
+    latent, mamba = model.latent, model.mamba2
+    if not axes:
+        return
+    for kind, runs in section.runs_of.items():
+        if kind.attention == "latent" and latent is not None:
+            what, width = "latents", latent.cached_dim + (latent.query_rank or 0)
+        elif kind.attention == "mamba2" and mamba is not None:
+            what, width = "B and C", 2 * mamba.key_width
+        else:
+            continue
         yield Exchange(
-            name="add up gradients of latents over tensor shards",
+            name=f"add up gradients of {what} over tensor shards",
             kind="all-reduce",
             axes=axes,
             bytes=local.tokens * width * local.compute_bytes,
-            count=section.layers * local.config.accumulate,
+            count=runs * local.config.accumulate,
             blocking=True,
         )
 
@@ -260,13 +327,23 @@ def _experts(section: Section) -> Iterable[Exchange]:
 
     Where a policy keeps no rows of the experts, tokens travel once more for the backward pass.
     """
-    local, layers = section.local, section.mlps.get("experts", 0)
-    routed = local.shares.routed
-    if not layers or routed.devices == 1:
-        return
-    again = {node.name for node in layer_replay(local, "experts").again}
-    runs = layers * local.config.accumulate
-    yield from _sent(local, runs, again) if routed.sends else _met(local, runs, again)
+    local, routed = section.local, section.local.shares.routed
+    for kind, layers, found in layer_replays(section):
+        if kind.mlp != "experts":
+            continue
+        again = {node.name for node in found.again}
+        runs = layers * local.config.accumulate
+        if routed.capacity is not None and local.axes("length"):
+            yield Exchange(
+                name="gather which experts a row's tokens chose",
+                kind="all-gather",
+                axes=local.axes("length"),
+                bytes=4 * local.rows * local.config.seq_len * local.shares.chosen,
+                count=(1 + ("router" in again)) * runs,
+                blocking=True,
+            )
+        if routed.devices > 1:
+            yield from _sent(local, runs, again) if routed.sends else _met(local, runs, again)
 
 
 def _sent(local: LocalStep, runs: int, again: set[str]) -> Iterable[Exchange]:
@@ -331,30 +408,71 @@ def _context(section: Section) -> Iterable[Exchange]:
     axes = local.axes("length")
     if not axes:
         return
-    widths = local.model.head_width + local.model.value_width
-    runs = section.layers * local.config.accumulate
-    row = local.rows * local.config.seq_len * widths * local.compute_bytes
-    if exchanges_heads(attention_choice(local, None).implementation, local):
-        heads = local.shares.attention_heads + local.shares.attention_kv_heads
+    met: set[int | None] = set()
+    for kind, layers, found in layer_replays(section):
+        runs = layers * local.config.accumulate
+        if attention_choice(local, kind).implementation == "ring":
+            passes = 3 if found.attention_again else 2
+            yield from _passed_round(local, kind, runs, passes, first=kind.window not in met)
+            met.add(kind.window)
+        else:
+            yield from _context_of(local, kind, runs, axes)
+
+
+def _context_of(
+    local: LocalStep, kind: LayerKind, runs: int, axes: tuple[str, ...]
+) -> Iterable[Exchange]:
+    """The same of layers of a kind."""
+    row = local.rows * local.config.seq_len * sum(head_widths(local.model, kind))
+    row *= local.compute_bytes
+    heads, kv_heads = local.shares.attended(kind)
+    if exchanges_heads(attention_choice(local, kind).implementation, local):
         yield Exchange(
             name="exchange the length for heads",
             kind="all-to-all",
             axes=axes,
-            bytes=row * heads,
+            bytes=row * (heads + kv_heads),
             count=3 * runs,  # forward, again, backward
             blocking=True,
         )
         return
-    size = row * local.shares.attention_kv_heads
     common = {
         "axes": axes,
-        "bytes": size,
+        "bytes": row * kv_heads,
         "blocking": True,
     }
     yield Exchange(name="gather keys and values", kind="all-gather", count=2 * runs, **common)
     yield Exchange(
         name="reduce gradients of keys and values", kind="reduce-scatter", count=runs, **common
     )
+
+
+def _passed_round(
+    local: LocalStep, kind: LayerKind, runs: int, passes: int, *, first: bool
+) -> Iterable[Exchange]:
+    """Keys and values of a device from hop to hop while it computes, with each pass, and backward
+    their gradients in float32, of which the last way, home, is waited for. Positions and documents
+    are those of all layers with this window and sent once, with the `first`."""
+    numbers = local.tokens * local.shares.attended(kind)[1] * sum(head_widths(local.model, kind))
+    ids = first * local.config.accumulate
+    hops = len(ring_of(local, kind.window).hops) - 1
+    keys, home = numbers * local.compute_bytes, runs * min(hops, 1)
+    gradients = "pass gradients of keys and values"
+    for name, size, count, blocking in (
+        ("pass keys and values round", keys, runs * passes * hops, False),
+        ("pass positions and documents round", 8 * local.tokens, ids * hops, False),
+        (f"{gradients} round", 4 * numbers, runs * hops, False),
+        (f"{gradients} home", 4 * numbers, home, True),
+    ):
+        if count:
+            yield Exchange(
+                name=name,
+                kind="collective-permute",
+                axes=local.axes("length"),
+                bytes=size,
+                count=count,
+                blocking=blocking,
+            )
 
 
 def _reordering(local: LocalStep) -> Iterable[Exchange]:
@@ -365,7 +483,7 @@ def _reordering(local: LocalStep) -> Iterable[Exchange]:
             kind="collective-permute",
             axes=axes,
             bytes=local.tokens * local.model.hidden_size * local.compute_bytes,
-            count=2 * local.config.accumulate,
+            count=2 * _ends(local),
             blocking=True,
         )
 
@@ -373,7 +491,7 @@ def _reordering(local: LocalStep) -> Iterable[Exchange]:
 def _offload(section: Section) -> Iterable[Exchange]:
     """Activations to the host's memory and back."""
     local = section.local
-    for layers, found in layer_replays(section):
+    for _, layers, found in layer_replays(section):
         width = sum(node.width * local.compute_bytes + 4 * node.wide for node in found.offloaded)
         for name in ("to the host", "back from the host"):
             yield Exchange(
@@ -402,8 +520,8 @@ def _microbatches(staged: Section) -> Iterable[Exchange]:
     stages = local.stages
     each = local.config.pipeline.count(stages) // stages
     home = stages - 1 - (stages - 1) // each
-    tables = 2 if model.local_rope is not None else 1
-    beside = 2 * 4 + tables * 2 * 4 * (model.rotated_width(model.rope) // 2)
+    tables = len({kind.rope for kind in kinds_of(model)} - {"none"})
+    beside = 2 * 4 + tables * 2 * 4 * (model.rotated_width(model.rope, wide=True) // 2)
     rows = model.hidden_size * local.compute_bytes
     inside = home >= stages - local.mesh["stage"]
     for what, size, times in (("microbatches", rows, 2), ("positions and rotations", beside, 1)):

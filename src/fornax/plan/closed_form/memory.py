@@ -13,12 +13,13 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from fornax.models.config import LayerKind
 from fornax.models.mlp import ACTIVATIONS
-from fornax.plan.closed_form.attention import attention_work
-from fornax.plan.closed_form.layer import Mlp
-from fornax.plan.closed_form.shards import LocalStep, Shares, mlps, sections, windows
+from fornax.plan.closed_form.attention import attention_work, head_widths
+from fornax.plan.closed_form.layer import layer_graph
+from fornax.plan.closed_form.shards import LocalStep, kinds_of, sections
 from fornax.plan.closed_form.state import StateArray, dealt_elements
-from fornax.plan.closed_form.work import CHUNK, layer_replay
+from fornax.plan.closed_form.work import CHUNK, layer_replay, layer_replays
 from fornax.plan.facts import Buffer, Memory, MemoryPart
 
 _BATCH_ARRAYS = 5
@@ -91,17 +92,33 @@ def _code(local: LocalStep) -> int:
 def kept_bytes(local: LocalStep, *, offloaded: bool = False) -> float:
     """Bytes of what all layers keep for the backward pass."""
     total = 0.0
-    each = [(one, mlp, runs) for one in sections(local) for mlp, runs in one.mlps.items()]
-    for section, mlp, runs in each:
-        found = layer_replay(local, mlp)
-        size = 0.0
-        for node in found.offloaded if offloaded else found.kept:
-            width = node.width * (1.0 if offloaded else _lanes(local, node.head))
-            size += width * local.compute_bytes + 4 * node.wide
-        if local.config.remat == "none" and not offloaded:
-            size += _intermediates(local, mlp)
-        total += runs * section.local.tokens * size
-    return total
+    for section in sections(local):
+        for kind, runs, found in layer_replays(section):
+            size = 0.0
+            for node in found.offloaded if offloaded else found.kept:
+                lanes = 1.0 if offloaded else _lanes(local, node.head)
+                size += node.width * lanes * local.compute_bytes + 4 * node.wide
+            if local.config.remat == "none" and not offloaded:
+                size += _intermediates(local, kind)
+            total += runs * section.local.tokens * size
+    return total if offloaded else total + _inputs_kept(local) + _modules_kept(local)
+
+
+def _inputs_kept(local: LocalStep) -> float:
+    """Bytes of what the layers' further inputs are made of: the norm's input. The inputs themselves
+    count with the layers."""
+    inputs = local.model.layer_inputs
+    if inputs is None:
+        return 0.0
+    return float(local.tokens * local.model.num_layers * inputs.width * local.compute_bytes)
+
+
+def _modules_kept(local: LocalStep) -> float:
+    """Bytes of what modules that predict further tokens keep beside their layers, which no policy
+    is asked about: of each of three norms three float32 arrays, and the projection's input."""
+    model = local.model
+    each = model.hidden_size * (3 * 3 * 4 + 2 * local.compute_bytes)
+    return float(model.num_mtp_modules * local.tokens * each)
 
 
 def _lanes(local: LocalStep, head: int) -> float:
@@ -111,29 +128,54 @@ def _lanes(local: LocalStep, head: int) -> float:
     return -(-head // _LANES) * _LANES / head
 
 
-def _intermediates(local: LocalStep, mlp: Mlp) -> float:
+def _intermediates(local: LocalStep, kind: LayerKind) -> float:
     """Bytes a token that a layer keeps besides where no policy says what to keep: of each norm
-    three float32 arrays of its width, and what differentiating the activation keeps of the MLP's.
+    three float32 arrays of its width, what differentiating the activation keeps of the MLP's, the
+    factors of gates, and what linear layers compute.
     """
     model, shares = local.model, local.shares
-    norms = (4 if model.norm_placement == "sandwich" else 2) * model.hidden_size
-    if model.qk_norm != "none":
-        norms += (shares.heads + shares.kv_heads) * model.head_width
-    if model.latent is not None:
-        norms += (model.latent.query_rank or 0) + model.latent.key_value_rank
-    inner = _activation_residuals(model.activation) * _inner_width(shares, mlp)
+    graph, _ = layer_graph(model, shares, kind)
+    norms = sum(node.width + node.wide for node in graph.values() if node.name.endswith("_norm"))
+    inner = _activation_residuals(model.activation) * _inner_width(local, kind)
     sums = 0
-    if mlp == "experts":  # the router's input and the terms of the sum in float32, and their mask
+    if kind.mlp == "experts":  # the router's input and the terms of the sum in float32, their mask
         back = shares.chosen * (1 if shares.routed.sends else shares.routed.gathered)
-        sums = model.hidden_size * (4 + back * (4 - local.compute_bytes + 1))
-    return 3.0 * 4 * norms + inner * local.compute_bytes + sums
+        own = 0 if "router_norm" in graph else 4
+        sums = model.hidden_size * (own + back * (4 - local.compute_bytes + 1))
+    if model.attention_gate and not kind.linear:
+        inner += 2 * graph["gated"].width
+    if "gated_shared" in graph:
+        inner += graph["gated_shared"].width
+    linear = _linear_intermediates(local) if kind.linear else 0.0
+    return 3.0 * 4 * norms + inner * local.compute_bytes + sums + 4 * linear
 
 
-def _inner_width(shares: Shares, mlp: Mlp) -> int:
+def _linear_intermediates(local: LocalStep) -> float:
+    """Float32 values a token that a linear layer keeps where no policy says what to keep.
+
+    Of each convolution its taps and what the activation's derivative takes; queries, keys and
+    values by chunk; each product's factors, each gate's and each norm's; and the chunks' states.
+    """
+    rule, own = local.model.linear, local.shares.linear
+    assert rule is not None
+    assert own is not None
+    K, N, H, V, C = own.key_heads, own.heads, rule.key_dim, rule.value_dim, own.chunk
+    mixed = (rule.conv_width + 3) * (2 * K * H + N * V)
+    if local.model.gated_delta is not None:
+        chunks = 7 * K * H + 13 * N * V + 4 * N * C + 2 * K * C + 2 * N * H
+    else:
+        chunks = 2 * K * H + 14 * N * V + 2 * N * C + K * C
+    return mixed + chunks + N * H * V / C + 12 * N  # a dozen numbers of each head
+
+
+def _inner_width(local: LocalStep, kind: LayerKind) -> float:
     """Elements a token between the projections of an MLP, or of all its experts."""
-    if mlp == "mlp":
-        return shares.mlp
-    return shares.routed.room * shares.expert_mlp + shares.shared_mlp
+    graph, _ = layer_graph(local.model, local.shares, kind)
+    return sum(graph[name].width for name in _INNER if name in graph)
+
+
+_INNER = ("gate", "shared_gate", "input_gate")
+"""What activations are applied to between the projections of MLPs."""
 
 
 @functools.cache
@@ -149,6 +191,11 @@ def _named(state: tuple[StateArray, ...], prefix: str) -> list[StateArray]:
     return [a for a in state if a.owner == "parameters" and a.name.startswith(prefix)]
 
 
+def _layers(state: tuple[StateArray, ...]) -> list[StateArray]:
+    """Parameters of layers, those of modules among them."""
+    return [a for a in state if a.owner == "parameters" and a.stack is not None]
+
+
 def _count(arrays: list[StateArray]) -> int:
     return sum(math.prod(array.shape) for array in arrays)
 
@@ -157,7 +204,7 @@ def _cast(local: LocalStep, state: tuple[StateArray, ...]) -> float:
     """The layers' weights in the compute dtype: the cast is made once, before the loop."""
     if local.param_bytes == local.compute_bytes:
         return 0.0
-    return float(local.compute_bytes * _count(_named(state, "layers/")))
+    return float(local.compute_bytes * _count(_layers(state)))
 
 
 def _sums(local: LocalStep, state: tuple[StateArray, ...]) -> float:
@@ -172,8 +219,8 @@ def _head(local: LocalStep) -> int:
 
 
 def _rotations(local: LocalStep) -> float:
-    tables = 2 if local.model.local_rope is not None else 1
-    half = max(_LANES, local.model.rotated_width(local.model.rope) // 2)
+    tables = len({kind.rope for kind in kinds_of(local.model)} - {"none"})
+    half = max(_LANES, local.model.rotated_width(local.model.rope, wide=True) // 2)
     return tables * 2 * 4.0 * local.tokens * half
 
 
@@ -181,10 +228,12 @@ def _loss(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
     item, head = local.compute_bytes, _head(local)
     chunk = min(CHUNK, local.tokens)
     stream = local.tokens * local.model.hidden_size * item
+    # A module's loss makes its own gradient, beside what those before it have added up.
+    gradients = 2 if local.model.num_mtp_modules else 1
     return _Moment(
         "loss",
         gradients={
-            "output projection's gradient (whole width)": 4.0 * head,
+            "output projection's gradient (whole width)": 4.0 * head * gradients,
             "sums over micro-batches": _sums(local, state),
         },
         activations={"kept by layers": kept_bytes(local)},
@@ -199,7 +248,7 @@ def _loss(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
 
 
 def _backward(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
-    layers = _named(state, "layers/")
+    layers = _layers(state)
     return _Moment(
         "backward",
         gradients={
@@ -250,14 +299,20 @@ def _whole_weights(local: LocalStep, layers: list[StateArray]) -> float:
     data = {*local.axes("batch"), *local.axes("length")}
     axes = {axis for array in layers for axis in array.gathered_axes if axis in data}
     few = math.prod(local.mesh[axis] for axis in axes) <= _PASSED_ROUND
-    return max(_whole_weights_of(local, layers, mlp, few) for mlp in mlps(local.model))
+    return max(
+        _whole_weights_of(local, [a for a in layers if a.stack == section.stack], kind, few)
+        for section in sections(local)
+        for kind in section.runs_of
+    )
 
 
-def _whole_weights_of(local: LocalStep, layers: list[StateArray], mlp: Mlp, few: bool) -> float:
-    """The same for a layer with such an MLP. Experts' weights are gathered together."""
-    other = "layers/mlp/" if mlp == "experts" else "layers/experts/"
-    mine = [array for array in layers if not array.name.startswith(other)]
-    experts = [_layer_of(local, a) for a in mine if a.name.startswith("layers/experts/")]
+def _whole_weights_of(
+    local: LocalStep, layers: list[StateArray], kind: LayerKind, few: bool
+) -> float:
+    """The same for a layer of a kind. Experts' weights are gathered together."""
+    parts = kind.parts()
+    mine = [array for array in layers if array.part in parts]
+    experts = [_layer_of(local, a) for a in mine if a.part == "experts"]
     counts = [_layer_of(local, a) for a in mine]
     if few:
         return 2.0 * local.compute_bytes * max(max(counts), sum(experts))
@@ -277,33 +332,44 @@ def _working_set(local: LocalStep) -> float:
 
     The largest of three: the MLP's, with gate, up, their product, four of the stream's width and
     what was computed again for attention's turn; attention's kernel, with what it takes, gives and
-    scratches; the rotations' in float32, where half a head's width is padded to whole lanes.
+    scratches, or what a linear layer computes in float32; the rotations' in float32, where half a
+    head's width is padded to whole lanes.
     """
-    return max(_working_set_of(local, mlp) for mlp in mlps(local.model))
+    return max(_working_set_of(local, kind) for kind in kinds_of(local.model))
 
 
-def _working_set_of(local: LocalStep, mlp: Mlp) -> float:
-    """The same of a layer with such an MLP; experts' rows are the tokens', once for each choice."""
+def _working_set_of(local: LocalStep, kind: LayerKind) -> float:
+    """The same of a layer of a kind; experts' rows are the tokens', once for each choice."""
     model, shares, item = local.model, local.shares, local.compute_bytes
-    D, F, tpu = model.hidden_size, _inner_width(shares, mlp), local.topology.chip.platform == "tpu"
-    chosen = shares.routed.room if mlp == "experts" else 0
-    H, V, turning = model.head_width, model.value_width, model.rotated_width(model.rope)
+    D, F = model.hidden_size, _inner_width(local, kind)
+    tpu = local.topology.chip.platform == "tpu"
+    chosen = shares.routed.room if kind.mlp == "experts" else 0
+    if kind.linear:
+        return max(item * ((4 + 2 * chosen) * D + 3 * F), item * 3 * D + _linear_set(local, kind))
+    (H, V), turning = head_widths(model, kind), model.rotated_width(model.rope, wide=True)
     key, value = H * _lanes(local, H), V * _lanes(local, V)
     q, o = shares.heads * key, shares.heads * value
     half = _lanes(local, H) * 2 * max(_LANES, turning // 2) if tpu else turning
-    scratch = max(attention_work(local, window).scratch_bytes for window in windows(model))
-    found = layer_replay(local, mlp)
+    scratch = attention_work(local, kind).scratch_bytes
+    found = layer_replay(local, kind)
     ahead = [node for node in (*found.again, *found.offloaded) if node.name in ("q", "k", "v", "o")]
     again = sum(node.width * _lanes(local, node.head) for node in ahead)
     inner = item * ((4 + 2 * chosen) * D + 3 * F + again)
-    attention = item * (3 * D + q + 2 * o + shares.kv_heads * (key + value))
+    attention = item * (3 * D + q + 2 * o + shares.kv_heads_of(kind) * (key + value))
     rotations = 4 * (shares.heads * half + q) + item * (3 * D + 3 * q + F)
     return float(max(inner, attention + scratch / local.tokens, rotations))
 
 
+def _linear_set(local: LocalStep, kind: LayerKind) -> float:
+    """Bytes a token of what a linear layer computes in float32 for its backward pass, all at once:
+    gradients take the places of values that are done with, and no layout pads chunks (seen)."""
+    graph, _ = layer_graph(local.model, local.shares, kind)
+    return 4.0 * sum(node.wide for node in graph.values())
+
+
 def _update(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
     params = [array for array in state if array.owner == "parameters"]
-    embedding = _count(_named(state, "embed/"))
+    embedding = _count(_named(state, "embed/")) + _count(_named(state, "layer_inputs/embedding"))
     return _Moment(
         "update",
         gradients={

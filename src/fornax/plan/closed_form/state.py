@@ -21,7 +21,13 @@ from fornax.optim import OptimConfig
 from fornax.optim.shardings import state_shardings
 from fornax.optim.tree import flatten
 from fornax.plan.artifact import dividing_axes
-from fornax.plan.closed_form.shards import LocalStep, Section, abstract_mesh, sections
+from fornax.plan.closed_form.shards import (
+    MODULE_LAYERS,
+    LocalStep,
+    Section,
+    abstract_mesh,
+    sections,
+)
 
 _LANES = 128
 
@@ -41,6 +47,18 @@ class StateArray:
     """On one device, with the padding of its layout."""
 
     @property
+    def stack(self) -> str | None:
+        """The path of the stack of layers that it belongs to; None for what is in no layer."""
+        stacks = ("layers", MODULE_LAYERS)
+        return next((stack for stack in stacks if self.name.startswith(f"{stack}/")), None)
+
+    @property
+    def part(self) -> str | None:
+        """The part of a layer that it belongs to, such as `attention`."""
+        stack = self.stack
+        return None if stack is None else self.name.removeprefix(f"{stack}/").split("/")[0]
+
+    @property
     def of_experts(self) -> bool:
         """Whether it has a part for each expert of each layer."""
         *_, owner, projection, _ = ("", "", *self.name.split("/"))
@@ -51,7 +69,8 @@ class StateArray:
         """Mesh axes that divide it, and not the work that it is used in: not those of experts, nor
         the stages that divide its layers."""
         stays = self.axes[1] if self.of_experts else ()
-        dims = self.axes[1:] if self.name.startswith("layers/") else self.axes
+        stacked = self.name.startswith(("layers/", "mtp/"))
+        dims = self.axes[1:] if stacked else self.axes
         return tuple(axis for dim in dims for axis in dim if axis not in stays)
 
 
@@ -134,10 +153,9 @@ def dealt_elements(staged: Section, params: list[StateArray]) -> tuple[int, int]
     stages, outside = local.stages, len(sections(local)) > 1
     part = uneven = 0
     for array in params:
-        if array.name.startswith("layers/"):
-            name = array.name.split("/")[1]
+        if array.stack is not None:
             across = any("stage" in dim for dim in array.axes[1:])
-            layers = sum(name in kind.parts() for kind in staged.kinds)
+            layers = sum(array.part in kind.parts() for kind in staged.kinds)
             size = layers * math.prod(array.shape[1:]) * (stages if across else 1)
             part += size
             uneven += size * local.config.pipeline.repeats if across or outside else 0

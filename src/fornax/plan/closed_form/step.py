@@ -1,5 +1,6 @@
 """From a config and a topology to the facts of its training step: no compiler and no device."""
 
+import math
 from collections.abc import Iterator
 
 from fornax import kernels
@@ -8,7 +9,7 @@ from fornax.mesh import check_use
 from fornax.plan.closed_form.attention import attention_choice
 from fornax.plan.closed_form.exchanges import exchanges
 from fornax.plan.closed_form.memory import memory_at_peak
-from fornax.plan.closed_form.shards import EVEN, LocalStep, Routed, local_step, sections, windows
+from fornax.plan.closed_form.shards import EVEN, LocalStep, Routed, attending, local_step, sections
 from fornax.plan.closed_form.state import state_arrays
 from fornax.plan.closed_form.work import repeated_flops, step_work, update_work
 from fornax.plan.facts import StepFacts
@@ -50,15 +51,24 @@ def _notes(local: LocalStep, expert_load: float) -> Iterator[str]:
     padding = padding_text(config.batch_size, shards, config.accumulate)
     if padding:
         yield padding
-    chosen = {attention_choice(local, window).implementation for window in windows(local.model)}
+    chosen = {attention_choice(local, kind).implementation for kind in attending(local.model)}
     if chosen & {"blockwise", "xla"}:
         yield (
             "attention runs as plain XLA operations here, which computes masked blocks too and "
             "passes its scores through memory"
         )
+    if "ring" in chosen and local.topology.chip.platform != "cpu":
+        yield (
+            "ring attention multiplies by plain XLA operations here, which pass scores through "
+            "memory"
+        )
     if local.shares.experts:
         text = expert_text(local.shares.routed, expert_load)
-        yield f"{text}; grouped products are taken at the rate of dense ones"
+        if local.topology.chip.platform == "tpu":
+            filled = _filled_tiles(local)
+            yield f"{text}; the tiles of their products are filled to {filled:.0%}"
+        else:
+            yield f"{text}; grouped products are taken at the rate of dense ones"
     staged = sections(local)[-1]
     if staged.staged:
         stages = local.stages
@@ -68,15 +78,39 @@ def _notes(local: LocalStep, expert_load: float) -> Iterator[str]:
             f"({(stages - 1) / staged.runs:.0%} of their time, the bubble)"
         )
     heads = local.size("activation_heads")
-    if local.shares.attention_heads == local.model.num_heads and heads > 1:
+    whole = {
+        local.model.kv_shape(kind)[0]
+        for kind in attending(local.model)
+        if local.shares.attended(kind)[0] == local.model.num_heads and heads > 1
+    }
+    for count in sorted(whole):
         yield (
-            f"tensor={heads} does not divide {local.model.kv_heads} key/value heads, so every "
-            "tensor shard computes the attention of all heads"
+            f"tensor={heads} does not divide {count} key/value heads, so every tensor shard "
+            "computes the attention of all heads"
+        )
+    if local.model.linear is not None:
+        yield (
+            "linear layers compute in float32, as products of its chunks and passes over memory, "
+            "and are taken to reach its share of the peak"
         )
 
 
+def _filled_tiles(local: LocalStep) -> float:
+    """Of what products of experts compute, the rows and columns that there are."""
+    of_experts = [work for work in step_work(local) if work.kind == "experts"]
+    useful = sum(work.flops * work.count for work in of_experts)
+    return useful / sum(work.flops * work.computed * work.count for work in of_experts)
+
+
 def expert_text(routed: Routed, expert_load: float) -> str:
-    """How even the load of experts is taken to be, and by whom it is said."""
+    """How even the load of experts is taken to be, by whom it is said, and what has room."""
+    text = _load_text(routed, expert_load)
+    if routed.capacity is None:
+        return text
+    return f"{text}; an expert has room for {routed.capacity} tokens of a row and drops the others"
+
+
+def _load_text(routed: Routed, expert_load: float) -> str:
     if routed.devices == 1:
         return (
             "tokens are taken to choose each expert equally often; an expert that more of them "
@@ -101,7 +135,7 @@ def kernel_choices(config: TrainConfig, topology: Topology) -> tuple[kernels.Cho
       ConfigError, ShardingError: when the run does not divide over the topology.
     """
     local = local_step(config, topology)
-    found = [attention_choice(local, window) for window in windows(local.model)]
+    found = [attention_choice(local, kind) for kind in attending(local.model)]
     if local.shares.experts:
         found.append(experts_choice(local))
     return tuple(dict.fromkeys(found))
@@ -111,7 +145,7 @@ def experts_choice(local: LocalStep) -> kernels.Choice:
     """Which implementation multiplies the rows of experts, and why no faster one."""
     call = kernels.GroupedCall(
         platform=local.topology.chip.platform,
-        rows=local.tokens * local.shares.routed.room,
+        rows=math.ceil(local.tokens * local.shares.routed.room),
         groups=local.shares.experts,
         inputs=local.model.hidden_size,
         outputs=local.shares.expert_mlp,

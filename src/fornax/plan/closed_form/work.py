@@ -2,17 +2,20 @@
 
 Products count two operations for each multiplication. Backward takes two products for each of the
 forward pass; a remat policy adds those it computes again (`layer.py`), and attention counts the
-blocks its kernel visits. Everything is of a step: all layers, all micro-batches.
+blocks its kernel visits. Linear layers compute in float32, and take the time of that. Everything is
+of a step: all layers, all micro-batches.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
+from fornax.models.config import LayerKind
 from fornax.optim import SOAP, Muon, Shampoo
+from fornax.plan.closed_form import grouped
 from fornax.plan.closed_form.attention import attention_work
 from fornax.plan.closed_form.layer import (
     Graph,
-    Mlp,
     Node,
     Replay,
     layer_graph,
@@ -27,31 +30,26 @@ CHUNK = 1024
 """Tokens of a device whose logits exist at once, `linear_cross_entropy`'s default."""
 
 
-def layer_replay(local: LocalStep, mlp: Mlp) -> Replay:
-    """What the remat policy makes of a layer with such an MLP on this device."""
-    return replay(local.model, local.shares, policy_of(local.config.resolved_remat()), mlp)
+def layer_replay(local: LocalStep, kind: LayerKind) -> Replay:
+    """What the remat policy makes of a layer on this device."""
+    return replay(local.model, local.shares, policy_of(local.config.resolved_remat()), kind)
 
 
-def layer_replays(section: Section) -> Iterable[tuple[int, Replay]]:
-    """Runs of layers, and what the remat policy makes of them."""
-    return ((count, layer_replay(section.local, mlp)) for mlp, count in section.mlps.items())
+def layer_replays(section: Section) -> Iterable[tuple[LayerKind, int, Replay]]:
+    """Kinds of layers, how often they run, and what the remat policy makes of them."""
+    for kind, count in section.runs_of.items():
+        yield kind, count, layer_replay(section.local, kind)
 
 
 def repeated_flops(local: LocalStep) -> float:
     """FLOPs of a device's step that are the remat policy's: done a second time."""
     once = 0.0
     for section in sections(local):
-        for count, again in layer_replays(section):
+        for kind, count, again in layer_replays(section):
             once += count * section.local.tokens * again.product_flops
-        if _attends_again(section):
-            for window, layers in section.windows.items():
-                once += layers * attention_work(section.local, window).forward_flops
+            if again.attention_again:
+                once += count * attention_work(section.local, kind).forward_flops
     return once * local.config.accumulate
-
-
-def _attends_again(section: Section) -> bool:
-    """Whether attention's forward pass runs twice; what follows it does not matter."""
-    return any(again.attention_again for _, again in layer_replays(section))
 
 
 def step_work(local: LocalStep) -> tuple[Work, ...]:
@@ -67,18 +65,23 @@ def step_work(local: LocalStep) -> tuple[Work, ...]:
 def _layers(section: Section) -> Iterable[Work]:
     """Everything but attention."""
     local = section.local
-    for mlp, layers in section.mlps.items():
+    for kind, layers, found in layer_replays(section):
         runs = layers * local.config.accumulate
-        graph, _ = layer_graph(local.model, local.shares, mlp)
-        repeated = {node.name for node in layer_replay(local, mlp).again}
+        graph, _ = layer_graph(local.model, local.shares, kind)
+        repeated = {node.name for node in found.again}
         for node in graph.values():
             if node.kind == "product":
                 yield from _product(local, node, node.name in repeated, runs)
+            if node.kind in ("batched", "inverse"):
+                yield from _batched(local, graph, node, node.name in repeated, runs)
         yield from _sweeps(local, graph, repeated, runs)
 
 
+_DISPATCH = frozenset(("gathered", "rows", "received", "returned", "down"))
+"""Values between a token and its experts: sorted, sent, back in order, summed."""
 _CLASS = {
     **dict.fromkeys(("gate", "up", "down", "shared_gate", "shared_up", "shared_down"), "mlp"),
+    **dict.fromkeys(("input_gate", "input_product", "shared_weight"), "mlp"),
     **dict.fromkeys(("router", "terms"), "experts"),
 }
 
@@ -86,14 +89,63 @@ _CLASS = {
 def _product(local: LocalStep, node: Node, repeated: bool, runs: int) -> Iterable[Work]:
     """Forward, the two products backward, and once more where the policy says so."""
     kind = "experts" if node.experts else _CLASS.get(node.name, "attention_projections")
+    forward = 2 if repeated else 1
+    if node.experts and local.topology.chip.platform == "tpu":
+        yield from _tiled(local, node, forward, runs)
+        return
     groups = max(1, node.experts)
-    M, K, N = math.ceil(local.tokens * node.rows / groups), node.contract, node.columns
+    M, K, N = math.ceil(local.tokens * node.rows / groups), node.contract, int(node.columns)
     item = local.compute_bytes
     runs *= groups
-    forward = 2 if repeated else 1
     yield _matmul(kind, (M, K, N), item, item, runs * forward)
     yield _matmul(kind, (M, N, K), item, item, runs)  # the input's gradient
     yield _matmul(kind, (K, M, N), item, item, runs)  # the weights' gradient
+
+
+def _batched(
+    local: LocalStep, graph: Graph, node: Node, repeated: bool, runs: int
+) -> Iterable[Work]:
+    """A product of two values, for all heads and chunks, forward and backward."""
+    read = sum(_bytes(local, graph[name]) for name in node.needs)
+    forward = Work(
+        kind="linear_attention",
+        flops=local.tokens * node.flops,
+        bytes=local.tokens * (read + _bytes(local, node)),
+        count=runs * (2 if repeated else 1),
+        sides=(1, node.contract, node.head) if node.head else None,
+        dtype="float32",
+    )
+    yield forward
+    if node.backward:
+        size = forward.bytes * min(node.backward, 2.0)
+        flops = node.backward * forward.flops
+        yield dataclasses.replace(forward, flops=flops, bytes=size, count=runs)
+
+
+def _bytes(local: LocalStep, node: Node) -> float:
+    """Of a value, a token."""
+    return local.compute_bytes * node.width + 4 * node.wide
+
+
+def _tiled(local: LocalStep, node: Node, forward: int, runs: int) -> Iterable[Work]:
+    """The three products of experts, by the tiles of the TPU's kernel."""
+    K, N, item = node.contract, int(node.columns), local.compute_bytes
+    room = math.ceil(local.tokens * local.shares.routed.room)
+    products: tuple[tuple[grouped.Product, tuple[int, int], int], ...] = (
+        ("forward", (K, N), forward),
+        ("inputs", (N, K), 1),
+        ("weights", (K, N), 1),
+    )
+    for which, sides, times in products:
+        yield grouped.grouped_product(
+            which,
+            local.tokens * node.rows,
+            node.experts,
+            sides,
+            grouped.tiles_of(which, room, node.experts, sides, item),
+            item=item,
+            count=runs * times,
+        )
 
 
 def _matmul(kind: str, sides: tuple[int, int, int], item: int, out_item: int, count: float) -> Work:
@@ -108,15 +160,17 @@ def _matmul(kind: str, sides: tuple[int, int, int], item: int, out_item: int, co
 
 
 def _attention(section: Section) -> Iterable[Work]:
-    local, times = section.local, 2 if _attends_again(section) else 1
-    for window, layers in section.windows.items():
-        work = attention_work(local, window)
+    local = section.local
+    for kind, layers, again in layer_replays(section):
+        if kind.linear:
+            continue
+        work = attention_work(local, kind)
         runs = layers * local.config.accumulate
         yield Work(
             kind="attention",
             flops=work.forward_flops,
             bytes=work.forward_bytes,
-            count=runs * times,
+            count=runs * (2 if again.attention_again else 1),
         )
         yield Work(
             kind="attention", flops=work.backward_flops, bytes=work.backward_bytes, count=runs
@@ -124,27 +178,46 @@ def _attention(section: Section) -> Iterable[Work]:
 
 
 def _sweeps(local: LocalStep, graph: Graph, repeated: set[str], runs: int) -> Iterable[Work]:
-    """Norms, rotations, residual sums and activations, tokens' ways to their experts and back:
-    as much memory as they read and write."""
+    """Norms, rotations, residual sums and activations, tokens' ways to their experts and back: as
+    much memory as they read and write."""
     for node in graph.values():
-        if node.kind != "cheap" or node.needs == (node.name,) or node.name == "v":
-            continue  # no pass of its own, or only a name for another value
+        if node.kind != "cheap":
+            continue
         read = sum(graph[name].width for name in node.needs)
         moved = local.tokens * local.compute_bytes * (read + node.width)
+        if node.wide:
+            wide = node.wide + sum(graph[name].wide for name in node.needs)
+            moved += local.tokens * 4 * wide
         times = 1 + 2 + (node.name in repeated)  # backward reads the gradient and the values
         yield Work(
-            kind="norms_elementwise",
-            flops=6.0 * local.tokens * node.width,
+            kind="dispatch" if node.name in _DISPATCH else "norms_elementwise",
+            flops=6.0 * local.tokens * (node.width + node.wide),
             bytes=moved,
             count=runs * times,
         )
 
 
 def _ends(local: LocalStep) -> Iterable[Work]:
-    """Embedding, final norm, output projection and loss of all micro-batches."""
+    """Embedding, layers' inputs, final norm, output projection and loss of all micro-batches. A
+    module that predicts further tokens has each of them but layers' inputs once more, and takes
+    embeddings and hidden states to its layer."""
     model, item = local.model, local.compute_bytes
     D, V, M = model.hidden_size, local.shares.vocab, local.tokens
     steps = local.config.accumulate
+    modules = steps * model.num_mtp_modules
+    if modules:
+        W = local.shares.module
+        for sides in ((M, W, D), (M, D, W), (W, M, D)):
+            yield _matmul("modules", sides, item, item, modules)
+        # Both norms and the row that they make.
+        yield Work(kind="modules", bytes=float(M * 2 * D * (item + 4) * 3), count=modules)
+    if model.layer_inputs is not None:
+        width = model.num_layers * model.layer_inputs.width
+        for sides in ((M, D, width), (M, width, D), (D, M, width)):
+            yield _matmul("layer_inputs", sides, item, item, steps)
+        moved = 3.0 * M * width * (2 * local.param_bytes + 4 * item)
+        yield Work(kind="norms_elementwise", flops=6.0 * M * width, bytes=moved, count=steps)
+    steps += modules
     yield Work(kind="embedding", bytes=float(M * D * (local.param_bytes + item) * 3), count=steps)
     yield Work(kind="norms_elementwise", bytes=float(M * D * (item + 4) * 3), count=steps)
     chunks = max(1, -(-M // CHUNK))
@@ -191,7 +264,7 @@ def _matrices(local: LocalStep, params: list[StateArray]) -> Iterable[Work]:
     if optimizer is None:
         return
     for array in params:
-        if not array.name.startswith("layers/") or len(array.shape) < 3:
+        if not array.name.startswith(("layers/", "mtp/")) or len(array.shape) < 3:
             continue
         shards = math.prod(local.mesh[axis] for dim in array.axes for axis in dim)
         whole = [n * _over(local, axes) for n, axes in _dims(array)]

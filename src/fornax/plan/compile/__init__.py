@@ -5,9 +5,9 @@ whatever a builder makes. A program that does not fit raises `OutOfMemoryError` 
 """
 
 from fornax.plan.compile.errors import CompileError, MissingCompilerError, OutOfMemoryError
-from fornax.plan.compile.parent import compile_programs
+from fornax.plan.compile.parent import compile_programs, traced_calls
 from fornax.plan.compile.request import Job, Lowering, Request, array_facts
-from fornax.plan.compile.train import compile_train
+from fornax.plan.compile.train import compile_train, train_request
 
 __all__ = [
     "CompileError",
@@ -19,4 +19,6 @@ __all__ = [
     "array_facts",
     "compile_programs",
     "compile_train",
+    "traced_calls",
+    "train_request",
 ]

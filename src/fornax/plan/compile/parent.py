@@ -107,6 +107,32 @@ def compile_programs(
     return artifacts
 
 
+def traced_calls(
+    request: Request, topology: Topology, *, progress: Progress | None = None
+) -> list[tuple[str, dict[str, Any], str]]:
+    """What the programs of a request ask of the kernels; traced in a child, not compiled.
+
+    Args:
+      request: the programs.
+      topology: where they would run: TPUs, or a CPU or GPU of this machine.
+      progress: where it is shown how far the child is.
+
+    Returns:
+      For each distinct call that leaves the choice open: the operation's name, the fields of the
+      call, and the implementation chosen today.
+
+    Raises:
+      MissingCompilerError: for TPUs, when libtpu is not installed.
+      CompileError: when the child dies, or takes too long.
+      FornaxError: whatever the builder raised: its own class and words.
+    """
+    if topology.chip.platform == "tpu":
+        _require_compiler(topology)
+    shown = progress or Progress(topology.name)
+    told = _told(request, topology, progress=shown, limit_seconds=LIMIT_SECONDS, calls_only=True)
+    return [tuple(each) for event, _ in told for each in event["calls"]]
+
+
 def _compile_in_child(
     request: Request, topology: Topology, *, progress: Progress, limit_seconds: float
 ) -> Iterator[tuple[str, Artifact | OutOfMemoryError]]:
@@ -118,6 +144,20 @@ def _compile_in_child(
       FornaxError: whatever the builder raised: its own class and words.
     """
     _require_compiler(topology)
+    told = _told(request, topology, progress=progress, limit_seconds=limit_seconds)
+    for event, folder in told:
+        yield event["program"], _answer(event, folder / event["program"])
+
+
+def _told(
+    request: Request,
+    topology: Topology,
+    *,
+    progress: Progress,
+    limit_seconds: float,
+    calls_only: bool = False,
+) -> Iterator[tuple[dict[str, Any], Path]]:
+    """What a child that serves a request tells, each with the folder that has its programs."""
     with contextlib.ExitStack() as stack:
         stack.callback(progress.close)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fornax-plan-")))
@@ -127,12 +167,13 @@ def _compile_in_child(
                 "fornax.plan.compile.worker:main", log=log, environment=_environment(topology)
             )
         )
-        folders = {program: folder / program for program in request.programs}
+        waiting = dict.fromkeys(request.programs)
         child.send(
             {
                 **request.to_mapping(),
                 "topology": topology.name,
-                "programs": {name: str(path) for name, path in folders.items()},
+                "programs": {name: str(folder / name) for name in waiting},
+                "calls_only": calls_only,
             }
         )
         deadline = time.monotonic() + limit_seconds
@@ -143,12 +184,15 @@ def _compile_in_child(
                 case "error":
                     raise from_mapping(event)
                 case "answer":
-                    name = event["program"]
-                    yield name, _answer(event, folders[name])
-                    folders.pop(name)
-        if folders:
+                    del waiting[event["program"]]
+                    yield event, folder
+                case "calls":
+                    waiting.clear()
+                    yield event, folder
+        if waiting:
             what = _death(child, log, deadline, limit_seconds)
-            raise CompileError(f"compiling {' and '.join(folders)} for {topology.name} {what}")
+            verb = "tracing" if calls_only else "compiling"
+            raise CompileError(f"{verb} {' and '.join(waiting)} for {topology.name} {what}")
 
 
 def _require_compiler(topology: Topology) -> None:
@@ -167,6 +211,8 @@ def _environment(topology: Topology) -> Mapping[str, str | None]:
     """What is set before jax starts in the child."""
     if topology.chip.platform == "cpu":
         return environment.virtual_cpus(topology.num_devices)
+    if topology.chip.platform == "gpu":
+        return {}
     return environment.tpu_compiler(topology.accelerator)
 
 

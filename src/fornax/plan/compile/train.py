@@ -48,13 +48,19 @@ def compile_train(
       MissingCompilerError: when libtpu is not installed.
       CompileError: when the compiler refuses a program, dies or takes too long.
     """
-    request = Request(
+    return compile_programs(train_request(config, programs, options), topology, cache=cache)
+
+
+def train_request(
+    config: TrainConfig, programs: Sequence[str], options: Mapping[str, object] | None = None
+) -> Request:
+    """What the child is asked for; arguments as `compile_train`."""
+    return Request(
         builder=_BUILDER,
         arguments={"config": _relevant(with_model(config))},
         programs=tuple(programs),
         options=options or {},
     )
-    return compile_programs(request, topology, cache=cache)
 
 
 def _relevant(config: TrainConfig) -> dict[str, object]:

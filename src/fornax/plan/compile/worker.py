@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -60,6 +60,9 @@ def _serve(request: dict[str, Any], report: Report) -> None:
         job = Job(topology=topology, devices=_devices(topology), arguments=request["arguments"])
         report(event="phase", what="laying out")
         programs = getattr(importlib.import_module(module), function)(job)
+        if request["calls_only"]:
+            report(event="calls", calls=_calls(programs, request["programs"], report))
+            return
         folders = {name: Path(folder) for name, folder in request["programs"].items()}
         traced = {name: _trace(name, programs[name], report) for name in folders}
 
@@ -86,8 +89,23 @@ def _trace(name: str, trace: Callable[[], Lowering], report: Report) -> tuple[Lo
     return trace(), time.perf_counter() - begun
 
 
+def _calls(
+    programs: Mapping[str, Callable[[], Lowering]], names: Iterable[str], report: Report
+) -> list[tuple[str, dict[str, Any], str]]:
+    """What the programs ask of the kernels: operation, the call's fields, what was chosen."""
+    from fornax import kernels
+
+    with kernels.recording_calls() as found:
+        for name in names:
+            _trace(name, programs[name], report)
+    return [
+        (operation, dataclasses.asdict(call), choice.implementation)
+        for (operation, call), choice in found.items()
+    ]
+
+
 def _devices(topology: Topology) -> list[jax.Device]:
-    if topology.chip.platform == "cpu":
+    if topology.chip.platform != "tpu":
         return list(jax.devices()[: topology.num_devices])
     try:
         return topology.devices()

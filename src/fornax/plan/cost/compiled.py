@@ -64,12 +64,16 @@ def _report(
 ) -> ProgramReport:
     """One compiled program, its figures per chip."""
     assert config.model is not None
-    rows = routed(config.model, artifact.mesh, config.mesh.resolved_rules(), expert_load)
+    model = config.model
+    if model.experts is not None and artifact.program != "train_step":  # the others drop no token
+        experts = dataclasses.replace(model.experts, capacity_factor=None)
+        model = dataclasses.replace(model, experts=experts)
+    rules = config.mesh.resolved_rules()
+    rows = routed(model, artifact.mesh, rules, expert_load, config.seq_len)
     share = rows.busiest / rows.room if rows.room else 1.0
     facts = analyse(parse(artifact.hlo), dict(artifact.mesh), grouped_rows=share)
     time = predict(facts.schedule, artifact.devices, topology)
-    devices, rules = topology.chip.devices, config.mesh.resolved_rules()
-    logical = logical_axes(config.model)
+    devices, logical = topology.chip.devices, logical_axes(config.model)
     said = [expert_text(rows, expert_load)] if rows.devices > 1 else []
     return ProgramReport(
         name=artifact.program,

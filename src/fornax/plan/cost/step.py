@@ -96,7 +96,8 @@ class DeviceRates:
 def time_work(work: Work, rates: DeviceRates) -> Timed:
     """Time of one run."""
     peak = rates.attention if work.kind == "attention" else rates.matmul
-    return Timed(work.flops / (peak * _filled(work, rates.unit)), work.bytes / rates.memory)
+    executed = work.flops * work.computed
+    return Timed(executed / (peak * _filled(work, rates.unit)), work.bytes / rates.memory)
 
 
 def _filled(work: Work, unit: int) -> float:
@@ -111,16 +112,21 @@ def _work(facts: StepFacts, topology: Topology) -> tuple[ClassOfWork, ...]:
     """A row for each class, of a chip: its devices work side by side."""
     chip = topology.chip
     shares = calibration_of(chip)
-    peak = chip.peak(facts.dtype) / chip.devices
-    rates = DeviceRates(
-        matmul=peak * shares.matmul_estimated,
-        attention=peak * shares.attention,
-        memory=chip.memory_bandwidth / chip.devices * shares.memory,
-        unit=_UNITS.get(chip.name, _UNITS[chip.platform]),
-    )
+
+    @functools.cache
+    def rates(dtype: str) -> DeviceRates:
+        peak = chip.peak(dtype) / chip.devices
+        return DeviceRates(
+            matmul=peak * shares.matmul_estimated,
+            attention=peak * shares.attention,
+            memory=chip.memory_bandwidth / chip.devices * shares.memory,
+            unit=_UNITS.get(chip.name, _UNITS[chip.platform]),
+        )
+
     classes: dict[str, _Class] = {}
     for one in facts.work:
-        classes.setdefault(one.kind, _Class()).add(one, time_work(one, rates))
+        time = time_work(one, rates(one.dtype or facts.dtype))
+        classes.setdefault(one.kind, _Class()).add(one, time)
     return tuple(
         ClassOfWork(
             name=name,

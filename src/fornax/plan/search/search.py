@@ -25,11 +25,15 @@ _HOPE = 1.05
 _CLASSES = {
     "attention": "attention",
     "attention_projections": "the attention's projections",
+    "linear_attention": "linear attention",
     "mlp": "the MLP",
     "experts": "the experts",
+    "dispatch": "tokens' ways to their experts and back",
     "logits_loss": "the output projection and the loss",
     "norms_elementwise": "norms and element-wise work",
     "embedding": "the embedding",
+    "layer_inputs": "the layers' further inputs",
+    "modules": "modules that predict further tokens, outside their layers",
     "optimizer": "the optimizer",
 }
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fornax.config.errors import ConfigError, FornaxError
 from fornax.mesh import MeshConfig
-from fornax.models import DecoderConfig, PipelineConfig
+from fornax.models import DecoderConfig, PipelineConfig, takes
 from fornax.plan.closed_form import EVEN
 from fornax.plan.cost.estimate import Estimate, estimate
 from fornax.plan.topology import Topology
@@ -105,6 +105,7 @@ def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Ite
         if size == 1
         or (
             divided
+            and takes(model, "context axis")
             and size <= _MOST_CONTEXT
             and config.seq_len % size == 0
             and config.seq_len // size >= _TOKENS_FOR_CONTEXT
@@ -113,7 +114,9 @@ def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Ite
     ]
     count = model.experts.num_experts if model.experts else 1
     experts = [size for size in _divisors(inside) if count % size == 0]
-    stages = [1, *(size for size in _STAGES if inside % size == 0 and model.num_layers >= size)]
+    stages = [1]
+    if takes(model, "stage axis"):
+        stages += [size for size in _STAGES if inside % size == 0 and model.num_layers >= size]
     for tensor, context, expert, stage in itertools.product(tensors, contexts, experts, stages):
         rest, remainder = divmod(inside, tensor * context * expert * stage)
         if remainder or tensor * context > close:
@@ -134,7 +137,9 @@ def meshes(config: TrainConfig, model: DecoderConfig, topology: Topology) -> Ite
 
 def _splits(model: DecoderConfig, tensor: int) -> bool:
     """Whether heads (of keys too), widths and vocabulary divide over tensor shards."""
-    sizes = (model.num_heads, model.kv_heads, *model.mlp_widths, model.vocab_size)
+    sizes = [model.num_heads, model.kv_heads, *model.mlp_widths, model.vocab_size]
+    sizes += [] if model.linear is None else [model.linear.sharded_heads]
+    sizes += [] if model.global_heads is None else [model.global_heads.num_kv_heads]
     return all(size % tensor == 0 for size in sizes)
 
 

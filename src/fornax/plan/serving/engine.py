@@ -151,12 +151,18 @@ def choose_tensor_parallel(
 
 def divides(model: DecoderConfig, size: int) -> bool:
     """Whether the engine can divide the model's layers over `size` devices."""
-    heads, kv = model.num_heads, model.kv_heads
-    numbers = [heads, *model.mlp_widths]
+    numbers = [model.num_heads, *model.mlp_widths]
+    if model.num_mtp_modules:
+        numbers.append(2 * model.hidden_size)
     if model.linear is not None:
         numbers.append(model.linear.sharded_heads)
     whole = all(number % size == 0 for number in numbers)
-    return whole and (kv % size == 0 or size % kv == 0)
+    return whole and all(kv % size == 0 or size % kv == 0 for kv in _kv_heads(model))
+
+
+def _kv_heads(model: DecoderConfig) -> set[int]:
+    """Numbers of key/value heads that layers have."""
+    return {model.kv_shape(kind)[0] for kind in model.layer_kinds()}
 
 
 def describe_engine(

@@ -12,7 +12,7 @@ from fornax.plan.serving.engine import Engine
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """The gated delta rule of all linear layers; their projections count with the weights."""
+    """The rule of all linear layers; their projections count with the weights."""
 
     layers: int
     key_heads: int
@@ -20,6 +20,8 @@ class LinearAttention:
     value_heads: int
     key_dim: int
     value_dim: int
+    corrects: bool
+    """Whether a token corrects what its key finds: gated DeltaNet does, Mamba-2 does not."""
     slowdown: float
     """Of its products, which are in float32, beside those of the compute dtype."""
 
@@ -29,18 +31,21 @@ class LinearAttention:
         return self.value_heads * self.key_dim * self.value_dim
 
     def decode(self, batch: int) -> Work:
-        """Of a step in which each of `batch` sequences has one token: its state is read, looked up,
-        corrected, read out and written."""
+        """Of a step in which each of `batch` sequences has one token: its state is read, looked up
+        where it is corrected, read out and written."""
         each = self.layers * batch * self.state_size
-        return self._work(6 * each, 2 * 4 * each)
+        return self._work((6 if self.corrects else 4) * each, 2 * 4 * each)
 
     def prompt(self, tokens: int) -> Work:
         """Of so many tokens of one prompt, in chunks that read and write the state once each."""
         chunks = self.layers * -(-tokens // CHUNK)
         C, H, V = CHUNK, self.key_dim, self.value_dim
-        by_key_head = 4 * C * C * H  # keys with keys, keys with queries
-        inverse = 4 * C**3 * (C.bit_length() - 2)
-        by_value_head = inverse + 2 * C * C * (2 * V + H) + 6 * C * H * V
+        by_key_head = 2 * C * C * H  # keys with queries
+        by_value_head = 2 * C * C * V + 4 * C * H * V
+        if self.corrects:  # keys with keys, and the triangular system that they make
+            by_key_head += 2 * C * C * H
+            inverse = 4 * C**3 * (C.bit_length() - 2)
+            by_value_head += inverse + 2 * C * C * (V + H) + 2 * C * H * V
         flops = self.key_heads * by_key_head + self.value_heads * by_value_head
         return self._work(chunks * flops, chunks * 2 * 4 * self.state_size)
 
@@ -51,15 +56,17 @@ class LinearAttention:
 def linear_of(engine: Engine) -> LinearAttention | None:
     """That of an engine's model; None where no layer is linear."""
     model, size, chip = engine.model.config, engine.devices, engine.topology.chip
-    delta = model.gated_delta
-    if delta is None:
+    rule = model.linear
+    if rule is None:
         return None
+    whole = rule.sharded_heads != rule.num_key_heads  # then each device has all key heads
     dtype = engine.weights.placement.compute_dtype.name
     return LinearAttention(
         layers=sum(kind.linear for kind in model.layer_kinds()),
-        key_heads=delta.num_key_heads // size,
-        value_heads=delta.num_value_heads // size,
-        key_dim=delta.key_dim,
-        value_dim=delta.value_dim,
+        key_heads=rule.num_key_heads if whole else rule.num_key_heads // size,
+        value_heads=rule.num_key_heads * rule.heads_per_key // size,
+        key_dim=rule.key_dim,
+        value_dim=rule.value_dim,
+        corrects=model.gated_delta is not None,
         slowdown=1.0 if chip.platform == "cpu" else chip.peak(dtype) / chip.peak("float32"),
     )

@@ -29,7 +29,7 @@ def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
     per_sequence = sum(need * size for need, size in zip(all_needs, all_sizes, strict=True)) * each
     most = divide_pages(free // each, all_needs, all_sizes, 1 << 40)
     fits = free >= per_sequence
-    page_size = engine.limits.page_size
+    page_size, rows = engine.limits.page_size, float(engine.limits.max_num_seqs)
     groups = tuple(
         CacheGroup(
             window=window,
@@ -58,13 +58,11 @@ def memory_of(engine: Engine, temporaries: int, code: int) -> MemoryReport:
         bytes_per_token=sum(group.bytes_per_token for group in groups),
         bytes_per_sequence=per_sequence,
         groups=groups,
-        cache_tokens=engine.limits.cache_tokens,
-        sequences=min(
-            group.pages / group.pages_per_sequence for group in groups if group.pages_per_sequence
-        ),
+        cache_tokens=engine.limits.cache_tokens if groups else 0,
+        sequences=min((group.pages / group.pages_per_sequence for group in groups), default=rows),
         most_cache=free,
-        most_tokens=most[0] * page_size if fits else 0,
-        most_sequences=free / per_sequence if fits else 0.0,
+        most_tokens=most[0] * page_size if fits and groups else 0,
+        most_sequences=(free / per_sequence if per_sequence else rows) if fits else 0.0,
     )
 
 

@@ -1,7 +1,7 @@
 """The model to be served: its config and the dtype its weights are stored in, no weights read."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fornax.config.errors import ConfigError
@@ -28,13 +28,15 @@ class ServedModel:
         return num_parameters(self.config)
 
 
-def read_model(path: Path, dtype: str = "auto") -> ServedModel:
+def read_model(path: Path, dtype: str = "auto", *, mtp: bool = False) -> ServedModel:
     """Read what a directory says about its model; weights need not be there.
 
     Args:
       path: a Hugging Face directory or a name on the Hub, of which config.json is enough, or a
         Fornax run directory.
       dtype: what the user chose, or "auto".
+      mtp: whether the first of its modules that predict further tokens is part of it: an engine
+        loads no other.
 
     Raises:
       ConfigError: when it is neither, the family is not known, or the dtype must be chosen.
@@ -44,7 +46,7 @@ def read_model(path: Path, dtype: str = "auto") -> ServedModel:
     name = found.expanduser().resolve().name if found == path else str(path)
     path = found.expanduser()
     if (path / "config.json").is_file():
-        return _hugging_face(path, dtype, name)
+        return _hugging_face(path, dtype, name, mtp=mtp)
     if path.is_file():
         raise ConfigError(
             f"{path} is a file; name the directory that holds the model's config.json, or a run"
@@ -61,12 +63,14 @@ def read_model(path: Path, dtype: str = "auto") -> ServedModel:
         raise ConfigError(f"the checkpoints of {path} do not say what their model is")
     stored = dtype if dtype != "auto" else str(run.dtypes.param_dtype)
     source = "shapes and dtype from the config saved with the run's latest checkpoint"
-    return ServedModel(name=path.name, config=run.model, dtype=stored, source=source)
+    model = replace(run.model, num_mtp_modules=min(run.model.num_mtp_modules, int(mtp)))
+    return ServedModel(name=path.name, config=model, dtype=stored, source=source)
 
 
-def _hugging_face(path: Path, dtype: str, name: str) -> ServedModel:
+def _hugging_face(path: Path, dtype: str, name: str, *, mtp: bool) -> ServedModel:
     values = read_config(path)
-    config = config_from_hf(values)
+    config = config_from_hf(values, mtp=mtp)
+    config = replace(config, num_mtp_modules=int(mtp))
     if dtype != "auto":
         stored, said = dtype, "dtype as asked"
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from fornax.config.errors import ConfigError, EngineError
 from fornax.hlo import Calibration, ProgramFacts, analyse, calibration_of, parse
 from fornax.llm.config import EngineConfig
-from fornax.models import check_model
+from fornax.models import CacheHeads, check_model
 from fornax.plan.compile import MissingCompilerError, OutOfMemoryError, compile_programs
 from fornax.plan.serving.advice import advise, too_large
 from fornax.plan.serving.engine import (
@@ -67,7 +67,7 @@ def plan_serve(
         when the compiler is missing or refuses.
     """
     config = config or ServingConfig()
-    served = read_model(Path(model), config.dtype)
+    served = read_model(Path(model), config.dtype, mtp=config.mtp)
     check_model(served.config, "plan serve")
     if isinstance(config, ServingConfig):
         config = choose_tensor_parallel(served, config.engine, topology)
@@ -213,7 +213,7 @@ def _engine_report(engine: Engine, attention: Callable[[int], Attention]) -> Eng
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         page_size=limits.page_size,
-        attention=str(attention(limits.max_num_seqs).choice),
+        attention="; ".join(map(str, attention(limits.max_num_seqs).choices)) or "none",
         command=_command(engine),
     )
 
@@ -254,12 +254,13 @@ def _notes(
         "is that of a prompt that comes to an idle engine with nothing of it in the cache",
         f"rates that programs reach: {calibration.source}",
     ]
-    if engine.devices > 1 and model.kv_heads % engine.devices:
-        notes.append(
-            f"{model.kv_heads} key/value heads do not divide over {engine.devices} devices: the "
-            f"cache keeps each {engine.devices // model.kv_heads} times; "
-            f"tensor_parallel_size={model.kv_heads} would keep it once"
-        )
+    for heads in sorted({own.count for own in CacheHeads.of(model)}):
+        if engine.devices > 1 and heads % engine.devices and model.latent is None:
+            notes.append(
+                f"{heads} key/value heads do not divide over {engine.devices} devices: the "
+                f"cache keeps each {engine.devices // heads} times; "
+                f"tensor_parallel_size={heads} would keep it once"
+            )
     if engine.devices > 1 and model.latent is not None:
         notes.append(
             f"each of the {engine.devices} devices keeps the latents of all tokens: more of them "
@@ -267,7 +268,8 @@ def _notes(
         )
     if engine.config.speculative_config is not None:
         notes.append("speculation counts in memory only: times are those of one token a step")
-    if attention(engine.limits.max_num_seqs).implementation == "xla":
+    choices = attention(engine.limits.max_num_seqs).choices
+    if any(choice.implementation == "xla" for choice in choices):
         notes.append(
             "attention runs without a kernel of its own: pages are gathered through memory, "
             "counted as three passes over the keys read"

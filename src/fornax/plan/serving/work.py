@@ -15,7 +15,7 @@ from fornax import kernels
 from fornax.kernels import paged_attention_operation
 from fornax.kernels._paged_attention import blockwise, tpu
 from fornax.kernels._paged_attention.call import PagedCall
-from fornax.models import cache_layers, cache_windows
+from fornax.models import CacheHeads, cache_windows
 from fornax.plan.facts import Work
 from fornax.plan.serving.engine import Engine
 from fornax.plan.serving.linear import LinearAttention, linear_of
@@ -42,7 +42,7 @@ class StepSizes:
     """Of the output projection, tied or not."""
     head_products: int
     table_row_bytes: float
-    """Of the embedding table, for one token."""
+    """Of the embedding table and that of the layers' further inputs, for one token."""
     token_bytes: int
     """Of a row of activations between layers."""
     reductions: int
@@ -63,11 +63,16 @@ class StepSizes:
 
 
 def step_sizes(engine: Engine) -> StepSizes:
-    """Read them off the weights."""
-    found = {part: [0, 0] for part in ("embed", "lm_head", "layers", "experts")}
+    """Read them off the weights; a module that drafts is no part of a step without speculation."""
+    found = {part: [0, 0] for part in ("embed", "lm_head", "layers", "experts", "inputs")}
+    input_row = 0.0
     for path, variable in nnx.to_flat_state(engine.weights.state):
+        if path[0] == "mtp":
+            continue
         value = variable.get_value()
         part = found[_part(path)]
+        if _part(path) == "inputs":
+            input_row = _local_bytes(value) / _local_shape(value)[0]
         part[0] += _local_bytes(value)
         if path[-1] in ("kernel", "embedding"):
             part[1] += _local_size(value)
@@ -76,6 +81,7 @@ def step_sizes(engine: Engine) -> StepSizes:
     head = found["embed"] if tied else found["lm_head"]
     width = engine.weights.placement.compute_dtype.itemsize
     vocab = model.vocab_size // size if model.vocab_size % size == 0 else model.vocab_size
+    branches = sum(2 - (kind.mlp == "none") for kind in model.layer_kinds())
     return StepSizes(
         body_bytes=found["layers"][0],
         body_products=found["layers"][1],
@@ -84,9 +90,9 @@ def step_sizes(engine: Engine) -> StepSizes:
         chosen_share=experts.experts_per_token / experts.num_experts if experts else 0.0,
         head_bytes=head[0],
         head_products=head[1],
-        table_row_bytes=found["embed"][0] / vocab,
+        table_row_bytes=found["embed"][0] / vocab + input_row,
         token_bytes=model.hidden_size * width,
-        reductions=0 if size == 1 else 2 * model.num_layers + (vocab < model.vocab_size),
+        reductions=0 if size == 1 else branches + (vocab < model.vocab_size),
         logits=vocab,
         layers=model.num_layers,
     )
@@ -95,6 +101,8 @@ def step_sizes(engine: Engine) -> StepSizes:
 def _part(path: tuple[object, ...]) -> str:
     """Where a weight of the model counts."""
     names = tuple(map(str, path))
+    if names == ("layer_inputs", "embedding"):
+        return "inputs"
     if names[0] in ("embed", "lm_head"):
         return names[0]
     routed = names[1:2] == ("experts",) and names[2] in ("gate", "up", "down")
@@ -125,13 +133,16 @@ def _local_size(value: Weight) -> int:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Attention over the paged cache, and linear layers' over states, on one device."""
+class AttentionGroup:
+    """Attention of the layers whose keys and values lie in one group of pages, on one device."""
 
     choice: kernels.Choice
     """Which implementation runs, and why those preferred to it do not."""
-    layers: tuple[tuple[int, int | None], ...]
-    """Number of layers with each window; linear ones are not among them."""
+    window: int | None
+    readers: int
+    """Layers that attend to the group's keys."""
+    writers: int
+    """Those of them that keep keys and values of their own."""
     key_bytes: int
     """Of one token's key and value in a layer, as far as a device reads them."""
     pair_flops: int
@@ -139,51 +150,66 @@ class Attention:
     page_size: int
     queries: int
     """That one reading of the keys serves, and that are scored together."""
-    passes: int
-    """Times a key and value cross the memory's bus for one reading."""
-    linear: LinearAttention | None
 
     @property
-    def written_bytes(self) -> int:
-        """Of a token's keys and values in all layers."""
-        return self.key_bytes * sum(layers for layers, _ in self.layers)
+    def passes(self) -> int:
+        """Times a key and value cross the memory's bus for one reading."""
+        return 3 if self.choice.implementation == "xla" else 1
 
-    @property
-    def implementation(self) -> str:
-        """The name of the one that runs."""
-        return self.choice.implementation
+    def decode(self, batch: int, context: int) -> tuple[float, float]:
+        """FLOPs and bytes of a step in which each of `batch` sequences has one token."""
+        rows = min(self.queries, batch) if self.choice.implementation == "pallas_tpu" else 1
+        keys = self._keys(context if self.window is None else min(context, self.window))
+        seen = self.readers * batch * keys
+        return seen * rows * self.pair_flops, seen * self.passes * self.key_bytes
 
-    def decode(self, batch: int, context: int) -> Work:
-        """Of a step in which each of `batch` sequences has one token."""
-        moved = flops = 0.0
-        rows = min(self.queries, batch) if self.implementation == "pallas_tpu" else 1
-        for layers, window in self.layers:
-            keys = self._keys(context if window is None else min(context, window))
-            moved += layers * batch * keys * self.passes * self.key_bytes
-            flops += layers * batch * keys * rows * self.pair_flops
-        linear = None if self.linear is None else self.linear.decode(batch)
-        return _sum(flops, moved, linear)
-
-    def prompt(self, start: int, stop: int) -> Work:
-        """Of a step with tokens `start` to `stop` of one prompt."""
-        moved = flops = 0.0
+    def prompt(self, start: int, stop: int) -> tuple[float, float]:
+        """The same of a step with tokens `start` to `stop` of one prompt."""
+        flops = moved = 0.0
         for first in range(start, stop, self.queries):
             last = min(first + self.queries, stop)
-            for layers, window in self.layers:
-                seen = last if window is None else min(last, window + self.queries)
-                keys = self._keys(seen)
-                moved += layers * keys * self.key_bytes * self.passes
-                flops += layers * keys * (last - first) * self.pair_flops
-        linear = None if self.linear is None else self.linear.prompt(stop - start)
-        return _sum(flops, moved, linear)
+            seen = last if self.window is None else min(last, self.window + self.queries)
+            keys = self.readers * self._keys(seen)
+            moved += keys * self.key_bytes * self.passes
+            flops += keys * (last - first) * self.pair_flops
+        return flops, moved
 
     def _keys(self, count: int) -> int:
         """Keys that are read: whole pages."""
         return -(-count // self.page_size) * self.page_size
 
 
-def _sum(flops: float, moved: float, linear: Work | None) -> Work:
+@dataclass(frozen=True)
+class Attention:
+    """Attention over the paged cache, and linear layers' over states, on one device."""
+
+    groups: tuple[AttentionGroup, ...]
+    linear: LinearAttention | None
+
+    @property
+    def written_bytes(self) -> int:
+        """Of a token's keys and values in all layers."""
+        return sum(group.writers * group.key_bytes for group in self.groups)
+
+    @property
+    def choices(self) -> tuple[kernels.Choice, ...]:
+        """Which implementations run, each once."""
+        return tuple(dict.fromkeys(group.choice for group in self.groups))
+
+    def decode(self, batch: int, context: int) -> Work:
+        """Of a step in which each of `batch` sequences has one token."""
+        linear = None if self.linear is None else self.linear.decode(batch)
+        return _sum([group.decode(batch, context) for group in self.groups], linear)
+
+    def prompt(self, start: int, stop: int) -> Work:
+        """Of a step with tokens `start` to `stop` of one prompt."""
+        linear = None if self.linear is None else self.linear.prompt(stop - start)
+        return _sum([group.prompt(start, stop) for group in self.groups], linear)
+
+
+def _sum(attending: list[tuple[float, float]], linear: Work | None) -> Work:
     """Of layers that attend and linear ones."""
+    flops, moved = (sum(parts) for parts in zip((0.0, 0.0), *attending, strict=True))
     if linear is not None:
         flops, moved = flops + linear.flops, moved + linear.bytes
     return Work(kind="attention", flops=flops, bytes=moved)
@@ -191,8 +217,16 @@ def _sum(flops: float, moved: float, linear: Work | None) -> Work:
 
 def attention_of(engine: Engine, tokens: int) -> Attention:
     """How steps of `tokens` tokens attend."""
+    model = engine.model.config
+    groups = zip(cache_windows(model), engine.limits.cache_heads, strict=True)
+    return Attention(
+        groups=tuple(_group(engine, tokens, *group) for group in groups),
+        linear=linear_of(engine),
+    )
+
+
+def _group(engine: Engine, tokens: int, window: int | None, heads: CacheHeads) -> AttentionGroup:
     model, size, limits = engine.model.config, engine.devices, engine.limits
-    heads = limits.cache_heads[0]  # those of all groups, in the models that are planned
     local_kv, width = heads.count // size, heads.width
     call = PagedCall(
         platform=engine.target.platform,
@@ -211,15 +245,16 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
         shared=heads.parts == 1,
     )
     choice = paged_attention_operation.choice(call)
-    return Attention(
+    readers = [kind for kind in model.layer_kinds() if not kind.linear and kind.window == window]
+    return AttentionGroup(
         choice=choice,
-        layers=tuple(zip(cache_layers(model), cache_windows(model), strict=True)),
+        window=window,
+        readers=len(readers),
+        writers=sum(kind.keys != "shared" for kind in readers),
         key_bytes=heads.parts * local_kv * width * limits.cache_dtype.itemsize,
         pair_flops=4 * width * (model.num_heads // size),
         page_size=limits.page_size,
         queries=_queries(choice.implementation, tokens),
-        passes=3 if choice.implementation == "xla" else 1,
-        linear=linear_of(engine),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fornax.config import ServingCode, ServingError, nearest
-from fornax.serving.lifecycle.plan import Plan, Situation
+from fornax.serving.lifecycle.plan import Plan, Situation, choose
 from fornax.serving.lifecycle.shadow import Shadowing
 from fornax.serving.lifecycle.states import Failure, Instance, Source
 from fornax.serving.repository import Bundle, ModelFolder, version_number
@@ -207,6 +207,8 @@ class Model:
         reason = "" if number is None else self.reason(number)
         if number is not None and not reason and self._may_come(number):
             reason = "it is not loaded yet"
+        if self.follows_policy and not reason:
+            reason = self.folder.problem
         if reason:
             return self._unavailable(f"version {version} of {self.name} is not ready", reason)
         served = sorted(key for key in self.routes if key)
@@ -219,9 +221,18 @@ class Model:
         )
 
     def _may_come(self, version: int) -> bool:
-        """Whether a version that is not served is wanted, or it is not known yet what is."""
-        undecided = self.deciding and not self.plan.wanted and not self.serving
-        return undecided or version in self.plan.wanted
+        """Whether a version that is not served is wanted, or the policy may yet pick it.
+
+        The plan may be older than the folder or the requests that it is made of, and versions that
+        load may fail: whatever is picked when no other becomes ready may come.
+        """
+        if version in self.plan.wanted | self.extra:
+            return True
+        if not self.follows_policy or version not in self.folder.versions:
+            return False
+        kept = {version, *self.serving, *self.stopped}
+        choice = choose(self.settings, self.folder.versions, self.pin, kept.__contains__)
+        return version in choice.wanted
 
     @staticmethod
     def _unavailable(what: str, reason: str) -> ServingError:

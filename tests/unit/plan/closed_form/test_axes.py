@@ -1,5 +1,6 @@
 """Experts and stages in a plan: bytes and products are those of the step that XLA makes."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -41,8 +42,8 @@ def configure(mesh: dict[str, int], **more: Any) -> TrainConfig:
     return from_mapping(TrainConfig, {**told, **more})
 
 
-def with_experts(exchange: str = "auto") -> dict[str, Any]:
-    return {**MODEL, "experts": {**EXPERTS, "exchange": exchange}}
+def with_experts(exchange: str = "auto", **more: Any) -> dict[str, Any]:
+    return {**MODEL, "experts": {**EXPERTS, "exchange": exchange, **more}}
 
 
 def compiled(config: TrainConfig) -> ProgramFacts:
@@ -66,23 +67,47 @@ def moved(rows: Any, axis: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "remat"),
+    ("exchange", "remat", "capacity"),
     [
-        ("all_to_all", "full"),
-        pytest.param("all_gather", "full", marks=pytest.mark.slow),
-        pytest.param("all_to_all", "none", marks=pytest.mark.slow),
-        pytest.param("all_gather", "none", marks=pytest.mark.slow),
+        ("all_to_all", "full", 1.25),
+        pytest.param("all_to_all", "full", None, marks=pytest.mark.exhaustive),
+        pytest.param("all_gather", "full", None, marks=pytest.mark.exhaustive),
+        pytest.param("all_to_all", "none", None, marks=pytest.mark.exhaustive),
+        pytest.param("all_gather", "none", None, marks=pytest.mark.slow),
+        pytest.param("all_to_all", "none", 0.5, marks=pytest.mark.exhaustive),
     ],
 )
-def test_bytes_for_experts_are_the_compiled_programs(exchange: str, remat: str) -> None:
+def test_bytes_for_experts_are_the_compiled_programs(
+    exchange: str, remat: str, capacity: float | None
+) -> None:
     """Of tokens, outputs and gradients, what a policy does again, and weights that are gathered."""
-    config = configure({"fsdp": 2, "expert": 4}, model=with_experts(exchange), remat=remat)
+    model = with_experts(exchange, capacity_factor=capacity)
+    config = configure({"fsdp": 2, "expert": 4}, model=model, remat=remat)
     found = compiled(config)
     planned = estimate(config, parse_topology("cpu:8")).step.collectives
     assert moved(planned, "expert") == moved(found.collectives, "expert")
     if remat == "full":  # without, the loop keeps what it gathered
         weights = moved(found.collectives, "fsdp")
         assert weights["all-gather"] == moved(planned, "fsdp")["all-gather"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("remat", ["none", "save_attention"])
+@pytest.mark.parametrize("window", [None, 8])
+def test_bytes_of_a_ring_are_the_compiled_programs(window: int | None, remat: str) -> None:
+    """Keys and values with each pass, their gradients, and what reorders the rows. Of layers in
+    a loop, without passes done again: where forward and backward pass are in one computation, XLA's
+    CPU compiler drops the barrier between them and sends keys once."""
+    model = {**MODEL, "context_exchange": "ring"}
+    if window is not None:
+        model |= {"sliding_window": window, "attention_pattern": ["sliding"]}
+    config = configure({"fsdp": 2, "context": 4}, model=model, remat=remat)
+    planned = estimate(config, parse_topology("cpu:8")).step.collectives
+    found, expected = (
+        moved(each, "context")["collective-permute"]
+        for each in (compiled(config).collectives, planned)
+    )
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def experts_of(found: Estimate) -> Any:
@@ -92,6 +117,26 @@ def experts_of(found: Estimate) -> Any:
 def plan_experts(load: float = 1.0, topology: str = "v5e:2x4", **mesh: int) -> Estimate:
     config = configure(mesh, model=with_experts("all_to_all"))
     return estimate(config, parse_topology(topology), expert_load=load)
+
+
+def test_a_capacity_makes_buffers_smaller() -> None:
+    """Two experts a token, two of eight on a device: room for 4 times an even load, or 1.25 times;
+    and so much is the most that the busiest device runs."""
+    mesh = {"fsdp": 2, "expert": 4}
+    found = [
+        estimate(
+            configure(mesh, model=with_experts("all_to_all", capacity_factor=factor), remat="none"),
+            parse_topology("v5e:2x4"),
+            expert_load=4.0,
+        )
+        for factor in (None, 1.25)
+    ]
+    worst, limited = (experts_of(one).flops for one in found)
+    assert limited == pytest.approx(worst * 1.25 / 4, rel=0.02)
+    kept = [one.memory.owned("activations") for one in found]
+    assert kept[1] < 0.6 * kept[0]
+    room = math.ceil(1.25 * 2 * LENGTH / 8)
+    assert any(f"room for {room} tokens of a row and drops" in note for note in found[1].step.notes)
 
 
 def test_experts_are_divided_with_their_state() -> None:

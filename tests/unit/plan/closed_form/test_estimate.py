@@ -8,7 +8,9 @@ import pytest
 
 from fornax.config import from_mapping
 from fornax.config.errors import ConfigError, ShardingError
+from fornax.models import DecoderConfig
 from fornax.plan.cost.estimate import Estimate, estimate
+from fornax.plan.search.space import meshes
 from fornax.plan.topology import parse_topology
 from fornax.plan.train import plan_train
 from fornax.train import TrainConfig
@@ -95,6 +97,32 @@ def test_context_parallelism_gathers_keys_and_values() -> None:
     found = _estimate(mesh={"fsdp": 4, "context": 2}, batch_size=8)
     rows = [row for row in found.step.collectives if row.axes == ("context",)]
     assert any("keys and values" in row.what for row in rows)
+
+
+def test_a_ring_passes_keys_and_values_and_holds_its_own_alone() -> None:
+    """Forward and backward over all devices but the first, gradients in float32 and home too; in
+    layers with a window to neighbours alone."""
+    long = {"mesh": {"fsdp": 1, "context": 8}, "batch_size": 1, "seq_len": 131072}
+    rings = {"context_exchange": "ring"}
+    gathered, found = (_estimate(model={**MODEL, **m}, remat="dots", **long) for m in ({}, rings))
+    numbers = 131072 // 8 * 4 * 2 * 128
+    runs = 8  # layers
+    passed = {
+        row.what: row.bytes * row.count
+        for row in found.step.collectives
+        if "pass " in row.what and "positions" not in row.what
+    }
+    assert passed == {
+        "pass keys and values round": runs * 7 * 2 * 2 * numbers,
+        "pass gradients of keys and values round": runs * 7 * 4 * numbers,
+        "pass gradients of keys and values home": runs * 4 * numbers,
+    }
+    assert not any("gather keys" in row.what for row in found.step.collectives)
+    assert any("gather keys" in row.what for row in gathered.step.collectives)
+    window = {"sliding_window": 1024, "attention_pattern": ["sliding"]}
+    near = _estimate(model={**MODEL, **rings, **window}, remat="dots", **long)
+    (keys,) = (row for row in near.step.collectives if row.what == "pass keys and values round")
+    assert keys.count == runs * 2 * 2
 
 
 def test_more_recomputation_is_less_memory_and_more_flops() -> None:
@@ -195,6 +223,41 @@ def test_stages_across_slices_pass_microbatches_over_the_network_and_no_layers()
         for row in copies.step.collectives
     )
     assert any("a pipeline of 4 stages for 8 micro" in note for note in staged.step.notes)
+
+
+HYBRID = {
+    **MODEL,
+    "attention_pattern": ["linear", "full"],
+    "mamba2": {"num_heads": 16, "head_dim": 64, "state_dim": 128, "num_groups": 2},
+}
+
+
+def test_heads_of_linear_layers_divide_over_tensor_shards() -> None:
+    """Each has all groups, whose scores are a small part; gradients of B and C are added up."""
+
+    def linear(tensor: int, **model: Any) -> Any:
+        mesh = {"fsdp": 1, "tensor": tensor}
+        found = _estimate(f"h100:{tensor}", mesh=mesh, model={**HYBRID, **model}, remat="none")
+        return found, next(row for row in found.step.work if row.name == "linear_attention")
+
+    (_, whole), (found, half) = linear(1), linear(2)
+    scores = 3 * 2 * 64 * 2 * 128 * 4 * 32 * 2048  # forward and backward, of four layers
+    assert half.flops == pytest.approx((whole.flops - scores) / 2 + scores)
+    assert any("B and C" in row.what for row in found.step.collectives)
+    delta = {"num_key_heads": 8, "num_value_heads": 16, "key_dim": 64, "value_dim": 64}
+    one, two = (linear(n, mamba2=None, gated_delta=delta)[1].flops for n in (1, 2))
+    assert two == one / 2
+
+
+def test_layers_take_the_axes_that_they_can() -> None:
+    """A linear layer needs whole rows; one that hands on keys is in no pipeline."""
+    config = from_mapping(TrainConfig, {"model": HYBRID, "batch_size": 2, "seq_len": 65536})
+    assert isinstance(config.model, DecoderConfig)
+    assert {mesh.context for mesh in meshes(config, config.model, parse_topology("v5e:2x4"))} == {1}
+    with pytest.raises(ConfigError, match=r"linear attention.*\(context axis\)"):
+        _estimate(model=HYBRID, mesh={"fsdp": 4, "context": 2})
+    with pytest.raises(ConfigError, match=r"share keys and values.*\(stage axis\)"):
+        _estimate(model={**MODEL, "shared_kv_layers": 4}, mesh={"fsdp": 4, "stage": 2})
 
 
 def test_mistakes_are_named() -> None:

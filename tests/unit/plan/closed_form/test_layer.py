@@ -11,9 +11,10 @@ from flax import nnx
 from jax._src.interpreters import partial_eval
 
 from fornax.config import from_mapping
-from fornax.models import DecoderConfig, Remat, abstract_decoder
-from fornax.plan.closed_form.layer import policy_of, replay
-from fornax.plan.closed_form.memory import kept_bytes
+from fornax.kernels._delta_rule import CHUNK
+from fornax.models import DecoderConfig, Remat, abstract_decoder, flops_per_token
+from fornax.plan.closed_form.layer import layer_graph, policy_of, replay
+from fornax.plan.closed_form.memory import _inputs_kept, kept_bytes
 from fornax.plan.closed_form.shards import local_step
 from fornax.plan.closed_form.work import step_work
 from fornax.plan.topology import parse_topology
@@ -34,6 +35,15 @@ MODELS = {
             "shared_intermediate_size": 72,
         }
     },
+    "room": {
+        "experts": {
+            "num_experts": 8,
+            "experts_per_token": CHOSEN,
+            "intermediate_size": 56,
+            "shared_intermediate_size": 72,
+            "capacity_factor": 0.5,
+        }
+    },
     "latent": {
         "num_kv_heads": None,
         "head_dim": None,
@@ -45,7 +55,68 @@ MODELS = {
             "value_dim": 32,
         },
     },
+    "output gate": {"attention_gate": True, "qk_norm": "head"},
+    "gated delta": {
+        "attention_pattern": ["linear"],
+        "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 16, "value_dim": 24},
+    },
+    "mamba": {
+        "attention_pattern": ["linear"],
+        "mamba2": {"num_heads": 4, "head_dim": 24, "state_dim": 16, "num_groups": 2},
+        "mlp_pattern": ["none"],
+    },
+    "shared experts behind a gate": {
+        "experts": {
+            "num_experts": 8,
+            "experts_per_token": CHOSEN,
+            "intermediate_size": 56,
+            "shared_intermediate_size": 72,
+            "shared_gate": True,
+        }
+    },
+    "separate norms": {
+        "norm_placement": "sandwich",
+        "experts": {
+            "num_experts": 8,
+            "experts_per_token": CHOSEN,
+            "intermediate_size": 56,
+            "shared_intermediate_size": 72,
+            "separate_norms": True,
+        },
+    },
+    "layer inputs": {
+        "layer_inputs": {"vocab_size": 1000, "width": 40},
+        "layer_scale": True,
+        "value_norm": True,
+        "qk_norm": "head",
+        "norm_placement": "sandwich",
+    },
+    "hybrid": {
+        "num_layers": 6,
+        "attention_pattern": ["linear", "linear", "full"],
+        "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 16, "value_dim": 24},
+        "attention_gate": True,
+    },
+    "granite": {
+        "num_layers": 3,
+        "attention_pattern": ["linear", "full", "linear"],
+        "mamba2": {"num_heads": 4, "head_dim": 24, "state_dim": 16},
+        "mlp_pattern": ["none", "mlp", "mlp"],
+        "rope_pattern": [False],
+    },
+    "shared keys": {
+        "num_layers": 6,
+        "attention_pattern": ["sliding", "full"],
+        "sliding_window": 128,
+        "global_heads": {"head_dim": 64, "num_kv_heads": 1, "keys_as_values": True},
+        "shared_kv_layers": 3,
+        "wide_shared_mlp": True,
+        "value_norm": True,
+        "qk_norm": "head",
+    },
 }
+UNIFORM = [name for name, told in MODELS.items() if "num_layers" not in told]
+"""Models whose layers are all of one kind."""
 REMATS = {
     "full": Remat(policy="full"),
     "dots": Remat(policy="dots"),
@@ -57,6 +128,20 @@ REMATS = {
     ),
     "inputs": Remat(policy="names", save=("layer_input", "attention")),
 }
+
+
+ALL_POLICIES = ("llama", "qwen", "olmo", "gemma", "experts", "latent")
+QUICK = {
+    *((model, remat) for model in ALL_POLICIES for remat in REMATS),
+    *(("hybrid", "dots"), ("hybrid", "save_attention"), ("granite", "dots")),
+    *(("shared keys", "full"), ("shared keys", "minimal"), ("layer inputs", "full")),
+}
+"""What is tried each time."""
+CASES = [
+    pytest.param(model, remat, marks=() if (model, remat) in QUICK else pytest.mark.exhaustive)
+    for model in MODELS
+    for remat in REMATS
+]
 
 
 def _model(**more: Any) -> DecoderConfig:
@@ -89,7 +174,10 @@ def _traced(model: DecoderConfig, remat: Remat, *, gradient: bool) -> Any:
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32)
 
     def hidden(params: Any, tokens: Any) -> jax.Array:
-        return nnx.merge(graphdef, params).hidden(tokens, remat=remat, implementation="blockwise")
+        decoder = nnx.merge(graphdef, params)
+        return decoder.hidden_and_routing(
+            tokens, remat=remat, implementation="blockwise", drop_tokens=True
+        )[0]
 
     if gradient:
         total = lambda params, tokens: jnp.sum(hidden(params, tokens).astype(jnp.float32))  # noqa: E731
@@ -98,40 +186,45 @@ def _traced(model: DecoderConfig, remat: Remat, *, gradient: bool) -> Any:
     return jax.eval_shape(saved, params, tokens)
 
 
-def _kept_bytes(model: DecoderConfig, remat: Remat) -> int:
-    """Bytes a layer that differentiation keeps: stacked arrays that have rows and tokens."""
+def _kept_bytes(model: DecoderConfig, remat: Remat, *, of_all: bool = True) -> int:
+    """Bytes that differentiation keeps of all layers: what a loop stacks that has rows, and of all
+    together keys and values that layers hand to later ones."""
     leaves = jax.tree.leaves(_traced(model, remat, gradient=False))
-    tokens = ((LAYERS, ROWS * LENGTH), (LAYERS, ROWS * LENGTH * CHOSEN))
-    stacked = [
-        x
-        for x in leaves
-        if (x.shape[:2] == (LAYERS, ROWS) and LENGTH in x.shape)
-        or (x.shape[:2] in tokens and x.dtype != jnp.int32)
-    ]
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in stacked) // LAYERS
+    stacked = [x for x in leaves if x.ndim and x.shape[0] != ROWS and _has_rows(x.shape[1:])]
+    stacked = [x for x in stacked if not jnp.issubdtype(x.dtype, jnp.integer)]
+    handed = [x for x in leaves if x.ndim == 4 and x.shape[:2] == (ROWS, LENGTH)]
+    kept = [x for x in stacked if of_all or x.shape[0] == LAYERS]
+    kept += [x for x in handed if of_all and x.dtype == jnp.bfloat16]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("remat", REMATS)
+def _has_rows(shape: tuple[int, ...]) -> bool:
+    """Whether an array is of rows, by token or by chunk, rather than a weight."""
+    by_row = ROWS in shape and {LENGTH, LENGTH // CHUNK} & set(shape)
+    tokens = (1, CHOSEN, CHOSEN / 2)  # themselves, by their experts, and those with room
+    return bool(by_row or {ROWS * LENGTH * each for each in tokens} & set(shape))
+
+
+@pytest.mark.parametrize(("model", "remat"), CASES)
 def test_kept_values_are_those_that_differentiation_keeps(model: str, remat: str) -> None:
     """Bytes a token kept by each policy, against the residuals of the real decoder."""
     config, policy = _model(**MODELS[model]), REMATS[remat]
     local = local_step(_config(config, policy), parse_topology("v5e:1x1"))
-    found = replay(config, local.shares, policy_of(policy), config.mlps[0])
-    predicted = ROWS * LENGTH * sum(2 * node.width + 4 * node.wide for node in found.kept)
-    traced = _kept_bytes(config, policy)
-    assert predicted == traced
+    found = [replay(config, local.shares, policy_of(policy), kind) for kind in config.layer_kinds()]
+    nodes = [node for layer in found for node in layer.kept]
+    predicted = ROWS * LENGTH * sum(2 * node.width + 4 * node.wide for node in nodes)
+    assert predicted == _kept_bytes(config, policy)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", UNIFORM)
 def test_without_a_policy_norms_and_activations_keep_values_of_their_own(model: str) -> None:
     """Differentiation also keeps attention's output twice, which the compiler makes one, and a few
     numbers a token of each norm."""
     config, policy = _model(**MODELS[model]), Remat(policy="none")
     local = local_step(_config(config, policy), parse_topology("h100:1"))
-    predicted = kept_bytes(local) / LAYERS
-    output = ROWS * LENGTH * 5 * config.value_width * 2
-    assert predicted == pytest.approx(_kept_bytes(config, policy) - output, rel=0.02)
+    output = 0 if not config.attends else LAYERS * ROWS * LENGTH * 5 * config.value_width * 2
+    traced = _kept_bytes(config, policy, of_all=False) - output
+    assert kept_bytes(local) - _inputs_kept(local) == pytest.approx(traced, rel=0.02)
 
 
 def _dot_flops(jaxpr: Any, times: float = 1.0) -> float:
@@ -156,8 +249,7 @@ def _dot_flops(jaxpr: Any, times: float = 1.0) -> float:
     return total
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize(("model", "remat"), CASES)
 def test_flops_are_those_of_the_traced_gradient(model: str, remat: str) -> None:
     """Executed products, recomputation included, against the gradient's own products.
 
@@ -172,4 +264,23 @@ def test_flops_are_those_of_the_traced_gradient(model: str, remat: str) -> None:
     assert predicted == pytest.approx(_dot_flops(jaxpr), rel=1e-3)
 
 
-_LAYER_KINDS = ("attention", "attention_projections", "mlp", "experts")
+@pytest.mark.parametrize("model", sorted({*MODELS} - {"room"}))
+def test_model_flops_are_those_of_the_layers_products(model: str) -> None:
+    """What utilisation counts: every product with weights once, dropped tokens' too, and each use
+    of a linear layer's state, as the recurrence has it."""
+    config = _model(**MODELS[model])
+    local = local_step(_config(config, REMATS["full"]), parse_topology("h100:1"))
+    found = 2 * config.vocab_size * config.hidden_size
+    for kind in config.layer_kinds():
+        graph, _ = layer_graph(config, local.shares, kind)
+        found += sum(node.flops for node in graph.values() if node.kind == "product")
+        if config.linear is not None and kind.linear:
+            found += config.linear.state_flops
+    if config.layer_inputs is not None:
+        found += 2 * config.hidden_size * config.num_layers * config.layer_inputs.width
+    assert flops_per_token(config, 0, training=False) == found
+
+
+_LAYER_KINDS = (
+    *("attention", "attention_projections", "linear_attention", "mlp", "experts", "layer_inputs"),
+)

@@ -43,7 +43,7 @@ def test_arguments_are_the_compilers(name: str) -> None:
     assert arguments == pytest.approx(row["arguments"], rel=1e-3)
 
 
-_PRODUCTS = ("attention_projections", "mlp", "experts", "logits_loss")
+_PRODUCTS = ("attention_projections", "linear_attention", "mlp", "experts", "logits_loss")
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -14,6 +14,8 @@ from fornax.models import (
     RopeConfig,
     config_to_hf,
 )
+from fornax.models.config import GlobalHeads, LayerInputConfig
+from fornax.models.mamba_config import Mamba2Config
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 384,
@@ -66,6 +68,30 @@ MODELS = {
             num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=24, conv_width=3
         ),
         attention_gate=True,
+    ),
+    "mamba": DecoderConfig(
+        **_SIZES,
+        attention_pattern=("linear", "full"),
+        mamba2=Mamba2Config(num_heads=8, head_dim=12, state_dim=16, num_groups=2),
+        mlp_pattern=("none", "mlp"),
+        rope_pattern=(False,),
+    ),
+    "pageless": DecoderConfig(
+        **_SIZES,
+        attention_pattern=("linear",),
+        mamba2=Mamba2Config(num_heads=8, head_dim=12, state_dim=16),
+        mlp_pattern=("none",),
+    ),
+    "shared": DecoderConfig(
+        **_SIZES,
+        sliding_window=24,
+        attention_pattern=("sliding", "full"),
+        global_heads=GlobalHeads(head_dim=32, num_kv_heads=2, keys_as_values=True),
+        shared_kv_layers=2,
+        wide_shared_mlp=True,
+        layer_inputs=LayerInputConfig(vocab_size=400, width=8),
+        layer_scale=True,
+        value_norm=True,
     ),
 }
 

@@ -50,20 +50,28 @@ def on_one_device(tree: Any) -> int:
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
+FOUR = {"tensor_parallel_size": 4}
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "options"),
     [
         ("llama", "float32", {}),
-        ("tied", "bfloat16", {}),
-        ("windowed", "float32", {"tensor_parallel_size": 4}),
-        ("tied", "float32", {"tensor_parallel_size": 4}),  # a cache that is whole on each device
-        ("experts", "float32", {"tensor_parallel_size": 4}),
+        pytest.param("tied", "bfloat16", {}, marks=pytest.mark.exhaustive),
+        ("windowed", "float32", FOUR),
+        ("tied", "float32", FOUR),  # a cache that is whole on each device
+        pytest.param("experts", "float32", FOUR, marks=pytest.mark.exhaustive),
         ("latent", "bfloat16", {}),
         # latents are whole on each device
-        pytest.param("latent", "float32", {"tensor_parallel_size": 4}, marks=pytest.mark.slow),
+        pytest.param("latent", "float32", FOUR, marks=pytest.mark.exhaustive),
         ("linear", "bfloat16", {}),
-        pytest.param("linear", "float32", {"tensor_parallel_size": 4}, marks=pytest.mark.slow),
+        pytest.param("linear", "float32", FOUR, marks=pytest.mark.exhaustive),
         ("windowed", "float32", {"quantization": "int8", "kv_cache_memory_bytes": 1 << 20}),
+        pytest.param("mamba", "float32", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("mamba", "bfloat16", {}, marks=pytest.mark.exhaustive),
+        pytest.param("pageless", "float32", {}, marks=pytest.mark.exhaustive),
+        ("shared", "bfloat16", {}),
+        pytest.param("shared", "float32", FOUR, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_real_engine_allocates_what_was_planned(
@@ -132,6 +140,25 @@ def test_linear_layers_keep_a_state_a_sequence_and_no_pages() -> None:
     assert one.states == (4 + 2 * 4) * 2 * (8 * 16 * 24 + inputs) * 4
     assert four.states == one.states / 4
     assert one.total == one.weights + one.cache + one.sampler + one.states
+
+
+def test_a_model_without_keys_has_states_alone() -> None:
+    """As many sequences as can run, whatever their length."""
+    report = memory_of(planned("pageless", "float32", 1), 0, 0)
+    assert report.groups == ()
+    assert (report.cache, report.cache_tokens, report.bytes_per_token) == (0, 0, 0)
+    assert report.sequences == report.most_sequences == 4
+    inputs = 3 * (8 * 12 + 2 * 16)
+    assert report.states == (4 + 2 * 4) * 4 * (8 * 12 * 16 + inputs) * 4
+
+
+def test_layers_that_share_keys_keep_none() -> None:
+    """Two of four, each with the keys of one before it; full layers have heads of their own."""
+    report = memory_of(planned("shared", "float32", 1), 0, 0)
+    by_window = {group.window: group for group in report.groups}
+    assert (by_window[24].layers, by_window[None].layers) == (1, 1)
+    assert by_window[24].bytes_per_token == 2 * 4 * 16 * 4
+    assert by_window[None].bytes_per_token == 2 * 2 * 32 * 4
 
 
 def test_the_largest_cache_leaves_room_for_the_rest() -> None:

@@ -1,5 +1,6 @@
 """The whole plan: what it says, what it writes, what it refuses."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -10,8 +11,8 @@ from tests.unit.plan.serving.conftest import MODELS, write_config
 from fornax.cli.commands import plan_serve as command
 from fornax.config import ConfigError, from_mapping
 from fornax.config.errors import EngineError, PlanError
-from fornax.llm import DraftModel, NGram
-from fornax.models import DecoderConfig
+from fornax.llm import MTP, DraftModel, NGram
+from fornax.models import DecoderConfig, num_parameters
 from fornax.plan.report import render_table, write_page
 from fornax.plan.serving import ServePlan, ServingConfig, plan_serve
 from fornax.plan.topology import parse_topology
@@ -25,6 +26,18 @@ LARGE = DecoderConfig(
     num_kv_heads=8,
     max_position_embeddings=131_072,
 )
+
+GLM = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 3,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "family": "glm4_moe",
+}
 
 
 @pytest.fixture
@@ -127,6 +140,29 @@ def test_adapters_and_a_draft_model_are_counted(llama: Path) -> None:
     assert found.cache == 2 * plain.cache
     assert found.bytes_per_sequence == 2 * plain.bytes_per_sequence
     assert found.sampler > plain.sampler
+
+
+def test_the_models_own_module_is_counted(tmp_path: Path) -> None:
+    """Its weights and its layer's cache, and no part of it in steps of one token."""
+    experts = dataclasses.replace(
+        MODELS["latent"].experts, selection_bias=True, num_groups=1, groups_per_token=1
+    )
+    model = DecoderConfig(
+        **GLM, mlp_pattern=("mlp", "experts", "experts"), experts=experts, num_mtp_modules=1
+    )
+    path = write_config(tmp_path / "glm", model, torch_dtype="bfloat16")
+    plain = predicted(path, "v6e:1x1", ServingConfig())
+    plan = predicted(path, "v6e:1x1", ServingConfig(speculative_config=MTP()))
+    alone = dataclasses.replace(model, num_mtp_modules=0)
+    assert plan.parameters == num_parameters(model)
+    assert plain.parameters == num_parameters(alone)
+    more = num_parameters(model) - num_parameters(alone)
+    assert plan.memory.weights - plain.memory.weights == pytest.approx(2 * more, rel=1e-3)
+    layers = model.num_layers
+    each = plain.memory.bytes_per_token // layers
+    assert plan.memory.bytes_per_token == (layers + 1) * each
+    assert [p.seconds for p in plan.decode] == [p.seconds for p in plain.decode]
+    assert any("speculation counts in memory only" in note for note in plan.notes)
 
 
 def test_speculation_needs_larger_choices(llama: Path) -> None:

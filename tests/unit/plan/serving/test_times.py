@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,12 @@ def times_of(engine: Engine, **changes: float) -> StepTimes:
     )
 
 
+def implementation(engine: Engine, tokens: int) -> str:
+    """The one that runs."""
+    [choice] = attention_of(engine, tokens).choices
+    return choice.implementation
+
+
 def test_decoding_reads_weights_once_and_the_cache_for_every_sequence() -> None:
     engine = planned("llama", "float32", 1)
     model = MODELS["llama"]
@@ -69,15 +76,50 @@ def test_states_are_read_and_written_whatever_the_context() -> None:
     assert near.bytes == 2 * 2 * 32 * key + 2 * 2 * 2 * (8 * 16 * 24) * 4
 
 
-def test_a_chunk_costs_what_its_program_counts() -> None:
+@pytest.mark.parametrize("corrects", [True, False])
+def test_a_chunk_costs_what_its_program_counts(corrects: bool) -> None:
     """The flops that XLA counts in the lowered chunked rule of 64 tokens, products alone."""
     linear = LinearAttention(
-        layers=1, key_heads=2, value_heads=4, key_dim=32, value_dim=48, slowdown=1.0
+        layers=1,
+        key_heads=2,
+        value_heads=4,
+        key_dim=32,
+        value_dim=48,
+        corrects=corrects,
+        slowdown=1.0,
     )
     shapes = ((1, 64, 2, 32), (1, 64, 2, 32), (1, 64, 2, 2, 48), (1, 64, 2, 2), (1, 64, 2, 2))
-    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    inputs: list[Any] = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    inputs[-1] = inputs[-1] if corrects else None
     cost = jax.jit(kernels.gated_delta_rule).lower(*inputs).compile().cost_analysis()
     assert 1.0 < cost["flops"] / linear.prompt(64).flops < 1.3
+
+
+def test_b_and_c_are_whole_where_heads_are_divided() -> None:
+    """A Mamba-2 state is written and read, and nothing is looked up in it."""
+    for devices in (1, 4):
+        linear = attention_of(planned("mamba", "float32", devices), 32).linear
+        assert linear is not None
+        assert (linear.key_heads, linear.value_heads) == (2, 8 // devices)
+        state = 8 // devices * 12 * 16
+        work = linear.decode(3)
+        assert (work.bytes, work.flops) == (2 * 3 * 2 * state * 4, 2 * 3 * 4 * state)
+
+
+def test_layers_that_share_keys_read_them_and_write_none() -> None:
+    attention = attention_of(planned("shared", "float32", 1), 32)
+    own, wide = 2 * 4 * 16 * 4, 2 * 2 * 32 * 4
+    assert attention.written_bytes == own + wide
+    assert attention.decode(3, 64).bytes == 3 * 2 * (24 * own + 64 * wide)
+    assert attention.decode(3, 64).flops == 3 * 2 * 8 * (24 * 4 * 16 + 64 * 4 * 32)
+
+
+def test_a_token_reads_its_row_of_further_inputs() -> None:
+    """And of layers without an MLP one sum is exchanged."""
+    sizes = step_sizes(planned("shared", "float32", 1))
+    assert sizes.table_row_bytes == (64 + 4 * 8) * 4
+    assert step_sizes(planned("mamba", "float32", 4)).reductions == 2 * 2 + 2 * 1 + 1
+    assert step_sizes(planned("pageless", "float32", 4)).reductions == 4 + 1
 
 
 def test_all_heads_read_one_latent() -> None:
@@ -85,7 +127,7 @@ def test_all_heads_read_one_latent() -> None:
     for devices in (1, 4):
         engine = planned("latent", "float32", devices)
         work = attention_of(engine, 32).decode(3, 64)
-        assert attention_of(engine, 32).implementation == "native"
+        assert implementation(engine, 32) == "native"
         assert work.bytes == 4 * 3 * 64 * 48 * 4
         assert work.flops == 4 * 3 * 64 * (8 // devices) * 2 * (48 + 48)
 
@@ -206,14 +248,15 @@ def test_knows_which_kernel_runs_and_what_it_reads_twice() -> None:
     three = dataclasses.replace(MODELS["llama"], num_heads=6, num_kv_heads=3)
     alone = EngineConfig(max_model_len=512)
     place = parse_topology("v6e:2x2")
-    tpu = attention_of(describe_engine(served(three, "bfloat16"), alone, place), 256)
+    [tpu] = attention_of(describe_engine(served(three, "bfloat16"), alone, place), 256).choices
     assert tpu.implementation == "xla"
-    assert "cannot tile 3 key heads" in dict(tpu.choice.declined)["pallas_tpu"]
+    assert "cannot tile 3 key heads" in dict(tpu.declined)["pallas_tpu"]
     model = served(MODELS["llama"], "bfloat16")  # heads of width 16, kept 128 wide
     config = EngineConfig(max_model_len=512, tensor_parallel_size=4)
-    assert attention_of(describe_engine(model, config, place), 256).implementation == "pallas_tpu"
+    assert implementation(describe_engine(model, config, place), 256) == "pallas_tpu"
     gpu = Topology(chip=find_chip("h100"), shape=(1, 4))
-    found = attention_of(describe_engine(model, config, gpu), 256)
-    assert found.implementation == "xla"
+    engine = describe_engine(model, config, gpu)
+    found = attention_of(engine, 256)
+    assert implementation(engine, 256) == "xla"
     # a prompt's keys are read again for every block of its queries
     assert found.prompt(0, 512).bytes > 2 * found.decode(1, 512).bytes

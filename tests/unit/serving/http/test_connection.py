@@ -1,14 +1,16 @@
 """Clients at the socket: too much, too slow, too many, gone."""
 
+import contextlib
 import gzip
 import socket
 import struct
 import time
+from dataclasses import replace
 from random import Random
 
 import orjson
 import pytest
-from tests.unit.serving.http.conftest import LIMITS
+from tests.unit.serving.http.conftest import LIMITS, PATIENT
 
 BODY = orjson.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}]})
 
@@ -259,19 +261,25 @@ def test_a_compressed_answer_at_the_socket(connect):
     assert (status, b"out_x" in gzip.decompress(body)) == (200, True)
 
 
-def test_too_many_connections_get_503(connect, server):
-    crowd = [connect() for _ in range(LIMITS.max_connections)]
-    late = connect()
-    late.sendall(_request("echo"))
-    status, body = _answer(late)
-    assert status == 503
-    assert "as many connections as it takes" in orjson.loads(body)["error"]
-    for each in crowd:
-        each.close()
-    time.sleep(0.05)
-    again = connect()
-    again.sendall(_request("echo"))
-    assert _answer(again)[0] == 200
+def test_too_many_connections_get_503(serve):
+    address = serve(replace(PATIENT, max_connections=3)).address  # which ends no idle connection
+    with contextlib.ExitStack() as opened:
+
+        def connected() -> socket.socket:
+            return opened.enter_context(socket.create_connection((address.host, address.port), 5))
+
+        crowd = [connected() for _ in range(3)]
+        late = connected()
+        late.sendall(_request("echo"))
+        status, body = _answer(late)
+        assert status == 503
+        assert "as many connections as it takes" in orjson.loads(body)["error"]
+        for each in (*crowd, late):
+            each.shutdown(socket.SHUT_WR)
+            assert each.recv(1) == b""  # by then the server counts it no more
+        again = connected()
+        again.sendall(_request("echo"))
+        assert _answer(again)[0] == 200
 
 
 def test_damaged_http_does_not_stop_the_server(connect):
