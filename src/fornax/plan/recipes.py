@@ -1,15 +1,23 @@
-"""The recipes that come with Fornax, for which chips each is made, and what is predicted there."""
+"""The recipes that come with Fornax, for which chips each is made, and what is predicted there.
 
+Of those that were compiled for their chips, `recipes/compiled.json` keeps what the compiler said.
+"""
+
+import datetime
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import fornax
-from fornax.config import ConfigError, load
+from fornax.config import ConfigError, from_mapping, load, to_mapping
+from fornax.config.files import write_whole
+from fornax.plan.facts import Plan
 from fornax.plan.format import format_bound, format_bytes, format_count, format_seconds
 from fornax.plan.topology import Topology, parse_topology
-from fornax.plan.train import plan_train
+from fornax.plan.train import fitted, plan_train
 from fornax.train import TrainConfig
 
 _PLANNED = re.compile(r"^# Planned for: (.+)$", re.MULTILINE)
@@ -32,6 +40,29 @@ class Recipe:
     def config(self) -> TrainConfig:
         """The configuration."""
         return load(TrainConfig, file=self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the TPU's compiler made of a recipe's training step; no chip ran it."""
+
+    recipe: str
+    topology: str
+    key: str
+    """`program_key` of what was compiled."""
+    date: str
+    """When, as YYYY-MM-DD."""
+    versions: dict[str, str]
+    """Of jax, libtpu and what else makes the program."""
+    compile_seconds: float
+    """Of the compiler, on the machine where it ran."""
+    memory_bytes: int
+    """Of a chip."""
+    fits: bool
+    step_seconds: float
+    """Predicted from the program and the hardware table of that day."""
+    mfu: float
+    """Of the predicted step."""
 
 
 def recipes_folder() -> Path:
@@ -57,9 +88,52 @@ def _read(paths: Iterable[Path]) -> Iterator[Recipe]:
             yield Recipe(path=path, title=title[1], topologies=topologies)
 
 
+def program_key(recipe: Recipe, topology: Topology) -> str:
+    """Names the training step of a recipe on chips: another config or topology, another key."""
+    from fornax.plan.compile.train import train_request
+
+    request = train_request(fitted(recipe.config(), topology), ("train_step",))
+    asked = json.dumps([dict(request.arguments), topology.name], sort_keys=True)
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+
+def compiled_recipes(folder: Path | None = None) -> dict[tuple[str, str], Compiled]:
+    """What `recipes/compiled.json` keeps, by recipe and topology."""
+    path = (folder or recipes_folder()) / _KEPT
+    if not path.exists():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    found = [from_mapping(Compiled, row) for row in rows]
+    return {(one.recipe, one.topology): one for one in found}
+
+
+def keep_compiled(recipe: Recipe, topology: Topology, plan: Plan) -> Compiled:
+    """Keep what a compiled plan of a recipe says, in `compiled.json` beside it."""
+    compilation, speed = plan.main.compilation, plan.speed
+    assert compilation is not None
+    assert speed is not None
+    found = Compiled(
+        recipe=recipe.name,
+        topology=topology.name,
+        key=program_key(recipe, topology),
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        versions=compilation.versions,
+        compile_seconds=round(compilation.compile_seconds, 1),
+        memory_bytes=plan.main.memory.total,
+        fits=plan.main.memory.fits,
+        step_seconds=speed.step_seconds,
+        mfu=speed.mfu,
+    )
+    kept = {**compiled_recipes(recipe.path.parent), (recipe.name, topology.name): found}
+    rows = [to_mapping(kept[pair]) for pair in sorted(kept)]
+    write_whole(recipe.path.parent / _KEPT, json.dumps(rows, indent=1).encode() + b"\n")
+    return found
+
+
+_KEPT = "compiled.json"
 _HEAD = (
     *("recipe", "chips", "tokens a step", "remat", "memory of a chip", "step", "MFU"),
-    *("tokens/s/chip", "tokens/day", "bound by"),
+    *("tokens/s/chip", "tokens/day", "bound by", "compiled: memory", "compiled: step", "MFU"),
 )
 
 
@@ -75,16 +149,22 @@ def recipes_page() -> str:
         "a chip its state alone would take more slices than make sense; none is for DeepSeek V3 on",
         "v5e and v6e, whose chips do not hold a layer's experts and their gradients.",
         "",
+        "The last three columns are of training steps that the TPU's compiler made for these chips",
+        "on a machine without one (`benchmarks/recipes_compiled.py`); their times are predicted",
+        "from the program. None ran. Where they are empty, the step was not compiled.",
+        "",
         f"| {' | '.join(_HEAD)} |",
         f"| {' | '.join(['---'] * len(_HEAD))} |",
     ]
+    kept = compiled_recipes()
     for recipe in find_recipes():
         for name in recipe.topologies:
-            lines.append(f"| {' | '.join(_cells(recipe, parse_topology(name)))} |")
+            cells = _cells(recipe, parse_topology(name), kept.get((recipe.name, name)))
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
-def _cells(recipe: Recipe, topology: Topology) -> tuple[str, ...]:
+def _cells(recipe: Recipe, topology: Topology, compiled: Compiled | None) -> tuple[str, ...]:
     config = recipe.config()
     plan = plan_train(config, topology, predicted=True)
     memory, speed = plan.main.memory, plan.speed
@@ -100,4 +180,12 @@ def _cells(recipe: Recipe, topology: Topology) -> tuple[str, ...]:
         f"{speed.tokens_per_second_per_chip:,.0f}",
         format_count(speed.tokens_per_day),
         format_bound(speed.bound, topology.chip.platform),
+        *(_compiled_cells(compiled) if compiled else ("", "", "")),
     )
+
+
+def _compiled_cells(compiled: Compiled) -> tuple[str, str, str]:
+    memory = format_bytes(compiled.memory_bytes)
+    if not compiled.fits:
+        return f"{memory}: does not fit", "", ""
+    return memory, format_seconds(compiled.step_seconds), f"{compiled.mfu:.1%}"

@@ -6,7 +6,13 @@ import pytest
 
 from fornax.models.families import family_by_name
 from fornax.plan.cost.estimate import estimate
-from fornax.plan.recipes import Recipe, find_recipes, recipes_page
+from fornax.plan.recipes import (
+    Recipe,
+    compiled_recipes,
+    find_recipes,
+    program_key,
+    recipes_page,
+)
 from fornax.plan.topology import parse_topology
 from fornax.train.hosts import data_shards
 
@@ -93,3 +99,12 @@ def test_the_table_has_a_row_for_every_pair():
     rows = [line for line in recipes_page().splitlines() if line.startswith("| `")]
     assert len(rows) == len(PAIRS)
     assert all(row.count("|") == rows[0].count("|") for row in rows)
+
+
+@pytest.mark.parametrize("found", compiled_recipes().values(), ids=lambda x: x.recipe)
+def test_what_was_compiled_is_still_the_recipe(found):
+    """`python benchmarks/recipes_compiled.py` compiles a recipe that has changed again."""
+    recipe = next(one for one in RECIPES if one.name == found.recipe)
+    assert found.topology in recipe.topologies
+    assert found.key == program_key(recipe, parse_topology(found.topology))
+    assert found.fits
