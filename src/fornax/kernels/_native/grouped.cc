@@ -302,9 +302,9 @@ struct WideLines {
   static constexpr bool kPairs = std::is_same_v<T, Half>;
   static constexpr int kVecs = kPairs ? 2 : 1;
   static constexpr int64_t kStep = kVecs * kLanes;
-  static constexpr int64_t kRowsOfB = 1;  // that one number of a is multiplied with
+  static constexpr int64_t kRowsOfB = 1;          // that one number of a is multiplied with
+  static constexpr int kDeep = 8, kLastDeep = 1;  // numbers of a taken at once, and of the rest
 
-  static bool runs() { return true; }
   static int64_t numbers(int64_t depth) { return depth; }
   static void prepare(const T* line, int64_t depth, float* a) { load_wide(line, depth, a); }
 
@@ -359,13 +359,25 @@ struct WideLines {
 };
 
 #if defined(FORNAX_BFLOAT16_PRODUCTS)
+// Puts a line whose every 32 columns are two vectors: 16 of them by `first`, then those 8 lanes on.
+template <typename Out>
+void put_merged(float* line, int64_t columns, __m512i first, Out* to) {
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  for (int64_t j = 0; j < columns; j += 32) {
+    const __m512 low = _mm512_loadu_ps(line + j), high = _mm512_loadu_ps(line + j + 16);
+    _mm512_storeu_ps(line + j, _mm512_permutex2var_ps(low, first, high));
+    _mm512_storeu_ps(line + j + 16, _mm512_permutex2var_ps(low, second, high));
+  }
+  put_line(line, columns, to);
+}
+
 // a as pairs of bfloat16, each for two rows of b, whose columns are interleaved in lanes of 128 bits.
 struct NarrowLines {
   using Engine = Narrow;
   static constexpr int64_t kStep = 32;
   static constexpr int64_t kRowsOfB = 2;
+  static constexpr int kDeep = 8, kLastDeep = 1;
 
-  static bool runs() { return !has_tiles(); }  // their sums are others
   static int64_t numbers(int64_t depth) { return (depth + 1) / 2; }
   static void prepare(const Half* line, int64_t depth, float* a) {
     if (depth % 2) a[depth / 2] = 0;
@@ -406,27 +418,74 @@ struct NarrowLines {
   template <typename Out>
   static void put(float* line, int64_t columns, Out* to) {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    put_merged(line, columns, first, to);
+  }
+};
+
+// Sums as AMX tiles make them (Intel's manual, TDPBF16PS): within a tile's depth even and odd rows
+// of b apart, then both together are added; denormal numbers are zero.
+struct TileLines {
+  using Engine = Narrow;
+  static constexpr int64_t kStep = 32;
+  static constexpr int64_t kRowsOfB = 1;
+  static constexpr int kDeep = fornax::kDepth, kLastDeep = kDeep;
+
+  static int64_t numbers(int64_t depth) { return tiles_of(depth) * kDeep; }
+  static void prepare(const Half* line, int64_t depth, float* a) {
+    load_wide(line, depth, a);
+    std::fill(a + depth, a + numbers(depth), 0.0f);
+  }
+
+  // The next tile's rows are asked for while this one's are multiplied.
+  template <int kRows, int>
+  static void add(const float* a, int64_t a_row, const Half* b, int64_t b_row, int64_t rows,
+                  int64_t columns, float* c, int64_t c_row) {
+    const __m512i high_half = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000));
     for (int64_t j = 0; j < columns; j += kStep) {
-      const __m512 low = _mm512_loadu_ps(line + j), high = _mm512_loadu_ps(line + j + 16);
-      _mm512_storeu_ps(line + j, _mm512_permutex2var_ps(low, first, high));
-      _mm512_storeu_ps(line + j + 16, _mm512_permutex2var_ps(low, second, high));
+      const __mmask32 some = first_32(columns - j);
+      __m512 sums[kRows][2][2];  // rows of b that are even and odd, then columns
+      for (auto& row : sums) row[0][0] = row[0][1] = row[1][0] = row[1][1] = _mm512_setzero_ps();
+      for (int d = 0; d < kDeep; d += 2) {
+        for (int odd = 0; odd < 2; ++odd) {
+          const Half* at = b + (d + odd) * b_row + j;
+          _mm_prefetch(reinterpret_cast<const char*>(at + kDeep * b_row), _MM_HINT_T0);
+          const __m512i words =
+              d + odd < rows ? _mm512_maskz_loadu_epi16(some, at) : _mm512_setzero_si512();
+          const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+          const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(words, high_half));
+          for (int r = 0; r < kRows; ++r) {
+            const __m512 x = _mm512_set1_ps(a[r * a_row + d + odd]);
+            sums[r][odd][0] = _mm512_fmadd_ps(x, low, sums[r][odd][0]);
+            sums[r][odd][1] = _mm512_fmadd_ps(x, high, sums[r][odd][1]);
+          }
+        }
+      }
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < 2; ++v) {
+          float* to = c + r * c_row + j + v * 16;
+          const __m512 tile = _mm512_add_ps(sums[r][0][v], sums[r][1][v]);
+          _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), tile));
+        }
+      }
     }
-    put_line(line, columns, to);
+  }
+
+  template <typename Out>
+  static void put(float* line, int64_t columns, Out* to) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    put_merged(line, columns, first, to);
   }
 };
 #endif
 
 template <typename T>
-struct EnginesOf {
-  using Blocks = Wide<T>;
-  using Lines = WideLines<T>;
+struct EngineOf {
+  using Type = Wide<T>;
 };
 #if defined(FORNAX_BFLOAT16_PRODUCTS)
 template <>
-struct EnginesOf<Half> {
-  using Blocks = Narrow;
-  using Lines = NarrowLines;
+struct EngineOf<Half> {
+  using Type = Narrow;
 };
 #endif
 
@@ -451,16 +510,23 @@ struct Product {
   int64_t c_row;
 
   void run(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
-    if (bottom - top <= kFewRows && !b.transposed && !a.transposed && Lines::runs()) {
-      run_lines(top, bottom, left, right);
-    } else {
+    if (bottom - top > kFewRows || b.transposed || a.transposed) {
       run_blocks(top, bottom, left, right);
+#if defined(FORNAX_BFLOAT16_PRODUCTS)
+    } else if constexpr (std::is_same_v<T, Half>) {
+      if (has_tiles()) {
+        run_lines<TileLines>(top, bottom, left, right);
+      } else {
+        run_lines<NarrowLines>(top, bottom, left, right);
+      }
+#endif
+    } else {
+      run_lines<WideLines<T>>(top, bottom, left, right);
     }
   }
 
  private:
-  using Engine = typename EnginesOf<T>::Blocks;
-  using Lines = typename EnginesOf<T>::Lines;
+  using Engine = typename EngineOf<T>::Type;
 
   void run_blocks(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
     const int64_t height = bottom - top;
@@ -499,8 +565,10 @@ struct Product {
             std::min(kTaskColumns, right - left)};
   }
 
+  template <typename Lines>
   void run_lines(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
-    constexpr int kDeep = 8;
+    static_assert(std::is_same_v<typename Lines::Engine, Engine>, "their sums are compared");
+    constexpr int kDeep = Lines::kDeep, kLast = Lines::kLastDeep;
     const int64_t rows = bottom - top, columns = right - left;
     const int64_t numbers = Lines::numbers(depth), line = round_up(columns, Lines::kStep);
     Arena& arena = Arena::of_this_thread();
@@ -519,9 +587,9 @@ struct Product {
       for (int64_t d = first; d < end;) {
         const int64_t row = d * Lines::kRowsOfB, rest = depth - row;
         const bool deep = d + kDeep <= end && rest >= kDeep * Lines::kRowsOfB;
-        const auto add = deep ? add_lines<Lines, kDeep, T> : add_lines<Lines, 1, T>;
+        const auto add = deep ? add_lines<Lines, kDeep, T> : add_lines<Lines, kLast, T>;
         add(rows, left_numbers + d, numbers, b.element(row, left), b.row, rest, columns, into, line);
-        d += deep ? kDeep : 1;
+        d += deep ? kDeep : kLast;
       }
       if (first == 0) continue;
       for (int64_t i = 0; i < rows * line; i += kLanes) {
