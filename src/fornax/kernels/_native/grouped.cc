@@ -330,6 +330,7 @@ struct WideLines {
       for (int v = 0; v < kVecs; ++v) sums[r][v] = load(c + r * c_row + v * kLanes);
     }
     for (int d = 0; d < kDeep; ++d) {
+      __builtin_prefetch(b + (d + kDeep) * b_row);
       const Vec words = load(reinterpret_cast<const float*>(b + d * b_row));
       for (int r = 0; r < kRows; ++r) {
         const Vec x = splat(a[r * a_row + d]);
