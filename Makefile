@@ -50,7 +50,7 @@ test-all: $(VENV)/.dev ## The tests, the slow ones included
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not device and not tpu and not exhaustive" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 test-exhaustive: $(VENV)/.dev ## The tests that take minutes, which CI leaves out
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "exhaustive and not device" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "exhaustive and not device and not tpu" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 newest-test: ## The fast tests that touch jax, on the newest Python and jax (PYTHON_NEWEST)
 	@if [ -z "$(NEWEST_FOUND)" ]; then \
@@ -77,8 +77,8 @@ proto: ## Make the descriptor and the types of gRPC's messages from their .proto
 parity: $(PARITY)/.ready ## Compare with torch and transformers, in their own environment (all: PYTEST_ARGS='-m ""')
 	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal -m "not exhaustive" tests/parity $(PYTEST_ARGS)
 
-tpu-test: $(TPU)/.ready ## Compile with the real TPU compiler, in an environment of its own
-	$(TPU)/bin/python -m pytest -n 2 --dist worksteal -m tpu --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+tpu-test: $(TPU)/.ready ## Compile with the real TPU compiler, in its own environment (all: PYTEST_ARGS='-m tpu')
+	$(TPU)/bin/python -m pytest -n 2 --dist worksteal -m "tpu and not exhaustive" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 vllm-test: $(VLLM)/.ready ## Run inside real vLLM, in an environment of its own
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(PYTEST_ARGS)

@@ -14,13 +14,13 @@ from fornax.plan.compile import compile_train
 from fornax.plan.cost.compiled import compiled_programs
 from fornax.plan.cost.estimate import estimate
 from fornax.plan.facts import ProgramReport
-from fornax.plan.recipes import find_recipes
+from fornax.plan.recipes import compiled_recipes, find_recipes
 from fornax.plan.topology import parse_topology
 from fornax.train import TrainConfig
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SMALL = [
-    (recipe, name)
+    pytest.param(recipe, name, marks=pytest.mark.exhaustive if name.startswith("tpu7x") else ())
     for recipe in find_recipes()
     if recipe.name == "qwen3-0.6b"
     for name in recipe.topologies
@@ -81,6 +81,7 @@ class TestToy:
 )
 @pytest.mark.parametrize(("recipe", "name"), SMALL, ids=lambda one: getattr(one, "name", one))
 def test_a_small_recipe_is_compiled_and_a_second_plan_is_immediate(recipe, name, tmp_path, capsys):
+    """What the page of recipes says of it is what the installed compiler makes."""
     words = ["plan", "--config", str(recipe.path), "--topology", name, "--programs", "train"]
     assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
     out = capsys.readouterr().out
@@ -92,6 +93,9 @@ def test_a_small_recipe_is_compiled_and_a_second_plan_is_immediate(recipe, name,
     owners = {part["owner"]: part["bytes"] for part in program["memory"]["parts"]}
     guess = estimate(recipe.config(), parse_topology(name))
     assert owners["parameters"] == pytest.approx(guess.memory.owned("parameters"), rel=0.01)
+    kept = compiled_recipes()[recipe.name, name]
+    assert sum(owners.values()) == pytest.approx(kept.memory_bytes, rel=0.05)
+    assert program["step_seconds"] == pytest.approx(kept.step_seconds, rel=0.05)
     begun = time.monotonic()
     assert main(words) == 0
     assert time.monotonic() - begun < 10

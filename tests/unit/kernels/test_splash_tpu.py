@@ -100,6 +100,8 @@ def test_tpu_compiler_takes_the_kernel() -> None:
 @needs_libtpu
 @pytest.mark.tpu
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    "topology", ["v5p:2x2x1", pytest.param("tpu7x:2x2x1", marks=pytest.mark.exhaustive)]
+)
 def test_blocks_fit_the_smallest_fast_memories(topology: str) -> None:
     _compile(topology, _MANY)

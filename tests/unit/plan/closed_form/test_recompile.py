@@ -16,7 +16,7 @@ COMPILED = json.loads((Path(__file__).parent / "compiled.json").read_text(encodi
 
 
 @pytest.mark.tpu
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu (the extra tpu) is not installed"
 )
