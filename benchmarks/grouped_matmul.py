@@ -5,7 +5,10 @@
 
 Products: forward and both gradients with 64 groups of equal and of skewed sizes (shares 1, 1/2,
 1/3, ...). "of dense" is the rate beside that of a dense product (`kernels.linear`) of as many rows,
-the median of turns that all contestants take one after the other. Decoding: a few rows each choose
+the median of turns that all contestants take one after the other. The gradient of the matrices
+writes 64 of them, for which memory is mapped anew, where the dense product writes one: "of both" is
+the least time of the dense product and of filling as much new memory, beside the contestant's.
+Decoding: a few rows each choose
 groups at random; "of read" is the touched matrices' bytes a second beside the best plain read of
 memory. PyTorch multiplies group by group, and is left out where it is not installed.
 """
@@ -27,6 +30,7 @@ import _harness
 from fornax import kernels
 
 GROUPS = 64
+FILL = "fill"
 PRODUCTS = ((4096, 512, 1024), (16384, 256, 512), (8192, 1024, 2048))
 """Rows, inputs, outputs."""
 DTYPES = ("float32", "bfloat16")
@@ -48,7 +52,8 @@ def main() -> None:
     args = parser.parse_args()
     text = ["# Grouped products", "", f"{_harness.machine()}; {_harness.versions('jax', 'torch')}."]
     if "products" in args.parts:
-        header = ("rows", "K x N", "dtype", "sizes", "product", "contestant", "GFLOP/s", "of dense")
+        header = ("rows", "K x N", "dtype", "sizes", "product", "contestant")
+        header = (*header, "GFLOP/s", "of dense", "of both")
         lines = [line for case in PRODUCTS for line in measure_products(*case, args)]
         text += ["", f"## {GROUPS} groups", "", _harness.table(header, lines)]
     if "decode" in args.parts:
@@ -78,10 +83,15 @@ def measure_products(M: int, K: int, N: int, args: argparse.Namespace) -> list[t
             sizes = sizes_of(kind, M, GROUPS)
             for product in ("y", "dx", "dw"):
                 works = _works(product, x, w, dy, sizes, args.without)
-                for name, (best, ratio) in _take_turns(works, args.seconds).items():
+                if product == "dw":
+                    works[FILL] = jax.jit(lambda like=w: jnp.ones_like(like))
+                taken = _take_turns(works, args.seconds)
+                both = taken["dense"][0] + taken.pop(FILL)[0] if product == "dw" else None
+                for name, (best, ratio) in taken.items():
                     rate = 2 * M * K * N / best / 1e9
+                    limit = f"{both / best:.0%}" if both and name != "dense" else ""
                     case = (M, f"{K} x {N}", dtype, kind, product)
-                    lines.append((*case, name, f"{rate:.0f}", f"{ratio:.0%}"))
+                    lines.append((*case, name, f"{rate:.0f}", f"{ratio:.0%}", limit))
                     print(*lines[-1], file=sys.stderr, flush=True)
     return lines
 
