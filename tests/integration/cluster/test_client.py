@@ -60,9 +60,8 @@ LARGER = {"batch_size": 24, "seq_len": 128}
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(
-    "hosts", [(3, 2, 3), pytest.param((4, 3, 5), marks=pytest.mark.exhaustive)], ids=str
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("hosts", [(3, 2, 3), (4, 3, 5)], ids=str)
 def test_other_numbers_of_hosts_train_as_one_process(
     environment: dict[str, str], settings: dict[str, Any], tmp_path: Path, hosts: tuple[int, ...]
 ):

@@ -184,6 +184,7 @@ def test_a_run_without_a_directory_goes_where_the_command_alone_would_write(
 
 
 @pytest.mark.fault
+@pytest.mark.exhaustive
 def test_data_workers_make_the_batches_of_the_hosts_themselves(
     launch: Any, settings: dict[str, Any], tmp_path: Path, places: dict[str, str]
 ):

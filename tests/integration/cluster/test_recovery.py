@@ -213,7 +213,8 @@ def test_a_host_that_is_taken_away_with_notice_loses_no_step(launch: Any, undist
     assert not run.descendants()
 
 
-@pytest.mark.parametrize("policy", ["evict", pytest.param("report", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["evict", "report"])
 def test_a_slow_rank_is_named_and_replaced_where_that_is_the_policy(launch: Any, policy: str):
     """No code of the worker's is slow: the process is stopped for three quarters of the time."""
     run = launch(hosts=3, flags=("--slow", policy), save_every=None, steps=100_000, **LARGER)

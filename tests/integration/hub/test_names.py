@@ -125,7 +125,7 @@ def served(server: subprocess.Popen, port: int) -> dict[str, Any]:
             time.sleep(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_is_neither_a_path_nor_a_name_is_one_paragraph(hub: Any, fornax: Any, tmp_path: Path):
     def refused(*words: str, **variables: str) -> str:
         code, output = fornax(*words, **variables)

@@ -125,7 +125,7 @@ def test_the_account_is_what_an_engine_holds() -> None:
     assert live_bytes() - before == account.held
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_copies_no_slots_but_its_sequences_own() -> None:
     """A small step of an engine with many slots: chunks, single tokens and convolutions."""
     sizes = {**SIZES, "max_num_seqs": 256, "max_num_batched_tokens": 256}

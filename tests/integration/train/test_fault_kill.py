@@ -110,6 +110,7 @@ def test_a_kill_on_divided_experts_changes_no_number(
     assert max(loads) == pytest.approx(whole[-1]["expert_load_max"])
 
 
+@pytest.mark.exhaustive
 def test_a_kill_in_a_pipeline_changes_no_number_and_one_device_goes_on(
     start: Any, finish: Any, tmp_path: Path, settings: dict[str, Any]
 ):

@@ -290,7 +290,7 @@ def _flops(layers: int, remat: str, sizes: tuple[tuple[str, int], ...], repeats:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("sizes", "repeats", "depth"),
     [

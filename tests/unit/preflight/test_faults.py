@@ -504,7 +504,7 @@ OF_ONE_SIZE = {name: value for name, value in GEMMA4.items() if name != "global_
     ("plant", "model"),
     [
         pytest.param(kept_state, GATED_DELTA, marks=pytest.mark.exhaustive),
-        (kept_state, MAMBA2),
+        pytest.param(kept_state, MAMBA2, marks=pytest.mark.exhaustive),
         pytest.param(half_decay, GATED_DELTA, marks=pytest.mark.exhaustive),
         pytest.param(half_decay, MAMBA2, marks=pytest.mark.exhaustive),
         pytest.param(ungated, GATED_DELTA, marks=pytest.mark.exhaustive),
@@ -663,7 +663,7 @@ def test_rows_read_by_two_hosts(run_checks: RunChecks, monkeypatch: pytest.Monke
     assert "host 1 should read row 8 of batch 0, not row 0" in found["rows of 2 hosts"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_z_loss_of_twice_its_weight(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
     def twice(*args: Any, z_loss: float, **kwargs: Any) -> Any:
         return linear_cross_entropy(*args, z_loss=2 * z_loss, **kwargs)

@@ -115,7 +115,10 @@ def test_a_fault_in_multi_token_prediction(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh": {"fsdp": 2, "context": 2}, "accumulate": 2, "remat": "dots"},
+        pytest.param(
+            {"mesh": {"fsdp": 2, "context": 2}, "accumulate": 2, "remat": "dots"},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {
                 "model": {**EXPERTS, "num_mtp_modules": 2},

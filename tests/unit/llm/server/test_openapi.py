@@ -43,7 +43,7 @@ def schema(make_app):
     return schemathesis.openapi.from_asgi("/openapi.json", app.asgi)
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("path", "method", "mode"), OPERATIONS)
 def test_whatever_is_sent_the_answer_is_as_documented(schema, path, method, mode, examples):
     @given(case=schema[path][method].as_strategy(generation_mode=mode))

@@ -39,7 +39,7 @@ def config() -> TrainConfig:
     return from_mapping(TrainConfig, _CONFIG)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_step_is_the_one_that_a_run_compiles(config: TrainConfig) -> None:
     step, evaluation = compile_train(config, parse_topology("cpu:8"))
     programs = prepare(config, pretrain_task(config, read_data=False), Ledger(), jax.devices())

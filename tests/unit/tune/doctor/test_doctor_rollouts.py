@@ -130,7 +130,7 @@ class Constant(Counter):
         return [Score(total=0.5, parts={"count": 0.5}) for _ in samples]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sound_run_passes(run: tuple[GRPOConfig, Origin]) -> None:
     found = look(run, **ADAPTED)
     assert failing(found) == []

@@ -43,7 +43,7 @@ LOSSES = (
     ORPO(),
     CPO(),
 )
-SLOW = (1, 2, 6)  # each near one that is not: DPO, DPO, SimPO
+LIKE = (1, 2, 6)  # each near one that is not: DPO, DPO, SimPO
 SEEDS = range(5)
 OPTIM = OptimConfig(
     optimizer=AdamW(weight_decay=0.0), learning_rate=1e-2, schedule=Constant(), clip=()
@@ -105,7 +105,7 @@ def pairs(config: PreferenceConfig, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, marks=pytest.mark.slow) if number in SLOW else number
+        pytest.param(number, marks=pytest.mark.exhaustive) if number in LIKE else number
         for number in range(len(LOSSES))
     ],
 )
