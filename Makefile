@@ -16,10 +16,10 @@ PYTHON_NEWEST ?= python3.13
 # The first that runs: pyenv's shim on PATH may stand for a version that is not enabled.
 NEWEST_FOUND = $(shell for p in "$$(command -v $(PYTHON_NEWEST))" "$$HOME"/.pyenv/versions/*/bin/$(PYTHON_NEWEST); do \
   "$$p" -c 'import venv' 2>/dev/null && echo "$$p" && break; done)
-# What a new jax breaks first: meshes, optimizers, training, export, native kernels. By hand, more:
+# What a new jax breaks first: meshes, optimizers, the step, export, native kernels. By hand, more:
 # make newest-test NEWEST_TESTS="tests/numerics tests/unit"
 # The grouped products are among them for Tokamax, which needs that Python.
-NEWEST_TESTS := tests/numerics/optim $(addprefix tests/unit/,export kernels mesh optim train) tests/device/test_kernels.py::test_grouped_products
+NEWEST_TESTS := $(addprefix tests/unit/,export kernels mesh optim train/test_step.py train/test_rewind.py) tests/device/test_kernels.py::test_grouped_products
 # Device tests: on a GPU, or with DEVICE=cpu small and interpreted. They run in $(PYTHON) as it is
 # where that holds all they need (a borrowed machine without a network), else in .venv.
 DEVICE ?= gpu

@@ -26,7 +26,6 @@ from fornax.models import abstract_decoder, create_decoder
 MESHES = {
     "biased": [{"fsdp": 2, "tensor": 4}],
     "windowed": [{"data": 2, "fsdp": 2, "tensor": 2}],
-    "experts": [{"data": 2, "fsdp": 2, "tensor": 2}],
     "linear": [{"data": 2, "fsdp": 2, "tensor": 2}],
     "clipped": [{"context": 2, "tensor": 2, "data": 2}],
 }
@@ -40,6 +39,7 @@ FURTHER = {
         {"context": 4, "tensor": 2},
     ],
     "experts": [
+        {"data": 2, "fsdp": 2, "tensor": 2},
         {"fsdp": 8},
         {"expert": 4, "fsdp": 2},
         {"expert": 2, "data": 4},
