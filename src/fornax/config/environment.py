@@ -27,6 +27,7 @@ __all__ = [
     "gce_metadata_server",
     "host_tokens",
     "launcher_variables",
+    "leave_gpu_memory",
     "limit_cpu_threads",
     "local_checkpoints",
     "marked",
@@ -385,6 +386,11 @@ def one_cpu_thread() -> Iterator[None]:
             del os.environ["NPROC"]
         else:
             os.environ["NPROC"] = before
+
+
+def leave_gpu_memory() -> None:
+    """Let JAX take a GPU's memory as it needs it, unless the user said how: others need some."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def set_default_platform_quiet() -> None:

@@ -1,7 +1,6 @@
 """`fornax kernels tune` and `bench`: the kernels of a run, timed; what tune finds is kept."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from tyro.conf import arg
 
 from fornax.cli.arguments import Control
 from fornax.cli.configured import ConfigArguments, read_config
-from fornax.config import ConfigError
+from fornax.config import ConfigError, environment
 
 if TYPE_CHECKING:
     from fornax.plan.kernels import KernelCall
@@ -60,8 +59,7 @@ class BenchArguments(_Arguments):
 
 
 def _run(arguments: _Arguments, overrides: Sequence[str], *, keep: bool) -> int:
-    # The process that measures needs the memory of a GPU that this one has looked at.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    environment.leave_gpu_memory()  # to the process that measures
     from fornax.plan.topology import local_topology, named_or_local
 
     if not (arguments.config or arguments.model or overrides or arguments.help_config):
