@@ -96,6 +96,7 @@ def test_with_a_draft_model_a_seeded_request_is_the_same_whatever_runs_beside_it
     assert 0 < crowded.drafted < figures.drafted
 
 
+@pytest.mark.exhaustive
 def test_with_a_draft_model_tokens_follow_the_models_distribution(draft: Path) -> None:
     """A token's place in the cumulative distribution that it was drawn from is uniform."""
     size = CONFIG.vocab_size

@@ -125,6 +125,7 @@ def test_logits_of_a_whole_batch_never_exist(config: TrainConfig):
     assert largest_with(320, step) <= whole // 4
 
 
+@pytest.mark.exhaustive
 def test_steps_on_a_mesh_are_those_of_one_device(config: TrainConfig, rows: list[Any]):
     """Three whole steps, accumulation, clipping, the skip rule and AdamW included."""
     config = dataclasses.replace(config, accumulate=2, skip=SkipConfig(outlier_factor=50.0))
@@ -210,6 +211,7 @@ def test_a_model_that_is_not_that_of_the_weights_is_refused(
         train(changed, tmp_path / "run", progress="none")
 
 
+@pytest.mark.exhaustive
 def test_a_run_trains_weights_on_with_other_rotations_where_that_is_accepted(
     config: TrainConfig, finished: Path, tmp_path: Path
 ):
@@ -321,6 +323,7 @@ def test_a_batch_that_does_not_divide_into_virtual_shards_is_refused(
         train(changed, tmp_path / "run", progress="none")
 
 
+@pytest.mark.exhaustive
 def test_a_skipped_update_on_a_mesh_leaves_everything(config: TrainConfig, rows: list[Any]):
     mesh = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=4))
     programs, state = begin(mesh, jax.devices())

@@ -63,6 +63,7 @@ def test_a_plan_that_does_not_fit_is_printed_and_exits_with_2(capsys):
     assert all(f"({number})" in captured.err for number in (1, 2, 3))
 
 
+@pytest.mark.exhaustive
 def test_a_search_finds_a_plan_and_writes_it(capsys, tmp_path):
     best = tmp_path / "best.yaml"
     words = ["plan", "--config", str(RECIPES / "qwen3-8b.yaml"), "--topology", "v5e:8x8"]

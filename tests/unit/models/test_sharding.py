@@ -24,14 +24,13 @@ from fornax.mesh import (
 from fornax.models import abstract_decoder, create_decoder
 
 MESHES = {
-    "biased": [{"fsdp": 2, "tensor": 4}],
     "windowed": [{"data": 2, "fsdp": 2, "tensor": 2}],
     "linear": [{"data": 2, "fsdp": 2, "tensor": 2}],
     "clipped": [{"context": 2, "tensor": 2, "data": 2}],
 }
 CASES = [(name, sizes) for name, meshes in MESHES.items() for sizes in meshes]
 FURTHER = {
-    "biased": [{"data": 8}],
+    "biased": [{"fsdp": 2, "tensor": 4}, {"data": 8}],
     "windowed": [
         {"fsdp": 8},
         {"context": 2, "data": 4},

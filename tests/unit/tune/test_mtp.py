@@ -90,6 +90,7 @@ def test_sft_trains_modules_with_the_model(folder: Path, tmp_path: Path) -> None
         np.testing.assert_array_equal(written[path], after[path])
 
 
+@pytest.mark.exhaustive
 def test_modules_that_are_not_trained_are_left_out_and_the_run_says_so(
     folder: Path, tmp_path: Path
 ) -> None:
