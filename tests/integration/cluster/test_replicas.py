@@ -227,6 +227,7 @@ def test_a_rolling_restart_under_load_and_tls_fails_no_request(start: Start):
 
 
 @pytest.mark.fault
+@pytest.mark.exhaustive
 def test_a_stopped_replica_is_named_and_replaced(start: Start):
     router = start(replicas=2)
     url = router.wait_ready(2)

@@ -38,6 +38,7 @@ def test_a_download_cut_short_goes_on_where_it_stopped(hub: Any, fornax: Any, ti
     assert hub.fetched().count("model.safetensors") == 2
 
 
+@pytest.mark.exhaustive
 def test_a_revision_is_the_one_that_was_asked_for(hub: Any, fornax: Any, tmp_path: Path):
     [(first, files)] = hub.repositories["models", "org/tiny"].items()
     hub.push("models", "org/tiny", {**files, "config.json": b"broken"})

@@ -27,7 +27,11 @@ OPTIONS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank":
 SPECULATION = NGram(prompt_lookup_min=1, num_speculative_tokens=3)
 
 
-@pytest.fixture(scope="module", params=[None, SPECULATION], ids=["plain", "ngram"])
+@pytest.fixture(
+    scope="module",
+    params=[None, pytest.param(SPECULATION, marks=pytest.mark.exhaustive)],
+    ids=["plain", "ngram"],
+)
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     figures = Figures()
     options = {**OPTIONS, "speculative_config": request.param}

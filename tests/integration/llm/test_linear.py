@@ -181,6 +181,7 @@ def test_a_model_without_pages_is_served() -> None:
             LLM(model, **SIZES, **option)
 
 
+@pytest.mark.exhaustive
 def test_states_are_kept_in_a_share_of_memory_unless_their_number_is_given() -> None:
     size = state_bytes(CONFIG, np.float32)
 

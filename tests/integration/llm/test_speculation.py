@@ -78,6 +78,7 @@ def test_a_draft_model_changes_no_greedy_token(plain: list, draft: Path) -> None
     assert not figures.compiled
 
 
+@pytest.mark.exhaustive
 def test_with_a_draft_model_a_seeded_request_is_the_same_whatever_runs_beside_it(
     draft: Path,
 ) -> None:

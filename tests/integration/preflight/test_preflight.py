@@ -33,7 +33,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     "recipe",
     [
         pytest.param("llama3-8b", marks=pytest.mark.exhaustive),
-        pytest.param("qwen3-0.6b", marks=pytest.mark.slow),
+        pytest.param("qwen3-0.6b", marks=pytest.mark.exhaustive),
         pytest.param("gemma3-4b", marks=pytest.mark.exhaustive),
     ],
 )

@@ -74,6 +74,7 @@ def test_the_loss_follows_that_of_float32_parameters(config: TrainConfig, accumu
     np.testing.assert_allclose(behind, ahead, atol=0.01)
 
 
+@pytest.mark.exhaustive
 def test_eight_devices_follow_one(config: TrainConfig):
     """Gradients differ in their last bits, so single roundings fall otherwise; the curve stays."""
     mesh = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=4))

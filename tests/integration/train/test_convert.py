@@ -115,6 +115,7 @@ def test_a_model_that_is_not_that_of_the_weights_is_refused(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.exhaustive
 def test_averaged_parameters_are_what_is_converted(
     config: TrainConfig, run_dir: Path, tmp_path: Path
 ):

@@ -118,6 +118,7 @@ def test_what_was_trained_is_saved_loaded_and_completes_prompts(
     assert tokens == alone
 
 
+@pytest.mark.exhaustive
 def test_rows_divided_over_devices_are_refused(config: TrainConfig) -> None:
     divided = dataclasses.replace(config, mesh=MeshConfig(fsdp=4, context=2))
     with pytest.raises(ConfigError, match=r"linear attention.*\(context axis\); give its devices"):

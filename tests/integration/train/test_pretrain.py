@@ -277,6 +277,7 @@ def test_a_missing_evaluation_split_is_refused_before_the_first_step(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.exhaustive
 def test_other_data_is_taken_up_when_accepted(config: TrainConfig, finished: Path, tmp_path: Path):
     run_dir = tmp_path / "run"
     train(shorter(config, steps=3), run_dir, progress="none")

@@ -57,6 +57,7 @@ def params(out: Path) -> Any:
     return nnx.to_pure_dict(nnx.state(load_decoder(out), nnx.Param))
 
 
+@pytest.mark.exhaustive  # CI kills a sampler and a trainer of a launch
 def test_a_kill_changes_no_sample_and_no_parameter(folder: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = start(folder, whole)

@@ -119,6 +119,7 @@ print(json.dumps({"peak": (most - before) / 1e6, "model": size / 1e6}))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_the_peak_is_the_quantized_model_and_a_few_layers_of_a_kernel(tmp_path: Path) -> None:
     save_pretrained(create_decoder(LARGE, seed=0, dtype="bfloat16"), tmp_path / "large")

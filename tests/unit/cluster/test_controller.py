@@ -157,7 +157,7 @@ def test_an_undisturbed_run_makes_every_step_once(folder: Path):
     assert not run.files.records()
 
 
-@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize("spare", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_killed_and_stopped_ranks_are_named_and_the_run_goes_on(folder: Path, spare: bool):
     run = Run(folder, spare=spare)
     at = run.files.run_dir
@@ -252,6 +252,7 @@ def test_drills_are_followed_to_their_ends(
     assert not [line for line in lines if "verdict" in line or "steps later" in line]
 
 
+@pytest.mark.exhaustive
 def test_a_drill_of_a_data_worker_is_followed_before_that_of_a_rank(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -357,7 +358,7 @@ def test_a_stop_amid_that_waits_until_what_is_in_memory_can_be_saved(folder: Pat
     assert len({done[-1] for done in run.steps()}) == 1
 
 
-@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("aborts", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(
     folder: Path, aborts: bool
 ):

@@ -90,6 +90,7 @@ def test_what_a_live_process_uses_stays_until_it_is_killed(tmp_path: Path):
     assert len(kept(tmp_path)) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_processes_that_come_and_go_never_hold_more_than_the_limit(tmp_path: Path):
     """The second wave needs all of the room that the first one filled."""

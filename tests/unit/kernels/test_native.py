@@ -78,6 +78,7 @@ def test_a_processor_without_the_instructions_goes_without_a_notice(
     assert not caplog.records
 
 
+@pytest.mark.exhaustive
 def test_processes_that_compile_at_once_all_succeed(fresh: Path) -> None:
     workers = [
         subprocess.Popen([sys.executable, "-c", _USE], stdout=subprocess.PIPE) for _ in range(2)

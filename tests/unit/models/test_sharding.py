@@ -25,7 +25,6 @@ from fornax.models import abstract_decoder, create_decoder
 
 MESHES = {
     "windowed": [{"data": 2, "fsdp": 2, "tensor": 2}],
-    "linear": [{"data": 2, "fsdp": 2, "tensor": 2}],
     "clipped": [{"context": 2, "tensor": 2, "data": 2}],
 }
 CASES = [(name, sizes) for name, meshes in MESHES.items() for sizes in meshes]
@@ -52,7 +51,7 @@ FURTHER = {
         {"context": 4, "fsdp": 2},
         {"context": 2, "tensor": 2, "fsdp": 2},
     ],
-    "linear": [{"fsdp": 4, "tensor": 2}],
+    "linear": [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}],
     "clipped": [{"fsdp": 2, "tensor": 4}],
     "mamba": [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}],
 }

@@ -222,7 +222,7 @@ def _step(
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
-        (DENSE, {"fsdp": 2, "context": 2, "tensor": 2}),
+        pytest.param(DENSE, {"fsdp": 2, "context": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
         pytest.param(EXPERTS, {"expert": 4, "data": 2}, marks=pytest.mark.exhaustive),
         pytest.param(EXPERTS, {"context": 4, "tensor": 2}, marks=pytest.mark.exhaustive),
         pytest.param(DENSE, {"fsdp": 8}, marks=pytest.mark.exhaustive),

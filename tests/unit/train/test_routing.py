@@ -201,7 +201,7 @@ def test_the_loss_of_pretraining_drops_and_others_do_not():
     "sizes",
     [
         pytest.param({"fsdp": 8}, marks=pytest.mark.exhaustive),
-        {"fsdp": 2, "context": 2, "tensor": 2},
+        pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"expert": 4, "fsdp": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"expert": 2, "tensor": 2, "data": 2}, marks=pytest.mark.exhaustive),
     ],

@@ -142,7 +142,7 @@ _ROWS = (
     "8b-v6e-8",
     "8b-v6e-64",
     pytest.param("70b-v6e-64", marks=pytest.mark.exhaustive),
-    "mistral-7b-v6e-8",
+    pytest.param("mistral-7b-v6e-8", marks=pytest.mark.exhaustive),
     pytest.param("32b-v5e-256", marks=pytest.mark.exhaustive),
     pytest.param("128b-v5p-256", marks=pytest.mark.exhaustive),
     pytest.param("70b-tpu7x-64", marks=pytest.mark.exhaustive),
