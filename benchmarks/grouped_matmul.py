@@ -8,9 +8,9 @@ Products: forward and both gradients with 64 groups of equal and of skewed sizes
 the median of turns that all contestants take one after the other. The gradient of the matrices
 writes 64 of them, for which memory is mapped anew, where the dense product writes one: "of both" is
 the least time of the dense product and of filling as much new memory, beside the contestant's.
-Decoding: a few rows each choose
-groups at random; "of read" is the touched matrices' bytes a second beside the best plain read of
-memory. PyTorch multiplies group by group, and is left out where it is not installed.
+Decoding: a few rows each choose groups at random; "of read" is the touched matrices' bytes a second
+beside the best plain read of memory. PyTorch multiplies group by group, and is left out where it is
+not installed.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def main() -> None:
     args = parser.parse_args()
     text = ["# Grouped products", "", f"{_harness.machine()}; {_harness.versions('jax', 'torch')}."]
     if "products" in args.parts:
-        header = ("rows", "K x N", "dtype", "sizes", "product", "contestant")
-        header = (*header, "GFLOP/s", "of dense", "of both")
+        case = ("rows", "K x N", "dtype", "sizes", "product", "contestant")
+        header = (*case, "GFLOP/s", "of dense", "of both")
         lines = [line for case in PRODUCTS for line in measure_products(*case, args)]
         text += ["", f"## {GROUPS} groups", "", _harness.table(header, lines)]
     if "decode" in args.parts:
@@ -86,7 +86,8 @@ def measure_products(M: int, K: int, N: int, args: argparse.Namespace) -> list[t
                 if product == "dw":
                     works[FILL] = jax.jit(lambda like=w: jnp.ones_like(like))
                 taken = _take_turns(works, args.seconds)
-                both = taken["dense"][0] + taken.pop(FILL)[0] if product == "dw" else None
+                filled = taken.pop(FILL)[0] if product == "dw" else 0.0
+                both = taken["dense"][0] + filled if filled and "dense" in taken else 0.0
                 for name, (best, ratio) in taken.items():
                     rate = 2 * M * K * N / best / 1e9
                     limit = f"{both / best:.0%}" if both and name != "dense" else ""
