@@ -20,6 +20,8 @@ namespace fornax {
 namespace {
 
 constexpr int64_t kFewRows = 12;       // rows up to which a matrix is read where it lies
+constexpr int64_t kLineBytes = 2048;   // of a row of such a matrix that are read at once
+constexpr int64_t kAheadBytes = 16384;  // that are asked for before they are multiplied, at least
 constexpr int64_t kTaskRows = 256;     // most rows of a task
 constexpr int64_t kTaskColumns = 256;  // columns that are multiplied at once
 constexpr int64_t kFewestColumns = 256;  // of a task, where a group's columns are divided
@@ -295,6 +297,51 @@ inline void put_line(const float* from, int64_t count, Half* to) {
 // The same product for a few rows of a and a matrix b that is not transposed, which is read from end
 // to end, some rows at once. Sums are those of `Engine`, block of depth by block, to the last bit.
 
+// Asks memory for rows of b some way ahead of those that are multiplied, and behind the last one for
+// the first of another matrix: into the second cache and in the order of addresses, as more lines can
+// be on their way so than by what loads ask for themselves.
+class Stream {
+ public:
+  // `rows` of `bytes` each, `row` bytes apart, of which the first `ahead` are not asked for.
+  Stream(const void* at, int64_t row, int64_t rows, int64_t bytes, int64_t ahead, const void* next)
+      : at_(static_cast<const char*>(at) + std::min(ahead, rows) * row),
+        next_(static_cast<const char*>(next)),
+        row_(row),
+        lines_((bytes + kLine - 1) / kLine),
+        left_(lines_),
+        rows_(rows - ahead) {
+    if (rows_ <= 0) follow();
+  }
+
+  // Asks for one more line.
+  void line() {
+    __builtin_prefetch(at_, 0, 2);
+    at_ += kLine;
+    if (--left_ == 0) turn();
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  void turn() {
+    left_ = lines_;
+    at_ += row_ - lines_ * kLine;
+    if (--rows_ == 0) follow();
+  }
+
+  void follow() {
+    if (next_) {
+      at_ = next_;
+    } else {
+      at_ -= row_;  // nothing is left: the last row again and again
+      row_ = 0;
+    }
+  }
+
+  const char *at_, *next_;
+  int64_t row_, lines_, left_, rows_;
+};
+
 // a as numbers, c as vectors of floats; of bfloat16 a vector of the even columns and one of the odd.
 template <typename T>
 struct WideLines {
@@ -311,9 +358,12 @@ struct WideLines {
   // Adds kDeep rows of b, times the numbers of a for them, to kRows lines of c.
   template <int kRows, int kDeep>
   static void add(const float* a, int64_t a_row, const T* b, int64_t b_row, int64_t, int64_t columns,
-                  float* c, int64_t c_row) {
+                  float* c, int64_t c_row, Stream* ahead) {
     int64_t j = 0;
-    for (; j + kStep <= columns; j += kStep) step<kRows, kDeep>(a, a_row, b + j, b_row, c + j, c_row);
+    for (; j + kStep <= columns; j += kStep) {
+      for (int d = 0; ahead && d < kDeep; ++d) ahead->line();
+      step<kRows, kDeep>(a, a_row, b + j, b_row, c + j, c_row);
+    }
     if (j == columns) return;
     T rest[kDeep][kStep] = {};
     for (int d = 0; d < kDeep; ++d) {
@@ -330,7 +380,7 @@ struct WideLines {
       for (int v = 0; v < kVecs; ++v) sums[r][v] = load(c + r * c_row + v * kLanes);
     }
     for (int d = 0; d < kDeep; ++d) {
-      __builtin_prefetch(b + (d + kDeep) * b_row);
+      __builtin_prefetch(b + (d + kDeep) * b_row);  // from the second cache
       const Vec words = load(reinterpret_cast<const float*>(b + d * b_row));
       for (int r = 0; r < kRows; ++r) {
         const Vec x = splat(a[r * a_row + d]);
@@ -388,8 +438,9 @@ struct NarrowLines {
   // `rows` is how many rows of b there are: of the last pair one may be missing.
   template <int kRows, int kDeep>
   static void add(const float* a, int64_t a_row, const Half* b, int64_t b_row, int64_t rows,
-                  int64_t columns, float* c, int64_t c_row) {
+                  int64_t columns, float* c, int64_t c_row, Stream* ahead) {
     for (int64_t j = 0; j < columns; j += kStep) {
+      for (int d = 0; ahead && d < 2 * kDeep; ++d) ahead->line();
       const __mmask32 some = first_32(columns - j);
       __m512 sums[kRows][2];
       for (int r = 0; r < kRows; ++r) {
@@ -430,6 +481,7 @@ struct TileLines {
   static constexpr int64_t kStep = 32;
   static constexpr int64_t kRowsOfB = 1;
   static constexpr int kDeep = fornax::kDepth, kLastDeep = kDeep;
+  static constexpr int kSoon = 8;  // rows of b that come from the second cache to the first ahead
 
   static int64_t numbers(int64_t depth) { return tiles_of(depth) * kDeep; }
   static void prepare(const Half* line, int64_t depth, float* a) {
@@ -437,10 +489,9 @@ struct TileLines {
     std::fill(a + depth, a + numbers(depth), 0.0f);
   }
 
-  // The next tile's rows are asked for while this one's are multiplied.
   template <int kRows, int>
   static void add(const float* a, int64_t a_row, const Half* b, int64_t b_row, int64_t rows,
-                  int64_t columns, float* c, int64_t c_row) {
+                  int64_t columns, float* c, int64_t c_row, Stream* ahead) {
     const __m512i high_half = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000));
     for (int64_t j = 0; j < columns; j += kStep) {
       const __mmask32 some = first_32(columns - j);
@@ -449,7 +500,8 @@ struct TileLines {
       for (int d = 0; d < kDeep; d += 2) {
         for (int odd = 0; odd < 2; ++odd) {
           const Half* at = b + (d + odd) * b_row + j;
-          _mm_prefetch(reinterpret_cast<const char*>(at + kDeep * b_row), _MM_HINT_T0);
+          if (ahead) ahead->line();
+          _mm_prefetch(reinterpret_cast<const char*>(at + kSoon * b_row), _MM_HINT_T0);
           const __m512i words =
               d + odd < rows ? _mm512_maskz_loadu_epi16(some, at) : _mm512_setzero_si512();
           const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
@@ -492,23 +544,25 @@ struct EngineOf<Half> {
 
 template <typename Lines, int kDeep, typename T>
 void add_lines(int64_t rows, const float* a, int64_t a_row, const T* b, int64_t b_row,
-               int64_t rows_of_b, int64_t columns, float* c, int64_t c_row) {
-  for (; rows >= 4; rows -= 4, a += 4 * a_row, c += 4 * c_row) {
-    Lines::template add<4, kDeep>(a, a_row, b, b_row, rows_of_b, columns, c, c_row);
+               int64_t rows_of_b, int64_t columns, float* c, int64_t c_row, Stream* ahead) {
+  for (; rows >= 4; rows -= 4, a += 4 * a_row, c += 4 * c_row, ahead = nullptr) {
+    Lines::template add<4, kDeep>(a, a_row, b, b_row, rows_of_b, columns, c, c_row, ahead);
   }
   const auto rest = rows == 3   ? Lines::template add<3, kDeep>
                     : rows == 2 ? Lines::template add<2, kDeep>
                                 : Lines::template add<1, kDeep>;
-  if (rows > 0) rest(a, a_row, b, b_row, rows_of_b, columns, c, c_row);
+  if (rows > 0) rest(a, a_row, b, b_row, rows_of_b, columns, c, c_row, ahead);
 }
 
-// One product c [rows, columns] = a b, summed over `depth`; c in rows `c_row` apart.
+// One product c [rows, columns] = a b, summed over `depth`; c in rows `c_row` apart. `next` is where
+// the thread is likely to read b after this product, or null.
 template <typename T, typename Out = T>
 struct Product {
   Operand<T> a, b;
   int64_t depth;
   Out* c;
   int64_t c_row;
+  const T* next = nullptr;
 
   void run(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
     if (bottom - top > kFewRows || b.transposed || a.transposed) {
@@ -569,36 +623,55 @@ struct Product {
   template <typename Lines>
   void run_lines(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
     static_assert(std::is_same_v<typename Lines::Engine, Engine>, "their sums are compared");
-    constexpr int kDeep = Lines::kDeep, kLast = Lines::kLastDeep;
-    const int64_t rows = bottom - top, columns = right - left;
-    const int64_t numbers = Lines::numbers(depth), line = round_up(columns, Lines::kStep);
+    constexpr int64_t kColumns = kLineBytes / sizeof(T);
+    const int64_t rows = bottom - top, numbers = Lines::numbers(depth);
+    const int64_t line = round_up(std::min(kColumns, right - left), Lines::kStep);
     Arena& arena = Arena::of_this_thread();
     arena.start(rows * (2 * line + numbers));
-    float* sums = arena.take(rows * line);
-    float* part = arena.take(rows * line);
-    float* left_numbers = arena.take(rows * numbers);
+    const Room room = {arena.take(rows * line), arena.take(rows * line),
+                       arena.take(rows * numbers)};
     for (int64_t i = 0; i < rows; ++i) {
-      Lines::prepare(a.element(top + i, 0), depth, left_numbers + i * numbers);
+      Lines::prepare(a.element(top + i, 0), depth, room.numbers + i * numbers);
     }
+    for (; left < right; left += kColumns) {
+      const int64_t columns = std::min(kColumns, right - left);
+      add_columns<Lines>(rows, left, columns, left + columns < right, room);
+      for (int64_t i = 0; i < rows; ++i) {
+        Lines::put(room.sums + i * round_up(columns, Lines::kStep), columns,
+                   c + (top + i) * c_row + left);
+      }
+    }
+  }
+
+  struct Room {
+    float *sums, *part, *numbers;
+  };
+
+  template <typename Lines>
+  void add_columns(int64_t rows, int64_t left, int64_t columns, bool more, const Room& room) const {
+    constexpr int kDeep = Lines::kDeep, kLast = Lines::kLastDeep;
     constexpr int64_t kBlock = Engine::kDepth / Lines::kRowsOfB;
+    const int64_t numbers = Lines::numbers(depth), line = round_up(columns, Lines::kStep);
+    const int64_t bytes = columns * sizeof(T);
+    const int64_t distance = std::max<int64_t>(kDeep * Lines::kRowsOfB, kAheadBytes / bytes);
+    Stream ahead(b.element(0, left), b.row * sizeof(T), depth, bytes, distance,
+                 more ? b.element(0, left + columns) : next);
     for (int64_t first = 0; first < numbers; first += kBlock) {
       const int64_t end = std::min(numbers, first + kBlock);
-      float* into = first > 0 ? part : sums;
+      float* into = first > 0 ? room.part : room.sums;
       std::fill(into, into + rows * line, 0.0f);
       for (int64_t d = first; d < end;) {
         const int64_t row = d * Lines::kRowsOfB, rest = depth - row;
         const bool deep = d + kDeep <= end && rest >= kDeep * Lines::kRowsOfB;
         const auto add = deep ? add_lines<Lines, kDeep, T> : add_lines<Lines, kLast, T>;
-        add(rows, left_numbers + d, numbers, b.element(row, left), b.row, rest, columns, into, line);
+        add(rows, room.numbers + d, numbers, b.element(row, left), b.row, rest, columns, into, line,
+            &ahead);
         d += deep ? kDeep : kLast;
       }
       if (first == 0) continue;
       for (int64_t i = 0; i < rows * line; i += kLanes) {
-        store(sums + i, load(sums + i) + load(part + i));
+        store(room.sums + i, load(room.sums + i) + load(room.part + i));
       }
-    }
-    for (int64_t i = 0; i < rows; ++i) {
-      Lines::put(sums + i * line, columns, c + (top + i) * c_row + left);
     }
   }
 };
@@ -666,13 +739,16 @@ void multiply(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuff
   Tasks tasks;
   for (int64_t e = 0; e < E; ++e) tasks.add(e, edge[e + 1] - edge[e], N);
   const std::vector<Task>& list = tasks.divided(pool.num_threads());
-  share_rows(pool, M, static_cast<int64_t>(list.size()), [&](int64_t i) {
+  const int64_t count = static_cast<int64_t>(list.size()), threads = pool.num_threads();
+  share_rows(pool, M, count, [&](int64_t i) {
     const Task& t = list[i];
+    const Task* later = i + threads < count ? &list[i + threads] : nullptr;
     const Product<T, Out> product = {{rows + edge[t.group] * K, K, false},
                                      {matrices + t.group * K * N, transposed ? K : N, transposed},
                                      K,
                                      to + edge[t.group] * N,
-                                     N};
+                                     N,
+                                     later ? matrices + later->group * K * N + later->left : nullptr};
     product.run(t.top, t.bottom, t.left, t.right);
   });
   std::memset(static_cast<void*>(to + edge[E] * N), 0, (M - edge[E]) * N * sizeof(Out));

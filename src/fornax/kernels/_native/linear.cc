@@ -200,7 +200,8 @@ inline void fetch(const float* lines) {
 template <typename Op, int kRows>
 void multiply(const Part& p) {
   for (int64_t column = 0; column < kPanel; column += kColumns) {
-    Vec acc[kRows][2] = {};
+    Vec acc[kRows][2];
+    clear(acc);
     const float* x = p.x;
     const float* w = p.w + column;
     const float* ahead = p.ahead;

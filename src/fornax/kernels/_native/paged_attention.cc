@@ -86,6 +86,12 @@ struct Item {
   int64_t cost() const { return (high - low) * heads * (8 + count); }
 };
 
+// One segment of an item; none without an item.
+struct Segment {
+  const Item* item = nullptr;
+  int64_t index = 0;
+};
+
 template <typename Q, typename T>
 struct Attend {
   Step s;
@@ -156,15 +162,12 @@ struct Attend {
     for (int64_t j = high; j < base + kKeys; ++j) to[j - base] = to[high - 1 - base];
   }
 
-  // Reads part of a block ahead of its use, in the order of memory: the heads of a slot lie side by
-  // side, but are used one after the other, which the processor's own prefetching does not foresee.
-  void touch(const Item& item, const T* const* slots, int64_t part) const {
-    const int64_t bytes = s.vectors * item.heads * s.H * sizeof(T);
-    for (int64_t j = part * kKeys / item.heads; j < (part + 1) * kKeys / item.heads; ++j) {
-      const T* from = slots[j] + s.vectors * item.head * s.H;
-      const volatile char* at = reinterpret_cast<const volatile char*>(from);
-      for (int64_t i = 0; i < bytes; i += 64) (void)at[i];
+  // What asks for the block whose slots these are.
+  Ahead ahead(const Item& item, const T* const* slots, const char** from) const {
+    for (int64_t j = 0; j < kKeys; ++j) {
+      from[j] = reinterpret_cast<const char*>(slots[j] + s.vectors * item.head * s.H);
     }
+    return {from, kKeys, static_cast<int64_t>(s.vectors * item.heads * s.H * sizeof(T))};
   }
 
   // Scores of one line become weights. Keys low..high of the block are visible to it.
@@ -201,7 +204,7 @@ struct Attend {
 
   // One head's lines against the block of keys that begins at `base`.
   void block(const Item& item, int64_t base, int64_t head, const T* const* slots, Scratch& w,
-             const float* queries, const Partial& sum_) const {
+             const float* queries, const Partial& sum_, Ahead& ahead) const {
     const int64_t tile = item.count * s.group();
     const int64_t low = std::max<int64_t>(item.low - base, 0);
     const int64_t high = std::min(item.high - base, kKeys);
@@ -213,13 +216,14 @@ struct Attend {
     if (widens(item)) {
       widen_rows(w.key_at, columns, w.keys);
       if (s.vectors == 2) widen_rows(w.value_at, columns, w.values);
-      score(tile, columns, queries, w.wide_key_at, s.width(), w.scores);
+      score(tile, columns, queries, w.wide_key_at, s.width(), w.scores, ahead);
       soften_all(item, base, columns, w, sum_);
-      gather_values(tile, low, high, w.scores, w.wide_value_at, w.shrink, sum_.out, s.width());
+      gather_values(tile, low, high, w.scores, w.wide_value_at, w.shrink, sum_.out, s.width(),
+                    ahead);
     } else {
-      score(tile, columns, queries, w.key_at, s.width(), w.scores);
+      score(tile, columns, queries, w.key_at, s.width(), w.scores, ahead);
       soften_all(item, base, columns, w, sum_);
-      gather_values(tile, low, high, w.scores, w.value_at, w.shrink, sum_.out, s.width());
+      gather_values(tile, low, high, w.scores, w.value_at, w.shrink, sum_.out, s.width(), ahead);
     }
   }
 
@@ -240,23 +244,38 @@ struct Attend {
     }
   }
 
-  void segment(const Item& item, int64_t index, Scratch& w, const Partial& sum_) const {
+  // Where a segment's keys begin, and where they end.
+  static int64_t first_key(const Item& item, int64_t index) {
+    return std::max(index * kSegment, item.low / kKeys * kKeys);
+  }
+  static int64_t end_key(const Item& item, int64_t index) {
+    return std::min((index + 1) * kSegment, item.high);
+  }
+
+  // Gathers one segment; `next` is what the thread is likely to gather after it.
+  void segment(const Segment& at, const Segment& next, Scratch& w, const Partial& sum_) const {
+    const Item& item = *at.item;
     const int64_t tile = item.count * s.group();
     sum_.clear(lines(item), s.width());
-    const int64_t first = std::max(index * kSegment, item.low / kKeys * kKeys);
-    const int64_t end = std::min((index + 1) * kSegment, item.high);
+    const int64_t first = first_key(item, at.index), end = end_key(item, at.index);
     const T* slots[2][kKeys];
+    const char* from[kKeys];
     find_slots(item, first, slots[0]);
-    for (int64_t i = 0; i < item.heads; ++i) touch(item, slots[0], i);
+    ahead(item, slots[0], from).rest();
     for (int64_t base = first, turn = 0; base < end; base += kKeys, turn ^= 1) {
-      const bool more = base + kKeys < item.high;
-      if (more) find_slots(item, base + kKeys, slots[turn ^ 1]);
+      const bool more = base + kKeys < end;
+      Ahead soon;
+      if (const Item* then = more ? &item : next.item) {
+        find_slots(*then, more ? base + kKeys : first_key(*then, next.index), slots[turn ^ 1]);
+        soon = ahead(*then, slots[turn ^ 1], from);
+      }
       for (int64_t i = 0; i < item.heads; ++i) {
-        if (more) touch(item, slots[turn ^ 1], i);
         const Partial mine = {sum_.top + i * tile, sum_.total + i * tile,
                               sum_.out + i * tile * s.width()};
-        block(item, base, item.head + i, slots[turn], w, w.queries + i * tile * s.width(), mine);
+        block(item, base, item.head + i, slots[turn], w, w.queries + i * tile * s.width(), mine,
+              soon);
       }
+      soon.rest();
     }
   }
 
@@ -278,15 +297,15 @@ struct Attend {
   }
 
   // All segments of an item, joined in order.
-  void whole(const Item& item, Arena& arena) const {
+  void whole(const Item& item, const Segment& next, Arena& arena) const {
     Scratch w = scratch(item, arena);
     const int64_t room = round_up(Partial::floats(lines(item), s.width()), 16);
     const Partial sum_ = Partial::at(arena.take(room), lines(item), s.width());
-    const Partial next = Partial::at(arena.take(room), lines(item), s.width());
-    segment(item, item.first_segment(), w, sum_);
-    for (int64_t i = 1; i < item.segments(); ++i) {
-      segment(item, item.first_segment() + i, w, next);
-      join(sum_, next, lines(item), s.width());
+    const Partial added = Partial::at(arena.take(room), lines(item), s.width());
+    const int64_t first = item.first_segment(), end = first + item.segments();
+    for (int64_t i = first; i < end; ++i) {
+      segment({&item, i}, i + 1 < end ? Segment{&item, i + 1} : next, w, i > first ? added : sum_);
+      if (i > first) join(sum_, added, lines(item), s.width());
     }
     finish(item, sum_);
   }
@@ -297,10 +316,11 @@ struct Attend {
   }
 
   // One segment of an item; who ends last joins them.
-  void share(const Item& item, int64_t index, float* memory, std::atomic<int64_t>& left,
+  void share(const Segment& at, const Segment& next, float* memory, std::atomic<int64_t>& left,
              Arena& arena) const {
+    const Item& item = *at.item;
     Scratch w = scratch(item, arena);
-    segment(item, item.first_segment() + index, w, partial(item, memory, index));
+    segment(at, next, w, partial(item, memory, at.index - item.first_segment()));
     if (left.fetch_sub(1) != 1) return;
     const Partial sum_ = partial(item, memory, 0);
     for (int64_t i = 1; i < item.segments(); ++i) {
@@ -334,7 +354,7 @@ struct Attend {
     const int64_t threads = pool.num_threads();
     const bool scarce = static_cast<int64_t>(all.size()) < 4 * threads;
     int64_t floats = 0, elements = 0;
-    std::vector<std::pair<int64_t, int64_t>> tasks;  // item and segment
+    std::vector<std::pair<int64_t, int64_t>> tasks;  // item, and which of its parts
     for (size_t i = 0; i < all.size(); ++i) {
       Item& item = all[i];
       elements += (item.high - item.low) * item.heads * s.vectors * s.H;
@@ -353,20 +373,26 @@ struct Attend {
     float* partials = memory.data();
     std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[all.size()]);
     for (size_t i = 0; i < all.size(); ++i) left[i] = all[i].parts;
-    const auto work = [&](int64_t index) {
+    const auto count = static_cast<int64_t>(tasks.size());
+    const auto place = [&](int64_t index) {
+      if (index >= count) return Segment{};
       const Item& item = all[tasks[index].first];
+      return Segment{&item, item.first_segment() + tasks[index].second};
+    };
+    const auto work = [&](int64_t index) {
+      const Segment at = place(index), next = place(index + threads);
       Arena& arena = Arena::of_this_thread();
-      arena.start(scratch_floats(item));
-      if (item.parts == 1) {
-        whole(item, arena);
+      arena.start(scratch_floats(*at.item));
+      if (at.item->parts == 1) {
+        whole(*at.item, next, arena);
       } else {
-        share(item, tasks[index].second, partials, left[tasks[index].first], arena);
+        share(at, next, partials, left[tasks[index].first], arena);
       }
     };
     if (elements <= kSmall) {
-      for (size_t i = 0; i < tasks.size(); ++i) work(i);
+      for (int64_t i = 0; i < count; ++i) work(i);
     } else {
-      share_rows(pool, s.T, tasks.size(), work);
+      share_rows(pool, s.T, count, work);
     }
     std::fill(o + s.start[s.R] * s.N * s.H, o + s.T * s.N * s.H, Q());
   }

@@ -10,6 +10,10 @@
 #include <cmath>
 #include <utility>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "simd.h"
 
 namespace fornax {
@@ -18,13 +22,17 @@ namespace {
 constexpr int64_t kKeys = 64;  // of a block
 constexpr float kLowest = -1e30f;
 
-typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
-
 inline Vec load_wide(const float* from) { return load(from); }
 inline Vec load_wide(const Half* from) {
-  HalfVec narrow_;
-  std::memcpy(&narrow_, from, sizeof narrow_);
-  return from_bits(__builtin_convertvector(narrow_, IntVec) << 16);
+#if defined(__AVX512F__)  // of a conversion by the compiler's own vectors GCC makes two, and joins them
+  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return from_bits((IntVec)_mm512_cvtepu16_epi32(narrow) << 16);
+#else
+  typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+  HalfVec narrow;
+  std::memcpy(&narrow, from, sizeof narrow);
+  return from_bits(__builtin_convertvector(narrow, IntVec) << 16);
+#endif
 }
 
 #if defined(__has_builtin)
@@ -35,12 +43,6 @@ inline Vec load_wide(const Half* from) {
 #if !defined(FORNAX_SHUFFLE)
 #define FORNAX_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
 #endif
-
-// a[from], b[from], a[from + 1], b[from + 1], ...
-template <int from, int... lane>
-inline Vec zip(Vec a, Vec b, std::integer_sequence<int, lane...>) {
-  return FORNAX_SHUFFLE(a, b, (lane % 2 * kLanes + from + lane / 2)...);
-}
 
 template <int by, int... lane>
 inline Vec rotate(Vec v, std::integer_sequence<int, lane...>) {
@@ -58,68 +60,123 @@ inline float fold(Vec v, const Combine& combine) {
   }
 }
 
-// Sums of the lanes of each of the n vectors, the first vector's in the lanes 0, n, 2 n, ... of which
-// there remain kLanes / n to add. Which lanes are added when does not depend on n.
-template <int n>
-inline Vec add_lanes(Vec (&v)[n]) {
-  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
-  for (int half = n / 2; half >= 1; half /= 2) {
-    for (int i = 0; i < half; ++i) {
-      v[i] = zip<0>(v[i], v[i + half], lanes) + zip<kLanes / 2>(v[i], v[i + half], lanes);
+// Lanes of a without the bit `step` in their number and lanes of b with it, each with that `step` away
+// added.
+template <int step, int... lane>
+inline Vec merge(Vec a, Vec b, std::integer_sequence<int, lane...>) {
+  const Vec kept = FORNAX_SHUFFLE(a, b, (lane & step ? lane + kLanes : lane)...);
+  const Vec added = FORNAX_SHUFFLE(a, b, (lane & step ? lane - step + kLanes : lane + step)...);
+  return kept + added;
+}
+
+// Of n vectors whose lanes lie `step` apart, n a power of two, the first of each: after all kLanes
+// vectors are merged, lane i is the sum of the i-th vector's lanes.
+template <int step, int n>
+inline Vec merge_all(const Vec (&v)[n]) {
+  Vec half[n / 2];
+  for (int i = 0; i < n / 2; ++i) {
+    half[i] = merge<step>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, kLanes>());
+  }
+  if constexpr (n > 2) {
+    return merge_all<2 * step>(half);
+  } else {
+    return half[0];
+  }
+}
+
+// Asks for the next block into the second cache, a few lines at a time while one is computed with: of
+// many at once each waits for its turn on the way to memory, and all else behind it. In the order of
+// memory: the heads of a slot lie side by side, but are used one after the other, which the
+// processor does not foresee.
+class Ahead {
+ public:
+  Ahead() = default;
+  // `bytes` from each of `count` addresses, which stay in place until the last is asked for.
+  Ahead(const char* const* from, int64_t count, int64_t bytes)
+      : from_(from), end_(from + count), bytes_(bytes) {}
+
+  template <int kLines>
+  void lines() {
+    for (int i = 0; i < kLines && from_ < end_; ++i) {
+      __builtin_prefetch(*from_ + at_, 0, 2);
+      at_ += 64;
+      if (at_ >= bytes_) {
+        at_ = 0;
+        ++from_;
+      }
     }
   }
-  return v[0];
-}
+  void rest() {
+    while (from_ < end_) lines<1>();
+  }
+
+ private:
+  const char* const *from_ = nullptr, *const* end_ = nullptr;
+  int64_t bytes_ = 0, at_ = 0;
+};
 
 // scores[line * kKeys + j] = queries[line] . keys[j] for j < kLanes.
 template <int kRows, typename T>
-inline void score_tile(const float* queries, const T* const* keys, int64_t width, float* scores) {
+inline void score_tile(const float* queries, const T* const* keys, int64_t width, float* scores,
+                       Ahead& ahead) {
   constexpr int kQuads = kLanes / 4;
   Vec part[kRows][kQuads];
   for (int quad = 0; quad < kQuads; ++quad) {
-    Vec acc[kRows][4] = {};
+    Vec acc[kRows][4];
+    clear(acc);
     for (int64_t h = 0; h < width; h += kLanes) {
+      ahead.lines<sizeof(T)>();
       Vec key[4];
-      for (int j = 0; j < 4; ++j) key[j] = load_wide(keys[quad + j * kQuads] + h);
+      for (int j = 0; j < 4; ++j) key[j] = load_wide(keys[4 * quad + j] + h);
       for (int i = 0; i < kRows; ++i) {
         const Vec query = load(queries + i * width + h);
         for (int j = 0; j < 4; ++j) acc[i][j] += query * key[j];
       }
     }
-    for (int i = 0; i < kRows; ++i) part[i][quad] = add_lanes(acc[i]);
+    for (int i = 0; i < kRows; ++i) part[i][quad] = merge_all<1>(acc[i]);
   }
-  for (int i = 0; i < kRows; ++i) store(scores + i * kKeys, add_lanes(part[i]));
+  for (int i = 0; i < kRows; ++i) {
+    if constexpr (kQuads > 1) {
+      store(scores + i * kKeys, merge_all<4>(part[i]));
+    } else {
+      store(scores + i * kKeys, part[i][0]);
+    }
+  }
 }
 
 // At most kRows lines, all in one tile: a key is fetched and widened once for them.
 template <int kRows, typename T>
 inline void score_rest(int64_t lines, const float* queries, const T* const* keys, int64_t width,
-                       float* scores) {
+                       float* scores, Ahead& ahead) {
   if constexpr (kRows > 0) {
-    if (lines < kRows) return score_rest<kRows - 1>(lines, queries, keys, width, scores);
-    score_tile<kRows>(queries, keys, width, scores);
+    if (lines < kRows) return score_rest<kRows - 1>(lines, queries, keys, width, scores, ahead);
+    score_tile<kRows>(queries, keys, width, scores, ahead);
   }
 }
 
 template <typename T>
 void score(int64_t lines, int64_t columns, const float* queries, const T* const* keys,
-           int64_t width, float* scores) {
+           int64_t width, float* scores, Ahead& ahead) {
   constexpr int kRows = kLanes >= 16 ? 4 : 2;
   for (int64_t j = 0; j < columns; j += kLanes) {
     int64_t i = 0;
     for (; i + kRows <= lines; i += kRows) {
-      score_tile<kRows>(queries + i * width, keys + j, width, scores + i * kKeys + j);
+      score_tile<kRows>(queries + i * width, keys + j, width, scores + i * kKeys + j, ahead);
     }
-    score_rest<kRows - 1>(lines - i, queries + i * width, keys + j, width, scores + i * kKeys + j);
+    score_rest<kRows - 1>(lines - i, queries + i * width, keys + j, width, scores + i * kKeys + j,
+                          ahead);
   }
 }
 
 // out[line] = out[line] * shrink[line] + sum over keys low..high of weights[line][key] values[key].
 template <int kRows, int kVecs, typename T>
 inline void gather_tile(int64_t low, int64_t high, const float* weights, const T* const* values,
-                        int64_t column, const float* shrink, float* out, int64_t width) {
-  Vec acc[kRows][kVecs] = {};
+                        int64_t column, const float* shrink, float* out, int64_t width,
+                        Ahead& ahead) {
+  Vec acc[kRows][kVecs];
+  clear(acc);
   for (int64_t key = low; key < high; ++key) {
+    ahead.lines<sizeof(T)>();
     Vec line[kVecs];
     for (int j = 0; j < kVecs; ++j) line[j] = load_wide(values[key] + column + j * kLanes);
     for (int i = 0; i < kRows; ++i) {
@@ -138,40 +195,41 @@ inline void gather_tile(int64_t low, int64_t high, const float* weights, const T
 template <int kRows, int kVecs, typename T>
 inline void gather_rest(int64_t lines, int64_t low, int64_t high, const float* weights,
                         const T* const* values, int64_t column, const float* shrink, float* out,
-                        int64_t width) {
+                        int64_t width, Ahead& ahead) {
   if constexpr (kRows > 0) {
     if (lines < kRows) {
       return gather_rest<kRows - 1, kVecs>(lines, low, high, weights, values, column, shrink, out,
-                                           width);
+                                           width, ahead);
     }
-    gather_tile<kRows, kVecs>(low, high, weights, values, column, shrink, out, width);
+    gather_tile<kRows, kVecs>(low, high, weights, values, column, shrink, out, width, ahead);
   }
 }
 
 template <int kVecs, typename T>
 inline void gather_panel(int64_t lines, int64_t low, int64_t high, const float* weights,
                          const T* const* values, int64_t column, const float* shrink, float* out,
-                         int64_t width) {
+                         int64_t width, Ahead& ahead) {
   constexpr int kRows = 4;
   int64_t i = 0;
   for (; i + kRows <= lines; i += kRows) {
     gather_tile<kRows, kVecs>(low, high, weights + i * kKeys, values, column, shrink + i,
-                              out + i * width, width);
+                              out + i * width, width, ahead);
   }
   gather_rest<kRows - 1, kVecs>(lines - i, low, high, weights + i * kKeys, values, column,
-                                shrink + i, out + i * width, width);
+                                shrink + i, out + i * width, width, ahead);
 }
 
 template <typename T>
 void gather_values(int64_t lines, int64_t low, int64_t high, const float* weights,
-                   const T* const* values, const float* shrink, float* out, int64_t width) {
+                   const T* const* values, const float* shrink, float* out, int64_t width,
+                   Ahead& ahead) {
   constexpr int kWide = kLanes >= 16 ? 4 : 2;
   int64_t j = 0;
   for (; j + kWide * kLanes <= width; j += kWide * kLanes) {
-    gather_panel<kWide>(lines, low, high, weights, values, j, shrink, out, width);
+    gather_panel<kWide>(lines, low, high, weights, values, j, shrink, out, width, ahead);
   }
   for (; j < width; j += kLanes) {
-    gather_panel<1>(lines, low, high, weights, values, j, shrink, out, width);
+    gather_panel<1>(lines, low, high, weights, values, j, shrink, out, width, ahead);
   }
 }
 

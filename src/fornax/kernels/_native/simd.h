@@ -95,6 +95,14 @@ inline Vec hyperbolic_tangent(Vec x) {
   return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
 }
 
+// Zeros, vector by vector: of an empty initializer GCC makes a loop of bytes in memory.
+template <int kRows, int kVecs>
+inline void clear(Vec (&acc)[kRows][kVecs]) {
+  for (auto& row : acc) {
+    for (Vec& v : row) v = Vec{};
+  }
+}
+
 // A matrix seen through two strides; element (i, j) is at[i * row + j * column].
 struct View {
   const float* at;
@@ -105,7 +113,8 @@ struct View {
 template <int kRows, int kVecs>
 inline void tile(int64_t depth, View a, const float* b, int64_t b_row, float* c, int64_t c_row,
                  bool add) {
-  Vec acc[kRows][kVecs] = {};
+  Vec acc[kRows][kVecs];
+  clear(acc);
   for (int64_t k = 0; k < depth; ++k) {
     Vec line[kVecs];
     for (int j = 0; j < kVecs; ++j) line[j] = load(b + k * b_row + j * kLanes);
