@@ -39,32 +39,56 @@ struct Operand {
   }
 };
 
-// Asks for a block of memory, a few lines at a time, while something else is multiplied.
+constexpr int64_t kLine = 64;  // bytes that memory gives at once
+
+// Asks for rows of a matrix while others are multiplied, and behind the last one for the first of
+// another matrix: into the second cache and in the order of addresses, as more lines can be on their
+// way so than by what loads ask for themselves.
 class Ahead {
  public:
   Ahead() = default;
-  template <typename T>
-  Ahead(const Operand<T>& b, int64_t first, int64_t left, int64_t depth, int64_t columns)
-      : at_(reinterpret_cast<const char*>(b.element(first, left))),
-        row_(b.row * sizeof(T)),
-        lines_(((b.transposed ? depth : columns) * sizeof(T) + kLine - 1) / kLine),
-        rows_(b.transposed ? columns : depth) {}
+  // `rows` of `bytes` each, `row` bytes apart; then those at `next`, unless it is null.
+  Ahead(const void* at, int64_t row, int64_t rows, int64_t bytes, const void* next)
+      : at_(static_cast<const char*>(at)),
+        next_(static_cast<const char*>(next)),
+        row_(row),
+        lines_((bytes + kLine - 1) / kLine),
+        left_(lines_),
+        rows_(rows),
+        all_(rows * lines_) {
+    if (rows_ == 0) follow();
+  }
 
-  // Asks for one of `parts` parts of the whole.
+  // Asks for one more line.
+  void line() {
+    __builtin_prefetch(at_, 0, 2);
+    at_ += kLine;
+    if (--left_ == 0) turn();
+  }
+
+  // Asks for one of `parts` parts of the rows.
   void part(int64_t parts) {
-    for (int64_t i = (rows_ * lines_ + parts - 1) / parts; i > 0 && r_ < rows_; --i) {
-      __builtin_prefetch(at_ + r_ * row_ + line_ * kLine, 0, 2);
-      if (++line_ == lines_) {
-        line_ = 0;
-        ++r_;
-      }
-    }
+    for (int64_t i = (all_ + parts - 1) / parts; i > 0; --i) line();
   }
 
  private:
-  static constexpr int64_t kLine = 64;
-  const char* at_ = nullptr;
-  int64_t row_ = 0, lines_ = 0, rows_ = 0, r_ = 0, line_ = 0;
+  void turn() {
+    left_ = lines_;
+    at_ += row_ - lines_ * kLine;
+    if (--rows_ == 0) follow();
+  }
+
+  void follow() {
+    if (next_) {
+      at_ = next_;
+    } else {
+      at_ -= row_;  // nothing is left: the last row again and again
+      row_ = 0;
+    }
+  }
+
+  const char *at_ = nullptr, *next_ = nullptr;
+  int64_t row_ = 0, lines_ = 0, left_ = 0, rows_ = 0, all_ = 0;
 };
 
 inline void load_wide(const float* from, int64_t count, float* to) {
@@ -297,51 +321,6 @@ inline void put_line(const float* from, int64_t count, Half* to) {
 // The same product for a few rows of a and a matrix b that is not transposed, which is read from end
 // to end, some rows at once. Sums are those of `Engine`, block of depth by block, to the last bit.
 
-// Asks memory for rows of b some way ahead of those that are multiplied, and behind the last one for
-// the first of another matrix: into the second cache and in the order of addresses, as more lines can
-// be on their way so than by what loads ask for themselves.
-class Stream {
- public:
-  // `rows` of `bytes` each, `row` bytes apart, of which the first `ahead` are not asked for.
-  Stream(const void* at, int64_t row, int64_t rows, int64_t bytes, int64_t ahead, const void* next)
-      : at_(static_cast<const char*>(at) + std::min(ahead, rows) * row),
-        next_(static_cast<const char*>(next)),
-        row_(row),
-        lines_((bytes + kLine - 1) / kLine),
-        left_(lines_),
-        rows_(rows - ahead) {
-    if (rows_ <= 0) follow();
-  }
-
-  // Asks for one more line.
-  void line() {
-    __builtin_prefetch(at_, 0, 2);
-    at_ += kLine;
-    if (--left_ == 0) turn();
-  }
-
- private:
-  static constexpr int64_t kLine = 64;
-
-  void turn() {
-    left_ = lines_;
-    at_ += row_ - lines_ * kLine;
-    if (--rows_ == 0) follow();
-  }
-
-  void follow() {
-    if (next_) {
-      at_ = next_;
-    } else {
-      at_ -= row_;  // nothing is left: the last row again and again
-      row_ = 0;
-    }
-  }
-
-  const char *at_, *next_;
-  int64_t row_, lines_, left_, rows_;
-};
-
 // a as numbers, c as vectors of floats; of bfloat16 a vector of the even columns and one of the odd.
 template <typename T>
 struct WideLines {
@@ -358,10 +337,12 @@ struct WideLines {
   // Adds kDeep rows of b, times the numbers of a for them, to kRows lines of c.
   template <int kRows, int kDeep>
   static void add(const float* a, int64_t a_row, const T* b, int64_t b_row, int64_t, int64_t columns,
-                  float* c, int64_t c_row, Stream* ahead) {
+                  float* c, int64_t c_row, Ahead* ahead) {
     int64_t j = 0;
     for (; j + kStep <= columns; j += kStep) {
-      for (int d = 0; ahead && d < kDeep; ++d) ahead->line();
+      if (j * sizeof(T) % kLine == 0) {
+        for (int d = 0; ahead && d < kDeep; ++d) ahead->line();
+      }
       step<kRows, kDeep>(a, a_row, b + j, b_row, c + j, c_row);
     }
     if (j == columns) return;
@@ -438,7 +419,7 @@ struct NarrowLines {
   // `rows` is how many rows of b there are: of the last pair one may be missing.
   template <int kRows, int kDeep>
   static void add(const float* a, int64_t a_row, const Half* b, int64_t b_row, int64_t rows,
-                  int64_t columns, float* c, int64_t c_row, Stream* ahead) {
+                  int64_t columns, float* c, int64_t c_row, Ahead* ahead) {
     for (int64_t j = 0; j < columns; j += kStep) {
       for (int d = 0; ahead && d < 2 * kDeep; ++d) ahead->line();
       const __mmask32 some = first_32(columns - j);
@@ -491,7 +472,7 @@ struct TileLines {
 
   template <int kRows, int>
   static void add(const float* a, int64_t a_row, const Half* b, int64_t b_row, int64_t rows,
-                  int64_t columns, float* c, int64_t c_row, Stream* ahead) {
+                  int64_t columns, float* c, int64_t c_row, Ahead* ahead) {
     const __m512i high_half = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000));
     for (int64_t j = 0; j < columns; j += kStep) {
       const __mmask32 some = first_32(columns - j);
@@ -544,7 +525,7 @@ struct EngineOf<Half> {
 
 template <typename Lines, int kDeep, typename T>
 void add_lines(int64_t rows, const float* a, int64_t a_row, const T* b, int64_t b_row,
-               int64_t rows_of_b, int64_t columns, float* c, int64_t c_row, Stream* ahead) {
+               int64_t rows_of_b, int64_t columns, float* c, int64_t c_row, Ahead* ahead) {
   for (; rows >= 4; rows -= 4, a += 4 * a_row, c += 4 * c_row, ahead = nullptr) {
     Lines::template add<4, kDeep>(a, a_row, b, b_row, rows_of_b, columns, c, c_row, ahead);
   }
@@ -583,6 +564,9 @@ struct Product {
  private:
   using Engine = typename EngineOf<T>::Type;
 
+  static int64_t bytes_of(int64_t elements) { return elements * sizeof(T); }
+  int64_t row_bytes() const { return bytes_of(b.row); }
+
   void run_blocks(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
     const int64_t height = bottom - top;
     Arena& arena = Arena::of_this_thread();
@@ -616,8 +600,10 @@ struct Product {
       left += kTaskColumns;
     }
     if (left >= right) return {};
-    return {b, first, left, std::min(Engine::kDepth, depth - first),
-            std::min(kTaskColumns, right - left)};
+    const int64_t some = std::min(Engine::kDepth, depth - first);
+    const int64_t columns = std::min(kTaskColumns, right - left);
+    const int64_t width = b.transposed ? some : columns, rows = b.transposed ? columns : some;
+    return {b.element(first, left), row_bytes(), rows, bytes_of(width), nullptr};
   }
 
   template <typename Lines>
@@ -652,10 +638,11 @@ struct Product {
     constexpr int kDeep = Lines::kDeep, kLast = Lines::kLastDeep;
     constexpr int64_t kBlock = Engine::kDepth / Lines::kRowsOfB;
     const int64_t numbers = Lines::numbers(depth), line = round_up(columns, Lines::kStep);
-    const int64_t bytes = columns * sizeof(T);
+    const int64_t bytes = bytes_of(columns);
     const int64_t distance = std::max<int64_t>(kDeep * Lines::kRowsOfB, kAheadBytes / bytes);
-    Stream ahead(b.element(0, left), b.row * sizeof(T), depth, bytes, distance,
-                 more ? b.element(0, left + columns) : next);
+    const int64_t asked = std::min(distance, depth);
+    Ahead ahead(b.element(asked, left), row_bytes(), depth - asked, bytes,
+                more ? b.element(0, left + columns) : next);
     for (int64_t first = 0; first < numbers; first += kBlock) {
       const int64_t end = std::min(numbers, first + kBlock);
       float* into = first > 0 ? room.part : room.sums;

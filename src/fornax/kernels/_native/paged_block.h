@@ -73,14 +73,14 @@ inline Vec merge(Vec a, Vec b, std::integer_sequence<int, lane...>) {
 // vectors are merged, lane i is the sum of the i-th vector's lanes.
 template <int step, int n>
 inline Vec merge_all(const Vec (&v)[n]) {
-  Vec half[n / 2];
-  for (int i = 0; i < n / 2; ++i) {
-    half[i] = merge<step>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, kLanes>());
-  }
-  if constexpr (n > 2) {
-    return merge_all<2 * step>(half);
+  if constexpr (n == 1) {
+    return v[0];
   } else {
-    return half[0];
+    Vec half[n / 2];
+    for (int i = 0; i < n / 2; ++i) {
+      half[i] = merge<step>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, kLanes>());
+    }
+    return merge_all<2 * step>(half);
   }
 }
 
@@ -135,13 +135,7 @@ inline void score_tile(const float* queries, const T* const* keys, int64_t width
     }
     for (int i = 0; i < kRows; ++i) part[i][quad] = merge_all<1>(acc[i]);
   }
-  for (int i = 0; i < kRows; ++i) {
-    if constexpr (kQuads > 1) {
-      store(scores + i * kKeys, merge_all<4>(part[i]));
-    } else {
-      store(scores + i * kKeys, part[i][0]);
-    }
-  }
+  for (int i = 0; i < kRows; ++i) store(scores + i * kKeys, merge_all<4>(part[i]));
 }
 
 // At most kRows lines, all in one tile: a key is fetched and widened once for them.
