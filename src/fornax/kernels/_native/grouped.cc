@@ -20,8 +20,8 @@ namespace fornax {
 namespace {
 
 constexpr int64_t kFewRows = 12;       // rows up to which a matrix is read where it lies
-constexpr int64_t kLineBytes = 2048;   // of a row of such a matrix that are read at once
-constexpr int64_t kAheadBytes = 16384;  // that are asked for before they are multiplied, at least
+constexpr int64_t kLineBytes = 4096;   // of a row of such a matrix that are read at once
+constexpr int64_t kAheadBytes = 49152;  // that are asked for before they are multiplied, at least
 constexpr int64_t kTaskRows = 256;     // most rows of a task
 constexpr int64_t kTaskColumns = 256;  // columns that are multiplied at once
 constexpr int64_t kFewestColumns = 256;  // of a task, where a group's columns are divided
@@ -330,6 +330,7 @@ struct WideLines {
   static constexpr int64_t kStep = kVecs * kLanes;
   static constexpr int64_t kRowsOfB = 1;          // that one number of a is multiplied with
   static constexpr int kDeep = 8, kLastDeep = 1;  // numbers of a taken at once, and of the rest
+  static constexpr int kMostRows = 6;             // lines of c whose sums the registers hold
 
   static int64_t numbers(int64_t depth) { return depth; }
   static void prepare(const T* line, int64_t depth, float* a) { load_wide(line, depth, a); }
@@ -409,6 +410,7 @@ struct NarrowLines {
   static constexpr int64_t kStep = 32;
   static constexpr int64_t kRowsOfB = 2;
   static constexpr int kDeep = 8, kLastDeep = 1;
+  static constexpr int kMostRows = 6;
 
   static int64_t numbers(int64_t depth) { return (depth + 1) / 2; }
   static void prepare(const Half* line, int64_t depth, float* a) {
@@ -462,6 +464,7 @@ struct TileLines {
   static constexpr int64_t kStep = 32;
   static constexpr int64_t kRowsOfB = 1;
   static constexpr int kDeep = fornax::kDepth, kLastDeep = kDeep;
+  static constexpr int kMostRows = 4;
   static constexpr int kSoon = 8;  // rows of b that come from the second cache to the first ahead
 
   static int64_t numbers(int64_t depth) { return tiles_of(depth) * kDeep; }
@@ -523,16 +526,18 @@ struct EngineOf<Half> {
 };
 #endif
 
-template <typename Lines, int kDeep, typename T>
+// Adds kDeep numbers' rows of b to `rows` lines of c, to as many at once as registers hold sums for.
+template <typename Lines, int kDeep, int kRows = Lines::kMostRows, typename T>
 void add_lines(int64_t rows, const float* a, int64_t a_row, const T* b, int64_t b_row,
                int64_t rows_of_b, int64_t columns, float* c, int64_t c_row, Ahead* ahead) {
-  for (; rows >= 4; rows -= 4, a += 4 * a_row, c += 4 * c_row, ahead = nullptr) {
-    Lines::template add<4, kDeep>(a, a_row, b, b_row, rows_of_b, columns, c, c_row, ahead);
+  for (; rows >= kRows; rows -= kRows, a += kRows * a_row, c += kRows * c_row, ahead = nullptr) {
+    Lines::template add<kRows, kDeep>(a, a_row, b, b_row, rows_of_b, columns, c, c_row, ahead);
   }
-  const auto rest = rows == 3   ? Lines::template add<3, kDeep>
-                    : rows == 2 ? Lines::template add<2, kDeep>
-                                : Lines::template add<1, kDeep>;
-  if (rows > 0) rest(a, a_row, b, b_row, rows_of_b, columns, c, c_row, ahead);
+  if constexpr (kRows > 1) {
+    if (rows == 0) return;
+    add_lines<Lines, kDeep, kRows - 1>(rows, a, a_row, b, b_row, rows_of_b, columns, c, c_row,
+                                       ahead);
+  }
 }
 
 // One product c [rows, columns] = a b, summed over `depth`; c in rows `c_row` apart. `next` is where
@@ -650,9 +655,15 @@ struct Product {
       for (int64_t d = first; d < end;) {
         const int64_t row = d * Lines::kRowsOfB, rest = depth - row;
         const bool deep = d + kDeep <= end && rest >= kDeep * Lines::kRowsOfB;
-        const auto add = deep ? add_lines<Lines, kDeep, T> : add_lines<Lines, kLast, T>;
-        add(rows, room.numbers + d, numbers, b.element(row, left), b.row, rest, columns, into, line,
-            &ahead);
+        const auto add = [&](auto depth_of_b) {
+          add_lines<Lines, depth_of_b>(rows, room.numbers + d, numbers, b.element(row, left), b.row,
+                                       rest, columns, into, line, &ahead);
+        };
+        if (deep) {
+          add(std::integral_constant<int, kDeep>());
+        } else {
+          add(std::integral_constant<int, kLast>());
+        }
         d += deep ? kDeep : kLast;
       }
       if (first == 0) continue;
