@@ -48,6 +48,8 @@ class Contest:
     cells: dict[Cell, dict[str, Standing]] = dataclasses.field(default_factory=dict)
     touched: dict[Cell, float] = dataclasses.field(default_factory=dict)
     """Share of a layer's experts that a step with all rows of the cell reads; 1 without experts."""
+    bandwidths: dict[Cell, float] = dataclasses.field(default_factory=dict)
+    """Bytes a second read from a buffer of the weights' size, before and after the cell's turns."""
 
 
 def main() -> None:
@@ -61,10 +63,8 @@ def main() -> None:
                 held = Contest(precision, contestants, touched=touched)
                 contests.append(held)
                 run(held, name, args)
-                bandwidths = measure_bandwidth(name, args)
-                path = _harness.write_results(
-                    f"llm_throughput-{name}", report(name, contests, bandwidths, args)
-                )
+                text = report(name, contests, read_bandwidth(PROBE, args.threads), args)
+                path = _harness.write_results(f"llm_throughput-{name}", text)
         if path is not None:
             print(path.read_text())
 
@@ -161,6 +161,8 @@ def _count_touched(
 
 def run(held: Contest, name: str, args: argparse.Namespace) -> None:
     """Run every cell."""
+    size = _random_llama.SHAPES[name].weights * BYTES[held.precision]
+    before = read_bandwidth(size, args.threads)
     for cell in cells(args):
 
         def draw(number: int, cell: Cell = cell) -> list[list[int]]:
@@ -175,21 +177,12 @@ def run(held: Contest, name: str, args: argparse.Namespace) -> None:
             budget_s=args.budget,
             one_by_one=cache_bytes(_random_llama.SHAPES[name], cell) > LARGE,
         )
+        after = read_bandwidth(size, args.threads)
+        held.bandwidths[cell] = (before + after) / 2
+        before = after
 
 
-def measure_bandwidth(name: str, args: argparse.Namespace) -> dict[str, float]:
-    """Bytes a second read from memory, and from a buffer as large as the weights."""
-    weights = _random_llama.SHAPES[name].weights
-    sizes = {precision: weights * BYTES[precision] for precision in args.precisions}
-    return {
-        kind: read_bandwidth(size, args.threads)
-        for kind, size in {"memory": PROBE, **sizes}.items()
-    }
-
-
-def report(
-    name: str, contests: list[Contest], bandwidths: dict[str, float], args: argparse.Namespace
-) -> str:
+def report(name: str, contests: list[Contest], from_memory: float, args: argparse.Namespace) -> str:
     shape = _random_llama.SHAPES[name]
     parts = [
         f"# LLM throughput: {name}",
@@ -208,7 +201,7 @@ def report(
         "",
         "## Share of the memory-bandwidth limit",
         "",
-        *limits(shape, contests, bandwidths),
+        *limits(shape, contests, from_memory),
     ]
     return "\n".join(parts)
 
@@ -282,9 +275,7 @@ def who(held: Contest) -> list[str]:
     return lines
 
 
-def limits(
-    shape: _random_llama.Shape, contests: list[Contest], bandwidths: dict[str, float]
-) -> list[str]:
+def limits(shape: _random_llama.Shape, contests: list[Contest], from_memory: float) -> list[str]:
     """For each contestant where reading is the limit: tokens a second beside what it allows."""
     experts = isinstance(shape, _random_llama.MoeShape)
     rows = []
@@ -298,7 +289,7 @@ def limits(
                 slot = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[cache[name]]
                 length = cell.prompt + cell.new / 2
                 read = weights + cell.batch * length * slot
-                limit = cell.batch * bandwidths[held.precision] / read
+                limit = cell.batch * held.bandwidths[cell] / read
                 rate = cell.batch / standing.gap_s(50)
                 rows.append(
                     (
@@ -307,16 +298,13 @@ def limits(
                         cell.prompt,
                         name,
                         f"{read / 1e6:.1f}",
+                        f"{held.bandwidths[cell] / 1e9:.1f}",
                         f"{limit:,.0f}",
                         f"{rate:,.0f}",
                         f"{rate / limit:.0%}",
                     )
                 )
-    rates = ", ".join(
-        f"{bandwidths[held.precision] / 1e9:.1f} GB/s the {held.precision} weights' size"
-        for held in contests
-    )
-    header = ("precision", "batch", "prompt", "contestant", "MB read a step", "limit, tokens/s")
+    header = ("precision", "batch", "prompt", "contestant", "MB read a step", "GB/s")
     shares = ", ".join(
         f"{held.touched[cell]:.0%} at batch {cell.batch} after {cell.prompt}"
         for held in contests[:1]
@@ -324,12 +312,13 @@ def limits(
     )
     note = f"Of a layer's experts a step reads, as counted: {shares}." if experts else ""
     return [
-        f"Measured in this run: {bandwidths['memory'] / 1e9:.1f} GB/s from memory; {rates} "
-        "(a cache holds part of what is small). Bytes read are the weights, int8 scales not "
-        "counted, and the cache at half of the generated tokens.",
+        "GB/s is what plain reading of as many bytes as all weights reached (int8 scales not "
+        "counted; a cache holds part of what is small), the mean of medians before and after the "
+        f"cell's turns; {from_memory / 1e9:.1f} GB/s from memory after the last. Bytes read are the "
+        "weights and the cache at half of the generated tokens.",
         *(["", note] if note else []),
         "",
-        _harness.table((*header, "decoding, tokens/s", "share of the limit"), rows),
+        _harness.table((*header, "limit, tokens/s", "decoding, tokens/s", "share"), rows),
     ]
 
 
