@@ -313,9 +313,9 @@ def limits(shape: _random_llama.Shape, contests: list[Contest], from_memory: flo
     note = f"Of a layer's experts a step reads, as counted: {shares}." if experts else ""
     return [
         "GB/s is what plain reading of as many bytes as all weights reached (int8 scales not "
-        "counted; a cache holds part of what is small), the mean of medians before and after the "
-        f"cell's turns; {from_memory / 1e9:.1f} GB/s from memory after the last. Bytes read are the "
-        "weights and the cache at half of the generated tokens.",
+        "counted; a cache holds part of what is small), the mean of medians before and after a "
+        f"cell's turns; {from_memory / 1e9:.1f} GB/s from memory after the last. Bytes read are "
+        "the weights and the cache at half of the generated tokens.",
         *(["", note] if note else []),
         "",
         _harness.table((*header, "limit, tokens/s", "decoding, tokens/s", "share"), rows),
