@@ -207,6 +207,10 @@ def _grouped(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     return CallCost("matmul", Work(flops=2.0 * rows.size * columns), traffic)
 
 
+def _group_order(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    return CallCost("reduce", Work(vector_flops=2.0 * shapes[0].size), traffic)
+
+
 def _rms_norm(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     elements, rows = shapes[0].size, shapes[0].dims[0]
     work = Work(vector_flops=4.0 * elements, transcendentals=float(rows))
@@ -229,6 +233,7 @@ _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_paged_write": _paged_write,
     "fornax_grouped_matmul": _grouped,
     "fornax_grouped_outer": _grouped,
+    "fornax_group_order": _group_order,
     "fornax_linear": _linear,
     "fornax_rms_norm": _rms_norm,
     "fornax_orthogonalize": _orthogonalize,

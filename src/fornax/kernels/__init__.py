@@ -8,9 +8,11 @@ from fornax.kernels._grouped import (
     GroupedCall,
     GroupedTiles,
     GroupedWeight,
+    GroupOrder,
     grouped_matmul,
     grouped_matmul_operation,
     grouped_tiles,
+    sort_by_group,
 )
 from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
 from fornax.kernels._matmul import orthogonalize
@@ -60,6 +62,7 @@ __all__ = [
     "TPU_LANES",
     "AttentionCall",
     "Choice",
+    "GroupOrder",
     "GroupedCall",
     "GroupedTiles",
     "GroupedWeight",
@@ -108,5 +111,6 @@ __all__ = [
     "recording_choices",
     "register",
     "rms_norm",
+    "sort_by_group",
     "target_platform",
 ]

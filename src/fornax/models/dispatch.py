@@ -73,8 +73,9 @@ _AXES: dict[str, tuple[str, ...]] = {
 
 Activate = Callable[[jax.Array, jax.Array], jax.Array]
 """(gate [R, F], up [R, F]) to [R, F]."""
-Multiply = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
-"""(rows [R, D], their experts [R] in ascending order, `SortedRows.tokens_R`) to [R, D]."""
+Multiply = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""(rows [R, D], their experts [R] in ascending order, how many each expert has [E],
+`SortedRows.tokens_R`) to [R, D]."""
 Axes = tuple[str, ...]
 
 
@@ -192,8 +193,11 @@ def _run_local(
         limited = most if capacity is None else min(most, len(x_BTD) * experts * capacity)
         return devices * limited
 
-    def multiply(rows_RD: jax.Array, experts_R: jax.Array, tokens_R: jax.Array | None) -> jax.Array:
-        return _multiply(rows_RD, experts_R, tokens_R, arrays, activate, division.width)
+    def multiply(
+        rows_RD: jax.Array, experts_R: jax.Array, sizes_E: jax.Array, tokens_R: jax.Array | None
+    ) -> jax.Array:
+        rows = SortedRows(sizes_E, jnp.minimum(experts_R, own - 1), tokens_R)
+        return _multiply(rows_RD, rows, arrays, activate, division.width)
 
     if sends:
         E = own * shards(division.experts)
@@ -262,13 +266,12 @@ def _run_sorted(
     all others are at most `rows`."""
     M, k = experts_Mk.shape
     experts_A, weights_A = experts_Mk.reshape(-1), weights_Mk.reshape(-1, 1)
-    order_A = jnp.argsort(experts_A, stable=True)
-    inverse_A = jnp.argsort(order_A)
+    order_A, inverse_A, sizes_E = kernels.sort_by_group(experts_A, num_experts)
     order_R = order_A[:rows]  # the others are for no expert
     rows_RD = _spread(x_MD, order_R, inverse_A, k)
     if weigh_input:
         rows_RD = rows_RD * _permute(weights_A, order_R, inverse_A).astype(rows_RD.dtype)
-    y_RD = multiply(rows_RD, experts_A[order_R], order_R // k)
+    y_RD = multiply(rows_RD, experts_A[order_R], sizes_E, order_R // k)
     y_AD = _permute(y_RD, inverse_A, order_R).astype(jnp.float32)
     if not weigh_input:
         y_AD = y_AD * weights_A
@@ -279,21 +282,16 @@ def _run_sorted(
 
 def _multiply(
     rows_RD: jax.Array,
-    experts_R: jax.Array,
-    tokens_R: jax.Array | None,
+    rows: SortedRows,
     arrays: ExpertArrays,
     activate: Activate,
     width_axes: Axes,
 ) -> jax.Array:
     """Each row through its expert; rows for no expert come last, and their results mean nothing."""
-    num_experts = arrays["gate"].shape[0]
-    # Counted, as the number of rows is open in an exported function, which a search refuses.
-    sizes_E = jnp.sum(experts_R[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
-    rows = SortedRows(sizes_E, jnp.minimum(experts_R, num_experts - 1), tokens_R)
 
     def product(x: jax.Array, w: Any, bias: jax.Array | None) -> jax.Array:
         if isinstance(w, jax.Array | kernels.GroupedWeight):
-            y = kernels.grouped_matmul(x, w, sizes_E)
+            y = kernels.grouped_matmul(x, w, rows.sizes_E)
         else:
             y = w.grouped(x, rows)
         return y if bias is None else y + bias[rows.experts_R]
@@ -313,6 +311,7 @@ def _multiply_elsewhere(
     most: int,
     rows_AD: jax.Array,
     experts_A: jax.Array,
+    sizes_X: jax.Array,
     _: jax.Array | None,
 ) -> jax.Array:
     """`multiply` on the devices that have the experts.
@@ -324,20 +323,18 @@ def _multiply_elsewhere(
       most: rows that one device can have for another.
       rows_AD: sorted by expert.
       experts_A: in ascending order; one beyond the last for none.
+      sizes_X: rows of the experts of all devices.
     """
     devices = shards(axes)
-    starts = jnp.searchsorted(experts_A, jnp.arange(own * devices + 1), method="scan_unrolled")
-    sizes_1E = jnp.diff(starts)[None].astype(jnp.int32)
-    sizes_PE = jax.lax.all_gather(sizes_1E, axes, axis=0, tiled=True)
+    sizes_PE = jax.lax.all_gather(sizes_X[None], axes, axis=0, tiled=True)
     sizes_PPe = sizes_PE.reshape(devices, devices, own)
     counts_PP = jnp.sum(sizes_PPe, axis=-1)
     rows_RD = kernels.exchange_rows(rows_AD, counts_PP, devices * most, most, axes)
     received_X = sizes_PPe[:, jax.lax.axis_index(axes)].reshape(-1)
     part_R = jnp.searchsorted(jnp.cumsum(received_X), jnp.arange(len(rows_RD)), side="right")
-    experts_R = jnp.where(part_R < len(received_X), part_R % own, own)
-    order_R = jnp.argsort(experts_R, stable=True)
-    inverse_R = jnp.argsort(order_R)
-    y_RD = multiply(_permute(rows_RD, order_R, inverse_R), experts_R[order_R], None)
+    experts_R = jnp.where(part_R < len(received_X), part_R % own, own).astype(jnp.int32)
+    order_R, inverse_R, sizes_E = kernels.sort_by_group(experts_R, own)
+    y_RD = multiply(_permute(rows_RD, order_R, inverse_R), experts_R[order_R], sizes_E, None)
     y_RD = _permute(y_RD, inverse_R, order_R)
     return kernels.exchange_rows(y_RD, counts_PP.T, len(rows_AD), most, axes)
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 
 from fornax import kernels
+from fornax.config.errors import KernelError
 from fornax.kernels import _native
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
@@ -318,3 +319,25 @@ def test_dtypes_that_do_not_fit_are_refused() -> None:
         kernels.grouped_matmul(x, w.astype(jnp.bfloat16), jnp.ones(2, jnp.int32))
     with pytest.raises(kernels.KernelError, match="must be int32"):
         kernels.grouped_matmul(x, w, jnp.ones(2))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 7, 300])
+@pytest.mark.parametrize("groups", [1, 5, 64])
+def test_rows_are_sorted_by_group(
+    groups: int, count: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(_native, "unavailable", lambda unit: "it is left to XLA")
+    groups_A = np.random.default_rng(count).integers(0, groups + 1, count, np.int32)
+    found = jax.jit(lambda rows: kernels.sort_by_group(rows, groups))(groups_A)
+    order_A = np.array(sorted(range(count), key=lambda row: groups_A[row]), np.int32)
+    np.testing.assert_array_equal(found.order_A, order_A)
+    np.testing.assert_array_equal(found.inverse_A[order_A], np.arange(count))
+    np.testing.assert_array_equal(found.sizes_E, [np.sum(groups_A == e) for e in range(groups)])
+    assert {array.dtype for array in found} == {np.dtype(np.int32)}
+
+
+def test_groups_that_cannot_be_sorted_are_named() -> None:
+    with pytest.raises(KernelError, match="one axis of int32"):
+        kernels.sort_by_group(jnp.ones((2, 3), jnp.int32), 4)

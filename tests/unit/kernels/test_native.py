@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,19 @@ def test_compiles_without_warnings_for_plain_and_for_this_processor(unit: str) -
             [*command, *flags, *include, str(source)], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+NEON = shutil.which("aarch64-linux-gnu-g++")
+
+
+@pytest.mark.skipif(NEON is None, reason="no compiler for ARM: aarch64-linux-gnu-g++")
+@pytest.mark.parametrize("unit", units.UNITS)
+def test_compiles_for_neon(unit: str, tmp_path: Path) -> None:
+    command = units.compile_command(
+        str(NEON), unit, tmp_path / f"{unit}.so", include=jax.ffi.include_dir(), march=()
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_threads_that_ask_at_once_register_one_library(tmp_path: Path) -> None:

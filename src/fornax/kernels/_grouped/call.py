@@ -80,11 +80,11 @@ def describe(inputs: GroupedInputs) -> GroupedCall:
         inputs=w.shape[1],
         outputs=w.shape[2],
         dtype=jnp.dtype(w.dtype).name,
-        devices=_devices(),
+        devices=free_devices(),
     )
 
 
-def _devices() -> int:
+def free_devices() -> int:
     """Over how many devices XLA divides what is computed here: those not taken by `shard_map`."""
     mesh = mesh_in_use()
     if mesh is None:

@@ -797,8 +797,34 @@ ffi::Error outer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer y,
   return ffi::Error::Success();
 }
 
+// Rows in the order of their groups, [A] each: which comes at each place, and at which place each
+// comes. Rows of no group are last.
+ffi::Error order_call(ffi::Buffer<ffi::S32> groups, ffi::ResultBuffer<ffi::S32> order,
+                      ffi::ResultBuffer<ffi::S32> inverse, ffi::ResultBuffer<ffi::S32> sizes) {
+  const int64_t A = groups.dimensions()[0], E = sizes->dimensions()[0];
+  const int32_t* of = groups.typed_data();
+  const auto group = [&](int64_t row) { return of[row] < 0 || of[row] >= E ? E : of[row]; };
+  std::vector<int32_t> place(E + 2);
+  for (int64_t row = 0; row < A; ++row) ++place[group(row) + 1];
+  std::copy_n(place.begin() + 1, E, sizes->typed_data());
+  for (int64_t e = 0; e <= E; ++e) place[e + 1] += place[e];
+  for (int64_t row = 0; row < A; ++row) {
+    const int32_t at = place[group(row)]++;
+    inverse->typed_data()[row] = at;
+    order->typed_data()[at] = static_cast<int32_t>(row);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace fornax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_group_order, fornax::order_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_grouped_matmul, fornax::matmul_call,
                               xla::ffi::Ffi::Bind()

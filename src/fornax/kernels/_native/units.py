@@ -13,7 +13,7 @@ UNITS = {
     "linear": ("fornax_linear",),
     "norm": ("fornax_rms_norm",),
     "matmul": ("fornax_matmul", "fornax_orthogonalize"),
-    "grouped": ("fornax_grouped_matmul", "fornax_grouped_outer"),
+    "grouped": ("fornax_grouped_matmul", "fornax_grouped_outer", "fornax_group_order"),
 }
 """Unit, named after its .cc file, to the call targets that it exports."""
 
