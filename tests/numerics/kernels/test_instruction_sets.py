@@ -18,7 +18,7 @@ FILES = ("attention", "grouped_matmul", "matmul", "norm", "packed", "paged_atten
 def test_kernels_are_right_with_features_masked(name: str) -> None:
     if not units.PREBUILT[name][1] <= build._features():
         pytest.skip(f"this processor cannot run code compiled for {name}")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.masked", "-m", "not exhaustive"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.masked", "-m", "not exhaustive"]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", *(str(HERE / f"test_{file}.py") for file in FILES)],
         cwd=HERE.parents[2],
