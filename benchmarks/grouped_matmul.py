@@ -170,7 +170,7 @@ def measure_decode(rows: int, groups: int, args: argparse.Namespace) -> list[tup
         works = _works("y", x, w, jnp.zeros((rows, N), dtype), chosen, [*args.without, "dense"])
         best = _take_turns(works, args.seconds)
         size = int((chosen > 0).sum()) * K * N * w.dtype.itemsize
-        read = _bandwidth.read_bandwidth(w.nbytes, os.cpu_count() or 1, args.seconds)
+        read = _bandwidth.read_bandwidth(w.nbytes, os.cpu_count() or 1, args.seconds, max)
         for name, (least, _) in best.items():
             rate = size / least
             case = (rows, groups, int((chosen > 0).sum()), dtype, name)

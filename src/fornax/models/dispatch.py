@@ -73,9 +73,8 @@ _AXES: dict[str, tuple[str, ...]] = {
 
 Activate = Callable[[jax.Array, jax.Array], jax.Array]
 """(gate [R, F], up [R, F]) to [R, F]."""
-Multiply = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
-"""(rows [R, D], their experts [R] in ascending order, how many each expert has [E],
-`SortedRows.tokens_R`) to [R, D]."""
+Multiply = Callable[[jax.Array, SortedRows], jax.Array]
+"""(rows [R, D], whose they are) to [R, D]."""
 Axes = tuple[str, ...]
 
 
@@ -193,12 +192,9 @@ def _run_local(
         limited = most if capacity is None else min(most, len(x_BTD) * experts * capacity)
         return devices * limited
 
-    def multiply(
-        rows_RD: jax.Array, experts_R: jax.Array, sizes_E: jax.Array, tokens_R: jax.Array | None
-    ) -> jax.Array:
-        rows = SortedRows(sizes_E, jnp.minimum(experts_R, own - 1), tokens_R)
-        return _multiply(rows_RD, rows, arrays, activate, division.width)
-
+    multiply = functools.partial(
+        _multiply, arrays=arrays, activate=activate, width_axes=division.width
+    )
     if sends:
         E = own * shards(division.experts)
         there = functools.partial(_multiply_elsewhere, multiply, division.experts, own, room(own))
@@ -271,7 +267,8 @@ def _run_sorted(
     rows_RD = _spread(x_MD, order_R, inverse_A, k)
     if weigh_input:
         rows_RD = rows_RD * _permute(weights_A, order_R, inverse_A).astype(rows_RD.dtype)
-    y_RD = multiply(rows_RD, experts_A[order_R], sizes_E, order_R // k)
+    experts_R = jnp.minimum(experts_A[order_R], num_experts - 1)
+    y_RD = multiply(rows_RD, SortedRows(sizes_E, experts_R, order_R // k))
     y_AD = _permute(y_RD, inverse_A, order_R).astype(jnp.float32)
     if not weigh_input:
         y_AD = y_AD * weights_A
@@ -310,9 +307,7 @@ def _multiply_elsewhere(
     own: int,
     most: int,
     rows_AD: jax.Array,
-    experts_A: jax.Array,
-    sizes_X: jax.Array,
-    _: jax.Array | None,
+    sorted_A: SortedRows,
 ) -> jax.Array:
     """`multiply` on the devices that have the experts.
 
@@ -322,11 +317,10 @@ def _multiply_elsewhere(
       own: experts of each device.
       most: rows that one device can have for another.
       rows_AD: sorted by expert.
-      experts_A: in ascending order; one beyond the last for none.
-      sizes_X: rows of the experts of all devices.
+      sorted_A: of the experts of all devices.
     """
     devices = shards(axes)
-    sizes_PE = jax.lax.all_gather(sizes_X[None], axes, axis=0, tiled=True)
+    sizes_PE = jax.lax.all_gather(sorted_A.sizes_E[None], axes, axis=0, tiled=True)
     sizes_PPe = sizes_PE.reshape(devices, devices, own)
     counts_PP = jnp.sum(sizes_PPe, axis=-1)
     rows_RD = kernels.exchange_rows(rows_AD, counts_PP, devices * most, most, axes)
@@ -334,7 +328,8 @@ def _multiply_elsewhere(
     part_R = jnp.searchsorted(jnp.cumsum(received_X), jnp.arange(len(rows_RD)), side="right")
     experts_R = jnp.where(part_R < len(received_X), part_R % own, own).astype(jnp.int32)
     order_R, inverse_R, sizes_E = kernels.sort_by_group(experts_R, own)
-    y_RD = multiply(_permute(rows_RD, order_R, inverse_R), experts_R[order_R], sizes_E, None)
+    rows = SortedRows(sizes_E, jnp.minimum(experts_R[order_R], own - 1), None)
+    y_RD = multiply(_permute(rows_RD, order_R, inverse_R), rows)
     y_RD = _permute(y_RD, inverse_R, order_R)
     return kernels.exchange_rows(y_RD, counts_PP.T, len(rows_AD), most, axes)
 

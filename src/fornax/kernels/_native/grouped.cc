@@ -527,7 +527,7 @@ struct EngineOf<Half> {
 #endif
 
 // Adds kDeep numbers' rows of b to `rows` lines of c, to as many at once as registers hold sums for.
-template <typename Lines, int kDeep, int kRows = Lines::kMostRows, typename T>
+template <typename Lines, int kDeep, int kRows, typename T>
 void add_lines(int64_t rows, const float* a, int64_t a_row, const T* b, int64_t b_row,
                int64_t rows_of_b, int64_t columns, float* c, int64_t c_row, Ahead* ahead) {
   for (; rows >= kRows; rows -= kRows, a += kRows * a_row, c += kRows * c_row, ahead = nullptr) {
@@ -655,15 +655,10 @@ struct Product {
       for (int64_t d = first; d < end;) {
         const int64_t row = d * Lines::kRowsOfB, rest = depth - row;
         const bool deep = d + kDeep <= end && rest >= kDeep * Lines::kRowsOfB;
-        const auto add = [&](auto depth_of_b) {
-          add_lines<Lines, depth_of_b>(rows, room.numbers + d, numbers, b.element(row, left), b.row,
-                                       rest, columns, into, line, &ahead);
-        };
-        if (deep) {
-          add(std::integral_constant<int, kDeep>());
-        } else {
-          add(std::integral_constant<int, kLast>());
-        }
+        const auto add = deep ? add_lines<Lines, kDeep, Lines::kMostRows, T>
+                              : add_lines<Lines, kLast, Lines::kMostRows, T>;
+        add(rows, room.numbers + d, numbers, b.element(row, left), b.row, rest, columns, into, line,
+            &ahead);
         d += deep ? kDeep : kLast;
       }
       if (first == 0) continue;
