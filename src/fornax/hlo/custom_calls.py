@@ -211,8 +211,29 @@ def _group_order(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     return CallCost("reduce", Work(vector_flops=2.0 * shapes[0].size), traffic)
 
 
+def _route(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    logits = shapes[0].size
+    return CallCost(
+        "reduce", Work(vector_flops=4.0 * logits, transcendentals=float(logits)), traffic
+    )
+
+
+def _fused_experts(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of three products of each assignment's row, with one layer's matrices."""
+    _, _, assigned, gate, up, down, *_ = shapes
+    traffic -= sum(stack.bytes - stack.bytes // stack.dims[0] for stack in (gate, up, down))
+    inner, width = down.dims[-2:]
+    work = Work(
+        flops=6.0 * assigned.size * inner * width,
+        vector_flops=5.0 * assigned.size * inner,
+        transcendentals=float(assigned.size * inner),
+    )
+    return CallCost("matmul", work, traffic)
+
+
 def _rms_norm(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
-    elements, rows = shapes[0].size, shapes[0].dims[0]
+    elements, rows, scale = shapes[0].size, shapes[0].dims[0], shapes[1]
+    traffic -= scale.bytes - scale.bytes // scale.dims[0]
     work = Work(vector_flops=4.0 * elements, transcendentals=float(rows))
     return CallCost("reduce", work, traffic)
 
@@ -225,7 +246,9 @@ def _orthogonalize(instruction: Instruction, shapes: list[Shape], traffic: int) 
     return CallCost("matmul", Work(flops=steps * step * shapes[0].size / (n * m)), traffic)
 
 
-_GROUPED_KERNELS = frozenset(["fornax_grouped_matmul", "fornax_grouped_outer"])
+_GROUPED_KERNELS = frozenset(
+    ["fornax_grouped_matmul", "fornax_grouped_outer", "fornax_fused_experts"]
+)
 _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_attention_forward": _attention(2),
     "fornax_attention_backward": _attention(5),
@@ -233,7 +256,9 @@ _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_paged_write": _paged_write,
     "fornax_grouped_matmul": _grouped,
     "fornax_grouped_outer": _grouped,
+    "fornax_fused_experts": _fused_experts,
     "fornax_group_order": _group_order,
+    "fornax_route": _route,
     "fornax_linear": _linear,
     "fornax_rms_norm": _rms_norm,
     "fornax_orthogonalize": _orthogonalize,

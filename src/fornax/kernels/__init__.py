@@ -4,20 +4,25 @@ from fornax.config.errors import KernelError
 from fornax.kernels._attention import AttentionCall, attention, attention_operation
 from fornax.kernels._delta_rule import gated_delta_rule
 from fornax.kernels._exchange import exchange_rows
+from fornax.kernels._experts import (
+    GroupOrder,
+    fused_experts,
+    fuses_experts,
+    route_top_k,
+    sort_by_group,
+)
 from fornax.kernels._grouped import (
     GroupedCall,
     GroupedTiles,
     GroupedWeight,
-    GroupOrder,
     grouped_matmul,
     grouped_matmul_operation,
     grouped_tiles,
-    sort_by_group,
 )
 from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
 from fornax.kernels._matmul import orthogonalize
 from fornax.kernels._native import build_all as build_native
-from fornax.kernels._norm import rms_norm
+from fornax.kernels._norm import StackedScale, rms_norm
 from fornax.kernels._packed import PackedWeight, pack
 from fornax.kernels._paged_attention import (
     TPU_LANES,
@@ -74,6 +79,7 @@ __all__ = [
     "Operation",
     "PackedWeight",
     "PreparedAttention",
+    "StackedScale",
     "Support",
     "TokenLogprobs",
     "Weight",
@@ -85,6 +91,8 @@ __all__ = [
     "copy_pages",
     "cross_entropy_operation",
     "exchange_rows",
+    "fused_experts",
+    "fuses_experts",
     "gated_delta_rule",
     "grouped_matmul",
     "grouped_matmul_operation",
@@ -111,6 +119,7 @@ __all__ = [
     "recording_choices",
     "register",
     "rms_norm",
+    "route_top_k",
     "sort_by_group",
     "target_platform",
 ]

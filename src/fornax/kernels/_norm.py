@@ -9,30 +9,76 @@ Legend: M rows, D width.
 
 import functools
 import math
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from fornax.config.errors import KernelError
 from fornax.kernels import _native
 from fornax.kernels.registry import current_platform
 from fornax.mesh import current_mesh
 
-__all__ = ["rms_norm"]
+__all__ = ["StackedScale", "rms_norm"]
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
-    """Return x / sqrt(mean(x^2) + eps) * scale, in float32 (Zhang and Sennrich 2019).
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StackedScale:
+    """The scales of all layers in one array, of which `rms_norm` reads one in place, as it is.
 
-    On CPU and one device a row's result is the same, bit for bit, whatever other rows there are.
-    Elsewhere, for other dtypes and without a C++ compiler, the formula is left to XLA. The gradient
-    is that of the formula.
+    It has no gradient. A pytree: in a scan over layers keep the stack outside the loop and take
+    `scale.at(layer)` inside, where a slice would be copied, and widened to float32.
+    """
+
+    values: jax.Array
+    """[L, *normalised]."""
+    layer: jax.Array | None = None
+    """int32: which layer of the stack this is; None for the stack itself."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array this stands for."""
+        return self.values.shape if self.layer is None else self.values.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the array this stands for."""
+        return len(self.shape)
+
+    def at(self, layer: jax.Array | int) -> "StackedScale":
+        """Return one layer of the stack, without copying it."""
+        return replace(self, layer=jnp.asarray(layer, jnp.int32))
+
+    def array(self) -> jax.Array:
+        """Return the scale of the layer that this is."""
+        assert self.layer is not None, "a stack; take a layer with at()"
+        return lax.dynamic_index_in_dim(self.values, self.layer, keepdims=False)
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | StackedScale,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    divisor: float = 1.0,
+) -> jax.Array:
+    """Return x / sqrt(mean(x^2) + eps) * (scale + offset) / divisor (Zhang and Sennrich 2019).
+
+    Computed in float32. On CPU and one device a row's result is the same, bit for bit, whatever
+    other rows there are. Elsewhere, for other dtypes and without a C++ compiler, the formula is
+    left to XLA. The gradient is that of the formula.
 
     Args:
         x: [..., *normalised].
-        scale: [*normalised], of any floating dtype; computed with as float32.
+        scale: [*normalised], of any floating dtype; computed with as float32. Or a layer of a
+            stack.
         eps: added to the mean.
+        offset: added to the scale.
+        divisor: what the scale is divided by after that.
 
     Returns:
         y [..., *normalised] in the dtype of x.
@@ -42,31 +88,62 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
     """
     if scale.ndim == 0 or x.shape[max(x.ndim - scale.ndim, 0) :] != scale.shape:
         raise KernelError(f"rms_norm: the last axes of x{x.shape} must be scale's, {scale.shape}")
-    return _rms_norm(float(eps), x, scale)
+    how = _How(float(eps), float(offset), float(divisor))
+    if not isinstance(scale, StackedScale):
+        return _rms_norm(how, x, scale)
+    if _declines(x) or scale.values.dtype not in (jnp.float32, jnp.bfloat16):
+        return _rms_norm(how, x, scale.array())
+    return _native_norm(how, x, scale)
+
+
+@dataclass(frozen=True)
+class _How:
+    """The numbers of a call."""
+
+    eps: float
+    offset: float
+    divisor: float
+
+    def of(self, scale: jax.Array) -> jax.Array:
+        """The scale that is multiplied with."""
+        wide = scale.astype(jnp.float32)
+        wide = wide + self.offset if self.offset else wide
+        return wide / self.divisor if self.divisor != 1.0 else wide
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _rms_norm(how: _How, x: jax.Array, scale: jax.Array) -> jax.Array:
     if _declines(x):
-        return _plain(eps, x, scale)
-    D = math.prod(scale.shape)
-    x_MD = x.reshape(-1, D)
-    y = jax.ShapeDtypeStruct(x_MD.shape, x.dtype)
-    call = jax.ffi.ffi_call("fornax_rms_norm", y, vmap_method="sequential")
-    y_MD = call(x_MD, scale.astype(jnp.float32).reshape(D), eps=np.float32(eps))
-    return y_MD.reshape(x.shape)
+        return _plain(how, x, scale)
+    wide = scale.astype(jnp.float32)
+    return _native_norm(how, x, StackedScale(values=wide[None], layer=jnp.int32(0)))
 
 
 @_rms_norm.defjvp
-def _rms_norm_jvp(eps: float, primals: object, tangents: object) -> tuple[jax.Array, jax.Array]:
-    return jax.jvp(functools.partial(_plain, eps), primals, tangents)
+def _rms_norm_jvp(how: _How, primals: object, tangents: object) -> tuple[jax.Array, jax.Array]:
+    return jax.jvp(functools.partial(_plain, how), primals, tangents)
 
 
-def _plain(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _native_norm(how: _How, x: jax.Array, scale: StackedScale) -> jax.Array:
+    D = math.prod(scale.shape)
+    x_MD = x.reshape(-1, D)
+    y = jax.ShapeDtypeStruct(x_MD.shape, x.dtype)
+    y_MD = jax.ffi.ffi_call("fornax_rms_norm", y, vmap_method="sequential")(
+        x_MD,
+        scale.values.reshape(-1, D),
+        scale.layer,
+        eps=np.float32(how.eps),
+        offset=np.float32(how.offset),
+        divisor=np.float32(how.divisor),
+    )
+    return y_MD.reshape(x.shape)
+
+
+def _plain(how: _How, x: jax.Array, scale: jax.Array) -> jax.Array:
     axes = tuple(range(x.ndim - scale.ndim, x.ndim))
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + eps) * scale.astype(jnp.float32)).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(mean_square + how.eps) * how.of(scale)).astype(x.dtype)
 
 
 def _declines(x: jax.Array) -> bool:

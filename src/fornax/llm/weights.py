@@ -71,9 +71,10 @@ class Weights:
     def merge(self, state: nnx.State) -> Decoder:
         """The module with the parameters of `state`, for use inside a compiled function.
 
-        Where weights are packed, products read those of experts where they lie in their stack.
+        Where weights are packed, matrices of experts and scales of norms are read where they lie in
+        the stack of their layers.
         """
-        if self.placement.precision is not None and self.config.experts is not None:
+        if self.placement.precision is not None:
             placed = [
                 (path, variable.replace(_in_place(path, variable.get_value())))
                 for path, variable in nnx.to_flat_state(state)
@@ -317,19 +318,22 @@ def _find(given: ParamsByPath, path: ParamPath) -> jax.Array:
 def _packs(model: Decoder, path: ParamPath) -> bool:
     """Whether it is the kernel of a projection.
 
-    A router's stays as it is, in full precision, and so does what latent attention reads as an
-    array (`models.latent`).
+    What latent attention reads as an array stays as it is (`models.latent`), and so does a single
+    output, which would be packed as 32.
     """
     owner = functools.reduce(getattr, map(str, path[:-1]), model)
     is_kernel = isinstance(owner, Projection) and path[-1] == "kernel" and path[-2] != "kv_up"
-    return is_kernel and "router" not in owner.kernel.get_metadata()["axes"]
+    return is_kernel and owner.kernel.shape[-1] > 1
 
 
 _STACKS_OF_EXPERTS = tuple((name, "kernel") for name in ("gate", "up", "down"))
 
 
 def _in_place(path: ParamPath, value: Any) -> Any:
-    """The experts' stack of a projection as what reads one layer of it; all else as it is."""
+    """The experts' stack of a projection, or the norms' of scales, as what reads one layer of it;
+    all else as it is."""
+    if path[0] == "layers" and path[-1] == "scale" and str(path[-2]).endswith("norm"):
+        return kernels.StackedScale(values=value)
     if path[:2] != ("layers", "experts") or path[2:] not in _STACKS_OF_EXPERTS:
         return value
     if isinstance(value, LoRAWeight):
@@ -342,10 +346,12 @@ def _pack(
 ) -> kernels.PackedWeight:
     projection = functools.reduce(getattr, map(str, path[:-1]), model)
     assert isinstance(projection, Projection), f"{path} is not of a projection"
+    routes = "router" in projection.kernel.get_metadata()["axes"]
     return kernels.pack(
         jnp.asarray(value),
         inputs=projection.num_inputs,
-        precision=where.precision or "float32",
+        # A router computes in float32 whatever its experts do.
+        precision="float32" if routes or where.precision is None else where.precision,
         stacked=path[0] in ("layers", "mtp"),
     )
 

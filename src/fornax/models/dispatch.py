@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from fornax import kernels
 from fornax.mesh import axes_in_use, dividing, mesh_in_use, shards
+from fornax.models.mlp import GatedActivation
 
 __all__ = ["ExpertArrays", "ExpertWeight", "SortedRows", "run_experts"]
 
@@ -71,8 +72,6 @@ _AXES: dict[str, tuple[str, ...]] = {
 }
 """Their logical axes, that of experts aside."""
 
-Activate = Callable[[jax.Array, jax.Array], jax.Array]
-"""(gate [R, F], up [R, F]) to [R, F]."""
 Multiply = Callable[[jax.Array, SortedRows], jax.Array]
 """(rows [R, D], whose they are) to [R, D]."""
 Axes = tuple[str, ...]
@@ -94,7 +93,7 @@ def run_experts(
     weights_BTk: jax.Array,
     experts_BTk: jax.Array,
     arrays: ExpertArrays,
-    activate: Activate,
+    activate: GatedActivation,
     *,
     weigh_input: bool = False,
     exchange: Literal["auto", "all_to_all", "all_gather"] = "auto",
@@ -107,7 +106,7 @@ def run_experts(
       weights_BTk: float32 weights of each token's experts.
       experts_BTk: int32 experts, all different; E for none, as padding has.
       arrays: the experts.
-      activate: (gate [R, F], up [R, F]) to [R, F].
+      activate: of gate's and up's products.
       weigh_input: whether the weights multiply the experts' inputs, not their outputs.
       exchange: `ExpertsConfig.exchange`. Tokens that every device has are not sent.
       capacity: C, when no expert has more tokens of a row, as `drop_tokens` leaves them: buffers
@@ -118,6 +117,8 @@ def run_experts(
     )
     mesh = mesh_in_use()
     if mesh is None:
+        if kernels.fuses_experts(x_BTD, *(arrays[name] for name in ("gate", "up", "down"))):
+            return _run_fused(x_BTD, weights_BTk, experts_BTk, arrays, activate, weigh_input)
         return run(x_BTD, weights_BTk, experts_BTk, arrays, division=_Division(), sends=False)
     rows, length = dividing("batch", x_BTD.shape[0]), dividing("length", x_BTD.shape[1])
     division = _divide(arrays["gate"].shape, (*(rows or ()), *(length or ())))
@@ -141,6 +142,29 @@ def run_experts(
         out_specs=token,
         check_vma=False,
     )(x_BTD, weights_BTk, experts_BTk, arrays)
+
+
+def _run_fused(
+    x_BTD: jax.Array,
+    weights_BTk: jax.Array,
+    experts_BTk: jax.Array,
+    arrays: ExpertArrays,
+    activate: GatedActivation,
+    weigh_input: bool,
+) -> jax.Array:
+    """`run_experts` in one call."""
+    y_MD = kernels.fused_experts(
+        *(array.reshape(-1, array.shape[-1]) for array in (x_BTD, weights_BTk, experts_BTk)),
+        *(arrays[name] for name in ("gate", "up", "down")),
+        activation=activate.name,
+        clip=activate.clip,
+        gain=activate.clip_gain,
+        gate_bias_EF=arrays.get("gate_bias"),
+        up_bias_EF=arrays.get("up_bias"),
+        down_bias_ED=arrays.get("down_bias"),
+        weigh_input=weigh_input,
+    )
+    return y_MD.reshape(x_BTD.shape)
 
 
 def _axes_of(arrays: ExpertArrays) -> dict[str, Any]:
@@ -172,7 +196,7 @@ def _run_local(
     experts_BTk: jax.Array,
     arrays: ExpertArrays,
     *,
-    activate: Activate,
+    activate: GatedActivation,
     weigh_input: bool,
     capacity: int | None,
     division: _Division,
@@ -281,7 +305,7 @@ def _multiply(
     rows_RD: jax.Array,
     rows: SortedRows,
     arrays: ExpertArrays,
-    activate: Activate,
+    activate: GatedActivation,
     width_axes: Axes,
 ) -> jax.Array:
     """Each row through its expert; rows for no expert come last, and their results mean nothing."""

@@ -19,7 +19,7 @@ from fornax.models.capacity import drop_tokens
 from fornax.models.config import DecoderConfig
 from fornax.models.context import LayerContext
 from fornax.models.dispatch import ExpertArrays, ExpertWeight, run_experts
-from fornax.models.mlp import ACTIVATIONS, MLP
+from fornax.models.mlp import MLP, GatedActivation
 from fornax.models.norm import RMSNorm
 from fornax.models.projection import Projection, draw, residual_std
 from fornax.models.routing import Choice, Routing, choose, count_routing
@@ -82,7 +82,7 @@ class Experts(nnx.Module):
         D, E, F = config.hidden_size, experts.num_experts, experts.intermediate_size
         self.config = experts
         self.compute_dtype = compute_dtype
-        self.activation = config.activation
+        self.activate = GatedActivation(config.activation, experts.clip, experts.clip_gain)
         self.router = Projection(
             {"embed": D},
             {"router": E},
@@ -195,11 +195,3 @@ class Experts(nnx.Module):
             if part.bias is not None:
                 found[f"{name}_bias"] = part.bias[...].astype(self.compute_dtype)
         return found
-
-    def activate(self, gate_AF: jax.Array, up_AF: jax.Array) -> jax.Array:
-        """What an expert's last projection is applied to."""
-        c = self.config.clip
-        if c is None:
-            return ACTIVATIONS[self.activation](gate_AF) * up_AF
-        gate_AF, up_AF = jnp.minimum(gate_AF, c), jnp.clip(up_AF, -c, c)
-        return (up_AF + 1) * gate_AF * jax.nn.sigmoid(self.config.clip_gain * gate_AF)

@@ -5,8 +5,11 @@ Legend: B batch, T tokens, D model width, F hidden width.
 
 import functools
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -15,7 +18,7 @@ from fornax.mesh import constrain
 from fornax.models.config import DecoderConfig
 from fornax.models.projection import Projection, project, residual_std
 
-__all__ = ["ACTIVATIONS", "MLP"]
+__all__ = ["ACTIVATIONS", "MLP", "GatedActivation"]
 
 
 class MLP(nnx.Module):
@@ -66,3 +69,23 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": gelu_tanh}
 """The activation of an MLP's gate, by its name in `DecoderConfig`."""
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """What a gated MLP's last projection is applied to, of the products of the two before it."""
+
+    name: Literal["silu", "gelu_tanh"]
+    """Of `ACTIVATIONS`."""
+    clip: float | None = None
+    """See `ExpertsConfig.clip`."""
+    clip_gain: float = 1.702
+    """See `ExpertsConfig.clip_gain`."""
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Apply, elementwise."""
+        c = self.clip
+        if c is None:
+            return ACTIVATIONS[self.name](gate) * up
+        gate, up = jnp.minimum(gate, c), jnp.clip(up, -c, c)
+        return (up + 1) * gate * jax.nn.sigmoid(self.clip_gain * gate)

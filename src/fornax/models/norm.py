@@ -47,9 +47,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last axes of `x`; the result has the dtype of `x`."""
-        scale = self.scale[...].astype(jnp.float32)
-        if self.unit_offset:
-            scale = scale + 1.0
-        if self.divisor != 1.0:
-            scale = scale / self.divisor
-        return kernels.rms_norm(x, scale, eps=self.eps)
+        return kernels.rms_norm(
+            x,
+            self.scale.get_value(),
+            eps=self.eps,
+            offset=1.0 if self.unit_offset else 0.0,
+            divisor=self.divisor,
+        )

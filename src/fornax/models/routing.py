@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fornax import kernels
 from fornax.models.experts_config import ExpertsConfig
 
 __all__ = [
@@ -83,32 +84,20 @@ def choose(
         scores_ME = jax.nn.softmax(logits_ME, axis=-1)
     else:
         scores_ME = jax.nn.sigmoid(logits_ME)
-    if selection_bias_E is not None:
-        ranked_ME = scores_ME + selection_bias_E
-    elif config.groups_per_token == config.num_groups:
-        ranked_ME = logits_ME  # in the scores' order, and without ties where those round to one
-    else:
-        ranked_ME = scores_ME
-    ranked_ME = _open_groups(jax.lax.stop_gradient(ranked_ME), config)
-    _, experts_Mk = jax.lax.top_k(ranked_ME, config.experts_per_token)
-    if given_Mk is not None:
-        experts_Mk = jnp.where(given_Mk >= 0, given_Mk.astype(experts_Mk.dtype), experts_Mk)
-    weights_Mk = jnp.take_along_axis(scores_ME, experts_Mk, axis=-1)
-    if config.normalize:
-        total_M1 = jnp.sum(weights_Mk, axis=-1, keepdims=True)
-        weights_Mk = weights_Mk / (total_M1 + config.normalize_eps)
-    return Choice(weights_Mk * config.scale, experts_Mk.astype(jnp.int32), scores_ME)
-
-
-def _open_groups(ranked_ME: jax.Array, config: ExpertsConfig) -> jax.Array:
-    """The scores, minus infinity in the groups that a token may not choose from."""
-    if config.groups_per_token == config.num_groups:
-        return ranked_ME
-    grouped_MGe = ranked_ME.reshape(ranked_ME.shape[0], config.num_groups, -1)
-    best_MGb = jax.lax.top_k(grouped_MGe, 1 if config.group_score == "max" else 2)[0]
-    _, open_Mg = jax.lax.top_k(jnp.sum(best_MGb, axis=-1), config.groups_per_token)
-    is_open_MG = jnp.any(jax.nn.one_hot(open_Mg, config.num_groups, dtype=bool), axis=1)
-    return jnp.where(is_open_MG[:, :, None], grouped_MGe, -jnp.inf).reshape(ranked_ME.shape)
+    weights_Mk, experts_Mk = kernels.route_top_k(
+        logits_ME,
+        config.experts_per_token,
+        score=config.score,
+        selection_bias_E=selection_bias_E,
+        num_groups=config.num_groups,
+        groups_per_token=config.groups_per_token,
+        group_score=config.group_score,
+        normalize=config.normalize,
+        normalize_eps=config.normalize_eps,
+        scale=config.scale,
+        given_Mk=given_Mk,
+    )
+    return Choice(weights_Mk, experts_Mk, scores_ME)
 
 
 def count_routing(logits_ME: jax.Array, choice: Choice, is_token_M: jax.Array) -> Routing:

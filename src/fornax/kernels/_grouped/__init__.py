@@ -2,17 +2,14 @@
 
 from fornax.kernels._grouped.call import GroupedCall
 from fornax.kernels._grouped.operation import grouped_matmul, grouped_matmul_operation
-from fornax.kernels._grouped.order import GroupOrder, sort_by_group
 from fornax.kernels._grouped.tpu import GroupedTiles, grouped_tiles
 from fornax.kernels._grouped.weight import GroupedWeight
 
 __all__ = [
-    "GroupOrder",
     "GroupedCall",
     "GroupedTiles",
     "GroupedWeight",
     "grouped_matmul",
     "grouped_matmul_operation",
     "grouped_tiles",
-    "sort_by_group",
 ]

@@ -1,6 +1,7 @@
-// y = x / sqrt(mean(x^2) + eps) * scale, each row summed in one order whatever the number of rows.
+// y = x / sqrt(mean(x^2) + eps) * (scale + offset) / divisor, each row summed in one order whatever
+// the number of rows.
 //
-// Letters: M rows, D width. x, y [M, D], scale [D].
+// Letters: L layers, M rows, D width. x, y [M, D], scale [L, D], of which one is read.
 
 #include <algorithm>
 #include <cmath>
@@ -27,15 +28,37 @@ void normalise(const T* x, const float* scale, int64_t D, float eps, float* line
   for (int64_t j = 0; j < D; ++j) narrow(line[j] * factor * scale[j], y + j);
 }
 
+struct Scale {
+  const ffi::AnyBuffer& layers;
+  int64_t layer;
+  float offset, divisor;
+
+  template <typename T>
+  void write(float* to) const {
+    const int64_t L = layers.dimensions()[0], D = layers.dimensions()[1];
+    const T* from = static_cast<const T*>(layers.untyped_data()) +
+                    std::clamp<int64_t>(layer, 0, L - 1) * D;
+    for (int64_t j = 0; j < D; ++j) to[j] = (widen(from[j]) + offset) / divisor;
+  }
+};
+
 template <typename T>
-void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const float* scale, float eps,
+void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Scale& of, float eps,
          ffi::AnyBuffer& y) {
   const int64_t M = x.dimensions()[0], D = x.dimensions()[1];
   const auto* from = static_cast<const T*>(x.untyped_data());
   auto* to = static_cast<T*>(y.untyped_data());
+  static thread_local Arena scales;
+  scales.start(D);
+  float* scale = scales.take(D);
+  if (of.layers.element_type() == ffi::F32) {
+    of.write<float>(scale);
+  } else {
+    of.write<Half>(scale);
+  }
   const int64_t most = M * D <= kAlone ? 1 : 4 * pool.num_threads();
   const int64_t parts = std::clamp<int64_t>(most, 1, M);
-  share_rows(pool, M, parts, [&](int64_t part) {
+  share_rows(pool, M, parts, [&, scale](int64_t part) {
     Arena& arena = Arena::of_this_thread();
     arena.start(round_up(D, kLanes));
     float* line = arena.take(round_up(D, kLanes));
@@ -45,10 +68,11 @@ void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const float* scale, flo
   });
 }
 
-ffi::Error rms_norm_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> scale,
-                         ffi::Result<ffi::AnyBuffer> y, float eps) {
-  const auto of = x.element_type() == ffi::F32 ? run<float> : run<Half>;
-  of(pool, x, scale.typed_data(), eps, *y);
+ffi::Error rms_norm_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                         ffi::BufferR0<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> y, float eps,
+                         float offset, float divisor) {
+  const Scale of = {scale, *layer.typed_data(), offset, divisor};
+  (x.element_type() == ffi::F32 ? run<float> : run<Half>)(pool, x, of, eps, *y);
   return ffi::Error::Success();
 }
 
@@ -59,6 +83,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_rms_norm, fornax::rms_norm_call,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()
                                   .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<float>("eps"));
+                                  .Attr<float>("eps")
+                                  .Attr<float>("offset")
+                                  .Attr<float>("divisor"));

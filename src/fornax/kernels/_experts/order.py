@@ -63,5 +63,5 @@ def _declines(groups_A: jax.Array) -> bool:
         or not isinstance(rows, int)
         or rows == 0
         or free_devices() > 1
-        or _native.unavailable("grouped") is not None
+        or _native.unavailable("experts") is not None
     )
