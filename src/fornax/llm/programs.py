@@ -25,7 +25,15 @@ from fornax.llm.limits import Limits
 from fornax.llm.sampling.masks import mask_words
 from fornax.llm.sampling.rejection import Proposals, init_proposals
 from fornax.llm.sampling.sampler import Sampled, Scored, propose, sample, score
-from fornax.llm.sampling.state import RowParams, SamplerState, init_sampler_state, load_row
+from fornax.llm.sampling.state import (
+    DrawParams,
+    LogitParams,
+    Noted,
+    RowParams,
+    SamplerState,
+    init_sampler_state,
+    load_row,
+)
 from fornax.llm.step import Bind, StepLayout, change_tables, make_draft, make_step, placed
 from fornax.llm.weights import Weights
 from fornax.models import DeltaState, cache_windows, copy_states, describe_pages, describe_states
@@ -54,6 +62,13 @@ SCORED = 32
 """Prompt tokens scored by one call."""
 POOLED = 8
 """Hidden rows read by one call."""
+
+_ON_CPU: dict[str, bool | int | float | str] = {
+    "xla_cpu_enable_concurrency_optimized_scheduler": False
+}
+"""A step is a chain of native calls that share the cores themselves. By default XLA's CPU backend
+orders operations so that as many as can be run side by side, and wakes threads for those of a
+microsecond: a tenth of the time of a step of one token (docs/guides/kernels.md)."""
 
 
 Shape = jax.ShapeDtypeStruct
@@ -185,8 +200,9 @@ class Program:
 
     def compile(self) -> jax.stages.Compiled:
         """Compile ahead of time."""
+        on_cpu = kernels.current_platform() == "cpu"
         with placed(self.weights):
-            return self.lower().compile()
+            return self.lower().compile(compiler_options=_ON_CPU if on_cpu else None)
 
 
 @dataclass(frozen=True)
@@ -218,16 +234,17 @@ class _Functions:
         self,
         leaves: list[jax.Array],
         hidden: jax.Array,
-        sampler: SamplerState,
+        noted: Noted,
+        params: tuple[DrawParams, LogitParams],
         vector: jax.Array,
         mask: jax.Array,
         proposals: Proposals | None,
-    ) -> tuple[Sampled, SamplerState]:
+    ) -> tuple[Sampled, Noted]:
         """A token for each sample; `vector` is int32 [5, M]: place in `hidden`, row, position,
         whether log probabilities are wanted (the first), and place among the row's proposals."""
-        return sample(
+        sampled, state = sample(
             self._logits(leaves, hidden, vector[0]),
-            sampler,
+            SamplerState(noted, *params),
             vector[1],
             vector[2],
             mask,
@@ -237,18 +254,25 @@ class _Functions:
             proposals=proposals,
             slots_M=vector[4],
         )
+        return sampled, state.noted
 
     def propose_tokens(
         self,
         leaves: list[jax.Array],
         hidden: jax.Array,
-        sampler: SamplerState,
+        noted: Noted,
+        params: tuple[DrawParams, LogitParams],
         proposals: Proposals,
         vector: jax.Array,
-    ) -> tuple[jax.Array, SamplerState, Proposals]:
+    ) -> tuple[jax.Array, Noted, Proposals]:
         """A draft model's token for each sample of such a vector."""
         logits_MV = self._logits(leaves, hidden, vector[0])
-        return propose(logits_MV, sampler, proposals, vector[1], vector[2], vector[4])
+        state = SamplerState(noted, *params)
+        rows_M, positions_M, slots_M = vector[1], vector[2], vector[4]
+        tokens_M, state, proposals = propose(
+            logits_MV, state, proposals, rows_M, positions_M, slots_M
+        )
+        return tokens_M, state.noted, proposals
 
     def score_rows(self, leaves: list[jax.Array], hidden: jax.Array, vector: jax.Array) -> Scored:
         """Log probabilities of targets; `vector` is int32 [2, M]: place in `hidden`, target."""
@@ -292,6 +316,7 @@ def make_programs(
     functions = _Functions(weights, tree, most, config.logprobs_mode)
     kv, states, tables = arrays.kv, arrays.states, arrays.tables
     hidden, sampler = arrays.hidden, arrays.sampler
+    noted, params = sampler.noted, (sampler.choice, sampler.change)
 
     def ints(shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
@@ -303,7 +328,7 @@ def make_programs(
     for size, layout in reversed(sizes.layouts.items()):
         made = make_step(weights, layout, limits.max_model_len, bind, returns_experts=routed)
         step = functions.on_leaves(made)
-        args = (leaves, kv, states, tables, hidden, sampler.last_token, ints((layout.size,)))
+        args = (leaves, kv, states, tables, hidden, noted.last_token, ints((layout.size,)))
         found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
     if config.mtp:
         for size, layout in reversed(sizes.layouts.items()):
@@ -315,11 +340,11 @@ def make_programs(
     for size in sizes.samples:
         vector = ints((5, size))
         if draft:
-            args = (leaves, hidden, sampler, arrays.proposals, vector)
-            found["propose", size] = Program(weights, functions.propose_tokens, args, (2, 3))
+            args = (leaves, hidden, noted, params, arrays.proposals, vector)
+            found["propose", size] = Program(weights, functions.propose_tokens, args, (2, 4))
             continue
         mask = ints((size, mask_words(vocab)), jnp.uint32)
-        args = (leaves, hidden, sampler, vector, mask, arrays.proposals)
+        args = (leaves, hidden, noted, params, vector, mask, arrays.proposals)
         found["sample", size] = Program(weights, functions.choose, args, (2,))
     row = jax.tree.map(np.asarray, RowParams.default(vocab))
     args = (sampler, ints(()), jax.tree.map(lambda x: ints(x.shape, x.dtype), row))

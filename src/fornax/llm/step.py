@@ -8,6 +8,7 @@ U changes of a table, S slots of a page, J slots that a sequence's states go to,
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class StepLayout:
     states: int = 0
     """J, slots that take states of a sequence; 0 where no layer keeps any."""
 
-    @property
+    @functools.cached_property
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Shape of each part."""
         shapes: dict[str, tuple[int, ...]] = {
@@ -77,7 +78,7 @@ class StepLayout:
             shapes[f"changes_3U.{group}"] = (3, self.changes)
         return shapes
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Length of the vector."""
         return sum(math.prod(shape) for shape in self.parts.values())
@@ -93,6 +94,11 @@ class StepLayout:
 
     def empty(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """A vector in which every token is padding, and its parts."""
+        vector = self._padding.copy()
+        return vector, self.cut(vector)
+
+    @functools.cached_property
+    def _padding(self) -> np.ndarray:
         vector = np.zeros(self.size, np.int32)
         parts = self.cut(vector)
         parts["source_T"].fill(-1)
@@ -102,7 +108,7 @@ class StepLayout:
             parts["kept_RJ"].fill(NO_ROW)
         for group in range(self.groups):
             parts[f"changes_3U.{group}"].fill(NO_ROW)
-        return vector, parts
+        return vector
 
 
 def make_step(

@@ -105,6 +105,8 @@ def fused_experts(
         jax.ShapeDtypeStruct((M, D), jnp.float32),
         jax.ShapeDtypeStruct((M * k, D), gate.dtype),
         jax.ShapeDtypeStruct((M * k, F), gate.dtype),
+        jax.ShapeDtypeStruct((M * k, F), jnp.float32),
+        jax.ShapeDtypeStruct((M * k, F), jnp.float32),
         jax.ShapeDtypeStruct((M * k, D), jnp.float32),
     )
     call = jax.ffi.ffi_call("fornax_fused_experts", results, vmap_method="sequential")

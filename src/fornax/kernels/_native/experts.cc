@@ -214,37 +214,7 @@ struct Layer {
 };
 
 inline void add_line(float* line, const float* bias, int64_t count) {
-  for (int64_t j = 0; bias && j < count; ++j) line[j] += bias[j];
-}
-
-// The activation of some rows of one expert, for some columns of gate and up: as many at once as are
-// read whole from a row of a few rows' matrix.
-template <typename T>
-void activate_task(const Layer<T>& layer, const Task& t, const T* rows, T* hidden, const T* next) {
-  constexpr int64_t kColumns = kLineBytes / sizeof(T);
-  static thread_local Arena scratch;
-  const int64_t D = layer.width, F = layer.inner, height = t.bottom - t.top;
-  const int64_t most = std::min(kColumns, t.right - t.left);
-  scratch.start(2 * height * most);
-  float* gates = scratch.take(height * most);
-  float* ups = scratch.take(height * most);
-  const T *gate = layer.gate + t.group * D * F, *up = layer.up + t.group * D * F;
-  for (int64_t left = t.left; left < t.right; left += kColumns) {
-    const int64_t columns = std::min(kColumns, t.right - left), after = left + columns;
-    const Operand<T> x = {rows + t.top * D, D, false};
-    const Product<T, float> first = {x, {gate + left, F, false}, D, gates, columns, up + left};
-    first.run(0, height, 0, columns);
-    const T* then = after < t.right ? gate + after : next;
-    const Product<T, float> second = {x, {up + left, F, false}, D, ups, columns, then};
-    second.run(0, height, 0, columns);
-    for (int64_t i = 0; i < height; ++i) {
-      float *line = gates + i * columns, *beside = ups + i * columns;
-      if (layer.gate_bias) add_line(line, layer.gate_bias + t.group * F + left, columns);
-      if (layer.up_bias) add_line(beside, layer.up_bias + t.group * F + left, columns);
-      layer.activation.run(line, beside, columns);
-      put_line(line, columns, hidden + (t.top + i) * F + left);
-    }
-  }
+  for (int64_t j = 0; j < count; ++j) line[j] += bias[j];
 }
 
 // What a call is given of its tokens, and room for their rows in the order of experts.
@@ -254,9 +224,23 @@ struct Tokens {
   const float *x, *weights;
   const int32_t* experts;
   bool weigh_input;
-  T *rows, *hidden;  // [A, D], [A, F]
-  float *outputs, *y;  // [A, D], [M, D]
+  T *rows, *hidden;           // [A, D], [A, F]
+  float *gates, *ups;         // [A, F] each
+  float *outputs, *y;         // [A, D], [M, D]
 };
+
+// hidden = activation(gate, up) for some rows and columns of one expert, whose products are there.
+template <typename T>
+void activate(const Layer<T>& layer, const Tokens<T>& tokens, const Task& t, int64_t row) {
+  const int64_t F = layer.inner, columns = t.right - t.left;
+  for (int64_t i = row + t.top; i < row + t.bottom; ++i) {
+    float *gate = tokens.gates + i * F + t.left, *up = tokens.ups + i * F + t.left;
+    if (layer.gate_bias) add_line(gate, layer.gate_bias + t.group * F + t.left, columns);
+    if (layer.up_bias) add_line(up, layer.up_bias + t.group * F + t.left, columns);
+    layer.activation.run(gate, up, columns);
+    put_line(gate, columns, tokens.hidden + i * F + t.left);
+  }
+}
 
 template <typename T>
 void run_experts(ffi::ThreadPool& pool, const Layer<T>& layer, const Tokens<T>& tokens) {
@@ -287,20 +271,33 @@ void run_experts(ffi::ThreadPool& pool, const Layer<T>& layer, const Tokens<T>& 
     out.add(e, edge[e + 1] - edge[e], D);
   }
   const int64_t threads = pool.num_threads();
-  const std::vector<Task>&first = into.divided(threads), &second = out.divided(threads);
-  const int64_t count = static_cast<int64_t>(first.size());
+  // Gate and up of a task are two, one after the other; who ends last makes the activation of both.
+  const std::vector<Task>&first = into.divided((threads + 1) / 2), &second = out.divided(threads);
+  const int64_t count = 2 * static_cast<int64_t>(first.size());
   const int64_t others = static_cast<int64_t>(second.size());
+  const std::unique_ptr<std::atomic<bool>[]> halves(new std::atomic<bool>[first.size()]());
+  const auto matrix = [&](int64_t i) {
+    const Task& t = first[i / 2];
+    return (i % 2 ? layer.up : layer.gate) + t.group * D * F + t.left;
+  };
   // Where the thread that has task i of both loops is likely to read after it.
   const auto next = [&](int64_t i) -> const T* {
     i += threads;
-    if (i < count) return layer.gate + first[i].group * D * F + first[i].left;
+    if (i < count) return matrix(i);
     i -= count;
     return i < others ? layer.down + second[i].group * D * F + second[i].left : nullptr;
   };
   share_rows(pool, M, count, [&](int64_t i) {
-    const Task& t = first[i];
+    const Task& t = first[i / 2];
     const int64_t row = edge[t.group];
-    activate_task(layer, t, tokens.rows + row * D, tokens.hidden + row * F, next(i));
+    const Product<T, float> product = {{tokens.rows + row * D, D, false},
+                                       {matrix(i) - t.left, F, false},
+                                       D,
+                                       (i % 2 ? tokens.ups : tokens.gates) + row * F,
+                                       F,
+                                       next(i)};
+    product.run(t.top, t.bottom, t.left, t.right);
+    if (halves[i / 2].exchange(true)) activate(layer, tokens, t, row);
   });
   share_rows(pool, M, others, [&](int64_t i) {
     const Task& t = second[i];
@@ -341,7 +338,7 @@ struct Call {
   const Floats &gate_bias, &up_bias, &down_bias;
   ffi::ResultBuffer<ffi::F32>& y;
   ffi::Result<ffi::AnyBuffer>&rows, &hidden;
-  ffi::ResultBuffer<ffi::F32>& outputs;
+  ffi::ResultBuffer<ffi::F32>&gates, &ups, &outputs;
   Activation activation;
   bool weigh_input;
 };
@@ -372,8 +369,8 @@ void run(const Call& call) {
                  {tokens[0], tokens[1], call.x.typed_data(), call.weights.typed_data(),
                   call.experts.typed_data(), call.weigh_input,
                   static_cast<T*>(call.rows->untyped_data()),
-                  static_cast<T*>(call.hidden->untyped_data()), call.outputs->typed_data(),
-                  call.y->typed_data()});
+                  static_cast<T*>(call.hidden->untyped_data()), call.gates->typed_data(),
+                  call.ups->typed_data(), call.outputs->typed_data(), call.y->typed_data()});
 }
 
 ffi::Error experts_call(ffi::ThreadPool pool, Floats x, Floats weights, Ints experts,
@@ -381,11 +378,13 @@ ffi::Error experts_call(ffi::ThreadPool pool, Floats x, Floats weights, Ints exp
                         ffi::BufferR0<ffi::S32> layer, Floats gate_bias, Floats up_bias,
                         Floats down_bias, ffi::ResultBuffer<ffi::F32> y,
                         ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::AnyBuffer> hidden,
+                        ffi::ResultBuffer<ffi::F32> gates, ffi::ResultBuffer<ffi::F32> ups,
                         ffi::ResultBuffer<ffi::F32> outputs, bool gelu, float clip, float gain,
                         bool weigh_input) {
-  const Call call = {pool,      x,         weights, experts,   gate,      up,        down,
-                     *layer.typed_data(),  gate_bias, up_bias, down_bias, y,         rows,
-                     hidden,    outputs,   {gelu, clip, gain}, weigh_input};
+  const Call call = {pool,    x,         weights,              experts,   gate,      up,
+                     down,    *layer.typed_data(), gate_bias,  up_bias,   down_bias, y,
+                     rows,    hidden,    gates,                ups,       outputs,
+                     {gelu, clip, gain}, weigh_input};
   (gate.element_type() == ffi::F32 ? run<float> : run<Half>)(call);
   return ffi::Error::Success();
 }
@@ -431,6 +430,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_fused_experts, fornax::experts_call,
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<bool>("gelu")
                                   .Attr<float>("clip")

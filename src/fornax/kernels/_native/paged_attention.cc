@@ -329,7 +329,8 @@ struct Attend {
     finish(item, sum_);
   }
 
-  std::vector<Item> items() const {
+  // A few lines' items have `together` heads each, whose keys and values lie beside each other.
+  std::vector<Item> items(int64_t together) const {
     std::vector<Item> all;
     const int64_t G = s.group(), most = std::max<int64_t>(1, kTileLines / G);
     for (int64_t row = 0; row < s.R; ++row) {
@@ -342,16 +343,24 @@ struct Attend {
         item.position = s.lens[row] - (end - token);
         item.high = item.position + item.count;
         item.low = s.window ? std::max<int64_t>(item.position - s.window + 1, 0) : 0;
-        item.heads = item.count * G <= kFewLines ? s.K : 1;
-        for (item.head = 0; item.head < s.K; item.head += item.heads) all.push_back(item);
+        const int64_t heads = item.count * G <= kFewLines ? together : 1;
+        for (item.head = 0; item.head < s.K; item.head += heads) {
+          item.heads = std::min(heads, s.K - item.head);
+          all.push_back(item);
+        }
       }
     }
     return all;
   }
 
   void run(ffi::ThreadPool& pool) const {
-    std::vector<Item> all = items();
     const int64_t threads = pool.num_threads();
+    std::vector<Item> all = items(s.K);
+    int64_t segments = 0;
+    for (const Item& item : all) segments += item.segments();
+    if (threads > 1 && segments < 2 * threads) {
+      all = items(std::max<int64_t>(1, s.K * segments / (2 * threads)));
+    }
     const bool scarce = static_cast<int64_t>(all.size()) < 4 * threads;
     int64_t floats = 0, elements = 0;
     std::vector<std::pair<int64_t, int64_t>> tasks;  // item, and which of its parts
