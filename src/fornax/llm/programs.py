@@ -63,13 +63,6 @@ SCORED = 32
 POOLED = 8
 """Hidden rows read by one call."""
 
-_ON_CPU: dict[str, bool | int | float | str] = {
-    "xla_cpu_enable_concurrency_optimized_scheduler": False
-}
-"""A step is a chain of native calls that share the cores themselves. By default XLA's CPU backend
-orders operations so that as many as can be run side by side, and wakes threads for those of a
-microsecond: a tenth of the time of a step of one token (docs/guides/kernels.md)."""
-
 
 Shape = jax.ShapeDtypeStruct
 T = TypeVar("T")
@@ -200,9 +193,8 @@ class Program:
 
     def compile(self) -> jax.stages.Compiled:
         """Compile ahead of time."""
-        on_cpu = kernels.current_platform() == "cpu"
         with placed(self.weights):
-            return self.lower().compile(compiler_options=_ON_CPU if on_cpu else None)
+            return self.lower().compile()
 
 
 @dataclass(frozen=True)
