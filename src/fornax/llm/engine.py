@@ -1,7 +1,9 @@
 """The engine: requests in, outputs out, one `step` at a time, the device always a step ahead.
 
 A call dispatches the model's part of step n + 1, then works through the results of step n while it
-runs, then dispatches the sampling of step n + 1, for which it now knows every earlier token.
+runs, then dispatches the sampling of step n + 1, for which it now knows every earlier token. Where
+sampling depends on no earlier token but by the device's own notes, and each sequence goes on by one
+token, one program does both.
 """
 
 import time
@@ -121,13 +123,16 @@ class Engine:
             outputs += self._process()
             self._propose()
         plan = self.scheduler.schedule()
-        bucket = 0
+        sampled, bucket = None, 0
         if plan is not None:
             self._start(plan)
-            bucket = self.runner.forward(plan, plan.adapters)
+            if self._decodes(plan):
+                sampled = self.runner.decode(plan, plan.adapters)
+            else:
+                bucket = self.runner.forward(plan, plan.adapters)
         outputs += self._process()
         if plan is not None:
-            self._inflight = (self._sample(plan, bucket), self.version)
+            self._inflight = (sampled or self._sample(plan, bucket), self.version)
         elif not self.scheduler.has_work:
             self._stepped = 0.0
         return outputs
@@ -219,6 +224,15 @@ class Engine:
             and self._owner[sequence.id][1].may_draft
         ]
         self._proposer.propose(ready)
+
+    def _decodes(self, plan: SchedulerOutput) -> bool:
+        """Whether a step's sampling needs nothing that the results before it will say, so that one
+        program does both. A sequence that they end is sampled in vain."""
+        return (
+            not self._speculates
+            and plan.is_decode
+            and all(self._owner[sample.sequence.id][1].is_free for sample in plan.samples)
+        )
 
     def _sample(self, plan: SchedulerOutput, bucket: int) -> RunnerOutput:
         masks: dict[int, np.ndarray] = {}

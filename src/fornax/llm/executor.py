@@ -42,6 +42,7 @@ OPERATIONS = frozenset(
     {
         "load_row",
         "step",
+        "decode",
         "draft",
         "sample",
         "change_tables",
@@ -176,6 +177,18 @@ class Executor:
             self._leaves, *kept, self.sampler.noted.last_token, vector
         )
         return experts_TLk
+
+    def decode(self, bucket: Host, vector: np.ndarray) -> tuple[Sampled, jax.Array | None]:
+        """A step of which each token is a sequence's last, and its sampling, where everything is
+        allowed and no log probabilities are wanted; returns the experts as `step` does."""
+        self._tell("decode", bucket, vector)
+        program = self._programs.get((self._name, "decode", int(bucket)))
+        state = self.sampler
+        kept = (self.kv, self.states, self.tables, self.hidden)
+        found = program(self._leaves, *kept, state.noted, (state.choice, state.change), vector)
+        self.kv, self.states, self.tables, self.hidden, noted, sampled, experts_TLk = found
+        self.sampler = dataclasses.replace(state, noted=noted)
+        return sampled, experts_TLk
 
     def draft(self, bucket: Host, vector: np.ndarray, ends: np.ndarray) -> jax.Array:
         """What the model's own module proposes after a step of `bucket` tokens, int32 [R, K]; see

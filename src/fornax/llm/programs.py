@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from fornax import kernels
 from fornax.llm.config import EngineConfig, LogprobsMode
 from fornax.llm.limits import Limits
-from fornax.llm.sampling.masks import mask_words
+from fornax.llm.sampling.masks import full_mask, mask_words
 from fornax.llm.sampling.rejection import Proposals, init_proposals
 from fornax.llm.sampling.sampler import Sampled, Scored, propose, sample, score
 from fornax.llm.sampling.state import (
@@ -34,7 +34,15 @@ from fornax.llm.sampling.state import (
     init_sampler_state,
     load_row,
 )
-from fornax.llm.step import Bind, StepLayout, change_tables, make_draft, make_step, placed
+from fornax.llm.step import (
+    Bind,
+    StepLayout,
+    StepResults,
+    change_tables,
+    make_draft,
+    make_step,
+    placed,
+)
 from fornax.llm.weights import Weights
 from fornax.models import DeltaState, cache_windows, copy_states, describe_pages, describe_states
 
@@ -248,6 +256,46 @@ class _Functions:
         )
         return sampled, state.noted
 
+    def decode(self, step: Callable[..., StepResults], layout: StepLayout) -> Callable[..., object]:
+        """A step of which each token is a sequence's last, and the sampling after it.
+
+        Args:
+          step: from `make_step`, as a function of the leaves.
+          layout: of the step.
+
+        Returns:
+          A function of (leaves, kv, states, tables, hidden, noted, params, vector) that returns
+          what the step does, with the new `noted` and the `Sampled` of each token after its hidden
+          states. Everything is allowed, and no log probabilities are wanted.
+        """
+
+        def decode(
+            leaves: list[jax.Array],
+            kv: tuple[jax.Array, ...],
+            states: DeltaState | None,
+            tables: tuple[jax.Array, ...],
+            hidden: jax.Array,
+            noted: Noted,
+            params: tuple[DrawParams, LogitParams],
+            vector: jax.Array,
+        ) -> tuple:
+            found = step(leaves, kv, states, tables, hidden, noted.last_token, vector)
+            kv, states, tables, hidden, experts_TLk = found
+            parts, vocab = layout.cut(vector), noted.counts.shape[1]
+            sampled, state = sample(
+                self._logits(leaves, hidden, jnp.arange(layout.tokens)),
+                SamplerState(noted, *params),
+                parts["rows_T"],
+                parts["positions_T"] + 1,
+                jnp.asarray(full_mask(vocab, layout.tokens)),
+                num_logprobs=self.most,
+                want_logprobs=False,
+                logprobs_mode=self.logprobs_mode,
+            )
+            return kv, states, tables, hidden, state.noted, sampled, experts_TLk
+
+        return decode
+
     def propose_tokens(
         self,
         leaves: list[jax.Array],
@@ -295,10 +343,10 @@ def make_programs(
       bind: gives weights with adapters each token's adapter; None without adapters.
 
     Returns:
-      By key: ("step", T), ("sample", M), ("load row",), ("copy pages", group), of models with
-      linear layers ("copy states",), of those with pages ("change tables",), ("pool",),
-      ("score",); of a draft model ("propose", M) for ("sample", M); where the model's own module
-      proposes ("draft", T).
+      By key: ("step", T), of steps with a row for each token and without drafts ("decode", T),
+      ("sample", M), ("load row",), ("copy pages", group), of models with linear layers
+      ("copy states",), of those with pages ("change tables",), ("pool",), ("score",); of a draft
+      model ("propose", M) for ("sample", M); where the model's own module proposes ("draft", T).
     """
     vocab = weights.config.vocab_size
     weights = replace(weights, state=nnx.State({}))
@@ -319,9 +367,14 @@ def make_programs(
     routed = config.enable_return_routed_experts and not draft
     for size, layout in reversed(sizes.layouts.items()):
         made = make_step(weights, layout, limits.max_model_len, bind, returns_experts=routed)
-        step = functions.on_leaves(made)
-        args = (leaves, kv, states, tables, hidden, noted.last_token, ints((layout.size,)))
+        step, vector = functions.on_leaves(made), ints((layout.size,))
+        args = (leaves, kv, states, tables, hidden, noted.last_token, vector)
         found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
+        if layout.rows == size and not draft and not config.num_drafts:
+            decode = functions.decode(step, layout)
+            args = (leaves, kv, states, tables, hidden, noted, params, vector)
+            where = (*places[:4], everywhere, everywhere, everywhere)
+            found["decode", size] = Program(weights, decode, args, (1, 2, 3, 4, 5), where)
     if config.mtp:
         for size, layout in reversed(sizes.layouts.items()):
             made = make_draft(weights, layout, limits.max_model_len, config.num_drafts)

@@ -123,6 +123,12 @@ class Completion:
         return self.params.logprobs is not None or self.token_logprobs is not None
 
     @property
+    def is_free(self) -> bool:
+        """Whether its next token may be sampled before those ahead of it are known: all tokens are
+        allowed, and no log probabilities are wanted."""
+        return self.grammar is None and self.rules is None and not self.wants_logprobs
+
+    @property
     def may_draft(self) -> bool:
         """Whether tokens may be proposed ahead: nothing about a token depends on those before."""
         return self.grammar is None and self.rules is None and not self.params.penalized

@@ -167,7 +167,28 @@ class Runner:
         Args:
           adapters: index of an entry to the name of its adapter.
         """
-        slots = self._place_adapters(adapters or {})
+        bucket, vector = self._prepare(plan, adapters or {})
+        self._take(plan, self.executor.step(np.int32(bucket), vector))
+        if self._mtp:
+            self._last = (plan, bucket, vector)
+        self._keep_states(plan)
+        return bucket
+
+    def decode(
+        self, plan: SchedulerOutput, adapters: Mapping[int, str] | None = None
+    ) -> RunnerOutput:
+        """Dispatch a step, of a plan that `is_decode`, with its sampling; see `Executor.decode`."""
+        bucket, vector = self._prepare(plan, adapters or {})
+        sampled, experts_TLk = self.executor.decode(np.int32(bucket), vector)
+        self._take(plan, experts_TLk)
+        self._keep_states(plan)
+        return RunnerOutput(plan, sampled, (), {}, bucket, self._taken)
+
+    def _prepare(
+        self, plan: SchedulerOutput, adapters: Mapping[int, str]
+    ) -> tuple[int, np.ndarray]:
+        """Dispatch what goes ahead of a step; returns its bucket and its vector."""
+        slots = self._place_adapters(adapters)
         self._copy(plan)
         self._copy_states(plan.restored)
         bucket = bucket_for(plan.num_tokens, self.buckets)
@@ -176,15 +197,16 @@ class Runner:
         self._fill(plan, parts, slots)
         for group, change_3U in enumerate(self._changes(plan, layout.changes)):
             parts[f"changes_3U.{group}"][:, : change_3U.shape[1]] = change_3U
-        experts_TLk = self.executor.step(np.int32(bucket), vector)
-        if self._mtp:
-            self._last = (plan, bucket, vector)
+        return bucket, vector
+
+    def _take(self, plan: SchedulerOutput, experts_TLk: jax.Array | None) -> None:
         if self.routed is not None and experts_TLk is not None:
             self._taken = (self.routed.places(plan), experts_TLk)
+
+    def _keep_states(self, plan: SchedulerOutput) -> None:
         versions = self.limits.state_versions
         forked = [(row * versions, child * versions) for child, row in plan.forks.items()]
         self._copy_states([*plan.kept, *forked])
-        return bucket
 
     def sample(
         self,

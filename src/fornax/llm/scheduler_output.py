@@ -111,6 +111,23 @@ class SchedulerOutput:
         )
 
     @property
+    def is_decode(self) -> bool:
+        """Whether each token of the step is the last of its sequence, after its prompt, and the
+        next one is sampled from it and nothing else."""
+        return (
+            len(self.samples) == len(self.entries) == self.num_tokens
+            and not self.pooled
+            and all(
+                sample.entry == index
+                and sample.sequence is entry.sequence
+                and entry.start >= entry.sequence.num_prompt
+                for index, (sample, entry) in enumerate(
+                    zip(self.samples, self.entries, strict=True)
+                )
+            )
+        )
+
+    @property
     def adapters(self) -> dict[int, str]:
         """Index of an entry to the name of its adapter, if it has one."""
         named = ((i, entry.sequence.lora) for i, entry in enumerate(self.entries))

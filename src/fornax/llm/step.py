@@ -30,7 +30,15 @@ from fornax.models import (
     cache_windows,
 )
 
-__all__ = ["NO_ROW", "StepLayout", "change_tables", "make_draft", "make_step", "placed"]
+__all__ = [
+    "NO_ROW",
+    "StepLayout",
+    "StepResults",
+    "change_tables",
+    "make_draft",
+    "make_step",
+    "placed",
+]
 
 NO_ROW = np.iinfo(np.int32).max
 """Where a list is filled up: a row that no page table has, a slot that no state has."""
@@ -41,6 +49,9 @@ Bind = Callable[[nnx.State, jax.Array], nnx.State]
 Tables = tuple[jax.Array, ...]
 """The page table of each group, int32 [A, W]; 0 where there is no page."""
 
+
+StepResults = tuple[Tables, DeltaState | None, Tables, jax.Array, jax.Array | None]
+"""kv, states, tables and hidden states after a step, and the experts that its tokens took."""
 
 Vector = TypeVar("Vector", jax.Array, np.ndarray)
 
@@ -118,7 +129,7 @@ def make_step(
     bind: Bind | None,
     *,
     returns_experts: bool = False,
-) -> Callable[..., tuple[Tables, DeltaState | None, Tables, jax.Array, jax.Array | None]]:
+) -> Callable[..., StepResults]:
     """The step for one bucket, to be compiled.
 
     Args:
@@ -143,7 +154,7 @@ def make_step(
         hidden: jax.Array,
         last_token: jax.Array,
         vector: jax.Array,
-    ) -> tuple[Tables, DeltaState | None, Tables, jax.Array, jax.Array | None]:
+    ) -> StepResults:
         parts = layout.cut(vector)
         source_T = parts["source_T"]
         sampled_T = last_token[jnp.maximum(source_T, 0)]
