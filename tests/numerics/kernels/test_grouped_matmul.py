@@ -318,23 +318,3 @@ def test_dtypes_that_do_not_fit_are_refused() -> None:
         kernels.grouped_matmul(x, w.astype(jnp.bfloat16), jnp.ones(2, jnp.int32))
     with pytest.raises(kernels.KernelError, match="must be int32"):
         kernels.grouped_matmul(x, w, jnp.ones(2))
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("count", [0, 1, 7, 300])
-@pytest.mark.parametrize("groups", [1, 5, 64])
-def test_rows_are_sorted_by_group(groups: int, count: int, platform: str) -> None:
-    """By the native kernel, and as it is left to XLA for other platforms."""
-    groups_A = np.random.default_rng(count).integers(0, groups + 1, count, np.int32)
-    with kernels.target_platform(platform):
-        found = jax.jit(lambda rows: kernels.sort_by_group(rows, groups))(groups_A)
-    order_A = np.array(sorted(range(count), key=lambda row: groups_A[row]), np.int32)
-    np.testing.assert_array_equal(found.order_A, order_A)
-    np.testing.assert_array_equal(found.inverse_A[order_A], np.arange(count))
-    np.testing.assert_array_equal(found.sizes_E, [np.sum(groups_A == e) for e in range(groups)])
-    assert {array.dtype for array in found} == {np.dtype(np.int32)}
-
-
-def test_groups_that_cannot_be_sorted_are_named() -> None:
-    with pytest.raises(kernels.KernelError, match="one axis of int32"):
-        kernels.sort_by_group(jnp.ones((2, 3), jnp.int32), 4)

@@ -53,3 +53,28 @@ def test_gradient_is_that_of_the_formula() -> None:
 def test_axes_that_do_not_fit_are_named() -> None:
     with pytest.raises(KernelError, match="must be scale's"):
         kernels.rms_norm(jnp.ones((2, 5)), jnp.ones(4), eps=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("offset", "divisor"), [(0.0, 1.0), (1.0, 1.0), (1.0, 8.0)])
+def test_layer_of_a_stack_is_read_as_it_would_be_alone(offset, divisor, dtype) -> None:
+    x, _ = _arrays(9, 70, "float32")
+    scales = jnp.asarray(np.random.default_rng(1).normal(size=(3, 70)), dtype)
+    how = {"eps": 1e-6, "offset": offset, "divisor": divisor}
+    exact = np.asarray(x, np.float64)
+    exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-6)
+    exact *= (np.asarray(scales[1].astype(jnp.float32), np.float64) + offset) / divisor
+
+    @jax.jit
+    def of_layer(layer: jax.Array) -> jax.Array:
+        return kernels.rms_norm(x, kernels.StackedScale(values=scales).at(layer), **how)
+
+    np.testing.assert_allclose(of_layer(1), exact, rtol=1e-6, atol=1e-6)
+    for layer in range(3):
+        alone = kernels.rms_norm(x, scales[layer], **how)
+        np.testing.assert_array_equal(of_layer(layer), alone)
+    with kernels.target_platform("tpu"):
+        elsewhere = jax.jit(
+            lambda: kernels.rms_norm(x, kernels.StackedScale(values=scales).at(1), **how)
+        )()
+    np.testing.assert_allclose(elsewhere, exact, rtol=1e-6, atol=1e-6)

@@ -23,7 +23,7 @@ CONFIG = DecoderConfig(
 )
 
 
-@pytest.mark.skipif(_native.unavailable("grouped") is not None, reason="needs a C++ compiler")
+@pytest.mark.skipif(_native.unavailable("experts") is not None, reason="needs a C++ compiler")
 def test_a_step_neither_copies_nor_widens_the_experts_of_a_layer():
     """All of them, for the few that its tokens choose: most of a step's time, if it did."""
     config = EngineConfig(dtype="bfloat16", max_num_seqs=2, max_num_batched_tokens=4)

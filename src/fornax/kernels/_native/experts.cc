@@ -98,12 +98,10 @@ struct Router {
     }
     if (!all_open) close_groups(ranked, arena);
     choose_best(ranked, experts, chosen, found);
-    float total = 0;
+    double total = 0;
     for (int64_t j = 0; j < chosen; ++j) total += weights[j] = scores[found[j]];
-    for (int64_t j = 0; j < chosen; ++j) {
-      if (normalise) weights[j] /= total + eps;
-      weights[j] *= scale;
-    }
+    const float divisor = normalise ? static_cast<float>(total) + eps : 1;
+    for (int64_t j = 0; j < chosen; ++j) weights[j] = weights[j] / divisor * scale;
   }
 
  private:
