@@ -81,6 +81,23 @@ def test_a_seeded_request_returns_the_same_tokens_whatever_runs_beside_it(llm: L
     assert len(set(alone)) > 3, "the draws were all alike"
 
 
+def test_decoding_in_one_program_returns_what_decoding_in_two_does(llm: LLM) -> None:
+    """Log probabilities of one request keep the sampling of all beside it apart from the step."""
+    prompts = prompts_of(6, 3, 8)
+    ways = [
+        SamplingParams(temperature=1.1, seed=5, max_tokens=14, frequency_penalty=0.7),
+        SamplingParams(temperature=0, max_tokens=5, repetition_penalty=1.3),
+        SamplingParams(temperature=0.8, seed=6, max_tokens=14, top_k=9, logit_bias={4: 2.0}),
+    ]
+    together = completions(llm.generate(prompts, ways))
+    watched = SamplingParams(temperature=0, max_tokens=14, logprobs=1, ignore_eos=True)
+    apart = completions(llm.generate([*prompts, [1, 2]], [*ways, watched]))
+    assert apart[:3] == together
+    # Rows that end are taken by those that wait, whose first tokens are not theirs.
+    many = completions(llm.generate(prompts * 3, ways * 3))
+    assert many == together * 3
+
+
 def test_several_completions_equal_requests_with_their_seeds(llm: LLM) -> None:
     [prompt] = prompts_of(10)
     several = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8)
