@@ -33,7 +33,7 @@ FLOAT32 = {"dtypes": {}}
 
 
 def failed(report: Any) -> dict[str, str]:
-    """Name to detail of the checks that failed: by their figures, not as a fault is planted badly."""
+    """Name to detail of the checks that failed, by their figures: no fault is planted badly."""
     found = {check.name: check.detail for check in report.checks if not check.ok}
     assert not [detail for detail in found.values() if "AttributeError" in detail]
     return found
