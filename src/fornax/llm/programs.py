@@ -343,7 +343,7 @@ def make_programs(
       bind: gives weights with adapters each token's adapter; None without adapters.
 
     Returns:
-      By key: ("step", T), of steps with a row for each token and without drafts ("decode", T),
+      By key: ("step", T), of steps that a token of each row fills ("decode", T) without drafts,
       ("sample", M), ("load row",), ("copy pages", group), of models with linear layers
       ("copy states",), of those with pages ("change tables",), ("pool",), ("score",); of a draft
       model ("propose", M) for ("sample", M); where the model's own module proposes ("draft", T).
@@ -365,12 +365,13 @@ def make_programs(
     kv_places, state_places = jax.tree.map(lambda x: x.sharding, (kv, states))
     places = (kv_places, state_places, everywhere, everywhere, everywhere)
     routed = config.enable_return_routed_experts and not draft
+    largest = bucket_for(min(limits.max_num_seqs, sizes.steps[-1]), sizes.steps)
     for size, layout in reversed(sizes.layouts.items()):
         made = make_step(weights, layout, limits.max_model_len, bind, returns_experts=routed)
         step, vector = functions.on_leaves(made), ints((layout.size,))
         args = (leaves, kv, states, tables, hidden, noted.last_token, vector)
         found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
-        if layout.rows == size and not draft and not config.num_drafts:
+        if size <= largest and not draft and not config.num_drafts:
             decode = functions.decode(step, layout)
             args = (leaves, kv, states, tables, hidden, noted, params, vector)
             where = (*places[:4], everywhere, everywhere, everywhere)

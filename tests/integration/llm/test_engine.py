@@ -197,3 +197,15 @@ def test_requests_that_cannot_be_honoured_say_why(llm: LLM) -> None:
             llm.generate(prompts, GREEDY)
     with pytest.raises(EngineError, match="tokenizer"):
         llm.generate(["text"], GREEDY)
+
+
+def test_sizes_that_are_coarse_decode_too() -> None:
+    """Three rows in steps of four tokens, and of sixteen where none is as small."""
+    prompts = prompts_of(3, 5, 2)
+    expected = generate(decoder_of("windowed"), prompts, max_tokens=6, stop_tokens=())
+    ways = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    figures = Figures()
+    for options in ({"max_num_seqs": 3}, {"max_num_seqs": 5, "max_num_batched_tokens": 16}):
+        llm = engine_of("windowed", observer=figures, step_sizes="coarse", **options)
+        assert completions(llm.generate(prompts, ways)) == expected
+    assert not figures.compiled
