@@ -228,10 +228,8 @@ class Engine:
     def _decodes(self, plan: SchedulerOutput) -> bool:
         """Whether a step's sampling needs nothing that the results before it will say, so that one
         program does both. A sequence that they end is sampled in vain."""
-        return (
-            not self._speculates
-            and plan.is_decode
-            and all(self._owner[sample.sequence.id][1].is_free for sample in plan.samples)
+        return self.runner.decodes(plan) and all(
+            self._owner[sample.sequence.id][1].is_free for sample in plan.samples
         )
 
     def _sample(self, plan: SchedulerOutput, bucket: int) -> RunnerOutput:

@@ -84,6 +84,8 @@ class Sizes:
     """Tokens of a step."""
     samples: tuple[int, ...]
     """Samples of a step."""
+    decodes: tuple[int, ...]
+    """Tokens of a step that is sampled in the same program; none with drafts."""
     layouts: dict[int, StepLayout]
     """The vector of a step, by its tokens."""
 
@@ -97,9 +99,18 @@ class Sizes:
         steps = powers_of_four(most) if coarse else buckets(most)
         samples = min(rows * (1 if draft else 1 + config.num_drafts), most)
         groups = len(cache_windows(weights.config))
+        decodes: set[int] = set()
+        if not draft and not config.num_drafts:
+            decodes = {bucket_for(count, steps) for count in powers_of_two(samples)}
+        found = powers_of_two(samples)
+        if coarse:
+            found = powers_of_four(samples)
+        elif decodes:  # which leave few steps to sample apart
+            found = tuple(sorted({1, *powers_of_four(samples)}))
         return cls(
             steps,
-            powers_of_four(samples) if coarse else powers_of_two(samples),
+            found,
+            tuple(sorted(decodes)),
             {
                 n: StepLayout(n, min(n, rows), _changes(n, limits), groups, limits.state_versions)
                 for n in steps
@@ -343,10 +354,10 @@ def make_programs(
       bind: gives weights with adapters each token's adapter; None without adapters.
 
     Returns:
-      By key: ("step", T), of steps that a token of each row fills ("decode", T) without drafts,
-      ("sample", M), ("load row",), ("copy pages", group), of models with linear layers
-      ("copy states",), of those with pages ("change tables",), ("pool",), ("score",); of a draft
-      model ("propose", M) for ("sample", M); where the model's own module proposes ("draft", T).
+      By key: ("step", T), ("decode", T), ("sample", M), ("load row",), ("copy pages", group), of
+      models with linear layers ("copy states",), of those with pages ("change tables",),
+      ("pool",), ("score",); of a draft model ("propose", M) for ("sample", M); where the model's
+      own module proposes ("draft", T).
     """
     vocab = weights.config.vocab_size
     weights = replace(weights, state=nnx.State({}))
@@ -365,13 +376,12 @@ def make_programs(
     kv_places, state_places = jax.tree.map(lambda x: x.sharding, (kv, states))
     places = (kv_places, state_places, everywhere, everywhere, everywhere)
     routed = config.enable_return_routed_experts and not draft
-    largest = bucket_for(min(limits.max_num_seqs, sizes.steps[-1]), sizes.steps)
     for size, layout in reversed(sizes.layouts.items()):
         made = make_step(weights, layout, limits.max_model_len, bind, returns_experts=routed)
         step, vector = functions.on_leaves(made), ints((layout.size,))
         args = (leaves, kv, states, tables, hidden, noted.last_token, vector)
         found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
-        if size <= largest and not draft and not config.num_drafts:
+        if size in sizes.decodes:
             decode = functions.decode(step, layout)
             args = (leaves, kv, states, tables, hidden, noted, params, vector)
             where = (*places[:4], everywhere, everywhere, everywhere)

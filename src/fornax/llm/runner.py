@@ -167,31 +167,35 @@ class Runner:
         Args:
           adapters: index of an entry to the name of its adapter.
         """
-        bucket, vector = self._prepare(plan, adapters or {})
+        bucket, vector = self._prepare(plan, adapters or {}, self.buckets)
         self._take(plan, self.executor.step(np.int32(bucket), vector))
         if self._mtp:
             self._last = (plan, bucket, vector)
         self._keep_states(plan)
         return bucket
 
+    def decodes(self, plan: SchedulerOutput) -> bool:
+        """Whether there is a program for the step together with its sampling."""
+        return bool(self._sizes.decodes) and plan.is_decode
+
     def decode(
         self, plan: SchedulerOutput, adapters: Mapping[int, str] | None = None
     ) -> RunnerOutput:
-        """Dispatch a step, of a plan that `is_decode`, with its sampling; see `Executor.decode`."""
-        bucket, vector = self._prepare(plan, adapters or {})
+        """Dispatch a step that `decodes`, with its sampling; see `Executor.decode`."""
+        bucket, vector = self._prepare(plan, adapters or {}, self._sizes.decodes)
         sampled, experts_TLk = self.executor.decode(np.int32(bucket), vector)
         self._take(plan, experts_TLk)
         self._keep_states(plan)
         return RunnerOutput(plan, sampled, (), {}, bucket, self._taken)
 
     def _prepare(
-        self, plan: SchedulerOutput, adapters: Mapping[int, str]
+        self, plan: SchedulerOutput, adapters: Mapping[int, str], sizes: tuple[int, ...]
     ) -> tuple[int, np.ndarray]:
-        """Dispatch what goes ahead of a step; returns its bucket and its vector."""
+        """Dispatch what goes ahead of a step; returns its bucket, of those sizes, and its vector."""
         slots = self._place_adapters(adapters)
         self._copy(plan)
         self._copy_states(plan.restored)
-        bucket = bucket_for(plan.num_tokens, self.buckets)
+        bucket = bucket_for(plan.num_tokens, sizes)
         layout = self._sizes.layouts[bucket]
         vector, parts = layout.empty()
         self._fill(plan, parts, slots)
