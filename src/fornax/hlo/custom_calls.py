@@ -220,7 +220,7 @@ def _route(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
 
 def _fused_experts(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     """Return the cost of three products of each assignment's row, with one layer's matrices."""
-    _, _, assigned, gate, up, down, *_ = shapes
+    assigned, gate, up, down = shapes[2:6]
     traffic -= sum(stack.bytes - stack.bytes // stack.dims[0] for stack in (gate, up, down))
     inner, width = down.dims[-2:]
     work = Work(

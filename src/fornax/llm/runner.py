@@ -191,7 +191,7 @@ class Runner:
     def _prepare(
         self, plan: SchedulerOutput, adapters: Mapping[int, str], sizes: tuple[int, ...]
     ) -> tuple[int, np.ndarray]:
-        """Dispatch what goes ahead of a step; returns its bucket, one of `sizes`, and its vector."""
+        """Dispatch what goes ahead of a step; returns its bucket of `sizes`, and its vector."""
         slots = self._place_adapters(adapters)
         self._copy(plan)
         self._copy_states(plan.restored)

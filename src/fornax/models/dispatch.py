@@ -153,9 +153,16 @@ def _run_fused(
     weigh_input: bool,
 ) -> jax.Array:
     """`run_experts` in one call."""
+    x_MD, weights_Mk, experts_Mk = (
+        array.reshape(-1, array.shape[-1]) for array in (x_BTD, weights_BTk, experts_BTk)
+    )
     y_MD = kernels.fused_experts(
-        *(array.reshape(-1, array.shape[-1]) for array in (x_BTD, weights_BTk, experts_BTk)),
-        *(arrays[name] for name in ("gate", "up", "down")),
+        x_MD,
+        weights_Mk,
+        experts_Mk,
+        arrays["gate"],
+        arrays["up"],
+        arrays["down"],
         activation=activate.name,
         clip=activate.clip,
         gain=activate.clip_gain,
