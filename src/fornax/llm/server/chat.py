@@ -11,7 +11,12 @@ from fornax.llm.server.generation import GenerationResponse, Outputs
 from fornax.llm.server.middleware import RequestContext
 from fornax.llm.server.preprocessing import sampling_params
 from fornax.llm.server.protocol import JsonObject, failures, stream_of
-from fornax.llm.server.responses import ResponseBuilder, chat_logprobs, prompt_logprobs
+from fornax.llm.server.responses import (
+    ResponseBuilder,
+    chat_logprobs,
+    prompt_logprobs,
+    routed_experts,
+)
 from fornax.llm.server.state import ContextDep, Server, ServerDep, StrictRoute
 
 __all__ = ["ChatResponseBuilder", "router"]
@@ -126,7 +131,7 @@ class ChatResponseBuilder(ResponseBuilder):
             )
         if self._body.return_token_ids:
             ending["token_ids"] = new.token_ids
-        return ending
+        return ending | routed_experts(new)
 
     def _whole_choice(
         self, index: int, output: RequestOutput, completion: CompletionOutput

@@ -283,6 +283,7 @@ class ChatChoice(Reply):
     finish_reason: _Finish
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    routed_experts: str | None = None
 
 
 class Chat(Reply):

@@ -29,6 +29,7 @@ from fornax.llm.server.responses import (
     ResponseBuilder,
     completion_logprobs,
     prompt_logprobs,
+    routed_experts,
 )
 from fornax.llm.server.state import ContextDep, Server, ServerDep, StrictRoute
 
@@ -93,6 +94,7 @@ class CompletionChoice(Reply):
     prompt_logprobs: list[dict[str, PositionLogprob] | None] | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    routed_experts: str | None = None
 
 
 class Completion(Reply):
@@ -193,7 +195,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             choice["token_ids"] = ids
             if first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
-        return choice
+        return choice | routed_experts(new)
 
     def _prompt(self, output: RequestOutput) -> _Prompt:
         found = self._prompts.get(output.request_id)

@@ -69,11 +69,6 @@ class ServeConfig(ServerConfig, EngineConfig):
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
         ServerConfig.__post_init__(self)
-        if self.enable_return_routed_experts:
-            raise ConfigError(
-                "enable_return_routed_experts=True, and the server's answers have no place for "
-                "experts; use fornax.llm.LLM in Python, or leave it out"
-            )
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules needs enable_lora; add --enable-lora")
 

@@ -345,7 +345,9 @@ class GenerationBody(Body):
         "guided_choice": Refused("use structured_outputs.choice"),
         "guided_grammar": Refused("use structured_outputs.grammar"),
         "guided_decoding_backend": Refused("there is one backend, llguidance"),
-        "routed_experts_prompt_start": Refused("routing is not returned", (0,)),
+        "routed_experts_prompt_start": Refused(
+            "cut them from routed_experts, which has the whole prompt", (0,)
+        ),
         "return_token_offsets": Refused("use /tokenize", (False,)),
         "return_mm_kwargs": Refused("input is text only", (True,)),
     }

@@ -1,12 +1,15 @@
 """Engine outputs as an endpoint's answer: JSON, or server-sent events; usage; log probabilities."""
 
 import abc
+import base64
+import io
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Literal
 
+import numpy as np
 from pydantic_core import to_json
 
 from fornax.llm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -20,6 +23,7 @@ __all__ = [
     "chat_logprobs",
     "completion_logprobs",
     "prompt_logprobs",
+    "routed_experts",
 ]
 
 
@@ -205,6 +209,17 @@ class ResponseBuilder(abc.ABC):
     def _log_usage(self) -> None:
         self._context.log_fields["prompt_tokens"] = self._usage.prompt
         self._context.log_fields["completion_tokens"] = self._usage.completion
+
+
+def routed_experts(completion: CompletionOutput) -> JsonObject:
+    """The field with the experts of a choice that has ended, where the engine returns them: as vLLM
+    has it, base64 of the .npy file of an unsigned array [tokens - 1, layers, experts a token]."""
+    found = completion.routed_experts
+    if found is None:
+        return {}
+    file = io.BytesIO()
+    np.save(file, found.view(found.dtype.str.replace("i", "u")), allow_pickle=False)
+    return {"routed_experts": base64.b64encode(file.getvalue()).decode()}
 
 
 _LOWEST = -9999.0

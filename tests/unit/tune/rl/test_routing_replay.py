@@ -21,7 +21,6 @@ from fornax.data import Tokenizer, train_bpe
 from fornax.llm import EngineConfig
 from fornax.llm.config import NGram
 from fornax.llm.routed_experts import check_routes
-from fornax.llm.server.launch import ServeConfig
 from fornax.mesh import DEFAULT_RULES, MeshConfig, make_mesh, tree_shardings, use_mesh
 from fornax.models import Decoder, token_logprobs
 from fornax.train import next_token_loss
@@ -412,8 +411,6 @@ def test_what_cannot_be_replayed_is_refused(drawn: Sequences, rows: dict[str, np
         _routed(dense)
     with pytest.raises(ConfigError, match="this model has no experts; leave it out"):
         check_routes(dense)
-    with pytest.raises(ConfigError, match="answers have no place for experts"):
-        ServeConfig(enable_return_routed_experts=True)
     without = dataclasses.replace(rollout(*drawn[0]), routed_experts=None)
     with pytest.raises(EngineError, match=r"prompts.jsonl:1 came with no experts"):
         pack([without], length=60, counts=(8,), routed=SHAPE)
