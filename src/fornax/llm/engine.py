@@ -2,8 +2,8 @@
 
 A call dispatches the model's part of step n + 1, then works through the results of step n while it
 runs, then dispatches the sampling of step n + 1, for which it now knows every earlier token. Where
-sampling depends on no earlier token but by the device's own notes, and each sequence goes on by one
-token, one program does both.
+each sequence goes on by one token, and none needs a mask or log probabilities, one program does
+both.
 """
 
 import time

@@ -70,6 +70,7 @@ class Executor:
         *,
         adapters: bool = False,
         draft: bool = False,
+        apart: bool = False,
     ) -> None:
         """Make what is kept on the device, and announce the programs.
 
@@ -78,10 +79,11 @@ class Executor:
           state: its arrays, with adapters around them if there are any.
           adapters: whether there are.
           draft: whether it is a draft model's.
+          apart: see `Sizes.of`.
         """
         self.tell: Tell | None = None
         self.limits = limits
-        self.sizes = Sizes.of(config, weights, limits, draft=draft)
+        self.sizes = Sizes.of(config, weights, limits, draft=draft, apart=apart)
         self._where = weights.placement
         self._model = weights.config
         self._programs = programs

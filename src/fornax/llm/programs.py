@@ -91,16 +91,23 @@ class Sizes:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, weights: Weights, limits: Limits, *, draft: bool = False
+        cls,
+        config: EngineConfig,
+        weights: Weights,
+        limits: Limits,
+        *,
+        draft: bool = False,
+        apart: bool = False,
     ) -> "Sizes":
-        """Those of an engine's model, or of its draft model."""
+        """Those of an engine's model, or of its draft model; `apart` where every step is sampled by
+        a program of its own."""
         rows, most = limits.max_num_seqs, limits.max_num_batched_tokens
         coarse = config.step_sizes == "coarse"
         steps = powers_of_four(most) if coarse else buckets(most)
         samples = min(rows * (1 if draft else 1 + config.num_drafts), most)
         groups = len(cache_windows(weights.config))
         decodes: set[int] = set()
-        if not draft and not config.num_drafts:
+        if not draft and not apart and not config.num_drafts:
             decodes = {bucket_for(count, steps) for count in powers_of_two(samples)}
         found = powers_of_two(samples)
         if coarse:

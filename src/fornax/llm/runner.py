@@ -102,8 +102,14 @@ class Runner:
         programs: ProgramCache,
         *,
         draft: bool = False,
+        apart: bool = False,
     ) -> None:
-        """Make what is kept on the device, and announce the programs."""
+        """Make what is kept on the device, and announce the programs.
+
+        Args:
+          draft: whether it is a draft model's.
+          apart: whether `forward` and `sample` are called for every step, and `decode` never.
+        """
         self.weights = weights
         self.limits = limits
         self.adapters: Adapters | None = None
@@ -117,6 +123,7 @@ class Runner:
             self._state(),
             adapters=self.adapters is not None,
             draft=draft,
+            apart=apart,
         )
         self.routed: RoutedExperts | None = None
         if config.enable_return_routed_experts and not draft:

@@ -113,7 +113,7 @@ class FornaxWorker(WorkerBase):
             self._limits, num_pages=(kv_cache_config.num_blocks,) * groups
         )
         self._programs = ProgramCache(self._config.compile_threads)
-        self._runner = Runner(self._config, self._weights, self._limits, self._programs)
+        self._runner = Runner(self._config, self._weights, self._limits, self._programs, apart=True)
         self._batch = Batch(
             rows=self._limits.max_num_seqs,
             groups=groups,
