@@ -9,15 +9,15 @@ Legend: M rows, D width.
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from fornax.config.errors import KernelError
 from fornax.kernels import _native
+from fornax.kernels._stack import LayerStack
 from fornax.kernels.registry import current_platform
 from fornax.mesh import current_mesh
 
@@ -26,36 +26,9 @@ __all__ = ["StackedScale", "rms_norm"]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class StackedScale:
-    """The scales of all layers in one array, of which `rms_norm` reads one in place, as it is.
-
-    It has no gradient. A pytree: in a scan over layers keep the stack outside the loop and take
-    `scale.at(layer)` inside, where a slice would be copied, and widened to float32.
-    """
-
-    values: jax.Array
-    """[L, *normalised]."""
-    layer: jax.Array | None = None
-    """int32: which layer of the stack this is; None for the stack itself."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array this stands for."""
-        return self.values.shape if self.layer is None else self.values.shape[1:]
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes of the array this stands for."""
-        return len(self.shape)
-
-    def at(self, layer: jax.Array | int) -> "StackedScale":
-        """Return one layer of the stack, without copying it."""
-        return replace(self, layer=jnp.asarray(layer, jnp.int32))
-
-    def array(self) -> jax.Array:
-        """Return the scale of the layer that this is."""
-        assert self.layer is not None, "a stack; take a layer with at()"
-        return lax.dynamic_index_in_dim(self.values, self.layer, keepdims=False)
+class StackedScale(LayerStack):
+    """The scales of all layers, [L, *normalised], of which `rms_norm` reads one as it is: a slice
+    would be widened to float32 too."""
 
 
 def rms_norm(
@@ -91,7 +64,7 @@ def rms_norm(
     how = _How(float(eps), float(offset), float(divisor))
     if not isinstance(scale, StackedScale):
         return _rms_norm(how, x, scale)
-    if _declines(x) or scale.values.dtype not in (jnp.float32, jnp.bfloat16):
+    if _declines(x) or scale.dtype not in (jnp.float32, jnp.bfloat16):
         return _rms_norm(how, x, scale.array())
     return _native_norm(how, x, scale)
 

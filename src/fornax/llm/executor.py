@@ -94,7 +94,7 @@ class Executor:
         self.tables = self._put(tuple(jnp.zeros(one.shape, one.dtype) for one in arrays.tables))
         self.hidden = self._put(jnp.zeros(arrays.hidden.shape, arrays.hidden.dtype))
         self.sampler: SamplerState = self._put(init_sampler_state(rows, vocab))
-        self._row = jax.tree.structure(RowParams.default(vocab))
+        self._rows = jax.tree.structure(self.sampler.rows)
         self.all_allowed = {size: self._put(full_mask(vocab, size)) for size in self.sizes.samples}
         self.kv: tuple[jax.Array, ...] | None = None
         self.states: DeltaState | None = None
@@ -165,7 +165,7 @@ class Executor:
     def load_row(self, row: Host, *leaves: Host) -> None:
         """Put a row of the sampler's parameters in: the leaves of a `RowParams`."""
         self._tell("load_row", row, *leaves)
-        params = cast("RowParams", self._row.unflatten(leaves))
+        params = cast("RowParams", self._rows.unflatten(leaves))
         load = self._programs.get((self._name, "load row"))
         self.sampler = load(self.sampler, row, params)
 
@@ -176,7 +176,7 @@ class Executor:
         program = self._programs.get((self._name, "step", int(bucket)))
         kept = (self.kv, self.states, self.tables, self.hidden)
         self.kv, self.states, self.tables, self.hidden, experts_TLk = program(
-            self._leaves, *kept, self.sampler.noted.last_token, vector
+            self._leaves, *kept, self.sampler.last_token, vector
         )
         return experts_TLk
 
@@ -185,11 +185,9 @@ class Executor:
         allowed and no log probabilities are wanted; returns the experts as `step` does."""
         self._tell("decode", bucket, vector)
         program = self._programs.get((self._name, "decode", int(bucket)))
-        state = self.sampler
-        kept = (self.kv, self.states, self.tables, self.hidden)
-        found = program(self._leaves, *kept, state.noted, (state.choice, state.change), vector)
-        self.kv, self.states, self.tables, self.hidden, noted, sampled, experts_TLk = found
-        self.sampler = dataclasses.replace(state, noted=noted)
+        kept = (self.kv, self.states, self.tables, self.hidden, self.sampler)
+        *kept, sampled, experts_TLk = program(self._leaves, *kept, vector)
+        self.kv, self.states, self.tables, self.hidden, self.sampler = kept
         return sampled, experts_TLk
 
     def draft(self, bucket: Host, vector: np.ndarray, ends: np.ndarray) -> jax.Array:
@@ -218,21 +216,15 @@ class Executor:
         size = vector.shape[1]
         program = self._programs.get((self._name, "sample", size))
         allowed = self.all_allowed[size] if mask is None else mask
-        state = self.sampler
-        params = (state.choice, state.change)
-        args = (self._leaves, self.hidden, state.noted, params, vector, allowed, proposals)
-        sampled, noted = program(*args)
-        self.sampler = dataclasses.replace(state, noted=noted)
+        args = (self._leaves, self.hidden, self.sampler, vector, allowed, proposals)
+        sampled, self.sampler = program(*args)
         return sampled
 
     def propose(self, vector: np.ndarray) -> jax.Array:
         """The sampling of a draft model's step: tokens, int32 [M]."""
         program = self._programs.get((self._name, "propose", vector.shape[1]))
-        state = self.sampler
-        params = (state.choice, state.change)
-        args = (self._leaves, self.hidden, state.noted, params, self.proposals, vector)
-        tokens, noted, self.proposals = program(*args)
-        self.sampler = dataclasses.replace(state, noted=noted)
+        args = (self._leaves, self.hidden, self.sampler, self.proposals, vector)
+        tokens, self.sampler, self.proposals = program(*args)
         return tokens
 
     def change_tables(self, *changes: np.ndarray) -> None:

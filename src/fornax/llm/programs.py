@@ -25,15 +25,7 @@ from fornax.llm.limits import Limits
 from fornax.llm.sampling.masks import full_mask, mask_words
 from fornax.llm.sampling.rejection import Proposals, init_proposals
 from fornax.llm.sampling.sampler import Sampled, Scored, propose, sample, score
-from fornax.llm.sampling.state import (
-    DrawParams,
-    LogitParams,
-    Noted,
-    RowParams,
-    SamplerState,
-    init_sampler_state,
-    load_row,
-)
+from fornax.llm.sampling.state import RowParams, SamplerState, init_sampler_state, load_row
 from fornax.llm.step import (
     Bind,
     StepLayout,
@@ -252,17 +244,16 @@ class _Functions:
         self,
         leaves: list[jax.Array],
         hidden: jax.Array,
-        noted: Noted,
-        params: tuple[DrawParams, LogitParams],
+        sampler: SamplerState,
         vector: jax.Array,
         mask: jax.Array,
         proposals: Proposals | None,
-    ) -> tuple[Sampled, Noted]:
+    ) -> tuple[Sampled, SamplerState]:
         """A token for each sample; `vector` is int32 [5, M]: place in `hidden`, row, position,
         whether log probabilities are wanted (the first), and place among the row's proposals."""
-        sampled, state = sample(
+        return sample(
             self._logits(leaves, hidden, vector[0]),
-            SamplerState(noted, *params),
+            sampler,
             vector[1],
             vector[2],
             mask,
@@ -272,7 +263,6 @@ class _Functions:
             proposals=proposals,
             slots_M=vector[4],
         )
-        return sampled, state.noted
 
     def decode(self, step: Callable[..., StepResults], layout: StepLayout) -> Callable[..., object]:
         """A step of which each token is a sequence's last, and the sampling after it.
@@ -282,9 +272,9 @@ class _Functions:
           layout: of the step.
 
         Returns:
-          A function of (leaves, kv, states, tables, hidden, noted, params, vector) that returns
-          what the step does, with the new `noted` and the `Sampled` of each token after its hidden
-          states. Everything is allowed, and no log probabilities are wanted.
+          A function of (leaves, kv, states, tables, hidden, sampler, vector) that returns what the
+          step does, with the new sampler and the `Sampled` of each token after its hidden states.
+          Everything is allowed, and no log probabilities are wanted.
         """
 
         def decode(
@@ -293,16 +283,15 @@ class _Functions:
             states: DeltaState | None,
             tables: tuple[jax.Array, ...],
             hidden: jax.Array,
-            noted: Noted,
-            params: tuple[DrawParams, LogitParams],
+            sampler: SamplerState,
             vector: jax.Array,
         ) -> tuple:
-            found = step(leaves, kv, states, tables, hidden, noted.last_token, vector)
+            found = step(leaves, kv, states, tables, hidden, sampler.last_token, vector)
             kv, states, tables, hidden, experts_TLk = found
-            parts, vocab = layout.cut(vector), noted.counts.shape[1]
-            sampled, state = sample(
+            parts, vocab = layout.cut(vector), self.weights.config.vocab_size
+            sampled, sampler = sample(
                 self._logits(leaves, hidden, jnp.arange(layout.tokens)),
-                SamplerState(noted, *params),
+                sampler,
                 parts["rows_T"],
                 parts["positions_T"] + 1,
                 jnp.asarray(full_mask(vocab, layout.tokens)),
@@ -310,7 +299,7 @@ class _Functions:
                 want_logprobs=False,
                 logprobs_mode=self.logprobs_mode,
             )
-            return kv, states, tables, hidden, state.noted, sampled, experts_TLk
+            return kv, states, tables, hidden, sampler, sampled, experts_TLk
 
         return decode
 
@@ -318,19 +307,13 @@ class _Functions:
         self,
         leaves: list[jax.Array],
         hidden: jax.Array,
-        noted: Noted,
-        params: tuple[DrawParams, LogitParams],
+        sampler: SamplerState,
         proposals: Proposals,
         vector: jax.Array,
-    ) -> tuple[jax.Array, Noted, Proposals]:
+    ) -> tuple[jax.Array, SamplerState, Proposals]:
         """A draft model's token for each sample of such a vector."""
         logits_MV = self._logits(leaves, hidden, vector[0])
-        state = SamplerState(noted, *params)
-        rows_M, positions_M, slots_M = vector[1], vector[2], vector[4]
-        tokens_M, state, proposals = propose(
-            logits_MV, state, proposals, rows_M, positions_M, slots_M
-        )
-        return tokens_M, state.noted, proposals
+        return propose(logits_MV, sampler, proposals, vector[1], vector[2], vector[4])
 
     def score_rows(self, leaves: list[jax.Array], hidden: jax.Array, vector: jax.Array) -> Scored:
         """Log probabilities of targets; `vector` is int32 [2, M]: place in `hidden`, target."""
@@ -374,7 +357,6 @@ def make_programs(
     functions = _Functions(weights, tree, most, config.logprobs_mode)
     kv, states, tables = arrays.kv, arrays.states, arrays.tables
     hidden, sampler = arrays.hidden, arrays.sampler
-    noted, params = sampler.noted, (sampler.choice, sampler.change)
 
     def ints(shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
@@ -386,11 +368,11 @@ def make_programs(
     for size, layout in reversed(sizes.layouts.items()):
         made = make_step(weights, layout, limits.max_model_len, bind, returns_experts=routed)
         step, vector = functions.on_leaves(made), ints((layout.size,))
-        args = (leaves, kv, states, tables, hidden, noted.last_token, vector)
+        args = (leaves, kv, states, tables, hidden, sampler.last_token, vector)
         found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
         if size in sizes.decodes:
             decode = functions.decode(step, layout)
-            args = (leaves, kv, states, tables, hidden, noted, params, vector)
+            args = (leaves, kv, states, tables, hidden, sampler, vector)
             where = (*places[:4], everywhere, everywhere, everywhere)
             found["decode", size] = Program(weights, decode, args, (1, 2, 3, 4, 5), where)
     if config.mtp:
@@ -403,11 +385,11 @@ def make_programs(
     for size in sizes.samples:
         vector = ints((5, size))
         if draft:
-            args = (leaves, hidden, noted, params, arrays.proposals, vector)
-            found["propose", size] = Program(weights, functions.propose_tokens, args, (2, 4))
+            args = (leaves, hidden, sampler, arrays.proposals, vector)
+            found["propose", size] = Program(weights, functions.propose_tokens, args, (2, 3))
             continue
         mask = ints((size, mask_words(vocab)), jnp.uint32)
-        args = (leaves, hidden, noted, params, vector, mask, arrays.proposals)
+        args = (leaves, hidden, sampler, vector, mask, arrays.proposals)
         found["sample", size] = Program(weights, functions.choose, args, (2,))
     row = jax.tree.map(np.asarray, RowParams.default(vocab))
     args = (sampler, ints(()), jax.tree.map(lambda x: ints(x.shape, x.dtype), row))

@@ -338,7 +338,7 @@ def _in_place(path: ParamPath, value: Any) -> Any:
         return value
     if isinstance(value, LoRAWeight):
         return dataclasses.replace(value, base=_in_place(path, value.base))
-    return kernels.GroupedWeight(values_LEKN=value)
+    return kernels.GroupedWeight(values=value)
 
 
 def _pack(

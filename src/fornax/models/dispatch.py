@@ -117,8 +117,6 @@ def run_experts(
     )
     mesh = mesh_in_use()
     if mesh is None:
-        if kernels.fuses_experts(x_BTD, *(arrays[name] for name in ("gate", "up", "down"))):
-            return _run_fused(x_BTD, weights_BTk, experts_BTk, arrays, activate, weigh_input)
         return run(x_BTD, weights_BTk, experts_BTk, arrays, division=_Division(), sends=False)
     rows, length = dividing("batch", x_BTD.shape[0]), dividing("length", x_BTD.shape[1])
     division = _divide(arrays["gate"].shape, (*(rows or ()), *(length or ())))
@@ -142,36 +140,6 @@ def run_experts(
         out_specs=token,
         check_vma=False,
     )(x_BTD, weights_BTk, experts_BTk, arrays)
-
-
-def _run_fused(
-    x_BTD: jax.Array,
-    weights_BTk: jax.Array,
-    experts_BTk: jax.Array,
-    arrays: ExpertArrays,
-    activate: GatedActivation,
-    weigh_input: bool,
-) -> jax.Array:
-    """`run_experts` in one call."""
-    x_MD, weights_Mk, experts_Mk = (
-        array.reshape(-1, array.shape[-1]) for array in (x_BTD, weights_BTk, experts_BTk)
-    )
-    y_MD = kernels.fused_experts(
-        x_MD,
-        weights_Mk,
-        experts_Mk,
-        arrays["gate"],
-        arrays["up"],
-        arrays["down"],
-        activation=activate.name,
-        clip=activate.clip,
-        gain=activate.clip_gain,
-        gate_bias_EF=arrays.get("gate_bias"),
-        up_bias_EF=arrays.get("up_bias"),
-        down_bias_ED=arrays.get("down_bias"),
-        weigh_input=weigh_input,
-    )
-    return y_MD.reshape(x_BTD.shape)
 
 
 def _axes_of(arrays: ExpertArrays) -> dict[str, Any]:
@@ -234,6 +202,22 @@ def _run_local(
         rows = room(own, shards(division.tokens))
         y_MD = _run_gathered(
             x_MD, weights_Mk, experts_Mk, multiply, own, rows, weigh_input, division
+        )
+    elif kernels.fuses_experts(x_MD, arrays["gate"], arrays["up"], arrays["down"]):
+        y_MD = kernels.fused_experts(
+            x_MD,
+            weights_Mk,
+            experts_Mk,
+            arrays["gate"],
+            arrays["up"],
+            arrays["down"],
+            activation=activate.name,
+            clip=activate.clip,
+            gain=activate.clip_gain,
+            gate_bias_EF=arrays.get("gate_bias"),
+            up_bias_EF=arrays.get("up_bias"),
+            down_bias_ED=arrays.get("down_bias"),
+            weigh_input=weigh_input,
         )
     else:
         y_MD = _run_sorted(x_MD, weights_Mk, experts_Mk, multiply, own, room(own), weigh_input)

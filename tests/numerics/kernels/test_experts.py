@@ -168,9 +168,7 @@ def fused(tokens: tuple[np.ndarray, ...], layer: dict[str, Any], dtype: str, **h
     """The second layer of a stack of three."""
     given = dict(layer)
     matrices = [jnp.asarray(given.pop(name), dtype) for name in ("gate", "up", "down")]
-    weights = [
-        kernels.GroupedWeight(values_LEKN=jnp.stack([7 * w, w, 0 * w])).at(1) for w in matrices
-    ]
+    weights = [kernels.GroupedWeight(values=jnp.stack([7 * w, w, 0 * w])).at(1) for w in matrices]
     given = {name: jnp.asarray(bias, jnp.float32) for name, bias in given.items()}
     run = jax.jit(functools.partial(kernels.fused_experts, **how))
     return np.asarray(run(*tokens, *weights, **given), np.float64)
@@ -283,7 +281,7 @@ def test_experts_that_cannot_be_fused_are_refused() -> None:
         kernels.fused_experts(
             x_MD, weights_MK, experts_MK, *([cast("Any", w_EDF)] * 3), activation="silu"
         )
-    layer = kernels.GroupedWeight(values_LEKN=w_EDF[None]).at(0)
+    layer = kernels.GroupedWeight(values=w_EDF[None]).at(0)
     if kernels.fuses_experts(x_MD, layer, layer, layer):
         with pytest.raises(kernels.KernelError, match=r"down\(7, 40, 72\) must be"):
             kernels.fused_experts(

@@ -173,7 +173,7 @@ def test_a_layer_of_a_stack_is_read_in_place(case: str, stored: str, implementat
 
     @jax.jit
     def product(x: jax.Array, stack: jax.Array, layer: jax.Array, sizes: jax.Array) -> jax.Array:
-        weight = kernels.GroupedWeight(values_LEKN=stack).at(layer)
+        weight = kernels.GroupedWeight(values=stack).at(layer)
         return kernels.grouped_matmul(x, weight, sizes, implementation=implementation)
 
     found = product(jnp.asarray(x, jnp.float32), stack_LEKN, jnp.int32(1), jnp.asarray(sizes))

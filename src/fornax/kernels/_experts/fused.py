@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fornax.config.errors import KernelError
-from fornax.kernels import _native
+from fornax.kernels._experts import native
 from fornax.kernels._grouped import GroupedWeight
-from fornax.kernels._grouped.call import free_devices
-from fornax.kernels.registry import current_platform
 
 __all__ = ["fused_experts", "fuses_experts"]
 
@@ -26,13 +24,10 @@ def fuses_experts(x: jax.Array, *weights: object) -> bool:
     """Whether `fused_experts` can run tokens x [..., D] through these weights here."""
     dtypes = {weight.dtype for weight in weights if isinstance(weight, GroupedWeight)}
     return (
-        current_platform() == "cpu"
+        native.takes(x)
         and all(isinstance(weight, GroupedWeight) for weight in weights)
         and dtypes in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.bfloat16)})
         and x.dtype == jnp.float32
-        and all(isinstance(size, int) and size > 0 for size in x.shape)
-        and free_devices() == 1
-        and _native.unavailable("experts") is None
     )
 
 
@@ -114,9 +109,9 @@ def fused_experts(
         x_MD,
         weights_Mk.astype(jnp.float32),
         experts_Mk.astype(jnp.int32),
-        gate.values_LEKN,
-        up.values_LEKN,
-        down.values_LEKN,
+        gate.values,
+        up.values,
+        down.values,
         gate.layer,
         *biases,
         gelu=np.bool_(activation == "gelu_tanh"),

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fornax.config.errors import KernelError
-from fornax.kernels import _native
-from fornax.kernels._grouped.call import free_devices
-from fornax.kernels.registry import current_platform
+from fornax.kernels._experts import native
 
 __all__ = ["GroupOrder", "sort_by_group"]
 
@@ -44,7 +42,7 @@ def sort_by_group(groups_A: jax.Array, num_groups: int) -> GroupOrder:
         raise KernelError(
             f"sort_by_group: groups{groups_A.shape} of {groups_A.dtype} must be one axis of int32"
         )
-    if _declines(groups_A):
+    if not native.takes(groups_A):
         order_A = jnp.argsort(groups_A, stable=True)
         # Counted, as a search refuses a number of rows that is open.
         sizes_E = jnp.sum(groups_A[:, None] == jnp.arange(num_groups), axis=0, dtype=jnp.int32)
@@ -53,15 +51,3 @@ def sort_by_group(groups_A: jax.Array, num_groups: int) -> GroupOrder:
     sizes = jax.ShapeDtypeStruct((num_groups,), jnp.int32)
     call = jax.ffi.ffi_call("fornax_group_order", (rows, rows, sizes), vmap_method="sequential")
     return GroupOrder(*call(groups_A))
-
-
-def _declines(groups_A: jax.Array) -> bool:
-    """Whether the native kernel cannot take the rows."""
-    rows = groups_A.shape[0]
-    return (
-        current_platform() != "cpu"
-        or not isinstance(rows, int)
-        or rows == 0
-        or free_devices() > 1
-        or _native.unavailable("experts") is not None
-    )

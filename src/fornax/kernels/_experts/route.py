@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fornax.config.errors import KernelError
-from fornax.kernels import _native
-from fornax.kernels._grouped.call import free_devices
-from fornax.kernels.registry import current_platform
+from fornax.kernels._experts import native
 
 __all__ = ["route_top_k"]
 
@@ -101,7 +99,7 @@ def route_top_k(
 def _route(
     rule: _Rule, logits_ME: jax.Array, bias_E: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    if _declines(logits_ME):
+    if not native.takes(logits_ME):
         return _plain(rule, logits_ME, bias_E)
     shape = (logits_ME.shape[0], rule.k)
     results = (jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32))
@@ -158,15 +156,3 @@ def _open_groups(rule: _Rule, ranked_ME: jax.Array) -> jax.Array:
     _, open_Mg = jax.lax.top_k(jnp.sum(best_MGb, axis=-1), rule.groups_per_token)
     is_open_MG = jnp.any(jax.nn.one_hot(open_Mg, rule.num_groups, dtype=bool), axis=1)
     return jnp.where(is_open_MG[:, :, None], grouped_MGe, -jnp.inf).reshape(ranked_ME.shape)
-
-
-def _declines(logits_ME: jax.Array) -> bool:
-    """Whether the native kernel cannot take the logits."""
-    rows = logits_ME.shape[0]
-    return (
-        current_platform() != "cpu"
-        or not isinstance(rows, int)
-        or rows == 0
-        or free_devices() > 1
-        or _native.unavailable("experts") is not None
-    )

@@ -34,7 +34,7 @@ def of_layer(x_MK: jax.Array, w: GroupedWeight, sizes_E: jax.Array) -> jax.Array
     y_MN = jax.ShapeDtypeStruct((x_MK.shape[0], w.shape[2]), x_MK.dtype)
     call = jax.ffi.ffi_call("fornax_grouped_matmul", y_MN, vmap_method="sequential")
     narrow_MK = x_MK.astype(w.dtype)
-    return call(narrow_MK, w.values_LEKN, sizes_E, w.layer, transposed=np.bool_(False))
+    return call(narrow_MK, w.values, sizes_E, w.layer, transposed=np.bool_(False))
 
 
 def _outer(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:

@@ -202,6 +202,18 @@ void share_rows(ffi::ThreadPool& pool, int64_t rows, int64_t count, const Work& 
   }
 }
 
+constexpr int64_t kAlone = 1 << 16;  // elements that are not worth a second thread
+
+// work(first, last) over all of `rows`, by several threads where they have so many elements.
+template <typename Work>
+void share_evenly(ffi::ThreadPool& pool, int64_t rows, int64_t elements, const Work& work) {
+  const int64_t most = elements <= kAlone ? 1 : 4 * pool.num_threads();
+  const int64_t parts = std::clamp<int64_t>(most, 1, std::max<int64_t>(rows, 1));
+  share_rows(pool, rows, parts, [&](int64_t part) {
+    work(rows * part / parts, rows * (part + 1) / parts);
+  });
+}
+
 }  // namespace fornax
 
 #endif  // FORNAX_KERNELS_CREW_H_

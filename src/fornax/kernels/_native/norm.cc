@@ -11,8 +11,6 @@
 namespace fornax {
 namespace {
 
-constexpr int64_t kAlone = 1 << 16;  // elements that are not worth a second thread
-
 template <typename T>
 void normalise(const T* x, const float* scale, int64_t D, float eps, float* line, T* y) {
   const int64_t width = round_up(D, kLanes);
@@ -56,13 +54,11 @@ void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Scale& of, float 
   } else {
     of.write<Half>(scale);
   }
-  const int64_t most = M * D <= kAlone ? 1 : 4 * pool.num_threads();
-  const int64_t parts = std::clamp<int64_t>(most, 1, M);
-  share_rows(pool, M, parts, [&, scale](int64_t part) {
+  share_evenly(pool, M, M * D, [&, scale](int64_t first, int64_t last) {
     Arena& arena = Arena::of_this_thread();
     arena.start(round_up(D, kLanes));
     float* line = arena.take(round_up(D, kLanes));
-    for (int64_t i = M * part / parts; i < M * (part + 1) / parts; ++i) {
+    for (int64_t i = first; i < last; ++i) {
       normalise(from + i * D, scale, D, eps, line, to + i * D);
     }
   });

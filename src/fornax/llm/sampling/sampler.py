@@ -23,7 +23,7 @@ from fornax.llm.sampling.masks import ALL, full_mask
 from fornax.llm.sampling.rejection import Proposals, correct, record
 from fornax.llm.sampling.state import (
     DrawParams,
-    Noted,
+    LogitParams,
     SamplerState,
 )
 from fornax.llm.sampling.top_k_top_p import filtered
@@ -86,11 +86,12 @@ def sample(
         proposals: a draft model's, of all rows; None without one.
         slots_M: int32, which of its row's proposals is for the sample; -1 for none.
     """
-    choice = _choices(state.choice, rows_M)
-    changing = needs_processing(state, rows_M, mask_MW)
+    all_R = state.rows
+    choice = _choices(all_R.choice, rows_M)
+    changing = needs_processing(all_R.change, rows_M, mask_MW)
 
     def adjusted() -> jax.Array:
-        return process_logits(logits_MV, state, rows_M, mask_MW)
+        return process_logits(logits_MV, all_R.change, rows_M, mask_MW)
 
     def draw(weights_MGL: jax.Array) -> jax.Array:
         if proposals is None or slots_M is None:
@@ -136,13 +137,13 @@ def sample(
         lambda: scored(reported, target_M),
         lambda: _unscored(len(tokens_M), num_logprobs),
     )
-    before = state.noted
-    noted_M = jnp.where(rows_M >= 0, rows_M, len(before.last_token))
-    noted = Noted(
-        last_token=before.last_token.at[noted_M].set(target_M, mode="drop"),
-        counts=before.counts.at[noted_M, target_M].add(1, mode="drop"),
+    noted_M = jnp.where(rows_M >= 0, rows_M, len(state.last_token))
+    counts = all_R.change.counts.at[noted_M, target_M].add(1, mode="drop")
+    state = SamplerState(
+        last_token=state.last_token.at[noted_M].set(target_M, mode="drop"),
+        rows=replace(all_R, change=replace(all_R.change, counts=counts)),
     )
-    return Sampled(tokens_M, *found), replace(state, noted=noted)
+    return Sampled(tokens_M, *found), state
 
 
 def propose(
@@ -167,16 +168,16 @@ def propose(
         Tokens, int32 [M], -1 where the logits are not finite; and the new states.
     """
     samples, vocab_size = logits_MV.shape
-    choice, before = _choices(state.choice, rows_M), state.noted
+    change, choice = state.rows.change, _choices(state.rows.choice, rows_M)
     mask_MW = jnp.asarray(full_mask(vocab_size, samples))
     x_MV = lax.cond(
-        needs_processing(state, rows_M, mask_MW),
-        lambda: process_logits(logits_MV, state, rows_M, mask_MW),
+        needs_processing(change, rows_M, mask_MW),
+        lambda: process_logits(logits_MV, change, rows_M, mask_MW),
         lambda: logits_MV,
     )
     x_MGL, max_M = _in_lanes(_cut(x_MV, choice))
     greedy_M, random_M = _most_likely(x_MGL, max_M), choice.temperature > 0
-    noted_M = jnp.where(rows_M >= 0, rows_M, len(before.last_token))
+    noted_M = jnp.where(rows_M >= 0, rows_M, len(state.last_token))
 
     def drawn() -> tuple[jax.Array, Proposals]:
         # Drawn from the weights as they are kept, so that the model knows the very odds.
@@ -188,8 +189,8 @@ def propose(
 
     drawn_M, proposals = lax.cond(jnp.any(random_M), drawn, lambda: (greedy_M, proposals))
     tokens_M = jnp.where(random_M & (greedy_M >= 0), drawn_M, greedy_M)
-    last_token = before.last_token.at[noted_M].set(jnp.maximum(tokens_M, 0), mode="drop")
-    return tokens_M, replace(state, noted=before._replace(last_token=last_token)), proposals
+    last_token = state.last_token.at[noted_M].set(jnp.maximum(tokens_M, 0), mode="drop")
+    return tokens_M, replace(state, last_token=last_token), proposals
 
 
 def score(logits_MV: jax.Array, targets_M: jax.Array, k: int) -> Scored:
@@ -296,22 +297,22 @@ def _unscored(samples: int, k: int) -> Scored:
     return Scored(jnp.zeros(samples), jnp.zeros(samples, jnp.int32), zeros.astype(jnp.int32), zeros)
 
 
-def needs_processing(state: SamplerState, rows_M: jax.Array, mask_MW: jax.Array) -> jax.Array:
+def needs_processing(all_R: LogitParams, rows_M: jax.Array, mask_MW: jax.Array) -> jax.Array:
     """Whether `process_logits` would change anything in these samples; bool."""
-    all_R, vocab_size = state.change, state.noted.counts.shape[-1]
+    vocab_size = all_R.counts.shape[-1]
     changing_R = (all_R.presence != 0) | (all_R.frequency != 0) | (all_R.repetition != 1)
     changing_R |= all_R.bias_ids[:, 0] < vocab_size
     return jnp.any(mask_MW != ALL) | jnp.any(changing_R[rows_M] & (rows_M >= 0))
 
 
 def process_logits(
-    logits_MV: jax.Array, state: SamplerState, rows_M: jax.Array, mask_MW: jax.Array
+    logits_MV: jax.Array, all_R: LogitParams, rows_M: jax.Array, mask_MW: jax.Array
 ) -> jax.Array:
     """Forbid what the mask leaves out, add biases, apply penalties.
 
     Args:
         logits_MV: float32.
-        state: every row's parameters, and its output's tokens.
+        all_R: every row's.
         rows_M: int32, the row of each sample; -1 for padding.
         mask_MW: uint32; a bit for each allowed token.
 
@@ -319,16 +320,15 @@ def process_logits(
         float32 [M, V]; -inf for forbidden tokens.
     """
     vocab_size = logits_MV.shape[-1]
-    all_R = (state.change, state.noted.counts)
-    mine, counts_MV = jax.tree.map(lambda leaf_R: leaf_R[jnp.maximum(rows_M, 0)], all_R)
+    mine = jax.tree.map(lambda leaf_R: leaf_R[jnp.maximum(rows_M, 0)], all_R)
     x_MV = jnp.where(unpack(mask_MW, vocab_size), logits_MV, -jnp.inf)
     samples = jnp.arange(len(x_MV))[:, None]
     x_MV = x_MV.at[samples, mine.bias_ids].add(mine.biases, mode="drop")
-    used_MV = counts_MV > 0
+    used_MV = mine.counts > 0
     seen_MV = used_MV | unpack(mine.prompt, vocab_size)
     factor_M1 = mine.repetition[:, None]
     x_MV = jnp.where(seen_MV, jnp.where(x_MV > 0, x_MV / factor_M1, x_MV * factor_M1), x_MV)
-    x_MV -= mine.frequency[:, None] * counts_MV
+    x_MV -= mine.frequency[:, None] * mine.counts
     return x_MV - mine.presence[:, None] * used_MV
 
 

@@ -5,7 +5,7 @@ Legend: R rows (sequences that can run at once), V vocabulary, W words of 32 tok
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self, cast
+from typing import Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from fornax.llm.sampling_params import MAX_BIASES, SamplingParams
 __all__ = [
     "DrawParams",
     "LogitParams",
-    "Noted",
     "RowParams",
     "SamplerState",
     "init_sampler_state",
@@ -61,6 +60,8 @@ class LogitParams:
     """int32 [B]; V where there is none."""
     biases: jax.Array
     """float32 [B]."""
+    counts: jax.Array
+    """int32 [V]: how often the output holds each token."""
     prompt: jax.Array
     """uint32 [W], a bit for each token of the prompt."""
 
@@ -72,8 +73,6 @@ class RowParams:
 
     choice: DrawParams
     change: LogitParams
-    counts: jax.Array
-    """int32 [V]: how often the output holds each token."""
 
     @classmethod
     def make(
@@ -100,13 +99,7 @@ class RowParams:
                 min_p=_leaf(params.min_p, np.float32),
                 key=_leaf([(int(seed) >> shift) & 0xFFFFFFFF for shift in (32, 0)], np.uint32),
             ),
-            change=_change(params, prompt, vocab_size),
-            counts=_leaf(
-                np.bincount(
-                    np.asarray(output if params.penalized else (), np.int64), minlength=vocab_size
-                ),
-                np.int32,
-            ),
+            change=_change(params, prompt, output, vocab_size),
         )
 
     @classmethod
@@ -116,24 +109,14 @@ class RowParams:
         return cls.make(greedy, seed=0, prompt=(), output=(), vocab_size=vocab_size)
 
 
-class Noted(NamedTuple):
-    """What sampling itself changes."""
-
-    last_token: jax.Array
-    """int32 [R]: the token sampled last."""
-    counts: jax.Array
-    """int32 [R, V]: how often each row's output holds each token."""
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
-    """All rows' parameters, and what was sampled for them."""
+    """All rows' parameters, tokens seen, and the token sampled last."""
 
-    noted: Noted
-    choice: DrawParams
-    """Each leaf with a leading R."""
-    change: LogitParams
+    last_token: jax.Array
+    """int32 [R]."""
+    rows: RowParams
     """Each leaf with a leading R."""
 
 
@@ -141,29 +124,33 @@ def init_sampler_state(rows: int, vocab_size: int) -> SamplerState:
     """A state of greedy rows: 4 V bytes a row, and a little."""
     default = RowParams.default(vocab_size)
     stack = jax.tree.map(lambda x: jnp.tile(jnp.asarray(x)[None], (rows, *[1] * x.ndim)), default)
-    noted = Noted(last_token=jnp.zeros(rows, jnp.int32), counts=stack.counts)
-    return SamplerState(noted, stack.choice, stack.change)
+    return SamplerState(last_token=jnp.zeros(rows, jnp.int32), rows=stack)
 
 
 def load_row(state: SamplerState, row: jax.Array, params: RowParams) -> SamplerState:
     """Put parameters into a row; `state` may be donated."""
-    before = RowParams(state.choice, state.change, state.noted.counts)
-    rows = jax.tree.map(lambda all_R, one: all_R.at[row].set(one), before, params)
-    return SamplerState(Noted(state.noted.last_token, rows.counts), rows.choice, rows.change)
+    rows = jax.tree.map(lambda all_R, one: all_R.at[row].set(one), state.rows, params)
+    return SamplerState(last_token=state.last_token, rows=rows)
 
 
-def _change(params: SamplingParams, prompt: Sequence[int], vocab_size: int) -> LogitParams:
+def _change(
+    params: SamplingParams, prompt: Sequence[int], output: Sequence[int], vocab_size: int
+) -> LogitParams:
     bias = params.logit_bias or {}
     ids = np.full(MAX_BIASES, vocab_size, np.int32)
     values = np.zeros(MAX_BIASES, np.float32)
     ids[: len(bias)], values[: len(bias)] = list(bias), list(bias.values())
+    if not params.penalized:
+        prompt = output = ()
+    counts = np.bincount(np.asarray(output, np.int64), minlength=vocab_size)
     return LogitParams(
         presence=_leaf(params.presence_penalty, np.float32),
         frequency=_leaf(params.frequency_penalty, np.float32),
         repetition=_leaf(params.repetition_penalty, np.float32),
         bias_ids=_leaf(ids, np.int32),
         biases=_leaf(values, np.float32),
-        prompt=_leaf(token_mask(prompt if params.penalized else (), vocab_size), np.uint32),
+        counts=_leaf(counts, np.int32),
+        prompt=_leaf(token_mask(prompt, vocab_size), np.uint32),
     )
 
 

@@ -15,7 +15,7 @@ from tests.unit.llm.sampling.test_sampler import (
 
 from fornax.llm.sampling.rejection import init_proposals
 from fornax.llm.sampling.sampler import propose
-from fornax.llm.sampling.state import Noted, RowParams, SamplerState
+from fornax.llm.sampling.state import RowParams, SamplerState
 from fornax.llm.sampling_params import SamplingParams
 
 R, A = 250, 3
@@ -32,8 +32,7 @@ def pair_of(vocab, noise, seed=0):
 def state_of(params, vocab):
     row = RowParams.make(params, seed=7, prompt=(), output=(), vocab_size=vocab)
     rows = jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (R, *np.shape(x))), row)
-    noted = Noted(last_token=np.zeros(R, np.int32), counts=rows.counts)
-    return SamplerState(noted, rows.choice, rows.change)
+    return SamplerState(last_token=np.zeros(R, np.int32), rows=rows)
 
 
 def speculate(logits, draft, params, count):

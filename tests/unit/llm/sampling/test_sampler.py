@@ -82,7 +82,7 @@ def test_greedy_takes_the_first_of_the_highest():
     logits[1, [40, 20, 600]] = 50.0
     out, state = run(logits, state_of([SamplingParams(temperature=0.0)] * 3))
     assert out.tokens.tolist() == [logits[0].argmax(), 20, logits[2].argmax()]
-    assert state.noted.last_token.tolist()[:3] == out.tokens.tolist()
+    assert state.last_token.tolist()[:3] == out.tokens.tolist()
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 256, 257, 1000])
@@ -295,9 +295,9 @@ def test_a_row_loaded_again_forgets_its_last_sequence():
 def test_padding_changes_no_row():
     state = state_of([SamplingParams(temperature=0, presence_penalty=1.0)] * 2)
     _, after = run(logits_of(2), state, rows=[1, -1])
-    assert after.noted.last_token[0] == state.noted.last_token[0]
-    assert not after.noted.counts[0].any()
-    assert after.noted.counts[1].sum() == 1
+    assert after.last_token[0] == state.last_token[0]
+    assert not after.rows.change.counts[0].any()
+    assert after.rows.change.counts[1].sum() == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -310,7 +310,7 @@ def test_broken_logits_are_reported_for_their_row_only(temperature, value):
     assert out.tokens[1] == -1
     assert out.tokens[0] >= 0
     assert out.tokens[2] >= 0
-    assert state.noted.last_token[1] == 0
+    assert state.last_token[1] == 0
 
 
 def test_nothing_allowed_is_reported():
