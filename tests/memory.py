@@ -32,6 +32,11 @@ def programs_let_go(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if _peak_mb() > _risen[0]:
         _risen = (_peak_mb(), request.path.name)
+    let_programs_go()
+
+
+def let_programs_go() -> None:
+    """Drop what was compiled, where the process has grown large: for files with many models too."""
     if "jax" in sys.modules and _resident_mb() > _KEPT_MB:
         import jax
 

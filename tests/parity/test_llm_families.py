@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.memory import let_programs_go
 from tests.parity.cases import CASES, build
 from tests.parity.conftest import HfModel, make_oracle, oracle_logits
 
@@ -174,6 +175,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     yield Pair(oracle, llm, figures, shortest, pages, bool(states))
     assert not figures.compiled, "a program was compiled after the engine was ready"
     assert llm.num_free_pages == llm.num_pages, "pages were not given back"
+    let_programs_go()
 
 
 def test_tokens_agree_through_chunks_batches_and_preemption(pair: Pair) -> None:

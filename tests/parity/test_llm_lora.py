@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.memory import let_programs_go
 from tests.parity.conftest import HfModel, oracle_logits
 from tests.parity.test_llm_families import (
     SERVED,
@@ -185,6 +186,7 @@ def served(
     yield Served(llm, merged, folder)
     assert llm.num_free_pages == llm.num_pages, "pages were not given back"
     torch.set_num_threads(threads)
+    let_programs_go()
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
