@@ -4,6 +4,7 @@ Of a model whose layers keep states a beginning is reused where its pages end an
 """
 
 import hashlib
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Items
@@ -254,6 +255,25 @@ class BlockManager:
         if changed:
             self._take(sequence, first, total, plan)
         return True
+
+    def has_room(self, sequences: Items[Sequence], count: int) -> bool:
+        """Whether all sequences can be extended by `count` tokens at once."""
+        for group, pool in enumerate(self.pools):
+            missing = 0
+            for sequence in sequences:
+                start, pages = sequence.num_computed, sequence.pages[group]
+                missing += max(0, self._pages_of(start + count) - len(pages))
+                first = start // self.page_size
+                missing += first < len(pages) and pool.holders[pages[first]] > 1
+            if missing > pool.available:
+                return False
+        return True
+
+    def until_kept(self, sequence: Sequence) -> int:
+        """Tokens after `num_computed` up to where a state is to be kept; many if none is."""
+        if not self._keeps_states:
+            return sys.maxsize
+        return self.page_size - sequence.num_computed % self.page_size
 
     def fork(self, parent: Sequence, child: Sequence, plan: SchedulerOutput) -> None:
         """Let the child hold all of its parent's pages."""

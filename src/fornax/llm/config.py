@@ -106,6 +106,10 @@ class EngineConfig:
     """Of models with linear layers: states kept for equal beginnings; None: twice as many as
     sequences that run at once, in a tenth of a device's memory at most."""
 
+    num_scheduler_steps: int = 4
+    """Steps that one call of the device does at most, where it does nothing but decode and none of
+    its requests needs the host between tokens; only as many as fit in 20 ms. 1: each token by
+    itself."""
     tensor_parallel_size: int = 1
     """Devices that each layer is divided over."""
     speculative_config: Speculation | None = None
@@ -160,6 +164,7 @@ class EngineConfig:
         _at_least(1, max_lora_rank=self.max_lora_rank, compile_threads=self.compile_threads)
         _at_least(1, tensor_parallel_size=self.tensor_parallel_size)
         _at_least(1, max_num_partial_prefills=self.max_num_partial_prefills)
+        _at_least(1, num_scheduler_steps=self.num_scheduler_steps)
         _at_least(0, max_logprobs=self.max_logprobs)
         _at_least(0, long_prefill_token_threshold=self.long_prefill_token_threshold)
         if self.num_state_checkpoints is not None:

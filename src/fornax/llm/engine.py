@@ -3,12 +3,13 @@
 A call dispatches the model's part of step n + 1, then works through the results of step n while it
 runs, then dispatches the sampling of step n + 1, for which it now knows every earlier token. Where
 each sequence goes on by one token, and none needs a mask or log probabilities, one program does
-both.
+both, and several steps of a few milliseconds in one call.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -73,6 +74,8 @@ class Engine:
         self._inflight: tuple[RunnerOutput, int] | None = None
         self._asleep = False
         self._stepped = 0.0
+        self._step_seconds = CALL_SECONDS
+        """Of a step that decodes, in the last call that did."""
 
     @property
     def has_work(self) -> bool:
@@ -122,11 +125,12 @@ class Engine:
         if self._speculates:  # drafts are made of known tokens: no step ahead
             outputs += self._process()
             self._propose()
-        plan = self.scheduler.schedule()
+        free = self._are_free()
+        plan = self.scheduler.schedule(self._most_steps() if free else 1)
         sampled, bucket = None, 0
         if plan is not None:
             self._start(plan)
-            if self._decodes(plan):
+            if free and self.runner.decodes(plan):
                 sampled = self.runner.decode(plan, plan.adapters)
             else:
                 bucket = self.runner.forward(plan, plan.adapters)
@@ -225,12 +229,18 @@ class Engine:
         ]
         self._proposer.propose(ready)
 
-    def _decodes(self, plan: SchedulerOutput) -> bool:
-        """Whether a step's sampling needs nothing that the results before it will say, so that one
-        program does both. A sequence that they end is sampled in vain."""
-        return self.runner.decodes(plan) and all(
-            self._owner[sample.sequence.id][1].is_free for sample in plan.samples
+    def _are_free(self) -> bool:
+        """Whether sampling after sequences that run needs nothing that the results before it will
+        say, so that one program does both. A sequence that they end is sampled in vain."""
+        owner = self._owner
+        return all(
+            sequence.pooling or owner[sequence.id][1].is_free for sequence in self.scheduler.running
         )
+
+    def _most_steps(self) -> int:
+        """Steps that a call may do: so many that readers do not notice that tokens come together,
+        and new requests hardly wait longer."""
+        return max(1, min(self.runner.most_steps, int(CALL_SECONDS / self._step_seconds)))
 
     def _sample(self, plan: SchedulerOutput, bucket: int) -> RunnerOutput:
         masks: dict[int, np.ndarray] = {}
@@ -284,27 +294,31 @@ class Engine:
                 request.take_prompt_logprobs(entry.start, entry.stop, pieces, self._token_text)
         for first, count in plan.sample_runs():
             sequence = plan.samples[first].sequence
-            drafts = count - 1
+            sampled = list(chain.from_iterable(tokens[first : first + count]))
             if sequence.status is Status.FINISHED:
-                self.scheduler.received(sequence, [], drafts)
+                self.scheduler.received(sequence, [], len(sampled))
                 continue
             request, completion = self._owner[sequence.id]
-            accepted = accepted_tokens(sequence.drafts, tokens[first : first + count])
+            drafts = count - 1
+            accepted = accepted_tokens(sequence.drafts, sampled) if drafts else sampled
             problem = self._failed.pop(request.request_id, None)
             broken = problem is None and -1 in accepted
             if broken:
                 problem = _NOT_FINITE
+            before = completion.num_tokens
             if problem is None:
                 if drafts:
                     stats.count_drafts(drafts, len(accepted) - 1)
-                problem = self._take(request, completion, accepted, drafts, version, result, first)
+                problem = self._take(
+                    request, completion, accepted, len(sampled), version, result, first
+                )
             if problem is not None:
                 self._requests.pop(request.request_id, None)
                 self._drop(request)
                 outputs.append(Failure(request.request_id, problem, broken))
                 touched.pop(request.request_id, None)
                 continue
-            stats.generation_tokens += len(accepted)
+            stats.generation_tokens += completion.num_tokens - before
             touched[request.request_id] = request
         outputs += self._emit(touched)
         outputs += self._embeddings(result)
@@ -317,15 +331,16 @@ class Engine:
         request: Request,
         completion: Completion,
         accepted: list[int],
-        drafts: int,
+        sampled: int,
         version: int,
         result: RunnerOutput,
         first: int,
     ) -> str | None:
-        """Give a completion its tokens; returns what is wrong with them, if anything."""
+        """Give a completion its tokens, of `sampled` in the plan; returns what is wrong with them,
+        if anything."""
         sequence = completion.sequence
         kept = completion.take(accepted)
-        self.scheduler.received(sequence, kept, drafts)
+        self.scheduler.received(sequence, kept, sampled)
         logprobs = None
         if completion.params.logprobs is not None:
             wanted = completion.params.logprobs
@@ -399,8 +414,12 @@ class Engine:
     def _stats(self, result: RunnerOutput) -> StepStats:
         plan, scheduler = result.plan, self.scheduler
         now = time.monotonic()
+        seconds = now - self._stepped
+        if result.decoded_KT is not None:
+            self._step_seconds = seconds / plan.steps
         stats = StepStats(
-            seconds=now - self._stepped,
+            seconds=seconds,
+            steps=plan.steps,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             cache_usage=scheduler.manager.usage,
@@ -418,6 +437,9 @@ class Engine:
         self._stepped = now
         return stats
 
+
+CALL_SECONDS = 0.02
+"""Of several steps in one call, at most."""
 
 _NOT_FINITE = (
     "the model's output is not a number: its weights or its arithmetic are broken; check the "

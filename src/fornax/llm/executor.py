@@ -180,15 +180,26 @@ class Executor:
         )
         return experts_TLk
 
-    def decode(self, bucket: Host, vector: np.ndarray) -> tuple[Sampled, jax.Array | None]:
-        """A step of which each token is a sequence's last, and its sampling, where everything is
-        allowed and no log probabilities are wanted; returns the experts as `step` does."""
-        self._tell("decode", bucket, vector)
+    def decode(
+        self, bucket: Host, vector: np.ndarray, steps: Host
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Steps of which each token is a sequence's last, and the sampling after each, where
+        everything is allowed and no log probabilities are wanted.
+
+        Args:
+          bucket: tokens of a step.
+          vector: the first step's, with room in the page tables for all.
+          steps: how many, at most the K that the engine is made for.
+
+        Returns:
+          The tokens, int32 [K, T], and the experts, [K, T, L, k], as `step` returns them.
+        """
+        self._tell("decode", bucket, vector, steps)
         program = self._programs.get((self._name, "decode", int(bucket)))
-        kept = (self.kv, self.states, self.tables, self.hidden, self.sampler)
-        *kept, sampled, experts_TLk = program(self._leaves, *kept, vector)
-        self.kv, self.states, self.tables, self.hidden, self.sampler = kept
-        return sampled, experts_TLk
+        kept = (self.kv, self.states, self.tables, self.sampler)
+        *kept, tokens_KT, experts_KTLk = program(self._leaves, *kept, vector, steps)
+        self.kv, self.states, self.tables, self.sampler = kept
+        return tokens_KT, experts_KTLk
 
     def draft(self, bucket: Host, vector: np.ndarray, ends: np.ndarray) -> jax.Array:
         """What the model's own module proposes after a step of `bucket` tokens, int32 [R, K]; see

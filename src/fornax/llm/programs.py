@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from fornax import kernels
 from fornax.llm.config import EngineConfig, LogprobsMode
 from fornax.llm.limits import Limits
+from fornax.llm.routed_experts import describe_routed_experts
 from fornax.llm.sampling.masks import full_mask, mask_words
 from fornax.llm.sampling.rejection import Proposals, init_proposals
 from fornax.llm.sampling.sampler import Sampled, Scored, propose, sample, score
@@ -252,7 +253,7 @@ class _Functions:
         """A token for each sample; `vector` is int32 [5, M]: place in `hidden`, row, position,
         whether log probabilities are wanted (the first), and place among the row's proposals."""
         return sample(
-            self._logits(leaves, hidden, vector[0]),
+            self._logits_at(leaves, hidden, vector[0]),
             sampler,
             vector[1],
             vector[2],
@@ -264,42 +265,69 @@ class _Functions:
             slots_M=vector[4],
         )
 
-    def decode(self, step: Callable[..., StepResults], layout: StepLayout) -> Callable[..., object]:
-        """A step of which each token is a sequence's last, and the sampling after it.
+    def decode(
+        self,
+        step: Callable[..., StepResults],
+        layout: StepLayout,
+        most: int,
+        experts: Shape | None = None,
+    ) -> Callable[..., object]:
+        """Steps of which each token is a sequence's last, and the sampling after each.
 
         Args:
           step: from `make_step`, as a function of the leaves.
           layout: of the step.
+          most: steps of a call, at most, K.
+          experts: a token's experts, [L, k], if the step returns them.
 
         Returns:
-          A function of (leaves, kv, states, tables, hidden, sampler, vector) that returns what the
-          step does, with the new sampler and the `Sampled` of each token after its hidden states.
-          Everything is allowed, and no log probabilities are wanted.
+          A function of (leaves, kv, states, tables, sampler, vector, steps) that returns these up
+          to the sampler, the tokens, int32 [K, T], and the experts, [K, T, L, k] or None.
+          Everything is allowed, and no log probabilities are wanted. The vector is the first
+          step's, but for page tables, which have places for the tokens of all.
         """
+        mask_TW = full_mask(self.weights.config.vocab_size, layout.tokens)
 
         def decode(
             leaves: list[jax.Array],
             kv: tuple[jax.Array, ...],
             states: DeltaState | None,
             tables: tuple[jax.Array, ...],
-            hidden: jax.Array,
             sampler: SamplerState,
             vector: jax.Array,
+            steps: jax.Array,
         ) -> tuple:
-            found = step(leaves, kv, states, tables, hidden, sampler.last_token, vector)
-            kv, states, tables, hidden, experts_TLk = found
-            parts, vocab = layout.cut(vector), self.weights.config.vocab_size
-            sampled, sampler = sample(
-                self._logits(leaves, hidden, jnp.arange(layout.tokens)),
-                sampler,
-                parts["rows_T"],
-                parts["positions_T"] + 1,
-                jnp.asarray(full_mask(vocab, layout.tokens)),
-                num_logprobs=self.most,
-                want_logprobs=False,
-                logprobs_mode=self.logprobs_mode,
-            )
-            return kv, states, tables, hidden, sampler, sampled, experts_TLk
+            parts = layout.cut(vector)
+
+            def one(index: jax.Array, carry: tuple) -> tuple:
+                *kept, sampler, tokens_KT, experts_KTLk = carry
+                # Else XLA widens weights ahead of the loop, of which a step reads a few rows.
+                mine, index = jax.lax.optimization_barrier((leaves, index))
+                *kept, x_TD, experts_TLk = step(
+                    mine, *kept, None, sampler.last_token, vector, index
+                )
+                sampled, sampler = sample(
+                    self._logits(mine, x_TD),
+                    sampler,
+                    parts["rows_T"],
+                    parts["positions_T"] + 1 + index,
+                    jnp.asarray(mask_TW),
+                    num_logprobs=self.most,
+                    want_logprobs=False,
+                    logprobs_mode=self.logprobs_mode,
+                )
+                tokens_KT = tokens_KT.at[index].set(sampled.tokens)
+                if experts_KTLk is not None:
+                    experts_KTLk = experts_KTLk.at[index].set(experts_TLk)
+                return *kept, sampler, tokens_KT, experts_KTLk
+
+            tokens_KT = jnp.zeros((most, layout.tokens), jnp.int32)
+            experts_KTLk = None
+            if experts is not None:
+                shape = most, layout.tokens, *experts.shape
+                experts_KTLk = jnp.zeros(shape, experts.dtype)
+            kept = (kv, states, tables, sampler, tokens_KT, experts_KTLk)
+            return jax.lax.fori_loop(0, steps, one, kept)
 
         return decode
 
@@ -312,17 +340,21 @@ class _Functions:
         vector: jax.Array,
     ) -> tuple[jax.Array, SamplerState, Proposals]:
         """A draft model's token for each sample of such a vector."""
-        logits_MV = self._logits(leaves, hidden, vector[0])
+        logits_MV = self._logits_at(leaves, hidden, vector[0])
         return propose(logits_MV, sampler, proposals, vector[1], vector[2], vector[4])
 
     def score_rows(self, leaves: list[jax.Array], hidden: jax.Array, vector: jax.Array) -> Scored:
         """Log probabilities of targets; `vector` is int32 [2, M]: place in `hidden`, target."""
-        logits_MV = self._logits(leaves, hidden, vector[0])
+        logits_MV = self._logits_at(leaves, hidden, vector[0])
         return score(logits_MV, jnp.maximum(vector[1], 0), self.most)
 
-    def _logits(self, leaves: list[jax.Array], hidden: jax.Array, places_M: jax.Array) -> jax.Array:
-        model = self.weights.merge(self.tree.unflatten(leaves))
-        return model.logits(hidden[jnp.maximum(places_M, 0)][None])[0]
+    def _logits_at(
+        self, leaves: list[jax.Array], hidden: jax.Array, places_M: jax.Array
+    ) -> jax.Array:
+        return self._logits(leaves, hidden[jnp.maximum(places_M, 0)])
+
+    def _logits(self, leaves: list[jax.Array], x_MD: jax.Array) -> jax.Array:
+        return self.weights.merge(self.tree.unflatten(leaves)).logits(x_MD[None])[0]
 
 
 def make_programs(
@@ -365,16 +397,17 @@ def make_programs(
     kv_places, state_places = jax.tree.map(lambda x: x.sharding, (kv, states))
     places = (kv_places, state_places, everywhere, everywhere, everywhere)
     routed = config.enable_return_routed_experts and not draft
+    returned = describe_routed_experts(weights.config) if routed else None
     for size, layout in reversed(sizes.layouts.items()):
         made = make_step(weights, layout, limits.max_model_len, bind, returns_experts=routed)
         step, vector = functions.on_leaves(made), ints((layout.size,))
         args = (leaves, kv, states, tables, hidden, sampler.last_token, vector)
         found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
         if size in sizes.decodes:
-            decode = functions.decode(step, layout)
-            args = (leaves, kv, states, tables, hidden, sampler, vector)
-            where = (*places[:4], everywhere, everywhere, everywhere)
-            found["decode", size] = Program(weights, decode, args, (1, 2, 3, 4, 5), where)
+            decode = functions.decode(step, layout, config.num_scheduler_steps, returned)
+            args = (leaves, kv, states, tables, sampler, vector, ints(()))
+            where = (*places[:3], everywhere, everywhere, everywhere)
+            found["decode", size] = Program(weights, decode, args, (1, 2, 3, 4), where)
     if config.mtp:
         for size, layout in reversed(sizes.layouts.items()):
             made = make_draft(weights, layout, limits.max_model_len, config.num_drafts)

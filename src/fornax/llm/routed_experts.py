@@ -19,7 +19,7 @@ from fornax.llm.scheduler_output import SchedulerOutput
 from fornax.llm.sequence import Sequence, Status
 from fornax.models import DecoderConfig, cache_windows, routed_experts_dtype
 
-__all__ = ["Places", "RoutedExperts", "check_routes"]
+__all__ = ["Places", "RoutedExperts", "check_routes", "describe_routed_experts"]
 
 
 class Places(NamedTuple):
@@ -48,6 +48,14 @@ def check_routes(model: DecoderConfig) -> None:
         )
 
 
+def describe_routed_experts(model: DecoderConfig) -> jax.ShapeDtypeStruct:
+    """What is kept of a token: [L, k]."""
+    experts = model.experts
+    assert experts is not None, "only models with experts return any"
+    shape = (model.num_expert_layers, experts.experts_per_token)
+    return jax.ShapeDtypeStruct(shape, routed_experts_dtype(experts))
+
+
 class RoutedExperts:
     """The experts that tokens took; a sequence that is computed anew has the newest."""
 
@@ -58,12 +66,10 @@ class RoutedExperts:
           ConfigError: see `check_routes`.
         """
         check_routes(model)
-        experts = model.experts
-        assert experts is not None
         self._group = cache_windows(model).index(None)
         self._size = limits.page_size
-        self._shape = (model.num_expert_layers, experts.experts_per_token)
-        self._dtype = routed_experts_dtype(experts)
+        experts = describe_routed_experts(model)
+        self._shape, self._dtype = experts.shape, experts.dtype
         pages = limits.num_pages[self._group]
         self._pages = np.zeros((pages, self._size, *self._shape), self._dtype)
         self._rows: dict[int, np.ndarray] = {}
@@ -85,17 +91,21 @@ class RoutedExperts:
             found.append(Places(first, page * self._size + tokens % self._size))
         return found
 
-    def take(self, plan: SchedulerOutput, places: Items[Places], experts_TLk: jax.Array) -> None:
-        """Keep what a step returned; waits for the device. Steps in the order of their plans."""
-        rows = np.asarray(experts_TLk)
+    def take(self, plan: SchedulerOutput, places: Items[Places], experts: jax.Array) -> None:
+        """Keep what a call returned, [T, L, k], or of several steps [K, T, L, k]; waits for the
+        device. Calls in the order of their plans."""
+        rows = np.asarray(experts)
+        if rows.ndim == 4:
+            rows = rows[: plan.steps].swapaxes(0, 1).reshape(-1, *self._shape)
         for copy in plan.copies:
             if copy.group == self._group:
                 self._pages[copy.target] = self._pages[copy.source]
         slots = self._pages.reshape(-1, *self._shape)
         at = 0
         for entry, (first, slots_S) in zip(plan.entries, places, strict=True):
-            slots[slots_S[entry.start - first :]] = rows[at : at + entry.count]
-            at += entry.count
+            count = entry.stop - entry.start
+            slots[slots_S[entry.start - first :]] = rows[at : at + count]
+            at += count
             own = self._of(entry.sequence)
             if own is not None:
                 own[first : entry.stop] = slots[slots_S]

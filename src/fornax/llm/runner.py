@@ -66,12 +66,17 @@ class RunnerOutput:
     bucket: int
     routed: tuple[list[Places], jax.Array] | None = None
     """Where the step's tokens lie and which experts they took; None unless they are returned."""
+    decoded_KT: jax.Array | None = None
+    """int32: what `sampled` is of a call that decodes, of each of its steps."""
 
-    def tokens(self) -> list[int]:
-        """The token of each of the plan's samples; waits for the device."""
-        if self.sampled is None:
-            return []
-        return np.asarray(self.sampled.tokens)[: len(self.plan.samples)].tolist()
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each of the plan's samples, one for each step; waits for the device."""
+        tokens_KM = self.decoded_KT
+        if tokens_KM is None:
+            if self.sampled is None:
+                return []
+            tokens_KM = np.asarray(self.sampled.tokens)[None]
+        return np.asarray(tokens_KM)[: self.plan.steps, : len(self.plan.samples)].T.tolist()
 
     @cached_property
     def logprobs(self) -> Scored:
@@ -133,6 +138,7 @@ class Runner:
         self._last: tuple[SchedulerOutput, int, np.ndarray] | None = None
         """The last step and its vector, until the model's own module has read it."""
         self._sizes = self.executor.sizes
+        self._most_steps = config.num_scheduler_steps
         self._vocab = weights.config.vocab_size
 
     @property
@@ -182,18 +188,23 @@ class Runner:
         return bucket
 
     def decodes(self, plan: SchedulerOutput) -> bool:
-        """Whether there is a program for the step together with its sampling."""
+        """Whether there is a program for the call's steps together with their sampling."""
         return bool(self._sizes.decodes) and plan.is_decode
+
+    @property
+    def most_steps(self) -> int:
+        """Steps of a call, at most."""
+        return self._most_steps if self._sizes.decodes else 1
 
     def decode(
         self, plan: SchedulerOutput, adapters: Mapping[int, str] | None = None
     ) -> RunnerOutput:
-        """Dispatch a step that `decodes`, with its sampling; see `Executor.decode`."""
+        """Dispatch steps that it `decodes`, with their sampling; see `Executor.decode`."""
         bucket, vector = self._prepare(plan, adapters or {}, self._sizes.decodes)
-        sampled, experts_TLk = self.executor.decode(np.int32(bucket), vector)
-        self._take(plan, experts_TLk)
+        tokens_KT, experts = self.executor.decode(np.int32(bucket), vector, np.int32(plan.steps))
+        self._take(plan, experts)
         self._keep_states(plan)
-        return RunnerOutput(plan, sampled, (), {}, bucket, self._taken)
+        return RunnerOutput(plan, None, (), {}, bucket, self._taken, tokens_KT)
 
     def _prepare(
         self, plan: SchedulerOutput, adapters: Mapping[int, str], sizes: tuple[int, ...]
@@ -210,9 +221,9 @@ class Runner:
             parts[f"changes_3U.{group}"][:, : change_3U.shape[1]] = change_3U
         return bucket, vector
 
-    def _take(self, plan: SchedulerOutput, experts_TLk: jax.Array | None) -> None:
-        if self.routed is not None and experts_TLk is not None:
-            self._taken = (self.routed.places(plan), experts_TLk)
+    def _take(self, plan: SchedulerOutput, experts: jax.Array | None) -> None:
+        if self.routed is not None and experts is not None:
+            self._taken = (self.routed.places(plan), experts)
 
     def _keep_states(self, plan: SchedulerOutput) -> None:
         versions = self.limits.state_versions
@@ -333,11 +344,11 @@ class Runner:
                 tokens[at : at + len(known)] = known
                 if len(known) < count:
                     source[end - 1] = entry.row
-                positions[at:end] = np.arange(entry.start, entry.stop)
+                positions[at:end] = np.arange(entry.start, entry.start + count)
             parts["rows_T"][at:end] = entry.row
             parts["rows_R"][index] = entry.row
             starts[index + 1] = end
-            lens[index] = entry.stop
+            lens[index] = entry.start + count
             if versions := self.limits.state_versions:
                 first, kept = entry.row * versions, parts["kept_RJ"][index]
                 parts["slots_R"][index] = first + entry.state

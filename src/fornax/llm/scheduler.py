@@ -83,12 +83,17 @@ class Scheduler:
             each.order = self._key(each)
         insort(self.waiting, sequence, key=_order)
 
-    def schedule(self) -> SchedulerOutput | None:
-        """Plan the next step, and count its tokens as computed and sampled; None if nothing can
-        run before results of earlier plans have been received."""
+    def schedule(self, steps: int = 1) -> SchedulerOutput | None:
+        """Plan the next call, and count its tokens as computed and sampled; None if nothing can
+        run before results of earlier plans have been received.
+
+        Args:
+          steps: of a call that does nothing but decode, at most. Fewer are planned where a sequence
+            reaches its length or pages are short, and one where others wait.
+        """
         plan = self._plan
         before = len(plan.preempted)
-        budget = self._decode(plan)
+        budget = self._decode(plan, steps)
         self._prefill(plan, budget, admits=len(plan.preempted) == before)
         if not plan.entries:
             return None
@@ -96,22 +101,22 @@ class Scheduler:
         self._plan = SchedulerOutput()
         return plan
 
-    def received(self, sequence: Sequence, tokens: Items[int], drafts: int = 0) -> None:
+    def received(self, sequence: Sequence, tokens: Items[int], sampled: int = 1) -> None:
         """Take the tokens that came of a sequence's samples in one plan.
 
-        `drafts` is the entry's number of drafts, `tokens` what was accepted, 1 to 1 + drafts
-        tokens; the rest is rolled back. With no token at all (sampling failed) the sequence stands
-        still until `finish`. A finished sequence takes none.
+        `sampled` is how many they were, one for each step or draft and one more; `tokens` what was
+        accepted of them, from the first on; the rest is rolled back. With no token at all (sampling
+        failed) the sequence stands still until `finish`. A finished sequence takes none.
         """
-        sequence.num_pending -= 1 + drafts
-        sequence.drafts = []
+        drafted, sequence.drafts = bool(sequence.drafts), []
+        sequence.num_pending -= sampled
         if sequence.status is Status.FINISHED:
             return
         sequence.tokens.extend(tokens)
         if sequence.status is Status.RUNNING:
             if tokens:
-                sequence.num_computed -= 1 + drafts - len(tokens)
-                sequence.state = len(tokens) - 1 if drafts else 0
+                sequence.num_computed -= sampled - len(tokens)
+                sequence.state = len(tokens) - 1 if drafted else 0
             self.manager.commit(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -150,7 +155,7 @@ class Scheduler:
             rank = sequence.priority + sequence.arrival / self.config.priority_aging_seconds
         return (rank, sequence.arrival, sequence.id)
 
-    def _decode(self, plan: SchedulerOutput) -> int:
+    def _decode(self, plan: SchedulerOutput, steps: int) -> int:
         """Plan the sequences with one token to compute; returns the tokens left for prompts."""
         running = self.running
         decodes = []
@@ -166,6 +171,7 @@ class Scheduler:
                 decodes.append(sequence)
         budget = self.config.max_num_batched_tokens - len(decodes)
         extra = budget // 2 if prefills or self.waiting else budget
+        steps = self._steps(decodes, steps) if steps > 1 else 1
         for sequence in decodes:
             if sequence.row is None:  # preempted by one before it
                 budget += 1
@@ -174,13 +180,26 @@ class Scheduler:
             start = sequence.num_computed
             if drafts and not self.manager.extend(sequence, start, start + 1 + drafts, plan):
                 drafts = 0
-            if not drafts and not self._make_room(sequence, start, plan):
+            if not drafts and not self._make_room(sequence, start, start + steps, plan):
                 budget += 1
                 continue
             extra -= drafts
             budget -= drafts
-            self._emit(plan, sequence, 1 + drafts, drafts)
+            self._emit(plan, sequence, 1 + drafts, drafts, steps)
         return budget
+
+    def _steps(self, decodes: list[Sequence], most: int) -> int:
+        """How many steps of one call these sequences can decode, if no other wants to run: without
+        one that ends, or passes the place where a state is to be kept, before the last."""
+        if self.waiting or len(decodes) < len(self.running):
+            return 1
+        for each in decodes:
+            if each.pooling or each.drafts or each.num_computed < each.num_prompt:
+                return 1
+            most = min(most, each.max_len - each.length, self.manager.until_kept(each))
+        while most > 1 and not self.manager.has_room(decodes, most):
+            most -= 1
+        return most
 
     def _drafts(self, sequence: Sequence, most: int) -> int:
         """How many of the drafts to try; none before the prompt is forked."""
@@ -188,9 +207,11 @@ class Scheduler:
             return 0
         return min(len(sequence.drafts), most, sequence.max_len - len(sequence.tokens) - 1)
 
-    def _make_room(self, sequence: Sequence, start: int, plan: SchedulerOutput) -> bool:
-        """Make one token writable, if need be at the expense of the last in order."""
-        while not self.manager.extend(sequence, start, start + 1, plan):
+    def _make_room(
+        self, sequence: Sequence, start: int, stop: int, plan: SchedulerOutput
+    ) -> bool:
+        """Make tokens writable, if need be at the expense of the last in order."""
+        while not self.manager.extend(sequence, start, stop, plan):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -305,19 +326,21 @@ class Scheduler:
             self._preempt(self.running[-1])
         self._advance(plan, sequence, self.config.max_num_batched_tokens)
 
-    def _emit(self, plan: SchedulerOutput, sequence: Sequence, count: int, drafts: int) -> None:
+    def _emit(
+        self, plan: SchedulerOutput, sequence: Sequence, count: int, drafts: int, steps: int = 1
+    ) -> None:
         """Put [num_computed, num_computed + count) into the plan and the samples it leads to."""
         row = sequence.row
         assert row is not None, "only running sequences are planned"
         entry = len(plan.entries)
         start = sequence.num_computed
         length = len(sequence.tokens) + sequence.num_pending
-        plan.entries.append(Entry(sequence, row, start, count, drafts, sequence.state))
+        plan.entries.append(Entry(sequence, row, start, count, drafts, sequence.state, steps=steps))
         plan.num_tokens += count
         sequence.state = 0
         del sequence.drafts[drafts:]
         stop = start + count
-        sequence.num_computed = stop
+        sequence.num_computed = stop + steps - 1
         self.manager.commit(sequence)
         self.manager.keep_state(sequence, plan.entries[-1], plan)
         if stop - drafts < length:
@@ -328,7 +351,7 @@ class Scheduler:
         first = count - 1 - drafts
         for draft in range(drafts + 1):
             plan.samples.append(Sample(sequence, row, entry, first + draft, length + draft))
-        sequence.num_pending += 1 + drafts
+        sequence.num_pending += drafts + steps
         if sequence.children:
             self._fork(plan, sequence, entry, count - 1)
 

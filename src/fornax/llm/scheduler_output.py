@@ -26,11 +26,13 @@ class Entry:
     next_state: int = 0
     """Which of them takes the state after it; with drafts the one after each of its tokens goes to
     another, from 0 on."""
+    steps: int = 1
+    """Steps of the call. After the first one the sequence goes on by the token that it sampled."""
 
     @property
     def stop(self) -> int:
-        """End of the range; also the context length after the step."""
-        return self.start + self.count
+        """End of the range, further steps included; also the context length after them."""
+        return self.start + self.count + self.steps - 1
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class Sample:
     offset: int
     """Token of that entry whose hidden row is used."""
     position: int
-    """Index in the sequence that the sampled token gets."""
+    """Index in the sequence that the sampled token gets, the first of several."""
 
 
 class PageCopy(NamedTuple):
@@ -73,7 +75,8 @@ class StateCopy(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step. Plans must run in the order they were made, and every plan must run."""
+    """One call: a step, or several that decode the same sequences. Plans must run in the order they
+    were made, and every plan must run."""
 
     entries: list[Entry] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -96,11 +99,16 @@ class SchedulerOutput:
     preempted: list[Sequence] = field(default_factory=list)
     """Sequences pushed out of the cache since the last plan."""
     num_tokens: int = 0
-    """Sum of the entries' counts."""
+    """Sum of the entries' counts: tokens of a step."""
     prefix_queries: int = 0
     """Tokens of new sequences looked up in the prefix cache."""
     prefix_hits: int = 0
     """Of these, tokens found."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the call."""
+        return self.entries[0].steps
 
     @property
     def prompt_tokens(self) -> int:

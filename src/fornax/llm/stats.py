@@ -25,10 +25,12 @@ class Readiness:
 
 @dataclass(slots=True)
 class StepStats:
-    """One engine step; counts are of this step unless said otherwise."""
+    """One call of the engine's programs; counts are of this call unless said otherwise."""
 
     seconds: float = 0.0
-    """From the previous step's end to this one's, while work was there."""
+    """From the previous call's end to this one's, while work was there."""
+    steps: int = 1
+    """Steps of the call: several where it does nothing but decode."""
     running: int = 0
     """Sequences running now."""
     waiting: int = 0
@@ -38,7 +40,7 @@ class StepStats:
     bucket: int = 0
     """Tokens that the compiled step was made for."""
     tokens: int = 0
-    """Tokens it was given; the rest was padding."""
+    """Tokens that each step was given; the rest was padding."""
     prompt_tokens: int = 0
     """Of these, prompt tokens computed."""
     generation_tokens: int = 0

@@ -91,7 +91,7 @@ def test_drafts_are_checked_and_the_rejected_rolled_back():
         (3, 8),
     ]
     assert engine.schedule() is None  # what follows depends on the drafts
-    engine.received(one, [8, 6], drafts=3)
+    engine.received(one, [8, 6], sampled=4)
     assert (one.output, one.num_computed, one.remaining) == ([7, 8, 6], 6, 1)
     assert one.drafts == []
 

@@ -7,7 +7,7 @@ the digest of all tokens that its state is of.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fornax.config.errors import EngineError
 from fornax.llm.block_manager import BlockManager, PagePool
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
-from fornax.llm.scheduler_output import SchedulerOutput
+from fornax.llm.scheduler_output import Entry, SchedulerOutput
 from fornax.llm.sequence import Sequence, Status
 from fornax.llm.state_pool import StatePool
 
@@ -70,12 +70,31 @@ class Device:
         assert len({(copy.group, copy.target) for copy in plan.copies}) == len(plan.copies)
         for group, source, target in plan.copies:
             self.cache[group][target] = dict(self.cache[group][source])
-        chains = [chain(each.sequence.salt, self.inputs(each)) for each in plan.entries]
-        self.carry_states(plan, chains)
-        self.write(plan, chains)
-        for entry, digests in zip(plan.entries, chains, strict=True):
+        if self.manager.states is None:
+            assert not plan.restored
+            assert not plan.kept
+        for source, target in plan.restored:
+            self.states[target] = self.states[source]
+        result = Result(plan)
+        for index in range(plan.steps):
+            self.step(plan, index, result)
+        for source, target in plan.kept:
+            self.states[target] = self.states[source]
+        if (states := self.manager.states) is not None:
+            for child, row in plan.forks.items():
+                self.states[states.slot_of(child)] = self.states[states.slot_of(row)]
+        return result
+
+    def step(self, plan: SchedulerOutput, index: int, result: Result) -> None:
+        """One of a call's steps: all but the first read what the one before sampled."""
+        assert all(each.steps == plan.steps for each in plan.entries)
+        entries = [replace(each, start=each.start + index, steps=1) for each in plan.entries]
+        chains = [chain(each.sequence.salt, self.inputs(each)) for each in entries]
+        self.carry_states(entries, chains)
+        self.write(entries, chains)
+        for entry, digests in zip(entries, chains, strict=True):
             self.read(entry, digests)
-        return self.sample(plan, chains)
+        self.sample(plan, entries, index, chains, result)
 
     def inputs(self, entry) -> list[int]:
         sequence = entry.sequence
@@ -88,32 +107,24 @@ class Device:
         assert len(tokens) == entry.stop
         return tokens
 
-    def carry_states(self, plan: SchedulerOutput, chains: list[list[int]]) -> None:
+    def carry_states(self, entries: list[Entry], chains: list[list[int]]) -> None:
         """Go on from each sequence's state; all are read before any is written."""
         if (states := self.manager.states) is None:
-            assert not plan.restored
-            assert not plan.kept
             return
-        for source, target in plan.restored:
-            self.states[target] = self.states[source]
-        for entry, digests in zip(plan.entries, chains, strict=True):
+        for entry, digests in zip(entries, chains, strict=True):
             if entry.start:
                 found = self.states[states.slot_of(entry.row, entry.state)]
                 assert found == digests[entry.start - 1], "a sequence goes on from another state"
-        for entry, digests in zip(plan.entries, chains, strict=True):
+        for entry, digests in zip(entries, chains, strict=True):
             versions = range(entry.count) if entry.drafts else (entry.next_state,)
             ends = range(entry.start, entry.stop) if entry.drafts else (entry.stop - 1,)
             for version, end in zip(versions, ends, strict=True):
                 self.states[states.slot_of(entry.row, version)] = digests[end]
-        for source, target in plan.kept:
-            self.states[target] = self.states[source]
-        for child, row in plan.forks.items():
-            self.states[states.slot_of(child)] = self.states[states.slot_of(row)]
 
-    def write(self, plan: SchedulerOutput, chains: list[list[int]]) -> None:
+    def write(self, entries: list[Entry], chains: list[list[int]]) -> None:
         written = set()
         size = self.manager.page_size
-        for entry, digests in zip(plan.entries, chains, strict=True):
+        for entry, digests in zip(entries, chains, strict=True):
             for group, pool in enumerate(self.manager.pools):
                 for position in range(entry.start, entry.stop):
                     page = self.table[group][entry.row][position // size]
@@ -146,11 +157,17 @@ class Device:
                 assert page == entry.sequence.pages[group][position // size]
                 assert self.cache[group][page][position % size] == digests[position]
 
-    def sample(self, plan: SchedulerOutput, chains: list[list[int]]) -> Result:
-        result = Result(plan)
+    def sample(
+        self,
+        plan: SchedulerOutput,
+        entries: list[Entry],
+        index: int,
+        chains: list[list[int]],
+        result: Result,
+    ) -> None:
         for sample in plan.samples:
-            entry = plan.entries[sample.entry]
-            assert sample.position == entry.start + sample.offset + 1
+            entry = entries[sample.entry]
+            assert sample.position + index == entry.start + sample.offset + 1
             assert sample.row == sample.sequence.row
             token = next_token(
                 chains[sample.entry][entry.start + sample.offset], sample.sequence.id
@@ -158,7 +175,6 @@ class Device:
             result.sampled.setdefault(sample.sequence, []).append(token)
             self.last_token[sample.row] = token
             self.pending.setdefault(sample.sequence, []).append(token)
-        return result
 
 
 class Engine(RuleBasedStateMachine):
@@ -246,21 +262,27 @@ class Engine(RuleBasedStateMachine):
         self.sequences += made
 
     @precondition(lambda self: self.scheduler.has_work and len(self.flight) < 3)
-    @rule(proposals=st.lists(st.integers(0, 2), max_size=DRAFTS), honest=st.booleans())
-    def step(self, proposals, honest):
+    @rule(
+        proposals=st.lists(st.integers(0, 2), max_size=DRAFTS),
+        honest=st.booleans(),
+        steps=st.integers(1, 6),
+    )
+    def step(self, proposals, honest, steps):
         for sequence in self.scheduler.running:
             if not sequence.num_pending and not sequence.pooling and proposals:
                 truth = oracle(sequence, sequence.id, len(sequence.tokens) + len(proposals))
                 sequence.drafts = truth[len(sequence.tokens) :] if honest else list(proposals)
         first = min(self.scheduler.running, key=lambda each: each.order, default=None)
         self.last = {}
-        plan = self.scheduler.schedule()
+        waiting = bool(self.scheduler.waiting)
+        plan = self.scheduler.schedule(steps)
         if plan is None:
             assert self.flight or not self.scheduler.has_work, "nothing runs and nothing comes"
             return
         assert first is None or first.status is Status.RUNNING, "the first in order was preempted"
         self.last = {entry.sequence: entry for entry in plan.entries}
         self.check(plan)
+        assert plan.steps <= (1 if waiting else steps)
         self.flight.append(self.device.run(plan, self.scheduler.running))
 
     def check(self, plan: SchedulerOutput) -> None:
@@ -282,19 +304,20 @@ class Engine(RuleBasedStateMachine):
     @rule()
     def process(self):
         result = self.flight.pop(0)
-        drafts = {entry.sequence: entry.drafts for entry in result.plan.entries}
+        plan = result.plan
+        drafts = {entry.sequence: entry.drafts for entry in plan.entries}
         for sequence, sampled in result.sampled.items():
             del self.device.pending[sequence][: len(sampled)]
             proposed = sequence.drafts[: drafts.get(sequence, 0)]
-            count = 1
+            count = plan.steps
             while count <= len(proposed) and proposed[count - 1] == sampled[count - 1]:
                 count += 1
-            self.scheduler.received(sequence, sampled[:count], len(sampled) - 1)
+            self.scheduler.received(sequence, sampled[:count], len(sampled))
             if sequence.status is not Status.FINISHED:
                 assert sequence.tokens == oracle(sequence, sequence.id, len(sequence.tokens))
                 if len(sequence.tokens) == sequence.max_len:
                     self.scheduler.finish(sequence)
-        for sample in result.plan.pooled:
+        for sample in plan.pooled:
             self.scheduler.finish(sample.sequence)
 
     @precondition(lambda self: self.sequences)
@@ -373,7 +396,7 @@ class Engine(RuleBasedStateMachine):
             if not self.scheduler.has_work and not self.flight:
                 break
             if len(self.flight) < 2:
-                self.step([], False)
+                self.step([], False, 1)
             if self.flight:
                 self.process()
             self.every_page_is_accounted_for()

@@ -184,11 +184,13 @@ class Metrics:
         counters["vllm:num_preemptions"].inc(stats.preemptions)
         counters["vllm:generation_tokens"].inc(stats.generation_tokens)
         labelled["vllm:prompt_tokens_by_source"]("local_compute").inc(stats.prompt_tokens)
-        self._histograms["vllm:iteration_tokens_total"].observe(stats.tokens)
+        for _ in range(stats.steps):
+            self._histograms["vllm:iteration_tokens_total"].observe(stats.tokens)
         bucket = str(stats.bucket)
-        labelled["fornax:bucket_tokens"](bucket).inc(stats.tokens)
-        labelled["fornax:bucket_padding_tokens"](bucket).inc(stats.bucket - stats.tokens)
-        labelled["fornax:steps"](bucket).inc()
+        padding = stats.bucket - stats.tokens
+        labelled["fornax:bucket_tokens"](bucket).inc(stats.tokens * stats.steps)
+        labelled["fornax:bucket_padding_tokens"](bucket).inc(padding * stats.steps)
+        labelled["fornax:steps"](bucket).inc(stats.steps)
         labelled["fornax:step_seconds"](bucket).inc(stats.seconds)
         if stats.drafts:
             counters["vllm:spec_decode_num_drafts"].inc(stats.drafts)

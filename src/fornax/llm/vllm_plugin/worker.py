@@ -229,7 +229,7 @@ class FornaxWorker(WorkerBase):
             logprobs=None if most is None else _sampled_logprobs(result, most),
             prompt_logprobs_dict=_prompt_logprobs(result, requests, limit),
         )
-        for sample, token in zip(plan.samples, result.tokens(), strict=True):
+        for sample, [token] in zip(plan.samples, result.tokens(), strict=True):
             if token < 0:
                 output.num_nans_in_logits = output.num_nans_in_logits or {}
                 output.num_nans_in_logits[names[sample.entry]] = 1
@@ -294,7 +294,8 @@ def _sampled_logprobs(result: RunnerOutput, count: int) -> LogprobsLists:
     ids = np.zeros((entries, count + 1), np.int32)
     values = np.zeros((entries, count + 1), np.float32)
     ranks = np.zeros(entries, np.int32)
-    for index, (sample, token) in enumerate(zip(result.plan.samples, result.tokens(), strict=True)):
+    sampled = zip(result.plan.samples, result.tokens(), strict=True)
+    for index, (sample, [token]) in enumerate(sampled):
         at = sample.entry
         ids[at, 0], values[at, 0] = max(token, 0), scores.logprobs[index]
         ids[at, 1:] = scores.top_ids[index, :count]
