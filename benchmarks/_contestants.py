@@ -23,6 +23,10 @@ PAUSE_S = 0.3
 """Between turns: threads of the last one stop spinning, caches of the processor settle."""
 
 
+TOGETHER = 8
+"""Tokens in a row over which the time of one is averaged: engines hand several over at once."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """What is asked in one turn: rows, tokens of each prompt, tokens to generate for each."""
@@ -54,6 +58,17 @@ class Turn:
         """Times between consecutive tokens of a row, of all rows."""
         return [b - a for row in self.seconds for a, b in itertools.pairwise(row)]
 
+    @property
+    def paces_s(self) -> list[float]:
+        """Times of a token, each the mean of a run of `TOGETHER`, of all rows."""
+        runs = ((row, min(TOGETHER, len(row) - 1)) for row in self.seconds)
+        return [
+            (row[last] - row[last - run]) / run
+            for row, run in runs
+            if run
+            for last in range(run, len(row))
+        ]
+
 
 @dataclass
 class Standing:
@@ -71,6 +86,11 @@ class Standing:
         """Percentile of the time between tokens, over all rounds."""
         gaps = sorted(gap for turn in self.turns for gap in turn.gaps_s)
         return gaps[min(len(gaps) - 1, int(len(gaps) * percent / 100))] if gaps else 0.0
+
+    def pace_s(self) -> float:
+        """Median time of a token, over all rounds; 0 where each row has one."""
+        paces = [pace for turn in self.turns for pace in turn.paces_s]
+        return statistics.median(paces) if paces else 0.0
 
 
 def ratio(mine: Standing, theirs: Standing) -> float:

@@ -6,6 +6,8 @@ What the engine and the server add to it is their overhead.
 from _protocol import Record, serve
 from peer_fornax import Fornax
 
+from fornax.llm.runner import RunnerOutput
+
 
 class Step(Fornax):
     """The engine generates once; then the steps in which all rows decode are run over again.
@@ -28,16 +30,23 @@ class Step(Fornax):
             if engine._inflight is None:
                 continue
             plan = engine._inflight[0].plan
-            if len(plan.samples) == len(prompts) and all(e.count == 1 for e in plan.entries):
+            if len(plan.samples) == len(prompts) and engine.runner.decodes(plan):
                 plans.append(plan)
-        ticket = None
-        for plan in plans[:new]:
-            bucket = engine.runner.forward(plan, {})
-            if ticket is not None:
-                record.step(ticket.tokens())
-            ticket = engine.runner.sample(plan, bucket, {}, set(), False, {})
-        if ticket is not None:
-            record.step(ticket.tokens())
+        left, running = new, []
+        for plan in plans:
+            if left <= 0:
+                break
+            left -= plan.steps
+            running.append(engine.runner.decode(plan))
+            if len(running) > 1:  # the device is a call ahead, as in the engine
+                self._record(running.pop(0), record)
+        for ticket in running:
+            self._record(ticket, record)
+
+    @staticmethod
+    def _record(ticket: RunnerOutput, record: Record) -> None:
+        for tokens in zip(*ticket.tokens(), strict=True):
+            record.step(list(tokens))
 
 
 if __name__ == "__main__":

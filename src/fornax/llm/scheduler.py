@@ -207,9 +207,7 @@ class Scheduler:
             return 0
         return min(len(sequence.drafts), most, sequence.max_len - len(sequence.tokens) - 1)
 
-    def _make_room(
-        self, sequence: Sequence, start: int, stop: int, plan: SchedulerOutput
-    ) -> bool:
+    def _make_room(self, sequence: Sequence, start: int, stop: int, plan: SchedulerOutput) -> bool:
         """Make tokens writable, if need be at the expense of the last in order."""
         while not self.manager.extend(sequence, start, stop, plan):
             victim = self.running[-1]
