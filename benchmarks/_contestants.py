@@ -23,8 +23,8 @@ PAUSE_S = 0.3
 """Between turns: threads of the last one stop spinning, caches of the processor settle."""
 
 
-TOGETHER = 8
-"""Tokens in a row over which the time of one is averaged: engines hand several over at once."""
+TOGETHER_S = 1e-4
+"""Tokens of a row that come so soon after each other were handed over together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +56,22 @@ class Turn:
     @property
     def gaps_s(self) -> list[float]:
         """Times between consecutive tokens of a row, of all rows."""
-        return [b - a for row in self.seconds for a, b in itertools.pairwise(row)]
+        return [gap for row in self.seconds for gap in _gaps(row)]
 
     @property
     def paces_s(self) -> list[float]:
-        """Times of a token, each the mean of a run of `TOGETHER`, of all rows."""
-        runs = ((row, min(TOGETHER, len(row) - 1)) for row in self.seconds)
-        return [
-            (row[last] - row[last - run]) / run
-            for row, run in runs
-            if run
-            for last in range(run, len(row))
-        ]
+        """Time that each token of a row took but the first ones, of all rows; of several that were
+        handed over together the mean."""
+        found: list[float] = []
+        for row in self.seconds:
+            starts = [0, *(i + 1 for i, gap in enumerate(_gaps(row)) if gap > TOGETHER_S), len(row)]
+            for before, start, end in zip(starts, starts[1:], starts[2:], strict=False):
+                found += [(row[start] - row[before]) / (end - start)] * (end - start)
+        return found
+
+
+def _gaps(row: list[float]) -> list[float]:
+    return [b - a for a, b in itertools.pairwise(row)]
 
 
 @dataclass

@@ -3,8 +3,8 @@
 Random Llamas of 40M and 300M parameters and a random Qwen3-MoE of 200M; batches of 1, 8 and 32;
 prompts of 128 and 1,024 tokens; 64 greedy tokens each. Contestants of one precision take turns
 within one run, on the same prompts. `generated tokens/s` counts from the prompts' arrival to the
-last token, so it includes the prompt; the time of a token, the mean of eight in a row, is that of
-decoding.
+last token, so it includes the prompt; the time of a token is that of decoding, of several that an
+engine hands over together their mean.
 
 At batch 1 decoding is bound by reading the weights once a token: the last table says which share
 of that limit each contestant reaches. A mixture of experts reads the experts that its tokens chose,
