@@ -12,6 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.integration.llm.helpers import long_calls
+
+__all__ = ["long_calls"]
 
 ROOT = Path(__file__).parents[3]
 SERVER_PROCESS = [sys.executable, "-m", "tests.integration.llm.server_process"]

@@ -11,7 +11,7 @@ from tests.integration.llm.helpers import Figures, completions, engine_of, promp
 from tests.unit.models.conftest import CONFIGS, decoder_of
 
 from fornax.config.errors import EngineError
-from fornax.llm import LLM, SamplingParams
+from fornax.llm import LLM, SamplingParams, engine
 from fornax.models import generate, keeps_states
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -96,6 +96,33 @@ def test_decoding_in_one_program_returns_what_decoding_in_two_does(llm: LLM) -> 
     # Rows that end are taken by those that wait, whose first tokens are not theirs.
     many = completions(llm.generate(prompts * 3, ways * 3))
     assert many == together * 3
+
+
+def test_several_steps_in_a_call_return_what_single_steps_do(
+    llm: LLM, figures: Figures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences end within a call, by a stop token, and at its end, by their length."""
+    prompts = prompts_of(5, 9, 3, 7)
+    [free] = completions(llm.generate([prompts[0]], GREEDY))
+    ways = [
+        SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[free[5]], ignore_eos=True),
+        SamplingParams(temperature=1.2, seed=3, max_tokens=11, presence_penalty=0.4),
+        SamplingParams(temperature=0, max_tokens=2),
+        SamplingParams(temperature=0.9, seed=4, max_tokens=13, min_p=0.02),
+    ]
+    found = []
+    for seconds in (1e6, 0.0):
+        monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
+        figures.most_steps = 0
+        outputs = llm.generate(prompts * 2, ways * 2)
+        found.append(
+            ([output.outputs[0].finish_reason for output in outputs], completions(outputs))
+        )
+        alone = [llm.generate([prompt], way)[0] for prompt, way in zip(prompts, ways, strict=True)]
+        assert completions(alone) * 2 == found[-1][1]
+        assert figures.most_steps == (4 if seconds else 1)
+    assert found[0] == found[1]
+    assert len(found[0][1][0]) == free.index(free[5]) + 1
 
 
 def test_several_completions_equal_requests_with_their_seeds(llm: LLM) -> None:

@@ -115,6 +115,17 @@ def test_a_step_is_counted(metrics):
     assert shown("vllm:lora_requests_info", **loras) > 0
 
 
+def test_the_steps_of_one_call_are_counted_each(metrics):
+    metrics.step(StepStats(seconds=0.5, steps=3, bucket=8, tokens=5, generation_tokens=15))
+    shown = Shown(metrics)
+    assert shown("fornax:steps_total", bucket="8") == 3
+    assert shown("fornax:bucket_tokens_total", bucket="8") == 15
+    assert shown("fornax:bucket_padding_tokens_total", bucket="8") == 9
+    assert shown("fornax:step_seconds_total", bucket="8") == 0.5
+    assert shown("vllm:iteration_tokens_total_count") == 3
+    assert shown("vllm:iteration_tokens_total_sum") == 15
+
+
 def test_a_finished_request_is_counted(metrics):
     stats = RequestStats(
         request_id="r",
