@@ -7,7 +7,7 @@ both, and several steps of a few milliseconds in one call.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -125,12 +125,11 @@ class Engine:
         if self._speculates:  # drafts are made of known tokens: no step ahead
             outputs += self._process()
             self._propose()
-        free = self._are_free()
-        plan = self.scheduler.schedule(self._most_steps() if free else 1)
+        plan = self.scheduler.schedule(self._most_steps())
         sampled, bucket = None, 0
         if plan is not None:
             self._start(plan)
-            if free and self.runner.decodes(plan):
+            if self._decodes(plan):
                 sampled = self.runner.decode(plan, plan.adapters)
             else:
                 bucket = self.runner.forward(plan, plan.adapters)
@@ -229,18 +228,22 @@ class Engine:
         ]
         self._proposer.propose(ready)
 
-    def _are_free(self) -> bool:
-        """Whether sampling after sequences that run needs nothing that the results before it will
-        say, so that one program does both. A sequence that they end is sampled in vain."""
-        owner = self._owner
-        return all(
-            sequence.pooling or owner[sequence.id][1].is_free for sequence in self.scheduler.running
-        )
-
     def _most_steps(self) -> int:
-        """Steps that a call may do: so many that readers do not notice that tokens come together,
-        and new requests hardly wait longer."""
-        return max(1, min(self.runner.most_steps, int(CALL_SECONDS / self._step_seconds)))
+        """Steps that the next call may do: so many that readers do not notice that tokens come
+        together, and new requests hardly wait longer."""
+        most = min(self.runner.most_steps, int(CALL_SECONDS / self._step_seconds))
+        return most if most > 1 and self._are_free(self.scheduler.running) else 1
+
+    def _decodes(self, plan: SchedulerOutput) -> bool:
+        """Whether a call's sampling needs nothing that the results before it will say, so that one
+        program does both. A sequence that they end is sampled in vain."""
+        if plan.steps > 1:
+            return True  # which nothing else was planned for
+        return self.runner.decodes(plan) and self._are_free(each.sequence for each in plan.samples)
+
+    def _are_free(self, sequences: Iterable[Sequence]) -> bool:
+        owner = self._owner
+        return all(each.pooling or owner[each.id][1].is_free for each in sequences)
 
     def _sample(self, plan: SchedulerOutput, bucket: int) -> RunnerOutput:
         masks: dict[int, np.ndarray] = {}

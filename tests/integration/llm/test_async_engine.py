@@ -28,6 +28,7 @@ from fornax.llm import RequestOutput, RequestOutputKind, SamplingParams
 from fornax.llm.async_engine import AsyncEngine, EngineDead
 from fornax.llm.build import build_engine
 from fornax.llm.config import EngineConfig
+from fornax.llm.runner import RunnerOutput
 
 LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -337,13 +338,13 @@ def test_a_request_may_leave_while_the_engine_sleeps(service: Service) -> None:
 def test_new_weights_while_requests_run_mark_the_tokens_they_made(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = service.core.runner.forward
+    decode = service.core.runner.decode
 
-    def slowly(*args: Any) -> int:  # or the request is over before the weights are laid out
-        time.sleep(0.005)
-        return forward(*args)
+    def slowly(*args: Any) -> RunnerOutput:  # or it is over before the weights are laid out
+        time.sleep(0.02)
+        return decode(*args)
 
-    monkeypatch.setattr(service.core.runner, "forward", slowly)
+    monkeypatch.setattr(service.core.runner, "decode", slowly)
     old = service.model
     changed = jax.tree.map(lambda leaf: leaf * 1.3, nnx.split(old)[1])
     [prompt] = prompts_of(11)
