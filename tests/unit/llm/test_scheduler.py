@@ -64,6 +64,45 @@ def test_no_step_goes_beyond_the_limit():
     assert engine.manager.usage == 0
 
 
+def test_a_call_decodes_several_steps_until_a_sequence_ends():
+    engine = scheduler()
+    long, short = sequence(length=5), sequence(length=4, max_len=8)
+    engine.add(long)
+    engine.add(short)
+    first = engine.schedule(6)
+    assert first.steps == 1, "prompts were read"
+    second = engine.schedule(6)
+    assert second.steps == 3, "the short one has three tokens left"
+    assert ranges(second) == [(long, 5, 1), (short, 4, 1)]
+    assert [(each.position, each.row) for each in second.samples] == [(6, 0), (5, 1)]
+    assert (long.num_pending, long.num_computed, short.length) == (4, 8, 8)
+    third = engine.schedule(6)
+    assert (ranges(third), third.steps) == ([(long, 8, 1)], 1), "the short one is not over yet"
+    process(engine, first)
+    for each in (long, short):
+        engine.received(each, [7, 7, 7], 3)
+    engine.finish(short)
+    assert (long.tokens[5:], short.output) == ([7] * 4, [7] * 4)
+    engine.add(sequence())
+    assert engine.schedule(6).steps == 1, "one waited"
+    assert engine.schedule(6).steps == 6
+
+
+def test_a_call_decodes_only_steps_that_there_are_pages_for():
+    engine = scheduler(pages=6)
+    one, two = sequence(length=4, max_len=20), sequence(length=4, max_len=20)
+    engine.add(one)
+    engine.add(two)
+    process(engine, engine.schedule())
+    plan = engine.schedule(9)  # one page each, and the fifth for neither
+    assert plan.steps == 4
+    assert engine.manager.pools[0].available == 1
+    for each in (one, two):
+        engine.received(each, [7, 7], 4)
+        assert each.remaining == 1, "what was sampled after an end is forgotten"
+        assert len(each.tokens) == 7
+
+
 def test_decodes_go_first_and_prompts_are_cut_to_the_budget():
     engine = scheduler(max_num_batched_tokens=8)
     short, long = sequence(length=3), sequence(length=20)
