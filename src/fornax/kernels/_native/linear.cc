@@ -35,23 +35,24 @@ constexpr int64_t kRowBlock = 240;   // rows of a task: with kBlock words they f
 constexpr int64_t kPanels = 8;       // most panels of a task
 constexpr int64_t kSharing = 4;      // most tiles that share the fetching of the next block
 
-// Rows of x, made ready for the product: tiles of up to kTile rows, each [U, rows] words.
+// Rows of x, made ready for the product: tiles of up to kTile rows, each [numbers, rows], of which a
+// word of weights takes one or two.
 struct Rows {
-  int64_t count, words, groups, tiles;
-  float* values;   // [tiles][U, rows] words
+  int64_t count, numbers, groups, tiles;
+  float* values;   // [tiles][numbers, rows]
   float* scales;   // [tiles][G, rows], for 8-bit values
   int32_t* start;  // [tiles][G, rows]: what a group's sum begins with
 
-  Rows(int64_t count, int64_t words, int64_t groups)
-      : count(count), words(words), groups(groups), tiles((count + kTile - 1) / kTile) {}
+  Rows(int64_t count, int64_t numbers, int64_t groups)
+      : count(count), numbers(numbers), groups(groups), tiles((count + kTile - 1) / kTile) {}
 
   // Rows are spread evenly, so that no tile is much smaller than the others.
   int64_t first(int64_t tile) const { return count * tile / tiles; }
 
-  int64_t floats() const { return count * (words + 2 * groups) + 3 * kLanes; }
+  int64_t floats() const { return count * (numbers + 2 * groups) + 3 * kLanes; }
 
   void take(Arena& arena) {
-    values = arena.take(round_up(count * words, kLanes));
+    values = arena.take(round_up(count * numbers, kLanes));
     scales = arena.take(round_up(count * groups, kLanes));
     start = reinterpret_cast<int32_t*>(arena.take(count * groups));
   }
@@ -60,7 +61,7 @@ struct Rows {
 // A part of a product: where its words lie and what it adds to.
 struct Part {
   int64_t words;
-  const float* x;        // [words, rows]
+  const float* x;        // [numbers, rows]
   const float* w;        // [words, kPanel]
   const float* x_scale;  // [groups, rows]
   const int32_t* start;  // [groups, rows]
@@ -79,49 +80,61 @@ inline Vec splat_word(const float* from) {
   return from_bits(splat(word));
 }
 
+// Numbers of x lie `rows` apart, from that of the row on.
 struct Float32 {
-  static constexpr int64_t kInputs = 1;
+  static constexpr int64_t kNumbers = 1;  // of x for a word
   static constexpr bool kGrouped = false;
 
-  static Vec add(Vec acc, Vec x, Vec w) { return acc + x * w; }
+  static Vec add(Vec acc, const float* x, int, Vec w) { return acc + splat_word(x) * w; }
 
   template <typename T>
-  static void prepare(const T* row, int64_t inputs, int64_t, float* words, float*, int32_t*) {
-    for (int64_t k = 0; k < inputs; ++k) words[k] = widen(row[k]);
+  static void prepare(const T* row, int64_t inputs, int64_t, float* numbers, float*, int32_t*) {
+    for (int64_t k = 0; k < inputs; ++k) numbers[k] = widen(row[k]);
   }
 };
 
 struct BFloat16 {
-  static constexpr int64_t kInputs = 2;
   static constexpr bool kGrouped = false;
 
-  static Vec add(Vec acc, Vec x, Vec w) {
 #if defined(__AVX512BF16__)
-    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
-#else
-    const IntVec high = splat(static_cast<int32_t>(0xffff0000));
-    acc += from_bits(bits(x) << 16) * from_bits(bits(w) << 16);
-    return acc + from_bits(bits(x) & high) * from_bits(bits(w) & high);
-#endif
+  static constexpr int64_t kNumbers = 1;
+  typedef Half Number;  // two to a word
+
+  static Vec add(Vec acc, const float* x, int, Vec w) {
+    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)splat_word(x));
   }
+#else
+  static constexpr int64_t kNumbers = 2;
+  typedef float Number;  // widened: to do that in the product would be a third of its work
+
+  static Vec add(Vec acc, const float* x, int rows, Vec w) {
+    acc += splat_word(x) * from_bits(bits(w) << 16);
+    return acc + splat_word(x + rows) * from_bits(bits(w) & splat(static_cast<int32_t>(0xffff0000)));
+  }
+#endif
 
   template <typename T>
-  static void prepare(const T* row, int64_t inputs, int64_t words_, float* words, float*,
+  static void prepare(const T* row, int64_t inputs, int64_t words, float* numbers, float*,
                       int32_t*) {
-    auto* bytes = reinterpret_cast<char*>(words);
-    std::memset(bytes, 0, words_ * sizeof *words);
+    auto* bytes = reinterpret_cast<char*>(numbers);
+    std::memset(bytes, 0, words * kNumbers * sizeof *numbers);
     for (int64_t k = 0; k < inputs; ++k) {
       Half half;
       narrow(widen(row[k]), &half);
-      std::memcpy(bytes + k * sizeof half, &half, sizeof half);
+      Number number;
+      store_number(half, &number);
+      std::memcpy(bytes + k * sizeof number, &number, sizeof number);
     }
   }
+
+  static void store_number(Half half, Half* to) { *to = half; }
+  static void store_number(Half half, float* to) { *to = widen(half); }
 };
 
 // Weights are stored with 128 added, because the processors' instruction multiplies unsigned with
 // signed bytes; `start` takes 128 times the sum of x away again.
 struct Int8 {
-  static constexpr int64_t kInputs = 4;
+  static constexpr int64_t kNumbers = 1;
   static constexpr bool kGrouped = true;
 
   static IntVec add(IntVec acc, IntVec x, IntVec w) {
@@ -205,14 +218,13 @@ void multiply(const Part& p) {
     const float* x = p.x;
     const float* w = p.w + column;
     const float* ahead = p.ahead;
-    for (int64_t u = 0; u < p.words; ++u, x += kRows, w += kPanel) {
+    for (int64_t u = 0; u < p.words; ++u, x += Op::kNumbers * kRows, w += kPanel) {
       fetch(ahead);
       ahead += p.ahead_step;
       const Vec left = load(w), right = load(w + kLanes);
       for (int i = 0; i < kRows; ++i) {
-        const Vec value = splat_word(x + i);
-        acc[i][0] = Op::add(acc[i][0], value, left);
-        acc[i][1] = Op::add(acc[i][1], value, right);
+        acc[i][0] = Op::add(acc[i][0], x + i, kRows, left);
+        acc[i][1] = Op::add(acc[i][1], x + i, kRows, right);
       }
     }
     for (int i = 0; i < kRows; ++i) {
@@ -277,15 +289,15 @@ struct Product {
   const float* scales;  // [P, G, kPanel]
   T* y;
 
-  // Makes the rows of one tile ready: each word of all rows, then the next.
+  // Makes the rows of one tile ready: each number of all rows, then the next.
   void prepare(const Rows& rows, int64_t first_row, int64_t tile, float* line) const {
     const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
-    float* scale_line = line + U;
+    float* scale_line = line + numbers();
     auto* start_line = reinterpret_cast<int32_t*>(scale_line + G);
     for (int64_t i = 0; i < count; ++i) {
       Op::prepare(x + (first_row + first + i) * K, K, U, line, scale_line, start_line);
-      float* words = rows.values + first * U + i;
-      for (int64_t u = 0; u < U; ++u) words[u * count] = line[u];
+      float* values = rows.values + first * numbers() + i;
+      for (int64_t n = 0; n < numbers(); ++n) values[n * count] = line[n];
       float* scale = rows.scales + first * G + i;
       int32_t* start = rows.start + first * G + i;
       for (int64_t g = 0; g < G; ++g) {
@@ -295,7 +307,8 @@ struct Product {
     }
   }
 
-  int64_t line_floats() const { return U + 2 * G; }
+  int64_t numbers() const { return U * Op::kNumbers; }
+  int64_t line_floats() const { return numbers() + 2 * G; }
 
   // One block of words of one panel for the tiles [from, to); c is [rows, kPanel].
   void block(const Rows& rows, int64_t from, int64_t to, int64_t panel, int64_t word,
@@ -312,7 +325,7 @@ struct Product {
       part.ahead = next + (tile - from) * kBlock * part.ahead_step;
       if (tile - from == kSharing) part.ahead_step = 0;
       const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
-      part.x = rows.values + first * U + word * count;
+      part.x = rows.values + first * numbers() + word * Op::kNumbers * count;
       part.x_scale = rows.scales + first * G + group * count;
       part.start = rows.start + first * G + group * count;
       part.c = c + (first - rows.first(from)) * kPanel;
@@ -366,7 +379,7 @@ void pass(ffi::ThreadPool& pool, const std::vector<Product<Op, T>>& products, in
           int64_t count) {
   const Product<Op, T>& any = products.front();
   static thread_local Arena prepared;
-  Rows rows(count, any.U, any.G);
+  Rows rows(count, any.numbers(), any.G);
   prepared.start(rows.floats());
   rows.take(prepared);
   const auto ready = [&](int64_t tile) {
