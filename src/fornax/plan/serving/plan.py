@@ -161,11 +161,13 @@ def _lengths(engine: Engine, asked: Sequence[int]) -> tuple[int, ...]:
 
 
 def _code_bytes(engine: Engine, found: Mapping[str, CompiledStep]) -> int:
-    """Bytes of all programs: those that were compiled, and the others as large as the largest."""
-    total = 0
-    for kind, count in (("step", len(engine.sizes.steps)), ("sample", len(engine.sizes.samples))):
+    """Bytes of all programs: those that were compiled, and the others as large as the largest; one
+    that decodes is a step and a choice."""
+    total, sizes = 0, engine.sizes
+    for kind, count in (("step", len(sizes.steps)), ("sample", len(sizes.samples))):
         known = [o.artifact.memory.code for n, o in found.items() if n.startswith(kind)]
-        total += sum(known) + (count - len(known)) * max(known, default=0)
+        most = max(known, default=0)
+        total += sum(known) + (count - len(known) + len(sizes.decodes)) * most
     return total
 
 

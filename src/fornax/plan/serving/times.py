@@ -95,6 +95,8 @@ class StepTimes:
     steps: tuple[int, ...]
     """Sizes of steps in tokens."""
     samples: tuple[int, ...]
+    decodes: tuple[int, ...]
+    """Of those that are sampled in the same program; none where each is sampled apart."""
     attention: Callable[[int], Attention]
     """By tokens of a step."""
     compiled_layers: Mapping[int, StepTime]
@@ -132,9 +134,9 @@ class StepTimes:
 
     def decode(self, batch: int, context: int) -> StepTime:
         """A step in which each of `batch` sequences of `context` tokens gets one more."""
-        size = bucket_for(batch, self.steps)
+        size = bucket_for(batch, self.decodes or self.steps)
         work = self.attention(size).decode(batch, context)
-        return self._step(size, work, bucket_for(batch, self.samples))
+        return self._step(size, work, size if self.decodes else bucket_for(batch, self.samples))
 
     def prompt(self, tokens: int) -> tuple[StepTime, int]:
         """The steps of one prompt that has the engine to itself, and how many they are."""
@@ -214,6 +216,7 @@ def step_times(
         sizes=step_sizes(engine),
         steps=engine.sizes.steps,
         samples=engine.sizes.samples,
+        decodes=engine.sizes.decodes,
         attention=attention,
         compiled_layers=layers,
         compiled_sampling=sampling,

@@ -34,6 +34,7 @@ def times_of(engine: Engine, **changes: float) -> StepTimes:
         sizes=step_sizes(engine),
         steps=engine.sizes.steps,
         samples=engine.sizes.samples,
+        decodes=engine.sizes.decodes,
         attention=lambda tokens: attention_of(engine, tokens),
         compiled_layers={},
         compiled_sampling={},
