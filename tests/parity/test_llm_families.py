@@ -15,7 +15,7 @@ from tests.memory import let_programs_go
 from tests.parity.cases import CASES, build
 from tests.parity.conftest import HfModel, make_oracle, oracle_logits
 
-from fornax.llm import LLM, RequestOutput, SamplingParams, engine
+from fornax.llm import LLM, RequestOutput, SamplingParams
 from fornax.llm.stats import RequestStats, StepStats
 
 pytestmark = pytest.mark.parity
@@ -159,14 +159,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def long_calls() -> Iterator[None]:
-    """A call decodes as many steps as it may, however slow the machine is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "CALL_SECONDS", 1e6)
-        yield
 
 
 @pytest.fixture(scope="module", params=SERVED)

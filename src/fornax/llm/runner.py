@@ -71,12 +71,13 @@ class RunnerOutput:
 
     def tokens(self) -> list[list[int]]:
         """The tokens of each of the plan's samples, one for each step; waits for the device."""
-        tokens_KM = self.decoded_KT
-        if tokens_KM is None:
-            if self.sampled is None:
-                return []
+        if self.decoded_KT is not None:
+            tokens_KM = np.asarray(self.decoded_KT)[: self.plan.steps]
+        elif self.sampled is not None:
             tokens_KM = np.asarray(self.sampled.tokens)[None]
-        return np.asarray(tokens_KM)[: self.plan.steps, : len(self.plan.samples)].T.tolist()
+        else:
+            return []
+        return tokens_KM[:, : len(self.plan.samples)].T.tolist()
 
     @cached_property
     def logprobs(self) -> Scored:
@@ -138,7 +139,8 @@ class Runner:
         self._last: tuple[SchedulerOutput, int, np.ndarray] | None = None
         """The last step and its vector, until the model's own module has read it."""
         self._sizes = self.executor.sizes
-        self._most_steps = config.num_scheduler_steps
+        self.most_steps = config.num_scheduler_steps if self._sizes.decodes else 1
+        """Steps of a call, at most."""
         self._vocab = weights.config.vocab_size
 
     @property
@@ -190,11 +192,6 @@ class Runner:
     def decodes(self, plan: SchedulerOutput) -> bool:
         """Whether there is a program for the call's steps together with their sampling."""
         return bool(self._sizes.decodes) and plan.is_decode
-
-    @property
-    def most_steps(self) -> int:
-        """Steps of a call, at most."""
-        return self._most_steps if self._sizes.decodes else 1
 
     def decode(
         self, plan: SchedulerOutput, adapters: Mapping[int, str] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.integration.llm.helpers import long_calls
+from tests.long_calls import long_calls
 
 __all__ = ["long_calls"]
 

@@ -1,28 +1,18 @@
 """Small engines, prompts, and an observer that counts."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 from tests.unit.models.conftest import CONFIGS, decoder_of
 
-from fornax.llm import LLM, RequestOutput, engine
+from fornax.llm import LLM, RequestOutput
 from fornax.llm.stats import RequestStats, StepStats
 
-__all__ = ["SIZES", "Figures", "completions", "engine_of", "long_calls", "prompts_of"]
+__all__ = ["SIZES", "Figures", "completions", "engine_of", "prompts_of"]
 
 SIZES = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64}
 """Options of engines that meet every case with few tokens."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def long_calls() -> Iterator[None]:
-    """A call decodes as many steps as it may, however slow the machine is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "CALL_SECONDS", 1e6)
-        yield
 
 
 @dataclass

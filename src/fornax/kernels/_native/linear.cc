@@ -98,14 +98,12 @@ struct BFloat16 {
 
 #if defined(__AVX512BF16__)
   static constexpr int64_t kNumbers = 1;
-  typedef Half Number;  // two to a word
 
   static Vec add(Vec acc, const float* x, int, Vec w) {
     return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)splat_word(x));
   }
 #else
-  static constexpr int64_t kNumbers = 2;
-  typedef float Number;  // widened: to do that in the product would be a third of its work
+  static constexpr int64_t kNumbers = 2;  // widened: in the product it would be a third of its work
 
   static Vec add(Vec acc, const float* x, int rows, Vec w) {
     acc += splat_word(x) * from_bits(bits(w) << 16);
@@ -116,19 +114,17 @@ struct BFloat16 {
   template <typename T>
   static void prepare(const T* row, int64_t inputs, int64_t words, float* numbers, float*,
                       int32_t*) {
-    auto* bytes = reinterpret_cast<char*>(numbers);
-    std::memset(bytes, 0, words * kNumbers * sizeof *numbers);
+    std::memset(numbers, 0, words * kNumbers * sizeof *numbers);
     for (int64_t k = 0; k < inputs; ++k) {
       Half half;
       narrow(widen(row[k]), &half);
-      Number number;
-      store_number(half, &number);
-      std::memcpy(bytes + k * sizeof number, &number, sizeof number);
+      if constexpr (kNumbers == 2) {
+        numbers[k] = widen(half);
+      } else {
+        std::memcpy(reinterpret_cast<char*>(numbers) + k * sizeof half, &half, sizeof half);
+      }
     }
   }
-
-  static void store_number(Half half, Half* to) { *to = half; }
-  static void store_number(Half half, float* to) { *to = widen(half); }
 };
 
 // Weights are stored with 128 added, because the processors' instruction multiplies unsigned with
