@@ -34,6 +34,7 @@ from fornax.llm.step import (
     change_tables,
     make_draft,
     make_step,
+    parts_later,
     placed,
 )
 from fornax.llm.weights import Weights
@@ -265,6 +266,39 @@ class _Functions:
             slots_M=vector[4],
         )
 
+    def forward(
+        self, step: Callable[..., StepResults], layout: StepLayout
+    ) -> Callable[..., StepResults]:
+        """A step whose hidden states are kept, to be sampled, scored or pooled by other programs.
+
+        Args:
+          step: from `make_step`, as a function of the leaves.
+          layout: of the step.
+
+        Returns:
+          A function of (leaves, kv, states, tables, hidden [most tokens, D], last_token, vector)
+          that returns what the step does, with its tokens' hidden states in the first rows of
+          `hidden`.
+        """
+
+        def forward(
+            leaves: list[jax.Array],
+            kv: tuple[jax.Array, ...],
+            states: DeltaState | None,
+            tables: tuple[jax.Array, ...],
+            hidden: jax.Array,
+            last_token: jax.Array,
+            vector: jax.Array,
+        ) -> StepResults:
+            parts = layout.cut(vector)
+            kv, states, tables, x_TD, experts_TLk = step(
+                leaves, kv, states, tables, last_token, parts
+            )
+            hidden = jax.lax.dynamic_update_slice(hidden, x_TD, (0, 0))
+            return kv, states, tables, hidden, experts_TLk
+
+        return forward
+
     def decode(
         self,
         step: Callable[..., StepResults],
@@ -303,14 +337,13 @@ class _Functions:
                 *kept, sampler, tokens_KT, experts_KTLk = carry
                 # Else XLA widens weights ahead of the loop, of which a step reads a few rows.
                 mine, index = jax.lax.optimization_barrier((leaves, index))
-                *kept, x_TD, experts_TLk = step(
-                    mine, *kept, None, sampler.last_token, vector, index
-                )
+                now = parts_later(parts, index)
+                *kept, x_TD, experts_TLk = step(mine, *kept, sampler.last_token, now)
                 sampled, sampler = sample(
                     self._logits(mine, x_TD),
                     sampler,
-                    parts["rows_T"],
-                    parts["positions_T"] + 1 + index,
+                    now["rows_T"],
+                    now["positions_T"] + 1,
                     jnp.asarray(mask_TW),
                     num_logprobs=self.most,
                     want_logprobs=False,
@@ -402,7 +435,8 @@ def make_programs(
         made = make_step(weights, layout, limits.max_model_len, bind, returns_experts=routed)
         step, vector = functions.on_leaves(made), ints((layout.size,))
         args = (leaves, kv, states, tables, hidden, sampler.last_token, vector)
-        found["step", size] = Program(weights, step, args, (1, 2, 3, 4), places)
+        forward = functions.forward(step, layout)
+        found["step", size] = Program(weights, forward, args, (1, 2, 3, 4), places)
         if size in sizes.decodes:
             decode = functions.decode(step, layout, config.num_scheduler_steps, returned)
             args = (leaves, kv, states, tables, sampler, vector, ints(()))

@@ -37,6 +37,7 @@ __all__ = [
     "change_tables",
     "make_draft",
     "make_step",
+    "parts_later",
     "placed",
 ]
 
@@ -51,7 +52,7 @@ Tables = tuple[jax.Array, ...]
 
 
 StepResults = tuple[Tables, DeltaState | None, Tables, jax.Array, jax.Array | None]
-"""kv, states, tables and hidden states after a step, and the experts that its tokens took."""
+"""kv, states and tables after a step, its tokens' hidden states and the experts that they took."""
 
 Vector = TypeVar("Vector", jax.Array, np.ndarray)
 
@@ -138,13 +139,10 @@ def make_step(
       returns_experts: whether it returns the experts that tokens took.
 
     Returns:
-      A function of (state, kv, states, tables, hidden [most tokens, D], last_token [A], vector)
-      that returns the new (kv, states, tables, hidden): pages and rows' states written, page tables
-      changed, and the final norm's output of the step's tokens in the first T rows; and the experts
-      of `Decoder.paged_and_experts`, or None. A token whose source is a row takes that row's last
-      sampled token. Without `hidden` the step's rows alone are returned, [T, D]. With one more
-      argument, int32, it is the step that many steps after the vector's, of which each token is its
-      sequence's last.
+      A function of (state, kv, states, tables, last_token [A], parts) that returns the new (kv,
+      states, tables): pages and rows' states written, page tables changed; the final norm's output,
+      [T, D]; and the experts of `Decoder.paged_and_experts`, or None. `parts` is the step's vector,
+      cut by its layout. A token whose source is a row takes that row's last sampled token.
     """
     windows = cache_windows(weights.config)
 
@@ -153,14 +151,9 @@ def make_step(
         kv: Tables,
         states: DeltaState | None,
         tables: Tables,
-        hidden: jax.Array | None,
         last_token: jax.Array,
-        vector: jax.Array,
-        later: jax.Array | None = None,
+        parts: dict[str, jax.Array],
     ) -> StepResults:
-        parts = layout.cut(vector)
-        if later is not None:
-            parts |= _going_on(parts, later)
         source_T = parts["source_T"]
         sampled_T = last_token[jnp.maximum(source_T, 0)]
         tokens_T = jnp.where(source_T >= 0, sampled_T, parts["tokens_T"])
@@ -188,11 +181,21 @@ def make_step(
             else:
                 x_TD, cache = model.paged(*args, longest=longest)
         x_TD = x_TD.astype(weights.placement.compute_dtype)
-        hidden = x_TD if hidden is None else jax.lax.dynamic_update_slice(hidden, x_TD, (0, 0))
         states = None if cache.states is None else cache.states.stacks
-        return cache.kv, states, tables, hidden, experts_TLk
+        return cache.kv, states, tables, x_TD, experts_TLk
 
     return step
+
+
+def parts_later(parts: dict[str, jax.Array], steps: jax.Array) -> dict[str, jax.Array]:
+    """A step's parts `steps` (int32) steps later, where each of its tokens is its sequence's last
+    and the next one is what was sampled from it."""
+    lens_R = parts["context_lens_R"]
+    return parts | {
+        "positions_T": parts["positions_T"] + steps,
+        "source_T": jnp.where(steps > 0, parts["rows_T"], parts["source_T"]),
+        "context_lens_R": jnp.where(lens_R > 0, lens_R + steps, 0),
+    }
 
 
 def make_draft(
@@ -279,17 +282,6 @@ def change_tables(tables: Tables, changes: Sequence[jax.Array]) -> Tables:
         table_AW.at[change_3U[0], change_3U[1]].set(change_3U[2], mode="drop")
         for table_AW, change_3U in zip(tables, changes, strict=True)
     )
-
-
-def _going_on(parts: dict[str, jax.Array], steps: jax.Array) -> dict[str, jax.Array]:
-    """What changes in a step's parts `steps` steps later, where each of its tokens is its
-    sequence's last and the next one is what was sampled from it."""
-    lens_R = parts["context_lens_R"]
-    return {
-        "positions_T": parts["positions_T"] + steps,
-        "source_T": jnp.where(steps > 0, parts["rows_T"], parts["source_T"]),
-        "context_lens_R": jnp.where(lens_R > 0, lens_R + steps, 0),
-    }
 
 
 def _of_step(table_AW: jax.Array, page_size: int, parts: dict[str, jax.Array]) -> PageTables:
