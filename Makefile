@@ -78,7 +78,7 @@ parity: $(PARITY)/.ready ## Compare with torch and transformers, in their own en
 	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal -m "not exhaustive" tests/parity $(PYTEST_ARGS)
 
 tpu-test: $(TPU)/.ready ## Compile with the real TPU compiler, in its own environment (all: PYTEST_ARGS='-m tpu')
-	$(TPU)/bin/python -m pytest -n 2 --dist worksteal -m "tpu and not exhaustive" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=false $(TPU)/bin/python -m pytest -n 2 --dist worksteal -m "tpu and not exhaustive" --ignore=tests/parity --ignore=tests/vllm $(PYTEST_ARGS)
 
 vllm-test: $(VLLM)/.ready ## Run inside real vLLM, in an environment of its own
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(PYTEST_ARGS)

@@ -11,11 +11,6 @@ import jax
 import pytest
 from tests.device.machine import DEVICE, ON_GPU
 
-if not ON_GPU:
-    from tests.quick import pytest_runtest_setup, pytest_runtest_teardown
-
-    __all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
-
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _outcomes = pytest.StashKey[dict[str, str]]()
 

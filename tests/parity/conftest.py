@@ -13,9 +13,8 @@ import pytest
 import torch
 import transformers
 from tests.long_calls import long_calls
-from tests.quick import pytest_runtest_setup, pytest_runtest_teardown
 
-__all__ = ["long_calls", "pytest_runtest_setup", "pytest_runtest_teardown"]
+__all__ = ["long_calls"]
 
 transformers.logging.set_verbosity_error()
 # The library has this class and its automatic classes do not know it.

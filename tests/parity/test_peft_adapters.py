@@ -22,7 +22,6 @@ from fornax.models import Decoder, load_pretrained, save_pretrained
 
 pytestmark = [
     pytest.mark.parity,
-    pytest.mark.usefixtures("quick_compiles"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT's
 ]
 TOKENS_BT = np.random.default_rng(0).integers(3, 90, (2, 20))

@@ -22,7 +22,7 @@ from fornax.tune.policy import read_origin
 from fornax.tune.reward_model import RewardModel, save_sequence_classifier, scored
 from fornax.tune.splits import codec_of
 
-pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.parity
 
 PROMPTS = ["red tea is", "blue", "milk is not tea"]
 COMPLETIONS = [" good", " bad and poor", " fine"]

@@ -13,7 +13,7 @@ from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
 from fornax.tune import losses
 
-pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.parity
 B, T, D, E, V = 2, 5, 8, 12, 19
 CASES = {0.0: "forward_kl", 1.0: "reverse_kl", 0.3: "jensen_shannon"}
 

@@ -18,7 +18,7 @@ from trl.trainer.utils import add_fused_lm_head, nanstd
 
 from fornax.tune import advantages, losses
 
-pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.parity
 BATCH = setup.rows(0, left=True)
 MASK_BT = setup.length_mask(BATCH)
 LENGTHS_B = MASK_BT.sum(1)

@@ -22,7 +22,6 @@ from fornax.tune import losses
 
 pytestmark = [
     pytest.mark.parity,
-    pytest.mark.usefixtures("quick_compiles"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 BATCH = setup.rows(0)

@@ -285,9 +285,9 @@ def open_batches(
         batches of a finite split lack, is rows of segment 0 and weight 0.
 
     Raises:
-        DataError: sources are missing, damaged or empty, the virtual shards do not divide the
-            batch, or there is no such process.
-        ConfigError: `workers` with `prefetch.workers` or `debug`.
+        DataError: sources are missing, damaged or empty, or there is no such process.
+        ConfigError: the virtual shards do not divide the batch, or `workers` with
+            `prefetch.workers` or `debug`.
     """
     pipeline = open_pipeline(config, batch_size=batch_size, seq_len=seq_len, split=split)
     hosts = Hosts(index=process_index, count=process_count, multiple=row_multiple)

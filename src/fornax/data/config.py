@@ -117,6 +117,15 @@ class DataConfig:
         if self.cache_gib is not None and self.cache_gib <= 0:
             raise ConfigError(f"cache_gib={self.cache_gib} must be above 0, or none for no limit")
 
+    def check_batch_size(self, batch_size: int) -> None:
+        """Refuse, as a `ConfigError`, a batch that does not divide into the virtual shards."""
+        shards = self.virtual_shards
+        if batch_size < 1 or batch_size % shards:
+            raise ConfigError(
+                f"batch_size={batch_size} does not divide into {shards} virtual shards: use a "
+                f"multiple of {shards}, or set virtual_shards"
+            )
+
     def storage(self) -> Storage:
         """What opens this data's files."""
         return Storage(self.cache_dir, self.storage_options, self.cache_gib)

@@ -77,15 +77,10 @@ class Pipeline:
 def open_pipeline(config: DataConfig, *, batch_size: int, seq_len: int, split: str) -> Pipeline:
     """Open the sources of a split.
 
-    Raises `DataError` for sources that are missing, damaged or empty, and for a batch that does not
-    divide into the virtual shards.
+    Raises `DataError` for sources that are missing, damaged or empty, and `ConfigError` for a batch
+    that does not divide into the virtual shards.
     """
-    shards = config.virtual_shards
-    if batch_size < 1 or batch_size % shards:
-        raise DataError(
-            f"batch_size={batch_size} does not divide into {shards} virtual shards: use a multiple "
-            f"of {shards}, or set virtual_shards"
-        )
+    config.check_batch_size(batch_size)
     if seq_len < 1:
         raise DataError(f"seq_len={seq_len} must be at least 1")
     parts = tuple(_open_parts(config, split))
@@ -93,7 +88,7 @@ def open_pipeline(config: DataConfig, *, batch_size: int, seq_len: int, split: s
         [part.name for part in parts],
         [len(part) for part in parts],
         _weights(config, split),
-        shards=shards,
+        shards=config.virtual_shards,
         seed=config.seed,
         shuffle=config.shuffle and split == "train",
         epochs=config.epochs if split == "train" else 1,

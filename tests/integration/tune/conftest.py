@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.caches import fresh_cache
-from tests.quick import pytest_runtest_setup, pytest_runtest_teardown
 from tests.unit.tune.tiny import save_chats, save_model
-
-__all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
 
 COMMAND = "import sys; from fornax.cli.main import main; sys.exit(main(sys.argv[1:]))"
 

@@ -15,8 +15,6 @@ from fornax import kernels
 from fornax.config.errors import KernelError
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 T, D, V = 40, 16, 72
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -26,8 +26,6 @@ from fornax.mesh import (
 )
 from fornax.models.decoder import document_positions
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @dataclass(frozen=True)
 class Case:

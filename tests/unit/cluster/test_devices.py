@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -88,8 +89,11 @@ def test_a_host_and_what_it_runs_see_their_own_gpus(four_gpus, tmp_path):
             agents = launcher.start([1, 0])
             found = {}
             for rank, agent in agents.items():
-                words = Path(f"/proc/{agent.pid}/environ").read_bytes().split(b"\0")
-                found[rank] = [w for w in words if w.startswith(b"CUDA_VISIBLE_DEVICES")]
+                while not (words := Path(f"/proc/{agent.pid}/environ").read_bytes()):
+                    time.sleep(0.01)  # it is empty until the new program has its memory
+                found[rank] = [
+                    word for word in words.split(b"\0") if word.startswith(b"CUDA_VISIBLE_DEVICES")
+                ]
                 agent.kill()
         assert found == {
             0: [b"CUDA_VISIBLE_DEVICES=0,2"],

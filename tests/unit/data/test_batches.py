@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fornax.config.errors import DataError
+from fornax.config.errors import ConfigError, DataError
 from fornax.data import (
     ArrayRecord,
     BestFit,
@@ -410,7 +410,7 @@ def test_holdout_splits_before_shuffling(token_files):
 )
 def test_what_does_not_divide_or_exist_is_named(sources, fields, arguments, message):
     arguments = {"batch_size": 8, "seq_len": 16, **arguments}
-    with pytest.raises(DataError, match=message):
+    with pytest.raises((ConfigError, DataError), match=message):
         open_batches(config_of(sources, **fields), **arguments)
 
 

@@ -17,6 +17,8 @@ from fornax.hlo import Loop, ProgramFacts, analyse, parse
 from fornax.kernels import _matmul
 from fornax.models import Decoder, DecoderConfig, flops_per_token
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 B, T = 2, 512
 CONFIG = DecoderConfig(
     vocab_size=1024,

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.quick import pytest_runtest_setup, pytest_runtest_teardown
 
 from fornax.models import (
     Decoder,
@@ -22,8 +21,6 @@ from fornax.models import (
     YarnScaling,
     create_decoder,
 )
-
-__all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 32,

@@ -9,12 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from fornax.models import DecoderConfig, create_decoder, logits_logprobs, token_logprobs
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 CONFIG = DecoderConfig(
     vocab_size=48,

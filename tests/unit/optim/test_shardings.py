@@ -23,6 +23,8 @@ from fornax.optim import (
     build,
 )
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 AXES = {
     "embed": ("vocab", "embed"),
     "layers": {

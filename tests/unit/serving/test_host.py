@@ -28,7 +28,7 @@ def size(params, text):
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory, quick_compiles):
+def bundles(tmp_path_factory):
     """Versions 1 and 2 of a model, of which 2 answers ten times as much."""
     folder = tmp_path_factory.mktemp("bundles")
     for version, scale in ((1, 1), (2, 10)):
@@ -59,7 +59,7 @@ def root(tmp_path, bundles):
 
 
 @pytest.fixture
-def host(root, loop, pool, quick_compiles) -> Iterator[Host]:
+def host(root, loop, pool) -> Iterator[Host]:
     host = Host(FakeConfig(root), devices=pool)
     loop.run_until_complete(host.start())
     yield host

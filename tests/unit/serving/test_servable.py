@@ -62,7 +62,7 @@ def table(params, m):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory, quick_compiles):
+def path(tmp_path_factory):
     where = tmp_path_factory.mktemp("bundle") / "m"
     export.save(
         where,

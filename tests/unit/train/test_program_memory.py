@@ -10,6 +10,8 @@ import pytest
 from fornax.train import program_memory
 from fornax.train.program_memory import ProgramMemory
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 KEYS = [hashlib.sha256(bytes([n])).hexdigest() for n in range(4)]
 
 

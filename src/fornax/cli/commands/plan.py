@@ -69,6 +69,7 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     config = read_config(TrainConfig, arguments, overrides)
     if config is None:
         return 0
+    config.data.check_batch_size(config.batch_size)  # training would find it when it opens the data
     from fornax.plan.price import priced, read_prices
     from fornax.plan.report import print_plan, too_large, write_json, write_page
     from fornax.plan.topology import named_or_local

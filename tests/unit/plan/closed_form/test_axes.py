@@ -19,6 +19,8 @@ from fornax.train import Ledger, TrainConfig, pretrain_task
 from fornax.train.session import prepare
 from fornax.train.step import make_train_step
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 ROWS, LENGTH = 16, 64
 MODEL = {
     "vocab_size": 512,

@@ -17,6 +17,8 @@ from fornax.plan.cost.estimate import estimate
 from fornax.plan.topology import parse_topology
 from fornax.train import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 COMPILED = json.loads((Path(__file__).parent / "compiled.json").read_text(encoding="utf-8"))
 
 

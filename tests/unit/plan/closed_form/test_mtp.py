@@ -22,6 +22,8 @@ from fornax.plan.topology import parse_topology
 from fornax.plan.train import plan_train
 from fornax.train import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 ROWS, LENGTH = test_layer.ROWS, test_layer.LENGTH
 KINDS = (*test_layer._LAYER_KINDS, "modules")
 

@@ -16,6 +16,8 @@ from fornax.train import Ledger, TrainConfig, pretrain_task
 from fornax.train.session import prepare
 from fornax.train.tasks.pretrain import row_shapes
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 _MODEL = {
     "vocab_size": 64,
     "hidden_size": 16,

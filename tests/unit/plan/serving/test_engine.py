@@ -19,6 +19,8 @@ from fornax.plan.serving.memory import memory_of
 from fornax.plan.serving.model import ServedModel
 from fornax.plan.topology import Topology, parse_topology
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 _LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,

@@ -23,6 +23,8 @@ from fornax.plan.serving.times import StepTime, StepTimes, without_attention
 from fornax.plan.serving.work import attention_of, step_sizes
 from fornax.plan.topology import Topology, parse_topology
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 def times_of(engine: Engine, **changes: float) -> StepTimes:
     """Memory of one byte a second, arithmetic and links that cost nothing unless changed."""

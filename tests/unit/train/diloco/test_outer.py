@@ -10,8 +10,6 @@ import pytest
 from fornax.train.diloco import DilocoConfig, OuterOptimizer
 from fornax.train.session import Programs
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 LAYERS = 3
 
 

@@ -16,8 +16,6 @@ from fornax.train.diloco.sync import SliceSync, pack, unpack
 from fornax.train.session import Programs
 from fornax.train.state import TrainState
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def filled(programs: Programs, seed: int) -> TrainState:
     """A state of random numbers, laid out as a run's."""

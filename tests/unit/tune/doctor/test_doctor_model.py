@@ -5,7 +5,6 @@ One trial run is compiled once; a fault is put into its weights, its rows or its
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +33,6 @@ from fornax.tune.doctor.model_checks import Gradients
 from fornax.tune.doctor.results import Outcome, failed
 from fornax.tune.doctor.trial_run import TrialRun, small_config
 from fornax.tune.methods import method_of
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

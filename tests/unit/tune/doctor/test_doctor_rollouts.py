@@ -1,11 +1,10 @@
 """Faults of rollouts, planted: exactly the check that is for them speaks up."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from tests.unit.tune.rl.toy import ADAPTED, BASE, EOS, Counter, ToySampler
@@ -23,14 +22,6 @@ from fornax.tune.tasks.grpo import Logps
 
 Kind = Callable[..., Any]
 DRAWN = ("truncation", "rewards vary", "groups differ", "steps differ", "seeds repeat")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
