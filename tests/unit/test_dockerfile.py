@@ -63,6 +63,7 @@ def test_make_targets_and_copied_files_exist() -> None:
         assert name not in kept_out
 
 
+@pytest.mark.slow
 def test_entry_point_is_the_command_and_its_example_parses() -> None:
     (entry,) = _arguments("ENTRYPOINT")
     assert entry.strip('[]"') in _PROJECT["scripts"]

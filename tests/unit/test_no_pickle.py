@@ -76,6 +76,7 @@ def test_what_unpickles_is_seen(text: str):
     assert unpickles(ast.parse(text)) == {1}
 
 
+@pytest.mark.slow
 def test_only_channels_between_parent_and_child_unpickle():
     root = Path(fornax.__file__).parent
     found = {}

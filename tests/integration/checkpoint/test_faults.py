@@ -93,6 +93,7 @@ def write(root, limit=0, leave=0):
     )
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_grow_fails_at_the_next_check_and_harms_nothing(tmp_path):
     done = write(tmp_path / "run", limit=1_000_000)
     assert "refused: saving step 2" in done.stdout, done.stdout + done.stderr

@@ -56,6 +56,7 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_one_process_restores_what_two_saved(root):
     wanted = {
         "w": jax.ShapeDtypeStruct((8, 64), jnp.bfloat16),
@@ -83,6 +84,7 @@ def test_a_step_with_one_record_of_two_is_not_complete(root):
     assert Checkpointer(root).all_steps() == [3, 4, 5]
 
 
+@pytest.mark.slow
 def test_both_processes_refuse_a_file_that_one_finds_damaged(root):
     files = [path for path in (root / "5").rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
@@ -93,6 +95,7 @@ def test_both_processes_refuse_a_file_that_one_finds_damaged(root):
     assert all(" step 5: " in out and str(largest) in out for out in outs), outs
 
 
+@pytest.mark.slow
 def test_two_directories_with_other_steps_are_refused_by_both(root, tmp_path):
     """Process 0 would go on from 5 and process 1 from 4, each with its own arrays."""
     for process in range(2):
@@ -104,6 +107,7 @@ def test_two_directories_with_other_steps_are_refused_by_both(root, tmp_path):
         assert "has steps 3, 4, or another step 5. Give all of them one directory" in out
 
 
+@pytest.mark.slow
 def test_two_directories_with_another_step_of_one_number_are_refused(root, tmp_path):
     for process in range(2):
         shutil.copytree(root, tmp_path / str(process))
@@ -113,6 +117,7 @@ def test_two_directories_with_another_step_of_one_number_are_refused(root, tmp_p
         assert "refused the processes do not share" in out
 
 
+@pytest.mark.slow
 def test_a_process_that_starts_anew_beside_one_that_has_steps_is_refused(root, tmp_path):
     (tmp_path / "0").mkdir()
     shutil.copytree(root, tmp_path / "1")
@@ -120,6 +125,7 @@ def test_a_process_that_starts_anew_beside_one_that_has_steps_is_refused(root, t
         assert "starts anew and has none; process 1 on" in out
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_one_process_is_refused_by_both(tmp_path):
     for out in run_two(tmp_path / "new", "full"):
         assert "refused process" in out
@@ -127,6 +133,7 @@ def test_a_save_that_fails_in_one_process_is_refused_by_both(tmp_path):
         assert "process 1: " in out
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_no_process_waits_for_one_that_cannot_begin_a_save(tmp_path):
     """It may open no file, so it never comes to where Orbax has all processes wait for it."""
@@ -139,6 +146,7 @@ def test_no_process_waits_for_one_that_cannot_begin_a_save(tmp_path):
     assert Checkpointer(tmp_path / "new").all_steps() == [1, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_no_process_waits_in_a_save_for_one_that_is_gone(tmp_path):
     """It was killed after its part had begun; Orbax would wait for it for minutes."""

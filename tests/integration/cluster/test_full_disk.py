@@ -54,6 +54,7 @@ def fill(filler: Path, leave: int) -> None:
             file.write(bytes(min(free - leave, 1 << 20)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("freed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_full_disk_costs_checkpoints_and_nothing_else(
     launch: Any, run_dir: Path | None, freed: bool

@@ -28,6 +28,7 @@ def fornax(*words: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_signals_save_one_step_and_the_same_command_goes_on(launch: Any):
     """SIGTERM, then SIGKILL, which saves nothing and leaves nothing, then Ctrl-C."""

@@ -35,6 +35,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fornax-ai[
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_changes_no_number_and_ray_leaves_nothing(
     launch: Any, undisturbed: list[tuple], places: dict[str, str]
 ):

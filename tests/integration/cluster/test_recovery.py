@@ -84,6 +84,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("hosts", "mesh"),
     [
@@ -136,6 +137,7 @@ def test_memory_is_enough_for_a_second_death_while_the_group_forms(
     assert not run.descendants()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("hosts", "deaths"),
     [
@@ -272,6 +274,7 @@ def test_the_state_of_a_host_that_is_lost_comes_from_the_memory_of_another(
     assert not run.descendants()
 
 
+@pytest.mark.exhaustive
 def test_when_a_host_and_its_replica_are_lost_the_newest_checkpoint_is_taken(
     launch: Any, undisturbed: list[tuple]
 ):
@@ -301,6 +304,7 @@ def complete(directory: Path) -> set[int]:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "lost",
     [

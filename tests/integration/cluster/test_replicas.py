@@ -179,6 +179,7 @@ class Load:
             self.wrong.append(text)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_a_replica_killed_under_load_fails_no_whole_request_and_is_replaced(start: Start):
     router = start(_step_seconds=0.01)
@@ -203,6 +204,7 @@ def test_a_replica_killed_under_load_fails_no_whole_request_and_is_replaced(star
     ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_rolling_restart_under_load_and_tls_fails_no_request(start: Start):
     """The replicas are guarded as on several machines."""
     router = start(replicas=2, _step_seconds=0.01, _tls=True)
@@ -255,6 +257,7 @@ def text_model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.exhaustive
 def test_serve_answers_as_one_engine_does_and_divides_each_replica(start: Start, text_model: Path):
     router = start(
         replicas=2,
@@ -420,6 +423,7 @@ def doubling(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_host_answers_through_its_router_over_http_and_grpc(start: Start, doubling: Path):
     router = start(replicas=2, words=["host", str(doubling), "--http", "0", "--grpc", "0"])

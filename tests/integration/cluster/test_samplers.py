@@ -99,6 +99,7 @@ def test_trainers_and_samplers_apart_learn_what_one_process_does(
         assert theirs["staleness"] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_a_sampler_and_a_trainer_that_are_killed_change_no_bit(
     environment: dict[str, str], folder: Path, undisturbed: Path, tmp_path: Path

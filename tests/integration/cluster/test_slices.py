@@ -148,6 +148,7 @@ def test_two_slices_of_two_hosts_stop_and_go_on_as_if_they_never_had(
             np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_slice_that_is_killed_stops_no_other_and_comes_back(launch: Any, hosts: int):

@@ -109,6 +109,7 @@ def test_no_jax_is_needed(datasets: list[Path]):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_killed_build_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path):
     lines = (json.dumps({"text": f"{i} " + "some words here " * 200}) for i in range(4000))

@@ -152,6 +152,7 @@ def pids(config: DataConfig) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 def test_batches_and_positions_are_those_of_one_process_also_with_another_number_of_workers(
     config: DataConfig, local: Seen, workers: Workers
 ):
@@ -171,6 +172,7 @@ def test_batches_and_positions_are_those_of_one_process_also_with_another_number
         np.testing.assert_array_equal(batch["tokens"], whole["tokens"][4:])
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_worker_that_dies_or_is_held_costs_no_record(
     config: DataConfig, local: Seen, workers: Workers, monkeypatch: pytest.MonkeyPatch
@@ -188,6 +190,7 @@ def test_a_worker_that_dies_or_is_held_costs_no_record(
     assert_same(found, local)
 
 
+@pytest.mark.slow
 def test_without_any_worker_this_process_reads(config: DataConfig, local: Seen):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -226,6 +229,7 @@ def test_a_stranger_gets_nothing(config: DataConfig, server: DataServer):
             receive(stranger)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serves", [RUN, Credentials.make()])
 def test_another_runs_worker_is_refused_and_gets_no_token(config: DataConfig, serves: Credentials):
     """Its certificate is another, or it has none."""

@@ -15,7 +15,7 @@ TOKENS = '[{{"type": "tokenize", "tokenizer": "{}"}}]'
 GENERATE = ("--prompt", "a b", "--max-tokens", "3")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_is_generated_from_by_name_and_fetched_once(hub: Any, fornax: Any):
     code, first = fornax("generate", "org/tiny", *GENERATE)
     assert code == 0, first
@@ -30,6 +30,7 @@ def test_a_model_is_generated_from_by_name_and_fetched_once(hub: Any, fornax: An
     assert not hub.fetched(before)
 
 
+@pytest.mark.exhaustive
 def test_a_download_cut_short_goes_on_where_it_stopped(hub: Any, fornax: Any, tiny: Path):
     hub.cut.add("model.safetensors")
     fornax("generate", "org/tiny", *GENERATE)
@@ -49,6 +50,7 @@ def test_a_revision_is_the_one_that_was_asked_for(hub: Any, fornax: Any, tmp_pat
     assert "org/tiny has no revision none; check what follows the @" in output
 
 
+@pytest.mark.slow
 def test_only_the_config_is_fetched_for_a_plan(hub: Any, fornax: Any):
     code, output = fornax(
         *("plan", "serve", "--model", "org/tiny", "--topology", "v6e:1x1", "--predicted")
@@ -79,7 +81,7 @@ def test_a_run_is_tuned_from_names_and_goes_on_at_the_commit_it_began_at(
     assert code == 0, output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_command_that_takes_a_model_takes_a_name(
     hub: Any, fornax: Any, begin: Any, tmp_path: Path, tiny: Path
 ):
@@ -151,6 +153,7 @@ def test_what_is_neither_a_path_nor_a_name_is_one_paragraph(hub: Any, fornax: An
     )
 
 
+@pytest.mark.exhaustive
 def test_a_token_opens_what_is_gated_and_a_path_wins(hub: Any, fornax: Any, tmp_path: Path):
     hub.private.add("org/tiny")
     code, output = fornax("generate", "org/tiny", *GENERATE)

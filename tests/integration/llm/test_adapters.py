@@ -55,6 +55,7 @@ def expected_of(
     ]
 
 
+@pytest.mark.slow
 def test_each_request_has_its_adapter_and_nothing_is_compiled(
     adapters: Oracles,
 ) -> None:
@@ -82,6 +83,7 @@ def test_each_request_has_its_adapter_and_nothing_is_compiled(
     assert llm.num_free_pages == llm.num_pages
 
 
+@pytest.mark.slow
 def test_adapters_stay_through_sleep_and_new_weights(adapters: Oracles) -> None:
     llm = LLM(model_of(FAMILY), **OPTIONS)
     llm.load_lora("a", adapters.path("a"))
@@ -99,6 +101,7 @@ def test_adapters_stay_through_sleep_and_new_weights(adapters: Oracles) -> None:
     assert completions(llm.generate([prompt], GREEDY, lora="a")) == before
 
 
+@pytest.mark.slow
 def test_without_enable_lora_it_is_named() -> None:
     llm = LLM(model_of(FAMILY), **SIZES)
     with pytest.raises(EngineError, match="enable_lora"):
@@ -125,6 +128,7 @@ async def _tokens(engine: AsyncEngine, prompt: list[int], name: str | None, requ
     return [token async for output in stream for token in output.outputs[0].token_ids]
 
 
+@pytest.mark.slow
 def test_loading_and_unloading_beside_running_requests(
     engine: AsyncEngine, adapters: Oracles
 ) -> None:
@@ -179,6 +183,7 @@ def test_an_adapter_may_go_while_requests_for_it_wait(
         engine._engine.add(request)
 
 
+@pytest.mark.slow
 def test_unloading_what_is_not_there_loses_no_tokens(engine: AsyncEngine) -> None:
     [prompt] = prompts_of(10)
 

@@ -202,6 +202,7 @@ def test_what_cannot_be_honoured_is_said_at_once(service: Service) -> None:
     assert service.engine.num_unfinished == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_raises_ends_every_request_and_is_reported(doomed: Service) -> None:
     core = doomed.core
 
@@ -266,6 +267,7 @@ def test_shutdown_does_not_wait_for_compiling() -> None:
     assert not engine.readiness().ready
 
 
+@pytest.mark.slow
 def test_after_shutdown_requests_are_refused(doomed: Service) -> None:
     async def run() -> None:
         running = asyncio.create_task(collect(doomed, [1, 2, 3], LONG))
@@ -286,6 +288,7 @@ def test_after_shutdown_requests_are_refused(doomed: Service) -> None:
     assert doomed.engine.error() is None
 
 
+@pytest.mark.slow
 def test_shutdown_may_wait_for_what_runs(doomed: Service) -> None:
     async def run() -> list[RequestOutput]:
         running = asyncio.create_task(collect(doomed, [1, 2, 3], LONG))
@@ -335,6 +338,7 @@ def test_a_request_may_leave_while_the_engine_sleeps(service: Service) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_new_weights_while_requests_run_mark_the_tokens_they_made(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +405,7 @@ def test_clients_of_several_event_loops(service: Service) -> None:
     assert [found[index] for index in range(4)] == [[one] * 3 for one in expected]
 
 
+@pytest.mark.slow
 def test_many_streams_with_random_aborts_leave_all_pages_free(service: Service) -> None:
     rng = random.Random(0)
 

@@ -47,6 +47,7 @@ def llm(name: str, figures: Figures) -> Iterator[LLM]:
     assert llm.num_free_pages == llm.num_pages, "pages were not given back"
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_the_models_through_chunks_preemption_and_batches(
     name: str, llm: LLM, figures: Figures
 ) -> None:
@@ -226,6 +227,7 @@ def test_requests_that_cannot_be_honoured_say_why(llm: LLM) -> None:
         llm.generate(["text"], GREEDY)
 
 
+@pytest.mark.slow
 def test_sizes_that_are_coarse_decode_too() -> None:
     """Three rows in steps of four tokens, and of sixteen where none is as small."""
     prompts = prompts_of(3, 5, 2)

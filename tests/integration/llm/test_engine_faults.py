@@ -18,6 +18,7 @@ def llm() -> LLM:
     return engine_of("windowed", num_gpu_blocks_override=16)
 
 
+@pytest.mark.slow
 def test_prompt_scores_are_complete_when_chunks_differ_after_a_preemption(llm: LLM) -> None:
     """The long prompt is preempted half way and cut elsewhere when it comes back."""
     prompts = prompts_of(2, 11, 35)

@@ -184,6 +184,7 @@ class Storm:
                     raise
 
 
+@pytest.mark.slow
 def test_whatever_runs_beside_it_a_request_gets_the_same(service: Service, adapters: Path) -> None:
     rng = random.Random(5)
     storm = Storm(service, adapters, draw_cases(rng), rng)

@@ -132,6 +132,7 @@ def test_the_account_is_what_an_engine_holds(draft: Path) -> None:
     assert account.cache == account.draft_cache == (20 + 1) * 4 * token
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_says_what_to_do_instead(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"latent attention.*merge the adapter into the model"):
         LLM(model, **SIZES, enable_lora=True)

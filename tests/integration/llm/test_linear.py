@@ -108,6 +108,7 @@ def test_slots_are_copied_in_place() -> None:
     assert program.memory_analysis().temp_size_in_bytes < states / 100
 
 
+@pytest.mark.slow
 def test_the_account_is_what_an_engine_holds() -> None:
     """Of each of the 4 sequences a state in both linear layers, of a token keys in the others."""
     config = EngineConfig(**SIZES, num_gpu_blocks_override=20)
@@ -160,6 +161,7 @@ def test_what_cannot_be_served_says_what_to_do_instead(
         LLM(decoder_of("linear"), **SIZES, **options)
 
 
+@pytest.mark.slow
 def test_a_model_without_pages_is_served() -> None:
     """States alone are kept, for running sequences and for beginnings."""
     linear = dataclasses.replace(CONFIG, attention_pattern=("linear",), num_layers=1)

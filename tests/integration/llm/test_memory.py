@@ -38,6 +38,7 @@ def live_bytes() -> int:
     return local_bytes(jax.live_arrays())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafts", "options"),
     [

@@ -98,6 +98,7 @@ class _Module:
                 known += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -195,6 +196,7 @@ def test_new_weights_and_sleep_leave_no_old_step_behind() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_account_holds_the_modules_weights_and_its_layers_pages() -> None:
     model = _model("windowed").config
     plain, held = dataclasses.replace(model, num_mtp_modules=0), {}

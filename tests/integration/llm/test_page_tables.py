@@ -1,6 +1,7 @@
 """Page tables stay on the device: steps bring changes, whose number the tables' width is not in."""
 
 import numpy as np
+import pytest
 from tests.integration.llm.helpers import SIZES, engine_of, prompts_of
 from tests.unit.models.conftest import decoder_of
 
@@ -24,6 +25,7 @@ def _engine(**options: int) -> Engine:
     return parts.engine
 
 
+@pytest.mark.slow
 def test_the_tables_are_the_block_managers_whatever_happens_to_sequences() -> None:
     """Windows, shared pages, forks, and so few pages that sequences are pushed out."""
     engine = _engine(num_gpu_blocks_override=24)
@@ -38,6 +40,7 @@ def test_the_tables_are_the_block_managers_whatever_happens_to_sequences() -> No
     assert compared > 500
 
 
+@pytest.mark.slow
 def test_more_changes_than_a_step_carries_go_ahead_of_it() -> None:
     runner = engine_of("windowed", block_size=1)._parts.engine.runner
     width = runner.limits.table_width
@@ -61,6 +64,7 @@ def test_more_changes_than_a_step_carries_go_ahead_of_it() -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_step_brings_no_more_for_longer_sequences() -> None:
     short, long = (
         engine_of("biased", max_model_len=length)._parts.engine.runner for length in (16, 64)

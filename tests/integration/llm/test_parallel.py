@@ -25,6 +25,7 @@ CONFIG = DecoderConfig(
 SIZES = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_tokens_are_those_of_one_device(devices: int) -> None:
     """With 8 devices the 4 key/value heads are whole on each, with 2 they are divided."""
@@ -59,6 +60,7 @@ def test_adapters_of_experts_are_divided_as_the_experts_are(tmp_path: Path) -> N
     assert completions(llm.generate(prompts, greedy, lora=names)) == [plain[0], *adapted[1:]]
 
 
+@pytest.mark.slow
 def test_weights_whose_sharding_agrees_are_not_copied() -> None:
     model = create_decoder(CONFIG, seed=5)
     llm = LLM(model, **SIZES, tensor_parallel_size=2)

@@ -38,6 +38,7 @@ SIZES = {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "max_m
 TEMPLATE = "{% for message in messages %}{{ message.content }}: {% endfor %}"
 
 
+@pytest.mark.slow
 def test_the_openai_client_completes_chats_and_embeds(connect):
     client = connect(_model=True, chat_template=TEMPLATE, **SIZES)
     until = time.monotonic() + 120
@@ -82,6 +83,7 @@ def test_the_openai_client_understands_what_went_wrong(connect):
         client.with_options(api_key="wrong").models.list()
 
 
+@pytest.mark.slow
 def test_the_openai_client_calls_tools(connect):
     said = '[{"name": "look", "parameters": {"place": "here"}}]'
     client = connect(_reply=said)
@@ -99,6 +101,7 @@ def test_the_openai_client_calls_tools(connect):
     assert final.choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.slow
 def test_a_gigantic_body_is_refused_and_the_server_lives_on(serve):
     server = serve()
     body = b'{"prompt": "' + b"x" * (ServerConfig().max_body_bytes + 1000) + b'"}'
@@ -108,6 +111,7 @@ def test_a_gigantic_body_is_refused_and_the_server_lives_on(serve):
         assert client.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_adapters_named_at_the_start_are_there_when_it_is_ready(serve, tmp_path):
     server = serve(
         enable_lora=True, lora_modules=[f"small={tmp_path}"], enable_adapter_endpoints=True
@@ -128,6 +132,7 @@ def test_adapters_named_at_the_start_are_there_when_it_is_ready(serve, tmp_path)
         assert client.post("/v1/unload_lora_adapter", json=gone).status_code == 404
 
 
+@pytest.mark.slow
 def test_an_adapter_that_cannot_be_loaded_stops_the_start(serve):
     server = serve(enable_lora=True, lora_modules=["small=relative/path"])
     assert server.popen.wait(20) == 1

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer, models
 
 from fornax.models import DecoderConfig, create_decoder, save_pretrained
@@ -21,6 +22,7 @@ CONFIG = DecoderConfig(
 )
 
 
+@pytest.mark.exhaustive
 def test_without_a_compiler_the_log_says_why_the_native_kernel_is_not_used(tmp_path: Path) -> None:
     save_pretrained(create_decoder(CONFIG, seed=0), tmp_path / "model")
     words = {f"word{index}": index for index in range(CONFIG.vocab_size)}

@@ -16,6 +16,7 @@ from tests.integration.llm.conftest import ROOT, SERVER_PROCESS
 LONG = {"prompt": "hello world", "max_tokens": 500, "stream": True}
 
 
+@pytest.mark.slow
 def test_sigterm_lets_running_streams_finish_and_exits_0(serve):
     server = serve(_step_seconds=0.002)
     text = []
@@ -54,6 +55,7 @@ def test_streams_that_outlast_the_drain_are_told(serve):
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_when_the_engine_dies_the_process_says_so_and_exits_1(serve):
     server = serve(_step_seconds=0.01, _die_after=3.0)
     with server.client() as client, client.stream("POST", "/v1/completions", json=LONG) as reply:
@@ -66,6 +68,7 @@ def test_when_the_engine_dies_the_process_says_so_and_exits_1(serve):
     assert "the engine died: RuntimeError: the device is gone" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_a_mistake_of_the_user_found_before_the_model_is_loaded(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -79,6 +82,7 @@ def test_a_port_in_use_is_a_mistake_of_the_user_found_before_the_model_is_loaded
     assert f"127.0.0.1:{port}: address already in use" in found.stderr
 
 
+@pytest.mark.slow
 def test_a_unix_socket_serves_too(tmp_path):
     path = tmp_path / "socket"
     log = tmp_path / "uds.log"
@@ -109,6 +113,7 @@ def test_a_unix_socket_serves_too(tmp_path):
         process.wait()
 
 
+@pytest.mark.slow
 def test_the_access_log_goes_to_standard_output_as_json(serve):
     server = serve()
     with server.client() as client:

@@ -99,6 +99,7 @@ async def storm(host, port, seconds, seed):
     return counts, state, memory / half[0], files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seconds",
     [pytest.param(6, id="short"), pytest.param(60, id="long", marks=pytest.mark.exhaustive)],
@@ -133,6 +134,7 @@ def talk(server, *pieces, seconds=20.0):
         return answer
 
 
+@pytest.mark.slow
 def test_a_head_without_end_is_431_and_one_that_does_not_come_is_cut_off(serve):
     server = serve(max_header_bytes=4096, header_timeout=0.5)
     head = b"GET /health HTTP/1.1\r\nhost: x\r\n"
@@ -148,6 +150,7 @@ def test_a_head_without_end_is_431_and_one_that_does_not_come_is_cut_off(serve):
     assert whole.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 def test_more_connections_than_allowed_get_503_until_others_leave(serve):
     server = serve(max_connections=3)
     host, port = server.url.removeprefix("http://").split(":")

@@ -60,6 +60,7 @@ def _tokens(llm: LLM) -> list[list[list[int]]]:
     return [[one.token_ids for one in output.outputs] for output in outputs]
 
 
+@pytest.mark.slow
 def test_lookups_in_the_sequence_change_no_token(plain: list) -> None:
     figures = Figures()
     speculative = {"type": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}
@@ -69,6 +70,7 @@ def test_lookups_in_the_sequence_change_no_token(plain: list) -> None:
     assert llm.num_free_pages == llm.num_pages
 
 
+@pytest.mark.slow
 def test_a_draft_model_changes_no_greedy_token(plain: list, draft: Path) -> None:
     figures = Figures()
     tokens = _tokens(_engine(speculative_config=_draft(draft), observer=figures))
@@ -120,6 +122,7 @@ def test_with_a_draft_model_tokens_follow_the_models_distribution(draft: Path) -
     assert statistic < 19 + 4 * np.sqrt(2 * 19)
 
 
+@pytest.mark.slow
 def test_a_draft_model_equal_to_the_model_is_always_right(tmp_path: Path) -> None:
     save_pretrained(MODEL, tmp_path / "same")
     figures = Figures()

@@ -53,6 +53,7 @@ def test_other_seeds_pass(seed: int):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+@pytest.mark.slow
 def test_a_rule_that_does_nothing_ends_with_2(tmp_path: Path):
     report = tmp_path / "report.json"
     words = ["--mesh.rules", "{activation_kv_heads: [tensor]}", "--mesh.tensor", "2"]
@@ -66,12 +67,14 @@ def test_a_rule_that_does_nothing_ends_with_2(tmp_path: Path):
     assert [check["status"] for check in content["checks"]] == ["ok", "failed"]
 
 
+@pytest.mark.slow
 def test_without_a_config_it_says_how():
     found = run()
     assert found.returncode == 2
     assert "--config" in found.stderr
 
 
+@pytest.mark.slow
 def test_an_unknown_group_is_named():
     found = run("--only", "meshes", "--batch-size", "8")
     assert found.returncode == 2

@@ -242,6 +242,7 @@ def _minute(seed: int):
     return pytest.param(60, seed, id=f"minute-{seed}", marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("seconds", "seed"), [pytest.param(6, 1, id="short"), *map(_minute, (1, 2, 3))]
 )

@@ -82,6 +82,7 @@ def test_eight_devices_follow_one(config: TrainConfig):
     np.testing.assert_allclose(many, one, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_state_taken_up_goes_on_bit_for_bit(config: TrainConfig):
     """The rounding depends on the state alone: what a checkpoint holds gives the same steps."""
     programs, state, batches = begin(config, jax.devices()[:1])

@@ -42,6 +42,7 @@ def logits(model: Any) -> np.ndarray:
     return np.asarray(jax.jit(lambda tokens: model(tokens))(tokens))
 
 
+@pytest.mark.slow
 def test_a_run_goes_to_hugging_face_and_back_unchanged(run_dir: Path, tmp_path: Path):
     there = convert(run_dir, tmp_path / "hf")
     assert (there.prompts, there.max_abs_difference, there.same_top_token) == ("text", 0.0, 1.0)
@@ -57,6 +58,7 @@ def test_a_run_goes_to_hugging_face_and_back_unchanged(run_dir: Path, tmp_path: 
     np.testing.assert_array_equal(original, logits(load_run(tmp_path / "run").model))
 
 
+@pytest.mark.slow
 def test_an_earlier_step_can_be_converted(run_dir: Path, tmp_path: Path):
     assert Checkpointer(run_dir / "checkpoints").all_steps() == [2, 4]
     convert(run_dir, tmp_path / "early", step=2)
@@ -65,6 +67,7 @@ def test_an_earlier_step_can_be_converted(run_dir: Path, tmp_path: Path):
     assert np.abs(early - logits(load_run(run_dir).model)).max() > 0
 
 
+@pytest.mark.slow
 def test_another_dtype_is_measured_not_assumed(run_dir: Path, tmp_path: Path):
     parity = convert(run_dir, tmp_path / "hf", dtype="bfloat16")
     assert parity.dtype == "bfloat16"
@@ -80,6 +83,7 @@ def test_what_is_neither_is_refused(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["run", "hugging face", "converted run"])
 def test_training_starts_from_given_weights(
     config: TrainConfig, run_dir: Path, tmp_path: Path, kind: str

@@ -48,6 +48,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_keeps_what_was_written_and_the_run_goes_on_with_room(
     finish: Any, small_disk: Path, uninterrupted: list[dict[str, Any]]
 ):
@@ -64,6 +65,7 @@ def test_a_full_disk_keeps_what_was_written_and_the_run_goes_on_with_room(
     assert losses(read(run_dir)) == losses(uninterrupted)
 
 
+@pytest.mark.exhaustive
 def test_a_file_size_limit_is_named_and_the_run_goes_on_without_it(
     start: Any, finish: Any, tmp_path: Path, uninterrupted: list[dict[str, Any]]
 ):

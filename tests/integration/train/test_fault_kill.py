@@ -56,6 +56,7 @@ def test_kills_change_no_number_of_any_step(
     assert sum(goodput.seconds.values()) == pytest.approx(goodput.wall_seconds)
 
 
+@pytest.mark.exhaustive
 def test_every_record_is_read_once_an_epoch_over_a_kill(
     start: Any, finish: Any, tmp_path: Path, settings: dict[str, Any]
 ):

@@ -236,6 +236,7 @@ def positions(run_dir: Path, step: int) -> dict[int, Any]:
     return {shard: position for record in records for shard, position in record.data.items()}
 
 
+@pytest.mark.exhaustive
 def test_a_signal_to_one_process_stops_all_at_one_step(start: Any, tmp_path: Path):
     run_dir = tmp_path / "run"
     processes = start_hosts(

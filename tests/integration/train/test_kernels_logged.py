@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fornax.config import from_mapping
 from fornax.config.progress import Quiet
 from fornax.plan.closed_form import kernel_choices
@@ -29,6 +31,7 @@ def _kernels_said(settings: Mapping[str, Any], folder: Path, **changes: Any) -> 
     return said
 
 
+@pytest.mark.exhaustive
 def test_a_length_divided_over_the_mesh_says_why_the_native_kernel_declines(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -39,6 +42,7 @@ def test_a_length_divided_over_the_mesh_says_why_the_native_kernel_declines(
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_geometry_that_the_fastest_can_run_says_only_its_name(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

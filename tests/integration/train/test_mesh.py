@@ -54,6 +54,7 @@ def single(run: TrainConfig, rows: dict[str, np.ndarray]) -> Any:
     return measure(run, rows, jax.devices()[:1])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "data{}-fsdp{}-tensor{}".format(*s))
 def test_loss_and_gradients_are_those_of_one_device(
     run: TrainConfig, rows: dict[str, np.ndarray], single: Any, shape: tuple[int, int, int]
@@ -78,6 +79,7 @@ def test_loss_and_gradients_are_those_of_one_device(
     assert all(moment.sharding == kernel.sharding for moment in moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -103,6 +105,7 @@ def with_mesh(run: TrainConfig, mesh: MeshConfig, **changes: Any) -> TrainConfig
     return dataclasses.replace(run, mesh=mesh, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "accumulate", "padded"),
     [

@@ -91,6 +91,7 @@ def test_remat_policies_change_no_number(config: TrainConfig, rows: list[Any]):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_the_same_up_to_its_precision(config: TrainConfig, rows: list[Any]):
     half = from_mapping(type(config.dtypes), {"params": "float32", "compute": "bfloat16"})
     programs, state = begin(dataclasses.replace(config, dtypes=half))
@@ -161,6 +162,7 @@ def shorter(config: TrainConfig, **changes: Any) -> TrainConfig:
     return dataclasses.replace(config, mesh=MeshConfig(data=-1, fsdp=1), **changes)
 
 
+@pytest.mark.slow
 def test_bits_per_byte_are_nats_per_token_times_tokens_per_byte(finished: Path, dataset: Path):
     held_out = read_manifest(dataset).splits["eval"]
     records = [r for r in read_metrics(finished / "metrics.jsonl") if "eval/loss" in r]
@@ -174,6 +176,7 @@ def test_bits_per_byte_are_nats_per_token_times_tokens_per_byte(finished: Path, 
         assert record["eval/weight"] > 0.9 * held_out.tokens
 
 
+@pytest.mark.slow
 def test_weights_of_a_run_and_of_a_hugging_face_directory_start_a_run(
     config: TrainConfig, finished: Path, tmp_path: Path
 ):
@@ -290,6 +293,7 @@ def test_other_data_is_taken_up_when_accepted(config: TrainConfig, finished: Pat
     assert np.diff(tokens)[2:].mean() == pytest.approx(1.5 * np.diff(tokens)[:2].mean(), rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_the_background_stops_the_run(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

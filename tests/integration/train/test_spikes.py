@@ -46,6 +46,7 @@ def never_had(settings: dict[str, Any]) -> dict[str, Any]:
     return {"steps": STEPS, "optim": OPTIM, "data": {**settings["data"], "skip_steps": ranges}}
 
 
+@pytest.mark.exhaustive
 def test_a_drill_ends_as_a_run_that_had_the_list_from_the_start(
     start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
 ):

@@ -87,6 +87,7 @@ def test_merged_and_apart_it_says_the_same(run: Path, tiny: Path, tmp_path: Path
     np.testing.assert_array_equal(logits(load_decoder(tmp_path / "hf")), logits(load_decoder(run)))
 
 
+@pytest.mark.slow
 def test_an_adapter_apart_from_a_base_in_few_bits_says_how_far_it_is(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -112,7 +113,7 @@ def served(base: Path, run: Path, folder: Path) -> tuple[list[int], list[int], l
     return plain, tuned, merged[0].outputs[0].token_ids
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_adapter_serves_beside_its_base(run: Path, tiny: Path, tmp_path: Path) -> None:
     plain, tuned, merged = served(tiny / "model", run, tmp_path)
     assert plain != tuned, "the adapter changes nothing"

@@ -99,6 +99,7 @@ def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
                 np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_process_held_to_one_core_computes_the_same() -> None:
     program = """
 import os

@@ -104,6 +104,7 @@ def test_short_sequences_keep_the_state_after_each_token() -> None:
     np.testing.assert_allclose(states_LAKRHV, expected, atol=5e-6)
 
 
+@pytest.mark.slow
 def test_what_is_no_number_stays_where_it_is() -> None:
     """A sequence's neighbours, and who has its slot next, do not see it."""
     batch = ragged((5, 6, 1), 12)

@@ -96,6 +96,7 @@ def test_float32_agrees_with_float64_reference(name: str) -> None:
         np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=2e-5, err_msg=key)
 
 
+@pytest.mark.slow
 def test_unfused_backward_and_other_widths_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fornax.kernels._attention.blocks._MOST_PARTS", 1)
     arrays = {**_qkv(kv_heads=1, width=24, values=40), **_packed()}

@@ -341,6 +341,7 @@ def assert_each_layer_is_its_own(config_, transform, rtol):
         )
 
 
+@pytest.mark.slow
 def test_adafactor_treats_each_layer_as_its_own_matrix():
     optimizer = Adafactor(min_dim_size_to_factor=8, momentum=0.9, weight_decay_rate=0.01)
     mask = jax.tree.map(lambda _: False, DECAYS)

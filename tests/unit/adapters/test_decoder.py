@@ -69,6 +69,7 @@ def test_switched_off_under_jit_it_is_the_base() -> None:
     np.testing.assert_allclose(found, as_merged, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"dora": True}, {"quantize": "nf4", "dropout": 0.2}], ids=str)
 def test_stacked_layers_are_those_of_the_merged_weights(options: dict[str, Any]) -> None:
     model = adapted(**options)
@@ -136,6 +137,7 @@ def test_a_frozen_base_has_no_gradient_and_no_second_copy(
     assert not kept, "weights are saved for the backward pass"
 
 
+@pytest.mark.slow
 def test_an_abstract_model_gets_abstract_adapters() -> None:
     model = abstract_decoder(CONFIG)
     attach(model, LoRA(rank=4, dora=True, quantize="int8", dropout=0.1), rngs=nnx.Rngs(0))

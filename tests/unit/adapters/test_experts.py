@@ -90,7 +90,7 @@ def loss(model: Decoder, remat: str = "none") -> jax.Array:
     return jnp.mean((model.hidden(TOKENS_BT, remat=remat) - TARGET_D) ** 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind", ["plain", "dora on int8", pytest.param("shared", marks=pytest.mark.exhaustive)]
 )
@@ -119,6 +119,7 @@ def test_loss_and_gradients_are_those_of_merged_weights(kind: str) -> None:
         assert np.abs(w.get_value()).max() > 1e-5, path
 
 
+@pytest.mark.slow
 def test_switched_off_merged_and_taken_off() -> None:
     @jax.jit
     def run(state: nnx.State) -> tuple[jax.Array, jax.Array]:
@@ -209,6 +210,7 @@ def test_shared_adapters_are_one_for_all_experts(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_files_hold_each_experts_own(tmp_path: Path) -> None:
     """Dense layers, a shared expert and experts of another rank have names that end alike."""
     experts = dataclasses.replace(CONFIG.experts, bias=False, shared_gate=True)
@@ -243,7 +245,7 @@ def test_dropout_is_refused_by_name() -> None:
         attach(abstract_decoder(CONFIG), LoRA(dropout=0.1), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind", ["dora on int8", pytest.param("shared", marks=pytest.mark.exhaustive)]
 )

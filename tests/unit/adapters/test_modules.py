@@ -94,6 +94,7 @@ def outputs(model: nnx.Module) -> dict[str, tuple[np.ndarray, ...]]:
     return jax.tree.map(np.asarray, run(*nnx.split(model)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_output_is_that_of_the_merged_weights(kind: str) -> None:
     model = base()
@@ -183,6 +184,7 @@ def test_adapters_are_attached_once() -> None:
     attach(model, KINDS["int8-dora"], rngs=nnx.Rngs(1))
 
 
+@pytest.mark.slow
 def test_dropout_stops_with_eval_and_repeats_with_its_stream() -> None:
     def made() -> Model:
         model = base()

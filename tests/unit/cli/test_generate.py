@@ -49,6 +49,7 @@ def stdin(monkeypatch):
     return give
 
 
+@pytest.mark.slow
 def test_the_prompt_and_what_the_model_makes_of_it_are_printed(model, tokenizer, capsys):
     words = [str(model), "--prompt", "some text", "--max-tokens", "6", "--temperature=1"]
     assert main(["generate", *words]) == 0

@@ -21,6 +21,7 @@ def pages(tmp_path_factory):
     return {path.name: path.read_text() for path in reference.write_reference(folder)}
 
 
+@pytest.mark.slow
 def test_every_command_stands_with_its_example(pages, capsys):
     fornax(["--help"])
     for name in re.findall(r"^  (\w+)  ", capsys.readouterr().out, re.MULTILINE):

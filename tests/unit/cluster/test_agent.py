@@ -53,6 +53,7 @@ def state(tmp_path: Path) -> WorkerState:
     return found
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_for_a_processor_is_told_from_one_that_hangs(
     processes: list[subprocess.Popen[bytes]], state: WorkerState
 ):

@@ -157,6 +157,7 @@ def test_an_undisturbed_run_makes_every_step_once(folder: Path):
     assert not run.files.records()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_killed_and_stopped_ranks_are_named_and_the_run_goes_on(folder: Path, spare: bool):
     run = Run(folder, spare=spare)
@@ -189,6 +190,7 @@ def test_killed_and_stopped_ranks_are_named_and_the_run_goes_on(folder: Path, sp
         assert "py-spy, which reads stopped processes, is not installed" in told[0]["why"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "verdict"), [("lock", "frozen"), ("data", "stuck")])
 def test_a_hanging_rank_is_named_with_its_stack(folder: Path, kind: str, verdict: str):
     run = Run(folder, steps=40)
@@ -203,6 +205,7 @@ def test_a_hanging_rank_is_named_with_its_stack(folder: Path, kind: str, verdict
     assert 1.0 <= named["time"] - named["since"] < 30.0
 
 
+@pytest.mark.slow
 def test_a_dead_agent_is_replaced_with_its_worker(folder: Path):
     run = Run(folder)
 
@@ -218,6 +221,7 @@ def test_a_dead_agent_is_replaced_with_its_worker(folder: Path):
     assert named["phase"] in ("step", "wait_for_data")
 
 
+@pytest.mark.exhaustive
 def test_drills_are_followed_to_their_ends(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -282,6 +286,7 @@ def test_a_drill_of_a_data_worker_is_followed_before_that_of_a_rank(
     assert (stopped["drill"], stopped["rank"]) == ("stop", 2)
 
 
+@pytest.mark.slow
 def test_events_are_followed_while_a_run_goes_on(folder: Path):
     run = Run(folder, steps=100_000)
     code = "import sys; from fornax.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -312,6 +317,7 @@ def test_events_are_followed_while_a_run_goes_on(folder: Path):
     assert said[-1].startswith("epoch 2  ended: exit code 143")
 
 
+@pytest.mark.slow
 def test_others_are_ready_before_hosts_that_are_to_go_are_left(folder: Path):
     run = Run(folder, steps=100_000)
     agents: list[int] = []
@@ -343,6 +349,7 @@ def test_others_are_ready_before_hosts_that_are_to_go_are_left(folder: Path):
     assert left["since"] == pytest.approx(notices[0]["since"], abs=1.0)
 
 
+@pytest.mark.slow
 def test_a_stop_amid_that_waits_until_what_is_in_memory_can_be_saved(folder: Path):
     run = Run(folder, steps=100_000)
 
@@ -358,6 +365,7 @@ def test_a_stop_amid_that_waits_until_what_is_in_memory_can_be_saved(folder: Pat
     assert len({done[-1] for done in run.steps()}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aborts", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(
     folder: Path, aborts: bool
@@ -390,6 +398,7 @@ def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(
     assert any("nothing was heard of it for 7.5 s" in line for line in run.said)
 
 
+@pytest.mark.exhaustive
 def test_a_controller_that_was_held_finds_all_ended_and_goes_on(folder: Path):
     """Their agents could not know whether it had replaced them; they stay, with their memory."""
     code = "import signal, sys; from pathlib import Path; from test_controller import Run\n"
@@ -436,6 +445,7 @@ def begin(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_launch_is_killed(folder: Path):
     """The kernel ends the controller with it, agents and service with that, and so on."""
     launch = begin(folder)
@@ -449,6 +459,7 @@ def test_nothing_is_left_when_the_launch_is_killed(folder: Path):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_another_controller_takes_the_place_of_one_that_was_killed(folder: Path):
     """Also of one that was held; what was asked of the run meanwhile is done, a stop too."""
     launch, run = begin(folder), Run(folder)
@@ -492,6 +503,7 @@ def test_a_controller_that_is_lost_again_and_again_ends_the_launch(folder: Path)
     assert [e.get("code") for e in read_json_lines(run.files.events)][-1] == 1
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_user_is_not_tried_again(folder: Path):
     run = Run(folder)
     (folder / "2.fault-user").touch()
@@ -517,6 +529,7 @@ def words(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", [LocalLauncher, NoOther])
 def test_what_fails_without_getting_further_stops_and_is_named(
     folder: Path, launcher: type[LocalLauncher]
@@ -549,6 +562,7 @@ def test_a_signal_stops_all_ranks_at_one_step(folder: Path, number: int, code: i
 STEPS = 300
 
 
+@pytest.mark.exhaustive
 def test_another_number_of_hosts_goes_on_from_the_step_that_all_saved(folder: Path):
     """Enough steps for the hosts that come to be made ready."""
     run = Run(folder, steps=STEPS, spare=True)

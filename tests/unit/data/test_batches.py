@@ -105,6 +105,7 @@ def assert_same(a, b) -> None:
             np.testing.assert_array_equal(x[name], y[name], err_msg=name)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -130,6 +131,7 @@ def test_interruptions_and_other_host_counts_change_nothing(
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -175,6 +177,7 @@ def test_hosts_share_the_rows_of_a_batch(batch_size, count, multiple):
     assert all(len(hosts.rows(batch_size)) <= size for hosts in all_hosts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [Prefetch(buffer=3), Prefetch(buffer=2, workers=2)])
 def test_prefetch_changes_neither_batches_nor_position(sources, prefetch):
     plain = config_of(sources, {"a": 2.0, "b": 1.0}, packing=FirstFit(bins=3))

@@ -64,6 +64,7 @@ def test_it_lies_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert Storage().cache.root == tmp_path / "data"
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_leaves(tmp_path: Path):
     use(tmp_path, 100, "a", "b")
     os.utime(tmp_path / "b", (1, 1))
@@ -73,6 +74,7 @@ def test_the_least_recently_used_leaves(tmp_path: Path):
     assert kept(tmp_path) == {"a", "c"}
 
 
+@pytest.mark.slow
 def test_what_a_live_process_uses_stays_until_it_is_killed(tmp_path: Path):
     holder = start(tmp_path, 100, "a", "b")
     assert holder.stdout is not None

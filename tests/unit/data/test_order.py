@@ -51,6 +51,7 @@ def order(sizes, weights, *, shards=4, shuffle=True, epochs=None) -> Order:
     return Order(names, sizes, weights, shards=shards, seed=3, shuffle=shuffle, epochs=epochs)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),

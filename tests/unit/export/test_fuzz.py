@@ -47,7 +47,7 @@ def load_damaged(source: Path, work: Path, kind: str) -> None:
         shutil.rmtree(root)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["cpu.mlir", "weights", "golden"])
 def test_damage_under_the_right_hash_never_ends_the_process(sealed, tmp_path, kind):
     command = [sys.executable, __file__, str(sealed), str(tmp_path), kind]

@@ -50,6 +50,7 @@ def test_more_rows_than_the_largest_bucket_run_in_parts(loaded):
         np.testing.assert_array_equal(whole["score"][start:stop], part["score"])
 
 
+@pytest.mark.slow
 def test_a_bundle_that_is_let_go_leaves_no_lowered_module(sealed):
     def contexts() -> int:
         gc.collect()
@@ -165,6 +166,7 @@ def test_weights_that_compute_other_numbers_are_refused(loaded):
         loaded.bundle.check_golden("letters", export.Weights(altered))
 
 
+@pytest.mark.slow
 def test_a_bundle_needs_jax_and_none_of_the_code_that_makes_models(sealed):
     """Signatures and buckets do not even need jax; loading needs no flax, orbax, qwix or zoo."""
     script = f"""

@@ -90,6 +90,7 @@ def test_processes_that_compile_at_once_all_succeed(fresh: Path) -> None:
     assert [p.name for p in fresh.glob("native/*/*")] == ["attention.so"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", units.UNITS)
 def test_compiles_without_warnings_for_plain_and_for_this_processor(unit: str) -> None:
     source = Path(build.__file__).parent / f"{unit}.cc"
@@ -117,6 +118,7 @@ def test_compiles_for_neon(unit: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_threads_that_ask_at_once_register_one_library(tmp_path: Path) -> None:
     program = """
 from concurrent.futures import ThreadPoolExecutor

@@ -163,7 +163,7 @@ print("right")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["plain", *units.PREBUILT])
 def test_kernel_is_right_on_lesser_processors(name, tmp_path) -> None:
     """The paths that this processor would not take: plain, and what a wheel carries."""

@@ -78,6 +78,7 @@ def test_native_reads_nothing_outside_the_arrays(changes: dict[str, Any], messag
         )
 
 
+@pytest.mark.slow
 def test_nan_of_one_sequence_stays_its_own_and_is_not_hidden() -> None:
     kv = jnp.ones((L, P, S, 2 * K, H)).at[:, 2].set(jnp.nan)
     table = jnp.asarray([[1, 0, 0, 0], [2, 0, 0, 0]], jnp.int32)
@@ -207,6 +208,7 @@ print(hashlib.sha256(np.asarray(o).tobytes()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_token_is_bitwise_the_same_with_any_number_of_threads() -> None:
     hashes = set()
     for threads in ("1", "2", "5"):

@@ -91,6 +91,7 @@ def _arguments(dtype: Any, **changes: Any) -> dict[str, Any]:
     return {**arguments, **changes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "options"),
     [

@@ -195,6 +195,7 @@ def test_a_constraint_that_compiles_too_long_is_refused(tokenizer: Tokenizer) ->
     compiler.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [

@@ -65,6 +65,7 @@ def test_stages_across_slices_are_in_the_table_and_refused_elsewhere(
     assert any("what stages pass on; gradients of embeddings" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_work_of_one_process_is_refused_by_name_and_listed() -> None:
     check_processes("pretraining", 5)
     check_processes("reinforcement learning without samplers", 1)

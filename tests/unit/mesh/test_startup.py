@@ -91,6 +91,7 @@ def _start(number: int, count: int, port: int) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_processes_join_and_one_left_alone_refuses_to_run():
     joined = _free_port()
     alone = _free_port()
@@ -103,6 +104,7 @@ def test_processes_join_and_one_left_alone_refuses_to_run():
     assert "refused: process 1 of 2 could not join" in outputs[3], outputs[3]
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_number_are_refused():
     port = _free_port()
     processes = [_start(0, 3, port), _start(1, 3, port), _start(1, 3, port)]
@@ -214,6 +216,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
 def test_steps_work_in_memory_that_the_kernel_gave_once():
     done = subprocess.run(

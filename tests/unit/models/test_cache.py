@@ -37,6 +37,7 @@ def _in_chunks(name: str, tokens: np.ndarray, ids: np.ndarray, chunks: list[int]
     return np.concatenate(found, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [[6, 6, 1, 1, 1, 1], [1, 6, 6, 1, 1, 1]], ids=str)
 def test_chunks_equal_one_pass(name: str, chunks: list[int]) -> None:
     tokens, ids = tokens_of(2, LENGTH), np.ones((2, LENGTH), np.int32)

@@ -73,6 +73,7 @@ def _hidden_and_logits(model: Decoder, tokens: np.ndarray) -> tuple[jax.Array, j
     return x_BTD, model.logits(x_BTD)
 
 
+@pytest.mark.slow
 def test_parameter_and_compute_dtypes_are_apart() -> None:
     config, tokens = CONFIGS["windowed"], tokens_of(1, 6)
     model = create_decoder(config, dtype=jnp.float32, compute_dtype=jnp.bfloat16)

@@ -238,6 +238,7 @@ def test_capacity_is_of_the_factor_as_it_is_written() -> None:
     assert dataclasses.replace(many, capacity_factor=None).capacity(100) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 2**31), st.sampled_from(["none", "one", "all"]))
 def test_gradients_are_finite_wherever_the_tokens_go(seed: int, where: str) -> None:

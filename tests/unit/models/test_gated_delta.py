@@ -109,6 +109,7 @@ def test_the_family_is_found_by_what_the_model_is() -> None:
     assert "intermediate_size" not in config_to_hf(mixture)
 
 
+@pytest.mark.slow
 def test_adapters_that_peft_cannot_say_are_refused(tmp_path: Path) -> None:
     model = create_decoder(_family_config(experts=EXPERTS))
     assert "layers/gated_delta/o" in attach(

@@ -59,6 +59,7 @@ EXPERTS = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_closed_form_counts_every_parameter(config: DecoderConfig) -> None:
     state = nnx.state(create_decoder(config, seed=0))

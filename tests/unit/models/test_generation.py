@@ -32,10 +32,12 @@ def _by_whole_passes(name: str, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_most_likely_token_each_time(name: str) -> None:
     assert _greedy(name) == [_by_whole_passes(name, prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_others(name: str) -> None:
     alone = [generate(decoder_of(name), [prompt], max_tokens=NEW)[0] for prompt in PROMPTS]
     assert alone == _greedy(name)
@@ -61,6 +63,7 @@ def test_all_rows_ended_ends_the_stream() -> None:
     assert len(steps) < NEW
 
 
+@pytest.mark.slow
 def test_draws_repeat_with_the_seed_and_differ_between_seeds_and_steps() -> None:
     model = decoder_of("biased")
     hot = [

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from tests.unit.models.conftest import CONFIGS, decoder_of, tokens_of
 
@@ -29,6 +30,7 @@ def test_pages_of_latents_hold_one_vector_a_token() -> None:
     assert pages.shape == (2, 5, 8, 4, 128)
 
 
+@pytest.mark.slow
 def test_the_absorbed_form_counts_adapters_of_the_up_projection() -> None:
     model = nnx.clone(decoder_of("latent"))
     tokens = tokens_of(2, 7)

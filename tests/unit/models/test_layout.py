@@ -41,6 +41,7 @@ def saved(tmp_path: Path) -> tuple[Decoder, Path]:
     return model, tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_gate_and_up_take_turns(saved: tuple[Decoder, Path]) -> None:
     model, folder = saved
     stored = load_file(folder / "model.safetensors")

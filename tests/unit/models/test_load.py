@@ -312,6 +312,7 @@ def test_a_config_of_another_model_names_the_tensors(folder: Path) -> None:
         load_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_a_selection_bias_stays_float32_and_further_heads_are_left_out(tmp_path: Path) -> None:
     """Beside bfloat16 weights; layers that predict tokens beyond the next are none of ours."""
     config = DecoderConfig(

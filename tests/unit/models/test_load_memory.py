@@ -56,6 +56,7 @@ save_pretrained(create_decoder(DecoderConfig(**sizes)), sys.argv[1])
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["one", "mesh"])
 def test_peak_memory_is_the_model_and_one_tensor(
     where: str, tmp_path_factory: pytest.TempPathFactory

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from fornax.models import DecoderConfig, create_decoder, logits_logprobs, token_logprobs
@@ -31,6 +32,7 @@ def drawn() -> tuple[Any, nnx.State]:
     return nnx.split(create_decoder(CONFIG, seed=0))
 
 
+@pytest.mark.slow
 def test_agrees_with_the_logits_of_a_packed_batch_in_value_and_gradient() -> None:
     rng = np.random.default_rng(0)
     tokens_BT = rng.integers(0, 48, (2, 8), dtype=np.int32)

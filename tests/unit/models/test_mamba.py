@@ -66,6 +66,7 @@ def test_a_cache_keeps_states_and_the_inputs_of_convolutions() -> None:
     assert cache.delta.memory_BKRHV.shape == (2, 3, 1, 4, 8, 6)
 
 
+@pytest.mark.slow
 def test_pieces_of_padded_and_packed_rows_are_those_of_one_pass() -> None:
     """Documents end inside a piece and go on in the next; padding stands between."""
     tokens = tokens_of(2, 12)

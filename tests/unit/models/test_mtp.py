@@ -87,6 +87,7 @@ def _bytes(folder: Path) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in tensors.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -187,6 +188,7 @@ def test_released_mixtures_may_hold_a_modules_experts_in_either_way(
     assert_same(load_pretrained(tmp_path, mtp=True), model)
 
 
+@pytest.mark.slow
 def test_what_files_cannot_hold_is_said(tmp_path: Path) -> None:
     two = dataclasses.replace(FILES["qwen3_5_text"], num_mtp_modules=2, family="qwen3_5_text")
     with pytest.raises(ConfigError, match="mtp_num_hidden_layers=2 is not supported; use a number"):

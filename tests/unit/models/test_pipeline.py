@@ -229,6 +229,7 @@ def _tiny_on_one() -> Any:
     return jax.device_get(jax.jit(jax.grad(_tiny_loss, has_aux=True))(_tiny()[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slices", "stages", "microbatches", "repeats"),
     [(1, 2, 2, 3), (1, 3, 6, 2), (1, 4, 12, 3), (1, 6, 12, 2), (2, 3, 12, 2), (3, 1, 3, 1)],
@@ -289,7 +290,7 @@ def _flops(layers: int, remat: str, sizes: tuple[tuple[str, int], ...], repeats:
     return analyse(parse(text), dict(mesh.shape)).flops
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("sizes", "repeats", "depth"),

@@ -39,6 +39,7 @@ def _value_and_grad(name: str, remat: str | Remat) -> tuple[float, Any]:
     return jax.device_get(jax.jit(jax.value_and_grad(loss))(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [*POLICIES[1:], NAMED, OFFLOADED], ids=str)
 def test_loss_and_gradients_are_those_without_remat(remat: str | Remat) -> None:
     expected_loss, expected = _value_and_grad("windowed", "none")
@@ -103,6 +104,7 @@ def test_names_that_do_not_fit_are_refused(arguments: dict[str, Any], message: s
         Remat(**arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["dots", NAMED, OFFLOADED], ids=str)
 def test_gradients_on_a_mesh_are_those_of_one_device(remat: str | Remat) -> None:
     _, expected = _value_and_grad("windowed", "none")

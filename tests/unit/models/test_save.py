@@ -55,6 +55,7 @@ def test_the_directory_holds_what_others_expect(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_saved_whole(tmp_path: Path) -> None:
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     save_pretrained(create_decoder(CONFIG, seed=1, mesh=mesh), tmp_path / "m")

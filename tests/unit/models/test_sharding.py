@@ -116,6 +116,7 @@ def _rounding(name: str) -> list[np.ndarray]:
     return moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

@@ -16,6 +16,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "plans" / "cpu.json"
 
 
+@pytest.mark.slow
 def test_figures_are_measured_once_and_make_sense(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

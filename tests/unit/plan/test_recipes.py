@@ -95,6 +95,7 @@ def test_a_recipes_model_has_the_size_it_is_named_for(model: str):
     assert told == same
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_every_pair():
     rows = [line for line in recipes_page().splitlines() if line.startswith("| `")]
     assert len(rows) == len(PAIRS)

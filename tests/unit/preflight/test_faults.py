@@ -153,7 +153,7 @@ def test_a_loss_without_its_psum(run_checks: RunChecks, monkeypatch: pytest.Monk
     assert "weights of the batch add up to" in found["data=2"] or "loss differs" in found["data=2"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_attention_that_ignores_segments(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
     fill = native.fill
 
@@ -168,7 +168,7 @@ def test_an_attention_that_ignores_segments(run_checks: RunChecks, monkeypatch: 
     assert "xla on 640 tokens" not in found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_accumulation_by_means(run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch):
     """The mean of the micro-batches' means, each micro-batch counting the same."""
 
@@ -328,7 +328,7 @@ def test_a_fault_in_what_is_dropped(run_checks: RunChecks, monkeypatch: pytest.M
     assert failed(run_checks("mesh", model=model, **changes))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("plant", "exchange"),
     [
@@ -433,7 +433,7 @@ def test_a_fault_in_latent_attention(
     assert failed(run_checks("mesh", model=model, **changes))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_latent_attention_and_experts_without_a_fault_pass(run_checks: RunChecks):
     """On divided experts and heads, with recomputation, and after a step that moves their bias."""
     model = {**LATENT, "num_layers": 2, "mlp_pattern": ["mlp", "experts"]}
@@ -612,6 +612,7 @@ def test_a_stale_checkpoint_sharding(run_checks: RunChecks, monkeypatch: pytest.
     assert "params/embed/embedding came back with other contents" in next(iter(found.values()))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_left_in_its_old_layout(
     run_checks: RunChecks, monkeypatch: pytest.MonkeyPatch
 ):
@@ -756,7 +757,7 @@ def neighbours_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline._Ring, "advance", alone)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "plant",
     [

@@ -89,7 +89,7 @@ def weighs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain, "add_further_tokens", lambda *a: add(*a[:-1], 2 * a[-1]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "plant",
     [

@@ -45,6 +45,7 @@ def _by_hand(model, tokens):
     return nats / math.log(2) + math.log2(19)
 
 
+@pytest.mark.slow
 def test_documents_within_a_window_cost_what_their_logits_say(model):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 19, n) for n in (1, 2, 9, 16, 17)]

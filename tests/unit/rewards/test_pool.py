@@ -94,6 +94,7 @@ def test_several_functions_of_every_form_add_up_with_their_weights(reward_file: 
     assert [s.parts["drawn"] for s in again] == [scores[1].parts["drawn"], drawn]
 
 
+@pytest.mark.slow
 def test_only_the_culprit_of_a_batch_fails(reward_file: Path, tmp_path: Path) -> None:
     specs = [
         RewardSpec(function=f"{reward_file}:batch", weight=1.0),

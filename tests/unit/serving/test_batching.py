@@ -276,6 +276,7 @@ def test_busy_functions_get_time_by_weight_however_long_their_batches(lengths, w
     assert max(fair) - min(fair) <= 2 * longest
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.randoms(), st.lists(st.floats(0.001, 0.05), min_size=2, max_size=5))
 def test_nobody_waits_longer_than_two_turns_of_everyone(random, lengths):

@@ -121,6 +121,7 @@ def test_next_token_and_embeddings_leave_padding_out(decoder, own):
     np.testing.assert_array_equal(found["embedding"]["embedding"][3], 0)
 
 
+@pytest.mark.slow
 def test_experts_are_exported_with_open_rows_and_lengths(tmp_path):
     routed = ExpertsConfig(
         num_experts=8, experts_per_token=2, intermediate_size=8, num_groups=2, groups_per_token=1

@@ -144,6 +144,7 @@ def test_a_step_returns_no_frozen_array():
     assert memory.output_size_in_bytes < state + frozen / 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_the_base_from_pretrained_and_the_rest_from_the_checkpoint(
     tmp_path: Path,
 ):
@@ -191,6 +192,7 @@ def test_a_filter_that_finds_nothing_is_refused():
         prepare(CONFIG, dataclasses.replace(TASK, post=PostTraining(trained=Other)), Ledger())
 
 
+@pytest.mark.slow
 def test_pairs_give_one_update_however_split_and_laid_out():
     """One device and one batch, against eight devices, context parallelism and accumulation."""
     rows = draw_rows(3, (4, 2, T))

@@ -150,6 +150,7 @@ def _drawn() -> Decoder:
     return model
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_the_reports_equations() -> None:
     """Directional derivatives of every parameter, by central differences in float64."""
     graphdef, state = nnx.split(_drawn())

@@ -185,6 +185,7 @@ def test_the_rest_of_the_run_is_that_of_data_that_never_had_the_batches(
     assert (last["batch"], last["rewinds"]) == (31, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [AdamW(), Muon(), Adafactor()], ids=["adamw", "muon", "ada"])
 def test_every_optimizer_and_accumulation_go_back_whole(optimizer: Any, tmp_path: Path):
     changes = {
@@ -209,6 +210,7 @@ def test_a_guard_that_finds_nothing_changes_nothing(tmp_path: Path):
     assert not (tmp_path / "a" / "spikes.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_batches_around_the_spike_are_left_out_and_later_checkpoints_with_them(tmp_path: Path):
     config = changed({"skip_before": 2, "skip_after": 1}, save_every=2)
     train(config, tmp_path / "a", task=task({13: HUGE}), progress="none")
@@ -223,6 +225,7 @@ def test_batches_around_the_spike_are_left_out_and_later_checkpoints_with_them(t
         assert metadata["skipped_batches"] == [11, 12, 13, 14]
 
 
+@pytest.mark.slow
 def test_a_spike_in_the_last_step_and_one_before_the_data_end(tmp_path: Path):
     bad, without = {14: HUGE, 18: NAN}, (14, 18)
     result = train(changed(), tmp_path / "a", task=task(bad, limit=19), progress="none")

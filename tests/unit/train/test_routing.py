@@ -109,6 +109,7 @@ def _routing_of(params: Any, other: Any) -> Any:
     return hidden[1]
 
 
+@pytest.mark.slow
 def test_the_bias_moves_by_the_load_of_the_whole_batch():
     """With micro-batches too; padding counts for no expert."""
     (params, other), _, _ = step()
@@ -123,6 +124,7 @@ def test_the_bias_moves_by_the_load_of_the_whole_batch():
         np.testing.assert_array_equal(after["layers"]["experts"]["selection_bias"], want)
 
 
+@pytest.mark.slow
 def test_the_losses_of_routers_are_part_of_what_is_trained():
     (params, other), after, metrics = step()
     losses = router_losses(_routing_of(params, other))
@@ -146,6 +148,7 @@ TIGHT = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_drops_are_counted():
     """Of 8 experts each has room for ceil(0.75 2 12 / 8) = 3 tokens of a row of 12."""
     _, _, metrics = step(TIGHT)

@@ -63,6 +63,7 @@ def weights(path: Path) -> dict[str, np.ndarray]:
     return jax.tree.map(np.asarray, flatten(nnx.to_pure_dict(state)))
 
 
+@pytest.mark.slow
 def test_sft_trains_modules_with_the_model(folder: Path, tmp_path: Path) -> None:
     """Their losses are reported, their weights move, and files of the run have them."""
     config = SFTConfig(

@@ -155,6 +155,7 @@ def test_accumulation_makes_the_update_of_the_whole_batch(
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_adapters_learn_the_answers_over_five_seeds(
     base: SFTConfig, plain: tuple[Task, Programs, Any]
 ):
@@ -209,6 +210,7 @@ def test_noise_disturbs_training_and_not_evaluation(
     assert abs(first - second) > 1e-4 * abs(calm)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_adapters_and_tokenizer_and_reports_perplexity(
     base: SFTConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -236,6 +238,7 @@ def test_a_run_keeps_adapters_and_tokenizer_and_reports_perplexity(
     assert all("lora_" in path for path in paths)
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_from_a_loss_spike_as_if_the_batch_had_been_listed(
     base: SFTConfig, tmp_path: Path
 ):

@@ -188,6 +188,7 @@ async def refuses(router: Routed, client: Client) -> ServingCode:
     raise AssertionError("it was answered")
 
 
+@pytest.mark.slow
 def test_a_call_whose_replica_dies_goes_to_another_and_one_that_all_refuse_does_not(
     router: Routed,
 ):

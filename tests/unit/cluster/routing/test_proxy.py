@@ -304,6 +304,7 @@ def test_a_whole_response_that_breaks_off_is_tried_again(tmp_path):
     run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_full_replica_passes_its_request_to_another(tmp_path, status):
     async def test():

@@ -107,6 +107,7 @@ def test_the_draft_is_kept_as_often_as_can_be(noise):
     assert abs(agreed - limit) < 4 * np.sqrt(limit * (1 - limit) / len(sampled))
 
 
+@pytest.mark.slow
 def test_a_draft_that_keeps_other_tokens_is_corrected():
     """Filters may leave nothing that both keep."""
     logits, draft = np.zeros((2, 300), np.float32)
@@ -117,6 +118,7 @@ def test_a_draft_that_keeps_other_tokens_is_corrected():
     assert set(sampled.tolist()) == kept_by_definition(logits, params)
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_most_likely_whatever_is_proposed():
     logits, draft = pair_of(600, 2.0)
     proposed, sampled = speculate(logits, draft, SamplingParams(temperature=0), R)
@@ -124,6 +126,7 @@ def test_greedy_takes_the_most_likely_whatever_is_proposed():
     assert set(sampled.tolist()) == {logits.argmax()}
 
 
+@pytest.mark.slow
 def test_without_a_proposal_the_draw_is_the_plain_one():
     logits, _ = pair_of(600, 0.0)
     state, positions = state_of(SamplingParams(), 600), np.arange(R, dtype=np.int32)

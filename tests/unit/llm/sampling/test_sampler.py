@@ -77,6 +77,7 @@ def kept_by_definition(logits, params):
     return set(order[(above < params.top_p) & (p[order] > 0)].tolist())
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_first_of_the_highest():
     logits = logits_of(3)
     logits[1, [40, 20, 600]] = 50.0
@@ -196,6 +197,7 @@ def test_draws_follow_the_distribution(params):
     assert statistic < freedom + 4 * np.sqrt(2 * freedom) + 4
 
 
+@pytest.mark.slow
 def test_a_seeded_draw_is_the_same_whatever_runs_beside_it():
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=3)
     logits = logits_of(1, scale=2.0)

@@ -68,6 +68,7 @@ def moved(rows: Any, axis: str) -> Counter[str]:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "remat", "capacity"),
     [
@@ -206,6 +207,7 @@ def passed_on(rows: Any) -> int:
     return sum(round(r.bytes * r.count) for r in rows if r.kind == "collective-permute")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "layers", "pipeline"),
     [
@@ -214,10 +216,10 @@ def passed_on(rows: Any) -> int:
             {"fsdp": 4, "stage": 2},
             8,
             {"repeats": 2, "microbatches": 4},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            {"fsdp": 1, "data": 4, "stage": 2}, 7, {"microbatches": 2}, marks=pytest.mark.slow
+            {"fsdp": 1, "data": 4, "stage": 2}, 7, {"microbatches": 2}, marks=pytest.mark.exhaustive
         ),
     ],
     ids=["even", "repeats", "a layer too many"],

@@ -292,6 +292,7 @@ def test_replicated_kv_heads_are_computed_by_every_shard() -> None:
     assert any("does not divide 4 key/value heads" in note for note in found.step.notes)
 
 
+@pytest.mark.slow
 def test_nothing_touches_a_device() -> None:
     """An estimate leaves jax's backends unstarted."""
     program = (

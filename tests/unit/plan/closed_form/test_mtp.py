@@ -87,6 +87,7 @@ def test_kept_values_are_those_that_differentiation_keeps(remat: str) -> None:
     assert after - before == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [

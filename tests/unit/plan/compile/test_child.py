@@ -96,7 +96,7 @@ def test_a_killed_child_is_told(toy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_child_that_takes_too_long_is_stopped(toy: str, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with pytest.raises(CompileError, match="took longer than 12 s and was stopped"):
@@ -108,6 +108,7 @@ def test_a_child_that_takes_too_long_is_stopped(toy: str, tmp_path: Path) -> Non
     _gone(_await(pid))
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_an_interrupt_leaves_no_child(toy: str, tmp_path: Path) -> None:
     pid = tmp_path / "pid"

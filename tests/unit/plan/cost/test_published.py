@@ -71,6 +71,7 @@ def test_rows_with_experts_miss_no_more_than_the_guide_says():
     assert all(-0.21 < error < 0.07 for error in found)
 
 
+@pytest.mark.slow
 def test_rows_that_were_not_fitted_are_predicted_within_the_aim():
     """The median of all of them, and of each kind of chip."""
     held = [row for row in DENSE if row.id not in plan_published.FITTED]

@@ -304,6 +304,7 @@ def test_memory_each_minute_loses_on_64_hosts_and_wins_on_4096():
     assert plans[4096].chosen.policy.spares > 0
 
 
+@pytest.mark.slow
 def test_spares_are_added_until_no_more_pay():
     """Slices that fail ten times as often: several are under repair at a time."""
     run = large(8192)

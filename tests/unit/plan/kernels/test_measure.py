@@ -73,6 +73,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_kernels"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_one_that_ends_the_process_raises_or_hangs_loses_and_the_fastest_is_kept(
     own: str, tmp_path: Path
@@ -92,6 +93,7 @@ def test_one_that_ends_the_process_raises_or_hangs_loses_and_the_fastest_is_kept
     assert (content["chosen"], content["failures"]) == ("fast", found.failures)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_chosen_and_what_is_not_kept_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_the_best_is_no_slower_than_the_given_and_every_plan_runs() -> None:
     assert found.considered > sum(found.pruned.values())
 
 
+@pytest.mark.slow
 def test_the_same_search_gives_the_same_plans() -> None:
     """Nothing in it depends on an order that changes."""
     first, second = search(_config(), V5E), search(_config(), V5E)
@@ -118,6 +119,7 @@ def test_a_budget_needs_a_compiler() -> None:
         search(_config(), V5E, budget=3)
 
 
+@pytest.mark.exhaustive
 def test_where_nothing_fits_the_closest_is_named() -> None:
     """A model far too large for two chips."""
     model = {**SMALL, "hidden_size": 16384, "intermediate_size": 65536, "num_layers": 64}
@@ -184,6 +186,7 @@ def _search_from_nothing(published: TrainConfig, topology: Topology) -> SearchRe
     return search(start, topology)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _ROWS)
 def test_published_plans_are_found_or_bettered(name: str) -> None:
     """By the search's own prediction, at the published batch."""

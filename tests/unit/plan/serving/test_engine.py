@@ -55,6 +55,7 @@ def on_one_device(tree: Any) -> int:
 FOUR = {"tensor_parallel_size": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "options"),
     [

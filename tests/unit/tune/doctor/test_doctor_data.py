@@ -108,6 +108,7 @@ def test_a_template_that_loses_text(config: SFTConfig, tmp_path: Path) -> None:
     assert "--template FILE" in found["template"].outcome.text
 
 
+@pytest.mark.slow
 def test_text_needs_no_template(config: SFTConfig, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "red follows blue"}\n' * 8)

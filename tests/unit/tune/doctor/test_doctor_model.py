@@ -161,6 +161,7 @@ def test_a_packer_that_gives_all_examples_one_segment(packed: TrialRun) -> None:
     assert model_checks.packing(packed, packed.rows | crossed).verdict == "fail"
 
 
+@pytest.mark.slow
 def test_means_inside_micro_batches(packed: TrialRun, tmp_path: Path) -> None:
     def mean(model: Any, batch: Any, key: jax.Array) -> Loss:
         found = packed.task.loss(model, batch, key)

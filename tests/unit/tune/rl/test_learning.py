@@ -69,6 +69,7 @@ def test_the_reward_rises(tmp_path: Path, algorithm: Any) -> None:
     rises(dataclasses.replace(LEARN, algorithm=algorithm), tmp_path)
 
 
+@pytest.mark.slow
 def test_several_steps_on_a_rollout_raise_the_reward(base: Run, tmp_path: Path) -> None:
     rises(BASE, tmp_path, base.programs)
 

@@ -188,6 +188,7 @@ def flat(batches):
     ]
 
 
+@pytest.mark.slow
 def test_engine_rollouts_repeat_with_and_without_a_kill(sampler, model):
     whole = batches_of(sampler, model, 4)
     for version, batch in enumerate(whole):

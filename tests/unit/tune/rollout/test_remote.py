@@ -478,6 +478,7 @@ def test_with_a_certificate_bits_are_the_same_and_nothing_is_readable(
         assert secret not in seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [PLAIN, Credentials.make(tls=True)])
 def test_nobody_without_the_certificate_is_heard(
     serve: Serve, remote: Callable[..., RemoteSampler], trainer: Credentials

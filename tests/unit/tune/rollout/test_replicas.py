@@ -76,6 +76,7 @@ def test_divided_engines_side_by_side_draw_what_one_device_does(
     assert all(each.stats().tokens > 0 for each in replicas._samplers)
 
 
+@pytest.mark.exhaustive
 def test_new_weights_reach_every_engine(
     replicas: ReplicatedSampler, sampler: LLMSampler, laid_out: Decoder, model: Decoder
 ) -> None:
