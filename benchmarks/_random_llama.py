@@ -46,6 +46,15 @@ class Shape:
         """All parameters."""
         return sum(int(np.prod(shape)) for shape in self.tensors().values())
 
+    @property
+    def active(self) -> int:
+        """Parameters that one token runs through, its row of the embedding's table aside."""
+        return self.weights
+
+    def flops(self, length: float) -> float:
+        """Operations of one token that attends to `length` tokens."""
+        return 2 * self.active + 4 * self.layers * self.heads * self.head_dim * length
+
     def read(self, touched: float) -> float:
         """Parameters that a step reads; `touched` is the share of experts that its tokens chose."""
         del touched

@@ -9,7 +9,7 @@ engine hands over together their mean.
 At batch 1 decoding is bound by reading the weights once a token: the last table says which share
 of that limit each contestant reaches. A mixture of experts reads the experts that its tokens chose,
 which are counted in a run of their own before the contest, and is bound by that at larger batches
-too.
+too, until the products themselves take longer: their limit stands beside it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import _harness
 import _random_llama
-from _bandwidth import read_bandwidth
+from _bandwidth import SIDE, product_rates, read_bandwidth
 from _contestants import Cell, Contestant, Standing, agreement, contest, python_of, ratio, started
 
 HERE = Path(__file__).parent
@@ -55,6 +55,7 @@ class Contest:
 
 def main() -> None:
     args = arguments()
+    products = product_rates(args.threads)
     for name in args.models:
         model = _random_llama.make(name, args.folder)
         contests, path = [], None
@@ -64,7 +65,7 @@ def main() -> None:
                 held = Contest(precision, contestants, touched=touched)
                 contests.append(held)
                 run(held, name, args)
-                text = report(name, contests, read_bandwidth(PROBE, args.threads), args)
+                text = report(name, contests, read_bandwidth(PROBE, args.threads), products, args)
                 path = _harness.write_results(f"llm_throughput-{name}", text)
         if path is not None:
             print(path.read_text())
@@ -183,7 +184,13 @@ def run(held: Contest, name: str, args: argparse.Namespace) -> None:
         before = after
 
 
-def report(name: str, contests: list[Contest], from_memory: float, args: argparse.Namespace) -> str:
+def report(
+    name: str,
+    contests: list[Contest],
+    from_memory: float,
+    products: dict[str, float],
+    args: argparse.Namespace,
+) -> str:
     shape = _random_llama.SHAPES[name]
     parts = [
         f"# LLM throughput: {name}",
@@ -202,7 +209,7 @@ def report(name: str, contests: list[Contest], from_memory: float, args: argpars
         "",
         "## Share of the memory-bandwidth limit",
         "",
-        *limits(shape, contests, from_memory),
+        *limits(shape, contests, from_memory, products),
     ]
     return "\n".join(parts)
 
@@ -276,7 +283,12 @@ def who(held: Contest) -> list[str]:
     return lines
 
 
-def limits(shape: _random_llama.Shape, contests: list[Contest], from_memory: float) -> list[str]:
+def limits(
+    shape: _random_llama.Shape,
+    contests: list[Contest],
+    from_memory: float,
+    products: dict[str, float],
+) -> list[str]:
     """For each contestant where reading is the limit: tokens a second beside what it allows."""
     experts = isinstance(shape, _random_llama.MoeShape)
     rows = []
@@ -291,6 +303,8 @@ def limits(shape: _random_llama.Shape, contests: list[Contest], from_memory: flo
                 length = cell.prompt + cell.new / 2
                 read = weights + cell.batch * length * slot
                 limit = cell.batch * held.bandwidths[cell] / read
+                rate_of_products = products.get(held.precision)
+                computed = rate_of_products and rate_of_products / shape.flops(length)
                 rate = cell.batch / standing.pace_s()
                 rows.append(
                     (
@@ -303,6 +317,7 @@ def limits(shape: _random_llama.Shape, contests: list[Contest], from_memory: flo
                         f"{limit:,.0f}",
                         f"{rate:,.0f}",
                         f"{rate / limit:.0%}",
+                        f"{computed:,.0f}" if computed else "",
                     )
                 )
     header = ("precision", "batch", "prompt", "contestant", "MB read a step", "GB/s")
@@ -316,10 +331,16 @@ def limits(shape: _random_llama.Shape, contests: list[Contest], from_memory: flo
         "GB/s is what plain reading of as many bytes as all weights reached (int8 scales not "
         "counted; a cache holds part of what is small), the mean of medians before and after a "
         f"cell's turns; {from_memory / 1e9:.1f} GB/s from memory after the last. Bytes read are "
-        "the weights and the cache at half of the generated tokens.",
+        "the weights and the cache at half of the generated tokens. What the products allow, were "
+        f"all as fast as square ones of {SIDE:,} ("
+        f"{', '.join(f'{name} {rate / 1e9:,.0f} GFLOP/s' for name, rate in products.items())}), "
+        "is beside it.",
         *(["", note] if note else []),
         "",
-        _harness.table((*header, "limit, tokens/s", "decoding, tokens/s", "share"), rows),
+        _harness.table(
+            (*header, "limit, tokens/s", "decoding, tokens/s", "share", "by products, tokens/s"),
+            rows,
+        ),
     ]
 
 
