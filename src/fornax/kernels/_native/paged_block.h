@@ -84,21 +84,23 @@ inline Vec merge_all(const Vec (&v)[n]) {
   }
 }
 
-// Asks for the next block into the second cache, a few lines at a time while one is computed with: of
-// many at once each waits for its turn on the way to memory, and all else behind it. In the order of
-// memory: the heads of a slot lie side by side, but are used one after the other, which the
-// processor does not foresee.
+// Asks for the next block, a few lines at a time while one is computed with: of many at once each
+// waits for its turn on the way to memory, and all else behind it. In the order of memory: the heads
+// of a slot lie side by side, but are used one after the other, which the processor does not foresee.
+// And twice, the second time a slot later: a processor that has as many lines on their way as it can
+// hold drops what else is asked for.
 class Ahead {
  public:
   Ahead() = default;
   // `bytes` from each of `count` addresses, which stay in place until the last is asked for.
   Ahead(const char* const* from, int64_t count, int64_t bytes)
-      : from_(from), end_(from + count), bytes_(bytes) {}
+      : from_(from), first_(from), end_(from + count), bytes_(bytes) {}
 
   template <int kLines>
   void lines() {
     for (int i = 0; i < kLines && from_ < end_; ++i) {
-      __builtin_prefetch(*from_ + at_, 0, 2);
+      __builtin_prefetch(*from_ + at_);
+      if (from_ > first_) __builtin_prefetch(from_[-1] + at_);
       at_ += 64;
       if (at_ >= bytes_) {
         at_ = 0;
@@ -111,7 +113,7 @@ class Ahead {
   }
 
  private:
-  const char* const *from_ = nullptr, *const* end_ = nullptr;
+  const char *const *from_ = nullptr, *const* first_ = nullptr, *const* end_ = nullptr;
   int64_t bytes_ = 0, at_ = 0;
 };
 
