@@ -20,7 +20,7 @@ namespace fornax {
 
 constexpr int64_t kFewRows = 12;       // rows up to which a matrix is read where it lies
 constexpr int64_t kLineBytes = 4096;   // of a row of such a matrix that are read at once
-constexpr int64_t kAheadBytes = 49152;  // that are asked for before they are multiplied, at least
+constexpr int64_t kAheadBytes = 16384;  // that are asked for before they are multiplied, at least
 constexpr int64_t kTaskRows = 256;     // most rows of a task
 constexpr int64_t kTaskColumns = 256;  // columns that are multiplied at once
 constexpr int64_t kFewestColumns = 256;  // of a task, where a group's columns are divided
@@ -41,8 +41,8 @@ struct Operand {
 constexpr int64_t kLine = 64;  // bytes that memory gives at once
 
 // Asks for rows of a matrix while others are multiplied, and behind the last one for the first of
-// another matrix: into the second cache and in the order of addresses, as more lines can be on their
-// way so than by what loads ask for themselves.
+// another matrix: in the order of addresses, as more lines can be on their way so than by what loads
+// ask for themselves.
 class Ahead {
  public:
   Ahead() = default;
@@ -58,9 +58,11 @@ class Ahead {
     if (rows_ == 0) follow();
   }
 
-  // Asks for one more line.
+  // Asks for one more line, and again for that of the row before: a processor that has as many lines
+  // on their way as it can hold drops what else is asked for.
   void line() {
-    __builtin_prefetch(at_, 0, 2);
+    __builtin_prefetch(at_);
+    __builtin_prefetch(at_ - row_);
     at_ += kLine;
     if (--left_ == 0) turn();
   }
