@@ -45,6 +45,7 @@ def test_chunks_equal_one_pass(name: str, chunks: list[int]) -> None:
     np.testing.assert_allclose(_in_chunks(name, tokens, ids, chunks), expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_left_padded_rows_equal_one_pass(name: str) -> None:
     """Rows of unlike length, padded on the left, as a batch of prompts is."""
     tokens, ids = tokens_of(2, LENGTH), np.ones((2, LENGTH), np.int32)

@@ -127,6 +127,7 @@ def test_files_are_read_with_their_modules_where_asked_and_written_back(
         load_pretrained(tmp_path / "without", mtp=True)
 
 
+@pytest.mark.slow
 def test_names_and_the_order_of_the_projections_inputs_are_those_of_released_files(
     tmp_path: Path,
 ) -> None:
