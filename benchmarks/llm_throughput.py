@@ -298,13 +298,12 @@ def limits(
             if cell.batch != 1 and not experts:
                 continue
             weights = shape.read(held.touched[cell]) * BYTES[held.precision]
+            length = cell.prompt + cell.new / 2
+            computed = products.get(held.precision, 0) / shape.flops(length)
             for name, standing in standings.items():
                 slot = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[cache[name]]
-                length = cell.prompt + cell.new / 2
                 read = weights + cell.batch * length * slot
                 limit = cell.batch * held.bandwidths[cell] / read
-                rate_of_products = products.get(held.precision)
-                computed = rate_of_products and rate_of_products / shape.flops(length)
                 rate = cell.batch / standing.pace_s()
                 rows.append(
                     (
