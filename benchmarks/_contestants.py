@@ -58,15 +58,18 @@ class Turn:
         """Times between consecutive tokens of a row, of all rows."""
         return [gap for row in self.seconds for gap in _gaps(row)]
 
-    @property
-    def paces_s(self) -> list[float]:
+    def paces_s(self, *, all_rows: bool = False) -> list[float]:
         """Time that each token of a row took but the first ones, of all rows; of several that were
-        handed over together the mean."""
+        handed over together the mean. With `all_rows` only those made while every row was decoding:
+        after the last prompt was read and before the first row ended."""
+        begin = max(row[0] for row in self.seconds) if all_rows else 0.0
+        end = min(row[-1] for row in self.seconds) if all_rows else float("inf")
         found: list[float] = []
         for row in self.seconds:
             starts = [0, *(i + 1 for i, gap in enumerate(_gaps(row)) if gap > TOGETHER_S), len(row)]
-            for before, start, end in zip(starts, starts[1:], starts[2:], strict=False):
-                found += [(row[start] - row[before]) / (end - start)] * (end - start)
+            for before, at, after in zip(starts, starts[1:], starts[2:], strict=False):
+                if row[before] >= begin and row[at] <= end + TOGETHER_S:
+                    found += [(row[at] - row[before]) / (after - at)] * (after - at)
         return found
 
 
@@ -91,9 +94,9 @@ class Standing:
         gaps = sorted(gap for turn in self.turns for gap in turn.gaps_s)
         return gaps[min(len(gaps) - 1, int(len(gaps) * percent / 100))] if gaps else 0.0
 
-    def pace_s(self) -> float:
-        """Median time of a token, over all rounds; 0 where each row has one."""
-        paces = [pace for turn in self.turns for pace in turn.paces_s]
+    def pace_s(self, *, all_rows: bool = False) -> float:
+        """Median time of a token, over all rounds, as `Turn.paces_s` has it; 0 if there is none."""
+        paces = [pace for turn in self.turns for pace in turn.paces_s(all_rows=all_rows)]
         return statistics.median(paces) if paces else 0.0
 
 

@@ -1,13 +1,14 @@
 """The LLM engine beside its peers: `make bench-llm`, or `python benchmarks/llm_throughput.py`.
 
 Random Llamas of 40M and 300M parameters and a random Qwen3-MoE of 200M; batches of 1, 8 and 32;
-prompts of 128 and 1,024 tokens; 64 greedy tokens each. Contestants of one precision take turns
+prompts of 128 and 1,024 tokens; 128 greedy tokens each. Contestants of one precision take turns
 within one run, on the same prompts. `generated tokens/s` counts from the prompts' arrival to the
 last token, so it includes the prompt; the time of a token is that of decoding, of several that an
 engine hands over together their mean.
 
 At batch 1 decoding is bound by reading the weights once a token: the last table says which share
-of that limit each contestant reaches. A mixture of experts reads the experts that its tokens chose,
+of that limit each contestant reaches while it decodes all rows, after the last prompt was read and
+before the first row ended. A mixture of experts reads the experts that its tokens chose,
 which are counted in a run of their own before the contest, and is bound by that at larger batches
 too, until the products themselves take longer: their limit stands beside it.
 """
@@ -79,7 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 1024])
-    parser.add_argument("--new", type=int, default=64, help="tokens to generate for each prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens to generate for each prompt")
     parser.add_argument("--rounds", type=int, default=5, help="turns that count, in each cell")
     parser.add_argument(
         "--budget", type=float, default=120, help="seconds of turns in a cell, about; one at least"
@@ -304,7 +305,8 @@ def limits(
                 slot = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[cache[name]]
                 read = weights + cell.batch * length * slot
                 limit = cell.batch * held.bandwidths[cell] / read
-                rate = cell.batch / standing.pace_s()
+                pace = standing.pace_s(all_rows=True)
+                rate = cell.batch / pace if pace else None
                 rows.append(
                     (
                         held.precision,
@@ -314,8 +316,8 @@ def limits(
                         f"{read / 1e6:.1f}",
                         f"{held.bandwidths[cell] / 1e9:.1f}",
                         f"{limit:,.0f}",
-                        f"{rate:,.0f}",
-                        f"{rate / limit:.0%}",
+                        f"{rate:,.0f}" if rate else "",
+                        f"{rate / limit:.0%}" if rate else "",
                         f"{computed:,.0f}" if computed else "",
                     )
                 )
@@ -329,7 +331,8 @@ def limits(
     return [
         "GB/s is what plain reading of as many bytes as all weights reached (int8 scales not "
         "counted; a cache holds part of what is small), the mean of medians before and after a "
-        f"cell's turns; {from_memory / 1e9:.1f} GB/s from memory after the last. Bytes read are "
+        f"cell's turns; {from_memory / 1e9:.1f} GB/s from memory after the last. Decoding is the "
+        "median token while all rows are decoded, empty where they never are. Bytes read are "
         "the weights and the cache at half of the generated tokens. What the products allow, were "
         f"all as fast as square ones of {SIDE:,} ("
         f"{', '.join(f'{name} {rate / 1e9:,.0f} GFLOP/s' for name, rate in products.items())}), "
