@@ -1,13 +1,40 @@
-"""How the tokens of one step are shared between the prompts that are being computed."""
+"""How many tokens a step has, and how they are shared between the prompts that are computed."""
 
 from bisect import bisect_right
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-__all__ = ["Job", "share_tokens"]
+__all__ = ["Job", "StepLimit", "share_tokens"]
 
 _SMALL = 64
 """Padding tokens that are cheaper than a step more."""
+LEAST = 32
+"""Tokens of prompts that a step has room for, whatever it may take."""
+
+
+class StepLimit:
+    """How many tokens a step may have so that it takes a given time.
+
+    Each step that reads prompts corrects the last estimate: tokens in proportion to the time it was
+    to take over the time it took. With t = a + b n this comes to rest
+    where t is the target, for any a below it. A step that something else held up is forgotten in a
+    few steps, since each may double the estimate.
+    """
+
+    def __init__(self, target_seconds: float, buckets: Items[int]) -> None:
+        self._target = target_seconds
+        self._buckets = buckets
+        self._tokens = float(buckets[-1])
+
+    def took(self, bucket: int, seconds: float) -> None:
+        """Take in that a step of `bucket` tokens, padding included, took so long."""
+        scale = self._target / seconds if seconds > 0 else 2.0
+        self._tokens = min(max(bucket * min(scale, 2.0), 1.0), float(self._buckets[-1]))
+
+    def tokens(self, decodes: int) -> int:
+        """Tokens of a step in which so many sequences decode: the most that fill a bucket."""
+        below = self._buckets[max(bisect_right(self._buckets, self._tokens) - 1, 0)]
+        return max(below, decodes + LEAST)
 
 
 @dataclass(slots=True)

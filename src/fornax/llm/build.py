@@ -142,6 +142,7 @@ def _scheduler(
             max_num_partial_prefills=config.max_num_partial_prefills,
             max_loras=config.max_loras if config.enable_lora else 0,
             buckets=buckets,
+            inter_token_latency_target=config.inter_token_latency_target,
         ),
         BlockManager(
             pools,

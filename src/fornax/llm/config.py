@@ -1,5 +1,6 @@
 """What an engine is: limits, memory, parallelism, speculation. Names are those of `vllm serve`."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -80,11 +81,16 @@ class EngineConfig:
     max_num_seqs: int | None = None
     """Sequences that run at once; None: 32 on CPU, 256 elsewhere."""
     max_num_batched_tokens: int | None = None
-    """Tokens of a step, at most; None: 512 on CPU, 2048 elsewhere."""
+    """Tokens of a step, at most; None: on CPU 256, or 512 for models with experts, whose products
+    want more rows; 2048 elsewhere."""
     max_num_partial_prefills: int = 2
     """Prompts that share a step's room for prefill, so that a short one passes a long one."""
     long_prefill_token_threshold: int = 0
     """Tokens of one prompt in a step, at most; 0: no limit of its own."""
+    inter_token_latency_target: float | None = None
+    """Seconds between the tokens of a sequence while prompts of others are read beside it: as many
+    of their tokens share a step as the last steps' times allow, 32 at least. None: what
+    `max_num_batched_tokens` leaves."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Who goes first: who came first, or the lowest `priority`."""
 
@@ -167,6 +173,12 @@ class EngineConfig:
         _at_least(1, num_scheduler_steps=self.num_scheduler_steps)
         _at_least(0, max_logprobs=self.max_logprobs)
         _at_least(0, long_prefill_token_threshold=self.long_prefill_token_threshold)
+        target = self.inter_token_latency_target
+        if target is not None and not 0 < target < math.inf:
+            raise ConfigError(
+                f"inter_token_latency_target={target} must be a number of seconds above 0, such as "
+                "0.03; leave it out for none"
+            )
         if self.num_state_checkpoints is not None:
             _at_least(1, num_state_checkpoints=self.num_state_checkpoints)
             if not self.enable_prefix_caching:

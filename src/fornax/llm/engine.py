@@ -420,6 +420,7 @@ class Engine:
         seconds = now - self._stepped
         if result.decoded_KT is not None:
             self._step_seconds = seconds / plan.steps
+        scheduler.took(plan, result.bucket, seconds)
         stats = StepStats(
             seconds=seconds,
             steps=plan.steps,

@@ -232,7 +232,8 @@ def limits_without_cache(
             "positions; leave it out or give less"
         )
     seqs = config.max_num_seqs or (32 if on_cpu else 256)
-    tokens = config.max_num_batched_tokens or max(512 if on_cpu else 2048, seqs)
+    chunk = (256 if model.experts is None else 512) if on_cpu else 2048
+    tokens = config.max_num_batched_tokens or max(chunk, seqs)
     if tokens < seqs:
         raise ConfigError(
             f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}: a step must hold "

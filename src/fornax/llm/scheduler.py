@@ -9,7 +9,7 @@ from typing import Literal
 
 from fornax.config.errors import EngineError
 from fornax.llm.block_manager import BlockManager
-from fornax.llm.budget import Job, share_tokens
+from fornax.llm.budget import Job, StepLimit, share_tokens
 from fornax.llm.scheduler_output import Entry, Sample, SchedulerOutput
 from fornax.llm.sequence import Sequence, Status
 
@@ -39,6 +39,8 @@ class SchedulerConfig:
     """Most different adapters that run at once."""
     buckets: tuple[int, ...] = ()
     """Step sizes in tokens that are compiled, ascending; chunks of prompts prefer to fill one."""
+    inter_token_latency_target: float | None = None
+    """Seconds that a step may take in which sequences decode, so that prompts get no more of it."""
 
 
 class Scheduler:
@@ -60,6 +62,8 @@ class Scheduler:
         self._adapters: dict[str, int] = {}
         self._draining: str | None = None
         self._plan = SchedulerOutput()
+        target = config.inter_token_latency_target
+        self._limit = None if target is None else StepLimit(target, config.buckets)
 
     @property
     def has_work(self) -> bool:
@@ -100,6 +104,11 @@ class Scheduler:
         plan.started = [each for each in dict.fromkeys(plan.started) if each.row is not None]
         self._plan = SchedulerOutput()
         return plan
+
+    def took(self, plan: SchedulerOutput, bucket: int, seconds: float) -> None:
+        """Take in how long a step of `bucket` tokens took."""
+        if self._limit is not None and plan.prompt_tokens:
+            self._limit.took(bucket, seconds)
 
     def received(self, sequence: Sequence, tokens: Items[int], sampled: int = 1) -> None:
         """Take the tokens that came of a sequence's samples in one plan.
@@ -169,7 +178,10 @@ class Scheduler:
                 continue  # which of its drafts hold is not known yet
             elif remaining == 1 and (length < sequence.max_len or sequence.pooling):
                 decodes.append(sequence)
-        budget = self.config.max_num_batched_tokens - len(decodes)
+        most = self.config.max_num_batched_tokens
+        if decodes and self._limit is not None:
+            most = min(most, self._limit.tokens(len(decodes)))
+        budget = most - len(decodes)
         extra = budget // 2 if prefills or self.waiting else budget
         steps = self._steps(decodes, steps) if steps > 1 else 1
         for sequence in decodes:

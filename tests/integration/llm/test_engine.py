@@ -1,5 +1,6 @@
 """The engine's tokens are those of the plain model, whatever happens to a sequence on the way."""
 
+import math
 from collections.abc import Iterator
 
 import jax
@@ -10,8 +11,8 @@ from flax import nnx
 from tests.integration.llm.helpers import Figures, completions, engine_of, prompts_of
 from tests.unit.models.conftest import CONFIGS, decoder_of
 
-from fornax.config.errors import EngineError
-from fornax.llm import LLM, SamplingParams, engine
+from fornax.config.errors import ConfigError, EngineError
+from fornax.llm import LLM, EngineConfig, SamplingParams, engine
 from fornax.models import generate, keeps_states
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -238,3 +239,20 @@ def test_sizes_that_are_coarse_decode_too() -> None:
         llm = engine_of("windowed", observer=figures, step_sizes="coarse", **options)
         assert completions(llm.generate(prompts, ways)) == expected
     assert not figures.compiled
+
+
+@pytest.mark.slow
+def test_a_latency_target_changes_no_token() -> None:
+    """It cuts prompts by the clock, and no cut shows."""
+    prompts = prompts_of(3, 17, 40, 9, 33)
+    ways = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    sizes = {"max_num_batched_tokens": 64, "step_sizes": "coarse"}
+    expected = completions(engine_of("windowed", **sizes).generate(prompts, ways))
+    llm = engine_of("windowed", **sizes, inter_token_latency_target=1e-6)
+    assert completions(llm.generate(prompts, ways)) == expected
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, math.nan, math.inf])
+def test_a_latency_target_is_a_time(target: float) -> None:
+    with pytest.raises(ConfigError, match="must be a number of seconds above 0"):
+        EngineConfig(inter_token_latency_target=target)

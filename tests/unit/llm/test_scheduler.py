@@ -318,3 +318,50 @@ def test_a_sequence_that_can_never_run_is_refused():
     with pytest.raises(EngineError, match="101 pages of 4 tokens, the cache has 99"):
         engine.add(sequence(max_len=402))
     assert not engine.has_work
+
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+def paced(target, seconds_of, steps, hiccup=None):
+    """Run steps of three sequences that decode beside one that reads a long prompt; return what
+    each of them took by `seconds_of(tokens)`, and the prompt's tokens."""
+    engine = scheduler(
+        pages=40_000,
+        max_num_batched_tokens=512,
+        buckets=BUCKETS,
+        inter_token_latency_target=target,
+    )
+    for _ in range(3):
+        engine.add(sequence(length=4, max_len=5_000))
+    process(engine, engine.schedule())
+    engine.add(sequence(length=100_000, max_len=100_001))
+    times, chunks = [], []
+    for number in range(steps):
+        plan = engine.schedule()
+        bucket = next(size for size in BUCKETS if size >= plan.num_tokens)
+        seconds = seconds_of(bucket) * (20 if number == hiccup else 1)
+        times.append(seconds)
+        chunks.append(plan.prompt_tokens)
+        assert plan.num_tokens - plan.prompt_tokens == 3
+        engine.took(plan, bucket, seconds)
+        process(engine, plan)
+    return times, chunks
+
+
+def test_prompts_take_no_more_of_a_step_than_the_target_leaves():
+    times, chunks = paced(0.02, lambda tokens: 0.004 + 0.0001 * tokens, steps=30)
+    assert times[0] > 0.05  # nothing was measured yet
+    assert max(times[4:]) <= 0.02
+    assert chunks[-1] == 128 - 3  # the largest bucket within the target
+
+
+def test_a_target_that_decoding_alone_exceeds_leaves_room_for_prompts():
+    _, chunks = paced(0.02, lambda tokens: 0.1 + 0.001 * tokens, steps=10)
+    assert chunks[-1] == 32
+
+
+def test_a_step_that_was_held_up_is_forgotten():
+    _, chunks = paced(0.02, lambda tokens: 0.004 + 0.0001 * tokens, steps=30, hiccup=12)
+    assert chunks[13] < 64
+    assert chunks[20:] == [125] * 10
