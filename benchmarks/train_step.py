@@ -5,7 +5,9 @@
 
 The step is the whole of it: forward, backward, clipping of the global gradient norm to 1, AdamW
 with weight decay. All contestants compute the same Llama decoder (RMS norm, rotary embedding,
-SwiGLU, untied output) on the same tokens; fp32 unless named otherwise.
+SwiGLU, untied output) on the same tokens; fp32 unless named otherwise. bf16 is weights and moments
+in bfloat16; autocast, and Fornax's bf16, keep them in float32 and multiply in bfloat16. All run with
+huge pages where Linux leaves them to who asks, as `fornax train` does.
 
 Install the extra `parity` for the PyTorch contestants; `torch.compile` needs a C++ compiler.
 """
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 import _harness
+from fornax.config import environment
 
 if TYPE_CHECKING:
     import jax
@@ -303,8 +306,9 @@ def jax_adamw(loss: Callable[[Any, "jax.Array"], "jax.Array"], params: Any, shap
     return _warm(turn, losses)
 
 
-def pytorch(shape: Shape, *, dtype: str, compiled: bool) -> Ready:
-    """The Llama model of transformers with PyTorch's fused AdamW."""
+def pytorch(shape: Shape, *, dtype: str, compiled: bool, autocast: bool = False) -> Ready:
+    """The Llama model of transformers with PyTorch's fused AdamW, its weights and the optimizer's
+    state in one dtype; with `autocast` its products in bfloat16 whatever that is."""
     import torch
     import transformers
 
@@ -320,10 +324,11 @@ def pytorch(shape: Shape, *, dtype: str, compiled: bool) -> Ready:
         use_cache=False,
     )
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-    return torch_adamw(model.to(getattr(torch, dtype)), shape, compiled=compiled)
+    model = model.to(getattr(torch, dtype))
+    return torch_adamw(model, shape, compiled=compiled, autocast=autocast)
 
 
-def torch_adamw(model: Any, shape: Step, *, compiled: bool) -> Ready:
+def torch_adamw(model: Any, shape: Step, *, compiled: bool, autocast: bool = False) -> Ready:
     """The step of a model of transformers with PyTorch's fused AdamW."""
     import torch
 
@@ -341,7 +346,8 @@ def torch_adamw(model: Any, shape: Step, *, compiled: bool) -> Ready:
     losses = []
 
     def turn() -> None:
-        logits = forward(input_ids=batch[:, :-1]).logits
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = forward(input_ids=batch[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(
             logits.float().reshape(-1, shape.vocabulary), batch[:, 1:].reshape(-1)
         )
@@ -405,6 +411,8 @@ CONTESTANTS: dict[str, Callable[[Shape], Ready]] = {
     "jax-scan": lambda s: hand_written_jax(s, scan=True),
     "torch-fp32": lambda s: pytorch(s, dtype="float32", compiled=False),
     "torch-fp32-compiled": lambda s: pytorch(s, dtype="float32", compiled=True),
+    "torch-autocast": lambda s: pytorch(s, dtype="float32", compiled=False, autocast=True),
+    "torch-autocast-compiled": lambda s: pytorch(s, dtype="float32", compiled=True, autocast=True),
     "torch-bf16": lambda s: pytorch(s, dtype="bfloat16", compiled=False),
     "torch-bf16-compiled": lambda s: pytorch(s, dtype="bfloat16", compiled=True),
 }
@@ -476,6 +484,7 @@ def main() -> None:
         shape = SHAPES[args.shape[0]]
         _harness.serve(lambda: {**CONTESTANTS, **PEAKS}[args.worker](shape))
         return
+    environment.become(environment.huge_pages())
     wanted = args.only.split(",") if args.only else list(CONTESTANTS)
     unknown = sorted(set(wanted) - set(CONTESTANTS))
     if unknown or "fornax" not in wanted:

@@ -9,6 +9,7 @@ from fornax.cli import registry
 from fornax.cli.failures import report
 from fornax.cli.registry import Command, Group
 from fornax.config import ConfigError, nearest
+from fornax.config.environment import restart_with_huge_pages
 
 _HELP = ("-h", "--help")
 
@@ -17,11 +18,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code: 0, 1 for a bug, 2 for a mistake of the user."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if argv is None and _trains(registry.ROOT, words):
+            restart_with_huge_pages()
         code = _dispatch(registry.ROOT, words)
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         return report(error, _run_dir(words))
     return code
+
+
+def _trains(group: Group, words: list[str]) -> bool:
+    """Whether the words are for a command that trains in this process."""
+    found = group.commands.get(words[0]) if words else None
+    if isinstance(found, Group):
+        return _trains(found, words[1:])
+    return found is not None and found.trains
 
 
 def _dispatch(group: Group, words: list[str]) -> int:

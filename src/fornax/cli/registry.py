@@ -23,6 +23,8 @@ class Command:
     """Imports the config whose keys are flags of the command too."""
     wraps: bool = False
     """Whether the words after `--` are another command, which `run` gets as a second argument."""
+    trains: bool = False
+    """Whether it trains in its own process."""
 
     def load(self) -> Any:
         """Import the module of the command.
@@ -139,6 +141,7 @@ TUNE = Group(
                 module="tune",
                 of=name,
                 config=method.config_class,
+                trains=True,
             )
             for name, method in METHODS.items()
         ),
@@ -292,12 +295,14 @@ ROOT = Group(
             name="quickstart",
             summary="From text on this machine to a trained, portable model",
             module="quickstart",
+            trains=True,
         ),
         Command(
             name="train",
             summary="Train a model from a config, or resume a run",
             module="train",
             config=reads("fornax.train:TrainConfig"),
+            trains=True,
         ),
         LAUNCH,
         TUNE,

@@ -42,7 +42,6 @@ from fornax.mesh.startup import (
     clear_caches,
     find_processes,
     initialize,
-    keep_freed_memory,
     leave,
 )
 from fornax.mesh.tree import fit_mesh, path_name, tree_shardings
@@ -75,7 +74,6 @@ __all__ = [
     "fit_mesh",
     "gather_balanced",
     "initialize",
-    "keep_freed_memory",
     "leave",
     "make_mesh",
     "merge_rules",

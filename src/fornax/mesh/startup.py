@@ -1,6 +1,5 @@
 """Process start-up: joins the processes of a run, checks that all came, sets up the caches."""
 
-import ctypes
 import functools
 import gc
 import sys
@@ -21,7 +20,6 @@ __all__ = [
     "clear_caches",
     "find_processes",
     "initialize",
-    "keep_freed_memory",
     "leave",
     "use_compilation_cache",
 ]
@@ -203,25 +201,3 @@ def leave() -> bool:
 
 
 _COLLECTIONS = 4
-
-_MALLOC_OPTIONS = (
-    (-8, 1),  # M_ARENA_MAX
-    (-4, 0),  # M_MMAP_MAX
-    (-1, 2**31 - 1),  # M_TRIM_THRESHOLD
-    (-2, 2**26),  # M_TOP_PAD
-)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep up to 2 GB of what is freed instead of giving it back to the kernel.
-
-    Each step on a CPU takes and frees the same memory, and the kernel zeroes what it hands out
-    anew: an eighth of a small run's processor time. For small runs only: what is kept fragments,
-    and may come to be several times a step's temporaries. One arena, because the others
-    are unmapped whenever they are empty; threads are bound to theirs when they first allocate, so
-    call this before anything asks jax for its devices.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        for option, value in _MALLOC_OPTIONS:
-            mallopt(option, value)

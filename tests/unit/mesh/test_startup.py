@@ -199,27 +199,55 @@ def test_more_virtual_devices_than_cores_get_threads(monkeypatch):
     assert os.environ["NPROC"] == "5"
 
 
-_STEPS = """
-import resource
-import jax, jax.numpy as jnp
-from fornax.mesh import keep_freed_memory
+_RESTARTED = """
+import os, re, sys
+from pathlib import Path
+from fornax.config import environment
 
-keep_freed_memory()
-step = jax.jit(lambda x: jnp.sin(x @ x.T) @ x)  # 64 MB between the products
-x = jnp.ones((4096, 16))
-for _ in range(20):
-    step(x).block_until_ready()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    step(x).block_until_ready()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 20)
+environment.restart_with_huge_pages()
+block = bytearray(64 << 20)
+huge = re.search(r"AnonHugePages: +([0-9]+)", Path("/proc/self/smaps_rollup").read_text())[1]
+print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), huge, *sys.argv[1:])
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
-def test_steps_work_in_memory_that_the_kernel_gave_once():
-    done = subprocess.run(
-        [sys.executable, "-c", _STEPS], capture_output=True, text=True, timeout=120, check=True
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or not environment.huge_pages(),
+    reason="Linux gives huge pages to all, or to none",
+)
+def test_a_command_that_trains_gets_huge_pages():
+    """The process stays the same, with its arguments; who chose is left alone."""
+
+    def restarted(**variables):
+        command = [sys.executable, "-c", _RESTARTED, "a b", "--c"]
+        child = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True
+        )
+        out, _ = child.communicate(timeout=60)
+        pid, tunables, huge, *words = out.split()
+        assert (int(pid), words) == (child.pid, ["a", "b", "--c"])
+        return tunables, int(huge)
+
+    tunables, huge = restarted()
+    assert tunables == "glibc.malloc.hugetlb=1"
+    assert huge > 40 << 10  # KiB, of 64 MiB
+    assert restarted(GLIBC_TUNABLES="glibc.malloc.perturb=0")[0] == (
+        "glibc.malloc.perturb=0:glibc.malloc.hugetlb=1"
     )
-    assert int(done.stdout) < 4000  # pages of 4 kB; 16,400 where each step asks anew
+    assert restarted(GLIBC_TUNABLES="glibc.malloc.hugetlb=0") == ("glibc.malloc.hugetlb=0", 0)
+
+
+def test_training_asks_for_huge_pages_only_where_they_help(monkeypatch, tmp_path):
+    mode = tmp_path / "enabled"
+    monkeypatch.setattr(environment, "_HUGE_PAGES_MODE", mode)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert environment.huge_pages() == {}
+    for text, changes in (
+        ("always [madvise] never", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+        ("[always] madvise never", {}),
+        ("always madvise [never]", {}),
+    ):
+        mode.write_text(text)
+        assert environment.huge_pages() == changes

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from fornax.mesh import keep_freed_memory
 from fornax.quickstart import SIZES, QuickstartConfig
 from fornax.quickstart import run as run_quickstart
 
@@ -31,5 +30,4 @@ class Arguments(QuickstartConfig):
 
 def run(arguments: Arguments) -> int:
     """Run every stage that is not done yet."""
-    keep_freed_memory()
     return run_quickstart(arguments)
