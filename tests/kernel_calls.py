@@ -41,6 +41,14 @@ def sample_call(operation: str, implementation: str, platform: str) -> Any:
             **pages, rows=8, table_width=8, heads=4, window=None, softcap=None, sinks=False
         ),
         "paged_write": lambda: WriteCall(**pages),
+        "gated_linear_unit": lambda: kernels.GatedUnitCall(
+            platform=platform, rows=32, width=256, dtype="bfloat16", activation="silu", devices=1
+        ),
+        "take_rows": lambda: kernels.TakeRowsCall(
+            platform=platform, table_rows=512, width=128, rows=32, table_dtype="bfloat16",
+            dtype="float32", devices=1,
+        ),
+        "argmax": lambda: kernels.ArgmaxCall(platform=platform, rows=8, width=1024, devices=1),
         "linear_cross_entropy": lambda: CrossEntropyCall(**products, z_loss=True),
         "linear_logprobs": lambda: LogprobsCall(**products, entropy=True),
     }[operation]()  # fmt: skip

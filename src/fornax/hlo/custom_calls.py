@@ -232,10 +232,30 @@ def _fused_experts(_: Instruction, shapes: list[Shape], traffic: int) -> CallCos
 
 
 def _rms_norm(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
-    elements, rows, scale = shapes[0].size, shapes[0].dims[0], shapes[1]
+    """Return the cost of a norm, of one array or of the sum of two, by a scale of one layer."""
+    *rows, scale = shapes[:-1]
     traffic -= scale.bytes - scale.bytes // scale.dims[0]
-    work = Work(vector_flops=4.0 * elements, transcendentals=float(rows))
+    work = Work(
+        vector_flops=(3.0 + len(rows)) * rows[0].size, transcendentals=float(rows[0].dims[0])
+    )
     return CallCost("reduce", work, traffic)
+
+
+def _gated_linear_unit(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    elements = shapes[0].size
+    work = Work(vector_flops=4.0 * elements, transcendentals=float(elements))
+    return CallCost("elementwise", work, traffic)
+
+
+def _take_rows(instruction: Instruction, shapes: list[Shape], _: int) -> CallCost:
+    """Return the cost of reading the rows taken, not the table."""
+    table, rows = shapes[0], instruction.shape
+    read = table.bytes * rows.size // table.size
+    return CallCost("copy", Work(), read + rows.bytes + shapes[1].bytes)
+
+
+def _argmax(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    return CallCost("reduce", Work(vector_flops=float(shapes[0].size)), traffic)
 
 
 def _orthogonalize(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
@@ -261,6 +281,10 @@ _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_route": _route,
     "fornax_linear": _linear,
     "fornax_rms_norm": _rms_norm,
+    "fornax_add_rms_norm": _rms_norm,
+    "fornax_gated_linear_unit": _gated_linear_unit,
+    "fornax_take_rows": _take_rows,
+    "fornax_argmax": _argmax,
     "fornax_orthogonalize": _orthogonalize,
 }
 

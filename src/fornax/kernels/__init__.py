@@ -19,10 +19,23 @@ from fornax.kernels._grouped import (
     grouped_matmul_operation,
     grouped_tiles,
 )
+from fornax.kernels._layer import (
+    ACTIVATIONS,
+    Activation,
+    ArgmaxCall,
+    GatedUnitCall,
+    TakeRowsCall,
+    argmax,
+    argmax_operation,
+    gated_linear_unit,
+    gated_linear_unit_operation,
+    take_rows,
+    take_rows_operation,
+)
 from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
 from fornax.kernels._matmul import orthogonalize
 from fornax.kernels._native import build_all as build_native
-from fornax.kernels._norm import StackedScale, rms_norm
+from fornax.kernels._norm import StackedScale, add_rms_norm, rms_norm
 from fornax.kernels._packed import PackedWeight, pack
 from fornax.kernels._paged_attention import (
     TPU_LANES,
@@ -63,10 +76,14 @@ from fornax.kernels.registry import (
 from fornax.kernels.tuning import autotuning
 
 __all__ = [
+    "ACTIVATIONS",
     "LINEAR_OUTPUT",
     "TPU_LANES",
+    "Activation",
+    "ArgmaxCall",
     "AttentionCall",
     "Choice",
+    "GatedUnitCall",
     "GroupOrder",
     "GroupedCall",
     "GroupedTiles",
@@ -81,9 +98,13 @@ __all__ = [
     "PreparedAttention",
     "StackedScale",
     "Support",
+    "TakeRowsCall",
     "TokenLogprobs",
     "Weight",
     "Work",
+    "add_rms_norm",
+    "argmax",
+    "argmax_operation",
     "attention",
     "attention_operation",
     "autotuning",
@@ -94,6 +115,8 @@ __all__ = [
     "fused_experts",
     "fuses_experts",
     "gated_delta_rule",
+    "gated_linear_unit",
+    "gated_linear_unit_operation",
     "grouped_matmul",
     "grouped_matmul_operation",
     "grouped_tiles",
@@ -121,5 +144,7 @@ __all__ = [
     "rms_norm",
     "route_top_k",
     "sort_by_group",
+    "take_rows",
+    "take_rows_operation",
     "target_platform",
 ]

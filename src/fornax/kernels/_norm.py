@@ -21,7 +21,7 @@ from fornax.kernels._stack import LayerStack
 from fornax.kernels.registry import current_platform
 from fornax.mesh import current_mesh
 
-__all__ = ["StackedScale", "rms_norm"]
+__all__ = ["StackedScale", "add_rms_norm", "rms_norm"]
 
 
 @jax.tree_util.register_dataclass
@@ -59,14 +59,56 @@ def rms_norm(
     Raises:
         KernelError: the last axes of x are not those of scale.
     """
-    if scale.ndim == 0 or x.shape[max(x.ndim - scale.ndim, 0) :] != scale.shape:
-        raise KernelError(f"rms_norm: the last axes of x{x.shape} must be scale's, {scale.shape}")
+    _check("rms_norm", x, scale)
     how = _How(float(eps), float(offset), float(divisor))
     if not isinstance(scale, StackedScale):
         return _rms_norm(how, x, scale)
     if _declines(x) or scale.dtype not in (jnp.float32, jnp.bfloat16):
         return _rms_norm(how, x, scale.array())
     return _native_norm(how, x, scale)
+
+
+def add_rms_norm(
+    x: jax.Array,
+    branch: jax.Array,
+    scale: jax.Array | StackedScale,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    divisor: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Return x + branch, and `rms_norm` of it: what follows a branch of a decoder's layer.
+
+    One native call on one CPU, and the two operations elsewhere, as `rms_norm` says.
+
+    Args:
+        x: [..., *normalised].
+        branch: of the shape and dtype of x.
+        scale: see `rms_norm`, and so for eps, offset and divisor.
+
+    Returns:
+        The sum and y, both [..., *normalised] in the dtype of x.
+
+    Raises:
+        KernelError: x and branch differ, or the last axes of x are not those of scale.
+    """
+    _check("add_rms_norm", x, scale)
+    if (x.shape, x.dtype) != (branch.shape, branch.dtype):
+        raise KernelError(
+            f"add_rms_norm: x{x.shape} {x.dtype} and branch{branch.shape} {branch.dtype} must be "
+            "alike; cast or reshape the branch"
+        )
+    how = _How(float(eps), float(offset), float(divisor))
+    if not isinstance(scale, StackedScale):
+        return _add_rms_norm(how, x, branch, scale)
+    if _declines(x) or scale.dtype not in (jnp.float32, jnp.bfloat16):
+        return _add_rms_norm(how, x, branch, scale.array())
+    return _native_add_norm(how, x, branch, scale)
+
+
+def _check(name: str, x: jax.Array, scale: jax.Array | StackedScale) -> None:
+    if scale.ndim == 0 or x.shape[max(x.ndim - scale.ndim, 0) :] != scale.shape:
+        raise KernelError(f"{name}: the last axes of x{x.shape} must be scale's, {scale.shape}")
 
 
 @dataclass(frozen=True)
@@ -83,13 +125,17 @@ class _How:
         wide = wide + self.offset if self.offset else wide
         return wide / self.divisor if self.divisor != 1.0 else wide
 
+    @property
+    def numbers(self) -> dict[str, np.float32]:
+        """The attributes of the native calls."""
+        return {name: np.float32(value) for name, value in vars(self).items()}
+
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _rms_norm(how: _How, x: jax.Array, scale: jax.Array) -> jax.Array:
     if _declines(x):
         return _plain(how, x, scale)
-    wide = scale.astype(jnp.float32)
-    return _native_norm(how, x, StackedScale(values=wide[None], layer=jnp.int32(0)))
+    return _native_norm(how, x, _alone(scale))
 
 
 @_rms_norm.defjvp
@@ -97,19 +143,50 @@ def _rms_norm_jvp(how: _How, primals: object, tangents: object) -> tuple[jax.Arr
     return jax.jvp(functools.partial(_plain, how), primals, tangents)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _add_rms_norm(
+    how: _How, x: jax.Array, branch: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    if _declines(x):
+        return _plain_sum(how, x, branch, scale)
+    return _native_add_norm(how, x, branch, _alone(scale))
+
+
+@_add_rms_norm.defjvp
+def _add_rms_norm_jvp(how: _How, primals: object, tangents: object) -> tuple:
+    return jax.jvp(functools.partial(_plain_sum, how), primals, tangents)
+
+
+def _alone(scale: jax.Array) -> StackedScale:
+    """The scale as the only layer of a stack."""
+    return StackedScale(values=scale.astype(jnp.float32)[None], layer=jnp.int32(0))
+
+
 def _native_norm(how: _How, x: jax.Array, scale: StackedScale) -> jax.Array:
     D = math.prod(scale.shape)
     x_MD = x.reshape(-1, D)
     y = jax.ShapeDtypeStruct(x_MD.shape, x.dtype)
-    y_MD = jax.ffi.ffi_call("fornax_rms_norm", y, vmap_method="sequential")(
-        x_MD,
-        scale.values.reshape(-1, D),
-        scale.layer,
-        eps=np.float32(how.eps),
-        offset=np.float32(how.offset),
-        divisor=np.float32(how.divisor),
-    )
-    return y_MD.reshape(x.shape)
+    call = jax.ffi.ffi_call("fornax_rms_norm", y, vmap_method="sequential")
+    return call(x_MD, scale.values.reshape(-1, D), scale.layer, **how.numbers).reshape(x.shape)
+
+
+def _native_add_norm(
+    how: _How, x: jax.Array, branch: jax.Array, scale: StackedScale
+) -> tuple[jax.Array, jax.Array]:
+    D = math.prod(scale.shape)
+    x_MD = x.reshape(-1, D)
+    y = jax.ShapeDtypeStruct(x_MD.shape, x.dtype)
+    call = jax.ffi.ffi_call("fornax_add_rms_norm", (y, y), vmap_method="sequential")
+    scales_LD = scale.values.reshape(-1, D)
+    sum_MD, y_MD = call(x_MD, branch.reshape(-1, D), scales_LD, scale.layer, **how.numbers)
+    return sum_MD.reshape(x.shape), y_MD.reshape(x.shape)
+
+
+def _plain_sum(
+    how: _How, x: jax.Array, branch: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    total = x + branch
+    return total, _plain(how, total, scale)
 
 
 def _plain(how: _How, x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fornax import kernels
 from fornax.llm.weights import Weights
 from fornax.mesh import use_mesh
 from fornax.models import (
@@ -253,7 +254,7 @@ def make_draft(
             found: list[jax.Array] = []
             while True:
                 logits_RV = model.logits(x_RD[None])[0]
-                found.append(jnp.argmax(logits_RV, axis=-1).astype(jnp.int32))
+                found.append(jnp.maximum(kernels.argmax(logits_RV), 0))
                 if len(found) == count:
                     return kv, jnp.stack(found, axis=1)
                 position_R = position_R + 1

@@ -26,7 +26,6 @@ from fornax.models.attend import LayerCache, Place
 from fornax.models.cache import Cache, DeltaState
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
-from fornax.models.mlp import ACTIVATIONS
 from fornax.models.norm import RMSNorm
 from fornax.models.paged_cache import PagedCache
 from fornax.models.projection import Projection, draw, project, residual_std
@@ -114,7 +113,7 @@ class ShortConvolution(nnx.Module):
             y = y + there.astype(jnp.float32) * kernel_KXW[:, :, place]
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
-        return ACTIVATIONS[self.activation](y).astype(taps[0].dtype)
+        return kernels.ACTIVATIONS[self.activation](y).astype(taps[0].dtype)
 
 
 def _preceded(x_BTKX: jax.Array, before_BWKX: jax.Array | None, width: int) -> jax.Array:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from fornax import kernels
 from fornax.models.config import DecoderConfig
-from fornax.models.mlp import ACTIVATIONS
 from fornax.models.norm import RMSNorm
-from fornax.models.projection import Projection, draw, look_up, residual_std
+from fornax.models.projection import Projection, draw, residual_std
 
 __all__ = ["LayerInput", "LayerInputs", "LayerScale"]
 
@@ -60,7 +60,8 @@ class LayerInputs(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """Inputs [L, B, T, P] of tokens whose embeddings are x, in the compute dtype."""
         split = (*tokens_BT.shape, self.layers, -1)
-        own_BTLP = look_up(self.embedding[...], tokens_BT).astype(self.compute_dtype).reshape(split)
+        own_BTLP = kernels.take_rows(self.embedding[...], tokens_BT, dtype=self.compute_dtype)
+        own_BTLP = own_BTLP.reshape(split)
         own_BTLP = own_BTLP * jnp.asarray(math.sqrt(own_BTLP.shape[-1]), self.compute_dtype)
         seen_BTLP = self.projection(x_BTD).reshape(split)
         seen_BTLP = self.norm(seen_BTLP * jnp.asarray(x_BTD.shape[-1] ** -0.5, self.compute_dtype))
@@ -93,8 +94,9 @@ class LayerInput(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, input_BTP: jax.Array) -> jax.Array:
         """What is added to the residual stream [B, T, D]."""
-        gate_BTP = ACTIVATIONS[self.activation](self.gate(x_BTD))
-        return self.norm(self.projection(gate_BTP * input_BTP))
+        gate_BTP = self.gate(x_BTD)
+        gated_BTP = kernels.gated_linear_unit(gate_BTP, input_BTP, activation=self.activation)
+        return self.norm(self.projection(gated_BTP))
 
 
 class LayerScale(nnx.Module):

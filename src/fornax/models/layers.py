@@ -71,8 +71,8 @@ class DecoderLayer(nnx.Module):
         branch, cache = getattr(self, kind.attention_part)(
             _maybe(self.attention_norm, x_BTD), kind, context, cache
         )
-        x_BTD = x_BTD + _scaled(_maybe(self.post_attention_norm, branch), kind)
-        x_BTD, routing = self._second(x_BTD, kind, context)
+        branch = _scaled(_maybe(self.post_attention_norm, branch), kind)
+        x_BTD, routing = self._second(x_BTD, branch, kind, context)
         if self.layer_input is not None:
             x_BTD = x_BTD + self.layer_input(x_BTD, context.layer_input_BTP)
         if self.layer_scale is not None:
@@ -80,12 +80,17 @@ class DecoderLayer(nnx.Module):
         return constrain(x_BTD, ("batch", "length", "activation_embed")), cache, routing
 
     def _second(
-        self, x_BTD: jax.Array, kind: LayerKind, context: LayerContext
+        self, x_BTD: jax.Array, branch_BTD: jax.Array, kind: LayerKind, context: LayerContext
     ) -> tuple[jax.Array, Routing | None]:
-        """The residual stream after the MLP or the experts, and what the router did."""
+        """Attention's branch added, then the residual stream after the MLP or the experts, and what
+        the router did."""
         if kind.mlp == "none":
-            return x_BTD, None
-        normed, routing = _maybe(self.mlp_norm, x_BTD), None
+            return x_BTD + branch_BTD, None
+        if self.mlp_norm is None:
+            normed = x_BTD = x_BTD + branch_BTD
+        else:
+            x_BTD, normed = self.mlp_norm.of_sum(x_BTD, branch_BTD)
+        routing = None
         if kind.mlp == "experts":
             branch, routing = self.experts(normed, context, x_BTD)
         else:

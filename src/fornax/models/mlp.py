@@ -4,9 +4,7 @@ Legend: B batch, T tokens, D model width, F hidden width.
 """
 
 import functools
-import math
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +12,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from fornax import kernels
 from fornax.mesh import constrain
 from fornax.models.config import DecoderConfig
 from fornax.models.projection import Projection, project, residual_std
 
-__all__ = ["ACTIVATIONS", "MLP", "GatedActivation"]
+__all__ = ["MLP", "GatedActivation"]
 
 
 class MLP(nnx.Module):
@@ -53,30 +52,16 @@ class MLP(nnx.Module):
         gate_BTF, up_BTF = project(x_BTD, self.gate, self.up)
         gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
         up_BTF = checkpoint_name(up_BTF, "mlp_up")
-        h_BTF = ACTIVATIONS[self.activation](gate_BTF) * up_BTF
+        h_BTF = kernels.gated_linear_unit(gate_BTF, up_BTF, activation=self.activation)
         y_BTD = self.down(constrain(h_BTF, ("batch", "length", "activation_mlp")))
         return checkpoint_name(y_BTD, "mlp_down")
-
-
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """The GELU's approximation by tanh (Hendrycks and Gimpel 2016), elementwise.
-
-    As x sigmoid(2 u) for x (1 + tanh(u)) / 2: where tanh is nearly -1, its sum with 1 has no right
-    digit, and a norm that follows makes those as large as all others.
-    """
-    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
-
-
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": gelu_tanh}
-"""The activation of an MLP's gate, by its name in `DecoderConfig`."""
 
 
 @dataclass(frozen=True)
 class GatedActivation:
     """What a gated MLP's last projection is applied to, of the products of the two before it."""
 
-    name: Literal["silu", "gelu_tanh"]
-    """Of `ACTIVATIONS`."""
+    name: kernels.Activation
     clip: float | None = None
     """See `ExpertsConfig.clip`."""
     clip_gain: float = 1.702
@@ -86,6 +71,6 @@ class GatedActivation:
         """Apply, elementwise."""
         c = self.clip
         if c is None:
-            return ACTIVATIONS[self.name](gate) * up
+            return kernels.gated_linear_unit(gate, up, activation=self.name)
         gate, up = jnp.minimum(gate, c), jnp.clip(up, -c, c)
         return (up + 1) * gate * jax.nn.sigmoid(self.clip_gain * gate)

@@ -47,10 +47,13 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last axes of `x`; the result has the dtype of `x`."""
-        return kernels.rms_norm(
-            x,
-            self.scale.get_value(),
-            eps=self.eps,
-            offset=1.0 if self.unit_offset else 0.0,
-            divisor=self.divisor,
-        )
+        return kernels.rms_norm(x, self.scale.get_value(), **self._numbers)
+
+    def of_sum(self, x: jax.Array, branch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return x + branch, and its norm."""
+        return kernels.add_rms_norm(x, branch, self.scale.get_value(), **self._numbers)
+
+    @property
+    def _numbers(self) -> dict[str, float]:
+        offset = 1.0 if self.unit_offset else 0.0
+        return {"eps": self.eps, "offset": offset, "divisor": self.divisor}

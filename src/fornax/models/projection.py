@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from fornax import kernels
 from fornax.models.config import DecoderConfig
 
-__all__ = ["Embed", "Projection", "draw", "look_up", "project", "residual_std"]
+__all__ = ["Embed", "Projection", "draw", "project", "residual_std"]
 
 
 def draw(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, std: float) -> jax.Array:
@@ -105,26 +105,10 @@ class Embed(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Look up tokens -> x [B, T, D] in the compute dtype."""
-        x_BTD = look_up(self.embedding[...], tokens_BT).astype(self.compute_dtype)
+        x_BTD = kernels.take_rows(self.embedding[...], tokens_BT, dtype=self.compute_dtype)
         if self.scale != 1.0:
             x_BTD = x_BTD * jnp.asarray(self.scale, self.compute_dtype)
         return x_BTD
-
-
-@jax.custom_jvp
-def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Rows [B, T, D] of a table, by int32 tokens."""
-    return jnp.take(table_VD, tokens_BT, axis=0)
-
-
-@look_up.defjvp
-def _look_up_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    """The gradient of a token is summed over its occurrences in float32: a bfloat16 sum of
-    ones ends at 256."""
-    table_VD, tokens_BT = primals
-    wide_VD = tangents[0].astype(jnp.promote_types(table_VD.dtype, jnp.float32))
-    tangent = jnp.take(wide_VD, tokens_BT, axis=0).astype(table_VD.dtype)
-    return look_up(table_VD, tokens_BT), tangent
 
 
 def residual_std(config: DecoderConfig) -> float:

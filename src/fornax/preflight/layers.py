@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fornax.kernels import ACTIVATIONS
 from fornax.models import Decoder, DecoderConfig, Routing
 from fornax.models.config import LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.layer_inputs import LayerInput
 from fornax.models.layers import DecoderLayer
-from fornax.models.mlp import ACTIVATIONS
 from fornax.models.rope import rotations
 from fornax.preflight.attention import KeysAndValues, PlainAttention
 from fornax.preflight.formulas import normed, project

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fornax.kernels import ACTIVATIONS
 from fornax.models.attend import LayerCache
 from fornax.models.config import LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.gated_delta import GatedDeltaNet, ShortConvolution
 from fornax.models.mamba import Mamba2
-from fornax.models.mlp import ACTIVATIONS
 from fornax.preflight.formulas import begins, normed, over_root_mean_square, project
 
 __all__ = ["PlainGatedDelta", "PlainMamba2"]

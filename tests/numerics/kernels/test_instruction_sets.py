@@ -10,7 +10,16 @@ import pytest
 from fornax.kernels._native import build, units
 
 HERE = Path(__file__).parent
-FILES = ("attention", "experts", "grouped_matmul", "matmul", "norm", "packed", "paged_attention")
+FILES = (
+    "attention",
+    "experts",
+    "grouped_matmul",
+    "layer",
+    "matmul",
+    "norm",
+    "packed",
+    "paged_attention",
+)
 
 
 @pytest.mark.exhaustive

@@ -78,3 +78,58 @@ def test_layer_of_a_stack_is_read_as_it_would_be_alone(offset, divisor, dtype) -
             lambda: kernels.rms_norm(x, kernels.StackedScale(values=scales).at(1), **how)
         )()
     np.testing.assert_allclose(elsewhere, exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [1, 100, 512])
+def test_norm_of_a_sum_agrees_with_float64(width, dtype) -> None:
+    x, scale = _arrays(40, width, dtype)
+    branch = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), dtype)
+    total, y = jax.jit(lambda x, branch: kernels.add_rms_norm(x, branch, scale, eps=1e-6))(
+        x, branch
+    )
+    wide = np.asarray(x, np.float64) + np.asarray(branch, np.float64)
+    allowed = 1e-6 if dtype == "float32" else 2**-8
+    np.testing.assert_allclose(np.asarray(total, np.float64), wide, rtol=allowed, atol=allowed)
+    rounded = np.asarray(total, np.float64)
+    exact = rounded / np.sqrt(np.mean(rounded**2, axis=1, keepdims=True) + 1e-6)
+    exact *= np.asarray(scale)
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_norm_of_a_sum_is_the_norm_after_the_sum(stacked) -> None:
+    x, scale = _arrays(70, 520, "float32")
+    branch = x[::-1]
+    if stacked:
+        scale = kernels.StackedScale(values=jnp.stack([scale + 1, scale])).at(1)
+    how = {"eps": 1e-6, "offset": 1.0, "divisor": 2.0}
+    total, y = kernels.add_rms_norm(x, branch, scale, **how)
+    np.testing.assert_array_equal(total, x + branch)
+    np.testing.assert_array_equal(y, kernels.rms_norm(x + branch, scale, **how))
+    alone = kernels.add_rms_norm(x[-3:], branch[-3:], scale, **how)
+    jax.tree.map(np.testing.assert_array_equal, alone, (total[-3:], y[-3:]))
+
+
+def test_gradient_of_the_norm_of_a_sum_is_that_of_the_formula() -> None:
+    def formula(x, branch, scale):
+        total = x + branch
+        wide = total * jax.lax.rsqrt(jnp.mean(total * total, axis=-1, keepdims=True) + 1e-6)
+        return total, wide * scale
+
+    def loss(run, *arrays):
+        total, y = run(*arrays)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(total))
+
+    x, scale = _arrays(5, 40, "float32")
+    arrays = (x, x[::-1] * 0.3, scale)
+    ours = jax.grad(lambda *a: loss(lambda *b: kernels.add_rms_norm(*b, eps=1e-6), *a), (0, 1, 2))(
+        *arrays
+    )
+    plain = jax.grad(lambda *a: loss(formula, *a), (0, 1, 2))(*arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, plain)
+
+
+def test_unlike_branches_are_named() -> None:
+    with pytest.raises(KernelError, match="must be alike"):
+        kernels.add_rms_norm(jnp.ones((2, 4)), jnp.ones((3, 4)), jnp.ones(4), eps=1e-6)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from fornax.models.mlp import ACTIVATIONS
+from fornax.kernels import ACTIVATIONS
 
 
 def test_gelu_tanh_keeps_its_digits_in_the_tails() -> None:

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "activation.h"
 #include "grouped_product.h"
 
 namespace fornax {
@@ -13,11 +14,6 @@ namespace {
 
 using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
-
-inline Vec logistic(Vec x) {
-  const Vec value = 1.0f / (1.0f + exponential(-x));
-  return where(x != x, x, where(x < -87.0f, Vec{}, value));
-}
 
 // Rows in the order of their groups, [A] each: which comes at each place, and at which place each
 // comes. Rows of no group are last.
@@ -156,39 +152,6 @@ ffi::Error route_call(ffi::ThreadPool pool, Floats logits, Floats bias,
   });
   return ffi::Error::Success();
 }
-
-// What is made of the products with gate and up.
-struct Activation {
-  bool gelu;
-  float clip, gain;  // of the clipped activation; 0 for none
-
-  void run(float* gate, const float* up, int64_t count) const {
-    int64_t j = 0;
-    for (; j + kLanes <= count; j += kLanes) store(gate + j, of(load(gate + j), load(up + j)));
-    if (j == count) return;
-    Vec rest[2] = {};
-    std::memcpy(&rest[0], gate + j, (count - j) * sizeof(float));
-    std::memcpy(&rest[1], up + j, (count - j) * sizeof(float));
-    rest[0] = of(rest[0], rest[1]);
-    std::memcpy(gate + j, &rest[0], (count - j) * sizeof(float));
-  }
-
- private:
-  Vec of(Vec gate, Vec up) const {
-    if (clip > 0) {
-      const Vec most = splat(clip);  // a comparison with NaN is false, and NaN stays
-      gate = most < gate ? most : gate;
-      up = most < up ? most : up;
-      up = up < -most ? -most : up;
-      return (up + 1.0f) * gate * logistic(gain * gate);
-    }
-    if (gelu) {
-      const float factor = 1.5957691216057308f;  // sqrt(8 / pi)
-      return gate * logistic(factor * (gate + 0.044715f * gate * gate * gate)) * up;
-    }
-    return gate * logistic(gate) * up;
-  }
-};
 
 // Experts of one layer; biases are null where there are none.
 template <typename T>

@@ -1,7 +1,7 @@
 // y = x / sqrt(mean(x^2) + eps) * (scale + offset) / divisor, each row summed in one order whatever
-// the number of rows.
+// the number of rows; and the same of x + branch, which is returned too.
 //
-// Letters: L layers, M rows, D width. x, y [M, D], scale [L, D], of which one is read.
+// Letters: L layers, M rows, D width. x, branch, y [M, D], scale [L, D], of which one is read.
 
 #include <algorithm>
 #include <cmath>
@@ -11,10 +11,10 @@
 namespace fornax {
 namespace {
 
+// y of the row that stands in `line`.
 template <typename T>
-void normalise(const T* x, const float* scale, int64_t D, float eps, float* line, T* y) {
+void normalise(float* line, const float* scale, int64_t D, float eps, T* y) {
   const int64_t width = round_up(D, kLanes);
-  for (int64_t j = 0; j < D; ++j) line[j] = widen(x[j]);
   std::fill(line + D, line + width, 0.0f);
   Vec squares[4] = {};
   for (int64_t j = 0; j < width; j += kLanes) {
@@ -40,12 +40,29 @@ struct Scale {
   }
 };
 
+// What is normalised, and where it goes; without a branch there is no sum.
 template <typename T>
-void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Scale& of, float eps,
-         ffi::AnyBuffer& y) {
-  const int64_t M = x.dimensions()[0], D = x.dimensions()[1];
-  const auto* from = static_cast<const T*>(x.untyped_data());
-  auto* to = static_cast<T*>(y.untyped_data());
+struct Rows {
+  const T *x, *branch;
+  T *total, *y;
+
+  // Row i, widened.
+  void read(int64_t i, int64_t D, float* line) const {
+    if (!branch) {
+      for (int64_t j = 0; j < D; ++j) line[j] = widen(x[i * D + j]);
+      return;
+    }
+    for (int64_t j = 0; j < D; ++j) {
+      T* to = total + i * D + j;
+      narrow(widen(x[i * D + j]) + widen(branch[i * D + j]), to);
+      line[j] = widen(*to);
+    }
+  }
+};
+
+template <typename T>
+void run(ffi::ThreadPool& pool, int64_t M, int64_t D, const Rows<T>& rows, const Scale& of,
+         float eps) {
   static thread_local Arena scales;
   scales.start(D);
   float* scale = scales.take(D);
@@ -59,16 +76,36 @@ void run(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Scale& of, float 
     arena.start(round_up(D, kLanes));
     float* line = arena.take(round_up(D, kLanes));
     for (int64_t i = first; i < last; ++i) {
-      normalise(from + i * D, scale, D, eps, line, to + i * D);
+      rows.read(i, D, line);
+      normalise(line, scale, D, eps, rows.y + i * D);
     }
   });
+}
+
+template <typename T>
+void run_call(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const void* branch, void* total,
+              const Scale& of, float eps, ffi::AnyBuffer& y) {
+  const Rows<T> rows = {static_cast<const T*>(x.untyped_data()), static_cast<const T*>(branch),
+                        static_cast<T*>(total), static_cast<T*>(y.untyped_data())};
+  run(pool, x.dimensions()[0], x.dimensions()[1], rows, of, eps);
 }
 
 ffi::Error rms_norm_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                          ffi::BufferR0<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> y, float eps,
                          float offset, float divisor) {
   const Scale of = {scale, *layer.typed_data(), offset, divisor};
-  (x.element_type() == ffi::F32 ? run<float> : run<Half>)(pool, x, of, eps, *y);
+  const auto call = x.element_type() == ffi::F32 ? run_call<float> : run_call<Half>;
+  call(pool, x, nullptr, nullptr, of, eps, *y);
+  return ffi::Error::Success();
+}
+
+ffi::Error add_rms_norm_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer branch,
+                             ffi::AnyBuffer scale, ffi::BufferR0<ffi::S32> layer,
+                             ffi::Result<ffi::AnyBuffer> total, ffi::Result<ffi::AnyBuffer> y,
+                             float eps, float offset, float divisor) {
+  const Scale of = {scale, *layer.typed_data(), offset, divisor};
+  const auto call = x.element_type() == ffi::F32 ? run_call<float> : run_call<Half>;
+  call(pool, x, branch.untyped_data(), total->untyped_data(), of, eps, *y);
   return ffi::Error::Success();
 }
 
@@ -81,6 +118,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_rms_norm, fornax::rms_norm_call,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("eps")
+                                  .Attr<float>("offset")
+                                  .Attr<float>("divisor"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_add_rms_norm, fornax::add_rms_norm_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("eps")
                                   .Attr<float>("offset")

@@ -6,12 +6,20 @@ Standard library only: the build of a wheel runs this file alone.
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-HEADERS = ("simd.h", "crew.h", "paged_block.h", "bfloat16_product.h", "grouped_product.h")
+HEADERS = (
+    "simd.h",
+    "crew.h",
+    "activation.h",
+    "paged_block.h",
+    "bfloat16_product.h",
+    "grouped_product.h",
+)
 UNITS = {
     "attention": ("fornax_attention_forward", "fornax_attention_backward"),
     "paged_attention": ("fornax_paged_attention", "fornax_paged_write"),
     "linear": ("fornax_linear",),
-    "norm": ("fornax_rms_norm",),
+    "norm": ("fornax_rms_norm", "fornax_add_rms_norm"),
+    "layer": ("fornax_gated_linear_unit", "fornax_take_rows", "fornax_argmax"),
     "matmul": ("fornax_matmul", "fornax_orthogonalize"),
     "grouped": ("fornax_grouped_matmul", "fornax_grouped_outer"),
     "experts": ("fornax_group_order", "fornax_route", "fornax_fused_experts"),

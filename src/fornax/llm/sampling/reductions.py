@@ -14,7 +14,7 @@ from jax import lax
 
 from fornax.kernels.registry import current_platform
 
-__all__ = ["argmax", "maximum", "pick", "prefix", "split", "total"]
+__all__ = ["maximum", "pick", "prefix", "split", "total"]
 
 LANES = 256
 
@@ -36,14 +36,6 @@ def maximum(x_MGL: jax.Array) -> jax.Array:
 def total(x_MGL: jax.Array) -> jax.Array:
     """[M]."""
     return jnp.sum(jnp.sum(x_MGL, axis=1), axis=-1)
-
-
-def argmax(x_MGL: jax.Array, max_M: jax.Array) -> jax.Array:
-    """The first index of each row's maximum, int32 [M]; some index where it is NaN."""
-    groups, lanes = x_MGL.shape[1:]
-    index_GL = jnp.arange(groups * lanes, dtype=jnp.int32).reshape(groups, lanes)
-    found = jnp.where(x_MGL == max_M[:, None, None], index_GL, groups * lanes - 1)
-    return jnp.min(jnp.min(found, axis=1), axis=-1)
 
 
 def pick(weights_MGL: jax.Array, uniforms_M2: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fornax.kernels import logits_logprobs
+from fornax import kernels
 from fornax.llm.config import LogprobsMode
 from fornax.llm.sampling import reductions
 from fornax.llm.sampling.masks import ALL, full_mask
@@ -115,7 +115,7 @@ def sample(
         (reported_MV,) = reported
         scale_M = _scale(choice)
         # The trainer's own function of logits, so that its log-probs differ by rounding alone.
-        own = logits_logprobs(reported_MV, target_M, temperature=scale_M)
+        own = kernels.logits_logprobs(reported_MV, target_M, temperature=scale_M)
         found = score(reported_MV / scale_M[:, None], target_M, num_logprobs)
         return found._replace(logprobs=own.logprobs)
 
@@ -128,7 +128,7 @@ def sample(
 
     def most_likely() -> tuple[jax.Array, tuple[jax.Array, ...]]:
         own = () if logprobs_mode == "raw_logprobs" else (logits_MV,)
-        return _most_likely(*_in_lanes(logits_MV)), own
+        return kernels.argmax(logits_MV), own
 
     tokens_M, reported = lax.cond(changing | jnp.any(choice.temperature > 0), choose, most_likely)
     target_M = jnp.maximum(tokens_M, 0)
@@ -175,8 +175,9 @@ def propose(
         lambda: process_logits(logits_MV, change, rows_M, mask_MW),
         lambda: logits_MV,
     )
-    x_MGL, max_M = _in_lanes(_cut(x_MV, choice))
-    greedy_M, random_M = _most_likely(x_MGL, max_M), choice.temperature > 0
+    x_MV = _cut(x_MV, choice)
+    x_MGL, max_M = _in_lanes(x_MV)
+    greedy_M, random_M = kernels.argmax(x_MV), choice.temperature > 0
     noted_M = jnp.where(rows_M >= 0, rows_M, len(state.last_token))
 
     def drawn() -> tuple[jax.Array, Proposals]:
@@ -214,11 +215,6 @@ def _in_lanes(x_MV: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x_MGL, reductions.maximum(x_MGL)
 
 
-def _most_likely(x_MGL: jax.Array, max_M: jax.Array) -> jax.Array:
-    """Tokens, int32 [M]; -1 where logits are not finite."""
-    return jnp.where(jnp.isfinite(max_M), reductions.argmax(x_MGL, max_M), -1)
-
-
 def _choices(all_R: DrawParams, rows_M: jax.Array) -> DrawParams:
     """How each sample is drawn; padding is greedy."""
     choice = jax.tree.map(lambda leaf_R: leaf_R[jnp.maximum(rows_M, 0)], all_R)
@@ -231,7 +227,7 @@ def _choose(
     """Tokens, int32 [M], drawn by weights [M, G, L]; -1 where logits are not finite."""
     x_MGL, max_M = _in_lanes(x_MV)
     random_M = choice.temperature > 0
-    greedy_M = _most_likely(x_MGL, max_M)
+    greedy_M = kernels.argmax(x_MV)
     drawn_M = lax.cond(
         jnp.any(random_M),
         lambda: draw(_weights(x_MGL, max_M, choice)),

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from fornax.kernels import ACTIVATIONS
 from fornax.models.config import LayerKind
-from fornax.models.mlp import ACTIVATIONS
 from fornax.plan.closed_form.attention import attention_work, head_widths
 from fornax.plan.closed_form.layer import layer_graph
 from fornax.plan.closed_form.shards import LocalStep, kinds_of, sections

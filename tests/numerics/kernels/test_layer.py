@@ -1,0 +1,123 @@
+"""What lies between a decoder's products, against float64 and the same alone as beside others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fornax import kernels
+from fornax.config.errors import KernelError
+
+
+def _gated(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
+    """The formula in float64; GELU by its tanh."""
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    return gate / (1 + np.exp(-2 * inner)) * up
+
+
+def _rows(rows: int, width: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    gate, up = 4 * rng.normal(size=(2, rows, width))
+    gate.flat[:6] = (0.0, -0.0, 80.0, -80.0, -200.0, 1e-30)
+    return jnp.asarray(gate, dtype), jnp.asarray(up, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 7), (3, 1000), (40, 2049)])
+def test_gated_linear_unit_agrees_with_float64(
+    rows, width, dtype, activation, implementation
+) -> None:
+    gate, up = _rows(rows, width, dtype)
+    found = kernels.gated_linear_unit(
+        gate, up, activation=activation, implementation=implementation
+    )
+    exact = _gated(np.asarray(gate, np.float64), np.asarray(up, np.float64), activation)
+    assert found.dtype == gate.dtype
+    roundings = 1 if implementation == "native" else 3  # XLA's rounds after each operation
+    allowed = 5e-6 if dtype == "float32" else roundings * 2**-8
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=allowed, atol=1e-30)
+
+
+def test_what_is_not_finite_stays_so_in_a_gated_linear_unit() -> None:
+    gate = jnp.asarray([jnp.nan, jnp.inf, 1.0, 1.0])
+    up = jnp.asarray([1.0, 1.0, jnp.nan, -jnp.inf])
+    found = kernels.gated_linear_unit(gate, up, activation="silu", implementation="native")
+    np.testing.assert_array_equal(found, [np.nan, np.inf, np.nan, -np.inf])
+
+
+def test_row_of_a_gated_linear_unit_is_the_same_whatever_is_beside_it() -> None:
+    gate, up = _rows(64, 1333, "float32")
+    run = jax.jit(lambda g, u: kernels.gated_linear_unit(g, u, activation="silu"))
+    whole = run(gate, up)
+    for count in (1, 3, 31):
+        np.testing.assert_array_equal(run(gate[-count:], up[-count:]), whole[-count:])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gradient_of_a_gated_linear_unit_is_that_of_differences(activation) -> None:
+    rng = np.random.default_rng(1)
+    gate, up, weight = rng.normal(size=(3, 2, 9))
+
+    def loss(gate: jax.Array, up: jax.Array) -> jax.Array:
+        y = kernels.gated_linear_unit(gate, up, activation=activation)
+        return jnp.sum(y * jnp.asarray(weight, y.dtype))
+
+    arrays = jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32)
+    found = jax.grad(loss, (0, 1))(*arrays)
+    step = 1e-6
+    for index, (ours, moved) in enumerate(zip(found, (gate, up), strict=True)):
+        for place in np.ndindex(moved.shape):
+            sides = []
+            for sign in (1, -1):
+                pair = [gate.copy(), up.copy()]
+                pair[index][place] += sign * step
+                sides.append(np.sum(_gated(*pair, activation) * weight))
+            assert ours[place] == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-5)
+
+
+def test_unlike_gate_and_up_are_named() -> None:
+    with pytest.raises(KernelError, match="must be alike"):
+        kernels.gated_linear_unit(jnp.ones((2, 5)), jnp.ones((2, 4)), activation="silu")
+    with pytest.raises(KernelError, match="silu, gelu_tanh"):
+        kernels.gated_linear_unit(jnp.ones(4), jnp.ones(4), activation="relu")
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_rows_are_those_of_the_table(stored, dtype, implementation) -> None:
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(50, 33)), stored)
+    index = jnp.asarray([[3, 49, 0], [-1, 50, -50]], jnp.int32)
+    found = kernels.take_rows(table, index, dtype=dtype, implementation=implementation)
+    wide = np.asarray(table, np.float32)
+    exact = np.stack([wide[[3, 49, 0]], [wide[49], np.full(33, np.nan), wide[0]]])
+    np.testing.assert_array_equal(found, exact.astype(jnp.dtype(dtype)))
+
+
+def test_gradient_of_a_row_is_summed_in_float32() -> None:
+    table = jnp.zeros((4, 2), jnp.bfloat16)
+    index = jnp.zeros(1000, jnp.int32).at[0].set(3)
+    slope = jax.grad(lambda t: kernels.take_rows(t, index, dtype="float32").sum())(table)
+    expected = np.zeros((4, 2))
+    expected[0], expected[3] = 1000, 1
+    np.testing.assert_array_equal(np.asarray(slope, np.float32), expected)
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("width", [1, 5, 1024, 8193, 32000])
+def test_argmax_is_the_first_of_the_greatest(width, implementation) -> None:
+    rng = np.random.default_rng(width)
+    x = np.round(rng.normal(size=(9, width)), 1).astype(np.float32)  # ties
+    x[1] = -np.inf
+    x[2, width // 2] = np.nan
+    x[3, -1] = np.inf
+    x[4, : width // 2] = -np.inf
+    x[5] = -3.5
+    found = kernels.argmax(jnp.asarray(x), implementation=implementation)
+    exact = np.argmax(x, axis=1)
+    exact[[1, 2, 3]] = -1
+    np.testing.assert_array_equal(found, exact)
