@@ -1,5 +1,7 @@
 """What lies between a decoder's products, against float64 and the same alone as beside others."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,58 @@ def test_gradient_of_a_gated_linear_unit_is_that_of_differences(activation) -> N
                 pair[index][place] += sign * step
                 sides.append(np.sum(_gated(*pair, activation) * weight))
             assert ours[place] == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("native", "float32"), ("native", "bfloat16"), ("xla", "float32")],  # which rounds each step
+)
+@pytest.mark.parametrize(("rows", "width"), [(3, 1000), (40, 2049)])
+def test_gradients_of_a_gated_linear_unit_agree_with_float64(
+    rows, width, dtype, activation, implementation
+) -> None:
+    gate, up = _rows(rows, width, dtype)
+    dy = jnp.asarray(np.random.default_rng(2).normal(size=gate.shape), dtype)
+
+    def unit(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return kernels.gated_linear_unit(
+            gate, up, activation=activation, implementation=implementation
+        )
+
+    found = jax.vjp(unit, gate, up)[1](dy)
+    x, u, d = (np.asarray(array, np.float64) for array in (gate, up, dy))
+    inner, slope = x, 1.0
+    if activation == "gelu_tanh":
+        inner = np.sqrt(8 / np.pi) * (x + 0.044715 * x**3)
+        slope = np.sqrt(8 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    sigmoid = np.exp(-np.logaddexp(0, -inner))
+    exact = d * u * (sigmoid + x * sigmoid * (1 - sigmoid) * slope), d * x * sigmoid
+    allowed = 1e-5 if dtype == "float32" else 2**-8
+    for ours, right in zip(found, exact, strict=True):
+        assert ours.dtype == gate.dtype
+        np.testing.assert_allclose(np.asarray(ours, np.float64), right, rtol=allowed, atol=allowed)
+
+
+def test_a_gated_linear_unit_is_differentiated_forwards_and_in_part() -> None:
+    """With a frozen gate or up, by jvp, under vmap and twice."""
+    gate, up = _rows(5, 300, "float32")
+
+    def unit(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return kernels.gated_linear_unit(gate, up, activation="silu")
+
+    def formula(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return gate * jax.nn.sigmoid(gate) * up
+
+    def compare(transform: Callable) -> None:
+        ours, plain = transform(unit), transform(formula)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, plain)
+
+    compare(lambda f: jax.grad(lambda u: f(gate, u).sum())(up))
+    compare(lambda f: jax.grad(lambda g: f(g, up).sum())(gate))
+    compare(lambda f: jax.jvp(f, (gate, up), (up, gate)))
+    compare(lambda f: jax.vmap(jax.grad(lambda g, u: f(g, u).sum(), (0, 1)))(gate, up))
+    compare(lambda f: jax.grad(lambda g: jax.grad(lambda h: f(h, up).sum())(g)[1].sum())(gate))
 
 
 def test_unlike_gate_and_up_are_named() -> None:

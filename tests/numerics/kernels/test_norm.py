@@ -50,6 +50,50 @@ def test_gradient_is_that_of_the_formula() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, plain)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 40), (64, 100), (300, 512), (513, 1030)])
+def test_gradients_agree_with_float64(rows, width, dtype) -> None:
+    x, scale = _arrays(rows, width, dtype)
+    dy = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), dtype)
+    how = {"eps": 1e-3, "offset": 1.0, "divisor": 2.0}
+    found = jax.vjp(lambda x, scale: kernels.rms_norm(x, scale, **how), x, scale)[1](dy)
+    wide, d, s = (np.asarray(array, np.float64) for array in (x, dy, scale))
+    factor = 1 / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-3)
+    normal, given = wide * factor, d * (s + 1) / 2
+    dx = factor * (given - normal * np.mean(given * normal, axis=1, keepdims=True))
+    assert (found[0].dtype, found[1].dtype) == (x.dtype, scale.dtype)
+    allowed = 2e-6 if dtype == "float32" else 2**-8
+    np.testing.assert_allclose(np.asarray(found[0], np.float64), dx, rtol=allowed, atol=allowed)
+    dscale = np.sum(d * normal, axis=0) / 2
+    np.testing.assert_allclose(found[1], dscale, rtol=1e-5, atol=1e-5 * np.sqrt(rows))
+
+
+def test_gradient_of_a_row_is_the_same_whatever_is_beside_it() -> None:
+    x, scale = _arrays(300, 100, "float32")
+    run = jax.jit(jax.grad(lambda x: jnp.sin(kernels.rms_norm(x, scale, eps=1e-6)).sum()))
+    whole = run(x)
+    for count in (1, 7, 130):
+        np.testing.assert_array_equal(run(x[-count:]), whole[-count:])
+
+
+def test_it_is_differentiated_forwards_and_in_part() -> None:
+    """With a frozen input or scale, by jvp, under vmap and twice."""
+    x, scale = _arrays(6, 40, "float32")
+
+    def formula(x, scale, **_):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+    def compare(transform) -> None:
+        ours, plain = transform(kernels.rms_norm), transform(formula)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), ours, plain)
+
+    compare(lambda f: jax.grad(lambda x: f(x, scale, eps=1e-6).sum())(x))
+    compare(lambda f: jax.grad(lambda scale: f(x, scale, eps=1e-6).sum())(scale))
+    compare(lambda f: jax.jvp(lambda x: f(x, scale, eps=1e-6), (x,), (x[::-1],)))
+    compare(lambda f: jax.vmap(jax.grad(lambda x: f(x, scale, eps=1e-6).sum()))(x))
+    compare(lambda f: jax.hessian(lambda x: f(x, scale, eps=1e-6)[0])(x[0]))
+
+
 def test_axes_that_do_not_fit_are_named() -> None:
     with pytest.raises(KernelError, match="must be scale's"):
         kernels.rms_norm(jnp.ones((2, 5)), jnp.ones(4), eps=1e-6)

@@ -7,11 +7,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from fornax.config.errors import KernelError
 from fornax.kernels._grouped.call import free_devices
@@ -67,8 +69,8 @@ def gated_linear_unit(
 ) -> jax.Array:
     """Return activation(gate) * up, elementwise.
 
-    On one CPU an element's result has the same bits whatever other rows there are. The gradient is
-    that of the formula, which XLA then computes.
+    On one CPU an element's result has the same bits whatever other rows there are; the gradients of
+    gate and up are a native call there too.
 
     Args:
         gate: [..., F], floating.
@@ -95,12 +97,9 @@ def gated_linear_unit(
     return _gated(activation, implementation, gate, up)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _gated(
-    activation: Activation, implementation: str | None, gate: jax.Array, up: jax.Array
-) -> jax.Array:
-    if native.is_open(gate):
-        return _formula(gate, up, activation)
+def _choose(
+    gate: jax.Array, activation: Activation, implementation: str | None
+) -> Implementation[GatedUnitCall]:
     call = GatedUnitCall(
         platform=current_platform(),
         rows=math.prod(gate.shape[:-1]),
@@ -109,15 +108,27 @@ def _gated(
         activation=activation,
         devices=free_devices(),
     )
-    chosen = gated_linear_unit_operation.choose(call, implementation)
-    return chosen.run(gate, up, activation)
+    return gated_linear_unit_operation.choose(call, implementation)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _gated(
+    activation: Activation, implementation: str | None, gate: jax.Array, up: jax.Array
+) -> jax.Array:
+    if native.is_open(gate):
+        return _formula(gate, up, activation)
+    return _choose(gate, activation, implementation).run(gate, up, activation)
 
 
 @_gated.defjvp
 def _gated_jvp(
-    activation: Activation, _: str | None, primals: tuple, tangents: tuple
+    activation: Activation, implementation: str | None, primals: tuple, tangents: tuple
 ) -> tuple[jax.Array, jax.Array]:
-    return jax.jvp(functools.partial(_formula, activation=activation), primals, tangents)
+    gate, up = primals
+    tangent = _tangent.bind(
+        *tangents, gate, up, activation=activation, implementation=implementation
+    )
+    return _gated(activation, implementation, gate, up), tangent
 
 
 def _formula(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
@@ -131,6 +142,80 @@ def _native(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array
     call = jax.ffi.ffi_call("fornax_gated_linear_unit", y, vmap_method="sequential")
     y_MF = call(gate_MF, up.reshape(gate_MF.shape), gelu=np.bool_(activation == "gelu_tanh"))
     return y_MF.reshape(gate.shape)
+
+
+def _linear_part(
+    dgate: jax.Array,
+    dup: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: Activation,
+    implementation: str | None,
+) -> jax.Array:
+    formula = functools.partial(_formula, activation=activation)
+    return jax.jvp(formula, (gate, up), (dgate, dup))[1]
+
+
+def _transpose(
+    dy: Any,
+    dgate: Any,
+    dup: Any,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: Activation,
+    implementation: str | None,
+) -> list[Any]:
+    """The gradients of gate and up."""
+    if isinstance(dy, ad.Zero):
+        return [ad.Zero(dgate.aval), ad.Zero(dup.aval), None, None]
+    found = _gradients(activation, implementation, dy, gate, up)
+    wanted = (ad.is_undefined_primal(dgate), ad.is_undefined_primal(dup))
+    return [*(each if want else None for each, want in zip(found, wanted, strict=True)), None, None]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _gradients(
+    activation: Activation,
+    implementation: str | None,
+    dy: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    if native.is_open(gate) or _choose(gate, activation, implementation).name != "native":
+        return _plain_gradients(activation, dy, gate, up)
+    gate_MF = gate.reshape(-1, gate.shape[-1])
+    like = jax.ShapeDtypeStruct(gate_MF.shape, gate.dtype)
+    target = "fornax_gated_linear_unit_gradient"
+    call = jax.ffi.ffi_call(target, (like, like), vmap_method="sequential")
+    rows = [array.reshape(gate_MF.shape) for array in (dy, gate, up)]
+    dgate_MF, dup_MF = call(*rows, gelu=np.bool_(activation == "gelu_tanh"))
+    return dgate_MF.reshape(gate.shape), dup_MF.reshape(gate.shape)
+
+
+@_gradients.defjvp
+def _gradients_jvp(activation: Activation, _: str | None, primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(functools.partial(_plain_gradients, activation), primals, tangents)
+
+
+def _plain_gradients(
+    activation: Activation, dy: jax.Array, gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return jax.vjp(functools.partial(_formula, activation=activation), gate, up)[1](dy)
+
+
+def _batch(arrays: Any, dims: Any, **how: Any) -> tuple[jax.Array, int]:
+    return jax.vmap(functools.partial(_linear_part, **how), in_axes=tuple(dims))(*arrays), 0
+
+
+_tangent = Primitive("gated_linear_unit_tangent")
+"""Linear in its first two arguments; its transpose is a native call where the unit is one."""
+_tangent.def_impl(_linear_part)
+_tangent.def_abstract_eval(lambda dgate, *_, **how: dgate)
+mlir.register_lowering(_tangent, mlir.lower_fun(_linear_part, multiple_results=False))
+ad.primitive_transposes[_tangent] = _transpose
+batching.primitive_batchers[_tangent] = _batch
 
 
 def _benchmark(call: GatedUnitCall, run: Callable[..., jax.Array]) -> Callable[[], object]:

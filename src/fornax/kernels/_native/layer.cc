@@ -34,21 +34,66 @@ void gated(const T* gate, const T* up, const Activation& activation, int64_t fir
   }
 }
 
+// Calls work(first, last) for all elements of M rows, on several threads where they are worth it.
+template <typename Work>
+void in_pieces(ffi::ThreadPool& pool, int64_t M, int64_t elements, const Work& work) {
+  const int64_t pieces = (elements + kPiece - 1) / kPiece;
+  const int64_t parts =
+      elements <= kFew ? 1 : std::min<int64_t>(pieces, 4 * std::max<int64_t>(pool.num_threads(), 1));
+  share_rows(pool, M, parts, [&](int64_t part) {
+    work(pieces * part / parts * kPiece,
+         std::min(elements, pieces * (part + 1) / parts * kPiece));
+  });
+}
+
 template <typename T>
 void gated_linear_unit(ffi::ThreadPool& pool, const ffi::AnyBuffer& gate, const ffi::AnyBuffer& up,
                        const Activation& activation, ffi::AnyBuffer& y) {
   const int64_t M = gate.dimensions()[0], elements = M * gate.dimensions()[1];
-  const int64_t pieces = (elements + kPiece - 1) / kPiece;
-  const int64_t parts =
-      elements <= kFew ? 1 : std::min<int64_t>(pieces, 4 * std::max<int64_t>(pool.num_threads(), 1));
-  const auto* from = static_cast<const T*>(gate.untyped_data());
-  const auto* by = static_cast<const T*>(up.untyped_data());
-  auto* to = static_cast<T*>(y.untyped_data());
-  share_rows(pool, M, parts, [&](int64_t part) {
-    const int64_t first = pieces * part / parts * kPiece;
-    const int64_t last = std::min(elements, pieces * (part + 1) / parts * kPiece);
-    gated(from, by, activation, first, last, to);
+  in_pieces(pool, M, elements, [&](int64_t first, int64_t last) {
+    gated(static_cast<const T*>(gate.untyped_data()), static_cast<const T*>(up.untyped_data()),
+          activation, first, last, static_cast<T*>(y.untyped_data()));
   });
+}
+
+// The gradients of gate and up over elements [first, last).
+template <typename T>
+void gated_gradient(const T* dy, const T* gate, const T* up, const Activation& activation,
+                    int64_t first, int64_t last, T* dgate, T* dup) {
+  float given[kPiece], left[kPiece], right[kPiece];
+  for (; first < last; first += kPiece) {
+    const int64_t count = std::min(kPiece, last - first);
+    for (int64_t j = 0; j < count; ++j) given[j] = widen(dy[first + j]);
+    for (int64_t j = 0; j < count; ++j) left[j] = widen(gate[first + j]);
+    for (int64_t j = 0; j < count; ++j) right[j] = widen(up[first + j]);
+    activation.gradient(given, left, right, count);
+    for (int64_t j = 0; j < count; ++j) narrow(left[j], dgate + first + j);
+    for (int64_t j = 0; j < count; ++j) narrow(right[j], dup + first + j);
+  }
+}
+
+template <typename T>
+void gated_linear_unit_gradient(ffi::ThreadPool& pool, const ffi::AnyBuffer& dy,
+                                const ffi::AnyBuffer& gate, const ffi::AnyBuffer& up,
+                                const Activation& activation, ffi::AnyBuffer& dgate,
+                                ffi::AnyBuffer& dup) {
+  const int64_t M = gate.dimensions()[0], elements = M * gate.dimensions()[1];
+  in_pieces(pool, M, elements, [&](int64_t first, int64_t last) {
+    gated_gradient(static_cast<const T*>(dy.untyped_data()),
+                   static_cast<const T*>(gate.untyped_data()),
+                   static_cast<const T*>(up.untyped_data()), activation, first, last,
+                   static_cast<T*>(dgate.untyped_data()), static_cast<T*>(dup.untyped_data()));
+  });
+}
+
+ffi::Error gated_linear_unit_gradient_call(ffi::ThreadPool pool, ffi::AnyBuffer dy,
+                                           ffi::AnyBuffer gate, ffi::AnyBuffer up,
+                                           ffi::Result<ffi::AnyBuffer> dgate,
+                                           ffi::Result<ffi::AnyBuffer> dup, bool gelu) {
+  const auto run = gate.element_type() == ffi::F32 ? gated_linear_unit_gradient<float>
+                                                   : gated_linear_unit_gradient<Half>;
+  run(pool, dy, gate, up, {gelu, 0.0f, 0.0f}, *dgate, *dup);
+  return ffi::Error::Success();
 }
 
 ffi::Error gated_linear_unit_call(ffi::ThreadPool pool, ffi::AnyBuffer gate, ffi::AnyBuffer up,
@@ -134,6 +179,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_gated_linear_unit, fornax::gated_linear_uni
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<bool>("gelu"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_gated_linear_unit_gradient,
+                              fornax::gated_linear_unit_gradient_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<bool>("gelu"));
 

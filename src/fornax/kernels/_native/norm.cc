@@ -109,8 +109,101 @@ ffi::Error add_rms_norm_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuf
   return ffi::Error::Success();
 }
 
+constexpr int64_t kBlock = 64;  // rows whose part of the scale's gradient is summed together
+
+// dx of a row that stands in `line`, and what it adds to the gradient of the scale. With
+// n = x / sqrt(mean(x^2) + eps) and s the scale: dx = (s dy - n mean(n s dy)) / sqrt(...),
+// and n dy is added.
+template <typename T>
+void normalise_gradient(float* line, float* slope, const float* scale, int64_t D, float eps, T* dx,
+                        float* dscale) {
+  const int64_t width = round_up(D, kLanes);
+  std::fill(line + D, line + width, 0.0f);
+  std::fill(slope + D, slope + width, 0.0f);
+  Vec squares[4] = {}, products[4] = {};
+  for (int64_t j = 0; j < width; j += kLanes) {
+    const Vec v = load(line + j);
+    squares[j / kLanes % 4] += v * v;
+    products[j / kLanes % 4] += v * (load(slope + j) * load(scale + j));
+  }
+  const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  const float along = sum((products[0] + products[1]) + (products[2] + products[3]));
+  const float factor = 1 / std::sqrt(total / static_cast<float>(D) + eps);
+  const float back = along * factor * factor / static_cast<float>(D);
+  for (int64_t j = 0; j < width; j += kLanes) {
+    const Vec v = load(line + j), d = load(slope + j);
+    store(dscale + j, load(dscale + j) + d * v * splat(factor));
+    store(line + j, splat(factor) * (d * load(scale + j) - splat(back) * v));
+  }
+  for (int64_t j = 0; j < D; ++j) narrow(line[j], dx + j);
+}
+
+template <typename T>
+void run_gradient(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy,
+                  const Scale& of, float eps, ffi::AnyBuffer& dx, float* dscale) {
+  const int64_t M = x.dimensions()[0], D = x.dimensions()[1], width = round_up(D, kLanes);
+  const int64_t blocks = (M + kBlock - 1) / kBlock;
+  static thread_local Arena kept;
+  kept.start((blocks + 1) * width);
+  float* scale = kept.take(width);
+  float* parts = kept.take(blocks * width);
+  std::fill(scale + D, scale + width, 0.0f);
+  if (of.layers.element_type() == ffi::F32) {
+    of.write<float>(scale);
+  } else {
+    of.write<Half>(scale);
+  }
+  const auto* from = static_cast<const T*>(x.untyped_data());
+  const auto* given = static_cast<const T*>(dy.untyped_data());
+  auto* to = static_cast<T*>(dx.untyped_data());
+  share_evenly(pool, blocks, M * D, [=](int64_t first, int64_t last) {
+    Arena& arena = Arena::of_this_thread();
+    arena.start(2 * width);
+    float* line = arena.take(width);
+    float* slope = arena.take(width);
+    for (int64_t block = first; block < last; ++block) {
+      float* sum_ = parts + block * width;
+      std::fill(sum_, sum_ + width, 0.0f);
+      for (int64_t i = block * kBlock; i < std::min(M, (block + 1) * kBlock); ++i) {
+        for (int64_t j = 0; j < D; ++j) line[j] = widen(from[i * D + j]);
+        for (int64_t j = 0; j < D; ++j) slope[j] = widen(given[i * D + j]);
+        normalise_gradient(line, slope, scale, D, eps, to + i * D, sum_);
+      }
+    }
+  });
+  for (int64_t j = 0; j < D; ++j) {
+    float total = 0;
+    for (int64_t block = 0; block < blocks; ++block) total += parts[block * width + j];
+    dscale[j] = total / of.divisor;
+  }
+}
+
+ffi::Error rms_norm_gradient_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer dy,
+                                  ffi::AnyBuffer scale, ffi::BufferR0<ffi::S32> layer,
+                                  ffi::Result<ffi::AnyBuffer> dx,
+                                  ffi::Result<ffi::Buffer<ffi::F32>> dscale, float eps,
+                                  float offset, float divisor) {
+  const Scale of = {scale, *layer.typed_data(), offset, divisor};
+  const auto call = x.element_type() == ffi::F32 ? run_gradient<float> : run_gradient<Half>;
+  call(pool, x, dy, of, eps, *dx, dscale->typed_data());
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace fornax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_rms_norm_gradient, fornax::rms_norm_gradient_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<float>("eps")
+                                  .Attr<float>("offset")
+                                  .Attr<float>("divisor"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_rms_norm, fornax::rms_norm_call,
                               xla::ffi::Ffi::Bind()
