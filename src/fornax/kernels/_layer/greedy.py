@@ -60,7 +60,9 @@ def _in_lanes(x_MV: jax.Array) -> jax.Array:
     max_M = jnp.max(jnp.max(x_MGL, axis=1), axis=-1)
     index_GL = jnp.arange(groups * _LANES, dtype=jnp.int32).reshape(groups, _LANES)
     found_MGL = jnp.where(x_MGL == max_M[:, None, None], index_GL, groups * _LANES - 1)
-    return jnp.where(jnp.isfinite(max_M), jnp.min(jnp.min(found_MGL, axis=1), axis=-1), -1)
+    # XLA's maximum on CPU may leave NaN out.
+    finite_M = jnp.isfinite(max_M) & ~jnp.any(jnp.isnan(x_MV), axis=1)
+    return jnp.where(finite_M, jnp.min(jnp.min(found_MGL, axis=1), axis=-1), -1)
 
 
 def _native(x_MV: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ def split(x_MV: jax.Array, fill: float) -> jax.Array:
 
 
 def maximum(x_MGL: jax.Array) -> jax.Array:
-    """[M]; NaN where any is."""
+    """[M]; on CPU XLA may leave NaN out."""
     return jnp.max(jnp.max(x_MGL, axis=1), axis=-1)
 
 
